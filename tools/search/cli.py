@@ -28,7 +28,16 @@ from tools.recipe.view import AUTO, OFFSET, look
 from tools.schema.stages import RECOMPUTE
 from tools.search.command import space_command
 from tools.search.measured import calibrate_command, explain, validate
-from tools.search.options import PlanProgress, effort_option, effort_within, margin_option
+from tools.search.options import (
+    PlanProgress,
+    effort_option,
+    effort_within,
+    json_option,
+    margin_option,
+    overrides_option,
+    seed_option,
+    time_limit_option,
+)
 from tools.search.overlay import keep_files_of
 
 
@@ -36,20 +45,13 @@ from tools.search.overlay import keep_files_of
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster to assume.")
 @effort_option(EFFORT)
-@click.option(
-    "--time-limit",
-    default=TIME_LIMIT,
-    show_default=True,
-    type=Number("seconds"),
-    metavar="SECONDS",
-    help="Stop the search after this time, should the effort take longer.",
-)
+@time_limit_option(TIME_LIMIT, "Stop the search after this time, should the effort take longer.")
 @margin_option
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@overrides_option()
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Default: RECIPE.layout.yaml, beside it.")
 @click.option("--force", is_flag=True, help="Replace the file of --out, whatever it holds.")
-@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the search's random part.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@seed_option
+@json_option
 def layout(
     recipe: Path,
     cluster: str,
@@ -84,8 +86,7 @@ def layout(
         except NothingFits as error:
             click.echo(f"tc3: {recipe}: {error}", err=True)
             sys.exit(1)
-    words = ["tc3", "search", "layout", str(recipe), "--cluster", cluster]
-    words += ["--effort", f"{budget.effort:g}"]
+    words = ["tc3", "search", "layout", str(recipe), "--cluster", cluster, "--effort", f"{budget.effort:g}"]
     words += [] if memory_margin is None else ["--memory-margin", f"{memory_margin:g}"]
     write_layout(found, path, " ".join([*words, *(word for item in overrides for word in ("--set", item))]))
     text = layout_text(loaded, found)
@@ -163,16 +164,9 @@ def search() -> None:
 @click.argument("instance", type=click.Path(path_type=Path), metavar="INSTANCE.json")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Solution file to write.")
 @effort_option("high")
-@click.option(
-    "--time-limit",
-    default=600.0,
-    show_default=True,
-    type=Number("seconds"),
-    metavar="SECONDS",
-    help="Stop the command (without --picture) after this time, should the effort take longer.",
-)
+@time_limit_option(600.0, "Stop the command (without --picture) after this time, should the effort take longer.")
 @click.option("--force", is_flag=True, help="Replace the file of --out if it exists.")
-@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the search's random part.")
+@seed_option
 @click.option(
     "--memory-margin",
     default=0.0,
@@ -181,7 +175,7 @@ def search() -> None:
     metavar="SHARE",
     help="Share of memory_cap to leave free, such as 0.05.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@json_option
 @click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw the plan (.svg or .png).")
 def pipeline(
     instance: Path,
@@ -232,7 +226,5 @@ def pipeline(
         sys.exit(130)
 
 
-search.add_command(calibrate_command)
-search.add_command(explain)
-search.add_command(layout)
-search.add_command(validate)
+for command in (calibrate_command, explain, layout, validate):
+    search.add_command(command)

@@ -1,11 +1,8 @@
 """A configuration as a child of the recipe it came from: the MindFormers keys that differ, and the file with them.
 
-Only what differs in effect is written. Values that the recipe shares through anchors change at all their places, and
-lists are written whole: a child cannot change an entry of its base's list.
-
-The keys say how tokens travel to experts (MindFormers' own dispatchers or `plugins.hierarchical_ep`) and what the
-search was told of the machine: devices of a node, memory of a device. No answer may be written over a file that the
-recipe is made of.
+Only what differs in effect is written, what the search was told of the machine included. Values that the recipe shares
+through anchors change at all their places, and lists are written whole: a child cannot change an entry of its base's
+list. No answer may be written over a file that the recipe is made of.
 """
 
 from __future__ import annotations
@@ -92,24 +89,18 @@ def keep_files_of(recipe: str | os.PathLike[str], option: str, target: str | os.
             raise RecipeError(f"{option} {target}: {own}; it would be overwritten; name another file")
 
 
+_DISPATCHER = (*MODEL, "moe_token_dispatcher_type")
 NODE = (*MODEL, "npu_nums_per_device")
 _LIMIT, _POOL = ("context", "max_device_memory"), ("context", "mempool_block_size")
-_HUNDREDTH = GIB / 100
 
 
 @dataclass(frozen=True)
 class Site:
-    """The machine of an answer.
+    """The machine of an answer."""
 
-    Args:
-        node: devices of a node.
-        hardware: its file or name, as `plugins.hierarchical_ep.hardware` takes it.
-        memory: bytes that the job may use on a device, where the recipe's own limit is not what was asked for.
-    """
-
-    node: int
-    hardware: str
-    memory: float | None = None
+    node: int  # devices
+    hardware: str  # file or name, as `plugins.hierarchical_ep.hardware` takes it
+    memory: float | None = None  # bytes of a device for the job, where the recipe's limit is not what was asked for
 
 
 def stays_plugged(view: View, config: Configuration, node: int) -> bool:
@@ -133,15 +124,10 @@ def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, 
         if plugged and CHUNKS in unresolved(view.recipe) and view.get(hardware, DEFAULT_HARDWARE) != site.hardware:
             values[hardware] = site.hardware
     if site.memory is not None and limit_of(view.recipe) != int(site.memory):
-        limit = f"{math.ceil(site.memory / _HUNDREDTH) / 100:g}GB"  # MindSpore's GB are 2^30 bytes
-        pool = view.get(_POOL)
-        values[_LIMIT] = limit
-        if pool is not None and pool == view.get(_LIMIT):
-            values[_POOL] = limit
+        values[_LIMIT] = f"{math.ceil(site.memory / (GIB / 100)) / 100:g}GB"  # MindSpore's GB are 2^30 bytes
+        if view.get(_POOL) is not None and view.get(_POOL) == view.get(_LIMIT):
+            values[_POOL] = values[_LIMIT]
     return values
-
-
-_DISPATCHER = (*MODEL, "moe_token_dispatcher_type")
 
 
 def dispatch_values(view: View, config: Configuration, node: int | None = None) -> dict[KeyPath, Any]:
@@ -179,6 +165,10 @@ def dispatch_values(view: View, config: Configuration, node: int | None = None) 
     return values
 
 
+_DEGREES = {
+    **{"dp": "data_parallel", "tp": "model_parallel", "pp": "pipeline_stage"},
+    **{"cp": "context_parallel", "ep": "expert_parallel"},
+}
 _PIPELINE = ("parallel", "pipeline_config")
 _SHARD = ("parallel", "parallel_optimizer_config")
 _LISTS = [("recompute_config", key) for key in (*RECOMPUTE, *EXCLUDE)]
@@ -245,12 +235,14 @@ def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> 
     values |= dispatch_values(view, config, site.node if site else None)
     values |= site_values(view, config, site) if site else {}
     result = copy.deepcopy(recipe)
-    for path, value in values.items():
-        for other in shared_paths(recipe, path)[1:]:
-            if other not in values:
-                _set(result, other, value)
-    for path, value in values.items():
-        _set(result, path, value)
+    shared = {other: value for path, value in values.items() for other in shared_paths(recipe, path)[1:]}
+    for path, value in (*(item for item in shared.items() if item[0] not in values), *values.items()):
+        section: Any = result
+        for key in path[:-1]:
+            if isinstance(section, dict) and not isinstance(section.get(key), (dict, list)):
+                section[key] = {}
+            section = section[key]
+        section[path[-1]] = value
     return result
 
 
@@ -258,13 +250,9 @@ def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
     """Parallel degrees, batch, optimizer sharding."""
     piped = config.pp > 1
     wanted: list[tuple[KeyPath, Any, Any]] = [
-        ((*PARALLEL, "data_parallel"), view.dp, config.dp),
-        ((*PARALLEL, "model_parallel"), view.tp, config.tp),
-        ((*PARALLEL, "pipeline_stage"), view.pp, config.pp),
-        ((*PARALLEL, "context_parallel"), view.cp, config.cp),
-        ((*PARALLEL, "expert_parallel"), view.ep, config.ep),
-        ((*RUNNER, "batch_size"), view.batch, config.batch),
+        ((*PARALLEL, key), getattr(view, name), getattr(config, name)) for name, key in _DEGREES.items()
     ]
+    wanted.append(((*RUNNER, "batch_size"), view.batch, config.batch))
     numbers: dict[KeyPath, int] = {
         (*PARALLEL, "micro_batch_num"): config.micro_batches if piped else 1,
         (*RUNNER, "gradient_accumulation_steps"): 1 if piped else config.micro_batches,
@@ -278,22 +266,18 @@ def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
             numbers["callbacks", index, "gradient_accumulation_steps"] = 1 if piped else config.micro_batches
     wanted += [(path, view.number(path, 1), value) for path, value in numbers.items()]
     wanted += [(path, view.flag(path), value) for path, value in flags.items()]
-    wanted.append(_gradients(view, config))
+    # beside an optimizer_level MindSpore takes the flag that shards accumulated gradients only at level2
+    sharded: list[Any] = [shards_gradients(view), config.shard_gradients]
+    if view.get(LEVEL) is None:
+        wanted.append((GRADIENTS, *sharded))
+    else:
+        wanted.append((LEVEL, *("level2" if one else "level1" for one in sharded)))
     threshold = (*_SHARD, "parallel_optimizer_threshold")
     wanted.append((threshold, view.number(threshold, 64), config.shard_threshold // 1024))
     rows = view.get(_STRATEGY)
     if isinstance(rows, list):
         wanted.append((_STRATEGY, rows, [[config.dp, *row[1:]] for row in rows]))
     return {path: value for path, now, value in wanted if now != value}
-
-
-def _gradients(view: View, config: Configuration) -> tuple[KeyPath, Any, Any]:
-    """The key that shards accumulated gradients, now and wanted: MindSpore takes the flag beside level2 alone."""
-    both = shards_gradients(view), config.shard_gradients
-    if view.get(LEVEL) is None:
-        return GRADIENTS, *both
-    now, then = ("level2" if sharded else "level1" for sharded in both)
-    return LEVEL, now, then
 
 
 def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
@@ -355,14 +339,6 @@ def _mapped_alone(values: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
     """Lists of one operator pattern as mappings: zero_bubble_v turns round the second entry of any list."""
     lists = {path: value for path, value in values.items() if path in _LISTS and isinstance(value, list)}
     return {path: {value[0]: True} for path, value in lists.items() if len(patterns_of(value)) == 1}
-
-
-def _set(recipe: Any, path: KeyPath, value: Any) -> None:
-    for key in path[:-1]:
-        if isinstance(recipe, dict) and not isinstance(recipe.get(key), (dict, list)):
-            recipe[key] = {}
-        recipe = recipe[key]
-    recipe[path[-1]] = value
 
 
 def _difference(before: Any, after: Any) -> dict[str, Any]:

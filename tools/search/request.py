@@ -12,7 +12,6 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,15 +81,22 @@ def read_limit(text: str) -> Limit:
         raise RecipeError(f"--limit {text!r}: want a name, a sign and a value, such as tp<=8, pp=8,16 or ep%8=0")
     name, sign, modulus, written = match.groups()
     if name not in (*NUMBERS, *WORDS):
-        known = [*NUMBERS, *WORDS]
+        names = [*NUMBERS, *WORDS]
         raise RecipeError(
-            f"--limit {text!r}: no {name!r} here{did_you_mean(name, known)}; known are {', '.join(known)}"
+            f"--limit {text!r}: no {name!r} here{did_you_mean(name, names)}; known are {', '.join(names)}"
         )
     words = [word.strip() for word in written.split(",")]
     if modulus is not None:
         sign = "%"
     if name in WORDS:
-        values = _words(text, name, sign, words)
+        known = WORDS[name]
+        if sign not in ("=", "!="):
+            raise RecipeError(f"--limit {text!r}: {name} takes = or !=")
+        for word in words:
+            if word not in known:
+                hint = did_you_mean(word, list(known))
+                raise RecipeError(f"--limit {text!r}: {name} is one of {', '.join(known)}, not {word!r}{hint}")
+        values = tuple(known.index(word) for word in words)
     elif modulus is not None and not 0 < int(modulus) <= _LARGEST:
         raise RecipeError(f"--limit {text!r}: remainders by {modulus[:20]} do not exist; divide by 1 to {_LARGEST:,}")
     elif all(word.isdecimal() and int(word[:20]) <= _LARGEST for word in words):
@@ -102,17 +108,6 @@ def read_limit(text: str) -> Limit:
     if modulus is not None and not 0 <= values[0] < int(modulus):
         raise RecipeError(f"--limit {text!r}: remainders by {modulus} are 0 to {int(modulus) - 1}")
     return Limit(text, name, sign, values, int(modulus or 1))
-
-
-def _words(text: str, name: str, sign: str, words: Sequence[str]) -> tuple[int, ...]:
-    known = WORDS[name]
-    if sign not in ("=", "!="):
-        raise RecipeError(f"--limit {text!r}: {name} takes = or !=")
-    for word in words:
-        if word not in known:
-            hint = did_you_mean(word, list(known))
-            raise RecipeError(f"--limit {text!r}: {name} is one of {', '.join(known)}, not {word!r}{hint}")
-    return tuple(known.index(word) for word in words)
 
 
 @dataclass(frozen=True)
@@ -155,16 +150,12 @@ class Request:
     @property
     def room(self) -> float:
         """Return the bytes that a prediction may reach on a device: the cap without its margin."""
-        return self._room.bytes
+        return Room(self.cap, self.cap_source, self.margin).bytes
 
     @property
     def room_words(self) -> str:
         """``51.4 GiB (55.5 less a margin of 7.4 %)``."""
-        return self._room.words
-
-    @property
-    def _room(self) -> Room:
-        return Room(self.cap, self.cap_source, self.margin)
+        return Room(self.cap, self.cap_source, self.margin).words
 
     @property
     def node(self) -> int:
@@ -197,10 +188,12 @@ def request_of(
         RecipeError: the recipe describes no run, or there is no such cluster.
     """
     hardware = cluster(cluster_name)
-    try:
-        base, room = _run_of(recipe), room_of(recipe, hardware, memory_gib, margin)
+    try:  # an open layout is even, for the search places layers itself
+        base, room = from_recipe(resolve(recipe, layout="even")), room_of(recipe, hardware, memory_gib, margin)
     except RecipeError as error:
         raise in_file(recipe, error) from None
+    if base.ep_cut and CHUNKS in unresolved(recipe):  # strategies have each their own best chunks
+        base = replace(base, ep_cut=Cut(stride=look(recipe, (*OVERLAP, "stride"))))
     return Request(
         base=base,
         hardware=hardware,
@@ -238,14 +231,3 @@ def file_of(cluster_name: str) -> str:
     """Return a cluster as recipes name it: the name of a hardware file, or the path of another."""
     name = name_of(cluster_name)
     return name if name in known_hardware() else os.path.abspath(cluster_file(cluster_name))
-
-
-def _run_of(recipe: Recipe) -> Configuration:
-    """The recipe's own run; an open layout is even, for the search places layers itself.
-
-    Strategies of a recipe that leaves its chunks to `auto` have each their own best ones.
-    """
-    run = from_recipe(resolve(recipe, layout="even"))
-    if run.ep_cut and CHUNKS in unresolved(recipe):
-        return replace(run, ep_cut=Cut(stride=look(recipe, (*OVERLAP, "stride"))))
-    return run

@@ -155,8 +155,7 @@ def place_all(
     """
     todo = [one for one in ranked if one.candidate.recompute == PLANNED]
     at_once = min(at_once or processes(), max(1, len(todo)))
-    rounds = -(-len(todo) // at_once)
-    seconds = max(_LEAST, budget.seconds_left / max(1, rounds))
+    seconds = max(_LEAST, budget.seconds_left / max(1, -(-len(todo) // at_once)))
     jobs = [
         (configuration(request, one.candidate), times, request.room, budget.effort, seconds, request.groups)
         for one in todo
@@ -170,15 +169,13 @@ def place_all(
     return True
 
 
-def bounds_of(
-    request: Request, ranked: Sequence[Ranked], times: TimeModel, effort: float, at_once: int | None = None
-) -> list[float]:
+def bounds_of(request: Request, ranked: Sequence[Ranked], times: TimeModel, at_once: int | None = None) -> list[float]:
     """Seconds that no placement of each candidate is under (`least_seconds`); Ctrl-C raises KeyboardInterrupt."""
-    jobs = [(configuration(request, one.candidate), times, request.room, effort, request.groups) for one in ranked]
-    found = [0.0] * len(jobs)
-    for index, bound in _results(_bound, jobs, min(at_once or processes(), max(1, len(jobs)))):
-        found[index] = bound
-    return found
+    jobs = [
+        (configuration(request, one.candidate), times, request.room, Budget(EFFORT), request.groups) for one in ranked
+    ]
+    found = dict(_results(least_seconds, jobs, min(at_once or processes(), max(1, len(jobs)))))
+    return [found[index] for index in range(len(jobs))]
 
 
 Job = tuple[Any, ...]
@@ -200,13 +197,8 @@ def _results(work: Callable[..., Answer], jobs: Sequence[Job], at_once: int) -> 
 def _place(
     config: Configuration, times: TimeModel, cap: float, effort: float, seconds: float, groups: bool
 ) -> Placement:
-    if not groups:
-        return place(config, times, cap, Budget(effort, seconds))
-    return place(config, times, cap, Budget(2 * effort, seconds), groups=True)  # half of it as without them
-
-
-def _bound(config: Configuration, times: TimeModel, cap: float, effort: float, groups: bool) -> float:
-    return least_seconds(config, times, cap, Budget(effort), groups)
+    # with groups half of the effort is spent as without them
+    return place(config, times, cap, Budget(2 * effort if groups else effort, seconds), groups=groups)
 
 
 @contextmanager
@@ -351,7 +343,7 @@ class _Placing:
         chances = Chances(found.ranking, self._best)
         closer = chances.next(int(BOUNDS * self.budget.effort))
         self.progress("bounding", 0, len(closer), self._best)
-        chances.learn(closer, bounds_of(found.request, closer, self.times, EFFORT, self.at_once))
+        chances.learn(closer, bounds_of(found.request, closer, self.times, self.at_once))
         more = chances.promising([one.candidate for one in short], max(1, self.top // 2))
         found.whole = self._place(more)
         chances.best = self._best

@@ -37,16 +37,11 @@ _SAME = 0.005  # of the room: plans fill it to the last byte, and the graph's we
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a dry run found.
-
-    Args:
-        problems: refusals, or what is wrong beside memory.
-        exact, total: bytes by stage, without and with the dry run's own estimate of activations.
-    """
+    """What a dry run found: refusals, or what is wrong beside memory, and bytes by stage."""
 
     problems: list[str]
     exact: list[int]
-    total: list[int]
+    total: list[int]  # with the dry run's own estimate of activations
 
 
 @dataclass(frozen=True)
