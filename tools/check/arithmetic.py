@@ -165,7 +165,7 @@ def _fill(view: View, built: Built, found: Findings) -> None:
     elif not interleaved and built.fields.get("disable_lazy_inline") is True:
         rule = "micro_not_inlined"
     if rule:
-        found.error(path, f"{wrong}, as MindSpore wants of this schedule", f"at least {view.pp}", rule=rule)
+        found.error(path, f"{wrong}, which MindSpore needs for this schedule", f"at least {view.pp}", rule=rule)
     else:
         idle = 1 - micro / (micro + view.pp - 1)
         found.warning(path, f"{wrong}, which idle about {idle:.0%} of a step", f"at least {view.pp}")

@@ -255,9 +255,9 @@ def _trainer(view: View, found: Findings) -> None:
     if view.parallel and view.megatron and not view.on_cpu:
         if type(level) is int and level < 3:
             path = ("context", "dataset_broadcast_opt_level")
-            found.error(path, f"{level}: the Megatron loader wants 3", "3", rule="broadcast_level")
+            found.error(path, f"{level}: the Megatron loader needs 3", "3", rule="broadcast_level")
         elif level is None and not view.get(_SPEED_UP):
-            wrong = "has no dataset_broadcast_opt_level, which the Megatron loader wants to be 3"
+            wrong = "has no dataset_broadcast_opt_level, which the Megatron loader needs to be 3"
             found.error(("context",), wrong, "dataset_broadcast_opt_level: 3", rule="broadcast_level")
 
 

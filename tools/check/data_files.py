@@ -71,7 +71,7 @@ def _speed_up(view: View, found: Findings) -> None:
         found.error(_SPEED_UP, f"{name}: is not a JSON object ({error})", rule="speed_up_json")
         return
     if view.megatron and view.parallel and level != 3:
-        wrong = f"{name} says dataset_broadcast_opt_level {level}; the Megatron loader wants 3"
+        wrong = f"{name} says dataset_broadcast_opt_level {level}; the Megatron loader needs 3"
         found.error(_SPEED_UP, wrong, rule="broadcast_level")
 
 
@@ -112,7 +112,7 @@ def _dataset(prefix: str, share: float, view: View, built: Built, found: Finding
         return
     seq, vocabulary = built.number("seq_length", 1), built.number("vocab_size")
     if index.tokens <= seq:
-        found.error(_PATH, f"{prefix} holds {index.tokens:,} tokens, one sample wants {seq + 1:,}", "more data")
+        found.error(_PATH, f"{prefix} holds {index.tokens:,} tokens, one sample needs {seq + 1:,}", "more data")
     _sidecar(prefix, vocabulary, view, found)
     _documents(index, seq, view, found)
     sizes = view.get((*LOADER, "sizes"))

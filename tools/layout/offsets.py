@@ -106,7 +106,7 @@ def read_layout(path: Path) -> LayoutFile:
     content = read_yaml(path, RecipeError)
     wanted = [field.name for field in fields(LayoutFile)]
     if not isinstance(content, dict) or not set(wanted) <= set(content):
-        raise RecipeError(f"{path}: want a mapping of {', '.join(wanted)}; make it anew")
+        raise RecipeError(f"{path}: must be a mapping of {', '.join(wanted)}; make it anew")
     refuse_unknown(f"{path}: ", content, wanted)
     return LayoutFile(**content)
 

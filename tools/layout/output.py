@@ -59,7 +59,7 @@ def print_text(outcome: Outcome, console: Console) -> None:
     )
     console.print(
         f"{instance.stages} stages x {instance.chunks} chunks, {instance.micro_batches} micro-batches, "
-        f"{instance.schedule}; work alone would take {outcome.work_bound:.6g}"
+        f"{instance.schedule}; without any waiting the work would take {outcome.work_bound:.6g}"
     )
     table = Table(box=None)
     for name in ("stage", "layers by chunk", "recompute", "peak memory", "of the cap"):

@@ -1,4 +1,4 @@
-"""Pipeline schedules by name: what each stage runs in which order, what a schedule wants, and who can run it.
+"""Pipeline schedules by name: what each stage runs in which order, what a schedule needs, and who can run it.
 
 MindSpore's (`SCHEDULES`, see `tools.pipeline.orders`) are what a recipe can ask for. The others
 (`PAPER_SCHEDULES`) are published by leaders, and only simulated here:
@@ -70,7 +70,7 @@ def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batche
     a sequence is split (`seq_split_num`). Through each chunk of dual_pipe goes one half of the micro-batches.
 
     Raises:
-        RecipeError: no such schedule, or one that cannot run with these numbers; names what it wants.
+        RecipeError: no such schedule, or one that cannot run with these numbers; names what it needs.
     """
     return as_operations(order_table(schedule, stage, stages, chunks, micro_batches, parts))
 
@@ -83,7 +83,7 @@ def order_table(schedule: str, stage: int, stages: int, chunks: int, micro_batch
     """
     check_schedule(schedule, stages, chunks, micro_batches, parts)
     if not 0 <= stage < stages:
-        raise RecipeError(f"stage {stage}: want 0 to {stages - 1}")
+        raise RecipeError(f"stage {stage}: must be 0 to {stages - 1}")
     found = _ORDERS[schedule]
     more = (parts,) if found.splits else ()
     return widened(found.order(stage, stages, chunks, micro_batches, *more))
@@ -97,25 +97,25 @@ def check_schedule(schedule: str, stages: int, chunks: int, micro_batches: int, 
     """
     if schedule not in _ORDERS:
         near = did_you_mean(schedule, list(_ORDERS))
-        raise RecipeError(f"pipeline schedule {schedule!r}: want one of {', '.join(_ORDERS)}{near}")
+        raise RecipeError(f"pipeline schedule {schedule!r}: must be one of {', '.join(_ORDERS)}{near}")
     if min(stages, chunks, micro_batches, parts) < 1:
         numbers = f"{stages} stages, {chunks} chunks, {micro_batches} micro-batches, {parts} parts of a sequence"
         raise RecipeError(f"pipeline: {numbers}: each must be at least 1")
-    possible, want = _wants(schedule, stages, chunks, micro_batches, parts)
+    possible, need = _needs(schedule, stages, chunks, micro_batches, parts)
     if not possible:
         have = f"{stages} stages, {chunks} chunks, {micro_batches} micro-batches"
         split = f", sequences in {parts} parts" if parts > 1 else ""
-        raise RecipeError(f"pipeline schedule {schedule} with {have}{split}: want {want}")
+        raise RecipeError(f"pipeline schedule {schedule} with {have}{split}: it needs {need}")
 
 
 @lru_cache(maxsize=65536)
 def can_run(schedule: str, stages: int, chunks: int, micro_batches: int) -> bool:
     """Say whether `check_schedule` lets a schedule that exists pass, of whole sequences."""
-    return _wants(schedule, stages, chunks, micro_batches, 1)[0]
+    return _needs(schedule, stages, chunks, micro_batches, 1)[0]
 
 
-def _wants(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int) -> tuple[bool, str]:
-    """Whether a schedule can run with these numbers, and what it wants."""
+def _needs(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int) -> tuple[bool, str]:
+    """Whether a schedule can run with these numbers, and what it needs."""
     if parts > 1 and not _ORDERS[schedule].splits:
         splitting = ", ".join(name for name, found in _ORDERS.items() if found.splits)
         return False, f"whole sequences (parts of them: {splitting})"

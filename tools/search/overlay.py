@@ -146,7 +146,7 @@ def dispatch_values(view: View, config: Configuration, node: int | None = None) 
         return {}
     if config.ep_mode not in MODES:
         near = did_you_mean(config.ep_mode, list(MODES))
-        raise RecipeError(f"EP mode {config.ep_mode!r}: want one of {', '.join(MODES)}{near}")
+        raise RecipeError(f"EP mode {config.ep_mode!r}: must be one of {', '.join(MODES)}{near}")
     node = node or view.node
     if stays_plugged(view, config, node):
         return {} if view.get(MODE) == config.ep_mode else {MODE: config.ep_mode}

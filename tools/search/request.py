@@ -78,7 +78,7 @@ def read_limit(text: str) -> Limit:
     """
     match = _FORM.fullmatch(text)
     if match is None:
-        raise RecipeError(f"--limit {text!r}: want a name, a sign and a value, such as tp<=8, pp=8,16 or ep%8=0")
+        raise RecipeError(f"--limit {text!r}: a name, a sign and a value are needed, such as tp<=8, pp=8,16 or ep%8=0")
     name, sign, modulus, written = match.groups()
     if name not in (*NUMBERS, *WORDS):
         names = [*NUMBERS, *WORDS]

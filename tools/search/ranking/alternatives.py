@@ -91,7 +91,7 @@ def asked_schedules(words: Sequence[str]) -> tuple[str, ...]:
             raise RecipeError("--schedule dual_pipe: it holds the model twice and is not searched; try dual_pipe_v")
         if name not in (*ALWAYS, *OTHERS):
             known = [ALL, *ALWAYS, *OTHERS]
-            raise RecipeError(f"--schedule {name!r}: want one of {', '.join(known)}{did_you_mean(name, known)}")
+            raise RecipeError(f"--schedule {name!r}: must be one of {', '.join(known)}{did_you_mean(name, known)}")
     return tuple(dict.fromkeys(name for name in names if name not in ALWAYS))
 
 

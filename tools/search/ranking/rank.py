@@ -295,7 +295,7 @@ def _nothing_legal(ranking: Ranking) -> str:
 
 
 def _without_limits(request: Request) -> list[str]:
-    """Limits that alone stand in the way."""
+    """Return the limits without which, one by one or all, something fits."""
     lines = []
     for limit in request.limits:
         others = tuple(other for other in request.limits if other is not limit)

@@ -197,8 +197,9 @@ def _results(work: Callable[..., Answer], jobs: Sequence[Job], at_once: int) -> 
 def _place(
     config: Configuration, times: TimeModel, cap: float, effort: float, seconds: float, groups: bool
 ) -> Placement:
-    # with groups half of the effort is spent as without them
-    return place(config, times, cap, Budget(2 * effort if groups else effort, seconds), groups=groups)
+    if not groups:
+        return place(config, times, cap, Budget(effort, seconds))
+    return place(config, times, cap, Budget(2 * effort, seconds), groups=True)  # half of it as without them
 
 
 @contextmanager
