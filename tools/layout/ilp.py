@@ -14,21 +14,14 @@ low: the cutting planes of Kelley (1960). With any set of them the model's optim
 best plan whose simulated time the model agrees with is optimal. No proxy for the step time is needed (sum over a
 stage, slowest chunk, slots of the steady state).
 
-`Incumbent` keeps the best plan of a search so far, and what is proven about all others. Bounds say what no plan can
-be faster than.
-
-`work_bound` is the plain one: all work shared evenly, without recomputation or waiting. `path_bound` solves the model
-of the exact model with layers that may be cut at will, adding the longest chain of each answer until the
-simulator agrees: the least step time of any plan, were layers divisible. It respects memory, the schedule's fill and
-drain and the times of head and tail.
-
-`search_near` searches around the best plan with the exact model: it frees a part of the plan and lets HiGHS fill it
-in best.
+`path_bound` solves the exact model with layers that may be cut at will, adding the longest chain of each answer until
+the simulator agrees: the least step time of any plan, were layers divisible. It respects memory, the schedule's fill
+and drain and the times of head and tail.
 
 Annealing changes a few layers at a time; where memory leaves little room, a better plan may need many changes at once.
-Each round frees the chunks of some stages, or counts within one of the best plan's, or only the recompute options,
-and asks the model for a plan that is better than the best. The model is as exact as its chains: when the simulator is
-slower than the model said, the new chain is added and the same part is tried again.
+Each round of `search_near` frees the chunks of some stages, or counts within one of the best plan's, or only the
+recompute options, and asks the model for a plan that is better than the best. The model is as exact as its chains: when
+the simulator is slower than the model said, the new chain is added and the same part is tried again.
 """
 
 from __future__ import annotations

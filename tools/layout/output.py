@@ -88,11 +88,7 @@ def _recompute(outcome: Outcome, own: np.ndarray) -> str:
 
 
 def draw(instance: Instance, plan: np.ndarray, path: Path) -> Path:
-    """Draw the timeline and the memory of a plan [K, C]; returns `path`.
-
-    Raises:
-        DataError: as `save_figure`.
-    """
+    """Draw the timeline and the memory of a plan [K, C]; returns `path`; errors as `save_figure`."""
     forward, backward = instance.by_stage(instance.times(plan)[:2]).reshape(2, instance.chunks, instance.stages)
     simulation = simulate_timetable(instance.table, Durations(forward, backward))
     figure = new_figure(14, 3 + 0.4 * instance.stages)

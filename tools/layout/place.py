@@ -6,10 +6,10 @@ layer, full recomputation first, then selective, then communication. A plan that
 order (dense and MoE layers in one chunk) is put into the best order that MindFormers can express. What comes out is
 judged by the estimator itself: `TimeModel.step` with the schedule simulated, and the memory model for every stage.
 
-At last `eased` looks for groups of operators that a placement recomputes although they would fit.
-The optimiser gives layers the cheapest groups first (`tools.layout.problem.by_price`), and a layer that needs one more
-group of it has all those before. A table of MindFormers counts each group for itself: where the last one frees more
-than is missing, an earlier one can be left out.
+At last `eased` looks for groups of operators that a placement recomputes although they would fit. The optimiser gives
+layers the cheapest groups first (`tools.layout.problem.by_price`), and a layer that needs one more group of it has all
+those before. A table of MindFormers counts each group for itself: where the last one frees more than is missing, an
+earlier one can be left out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def _fewest(config: Configuration, name: str, chunk: int, stage: int, cap_bytes:
     table = recomputed_table(config, name)
     most, least = table[chunk][stage], config.recompute.layers("full", chunk, stage)
     for count in [0, *range(least + 1, most)] if most else []:
-        tried = with_table(config, name, _set(table, chunk, stage, count))
+        rows = [list(row) for row in table]
+        rows[chunk][stage] = count
+        tried = with_table(config, name, tuple(map(tuple, rows)))
         if stage_memory(tried, stage).peak <= cap_bytes:
             return tried
     return config
@@ -71,12 +73,6 @@ def with_table(config: Configuration, name: str, table: Table) -> Configuration:
     rest = dict(config.recompute.operators) | {name: some}
     operators = tuple((group, rows) for group, rows in rest.items() if rows)
     return replace(config, recompute=replace(config.recompute, operators=operators))
-
-
-def _set(table: Table, chunk: int, stage: int, count: int) -> Table:
-    rows = [list(row) for row in table]
-    rows[chunk][stage] = count
-    return tuple(map(tuple, rows))
 
 
 _SHARE = 0.35  # of effort and time, for each instance but the last

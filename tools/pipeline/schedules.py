@@ -76,11 +76,7 @@ def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batche
 
 
 def order_table(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return `operations` as numbers [operations, COLUMNS] (see `tools.pipeline.orders`), pairs included.
-
-    Raises:
-        RecipeError: as `operations`.
-    """
+    """Return `operations` as numbers [operations, COLUMNS] (`tools.pipeline.orders`), with pairs; errors as there."""
     check_schedule(schedule, stages, chunks, micro_batches, parts)
     if not 0 <= stage < stages:
         raise RecipeError(f"stage {stage}: must be 0 to {stages - 1}")
@@ -90,11 +86,7 @@ def order_table(schedule: str, stage: int, stages: int, chunks: int, micro_batch
 
 
 def check_schedule(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> None:
-    """Refuse a schedule that does not exist or cannot run with these numbers.
-
-    Raises:
-        RecipeError: as `operations`.
-    """
+    """Refuse a schedule that does not exist or cannot run with these numbers; errors as `operations`."""
     if schedule not in _ORDERS:
         near = did_you_mean(schedule, list(_ORDERS))
         raise RecipeError(f"pipeline schedule {schedule!r}: must be one of {', '.join(_ORDERS)}{near}")

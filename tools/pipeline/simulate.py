@@ -16,12 +16,8 @@ Rules of the simulation, all stated here:
   where these are split off.
 No contention between transfers, no variation between micro-batches. Times and memory are in the caller's units.
 
-How many activations are in flight is counted from the orders only, without times.
-
-An operation counts from its start: a chunk's activations are there while its forward runs, and until its backward ends
-(its weight gradients, where they are split off).
-
-The picture has a row for each stage and shows who runs what when, as in the papers' figures of pipeline schedules.
+How many activations are in flight is counted from the orders only, without times. The picture has a row for each stage
+and shows who runs what when, as in the papers' figures of pipeline schedules.
 """
 
 from __future__ import annotations
@@ -80,15 +76,6 @@ class Simulation:
     def idle_share(self) -> float:
         """Return the idle time over all time: (p-1)/(m+p-1) for 1F1B with equal stages."""
         return 1 - float(self.busy.sum()) / (self.makespan * len(self.busy))
-
-    @property
-    def waits(self) -> np.ndarray:
-        """[stages] idle time between a stage's own first and last operation.
-
-        The bubble where no stage waits for the others before it starts and after it ends (arXiv 2401.10241, section 4).
-        """
-        spans = [ends.max() - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True)]
-        return np.array(spans) - self.busy
 
 
 def simulate(schedule: str, micro_batches: int, durations: Durations, parts: int = 1) -> Simulation:
@@ -258,10 +245,12 @@ def draw_timeline(axes: Any, simulation: Simulation, numbers: bool = False) -> N
 
     `numbers` writes each operation's micro-batch in it.
     """
+    from matplotlib import colormaps
     from matplotlib.patches import Patch
 
     chunks = simulation.table.chunks
-    colours = _colours(chunks)
+    shades = 0.35 + 0.5 * np.arange(chunks) / max(1, chunks - 1)
+    colours = {kind: colormaps[palette](shades) for kind, palette in _PALETTES.items()}  # [chunks, 4] of each
     for stage, order in enumerate(simulation.orders):
         joined = simulation.table.tables[stage][:, -1]
         second = joined > 0
@@ -274,8 +263,8 @@ def draw_timeline(axes: Any, simulation: Simulation, numbers: bool = False) -> N
         ):
             at = np.flatnonzero(mask)
             spans = np.column_stack([starts, ends - starts])[at]
-            shades = [colours[order[index].kind][order[index].chunk] for index in at]
-            axes.broken_barh(spans, (row + bottom, height), facecolors=shades, edgecolor="white", linewidth=0.2)
+            faces = [colours[order[index].kind][order[index].chunk] for index in at]
+            axes.broken_barh(spans, (row + bottom, height), facecolors=faces, edgecolor="white", linewidth=0.2)
             for index in at if numbers else ():
                 _number(axes, simulation, stage, index, row + bottom + height / 2, height < _HEIGHT)
         frames = np.column_stack([starts, ends - starts])[second]
@@ -291,20 +280,10 @@ def draw_timeline(axes: Any, simulation: Simulation, numbers: bool = False) -> N
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1.1), ncols=len(handles), fontsize="small")
 
 
-def _colours(chunks: int) -> dict[str, np.ndarray]:
-    """[chunks, 4] of each kind."""
-    from matplotlib import colormaps
-
-    shades = 0.35 + 0.5 * np.arange(chunks) / max(1, chunks - 1)
-    return {kind: colormaps[palette](shades) for kind, palette in _PALETTES.items()}
-
-
 def _number(axes: Any, simulation: Simulation, stage: int, index: int, height: float, small: bool) -> None:
     """The micro-batch of an operation, with its part where sequences are split, in the middle of its bar."""
     op = simulation.orders[stage][index]
     middle = (simulation.starts[stage][index] + simulation.ends[stage][index]) / 2
     text = f"{op.micro_batch}" + (f"{'abcdefgh'[op.part % 8]}" if simulation.table.parts > 1 else "")
-    dark = op.chunk and op.kind != "W"
-    axes.text(
-        middle, height, text, ha="center", va="center", fontsize=5 if small else 6, color="white" if dark else "black"
-    )
+    look = {"fontsize": 5 if small else 6, "color": "white" if op.chunk and op.kind != "W" else "black"}
+    axes.text(middle, height, text, ha="center", va="center", **look)

@@ -68,11 +68,7 @@ class Timetable:
 
 @lru_cache(maxsize=32)
 def timetable(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> Timetable:
-    """Return the timetable of a schedule of `tools.pipeline.schedules`.
-
-    Raises:
-        RecipeError: as `operations`.
-    """
+    """Return the timetable of a schedule; errors as `tools.pipeline.schedules.operations`."""
     tables = [order_table(schedule, stage, stages, chunks, micro_batches, parts) for stage in range(stages)]
     return lay_out(tables, chunks, shape_of(schedule))
 

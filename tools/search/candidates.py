@@ -4,23 +4,14 @@ A candidate is a mesh dp x tp x pp x cp of all devices, vpp chunks a stage (1 ..
 experts), samples of a micro-batch (a divisor of the global batch; their number follows), a dispatch mode, what
 data-parallel ranks shard, and what is recomputed. Degrees are divisors, powers of two or not.
 
-The rules, in the order in which they are asked; a candidate counts for the first it breaks:
+A candidate counts for the first rule that it breaks (`mesh_rules`, then `_Axes`): what MindFormers cannot build (each
+is an error of `tc3 check`), what would say the same twice (dispatch modes differ only where an EP group covers several
+whole nodes), what the report excludes (section 5.1: "constraining TP to intra-node communication"), the user's limits.
+Sequence parallelism is on wherever tp > 1: experts need it, and it moves the same bytes and holds fewer.
 
-    what MindFormers cannot build (each is an error of `tc3 check`)
-        tp: heads, key-value heads, vocabulary, hidden size, MLP and shared-expert widths; cp: sequence, flash attention
-        the recipe's ulysses_degree_in_cp: divides cp, and heads with tp; its optimizer_weight_shard_size: dp x cp
-        sequence parallelism (on wherever tp > 1: experts need it, and it moves the same bytes and holds fewer) cuts
-        the sequence into tp x cp; pp: layers; vpp: needs a pipeline and a layer for each chunk; ep: dp x tp
-        batch: dp x samples divides it, with a micro-batch for each stage; gradients are sharded without a pipeline only
-    what would say the same twice
-        dispatch modes differ only where an EP group covers several whole nodes
-    what the report excludes (section 5.1: "constraining TP to intra-node communication")
-        tp divides the devices of a node
-    the user's limits
-
-A funnel counts how many candidates each rule dropped: total, legal, within limits, fitting, ranked. For ranking,
-layers go to stages and chunks as evenly as they can, the head and MTP layers counted by their FLOPs; the best
-candidates are placed by the pipeline optimiser afterwards.
+A funnel counts how many candidates each rule dropped. For ranking, layers go to stages and chunks as evenly as they
+can, the head and MTP layers counted by their FLOPs; the best candidates are placed by the pipeline optimiser
+afterwards.
 """
 
 from __future__ import annotations

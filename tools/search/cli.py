@@ -16,7 +16,7 @@ from rich.console import Console
 from tools.files.atomic import keep_existing, write_atomically
 from tools.files.figure import check_ending
 from tools.hardware import DEFAULT_HARDWARE
-from tools.layout.budget import LATE, Budget, interruptible
+from tools.layout.budget import Budget, interruptible
 from tools.layout.instance import read_instance, with_margin
 from tools.layout.offsets import LayoutFile, is_layout_file, path_of, write_layout
 from tools.layout.resolve import EFFORT, TIME_LIMIT, NothingFits, layout_text, make_layout
@@ -36,6 +36,7 @@ from tools.search.options import (
     margin_option,
     overrides_option,
     seed_option,
+    tell_end,
     time_limit_option,
 )
 from tools.search.overlay import keep_files_of
@@ -97,11 +98,7 @@ def layout(
     click.echo(f"written: {path}", err=True)
     if look(loaded, OFFSET) != AUTO:
         click.echo("the recipe reads it once its model.model_config.offset is `auto`", err=True)
-    if found.predicted["ended_by_time_limit"]:
-        click.echo(LATE, err=True)
-    if budget.stopped:
-        click.echo("interrupted: this is the best layout so far", err=True)
-        sys.exit(130)
+    tell_end(found.predicted["ended_by_time_limit"], budget.stopped, "layout ")
 
 
 def _print(found: LayoutFile, text: str | None) -> None:
@@ -219,11 +216,7 @@ def pipeline(
     click.echo(f"written: {out}", err=True)
     if picture:
         click.echo(f"drawn: {draw(problem, outcome.plan, picture)}", err=True)
-    if outcome.cut:
-        click.echo(LATE, err=True)
-    if budget.stopped:
-        click.echo("interrupted: this is the best plan so far", err=True)
-        sys.exit(130)
+    tell_end(outcome.cut, budget.stopped, "plan ")
 
 
 for command in (calibrate_command, explain, layout, validate):

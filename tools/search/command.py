@@ -16,11 +16,11 @@ from tools.files.atomic import keep_existing, write_atomically
 from tools.files.figure import check_ending, check_page
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB
-from tools.layout.budget import LATE, Budget
+from tools.layout.budget import Budget
 from tools.process.children import terminate_as_interrupt
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
-from tools.search.options import effort_option, effort_within, json_option, margin_option, time_limit_option
+from tools.search.options import effort_option, effort_within, json_option, margin_option, tell_end, time_limit_option
 from tools.search.request import read_limit
 
 if TYPE_CHECKING:  # imported where they are used: `tc3 search --help` is instant
@@ -156,11 +156,7 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
     if found.to_verify and found.whole:
         _verify(loaded, found, options["full"])
     _tell(found, others, times, loaded, options, as_json)
-    if found.cut:
-        click.echo(LATE, err=True)
-    if not found.whole:
-        click.echo("interrupted: this is the best so far", err=True)
-        sys.exit(130)
+    tell_end(found.cut, not found.whole, "")
     sys.exit(0 if found.entries and not found.unverified else 1)
 
 

@@ -26,7 +26,7 @@ from tools.files.atomic import keep_existing, write_atomically
 from tools.hardware import DEFAULT_HARDWARE
 from tools.process.waiting import Progressing
 from tools.profile.attribute import Line, gap_advice, gap_lines, gap_lines_of_total, gap_table, modelled
-from tools.profile.fit import file_text
+from tools.profile.fit import Fit, file_text
 from tools.profile.study import Study, fitted, run_of, start_of, study
 from tools.ranges import RANGES, Number
 from tools.search.options import json_option, overrides_option
@@ -159,7 +159,19 @@ def calibrate_command(
     """
     keep_existing("--out", out, force)
     if measured.is_dir():
-        _from_profile(measured, recipe, overrides, steps, cluster_name, like, out, as_json)
+        if recipe is None:
+            raise click.UsageError(f"{measured}: name the recipe of the run that was profiled: --recipe RECIPE.yaml")
+        with Progressing("fitting"):
+            seen = study(measured, run_of(recipe, overrides), steps)
+            if cluster_name is None and seen.profile.device != "CPU":
+                cluster_name = DEFAULT_HARDWARE
+            profiled, content, called = fitted(seen, cluster_name, like, out.stem)
+        write_atomically(out, file_text(content, out.stem, profiled, seen.profile, called))
+        if as_json:
+            click.echo(json.dumps({**profiled.as_json(), "notes": seen.profile.notes, "path": str(out)}))
+        else:
+            _print_profile(profiled, seen)
+        click.echo(f"written: {out}", err=True)
         return
     if recipe or overrides or steps:
         raise click.UsageError(f"{measured}: --recipe, --set and --steps go only with the folder of a profile")
@@ -175,38 +187,17 @@ def calibrate_command(
     click.echo(f"written: {out}", err=True)
 
 
-def _from_profile(
-    folder: Path,
-    recipe: Path | None,
-    overrides: tuple[str, ...],
-    steps: int | None,
-    cluster_name: str | None,
-    like: str | None,
-    out: Path,
-    as_json: bool,
-) -> None:
-    if recipe is None:
-        raise click.UsageError(f"{folder}: name the recipe of the run that was profiled: --recipe RECIPE.yaml")
-    with Progressing("fitting"):
-        seen = study(folder, run_of(recipe, overrides), steps)
-        if cluster_name is None and seen.profile.device != "CPU":
-            cluster_name = DEFAULT_HARDWARE
-        found, content, called = fitted(seen, cluster_name, like, out.stem)
-    write_atomically(out, file_text(content, out.stem, found, seen.profile, called))
-    if as_json:
-        click.echo(json.dumps({**found.as_json(), "notes": seen.profile.notes, "path": str(out)}))
-    else:
-        console, profile = Console(soft_wrap=True, highlight=False, markup=False), seen.profile
-        console.print(f"{profile.source}: {profile.device}, {profile.steps} steps, one of {profile.step.seconds:.4g} s")
-        for note in profile.notes:
-            console.print(f"note: {note}")
-        console.print(gap_table(gap_lines(found.after, seen.measured), "fitted s"))
-        for name in found.fitted:
-            remark = f" ({found.kept[name]})" if found.kept.get(name) else ""
-            console.print(f"{name}: {getattr(found.efficiency, name):.4g}{remark}")
-        for name in sorted(set(found.kept) - set(found.fitted)):
-            console.print(f"{name}: stays {getattr(found.efficiency, name):.4g}: {found.kept[name]}")
-    click.echo(f"written: {out}", err=True)
+def _print_profile(found: Fit, seen: Study) -> None:
+    console, profile = Console(soft_wrap=True, highlight=False, markup=False), seen.profile
+    console.print(f"{profile.source}: {profile.device}, {profile.steps} steps, one of {profile.step.seconds:.4g} s")
+    for note in profile.notes:
+        console.print(f"note: {note}")
+    console.print(gap_table(gap_lines(found.after, seen.measured), "fitted s"))
+    for name in found.fitted:
+        remark = f" ({found.kept[name]})" if found.kept.get(name) else ""
+        console.print(f"{name}: {getattr(found.efficiency, name):.4g}{remark}")
+    for name in sorted(set(found.kept) - set(found.fitted)):
+        console.print(f"{name}: stays {getattr(found.efficiency, name):.4g}: {found.kept[name]}")
 
 
 def _print_fit(found: Calibration, start: Efficiency) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import click
 
-from tools.layout.budget import EFFORTS, Budget
+from tools.layout.budget import EFFORTS, LATE, Budget
 from tools.layout.ilp import Incumbent
 from tools.process.waiting import Progressing
 from tools.ranges import Number
@@ -74,6 +75,15 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
 def effort_within(asked: float | None, default: str, seconds: float) -> float:
     """Return the units that were asked for, else the default, or what would take about `seconds` if that is less."""
     return asked if asked is not None else min(EFFORTS[default], seconds)
+
+
+def tell_end(cut: bool, stopped: bool, best: str) -> None:
+    """Say on stderr that the time limit ended a search, or Ctrl-C, which exits with 130."""
+    if cut:
+        click.echo(LATE, err=True)
+    if stopped:
+        click.echo(f"interrupted: this is the best {best}so far", err=True)
+        sys.exit(130)
 
 
 _WORDS = {"ranking": "ranking the space", "placing": "placing layers", "bounding": "bounding the others"}

@@ -76,11 +76,7 @@ def files_of(recipe: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def keep_files_of(recipe: str | os.PathLike[str], option: str, target: str | os.PathLike[str] | None) -> None:
-    """Refuse to write to a file that the recipe is made of.
-
-    Raises:
-        RecipeError: `target` of the command line's `option` is one, by this name or another.
-    """
+    """Refuse (RecipeError) a `target` of the command line's `option` that the recipe is made of, by whatever name."""
     if target is None or not os.path.exists(target):
         return
     for file in files_of(recipe):
@@ -216,11 +212,7 @@ def write_overlay(
 
 
 def require_layouts(recipe: Recipe, devices: int) -> None:
-    """Refuse a recipe that can be given no layout for so many devices.
-
-    Raises:
-        RecipeError: it does not split its model.
-    """
+    """Refuse (RecipeError) a recipe that can be given no layout for so many devices: it does not split its model."""
     if not View(recipe).parallel and devices > 1:
         raise RecipeError(f"{recipe.source}: a layout needs use_parallel: True and parallel.parallel_mode: 1")
 

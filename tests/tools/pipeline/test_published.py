@@ -21,7 +21,7 @@ class Published:
 
     Args:
         own: the bubble is that of a stage between its own first and last operation, which is what a step waits only
-            where no stage waits for the others (`tools.pipeline.simulate.Simulation.waits`).
+            where no stage waits for the others (arXiv 2401.10241, section 4).
         exact: False for a paper's "about", of f = b - w = w and many micro-batches.
         pieces: of the model on one device; with 2 there are p / 2 devices, but for dual_pipe, which has two models.
     """
@@ -73,7 +73,8 @@ def simulated(name, pieces, rounds, f, b, w, pair=None):
     hidden = None if pair is None else np.full((row.pieces, *shape), f + b - pair)
     times = Durations(np.full(shape, f), np.full(shape, b), np.full(shape, w), hidden=hidden)
     found = simulate(name, rounds * pieces, times)
-    bubble = (found.waits if row.own else found.makespan - found.busy).max()
+    own = [ends.max() - starts[0] for starts, ends in zip(found.starts, found.ends, strict=True)]
+    bubble = ((np.array(own) if row.own else found.makespan) - found.busy).max()
     return bubble, max(in_flight(order, row.pieces).sum(axis=1).max() for order in found.orders)
 
 
