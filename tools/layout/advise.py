@@ -85,22 +85,15 @@ def _near(number: int, wanted: int) -> int:
 
 @dataclass(frozen=True)
 class ModeReport:
-    """One dispatch mode. Bytes and `choice` of the busiest rank, per MoE layer and micro-batch.
-
-    Args:
-        inter_bytes, intra_bytes: over each class of links, forward and backward, with what recomputation repeats.
-        ep_seconds: EP communication of the slowest stage in a step, hidden or not.
-        choice: the best cut of the layer, see `plugins.ep_overlap.plan`.
-        whole, cut: the step without and with overlap.
-    """
+    """One dispatch mode. Bytes and `choice` of the busiest rank, per MoE layer and micro-batch."""
 
     mode: str
-    inter_bytes: float
+    inter_bytes: float  # over each class of links, forward and backward, with what recomputation repeats
     intra_bytes: float
-    ep_seconds: float
-    choice: Choice
-    whole: StepTime = field(repr=False)
-    cut: StepTime = field(repr=False)
+    ep_seconds: float  # EP communication of the slowest stage in a step, hidden or not
+    choice: Choice  # the best cut of the layer, see `plugins.ep_overlap.plan`
+    whole: StepTime = field(repr=False)  # the step without overlap
+    cut: StepTime = field(repr=False)  # and with it
 
     @property
     def step(self) -> tuple[float, float]:
@@ -141,27 +134,19 @@ class Written:
 
 @dataclass(frozen=True)
 class Advice:
-    """All modes of one recipe at one EP degree, and the setting to use.
-
-    Args:
-        config: the run, dispatched globally and uncut.
-        modes: dispatch mode -> its report.
-        mode, chunks, stride: the recommendation; chunks (1, 1) means no overlap, stride is the order of issue.
-        why: one sentence.
-        as_1f1b: why the pipeline is taken as 1F1B, where it is not the recipe's own schedule; "" where it is.
-    """
+    """All modes of one recipe at one EP degree, and the setting to use."""
 
     recipe: Recipe = field(repr=False)
-    config: Configuration
+    config: Configuration  # the run, dispatched globally and uncut
     hardware: Hardware
     topology: Topology
-    modes: dict[str, ModeReport]
-    mode: str
-    chunks: Chunks
-    stride: int
+    modes: dict[str, ModeReport]  # by dispatch mode
+    mode: str  # the recommendation
+    chunks: Chunks  # (1, 1) means no overlap
+    stride: int  # the order of issue
     break_even: BreakEven
-    why: str
-    as_1f1b: str = ""
+    why: str  # one sentence
+    as_1f1b: str = ""  # why the pipeline is taken as 1F1B, where it is not the recipe's own schedule
 
     @cached_property
     def written(self) -> Written:

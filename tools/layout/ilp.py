@@ -45,18 +45,12 @@ IMPROVEMENT = 1e-6
 
 @dataclass(frozen=True)
 class Answer:
-    """What a run of the solver found.
+    """What a run of the solver found."""
 
-    plan    [K, C] layers (not whole numbers from `relaxed`), or None
-    value   the model's T for it, or the excess of `least_excess`
-    bound   what no plan within the searched range can be under; infinite if there is none at all
-    done    the range has been searched to its end
-    """
-
-    plan: np.ndarray | None
-    value: float
-    bound: float
-    done: bool
+    plan: np.ndarray | None  # [K, C] layers (not whole numbers from `relaxed`)
+    value: float  # the model's T for it, or the excess of `least_excess`
+    bound: float  # what no plan within the searched range can be under; infinite if there is none at all
+    done: bool  # the range has been searched to its end
 
 
 class PathModel:
@@ -202,18 +196,13 @@ class PathModel:
 
 
 class Incumbent:
-    """Takes plans from anyone, keeps the fastest that keeps every rule by the simulator's word.
-
-    plan    [K, C] or None
-    time    its simulated step time; infinite without a plan
-    bound   no plan is faster than this
-    """
+    """Takes plans from anyone, keeps the fastest that keeps every rule by the simulator's word."""
 
     def __init__(self, instance: Instance, bound: float = 0.0, report: Callable[[Incumbent], None] | None = None):
         self.instance = instance
-        self.plan: np.ndarray | None = None
-        self.time = np.inf
-        self.bound = bound
+        self.plan: np.ndarray | None = None  # [K, C]
+        self.time = np.inf  # simulated
+        self.bound = bound  # no plan is faster
         self._report = report
 
     @property

@@ -44,25 +44,17 @@ _HEAD = "# What `offset: auto` stands for."
 
 @dataclass(frozen=True)
 class LayoutFile:
-    """One answer.
+    """One answer."""
 
-    Args:
-        digest: of `inputs`.
-        inputs: what the answer depends on, by dotted name.
-        cluster: what times were predicted for.
-        offset: of `model.model_config`.
-        recompute, select_recompute, select_comm_recompute: of `recompute_config`.
-        predicted: step_s and bound_s in seconds; stage_gib and cap_gib of memory, memory_margin of it that had to stay
-            free, and how many published runs would fit so near to the limit.
-    """
-
-    digest: str
-    inputs: Mapping[str, Any]
-    cluster: str
-    offset: Any
-    recompute: Any
+    digest: str  # of `inputs`
+    inputs: Mapping[str, Any]  # what the answer depends on, by dotted name
+    cluster: str  # what times were predicted for
+    offset: Any  # of `model.model_config`
+    recompute: Any  # the three tables of `recompute_config`
     select_recompute: Any
     select_comm_recompute: Any
+    # step_s and bound_s in seconds; stage_gib and cap_gib of memory, memory_margin of it that had to stay free, and how
+    # many published runs would fit so near to the limit
     predicted: Mapping[str, Any]
 
 

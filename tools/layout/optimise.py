@@ -174,29 +174,18 @@ _ANNEAL = 0.7
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search found.
-
-    plan        [K, C], or None
-    time        simulated step time; infinite without a plan
-    peak        [stages] peak memory of the plan
-    bound       no plan is faster
-    work_bound  the plain bound: all work shared evenly, nothing recomputed, nobody waiting
-    finished    the plan is proven best (or, without one, proven not to exist)
-    why         without a plan: what is missing
-    seconds     that it took
-    cut         a deadline ended it before its effort was spent: another machine may find another plan
-    """
+    """What a search found."""
 
     instance: Instance
-    plan: np.ndarray | None
-    time: float
-    bound: float
-    work_bound: float
-    finished: bool
-    seconds: float
-    why: str = ""
-    cut: bool = False
-    peak: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    plan: np.ndarray | None  # [K, C]
+    time: float  # simulated step time; infinite without a plan
+    bound: float  # no plan is faster
+    work_bound: float  # the plain bound: all work shared evenly, nothing recomputed, nobody waiting
+    finished: bool  # the plan is proven best (or, without one, proven not to exist)
+    seconds: float  # that it took
+    why: str = ""  # without a plan: what is missing
+    cut: bool = False  # a deadline ended it before its effort was spent: another machine may find another plan
+    peak: np.ndarray = field(default_factory=lambda: np.zeros(0))  # [stages] peak memory of the plan
 
     @property
     def gap(self) -> float:

@@ -82,25 +82,15 @@ _ORDER = ("full", "select", "communication", "none")  # of a chunk's layers, as 
 
 @dataclass(frozen=True)
 class Placement:
-    """What `place` found.
+    """What `place` found."""
 
-    Args:
-        configuration: with its new layers and recomputation; None where nothing fits.
-        step_s: simulated seconds of a step; infinite without a configuration.
-        bound_s: no placement is faster (what is outside of the pipeline taken as it is in this one).
-        peak_bytes: of each stage.
-        why: without a configuration what is missing, else "".
-        least_s: no placement is faster, whatever is outside of the pipeline.
-        cut: a deadline ended the search before its effort was spent.
-    """
-
-    configuration: Configuration | None
-    step_s: float
-    bound_s: float
-    peak_bytes: tuple[float, ...] = ()
-    why: str = ""
-    least_s: float = 0.0
-    cut: bool = False
+    configuration: Configuration | None  # with its new layers and recomputation; None where nothing fits
+    step_s: float  # simulated seconds of a step; infinite without a configuration
+    bound_s: float  # no placement is faster (what is outside of the pipeline taken as it is in this one)
+    peak_bytes: tuple[float, ...] = ()  # of each stage
+    why: str = ""  # without a configuration what is missing
+    least_s: float = 0.0  # no placement is faster, whatever is outside of the pipeline
+    cut: bool = False  # a deadline ended the search before its effort was spent
 
 
 def place(

@@ -28,22 +28,15 @@ _DEVIATION = (np.pi / 2) ** 0.5  # of a normal error, for its mean size
 
 @dataclass(frozen=True)
 class Term:
-    """One term.
+    """One term."""
 
-    Args:
-        name: in a few words.
-        keys: of `Efficiency`, or a link of the hardware, all off by the same factor.
-        deviation: of the factor's logarithm, beside the other terms' (assumed: small for what published Ascend runs
-            fit, large for what is a guess there); `scaled` brings the sum to the estimator's known error.
-        experiment: what would measure it.
-        nodes: on how many nodes; 0 is one device.
-    """
-
-    name: str
-    keys: tuple[str, ...]
+    name: str  # in a few words
+    keys: tuple[str, ...]  # of `Efficiency`, or a link of the hardware, all off by the same factor
+    # of the factor's logarithm, beside the other terms' (assumed: small for what published Ascend runs fit, large for
+    # what is a guess there); `scaled` brings the sum to the estimator's known error
     deviation: float
-    experiment: str
-    nodes: int
+    experiment: str  # what would measure it
+    nodes: int  # on how many nodes; 0 is one device
 
 
 TERMS = (
@@ -98,37 +91,25 @@ _NEARLY = 0.8  # of the best experiment's worth is as good, where it needs fewer
 
 @dataclass(frozen=True)
 class Experiment:
-    """What would tell.
-
-    Args:
-        right: how likely the choice is right after it.
-        devices: that it needs.
-    """
+    """What would tell."""
 
     term: Term
-    right: float
-    devices: int
+    right: float  # how likely the choice is right after it
+    devices: int  # that it needs
 
 
 @dataclass(frozen=True)
 class Doubt:
-    """How sure a choice is.
+    """How sure a choice is."""
 
-    Args:
-        names: of the layouts, the fastest first; shares: of the draws in which each is the fastest.
-        experiment: None where there is no doubt, or where no single term would tell.
-        steps: devices that a step of each of the set needs, with as few data-parallel copies as it can have.
-        error: mean error of step times that was drawn; `known` says whether published runs tell it.
-        whole: whether no other layout of the space can be the fastest, by the estimator's bounds; where some were never
-            placed, nothing is said of the space.
-    """
-
-    names: tuple[str, ...]
-    shares: tuple[float, ...]
-    experiment: Experiment | None
-    error: float
-    known: bool
-    steps: int = 0
+    names: tuple[str, ...]  # of the layouts, the fastest first
+    shares: tuple[float, ...]  # of the draws in which each is the fastest; they add up to 1
+    experiment: Experiment | None  # None where there is no doubt, or where no single term would tell
+    error: float  # mean error of step times that was drawn
+    known: bool  # whether published runs tell the error
+    steps: int = 0  # devices that a step of each of the set needs, with as few data-parallel copies as it can have
+    # whether no other layout of the space can be the fastest, by the estimator's bounds; where some were never placed,
+    # nothing is said of the space
     whole: bool = False
 
     @property

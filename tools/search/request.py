@@ -45,19 +45,13 @@ _FORM = re.compile(r"\s*([a-z]+)\s*(<=|>=|!=|<|>|=|%\s*(\d+)\s*=)\s*([\w,\s]+?)\
 
 @dataclass(frozen=True)
 class Limit:
-    """One limit, as the user wrote it and taken apart.
-
-    Args:
-        name: what it limits; sign: "=", "!=", "<", "<=", ">", ">=" or "%".
-        values: numbers, or for words their indices in `WORDS`.
-        modulus: of "%".
-    """
+    """One limit, as the user wrote it and taken apart."""
 
     text: str
-    name: str
-    sign: str
-    values: tuple[int, ...]
-    modulus: int = 1
+    name: str  # what it limits
+    sign: str  # "=", "!=", "<", "<=", ">", ">=" or "%"
+    values: tuple[int, ...]  # numbers, or for words their indices in `WORDS`
+    modulus: int = 1  # of "%"
 
     def keeps(self, numbers: Any) -> np.ndarray:
         """Return which of the numbers (or indices of words) pass."""
@@ -112,40 +106,26 @@ def read_limit(text: str) -> Limit:
 
 @dataclass(frozen=True)
 class Request:
-    """One search.
+    """One search."""
 
-    Args:
-        base: the recipe's own run; degrees, layers, batch, recomputation and sharding of it are what is searched for.
-        hardware: the cluster.
-        devices: to use, all of them.
-        global_batch: samples per step.
-        cap: bytes that a job may use on a device.
-        margin: share of `cap` that predictions must leave free, because they are off by as much.
-        cap_source: where `cap` comes from.
-        ulysses: how many parts of the heads context parallelism cuts (MindFormers' ulysses_degree_in_cp; graph mode
-            reads no other key for it).
-        limits: the user's.
-        hardware_file: name or file of `hardware`, as a recipe names it.
-        swaps: the recipe moves activations to the host, which is not modelled.
-        schedule: every pipeline runs this one (`tools.pipeline.schedules`); "": 1F1B, interleaved with several chunks.
-        own_cap: `cap` is the recipe's limit, or there is none: an overlay need not write it.
-        groups: layers may recompute groups of operators as well (`tools.estimate.configuration`).
-    """
-
-    base: Configuration
+    base: Configuration  # the recipe's own run; its degrees, layers, batch, recomputation, sharding are searched for
     hardware: Hardware
-    devices: int
-    global_batch: int
-    cap: float
-    cap_source: str
+    devices: int  # to use, all of them
+    global_batch: int  # samples per step
+    cap: float  # bytes that a job may use on a device
+    cap_source: str  # where `cap` comes from
+    # how many parts of the heads context parallelism cuts: MindFormers' ulysses_degree_in_cp, the only key for it that
+    # graph mode reads
     ulysses: int = 1
-    limits: tuple[Limit, ...] = ()
-    hardware_file: str = DEFAULT_HARDWARE
-    own_cap: bool = True
-    margin: float = 0.0
-    swaps: bool = False
-    schedule: str = ""
-    groups: bool = False
+    limits: tuple[Limit, ...] = ()  # the user's
+    hardware_file: str = DEFAULT_HARDWARE  # name or file of `hardware`, as a recipe names it
+    own_cap: bool = True  # `cap` is the recipe's limit, or there is none: an overlay need not write it
+    margin: float = 0.0  # share of `cap` that predictions must leave free, because they are off by as much
+    swaps: bool = False  # the recipe moves activations to the host, which is not modelled
+    schedule: str = (
+        ""  # of every pipeline (`tools.pipeline.schedules`); "": 1F1B, interleaved with several chunks
+    )
+    groups: bool = False  # layers may recompute groups of operators as well (`tools.estimate.configuration`)
 
     @property
     def room(self) -> float:

@@ -38,16 +38,11 @@ Progress = Callable[[str, int, int, float], None]
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What one schedule would bring.
-
-    Args:
-        entry: its fastest layout; None with `why` where it has none.
-        reason: why no recipe can ask for it; "" where MindFormers runs it.
-    """
+    """What one schedule would bring."""
 
     schedule: str
-    entry: Entry | None
-    reason: str
+    entry: Entry | None  # its fastest layout; None with `why` where it has none
+    reason: str  # why no recipe can ask for it; "" where MindFormers runs it
     why: str = ""
 
     @property

@@ -43,18 +43,13 @@ class Ranked:
 
 @dataclass
 class Ranking:
-    """All candidates that fit.
-
-    Args:
-        seconds, peaks: [candidates] step time and bytes of the heaviest stage.
-        bounds: [candidates] seconds that no layout is under (`TimeTable.least`).
-        places: [candidates, 3] block, row and index in `RECOMPUTE`.
-        least: the candidate that needs the least memory, whether it fits or not; None when nothing is legal.
+    """All candidates that fit: [candidates] step seconds, bytes of the heaviest stage, seconds that no layout is under
+    (`TimeTable.least`), and [candidates, 3] block, row and index in `RECOMPUTE`.
     """
 
     blocks: list[Block]
     funnel: Funnel
-    least: Ranked | None = None
+    least: Ranked | None = None  # what needs the least memory, whether it fits or not; None when nothing is legal
     seconds: np.ndarray = field(default_factory=lambda: np.zeros(0))
     peaks: np.ndarray = field(default_factory=lambda: np.zeros(0))
     bounds: np.ndarray = field(default_factory=lambda: np.zeros(0))

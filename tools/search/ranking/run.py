@@ -33,23 +33,15 @@ from tools.search.request import PLANNED, Request
 
 @dataclass(frozen=True)
 class Entry:
-    """A run and what is predicted for it.
+    """A run and what is predicted for it."""
 
-    Args:
-        name: "recipe" for the recipe's own, "" for the search's.
-        seconds: of a step, the schedule simulated; parts: the same by `PARTS`, which add up to it.
-        peak: bytes of the heaviest stage.
-        bound: no placement of this strategy is under these seconds; 0 where none was looked for.
-        mfu: model FLOPs (no recomputation, causal attention) over the devices' peak.
-    """
-
-    name: str
+    name: str  # "recipe" for the recipe's own, "" for the search's
     config: Configuration
-    seconds: float
-    parts: Mapping[str, float]
-    peak: float
-    bound: float
-    mfu: float
+    seconds: float  # of a step, the schedule simulated
+    parts: Mapping[str, float]  # the same by `PARTS`, which add up to it
+    peak: float  # bytes of the heaviest stage
+    bound: float  # no placement of this strategy is under these seconds; 0 where none was looked for
+    mfu: float  # model FLOPs (no recomputation, causal attention) over the devices' peak
 
     @property
     def candidate(self) -> Candidate:
@@ -141,12 +133,7 @@ def processes() -> int:
 
 
 def place_all(
-    request: Request,
-    ranked: Sequence[Ranked],
-    times: TimeModel,
-    budget: Budget,
-    told: Told,
-    at_once: int | None = None,
+    request: Request, ranked: Sequence[Ranked], times: TimeModel, budget: Budget, told: Told, at_once: int | None = None
 ) -> bool:
     """Place every "planned" candidate and tell of each as it is done; False when Ctrl-C or SIGTERM ended it early.
 
@@ -227,46 +214,29 @@ Progress = Callable[[str, int, int, float], None]  # phase, done, of how many, b
 
 @dataclass
 class Found:
-    """The answer.
-
-    Args:
-        entries: the best, by simulated step time.
-        own: the recipe's own run; None with `own_why` where it has no model.
-        dropped: candidates of the short list that came to nothing, with the reason.
-        failed: what dry runs dropped of the `verified` best, with what they found; doubtful: what they neither refused
-            nor proved to fit, with the reason; passed: what compiles and fits.
-        to_verify: dry runs that were asked for.
-        whole: False when the search was interrupted; candidates that were not placed are then missing.
-        seconds: of the ranking.
-        effort: of each placement.
-        placed: how many candidates were placed; those that are no `entries` are slower.
-        least: seconds that no layout of the candidates that fit is under, by the estimator; 0 where none is known.
-        open: candidates that could be faster than the best by their bounds; unplaced: those of them that were never
-            placed.
-        cut: a deadline ended one of them: another machine may find another answer.
-        swapping: the first layout placed once more with swapping as a third choice, where that was asked for.
-    """
+    """The answer."""
 
     request: Request
     ranking: Ranking
-    entries: list[Entry] = field(default_factory=list)
-    own: Entry | None = None
+    entries: list[Entry] = field(default_factory=list)  # the best, by simulated step time
+    own: Entry | None = None  # the recipe's own run; None with `own_why` where it has no model
     own_why: str = ""
-    dropped: list[tuple[Ranked, str]] = field(default_factory=list)
+    dropped: list[tuple[Ranked, str]] = field(default_factory=list)  # of the short list: came to nothing, and why
+    # of the `verified` best: what dry runs dropped, what they neither refused nor proved to fit, and what passed
     failed: list[tuple[Entry, list[str]]] = field(default_factory=list)
     doubtful: list[tuple[Entry, list[str]]] = field(default_factory=list)
     passed: list[Entry] = field(default_factory=list)
     verified: int = 0
-    to_verify: int = 0
-    whole: bool = True
-    seconds: float = 0.0
-    effort: float = 0.0
-    placed: int = 0
-    least: float = 0.0
-    open: int = 0
-    unplaced: int = 0
-    cut: bool = False
-    swapping: Swapping | None = None
+    to_verify: int = 0  # dry runs that were asked for
+    whole: bool = True  # False: the search was interrupted, and candidates that were not placed are missing
+    seconds: float = 0.0  # of the ranking
+    effort: float = 0.0  # of each placement
+    placed: int = 0  # candidates that were placed; those that are no `entries` are slower
+    least: float = 0.0  # seconds that no layout of what fits is under, by the estimator; 0 where none is known
+    open: int = 0  # candidates that could be faster than the best by their bounds
+    unplaced: int = 0  # those of them that were never placed
+    cut: bool = False  # a deadline ended a placement: another machine may find another answer
+    swapping: Swapping | None = None  # the first layout with swapping as a third choice, where that was asked for
 
     @property
     def complete(self) -> bool:
@@ -288,12 +258,7 @@ class Found:
 
 
 def search(
-    request: Request,
-    top: int,
-    budget: Budget,
-    times: TimeModel,
-    progress: Progress,
-    at_once: int | None = None,
+    request: Request, top: int, budget: Budget, times: TimeModel, progress: Progress, at_once: int | None = None
 ) -> Found:
     """Rank, place, judge; Ctrl-C while placing ends it with what is known, while ranking with KeyboardInterrupt."""
     ranking = rank(request, partial(progress, "ranking"))

@@ -38,17 +38,11 @@ from tools.layout.problem import PlacedInstance, pipeline_instance
 
 @dataclass(frozen=True)
 class Swapped:
-    """A layer that swaps: the terms of a recompute option in `tools.layout.instance.Option`.
+    """A layer that swaps: the terms of a recompute option in `tools.layout.instance.Option`."""
 
-    Args:
-        extra_backward: seconds added to the layer's backward.
-        activation: bytes that stay on the device for each micro-batch in flight.
-        once: bytes on their way, which a stage needs once, however many layers swap.
-    """
-
-    extra_backward: float
-    activation: float
-    once: float
+    extra_backward: float  # seconds added to the layer's backward
+    activation: float  # bytes that stay on the device for each micro-batch in flight
+    once: float  # bytes on their way, which a stage needs once, however many layers swap
 
 
 def swapped(saved: float, moved: float, one_way: float, backward: float) -> Swapped:
@@ -67,20 +61,13 @@ _MS = 1000
 
 @dataclass(frozen=True)
 class Swapping:
-    """What the third choice brings.
+    """What the third choice brings."""
 
-    Args:
-        without_s, with_s: seconds of a step; infinite where nothing fits.
-        layers: of the faster one, by option, dense and MoE layers together.
-        by_stage: [stages] layers of it that swap.
-        peak: bytes of its fullest stage.
-    """
-
-    without_s: float
+    without_s: float  # seconds of a step; infinite where nothing fits
     with_s: float
-    layers: Mapping[str, int]
-    by_stage: tuple[int, ...]
-    peak: float
+    layers: Mapping[str, int]  # of the faster one, by option, dense and MoE layers together
+    by_stage: tuple[int, ...]  # [stages] layers of it that swap
+    peak: float  # bytes of its fullest stage
 
 
 def place_swapping(config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget) -> Swapping:

@@ -46,17 +46,11 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a dry run means for a strategy.
+    """What a dry run means for a strategy."""
 
-    Args:
-        problems: why it is none; [] where it compiles and nothing is over the limit.
-        doubts: why it is not proven to fit all the same.
-        estimate: bytes of the heaviest stage by the dry run's own estimate; 0: refused.
-    """
-
-    problems: list[str]
-    doubts: list[str]
-    estimate: int
+    problems: list[str]  # why it is none; [] where it compiles and nothing is over the limit
+    doubts: list[str]  # why it is not proven to fit all the same
+    estimate: int  # bytes of the heaviest stage by the dry run's own estimate; 0: refused
 
     @property
     def proven(self) -> bool:
