@@ -52,10 +52,12 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
     if not view.flag(("use_parallel",)):
         raise refusal(recipe, ("use_parallel",), "one device has nobody to send tokens to; set it to True")
     if view.ep == 1:
-        raise refusal(recipe, path, f"1 sends no token anywhere; try --ep {_smallest(experts, view.dp * view.tp)}")
+        able = max(ep for ep in range(1, 17) if experts % ep == 0 and view.dp * view.tp % ep == 0)
+        raise refusal(recipe, path, f"1 sends no token anywhere; try --ep {able}")
     if experts % view.ep:
-        right = f"use a divisor, for instance {_near(experts, view.ep)}"
-        raise refusal(recipe, path, f"{view.ep} does not divide {experts} experts; {right}")
+        divisors = (divisor for divisor in range(2, experts + 1) if experts % divisor == 0)
+        near = min(divisors, key=lambda divisor: abs(divisor - view.ep))
+        raise refusal(recipe, path, f"{view.ep} does not divide {experts} experts; use a divisor, for instance {near}")
     if view.dp * view.tp % view.ep:
         times = -(-view.dp * view.tp // view.ep)
         while times * view.ep % view.tp:
@@ -70,17 +72,6 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
     if node != hardware.devices_per_node:
         text = f"{node}, but a node of {hardware.name} has {hardware.devices_per_node} devices; set it to that"
         raise refusal(recipe, (*MODEL, "npu_nums_per_device"), f"{text}, or pass another --cluster")
-
-
-def _smallest(experts: int, ranks: int) -> int:
-    """The largest degree up to 16 that divides both."""
-    return max(degree for degree in range(1, 17) if experts % degree == 0 and ranks % degree == 0)
-
-
-def _near(number: int, wanted: int) -> int:
-    """The divisor of `number` nearest to `wanted`, above 1."""
-    divisors = [divisor for divisor in range(2, number + 1) if number % divisor == 0]
-    return min(divisors, key=lambda divisor: abs(divisor - wanted))
 
 
 @dataclass(frozen=True)

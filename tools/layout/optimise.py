@@ -99,8 +99,10 @@ def anneal(incumbent: Incumbent, starts: np.ndarray, budget: Budget, rng: np.ran
         if times.min() < incumbent.time:
             incumbent.offer(plans[times.argmin()])
         step += 1
-        if step % _REPLACE_EVERY == 0:
-            _replace_worst(plans, times)
+        if step % _REPLACE_EVERY == 0:  # the best eighth of the chains take the place of the worst
+            ranked = times.argsort()
+            few = len(ranked) // 8
+            plans[ranked[-few:]], times[ranked[-few:]] = plans[ranked[:few]], times[ranked[:few]]
 
 
 def _legal(instance: Instance, tried: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -108,13 +110,6 @@ def _legal(instance: Instance, tried: np.ndarray) -> tuple[np.ndarray, np.ndarra
     legal = (instance.fits(tried) & instance.well_formed(tried)).reshape(-1, TRIES)
     which = np.flatnonzero(legal.any(axis=1))
     return which, tried[which * TRIES + legal[which].argmax(axis=1)]
-
-
-def _replace_worst(plans: np.ndarray, times: np.ndarray) -> None:
-    """Let the best eighth of the chains take the place of the worst."""
-    ranked = times.argsort()
-    few = len(ranked) // 8
-    plans[ranked[-few:]], times[ranked[-few:]] = plans[ranked[:few]], times[ranked[:few]]
 
 
 class Changes:

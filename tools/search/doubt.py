@@ -191,15 +191,12 @@ def doubt(
     shares = wins.mean(axis=0)
     experiment, steps = None, 0
     if (shares >= LEAST_SHARE).sum() > 1:
-        experiment = _cheapest([_right_after(wins, one) for one in drawn.T], float(shares.max()), node)
+        # how often the likeliest layout is the fastest, once a term's value is known to one of some bins
+        bins = (np.array_split(one.argsort(kind="stable"), _BINS) for one in drawn.T)
+        right = [float(np.mean([wins[some].mean(axis=0).max() for some in of_term])) for of_term in bins]
+        experiment = _cheapest(right, float(shares.max()), node)
         steps = max((few for few, share in zip(devices, shares, strict=False) if share >= LEAST_SHARE), default=0)
     return Doubt(tuple(names), tuple(map(float, shares)), experiment, error, known, steps, whole)
-
-
-def _right_after(wins: np.ndarray, values: np.ndarray) -> float:
-    """How often the likeliest layout is the fastest, once a term's value is known to one of some bins."""
-    bins = np.array_split(values.argsort(kind="stable"), _BINS)
-    return float(np.mean([wins[some].mean(axis=0).max() for some in bins]))
 
 
 def _cheapest(right: Sequence[float], before: float, node: int) -> Experiment | None:

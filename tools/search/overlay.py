@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -307,7 +307,10 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
         if not same_shape and has_counts(now):  # of stages that are no more; the model does not count exclusions
             values["recompute_config", key] = dict.fromkeys(now, False) if isinstance(now, dict) else False
     if scheduler == "zero_bubble_v":
-        values |= _mapped_alone({**{path: view.get(path) for path in _LISTS}, **values})
+        # lists of one operator pattern become mappings: zero_bubble_v turns round the second entry of any list
+        lists = {path: values.get(path, view.get(path)) for path in _LISTS}
+        one = {path: value for path, value in lists.items() if isinstance(value, list) and len(patterns_of(value)) == 1}
+        values |= {path: {value[0]: True} for path, value in one.items()}
     mp = ("recompute_config", "mp_comm_recompute")
     if config.recompute.full and view.flag(mp, True) != config.recompute.replay_tp:
         values[mp] = config.recompute.replay_tp
@@ -325,12 +328,6 @@ def _swapped_alike(
         or not table
         or named_layers(now, config.layers) == set(numbers_of(table, config.layers, config.schedule))
     )
-
-
-def _mapped_alone(values: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
-    """Lists of one operator pattern as mappings: zero_bubble_v turns round the second entry of any list."""
-    lists = {path: value for path, value in values.items() if path in _LISTS and isinstance(value, list)}
-    return {path: {value[0]: True} for path, value in lists.items() if len(patterns_of(value)) == 1}
 
 
 def _difference(before: Any, after: Any) -> dict[str, Any]:

@@ -122,9 +122,7 @@ class Request:
     own_cap: bool = True  # `cap` is the recipe's limit, or there is none: an overlay need not write it
     margin: float = 0.0  # share of `cap` that predictions must leave free, because they are off by as much
     swaps: bool = False  # the recipe moves activations to the host, which is not modelled
-    schedule: str = (
-        ""  # of every pipeline (`tools.pipeline.schedules`); "": 1F1B, interleaved with several chunks
-    )
+    schedule: str = ""  # of every pipeline (`tools.pipeline.schedules`); "": 1F1B, interleaved with several chunks
     groups: bool = False  # layers may recompute groups of operators as well (`tools.estimate.configuration`)
 
     @property

@@ -207,15 +207,10 @@ _LAYER_COLUMNS = [KINDS.index("dense"), KINDS.index("moe"), KINDS.index("mtp")]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one micro-batch on each stage of each candidate.
+    """Seconds of one micro-batch on each stage of each candidate."""
 
-    Args:
-        work: [rows, policies, stages] forward and backward of a stage.
-        sending: [rows] of one activation to the next stage.
-    """
-
-    work: np.ndarray
-    sending: np.ndarray
+    work: np.ndarray  # [rows, policies, stages] forward and backward of a stage
+    sending: np.ndarray  # [rows] of one activation to the next stage
 
 
 class TimeTable(TimeModel):
@@ -237,11 +232,13 @@ class TimeTable(TimeModel):
         layers = np.zeros_like(counts)
         layers[:, _LAYER_COLUMNS] = counts[:, _LAYER_COLUMNS]
         first, place = groups(block, "tp", "cp", "ep", "mbs", "mode")
-        found, sending = np.empty((len(first), len(POLICIES), block.pp)), np.empty(len(first))
+        found, sending = np.empty((len(first), len(POLICIES), block.pp)), np.zeros(len(first))
         for index, row in enumerate(first):
             works, recomputed = self._layers(block, row)
             found[index] = (counts @ works) + recomputed @ layers.T
-            sending[index] = self._sending(block, row)
+            if not self.request.base.overlap_pp:
+                key = ("sending", block.pp > 1, *degrees(block, row, "tp", "cp", "mbs"))
+                sending[index] = self._memo.of(key, self.transfer, block, row)
         return StageTimes(found[place], sending[place])
 
     def totals(self, block: Block, work: np.ndarray, sending: np.ndarray) -> np.ndarray:
@@ -297,13 +294,6 @@ class TimeTable(TimeModel):
             works[index] = layer.forward.total + layer.backward.total
             recomputed[:, index] = [layer.recomputed[policy].total for policy in POLICIES]
         return works, recomputed
-
-    def _sending(self, block: Block, row: int) -> float:
-        if self.request.base.overlap_pp:
-            return 0.0
-        return self._memo.of(
-            ("sending", block.pp > 1, *degrees(block, row, "tp", "cp", "mbs")), self.transfer, block, row
-        )
 
     def _once(self, block: Block, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[rows] seconds of a stage [rows]: weights and gradients once, again for each micro-batch; the optimizer."""

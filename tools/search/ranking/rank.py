@@ -188,11 +188,7 @@ EFFORT = 0.5  # of each, at most
 
 
 class Chances:
-    """Bounds of the candidates that are placed by the optimiser.
-
-    Args:
-        best: seconds of the best layout so far.
-    """
+    """Bounds of the candidates that are placed by the optimiser; `best`: seconds of the best layout so far."""
 
     def __init__(self, ranking: Ranking, best: float):
         self.best = best
@@ -305,24 +301,16 @@ def _other_devices(request: Request) -> list[str]:
     """The nearest numbers of devices, below and above, that some legal strategy uses."""
     lines = []
     for step, word in ((-1, "fewer"), (1, "more")):
-        tried = range(request.devices + step, max(0, request.devices + step * (_NEAR + 1)), step)
-        devices = _first_legal(request, tried)
-        if devices is not None:
-            lines.append(f"nearest with {word}: --devices {devices}")
+        seen = 0  # candidates, of spaces that may be too large to look at more of them
+        for number in range(request.devices + step, max(0, request.devices + step * (_NEAR + 1)), step):
+            funnel = Funnel()
+            if blocks(replace(request, devices=number), funnel):
+                lines.append(f"nearest with {word}: --devices {number}")
+                break
+            seen += funnel.total
+            if seen > _CANDIDATES and request.devices > _MANY:
+                break
     return lines
-
-
-def _first_legal(request: Request, numbers: Iterable[int]) -> int | None:
-    """The first number of devices that some legal strategy uses, as long as the spaces looked at are not too large."""
-    seen = 0
-    for number in numbers:
-        funnel = Funnel()
-        if blocks(replace(request, devices=number), funnel):
-            return number
-        seen += funnel.total
-        if seen > _CANDIDATES and request.devices > _MANY:
-            return None
-    return None
 
 
 def _more_devices(request: Request) -> list[str]:
