@@ -68,12 +68,12 @@ def _attention(view: View, built: Built, found: Findings) -> None:
         wrong = "context parallelism needs flash attention"
         found.error(_m("use_flash_attention"), wrong, "True", rule="cp_flash")
     if fields.get("multi_latent_attention") is True:
-        if fields.get("apply_rope_fusion"):
-            wrong = "multi-latent attention has no fused RoPE"
-            found.error(_m("apply_rope_fusion"), wrong, "False", rule="rope_fusion_mla")
-        if fields.get("rotary_interleaved"):
-            wrong = "multi-latent attention has no interleaved RoPE"
-            found.error(_m("rotary_interleaved"), wrong, "False", rule="rotary_interleaved_mla")
+        for key, kind, rule in (
+            ("apply_rope_fusion", "fused", "rope_fusion_mla"),
+            ("rotary_interleaved", "interleaved", "rotary_interleaved_mla"),
+        ):
+            if fields.get(key):
+                found.error(_m(key), f"multi-latent attention has no {kind} RoPE", "False", rule=rule)
 
 
 def _router(view: View, built: Built, found: Findings) -> None:

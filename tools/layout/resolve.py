@@ -148,6 +148,7 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
         )
     inputs, laid = inputs_of(even), found.configuration
     recomputed = (laid.recompute.full, laid.recompute.select, laid.recompute.communication)
+    full, select, again = (plain_value(table, laid.layers) for table in recomputed)
     predicted = {
         "step_s": round(found.step_s, 4),
         "bound_s": round(found.bound_s, 4),
@@ -158,8 +159,7 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
         "fits": known_errors().fits(max(found.peak_bytes), room.cap),
     }
     offset = offset_of([list(row) for row in laid.layers])
-    tables = (plain_value(table, laid.layers) for table in recomputed)
-    return LayoutFile(digest_of(inputs), inputs, cluster, offset, *tables, predicted)
+    return LayoutFile(digest_of(inputs), inputs, cluster, offset, full, select, again, predicted)
 
 
 def layout_text(recipe: Recipe, found: LayoutFile) -> str | None:

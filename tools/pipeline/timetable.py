@@ -73,7 +73,7 @@ def timetable(schedule: str, stages: int, chunks: int, micro_batches: int, parts
     return lay_out(tables, chunks, shape_of(schedule))
 
 
-def lay_out(tables: Sequence[np.ndarray], chunks: int, shape: str = LOOP) -> Timetable:
+def lay_out(tables: list[np.ndarray], chunks: int, shape: str = LOOP) -> Timetable:
     """Return the timetable of the stages' own orders (`tools.pipeline.orders.as_table`).
 
     With `LOOP` the model runs through chunk 0, then chunk 1, ...; `V` turns round at the last stage; with `BOTH_WAYS`

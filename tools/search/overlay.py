@@ -259,11 +259,11 @@ def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
     wanted += [(path, view.number(path, 1), value) for path, value in numbers.items()]
     wanted += [(path, view.flag(path), value) for path, value in flags.items()]
     # beside an optimizer_level MindSpore takes the flag that shards accumulated gradients only at level2
-    sharded: list[Any] = [shards_gradients(view), config.shard_gradients]
+    now, then = shards_gradients(view), config.shard_gradients
     if view.get(LEVEL) is None:
-        wanted.append((GRADIENTS, *sharded))
+        wanted.append((GRADIENTS, now, then))
     else:
-        wanted.append((LEVEL, *("level2" if one else "level1" for one in sharded)))
+        wanted.append((LEVEL, f"level{1 + now}", f"level{1 + then}"))
     threshold = (*_SHARD, "parallel_optimizer_threshold")
     wanted.append((threshold, view.number(threshold, 64), config.shard_threshold // 1024))
     rows = view.get(_STRATEGY)

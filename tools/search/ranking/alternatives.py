@@ -10,7 +10,7 @@ MindFormers 1.9.0's `swap_config` reaches no model (docs/schedules.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from tools.layout.place import Placement
 from tools.pipeline.schedules import BY_ENVIRONMENT, PAPER_SCHEDULES, SCHEDULES, why_not
 from tools.search.candidates import configuration
 from tools.search.ranking.rank import Ranked, rank
-from tools.search.ranking.run import Entry, Found, entry_of, place_all
+from tools.search.ranking.run import Entry, Found, Progress, entry_of, place_all
 from tools.search.ranking.swapping import Swapping, place_swapping, swapped
 from tools.search.request import PLANNED, Request
 
@@ -33,7 +33,6 @@ ALWAYS = ("1f1b", "interleaved_1f1b")
 OTHERS = tuple(name for name in (*SCHEDULES, *PAPER_SCHEDULES) if name not in (*ALWAYS, "dual_pipe"))
 ALL = "all"
 OF_EACH = 3  # candidates of a schedule that are placed
-Progress = Callable[[str, int, int, float], None]
 
 
 @dataclass(frozen=True)
