@@ -183,11 +183,7 @@ def overlay(recipe: Recipe, config: Configuration, site: Site | None = None) -> 
 
 
 def write_overlay(
-    recipe: Recipe,
-    config: Configuration,
-    path: str | os.PathLike[str],
-    notes: Sequence[str],
-    site: Site | None = None,
+    recipe: Recipe, config: Configuration, path: str | os.PathLike[str], notes: Sequence[str], site: Site | None = None
 ) -> None:
     """Write, atomically, a child of the recipe's own file, with `notes` as comments at its head.
 
