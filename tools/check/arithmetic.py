@@ -12,7 +12,7 @@ from typing import Any
 
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from tools.estimate.from_recipe import DEGREE, compiles_sharded_gradients, not_compiled, shards_gradients
-from tools.model.architecture import Model, model_of
+from tools.model.architecture import model_of
 from tools.recipe.findings import Findings
 from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built
@@ -165,7 +165,7 @@ def _fill(view: View, built: Built, found: Findings) -> None:
     elif not interleaved and built.fields.get("disable_lazy_inline") is True:
         rule = "micro_not_inlined"
     if rule:
-        found.error(path, f"{wrong}, as MindSpore wants of this schedule", f"at least {view.pp}", rule=rule)
+        found.error(path, f"{wrong}, which MindSpore needs for this schedule", f"at least {view.pp}", rule=rule)
     else:
         idle = 1 - micro / (micro + view.pp - 1)
         found.warning(path, f"{wrong}, which idle about {idle:.0%} of a step", f"at least {view.pp}")
@@ -180,10 +180,16 @@ def columns_of(view: View) -> list[str]:
 
 def _dataset(view: View, built: Built, found: Findings) -> None:
     """The dataset's samples against the model's input."""
-    if not view.megatron:
-        _handlers(view, built, found)
+    seq = built.number("seq_length")
+    if not view.megatron:  # handlers of HFDataLoader cut samples to a length of their own
+        handlers = view.get((*LOADER, "handler"))
+        for index, handler in enumerate(handlers if isinstance(handlers, list) else []):
+            length = handler.get("seq_length") if isinstance(handler, dict) else None
+            if type(length) is int and length != seq:
+                wrong = f"samples of {length} tokens for a model of seq_length {seq}"
+                found.error((*LOADER, "handler", index, "seq_length"), wrong, f"write {seq}")
         return
-    wanted, seq = columns_of(view), built.number("seq_length")
+    wanted = columns_of(view)
     path = (*LOADER, "config", "seq_length")
     length = view.get(path)
     if type(length) is int and length != seq:
@@ -201,16 +207,6 @@ def _dataset(view: View, built: Built, found: Findings) -> None:
         found.error((*LOADER, "sizes"), wrong, "more samples", rule="dataset_size")
 
 
-def _handlers(view: View, built: Built, found: Findings) -> None:
-    """Handlers of HFDataLoader cut samples to a length of their own."""
-    handlers, seq = view.get((*LOADER, "handler")), built.number("seq_length")
-    for index, handler in enumerate(handlers if isinstance(handlers, list) else []):
-        length = handler.get("seq_length") if isinstance(handler, dict) else None
-        if type(length) is int and length != seq:
-            wrong = f"samples of {length} tokens for a model of seq_length {seq}"
-            found.error((*LOADER, "handler", index, "seq_length"), wrong, f"write {seq}")
-
-
 def _strategy(view: View, found: Findings) -> None:
     """dataset_strategy against data_parallel and the columns; MindFormers fills one in where there is none."""
     strategy = view.get(_STRATEGY)
@@ -224,21 +220,17 @@ def _strategy(view: View, found: Findings) -> None:
     if wrong_rows:
         wrong = f"cuts the batch into {wrong_rows[0][0]} parts, data_parallel is {view.dp}"
         found.error(_STRATEGY, wrong, f"{view.dp} in every entry", rule="strategy_dp")
-    else:
-        columns = columns_of(view) if view.megatron else view.get(("train_dataset", "input_columns"))
-        if isinstance(columns, list):
-            _strategy_shape(view, strategy, columns, found)
-
-
-def _strategy_shape(view: View, strategy: list[list[int]], columns: list[str], found: Findings) -> None:
+        return
+    columns = columns_of(view) if view.megatron else view.get(("train_dataset", "input_columns"))
+    if not isinstance(columns, list):
+        return
     right = [[view.dp, 1, 1, 1] if name == "attention_mask" else [view.dp, 1] for name in columns]
     if len(strategy) != len(right):
         wrong = f"{len(strategy)} entries for {len(right)} columns ({', '.join(map(str, columns))})"
         found.error(_STRATEGY, wrong, f"write {right}", rule="strategy_list")
         return
     for row, wanted, column in zip(strategy, right, columns, strict=True):
-        product_fits = all(part == 1 for part in row[1:])
-        if len(row) != len(wanted) or not product_fits:
+        if len(row) != len(wanted) or any(part != 1 for part in row[1:]):
             found.error(_STRATEGY, f"{row} for {column}", f"write {wanted}", rule="strategy_list")
 
 
@@ -265,16 +257,21 @@ def _lost_gradients(view: View, built: Built, found: Findings) -> None:
     """
     if view.accumulation == 1 or not view.flag(("parallel", "enable_parallel_optimizer"), False):
         return
-    copies = view.dp * view.cp
-    if copies == 1:
+    whole, experts = without_copies(view.dp, view.tp, view.cp, view.ep, built.number("num_moe_experts"))
+    if whole:
         weights, right = "weights that model_parallel cuts" if view.tp > 1 else "all weights", ""
-    elif built.number("num_moe_experts") and view.ep == copies * view.tp:
+    elif experts:
         weights, right = "experts", "a smaller parallel_config.expert_parallel, or "
     else:
         return
     wrong = f"with enable_parallel_optimizer the {weights} get gradients of zero: no other rank has a copy of them"
     right += "parallel.enable_parallel_optimizer: False, or 1"
     found.error(("runner_config", "gradient_accumulation_steps"), wrong, right, rule="lost_gradients")
+
+
+def without_copies(dp: int, tp: int, cp: int, ep: Any, experts: int) -> tuple[bool, Any]:
+    """Return whether no other rank has a copy of any weight, and of any expert; `ep` is a number or an array."""
+    return dp * cp == 1, (ep == dp * tp * cp) & (experts > 0)
 
 
 def _whole(row: Any) -> bool:
@@ -334,7 +331,7 @@ def check_heads(view: View, built: Built, found: Findings) -> None:
         found.error(DEGREE, wrong, "fewer", rule="heads_cp")
     if view.parallel and view.cp % max(ulysses, 1):
         found.error(DEGREE, f"{ulysses} does not divide context_parallel {view.cp}", rule="heads_cp")
-    _ulysses(view, _model(built), found)
+    _ulysses(view, built, found)
     if "qk_pos_emb_head_dim" in built.fields:
         query = built.number("qk_head_dim") + built.number("qk_pos_emb_head_dim")
         if built.number("v_head_dim") > query:
@@ -352,16 +349,12 @@ def check_heads(view: View, built: Built, found: Findings) -> None:
             found.error((*MODEL, "num_attention_heads"), f"{heads} do not divide hidden_size {hidden}")
 
 
-def _model(built: Built) -> Model | None:
-    """The model, as far as its sizes make one."""
-    try:
-        return model_of(built.fields)
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _ulysses(view: View, model: Model | None, found: Findings) -> None:
+def _ulysses(view: View, built: Built, found: Findings) -> None:
     """Warn of a setting that brings nothing; refuse one that does not compile."""
+    try:
+        model = model_of(built.fields)
+    except (KeyError, TypeError, ValueError):
+        model = None
     degree = view.number(DEGREE, 1) if view.parallel else 1
     if view.get(_ALGORITHM) == "ulysses_cp" and view.parallel and degree == 1 < view.cp:
         wrong = "changes nothing by itself: MindFormers reads ulysses_degree_in_cp, and gathers keys and values at 1"

@@ -102,7 +102,7 @@ def check_built(reports: list[Report]) -> str:
     """Add to each report what MindFormers' build says; returns a note when MindFormers could not be asked."""
     if not reports:
         return ""
-    results = Builder([report.recipe for report in reports]).results()
+    results = built_by_mindformers([report.recipe for report in reports])
     if results is None:
         return "MindFormers could not be started; the checks emulated its converter (--no-build hides this line)"
     for report, result in zip(reports, results, strict=True):
@@ -134,41 +134,28 @@ ROOT = Path(__file__).resolve().parents[2]
 _MARK = "tc3-built "  # MindFormers prints on stdout too
 
 
-class Builder:
-    """Builds recipes in the background while the pure checks run."""
-
-    def __init__(self, recipes: list[Mapping[str, Any]]):
-        self.folder = tempfile.TemporaryDirectory()
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3", "LOCAL_DEFAULT_PATH": self.folder.name}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tools.check.build"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            cwd=self.folder.name, env=environment, text=True,
+def built_by_mindformers(recipes: list[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """For each recipe ``{"fields": ..., "layers": ...}`` or ``{"error": text}``; None without MindFormers."""
+    command = [sys.executable, "-m", "tools.check.build"]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            command, input=json.dumps([dict(recipe) for recipe in recipes]), text=True, cwd=folder,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3", "LOCAL_DEFAULT_PATH": folder},
         )  # fmt: skip
-        self.text = json.dumps([dict(recipe) for recipe in recipes])
-
-    def results(self) -> list[dict[str, Any]] | None:
-        """For each recipe ``{"fields": ..., "layers": ...}`` or ``{"error": text}``; None without MindFormers."""
-        with self.folder:
-            try:
-                output, _ = self.process.communicate(self.text)
-            finally:
-                self.process.kill()  # of use after an interrupt only
-        lines = [line for line in output.splitlines() if line.startswith(_MARK)]
-        return json.loads(lines[-1].removeprefix(_MARK)) if lines else None
+    lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    return json.loads(lines[-1].removeprefix(_MARK)) if lines else None
 
 
 def main() -> None:
     """Read recipes on stdin, print what MindFormers builds of them."""
-    recipes = json.load(sys.stdin)
-    print(_MARK + json.dumps([_attempt(recipe) for recipe in recipes]))
-
-
-def _attempt(recipe: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return build(recipe)
-    except Exception as error:  # whatever MindFormers raises is the finding
-        return {"error": f"{type(error).__name__}: {error}"}
+    results: list[dict[str, Any]] = []
+    for recipe in json.load(sys.stdin):
+        try:
+            results.append(build(recipe))
+        except Exception as error:  # whatever MindFormers raises is the finding
+            results.append({"error": f"{type(error).__name__}: {error}"})
+    print(_MARK + json.dumps(results))
 
 
 def build(recipe: dict[str, Any]) -> dict[str, Any]:
@@ -177,6 +164,7 @@ def build(recipe: dict[str, Any]) -> dict[str, Any]:
     import dataclasses
 
     import mindspore as ms
+    from mindformers.core.context.build_context import MFContextOperator
     from mindformers.core.parallel_config import build_parallel_config
     from mindformers.models.build_config import get_model_config
     from mindformers.parallel_core.training_graph.transformer.utils import LayerSetting
@@ -197,7 +185,9 @@ def build(recipe: dict[str, Any]) -> dict[str, Any]:
     pipeline = (recipe.get("parallel") or {}).get("pipeline_config") if semi else None
     if pipeline:
         ms.set_auto_parallel_context(pipeline_config=dict(pipeline))
-    _not_legacy(config)
+    # MindFormers asks its context whether it builds legacy models; without one the answer is yes
+    operator = MFContextOperator.get_mf_ctx_instance() or MFContextOperator(config)
+    operator.set_context(use_legacy=config.get("use_legacy", True))
     build_parallel_config(config)
     arguments = {"parallel_config": config.parallel_config, "batch_size": config.runner_config.batch_size}
     model = get_model_config(config.model, default_args=arguments)
@@ -205,14 +195,6 @@ def build(recipe: dict[str, Any]) -> dict[str, Any]:
     setting = LayerSetting(built.num_layers, built.offset, built, built.virtual_pipeline_model_parallel_size or 1)
     fields = {item.name: _plain(getattr(built, item.name, None)) for item in dataclasses.fields(built)}
     return {"fields": fields, "layers": setting.layer_list.tolist()}
-
-
-def _not_legacy(config: Any) -> None:
-    """MindFormers asks its context whether it builds legacy models; without one the answer is yes."""
-    from mindformers.core.context.build_context import MFContextOperator
-
-    operator = MFContextOperator.get_mf_ctx_instance() or MFContextOperator(config)
-    operator.set_context(use_legacy=config.get("use_legacy", True))
 
 
 def _plain(value: Any) -> Any:

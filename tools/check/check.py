@@ -22,7 +22,7 @@ from tools.layout.resolve import UnresolvedError, resolve_for_check
 from tools.model.architecture import Model, model_of
 from tools.model.weights import FORMULA, active_parameters, flops_per_token, parameters, stage_parameters
 from tools.recipe.findings import ERROR, SEVERITIES, Finding, Findings, Report, refused
-from tools.recipe.load import Recipe, bad_numbers, read_recipe
+from tools.recipe.load import KeyPath, Recipe, bad_numbers, read_recipe
 from tools.recipe.override import dotted
 from tools.recipe.view import OFFSET, View
 from tools.schema.converter import Built, convert
@@ -30,7 +30,10 @@ from tools.schema.keys import check_keys
 from tools.schema.schema import load_schema
 from tools.schema.stages import Layers, check_stages, layers_of, runs_back, stage_layers_of
 
-_SECTIONS = ("runner_config", "context", "parallel", "parallel_config", "trainer", "optimizer", "runner_wrapper")
+_SECTIONS = (
+    *(("runner_config",), ("context",), ("parallel",), ("parallel_config",), ("trainer",), ("optimizer",)),
+    *(("runner_wrapper",), ("model", "model_config")),
+)
 
 
 def check_recipe(
@@ -116,13 +119,9 @@ def is_fragment(source: str) -> bool:
 
 def _sections(view: View, found: Findings) -> None:
     """Sections without which no training starts."""
-    for name in _SECTIONS:
-        if not isinstance(view.get((name,)), dict):
-            found.error((name,), "this section is missing", "every training recipe has it")
-    if not isinstance(view.get(("model", "model_config")), dict):
-        found.error(("model", "model_config"), "this section is missing", "every training recipe has it")
-    if view.get(("train_dataset",)) is None:
-        found.error(("train_dataset",), "this section is missing", "every training recipe has it")
+    missing: list[KeyPath] = [path for path in _SECTIONS if not isinstance(view.get(path), dict)]
+    for path in missing + [("train_dataset",)] * (view.get(("train_dataset",)) is None):
+        found.error(path, "this section is missing", "every training recipe has it")
 
 
 def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[str, Any] | None:
@@ -210,7 +209,5 @@ def _rows(table: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _short(number: int) -> str:
     """1234567 as 1.23M."""
-    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= unit:
-            return f"{number / unit:.3g}{name}"
-    return str(number)
+    units = {10**12: "T", 10**9: "B", 10**6: "M", 10**3: "K"}
+    return next((f"{number / unit:.3g}{name}" for unit, name in units.items() if number >= unit), str(number))

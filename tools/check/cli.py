@@ -10,13 +10,13 @@ import click
 from rich.console import Console
 
 from tools.check.build import check_built
-from tools.check.check import check_recipe, is_fragment
+from tools.check.check import FORMULA, check_recipe, is_fragment, side_by_side
 from tools.process.waiting import saying
 from tools.ranges import Tokens
 from tools.recipe.findings import ERROR, NOTE, WARNING, Report
 from tools.recipe.load import Recipe, read_recipe
 from tools.recipe.override import apply_overrides
-from tools.schema.schema import load_schema
+from tools.schema.schema import json_schema, load_schema
 from tools.schema.versions import require_verified, unverified_option
 
 CARD = "card.yaml"  # says what is true of the recipes beside it
@@ -56,8 +56,6 @@ def check(
     Exit codes: 0 clean, 1 findings, 2 a file cannot be read.
     """
     if schema:
-        from tools.schema.schema import json_schema
-
         click.echo(json_schema(load_schema()), nl=False)
         return
     if not recipes:
@@ -91,16 +89,13 @@ def _count(recipes: int) -> str:
 
 def _print(reports: list[Report]) -> None:
     """Findings first, then the table, then one line of summary."""
-    from tools.check.check import FORMULA
-    from tools.check.check import side_by_side as render
-
     console = Console(soft_wrap=True, highlight=False)
     for report in reports:
         for finding in report.findings:
             console.print(str(finding), style=_STYLES[finding.severity], markup=False)
     tables = [(report.recipe.source, report.table) for report in reports if report.table]
     for start in range(0, len(tables), 3):
-        Console(highlight=False).print(render(tables[start : start + 3]))
+        Console(highlight=False).print(side_by_side(tables[start : start + 3]))
     if tables:
         console.print(f"FLOPs per token: {FORMULA}, forward and backward, causal, nothing recomputed", style="dim")
     errors = sum(len(report.errors) for report in reports)

@@ -43,7 +43,7 @@ def check_conflicts(view: View, built: Built, found: Findings) -> None:
     _callbacks(view, built, found)
     _trainer(view, found)
     if view.on_cpu:
-        check_cpu(view, built, found)
+        _on_cpu(view, built, found)
 
 
 def _m(key: str) -> KeyPath:
@@ -68,12 +68,12 @@ def _attention(view: View, built: Built, found: Findings) -> None:
         wrong = "context parallelism needs flash attention"
         found.error(_m("use_flash_attention"), wrong, "True", rule="cp_flash")
     if fields.get("multi_latent_attention") is True:
-        if fields.get("apply_rope_fusion"):
-            wrong = "multi-latent attention has no fused RoPE"
-            found.error(_m("apply_rope_fusion"), wrong, "False", rule="rope_fusion_mla")
-        if fields.get("rotary_interleaved"):
-            wrong = "multi-latent attention has no interleaved RoPE"
-            found.error(_m("rotary_interleaved"), wrong, "False", rule="rotary_interleaved_mla")
+        for key, kind, rule in (
+            ("apply_rope_fusion", "fused", "rope_fusion_mla"),
+            ("rotary_interleaved", "interleaved", "rotary_interleaved_mla"),
+        ):
+            if fields.get(key):
+                found.error(_m(key), f"multi-latent attention has no {kind} RoPE", "False", rule=rule)
 
 
 def _router(view: View, built: Built, found: Findings) -> None:
@@ -87,7 +87,7 @@ def _router(view: View, built: Built, found: Findings) -> None:
         wrong = "the aux-free bias needs the sigmoid score"
         right = "moe_router_score_function: sigmoid"
         found.error(_m("moe_router_enable_expert_bias"), wrong, right, rule="expert_bias_sigmoid")
-    check_relocation(view, built, found)
+    _relocation(view, built, found)
     if dispatcher == DISPATCHER_OF["hierarchical"]:
         ep, node = built.number("expert_model_parallel_size", 1), built.number("npu_nums_per_device", 1)
         if ep < node:
@@ -180,11 +180,8 @@ def _pipeline(view: View, built: Built, found: Findings) -> None:
         if view.number((*PARALLEL, "micro_batch_num"), 1) < 2 * view.pp:
             wrong = "zero_bubble_v needs two micro-batches per stage"
             found.error((*PARALLEL, "micro_batch_num"), wrong, f"at least {2 * view.pp}", rule="zbv_micro")
-    if view.pp > 1 and view.get(("runner_wrapper", "type")) not in (
-        None,
-        "MFTrainOneStepCell",
-        "MFPipelineWithLossScaleCell",
-    ):
+    kept = (None, "MFTrainOneStepCell", "MFPipelineWithLossScaleCell")
+    if view.pp > 1 and view.get(("runner_wrapper", "type")) not in kept:
         found.warning(("runner_wrapper", "type"), "is replaced by MFPipelineWithLossScaleCell in a pipeline")
 
 
@@ -194,10 +191,8 @@ def _sequence(view: View, built: Built, found: Findings) -> None:
         found.error((*PARALLEL, "use_seq_parallel"), wrong, "False", rule="sequence_parallel_tp")
     if view.number((*PARALLEL, "seq_split_num"), 1) > 1:
         found.error((*PARALLEL, "seq_split_num"), "is not supported in graph mode", "1", rule="seq_split")
-    algorithm, degree = (
-        view.get((*PARALLEL, "context_parallel_algo")),
-        view.number((*PARALLEL, "ulysses_degree_in_cp"), 1),
-    )
+    algorithm = view.get((*PARALLEL, "context_parallel_algo"))
+    degree = view.number((*PARALLEL, "ulysses_degree_in_cp"), 1)
     if view.cp == 1 and (algorithm not in (None, "colossalai_cp") or degree > 1):
         found.warning(
             (*PARALLEL, "context_parallel"), "is 1: context_parallel_algo and ulysses_degree_in_cp do nothing"
@@ -222,20 +217,16 @@ def _callbacks(view: View, built: Built, found: Findings) -> None:
                 if key in item and item[key] != value:
                     wrong = f"{item[key]!r}, but {name} is {value!r}"
                     found.error(("callbacks", index, key), wrong, f"write {value!r}, or an anchor")
-            _accumulated_loads(view, built, index, item, found)
+            # it compares the loads of all micro-batches with the share that so many should have; one unless written
+            key, right = "gradient_accumulation_steps", view.accumulation
+            written = item.get(key, 1)
+            if built.fields.get("moe_router_enable_expert_bias") and written != right:
+                wrong = f"{written!r}, but runner_config.{key} is {right}: routers' biases move wrongly"
+                found.error(("callbacks", index, key), wrong, f"write {right}, or an anchor", rule="accumulated_loads")
     bias = built.number("num_moe_experts") and built.fields.get("moe_router_enable_expert_bias")
     if bias and callbacks and "TopkBiasBalanceCallback" not in kinds:
         wrong = "no TopkBiasBalanceCallback: the router's bias stays zero"
         found.error(("callbacks",), wrong, "add it, or moe_router_enable_expert_bias: False")
-
-
-def _accumulated_loads(view: View, built: Built, index: int, callback: dict[str, Any], found: Findings) -> None:
-    """It compares the loads of all micro-batches with the share that so many should have; one unless written."""
-    key = "gradient_accumulation_steps"
-    written, right = callback.get(key, 1), view.accumulation
-    if built.fields.get("moe_router_enable_expert_bias") and written != right:
-        wrong = f"{written!r}, but runner_config.{key} is {right}: routers' biases move wrongly"
-        found.error(("callbacks", index, key), wrong, f"write {right}, or an anchor", rule="accumulated_loads")
 
 
 def _trainer(view: View, found: Findings) -> None:
@@ -264,9 +255,9 @@ def _trainer(view: View, found: Findings) -> None:
     if view.parallel and view.megatron and not view.on_cpu:
         if type(level) is int and level < 3:
             path = ("context", "dataset_broadcast_opt_level")
-            found.error(path, f"{level}: the Megatron loader wants 3", "3", rule="broadcast_level")
+            found.error(path, f"{level}: the Megatron loader needs 3", "3", rule="broadcast_level")
         elif level is None and not view.get(_SPEED_UP):
-            wrong = "has no dataset_broadcast_opt_level, which the Megatron loader wants to be 3"
+            wrong = "has no dataset_broadcast_opt_level, which the Megatron loader needs to be 3"
             found.error(("context",), wrong, "dataset_broadcast_opt_level: 3", rule="broadcast_level")
 
 
@@ -291,24 +282,25 @@ def _background_save(view: View, found: Findings) -> None:
 Rule = tuple[bool, KeyPath, str, str]  # whether it holds, where, what is right, why
 
 
-def check_cpu(view: View, built: Built, found: Findings) -> None:
+def _on_cpu(view: View, built: Built, found: Findings) -> None:
     """What the CPU refuses deep inside MindSpore, and what only CPU gets wrong in silence."""
-    rules = _sharded(view) if view.sharded_on_cpu else _data_parallel(view, built)
-    for holds, path, right, why in [*_always(view), *rules]:
-        if not holds:
-            found.error(path, "cannot run on CPU" + (f" ({why})" if why else ""), f"device_target CPU needs {right}")
-    if view.get(("monitor_config", "monitor_on")) is True:
-        found.error(("monitor_config", "monitor_on"), "cannot run on CPU", "False")
-
-
-def _always(view: View) -> list[Rule]:
     mode, clip = view.get(("context", "mode"), 0), ("runner_wrapper", "use_clip_grad")
     unclipped = "True, with a max_grad_norm that no gradient reaches"
-    return [
+    rules: list[Rule] = [
         (mode in (0, "GRAPH_MODE"), ("context", "mode"), "0", "PyNative is 20 times slower"),
         (not view.flag((*RUNNER, "sink_mode"), True), (*RUNNER, "sink_mode"), "False", "it multiplies the epochs"),
         (view.flag(clip, True), clip, unclipped, "a step cannot return None for the norm"),
     ]
+    if view.sharded_on_cpu:
+        level = ("context", "dataset_broadcast_opt_level")
+        rules.append((view.get(level) == 0, level, "0", "other tensor-parallel ranks would be given no data"))
+    else:
+        rules += _data_parallel(view, built)
+    for holds, path, right, why in rules:
+        if not holds:
+            found.error(path, "cannot run on CPU" + (f" ({why})" if why else ""), f"device_target CPU needs {right}")
+    if view.get(("monitor_config", "monitor_on")) is True:
+        found.error(("monitor_config", "monitor_on"), "cannot run on CPU", "False")
 
 
 def _data_parallel(view: View, built: Built) -> list[Rule]:
@@ -334,15 +326,8 @@ def _data_parallel(view: View, built: Built) -> list[Rule]:
     ]
 
 
-def _sharded(view: View) -> list[Rule]:
-    level = ("context", "dataset_broadcast_opt_level")
-    return [
-        (view.get(level) == 0, level, "0", "other tensor-parallel ranks would be given no data"),
-    ]
-
-
 KEYS = ("print_expert_load", "enable_expert_relocation")
-_OPTIMIZER, _SHARDED = ("optimizer", "type"), ("parallel", "enable_parallel_optimizer")
+_SHARDED = ("parallel", "enable_parallel_optimizer")
 _OURS = "leave it out; plugins.expert_balance does this"
 # mindformers 1.9.0, moe_layer.py: the rows that a rank sends are sorted by np.argsort, which keeps no order among the
 # experts that go to one device, and the slots that the router's map gives them are popped from a set
@@ -353,25 +338,20 @@ _MISPLACED = (
 )
 
 
-def check_relocation(view: View, built: Built, found: Findings) -> None:
-    """Rules of `print_expert_load` and `enable_expert_relocation`."""
+def _relocation(view: View, built: Built, found: Findings) -> None:
+    """Rules of `print_expert_load` and `enable_expert_relocation`; the trainer stops at some of them.
+
+    Without checkpoints it starts, and what it trains is lost.
+    """
     on = [(*MODEL, key) for key in KEYS if built.fields.get(key)]
-    if not on or not built.number("num_moe_experts"):
+    if not on:
         return
     dispatcher = built.fields.get("moe_token_dispatcher_type")
     if dispatcher != DEFAULT_DISPATCHER:
         for key in on:
             only = f"works with the {DEFAULT_DISPATCHER} dispatcher only, not {dispatcher}"
             found.error(key, only, rule="relocation")
-    _refused_by_trainer(on[0], view, built, found)
-    relocation = (*MODEL, "enable_expert_relocation")
-    if relocation in on and built.number("num_moe_experts") > max(view.ep, 1):
-        found.error(relocation, _MISPLACED, _OURS, rule="relocation_order")
-
-
-def _refused_by_trainer(key: KeyPath, view: View, built: Built, found: Findings) -> None:
-    """What MindFormers' trainer stops at; without checkpoints it starts, and what it trains is lost."""
-    optimizer = view.get(_OPTIMIZER)
+    key, optimizer = on[0], view.get(("optimizer", "type"))
     if optimizer != "AdamW":
         found.error(key, f"works with AdamW only, not {optimizer}", _OURS, rule="relocation_adamw")
     if view.flag(_SHARDED):
@@ -383,3 +363,6 @@ def _refused_by_trainer(key: KeyPath, view: View, built: Built, found: Findings)
         found.error(key, "does not work with CheckpointMonitor", _OURS, rule="relocation_saves")
     else:
         found.warning(key, "without a CheckpointMonitor, which it refuses, this run saves nothing", _OURS)
+    relocation = (*MODEL, "enable_expert_relocation")
+    if relocation in on and built.number("num_moe_experts") > max(view.ep, 1):
+        found.error(relocation, _MISPLACED, _OURS, rule="relocation_order")

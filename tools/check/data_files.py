@@ -35,7 +35,12 @@ def check_files(view: View, built: Built, found: Findings, here: bool = False) -
         value = view.get(path)
         if isinstance(value, str) and value and not Path(value).exists():
             missing(path, f"{value}: no such file or folder here")
-    _weights(view, found)
+    value = view.get(_CHECKPOINTS[0])
+    try:  # weights to begin with, whose experts may stand in an order that this recipe does not know
+        if isinstance(value, str) and value and Path(value).is_dir():
+            refuse_moved(Path(value), view.keeps_placements)
+    except CheckpointError as error:
+        found.error(_CHECKPOINTS[0], str(error))
     folder = view.get(("pretrained_model_dir",))
     if isinstance(folder, str) and folder and not Path(folder).is_dir():
         missing(("pretrained_model_dir",), f"{folder}: no such folder here")
@@ -48,16 +53,6 @@ def check_files(view: View, built: Built, found: Findings, here: bool = False) -
             found.error((*_CONFIG, "split"), f"{split!r} leaves nothing to train on", "'1, 0, 0'")
         for prefix, share in _corpora(view.get(_PATH), found):
             _dataset(prefix, share, view, built, found, missing)
-
-
-def _weights(view: View, found: Findings) -> None:
-    """Weights to begin with, whose experts may stand in an order that this recipe does not know."""
-    value = view.get(_CHECKPOINTS[0])
-    try:
-        if isinstance(value, str) and value and Path(value).is_dir():
-            refuse_moved(Path(value), view.keeps_placements)
-    except CheckpointError as error:
-        found.error(_CHECKPOINTS[0], str(error))
 
 
 def _speed_up(view: View, found: Findings) -> None:
@@ -76,7 +71,7 @@ def _speed_up(view: View, found: Findings) -> None:
         found.error(_SPEED_UP, f"{name}: is not a JSON object ({error})", rule="speed_up_json")
         return
     if view.megatron and view.parallel and level != 3:
-        wrong = f"{name} says dataset_broadcast_opt_level {level}; the Megatron loader wants 3"
+        wrong = f"{name} says dataset_broadcast_opt_level {level}; the Megatron loader needs 3"
         found.error(_SPEED_UP, wrong, rule="broadcast_level")
 
 
@@ -117,7 +112,7 @@ def _dataset(prefix: str, share: float, view: View, built: Built, found: Finding
         return
     seq, vocabulary = built.number("seq_length", 1), built.number("vocab_size")
     if index.tokens <= seq:
-        found.error(_PATH, f"{prefix} holds {index.tokens:,} tokens, one sample wants {seq + 1:,}", "more data")
+        found.error(_PATH, f"{prefix} holds {index.tokens:,} tokens, one sample needs {seq + 1:,}", "more data")
     _sidecar(prefix, vocabulary, view, found)
     _documents(index, seq, view, found)
     sizes = view.get((*LOADER, "sizes"))

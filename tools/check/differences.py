@@ -25,18 +25,12 @@ def modelled(recipe: Recipe) -> str:
 
 def check_differences(view: View, built: Built, found: Findings) -> None:
     """Every difference that this recipe meets."""
-    _modelled(view, found)
+    if said := modelled(view.recipe):  # what would be trained is another model, or nothing
+        found.note(("model",), said, "see card.yaml")
     _shared_embedding(view, built, found)
     _auxiliary_loss(view, built, found)
     _rounded_probabilities(view, built, found)
     _dealt_samples(view, built, found)
-
-
-def _modelled(view: View, found: Findings) -> None:
-    """What would be trained is another model, or nothing."""
-    said = modelled(view.recipe)
-    if said:
-        found.note(("model",), said, "see card.yaml")
 
 
 def _shared_embedding(view: View, built: Built, found: Findings) -> None:

@@ -6,8 +6,8 @@ whether all of them come to an end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from plugins.ep_overlap import plan as ep_overlap
 from plugins.ep_overlap.plan import FORWARD_STEPS, chunk_slices
 from plugins.errors import RecipeError
 from plugins.expert_balance import settings as expert_balance
-from plugins.expert_balance import settings as expert_limits
 from plugins.finite_loss import plan as finite_loss
 from plugins.group_aux_loss import plan as group_aux_loss
 from plugins.grouped_gradient import plan as grouped_gradient
@@ -46,42 +45,62 @@ _FUSION, _GRADIENT = ("plugins", "operator_fusion"), ("plugins", "grouped_gradie
 
 def check_plugins(view: View, built: Built, found: Findings) -> None:
     """Every rule about plugins."""
-    dispatch, overlap = view.get(_HIERARCHICAL), view.get(_OVERLAP)
-    if dispatch not in (None, False):
+
+    def on(section: KeyPath) -> bool:
+        return view.get(section) not in (None, False)
+
+    if on(_HIERARCHICAL):
         _hierarchical_ep(view, built, found)
-    if overlap not in (None, False):
-        if dispatch in (None, False):
+    if on(_OVERLAP):
+        if not on(_HIERARCHICAL):
             wrong = "it cuts what plugins.hierarchical_ep does, which is off"
             found.error(_OVERLAP, wrong, "switch plugins.hierarchical_ep on, or this off")
-        _ep_overlap(view, built, found)
-    if view.get(_BALANCE) not in (None, False):
-        _attention_balance(view, found)
-    _packed_labels(view, found)
-    if view.get(_HELD_OUT) not in (None, False) and (view.tp * view.pp * view.cp > 1 or view.accumulation > 1):
+        with _refusals(_OVERLAP, found):
+            chunks, _ = ep_overlap.read(view.get(_OVERLAP))
+            if chunks != "auto":
+                tokens = built.number("seq_length") // (view.tp * view.cp if view.parallel else 1)
+                chunk_slices(view.batch, max(tokens, 1), chunks)
+    if on(_BALANCE):
+        with _refusals(_BALANCE, found):
+            attention_balance.check(view.recipe)
+    _packed_labels(view, on(_PACKED), found)
+    if on(_HELD_OUT) and (view.tp * view.pp * view.cp > 1 or view.accumulation > 1):
         wrong = "it evaluates only data-parallel ranks, and only the whole step"
         found.error(_HELD_OUT, wrong, "False with tensor, pipeline or context parallelism or accumulated gradients")
-    if view.get(_FINITE, False) is not False:
-        _settings(_FINITE, finite_loss.read, view.get(_FINITE), found)
-    if view.get(_PROBE) not in (None, False):
-        _settings(_PROBE, straggler_probe.read, view.get(_PROBE), found)
-    if view.get(_SPIKES) not in (None, False):
-        _settings(_SPIKES, spike_guard.check, view.recipe, found)
+    for section, active, read, settings in (
+        (_FINITE, view.get(_FINITE, False) is not False, finite_loss.read, view.get(_FINITE)),
+        (_PROBE, on(_PROBE), straggler_probe.read, view.get(_PROBE)),
+        (_SPIKES, on(_SPIKES), spike_guard.check, view.recipe),
+    ):
+        if active:
+            with _refusals(section, found):
+                read(settings)
     if view.get(_FUSION, False) is not False:
         _operator_fusion(view, found)
     if view.get(_GRADIENT, False) is not False:
         _grouped_gradient(view, found)
-    if view.get(_GROUP_LOSS) not in (None, False):
-        _group_aux_loss(view, built, found)
-    if view.get(_EXPERTS) not in (None, False):
+    if on(_GROUP_LOSS) and _has_experts(_GROUP_LOSS, built, found):
+        kind = built.fields.get("moe_router_load_balancing_type", group_aux_loss.DEFAULT_KIND)
+        with _named("", found):
+            group_aux_loss.read(view.get(_GROUP_LOSS))
+            coefficient = built.fields.get("moe_aux_loss_coeff")
+            group_aux_loss.check(kind, coefficient, view.ep, view.tp if view.parallel else 1)
+    if on(_EXPERTS) and _has_experts(_EXPERTS, built, found):
         _expert_balance(view, built, found)
 
 
-def _packed_labels(view: View, found: Findings) -> None:
+def _has_experts(section: KeyPath, built: Built, found: Findings) -> bool:
+    if not built.number("num_moe_experts"):
+        found.error(section, "the model has no experts", "leave the plugin out")
+    return bool(built.number("num_moe_experts"))
+
+
+def _packed_labels(view: View, on: bool, found: Findings) -> None:
     """MindFormers' packing moves labels of conversations once too often; in streams it packs in another way."""
-    if view.get(_PACKED) not in (None, False):
+    if on:
         loader = view.get(LOADER)
-        read = partial(packed_labels.read, loader=loader if isinstance(loader, dict) else {})
-        _settings(_PACKED, read, view.get(_PACKED), found)
+        with _refusals(_PACKED, found):
+            packed_labels.read(view.get(_PACKED), loader=loader if isinstance(loader, dict) else {})
     elif view.packs and not view.flag((*LOADER, "streaming")):
         handlers = [item.get("type") for item in view.get((*LOADER, "handler")) if isinstance(item, dict)]
         path = (*LOADER, "handler", handlers.index(packed_labels.PACKING))
@@ -90,15 +109,11 @@ def _packed_labels(view: View, found: Findings) -> None:
 
 
 def _hierarchical_ep(view: View, built: Built, found: Findings) -> None:
-    experts = built.number("num_moe_experts")
-    node = built.number("npu_nums_per_device", DEVICES_PER_NODE)
-    if not experts:
-        found.error(_HIERARCHICAL, "the model has no experts", "leave the plugin out")
+    if not _has_experts(_HIERARCHICAL, built, found):
         return
-    try:
-        hierarchical_ep.read(view.get(_HIERARCHICAL), view.ep, node, experts, rank=0)
-    except RecipeError as error:
-        _refused(_HIERARCHICAL, error, found)
+    with _refusals(_HIERARCHICAL, found):
+        node = built.number("npu_nums_per_device", DEVICES_PER_NODE)
+        hierarchical_ep.read(view.get(_HIERARCHICAL), view.ep, node, built.number("num_moe_experts"), rank=0)
     if view.ep == 1:
         wrong = "every device holds all experts: nothing to dispatch between devices"
         found.error(_HIERARCHICAL, wrong, "parallel_config.expert_parallel above 1, or leave the plugin out")
@@ -114,107 +129,61 @@ def _hierarchical_ep(view: View, built: Built, found: Findings) -> None:
         found.error((*PARALLEL, "expert_parallel"), wrong, f"device_target CPU needs {view.devices}: all workers")
 
 
-def _ep_overlap(view: View, built: Built, found: Findings) -> None:
-    try:
-        chunks, _ = ep_overlap.read(view.get(_OVERLAP))
-        if chunks != "auto":
-            tokens = built.number("seq_length") // (view.tp * view.cp if view.parallel else 1)
-            ep_overlap.chunk_slices(view.batch, max(tokens, 1), chunks)
-    except RecipeError as error:
-        _refused(_OVERLAP, error, found)
-
-
-def _attention_balance(view: View, found: Findings) -> None:
-    try:
-        attention_balance.check(view.recipe)
-    except RecipeError as error:
-        _refused(_BALANCE, error, found)
-
-
-def _named(error: RecipeError, rule: str, found: Findings) -> None:
-    """An error that begins with its key."""
-    key, _, wrong = str(error).partition(": ")
-    found.error(tuple(key.split(".")), wrong, rule=rule)
-
-
 def _operator_fusion(view: View, found: Findings) -> None:
-    try:
+    where = "see docs/fusion.md"
+    with _named("operator_fusion", found):
         fusion = operator_fusion.check(view.recipe)
-    except RecipeError as error:
-        _named(error, "operator_fusion", found)
-        return
-    if fusion and view.on_cpu and fusion.level != "off":
-        found.note(_FUSION, "a CPU has no kernels of DVM: nothing is fused here", "see docs/fusion.md")
-    elif fusion and fusion.level == "cube":
-        found.warning(
-            (*_FUSION, "level"), "cube is experimental: nobody has run it on an NPU here", "see docs/fusion.md"
-        )
+        if fusion and view.on_cpu and fusion.level != "off":
+            found.note(_FUSION, "a CPU has no kernels of DVM: nothing is fused here", where)
+        elif fusion and fusion.level == "cube":
+            found.warning((*_FUSION, "level"), "cube is experimental: nobody has run it on an NPU here", where)
 
 
 def _grouped_gradient(view: View, found: Findings) -> None:
     where = "see docs/grouped-gradient.md"
-    try:
-        needed = grouped_gradient.check(view.recipe)
-    except RecipeError as error:
-        _named(error, "grouped_gradient", found)
-        return
-    if needed:
-        found.warning(_GRADIENT, "experimental: nobody has run it on an NPU here", where)
-    else:
-        found.note(_GRADIENT, "a CPU has no such operator: nothing is replaced here", where)
-
-
-def _group_aux_loss(view: View, built: Built, found: Findings) -> None:
-    if not built.number("num_moe_experts"):
-        found.error(_GROUP_LOSS, "the model has no experts", "leave the plugin out")
-        return
-    kind = built.fields.get("moe_router_load_balancing_type", group_aux_loss.DEFAULT_KIND)
-    coefficient = built.fields.get("moe_aux_loss_coeff")
-    try:
-        group_aux_loss.read(view.get(_GROUP_LOSS))
-        group_aux_loss.check(kind, coefficient, view.ep, view.tp if view.parallel else 1)
-    except RecipeError as error:
-        _named(error, "", found)
+    with _named("grouped_gradient", found):
+        if grouped_gradient.check(view.recipe):
+            found.warning(_GRADIENT, "experimental: nobody has run it on an NPU here", where)
+        else:
+            found.note(_GRADIENT, "a CPU has no such operator: nothing is replaced here", where)
 
 
 def _expert_balance(view: View, built: Built, found: Findings) -> None:
-    if not built.number("num_moe_experts"):
-        found.error(_EXPERTS, "the model has no experts", "leave the plugin out")
-        return
-    try:
-        expert_limits.check(
+    ranks, stages = (view.dp * view.tp * view.cp, view.pp) if view.devices > 1 else (1, 1)
+    weights = str(built.fields.get("params_dtype") or "float32").lower()
+    sharded = expert_balance.Sharded(stages, ranks, view.on_cpu, weights, view.accumulation)
+    with _refusals(_EXPERTS, found):
+        expert_balance.check(
             expert_balance.read(view.get(_EXPERTS)),
             counts=bool(built.fields.get("moe_router_enable_expert_bias")),
             expert_parallel=view.ep if view.devices > 1 else 1,
             optimizer=str(view.get(("optimizer", "type"))),
-            sharded=None if view.cpu_classes else _sharded(view, built),
+            sharded=None if view.cpu_classes else sharded,
         )
-    except RecipeError as error:
-        _refused(_EXPERTS, error, found)
 
 
-def _sharded(view: View, built: Built) -> expert_limits.Sharded:
-    ranks, stages = (view.dp * view.tp * view.cp, view.pp) if view.devices > 1 else (1, 1)
-    weights = str(built.fields.get("params_dtype") or "float32").lower()
-    return expert_limits.Sharded(stages, ranks, view.on_cpu, weights, view.accumulation)
-
-
-def _settings(section: KeyPath, read: Callable[[Any], Any], settings: Any, found: Findings) -> None:
-    """What the plugin's own reader refuses of what it reads."""
+@contextmanager
+def _refusals(section: KeyPath, found: Findings) -> Iterator[None]:
+    """What a plugin's reader refuses, at the key that it names."""
     try:
-        read(settings)
+        yield
     except RecipeError as error:
-        _refused(section, error, found)
+        key, _, wrong = str(error).partition(": ")
+        path = tuple(key.partition("[")[0].split("."))
+        if path[:2] == section:
+            found.error(path, wrong)
+        else:
+            found.error(section, str(error))
 
 
-def _refused(section: KeyPath, error: RecipeError, found: Findings) -> None:
-    """What a plugin's reader says, at the key that it names."""
-    key, _, wrong = str(error).partition(": ")
-    path = tuple(key.partition("[")[0].split("."))
-    if path[:2] == section:
-        found.error(path, wrong)
-    else:
-        found.error(section, str(error))
+@contextmanager
+def _named(rule: str, found: Findings) -> Iterator[None]:
+    """An error that begins with its key."""
+    try:
+        yield
+    except RecipeError as error:
+        key, _, wrong = str(error).partition(": ")
+        found.error(tuple(key.split(".")), wrong, rule=rule)
 
 
 _BATCH, _SEQUENCE = 4, 8  # tokens of a rank in the trial, at least one for each chunk
@@ -243,7 +212,7 @@ def check_dispatch(recipe: Recipe) -> None:
     )
     topology, top_k = settings.topology, fields["moe_router_topk"]
     check_groups(creation_orders(topology))
-    chunks, stride = _cut(plugins)
+    chunks, stride = ep_overlap.read(plugins["ep_overlap"]) if plugins.get("ep_overlap") else ((1, 1), 1)
     slices = chunk_slices(max(_BATCH, chunks[0]), max(_SEQUENCE, chunks[1]), chunks)
     rng = np.random.default_rng(0)
     plans = []
@@ -251,10 +220,6 @@ def check_dispatch(recipe: Recipe) -> None:
         scores = rng.random((topology.ep, len(piece), topology.experts))
         plans.append(make_plan(settings.mode, topology, list(np.argsort(scores, axis=-1)[..., :top_k])))
     check_programs(programs_of(*plans, order=_order(plans[0], len(slices), stride)))
-
-
-def _cut(plugins: Mapping[str, Any]) -> tuple[tuple[int, int], int]:
-    return ep_overlap.read(plugins["ep_overlap"]) if plugins.get("ep_overlap") else ((1, 1), 1)
 
 
 def _order(plan: Any, chunks: int, stride: int) -> list[tuple[int, int]]:

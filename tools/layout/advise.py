@@ -1,11 +1,8 @@
 """Find which dispatch mode and how many chunks a recipe should use on a cluster, and what each mode would cost.
 
 Pure: a recipe and a hardware file in, numbers out, all of them from `tools.estimate`. `tc3 ep-report` prints them;
-`auto` is resolved with them.
-
-A recipe that has no expert-parallel communication is refused with a `RecipeError` that says what is missing. Where
-`plugins.hierarchical_ep` or `plugins.ep_overlap` says `auto`, the cheapest of these modes and chunks is written in
-its place.
+where `plugins.hierarchical_ep` or `plugins.ep_overlap` says `auto`, the cheapest of these modes and chunks takes its
+place.
 """
 
 from __future__ import annotations
@@ -27,9 +24,10 @@ from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.time_model import StepTime, TimeModel
 from tools.hardware import DEFAULT_HARDWARE, Hardware, load_hardware
+from tools.layout.offsets import Values
 from tools.model.architecture import MOE, model_of
 from tools.recipe.findings import refusal
-from tools.recipe.load import KeyPath, Recipe
+from tools.recipe.load import Recipe
 from tools.recipe.override import dotted
 from tools.recipe.view import AUTO, CHUNKS, DISPATCH, MODE, MODEL, OVERLAP, PARALLEL, View, look
 from tools.schema.converter import convert
@@ -54,10 +52,12 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
     if not view.flag(("use_parallel",)):
         raise refusal(recipe, ("use_parallel",), "one device has nobody to send tokens to; set it to True")
     if view.ep == 1:
-        raise refusal(recipe, path, f"1 sends no token anywhere; try --ep {_smallest(experts, view.dp * view.tp)}")
+        able = max(ep for ep in range(1, 17) if experts % ep == 0 and view.dp * view.tp % ep == 0)
+        raise refusal(recipe, path, f"1 sends no token anywhere; try --ep {able}")
     if experts % view.ep:
-        right = f"use a divisor, for instance {_near(experts, view.ep)}"
-        raise refusal(recipe, path, f"{view.ep} does not divide {experts} experts; {right}")
+        divisors = (divisor for divisor in range(2, experts + 1) if experts % divisor == 0)
+        near = min(divisors, key=lambda divisor: abs(divisor - view.ep))
+        raise refusal(recipe, path, f"{view.ep} does not divide {experts} experts; use a divisor, for instance {near}")
     if view.dp * view.tp % view.ep:
         times = -(-view.dp * view.tp // view.ep)
         while times * view.ep % view.tp:
@@ -74,35 +74,17 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
         raise refusal(recipe, (*MODEL, "npu_nums_per_device"), f"{text}, or pass another --cluster")
 
 
-def _smallest(experts: int, ranks: int) -> int:
-    """The largest degree up to 16 that divides both."""
-    return max(degree for degree in range(1, 17) if experts % degree == 0 and ranks % degree == 0)
-
-
-def _near(number: int, wanted: int) -> int:
-    """The divisor of `number` nearest to `wanted`, above 1."""
-    divisors = [divisor for divisor in range(2, number + 1) if number % divisor == 0]
-    return min(divisors, key=lambda divisor: abs(divisor - wanted))
-
-
 @dataclass(frozen=True)
 class ModeReport:
-    """One dispatch mode. Bytes and `choice` of the busiest rank, per MoE layer and micro-batch.
-
-    Args:
-        inter_bytes, intra_bytes: over each class of links, forward and backward, with what recomputation repeats.
-        ep_seconds: EP communication of the slowest stage in a step, hidden or not.
-        choice: the best cut of the layer, see `plugins.ep_overlap.plan`.
-        whole, cut: the step without and with overlap.
-    """
+    """One dispatch mode. Bytes and `choice` of the busiest rank, per MoE layer and micro-batch."""
 
     mode: str
-    inter_bytes: float
+    inter_bytes: float  # over each class of links, forward and backward, with what recomputation repeats
     intra_bytes: float
-    ep_seconds: float
-    choice: Choice
-    whole: StepTime = field(repr=False)
-    cut: StepTime = field(repr=False)
+    ep_seconds: float  # EP communication of the slowest stage in a step, hidden or not
+    choice: Choice  # the best cut of the layer, see `plugins.ep_overlap.plan`
+    whole: StepTime = field(repr=False)  # the step without overlap
+    cut: StepTime = field(repr=False)  # and with it
 
     @property
     def step(self) -> tuple[float, float]:
@@ -143,27 +125,19 @@ class Written:
 
 @dataclass(frozen=True)
 class Advice:
-    """All modes of one recipe at one EP degree, and the setting to use.
-
-    Args:
-        config: the run, dispatched globally and uncut.
-        modes: dispatch mode -> its report.
-        mode, chunks, stride: the recommendation; chunks (1, 1) means no overlap, stride is the order of issue.
-        why: one sentence.
-        as_1f1b: why the pipeline is taken as 1F1B, where it is not the recipe's own schedule; "" where it is.
-    """
+    """All modes of one recipe at one EP degree, and the setting to use."""
 
     recipe: Recipe = field(repr=False)
-    config: Configuration
+    config: Configuration  # the run, dispatched globally and uncut
     hardware: Hardware
     topology: Topology
-    modes: dict[str, ModeReport]
-    mode: str
-    chunks: Chunks
-    stride: int
+    modes: dict[str, ModeReport]  # by dispatch mode
+    mode: str  # the recommendation
+    chunks: Chunks  # (1, 1) means no overlap
+    stride: int  # the order of issue
     break_even: BreakEven
-    why: str
-    as_1f1b: str = ""
+    why: str  # one sentence
+    as_1f1b: str = ""  # why the pipeline is taken as 1F1B, where it is not the recipe's own schedule
 
     @cached_property
     def written(self) -> Written:
@@ -236,10 +210,13 @@ def advise(
     # min keeps the first of equals: the simplest mode
     best = min(reports.values(), key=lambda report: round(report.step[1], DIGITS))
     even = break_even(topology, model.top_k, model.hidden, 4 if config.dtype == "fp32" else 2, skew)
-    why = _why(best, topology, even, skew, model.top_k)
-    chosen = best.choice
-    of_best = (best.mode, chosen.chunks, chosen.stride)
-    return Advice(recipe, config, hardware, topology, reports, *of_best, even, why, _unsimulated(times, config))
+    why, unsimulated = _why(best, topology, even, skew, model.top_k), ""
+    try:
+        times.step(config, simulated=True)
+    except RecipeError as error:
+        unsimulated = str(error)
+    of_best = (best.mode, best.choice.chunks, best.choice.stride)
+    return Advice(recipe, config, hardware, topology, reports, *of_best, even, why, unsimulated)
 
 
 def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | None]:
@@ -261,11 +238,7 @@ def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | No
 
 
 def _report(
-    times: TimeModel,
-    config: Configuration,
-    mode: str,
-    cuts: Sequence[Chunks],
-    stride: int | None,
+    times: TimeModel, config: Configuration, mode: str, cuts: Sequence[Chunks], stride: int | None
 ) -> ModeReport:
     """One mode, with its best cut."""
     config = replace(config, ep_mode=mode)
@@ -277,24 +250,8 @@ def _report(
         sent += times.repeated(config)
     whole = _step(times, config)
     alone = _step(times, replace(config, shared_beside=False)) if config.shared_beside else whole
-    return ModeReport(
-        mode,
-        sum(step.inter_bytes for step in sent),
-        sum(step.intra_bytes for step in sent),
-        alone.by_part["ep"],
-        choice,
-        whole,
-        _step(times, cut),
-    )
-
-
-def _unsimulated(times: TimeModel, config: Configuration) -> str:
-    """Why a schedule cannot be simulated; "" where it can."""
-    try:
-        times.step(config, simulated=True)
-    except RecipeError as error:
-        return str(error)
-    return ""
+    inter, intra = (sum(getattr(step, name) for step in sent) for name in ("inter_bytes", "intra_bytes"))
+    return ModeReport(mode, inter, intra, alone.by_part["ep"], choice, whole, _step(times, cut))
 
 
 def _step(times: TimeModel, config: Configuration) -> StepTime:
@@ -325,7 +282,6 @@ def _why(best: ModeReport, topology: Topology, even: BreakEven, skew: float, top
     return f"{text}, and {b * s} chunks (batch {b} x sequence {s}) hide {hidden:.0%} of EP communication."
 
 
-Values = dict[KeyPath, Any]
 _STRIDE = (*OVERLAP, "stride")
 
 

@@ -14,21 +14,14 @@ low: the cutting planes of Kelley (1960). With any set of them the model's optim
 best plan whose simulated time the model agrees with is optimal. No proxy for the step time is needed (sum over a
 stage, slowest chunk, slots of the steady state).
 
-`Incumbent` keeps the best plan of a search so far, and what is proven about all others. Bounds say what no plan can
-be faster than.
-
-`work_bound` is the plain one: all work shared evenly, without recomputation or waiting. `path_bound` solves the model
-of the exact model with layers that may be cut at will, adding the longest chain of each answer until the
-simulator agrees: the least step time of any plan, were layers divisible. It respects memory, the schedule's fill and
-drain and the times of head and tail.
-
-`search_near` searches around the best plan with the exact model: it frees a part of the plan and lets HiGHS fill it
-in best.
+`path_bound` solves the exact model with layers that may be cut at will, adding the longest chain of each answer until
+the simulator agrees: the least step time of any plan, were layers divisible. It respects memory, the schedule's fill
+and drain and the times of head and tail.
 
 Annealing changes a few layers at a time; where memory leaves little room, a better plan may need many changes at once.
-Each round frees the chunks of some stages, or counts within one of the best plan's, or only the recompute options,
-and asks the model for a plan that is better than the best. The model is as exact as its chains: when the simulator is
-slower than the model said, the new chain is added and the same part is tried again.
+Each round of `search_near` frees the chunks of some stages, or counts within one of the best plan's, or only the
+recompute options, and asks the model for a plan that is better than the best. The model is as exact as its chains: when
+the simulator is slower than the model said, the new chain is added and the same part is tried again.
 """
 
 from __future__ import annotations
@@ -52,18 +45,12 @@ IMPROVEMENT = 1e-6
 
 @dataclass(frozen=True)
 class Answer:
-    """What a run of the solver found.
+    """What a run of the solver found."""
 
-    plan    [K, C] layers (not whole numbers from `relaxed`), or None
-    value   the model's T for it, or the excess of `least_excess`
-    bound   what no plan within the searched range can be under; infinite if there is none at all
-    done    the range has been searched to its end
-    """
-
-    plan: np.ndarray | None
-    value: float
-    bound: float
-    done: bool
+    plan: np.ndarray | None  # [K, C] layers (not whole numbers from `relaxed`)
+    value: float  # the model's T for it, or the excess of `least_excess`
+    bound: float  # what no plan within the searched range can be under; infinite if there is none at all
+    done: bool  # the range has been searched to its end
 
 
 class PathModel:
@@ -105,31 +92,18 @@ class PathModel:
 
     def relaxed(self, budget: Budget) -> Answer:
         """Solve with layers cut at will."""
-        self._set_whole(False)
-        self._aim(self._time)
-        self._limit(np.zeros(self.shape), self._most, INFINITE)
-        return self._run(budget)
+        return self._run(budget, self._time, whole=False)
 
     def best(
-        self,
-        budget: Budget,
-        below: float = INFINITE,
-        low: np.ndarray | None = None,
-        high: np.ndarray | None = None,
+        self, budget: Budget, below: float = INFINITE, low: np.ndarray | None = None, high: np.ndarray | None = None
     ) -> Answer:
         """Solve for whole layers, T at most `below`, and each count from `low` to `high` ([K, C]; default: all)."""
-        self._set_whole(True)
-        self._aim(self._time)
-        self._limit(np.zeros(self.shape) if low is None else low, self._most if high is None else high, below)
-        return self._run(budget)
+        return self._run(budget, self._time, below, low, high)
 
     def least_excess(self, budget: Budget) -> Answer:
         """Find whole layers that exceed the cap on no stage by more than the least possible `value`."""
-        self._set_whole(True)
         self._solver.changeColBounds(self._excess, 0.0, INFINITE)
-        self._aim(self._excess)
-        self._limit(np.zeros(self.shape), self._most, INFINITE)
-        answer = self._run(budget)
+        answer = self._run(budget, self._excess)
         self._solver.changeColBounds(self._excess, 0.0, 0.0)
         return answer
 
@@ -142,7 +116,25 @@ class PathModel:
         # said each time: HiGHS keeps the answer of an earlier run
         event.interrupt(self._budget.over)
 
-    def _run(self, budget: Budget) -> Answer:
+    def _run(
+        self,
+        budget: Budget,
+        aim: int,
+        below: float = INFINITE,
+        low: np.ndarray | None = None,
+        high: np.ndarray | None = None,
+        whole: bool = True,
+    ) -> Answer:
+        """Minimise the variable `aim`."""
+        kind = highspy.HighsVarType.kInteger if whole else highspy.HighsVarType.kContinuous
+        kinds = np.array([kind] * len(self._whole))
+        self._solver.changeColsIntegrality(len(kinds), np.array(self._whole, np.int32), kinds)
+        for variable in (self._time, self._excess):
+            self._solver.changeColCost(variable, float(variable == aim))
+        low, high = np.zeros(self.shape) if low is None else low, self._most if high is None else high
+        which = np.arange(self._most.size, dtype=np.int32)
+        self._solver.changeColsBounds(len(which), which, low.ravel().astype(float), high.ravel().astype(float))
+        self._solver.changeColBounds(self._time, 0.0, below)
         self._budget, self._nonzeros = budget, self._solver.getNumNz()
         # not HiGHS's own limit, which counts from the first run in some places and from this run in others
         self._solver.run()
@@ -152,29 +144,12 @@ class PathModel:
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
             return Answer(None, INFINITE, INFINITE, True)
         done = status == highspy.HighsModelStatus.kOptimal
-        bound = info.mip_dual_bound if self._integral else info.objective_function_value if done else -INFINITE
+        bound = info.mip_dual_bound if whole else info.objective_function_value if done else -INFINITE
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return Answer(None, INFINITE, bound, done)
         values = np.array(self._solver.getSolution().col_value[: self._most.size]).reshape(self.shape)
-        plan = np.rint(values).astype(int) if self._integral else values
+        plan = np.rint(values).astype(int) if whole else values
         return Answer(plan, info.objective_function_value, bound, done)
-
-    def _set_whole(self, whole: bool) -> None:
-        kind = highspy.HighsVarType.kInteger if whole else highspy.HighsVarType.kContinuous
-        self._solver.changeColsIntegrality(
-            len(self._whole), np.array(self._whole, np.int32), np.array([kind] * len(self._whole))
-        )
-        self._integral = whole
-
-    def _aim(self, variable: int) -> None:
-        for other in (self._time, self._excess):
-            self._solver.changeColCost(other, float(other == variable))
-
-    def _limit(self, low: np.ndarray, high: np.ndarray, below: float) -> None:
-        count = self._most.size
-        which = np.arange(count, dtype=np.int32)
-        self._solver.changeColsBounds(count, which, low.ravel().astype(float), high.ravel().astype(float))
-        self._solver.changeColBounds(self._time, 0.0, below)
 
     def _place_layers(self) -> None:
         for index, kind in enumerate(self.instance.types):
@@ -221,18 +196,13 @@ class PathModel:
 
 
 class Incumbent:
-    """Takes plans from anyone, keeps the fastest that keeps every rule by the simulator's word.
-
-    plan    [K, C] or None
-    time    its simulated step time; infinite without a plan
-    bound   no plan is faster than this
-    """
+    """Takes plans from anyone, keeps the fastest that keeps every rule by the simulator's word."""
 
     def __init__(self, instance: Instance, bound: float = 0.0, report: Callable[[Incumbent], None] | None = None):
         self.instance = instance
-        self.plan: np.ndarray | None = None
-        self.time = np.inf
-        self.bound = bound
+        self.plan: np.ndarray | None = None  # [K, C]
+        self.time = np.inf  # simulated
+        self.bound = bound  # no plan is faster
         self._report = report
 
     @property
@@ -317,17 +287,12 @@ def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.
     width = max(2, stages // 4)
     while not budget.over:
         low, high = _part(incumbent, width, rng)
-        answer = _fill(incumbent, model, budget, low, high)
+        for _ in range(_REPEATS):
+            answer = model.best(budget.part(_ROUND / budget.effort), incumbent.goal, low, high)
+            if answer.plan is None or add_plan(incumbent, model, answer.plan) or not answer.done:
+                break
         # as much as HiGHS can search to the end in a round
         width = min(stages, width + 1) if answer.done else max(2, width - 1)
-
-
-def _fill(incumbent: Incumbent, model: PathModel, budget: Budget, low: np.ndarray, high: np.ndarray) -> Answer:
-    for _ in range(_REPEATS):
-        answer = model.best(budget.part(_ROUND / budget.effort), incumbent.goal, low, high)
-        if answer.plan is None or add_plan(incumbent, model, answer.plan) or not answer.done:
-            break
-    return answer
 
 
 def add_plan(incumbent: Incumbent, model: PathModel, plan: np.ndarray) -> bool:

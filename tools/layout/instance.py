@@ -6,9 +6,7 @@ type are alike; each has one of its type's recompute options. A solution says n[
 layers. Arrays of this module have the types' options in one column each (K of them, `columns`) and the chunks in model
 order (C = V x P; `by_stage` puts chunk (v, s) at v * P + s).
 
-The problem is read from a JSON file.
-
-The file gives P stages, V chunks, M micro-batches, `schedule`, `memory_cap`, `static_mem`[P], `head` and `tail`
+The JSON file gives P stages, V chunks, M micro-batches, `schedule`, `memory_cap`, `static_mem`[P], `head` and `tail`
 ({fwd, bwd} added to the first and the last chunk) and `body`: layer types in model order with `count`, `fwd`, `bwd`,
 `param_mem` and recompute `options` of `extra_bwd` and `act_mem`. The keys of `_NOTES`, and all that begin with `about`,
 are notes; any other key is refused.
@@ -229,7 +227,7 @@ def read_instance(path: Path) -> Instance:
     root = _Place(path, "", content)
     schema = root.key("schema")
     if schema.value != SCHEMA:
-        schema.refuse(f"want {SCHEMA!r}")
+        schema.refuse(f"must be {SCHEMA!r}")
     root.only(*_KEYS, *_NOTES)
     stages, chunks, micro_batches = (root.key(name).whole(most) for name, most in _MOST.items())
     if stages * chunks * micro_batches > _PASSES:
@@ -270,7 +268,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _schedule(place: _Place, stages: int, chunks: int, micro_batches: int) -> str:
     name = place.text()
     if name not in SCHEDULES:
-        place.refuse(f"want one of {', '.join(SCHEDULES)}{did_you_mean(name, list(SCHEDULES))}")
+        place.refuse(f"must be one of {', '.join(SCHEDULES)}{did_you_mean(name, list(SCHEDULES))}")
     if chunks == 1:
         return "1f1b"
     # the schema's warm-up, (V-1)P + ..., says nothing of rounds that are not full
@@ -315,7 +313,7 @@ class _Place:
     def key(self, name: str) -> _Place:
         """Return the value of a key, which must be there."""
         if not isinstance(self.value, dict):
-            self.refuse("want a mapping")
+            self.refuse("must be a mapping")
         where = f"{self.where}.{name}" if self.where else name
         if name not in self.value:
             raise DataError(f"{self.path}: {where}: is missing{did_you_mean(name, list(self.value))}")
@@ -329,14 +327,14 @@ class _Place:
     def items(self) -> list[_Place]:
         """Return the values of a list, which must not be empty."""
         if not isinstance(self.value, list) or not self.value:
-            self.refuse("want a list that is not empty")
+            self.refuse("must be a list that is not empty")
         return [_Place(self.path, f"{self.where}[{index}]", value) for index, value in enumerate(self.value)]
 
     def text(self) -> str:
-        return self._checked(lambda value: isinstance(value, str) and bool(value), "want a text")
+        return self._checked(lambda value: isinstance(value, str) and bool(value), "must be a text")
 
     def whole(self, most: int) -> int:
-        want = f"want 1, 2, 3, ... up to {most:,}"
+        want = f"must be 1, 2, 3, ... up to {most:,}"
         return self._checked(lambda v: isinstance(v, int) and not isinstance(v, bool) and 1 <= v <= most, want)
 
     def number(self, least: float = 0.0) -> float:
@@ -344,7 +342,7 @@ class _Place:
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             return number and least <= value <= _LARGEST and value >= -_LARGEST
 
-        return float(self._checked(good, "want a number" if least < 0 else "want a number, 0 or more"))
+        return float(self._checked(good, "must be a number" if least < 0 else "must be a number, 0 or more"))
 
     def _checked(self, good: Callable[[Any], bool], want: str) -> Any:
         if not good(self.value):
@@ -373,11 +371,11 @@ def judge(instance: Instance, solution: list) -> Judgement:
     except (TypeError, ValueError):
         parts = []
     if [part.shape for part in parts] != want or any(part.dtype.kind != "i" for part in parts):
-        raise DataError(f"solution of {instance.name}: want whole numbers n[type][v][s][option] of shapes {want}")
+        raise DataError(f"solution of {instance.name}: it must be whole numbers n[type][v][s][option] of shapes {want}")
     plan = instance.from_solution(solution)[None]
     if not instance.well_formed(plan)[0]:
         raise DataError(
-            f"solution of {instance.name}: want every layer placed once, types in the model's order, "
+            f"solution of {instance.name}: every layer must be placed once, types in the model's order, "
             "no inner chunk empty"
         )
     peak = instance.peak_memory(plan)[0]

@@ -3,11 +3,9 @@
 A layout string says where the layers run and is translated. `auto` stands for an answer of the pipeline optimiser that
 is kept beside the recipe (`LayoutFile`), with the tables of `recompute_config`, which `auto` takes over.
 
-The layout file beside a recipe says what `offset: auto` stands for. Like a lock file it is made once and read at
-every launch.
-
-`pretrain.yaml` has `pretrain.layout.yaml`. It holds what the answer depends on (`inputs`, and their digest), the answer
-in MindFormers' own shapes, and what the model predicted for it. A launch whose recipe has other inputs refuses it.
+Like a lock file the layout file is made once and read at every launch. `pretrain.yaml` has `pretrain.layout.yaml`. It
+holds what the answer depends on (`inputs`, and their digest), the answer in MindFormers' own shapes, and what the model
+predicted for it. A launch whose recipe has other inputs refuses it.
 """
 
 from __future__ import annotations
@@ -46,25 +44,17 @@ _HEAD = "# What `offset: auto` stands for."
 
 @dataclass(frozen=True)
 class LayoutFile:
-    """One answer.
+    """One answer."""
 
-    Args:
-        digest: of `inputs`.
-        inputs: what the answer depends on, by dotted name.
-        cluster: what times were predicted for.
-        offset: of `model.model_config`.
-        recompute, select_recompute, select_comm_recompute: of `recompute_config`.
-        predicted: step_s and bound_s in seconds; stage_gib and cap_gib of memory, memory_margin of it that had to stay
-            free, and how many published runs would fit so near to the limit.
-    """
-
-    digest: str
-    inputs: Mapping[str, Any]
-    cluster: str
-    offset: Any
-    recompute: Any
+    digest: str  # of `inputs`
+    inputs: Mapping[str, Any]  # what the answer depends on, by dotted name
+    cluster: str  # what times were predicted for
+    offset: Any  # of `model.model_config`
+    recompute: Any  # the three tables of `recompute_config`
     select_recompute: Any
     select_comm_recompute: Any
+    # step_s and bound_s in seconds; stage_gib and cap_gib of memory, memory_margin of it that had to stay free, and how
+    # many published runs would fit so near to the limit
     predicted: Mapping[str, Any]
 
 
@@ -88,25 +78,17 @@ def digest_of(inputs: Mapping[str, Any]) -> str:
 
 
 def write_layout(layout: LayoutFile, path: Path, command: str) -> None:
-    """Write the file; `command` made it.
-
-    Raises:
-        DataError: the folder cannot be written to.
-    """
+    """Write the file, which `command` made; a folder that cannot be written to is a DataError."""
     head = f"{_HEAD} Made by `{command}`; read at every launch.\n"
     write_atomically(path, head + recipe_text(asdict(layout)))
 
 
 def read_layout(path: Path) -> LayoutFile:
-    """Read a file.
-
-    Raises:
-        RecipeError: it cannot be read, or a key is missing or unknown.
-    """
+    """Read a file; one that cannot be read, or with a key that is missing or unknown, is a RecipeError."""
     content = read_yaml(path, RecipeError)
     wanted = [field.name for field in fields(LayoutFile)]
     if not isinstance(content, dict) or not set(wanted) <= set(content):
-        raise RecipeError(f"{path}: want a mapping of {', '.join(wanted)}; make it anew")
+        raise RecipeError(f"{path}: must be a mapping of {', '.join(wanted)}; make it anew")
     refuse_unknown(f"{path}: ", content, wanted)
     return LayoutFile(**content)
 

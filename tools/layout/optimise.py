@@ -4,18 +4,16 @@
 2. What no plan can beat, and the chains that make the model exact where it matters. Without a plan
    so far, one by the exact model (`ilp`), or the proof that none fits and what is missing.
 3. The whole model, adding chains, which may prove its plan best.
-4. In rounds that grow longer, annealing with the simulator , then the model around the best plan
+4. In rounds that grow longer, annealing with the simulator, then the model around the best plan
    (`ilp`): where one is weak, the other has been strong. At last the whole model again, for the bound.
 
 Every plan is judged by the simulator and by the exact peak memory; the model only proposes and bounds.
 
-The first plan spreads the layers evenly, then recomputes as little as memory allows. Annealing runs many chains and
-simulates them together.
-
-Each chain holds a plan that keeps every rule. In a step each chain tries a change of one to three layers (another
-recompute option, another chunk); changes that break a rule are dropped before the simulation, which then runs for
-all chains at once. A chain takes what is faster, and what is slower by no more than a random share of a
-temperature that falls to nothing and starts again from the best plan.
+The first plan spreads the layers evenly, then recomputes as little as memory allows. In annealing each of many chains
+holds a plan that keeps every rule. In a step each chain tries a change of one to three layers (another recompute
+option, another chunk); changes that break a rule are dropped before the simulation, which then runs for all chains at
+once. A chain takes what is faster, and what is slower by no more than a random share of a temperature that falls to
+nothing.
 """
 
 from __future__ import annotations
@@ -101,8 +99,10 @@ def anneal(incumbent: Incumbent, starts: np.ndarray, budget: Budget, rng: np.ran
         if times.min() < incumbent.time:
             incumbent.offer(plans[times.argmin()])
         step += 1
-        if step % _REPLACE_EVERY == 0:
-            _replace_worst(plans, times)
+        if step % _REPLACE_EVERY == 0:  # the best eighth of the chains take the place of the worst
+            ranked = times.argsort()
+            few = len(ranked) // 8
+            plans[ranked[-few:]], times[ranked[-few:]] = plans[ranked[:few]], times[ranked[:few]]
 
 
 def _legal(instance: Instance, tried: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -110,13 +110,6 @@ def _legal(instance: Instance, tried: np.ndarray) -> tuple[np.ndarray, np.ndarra
     legal = (instance.fits(tried) & instance.well_formed(tried)).reshape(-1, TRIES)
     which = np.flatnonzero(legal.any(axis=1))
     return which, tried[which * TRIES + legal[which].argmax(axis=1)]
-
-
-def _replace_worst(plans: np.ndarray, times: np.ndarray) -> None:
-    """Let the best eighth of the chains take the place of the worst."""
-    ranked = times.argsort()
-    few = len(ranked) // 8
-    plans[ranked[-few:]], times[ranked[-few:]] = plans[ranked[:few]], times[ranked[:few]]
 
 
 class Changes:
@@ -176,29 +169,18 @@ _ANNEAL = 0.7
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search found.
-
-    plan        [K, C], or None
-    time        simulated step time; infinite without a plan
-    peak        [stages] peak memory of the plan
-    bound       no plan is faster
-    work_bound  the plain bound: all work shared evenly, nothing recomputed, nobody waiting
-    finished    the plan is proven best (or, without one, proven not to exist)
-    why         without a plan: what is missing
-    seconds     that it took
-    cut         a deadline ended it before its effort was spent: another machine may find another plan
-    """
+    """What a search found."""
 
     instance: Instance
-    plan: np.ndarray | None
-    time: float
-    bound: float
-    work_bound: float
-    finished: bool
-    seconds: float
-    why: str = ""
-    cut: bool = False
-    peak: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    plan: np.ndarray | None  # [K, C]
+    time: float  # simulated step time; infinite without a plan
+    bound: float  # no plan is faster
+    work_bound: float  # the plain bound: all work shared evenly, nothing recomputed, nobody waiting
+    finished: bool  # the plan is proven best (or, without one, proven not to exist)
+    seconds: float  # that it took
+    why: str = ""  # without a plan: what is missing
+    cut: bool = False  # a deadline ended it before its effort was spent: another machine may find another plan
+    peak: np.ndarray = field(default_factory=lambda: np.zeros(0))  # [stages] peak memory of the plan
 
     @property
     def gap(self) -> float:
@@ -222,19 +204,18 @@ def optimise(
             return _nothing(instance, budget, least)
         incumbent.offer(recompute_less(instance, least.plan))
     rng = np.random.default_rng(seed)
+    assert incumbent.plan is not None
     _whole(incumbent, model, budget.part(_FIRST))
     for share in _ROUNDS:
         if incumbent.proven or budget.over:
             break
-        _round(incumbent, model, budget.part(share), rng)
+        part = budget.part(share)
+        anneal(incumbent, incumbent.plan[None], part.part(_ANNEAL), rng)
+        search_near(incumbent, model, part, rng)
     _whole(incumbent, model, budget)
-    return _found(incumbent, budget)
-
-
-def _round(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.random.Generator) -> None:
-    assert incumbent.plan is not None
-    anneal(incumbent, incumbent.plan[None], budget.part(_ANNEAL), rng)
-    search_near(incumbent, model, budget, rng)
+    known, done = (incumbent.plan, incumbent.time, incumbent.bound, work_bound(instance)), incumbent.proven
+    peak = instance.peak_memory(incumbent.plan[None])[0]
+    return Outcome(instance, *known, done, budget.elapsed, cut=budget.cut and not done, peak=peak)
 
 
 def _whole(incumbent: Incumbent, model: PathModel, budget: Budget) -> None:
@@ -245,22 +226,6 @@ def _whole(incumbent: Incumbent, model: PathModel, budget: Budget) -> None:
         if answer.plan is None:
             break
         add_plan(incumbent, model, answer.plan)
-
-
-def _found(incumbent: Incumbent, budget: Budget) -> Outcome:
-    instance, plan = incumbent.instance, incumbent.plan
-    assert plan is not None
-    return Outcome(
-        instance,
-        plan,
-        incumbent.time,
-        incumbent.bound,
-        work_bound(instance),
-        incumbent.proven,
-        budget.elapsed,
-        cut=budget.cut and not incumbent.proven,
-        peak=instance.peak_memory(plan[None])[0],
-    )
 
 
 def _nothing(instance: Instance, budget: Budget, least: Answer) -> Outcome:

@@ -5,7 +5,6 @@ The picture shows who runs what when (as the report's figures 2 and 9), and the 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +48,6 @@ def _finite(value: float) -> float | None:
     return value if np.isfinite(value) else None
 
 
-def solution_text(outcome: Outcome) -> str:
-    """Return the solution file."""
-    return json.dumps(solution_json(outcome)) + "\n"
-
-
 def print_text(outcome: Outcome, console: Console) -> None:
     """Print step time, bound and a row for each stage."""
     instance, plan = outcome.instance, outcome.plan
@@ -65,7 +59,7 @@ def print_text(outcome: Outcome, console: Console) -> None:
     )
     console.print(
         f"{instance.stages} stages x {instance.chunks} chunks, {instance.micro_batches} micro-batches, "
-        f"{instance.schedule}; work alone would take {outcome.work_bound:.6g}"
+        f"{instance.schedule}; without any waiting the work would take {outcome.work_bound:.6g}"
     )
     table = Table(box=None)
     for name in ("stage", "layers by chunk", "recompute", "peak memory", "of the cap"):
@@ -94,11 +88,7 @@ def _recompute(outcome: Outcome, own: np.ndarray) -> str:
 
 
 def draw(instance: Instance, plan: np.ndarray, path: Path) -> Path:
-    """Draw the timeline and the memory of a plan [K, C]; returns `path`.
-
-    Raises:
-        DataError: as `save_figure`.
-    """
+    """Draw the timeline and the memory of a plan [K, C]; returns `path`; errors as `save_figure`."""
     forward, backward = instance.by_stage(instance.times(plan)[:2]).reshape(2, instance.chunks, instance.stages)
     simulation = simulate_timetable(instance.table, Durations(forward, backward))
     figure = new_figure(14, 3 + 0.4 * instance.stages)
@@ -135,14 +125,8 @@ def _memory(axes: Any, instance: Instance, plan: np.ndarray, simulation: Simulat
         colour = colormaps["viridis"](stage / instance.stages)
         axes.step(times, memory, where="post", color=colour, linewidth=0.8, label=f"stage {stage}")
     axes.axhline(instance.cap, color="red", linestyle="--", linewidth=1)
-    axes.annotate(
-        "memory_cap",
-        (1.005, instance.cap),
-        xycoords=("axes fraction", "data"),
-        va="center",
-        color="red",
-        fontsize="x-small",
-    )
+    beside = {"xycoords": ("axes fraction", "data"), "va": "center", "fontsize": "x-small"}
+    axes.annotate("memory_cap", (1.005, instance.cap), color="red", **beside)
     axes.set_ylim(0, 1.05 * max(instance.cap, axes.get_ylim()[1]))
     axes.set_ylabel("memory of a stage,\nin the instance's unit")
     axes.set_xlabel("time of one step, in the instance's unit")

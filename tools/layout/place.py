@@ -6,10 +6,10 @@ layer, full recomputation first, then selective, then communication. A plan that
 order (dense and MoE layers in one chunk) is put into the best order that MindFormers can express. What comes out is
 judged by the estimator itself: `TimeModel.step` with the schedule simulated, and the memory model for every stage.
 
-At last `eased` looks for groups of operators that a placement recomputes although they would fit.
-The optimiser gives layers the cheapest groups first (`tools.layout.problem.by_price`), and a layer that needs one more
-group of it has all those before. A table of MindFormers counts each group for itself: where the last one frees more
-than is missing, an earlier one can be left out.
+At last `eased` looks for groups of operators that a placement recomputes although they would fit. The optimiser gives
+layers the cheapest groups first (`tools.layout.problem.by_price`), and a layer that needs one more group of it has all
+those before. A table of MindFormers counts each group for itself: where the last one frees more than is missing, an
+earlier one can be left out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def _fewest(config: Configuration, name: str, chunk: int, stage: int, cap_bytes:
     table = recomputed_table(config, name)
     most, least = table[chunk][stage], config.recompute.layers("full", chunk, stage)
     for count in [0, *range(least + 1, most)] if most else []:
-        tried = with_table(config, name, _set(table, chunk, stage, count))
+        rows = [list(row) for row in table]
+        rows[chunk][stage] = count
+        tried = with_table(config, name, tuple(map(tuple, rows)))
         if stage_memory(tried, stage).peak <= cap_bytes:
             return tried
     return config
@@ -73,12 +75,6 @@ def with_table(config: Configuration, name: str, table: Table) -> Configuration:
     return replace(config, recompute=replace(config.recompute, operators=operators))
 
 
-def _set(table: Table, chunk: int, stage: int, count: int) -> Table:
-    rows = [list(row) for row in table]
-    rows[chunk][stage] = count
-    return tuple(map(tuple, rows))
-
-
 _SHARE = 0.35  # of effort and time, for each instance but the last
 _MOST_CHOICES, _MOST_OPTIONS = 50_000, 3  # of recomputation in a chunk that are tried; of options beyond that
 _ORDER = ("full", "select", "communication", "none")  # of a chunk's layers, as MindFormers counts them
@@ -86,25 +82,15 @@ _ORDER = ("full", "select", "communication", "none")  # of a chunk's layers, as 
 
 @dataclass(frozen=True)
 class Placement:
-    """What `place` found.
+    """What `place` found."""
 
-    Args:
-        configuration: with its new layers and recomputation; None where nothing fits.
-        step_s: simulated seconds of a step; infinite without a configuration.
-        bound_s: no placement is faster (what is outside of the pipeline taken as it is in this one).
-        peak_bytes: of each stage.
-        why: without a configuration what is missing, else "".
-        least_s: no placement is faster, whatever is outside of the pipeline.
-        cut: a deadline ended the search before its effort was spent.
-    """
-
-    configuration: Configuration | None
-    step_s: float
-    bound_s: float
-    peak_bytes: tuple[float, ...] = ()
-    why: str = ""
-    least_s: float = 0.0
-    cut: bool = False
+    configuration: Configuration | None  # with its new layers and recomputation; None where nothing fits
+    step_s: float  # simulated seconds of a step; infinite without a configuration
+    bound_s: float  # no placement is faster (what is outside of the pipeline taken as it is in this one)
+    peak_bytes: tuple[float, ...] = ()  # of each stage
+    why: str = ""  # without a configuration what is missing
+    least_s: float = 0.0  # no placement is faster, whatever is outside of the pipeline
+    cut: bool = False  # a deadline ended the search before its effort was spent
 
 
 def place(
@@ -127,15 +113,24 @@ def place(
         config = replace(config, layers=((config.model.layers,),), recompute=Recompute())
     outcomes: list[Outcome] = []
     candidates = [config]
+
+    def optimised(way: Way, part: Budget) -> list[Configuration]:
+        """What the optimiser makes of one instance, as MindFormers can express it; its outcome is added."""
+        instance = pipeline_instance(config, model, cap_bytes, *way)
+        outcomes.append(optimise(instance, part, seed))
+        plan = outcomes[-1].plan
+        if plan is not None:
+            plan = in_order(instance, last_full(instance, plan) if way.mtp else plan)
+        return [] if plan is None else [configuration_of(config, instance, plan)]
+
     half = budget.part(0.5, 0.5 * budget.seconds) if groups else budget
     every = ways(config)
-    for way in every:
-        found = _optimised(config, model, cap_bytes, way, _share(half, way == every[-1]), seed, outcomes)
-        candidates += [] if found is None else [found]
+    for way in every:  # a deadline leaves the later ones their time
+        candidates += optimised(way, half if way == every[-1] else half.part(_SHARE, _SHARE * half.seconds))
     every = group_ways(config, model) if groups else []
-    for left, way in zip(range(len(every), 0, -1), every, strict=True):
-        found = _optimised(config, model, cap_bytes, way, _even(budget, left), seed, outcomes)
-        candidates += [] if found is None else [eased(found, model, cap_bytes)]
+    for left, way in zip(range(len(every), 0, -1), every, strict=True):  # each has its share of what is left
+        part = budget.part(budget.left / left / budget.effort, budget.seconds_left / left)
+        candidates += [eased(found, model, cap_bytes) for found in optimised(way, part)]
     best: Placement | None = None
     bound = min((_bound(outcome) for outcome in outcomes), default=0.0)
     bound = 0.0 if pairs_up(config.schedule) else bound
@@ -150,25 +145,6 @@ def place(
     best = best or Placement(None, float("inf"), bound, why=_why(config, cap_bytes, outcomes))
     least = min(best.step_s, bound + model.fixed)
     return replace(best, least_s=least, cut=any(outcome.cut for outcome in outcomes))
-
-
-def _optimised(
-    config: Configuration,
-    model: TimeModel,
-    cap_bytes: float,
-    way: Way,
-    budget: Budget,
-    seed: int,
-    outcomes: list[Outcome],
-) -> Configuration | None:
-    """What the optimiser makes of one instance, as MindFormers can express it; its outcome is added to `outcomes`."""
-    instance = pipeline_instance(config, model, cap_bytes, *way)
-    outcome = optimise(instance, budget, seed)
-    outcomes.append(outcome)
-    if outcome.plan is None:
-        return None
-    plan = in_order(instance, last_full(instance, outcome.plan) if way.mtp else outcome.plan)
-    return None if plan is None else configuration_of(config, instance, plan)
 
 
 class Way(NamedTuple):
@@ -219,16 +195,6 @@ def least_seconds(
     if max(memory.peak for memory in all_stages(config)) <= cap_bytes:  # `place` tries its own tables, too
         bounds.append(model.step(config, simulated=True).pipeline)
     return min(bounds) + model.fixed
-
-
-def _share(budget: Budget, last: bool) -> Budget:
-    """The effort of one of several instances, and its time: a deadline leaves the later ones theirs."""
-    return budget if last else budget.part(_SHARE, _SHARE * budget.seconds)
-
-
-def _even(budget: Budget, left: int) -> Budget:
-    """What is left of the effort and of the time, shared by so many instances."""
-    return budget.part(budget.left / left / budget.effort, budget.seconds_left / left)
 
 
 def _bound(outcome: Outcome) -> float:
@@ -307,9 +273,8 @@ def in_order(instance: Instance, plan: np.ndarray) -> np.ndarray | None:
 
 def _ordered(instance: Instance, plan: np.ndarray, chunk: int) -> np.ndarray:
     """[choices, K] all ways to recompute a chunk's layers that MindFormers can express."""
-    kinds = [
-        index for index, _ in enumerate(instance.types) for _ in range(plan[instance.type_columns(index), chunk].sum())
-    ]
+    layers = [plan[instance.type_columns(index), chunk].sum() for index in range(len(instance.types))]
+    kinds = [index for index, count in enumerate(layers) for _ in range(count)]
     names = [[option.name for option in kind.options] for kind in instance.types]
     wanted = order_of(instance)
     choices = []

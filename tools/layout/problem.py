@@ -83,7 +83,11 @@ def pipeline_instance(
     probe = replace(probe, recompute=replace(recompute, operators=named))
     static, parameters = _parameters(probe, kinds)
     times = {kind: model.layer(probe, kind) for kind in (*kinds, "embedding", "head")}
-    tail = [times["head"]] + [_mtp(probe, model)] * config.model.mtp
+    tail = [times["head"]]
+    if config.model.mtp:  # with what it repeats in its backward
+        layer = model.layer(probe, "mtp")
+        fixed = layer.backward.fixed + layer.recomputed[mtp_option(probe)].total
+        tail += [replace(layer, backward=replace(layer.backward, fixed=fixed))] * config.model.mtp
     ends = [times["embedding"]]
     if config.pp == 1:
         ends, tail = ends + tail, []
@@ -134,13 +138,6 @@ def _both(times: list) -> tuple[float, float]:
 def _weights(times: list) -> float:
     """Weight gradients, as `TimeModel.weight_gradients` counts them."""
     return float(sum(t.backward.matmul / 2 for t in times)) * _MS
-
-
-def _mtp(config: Configuration, model: TimeModel) -> LayerTime:
-    """An MTP layer's times, with what it repeats in its backward."""
-    layer = model.layer(config, "mtp")
-    recomputed = layer.recomputed[mtp_option(config)]
-    return replace(layer, backward=replace(layer.backward, fixed=layer.backward.fixed + recomputed.total))
 
 
 def by_price(config: Configuration, model: TimeModel) -> tuple[str, ...]:

@@ -5,19 +5,16 @@
        (`advise`), for an even layout with nothing recomputed where `offset` is `auto`, too.
     3. `model.model_config.offset: auto`: layout and recompute tables of the file beside the recipe (`LayoutFile`),
        which is for the dispatch of step 2.
-    4. What `plugins.attention_balance` weighs samples by, where the recipe gives no costs (above).
+    4. What `plugins.attention_balance` weighs samples by, where the recipe gives no costs.
 
 Values depend on the recipe, the hardware file that it names and the layout file only: every rank, node, day and
 command sees the same ones. `tools.recipe.view` refuses a recipe that has not come by here.
 
-`make_layout` asks the pipeline optimiser for the layout that `offset: auto` of a recipe stands for.
-
-What `plugins.attention_balance` weighs samples by is computed from the model and written into the effective recipe.
-
-A sample of n tokens costs `per_token` x n, and `per_pair` for each pair of its tokens that attend. The plugin deals
-samples to ranks by these two numbers, and with `window` above 1 to steps. They are written down when a run starts and
-taken over when it goes on, so that its samples keep their order, however a later version of this repository counts
-FLOPs. Recipes in recipes/ leave them out: a model's sizes stand once.
+To `plugins.attention_balance` a sample of n tokens costs `per_token` x n, and `per_pair` for each pair of its tokens
+that attend. It deals samples to ranks by these two numbers, and with `window` above 1 to steps. They are computed from
+the model, written into the effective recipe when a run starts and taken over when it goes on, so that its samples keep
+their order, however a later version of this repository counts FLOPs. Recipes in recipes/ leave them out: a model's
+sizes stand once.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from plugins.attention_balance.plan import COST, KEY, recomputed_share
 from plugins.attention_balance.samples import COMPUTED, Cost
@@ -37,10 +34,11 @@ from tools.estimate.memory.room import known_errors, room_of
 from tools.estimate.time_model import TimeModel
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB
-from tools.layout.advise import Values, dispatch_values
+from tools.layout.advise import dispatch_values
 from tools.layout.budget import EFFORTS, Budget
 from tools.layout.offsets import (
     LayoutFile,
+    Values,
     digest_of,
     even_layout,
     even_values,
@@ -83,31 +81,18 @@ def sample_cost(recipe: Recipe) -> Cost:
     return Cost(passes * pair, passes * token, COMPUTED)
 
 
-def sample_cost_values(recipe: Recipe) -> dict[KeyPath, Any]:
-    """Key path -> value for a recipe whose plugin is on and has no costs; none for others.
+def write_sample_cost(recipe: Recipe) -> None:
+    """Write `sample_cost` into `recipe` (in place) where its plugin is on and has no costs; errors as `sample_cost`.
 
-    Raises:
-        RecipeError: as `sample_cost`.
+    Call it when layout and recomputation are settled, for what is recomputed counts.
     """
     section = look(recipe, SECTION)
     if not isinstance(section, dict) or any(name in section for name in COST):
-        return {}  # what else is wrong with it the plugin's reader says
+        return  # what else is wrong with it the plugin's reader says
     cost = sample_cost(recipe)
-    values = {"per_pair": _plain(cost.per_pair), "per_token": _plain(cost.per_token), "unit": cost.unit}
-    return {(*SECTION, name): value for name, value in values.items()}
-
-
-def write_sample_cost(recipe: Recipe) -> None:
-    """Write `sample_cost_values` into `recipe` (in place).
-
-    Call it when layout and recomputation are settled, for what is recomputed counts.
-
-    Raises:
-        RecipeError: as `sample_cost`.
-    """
-    if values := sample_cost_values(recipe):  # a new section: other keys may share the old one by an anchor
-        section = {**look(recipe, SECTION), **{path[-1]: value for path, value in values.items()}}
-        recipe["plugins"] = {**recipe["plugins"], SECTION[1]: section}
+    # FLOPs are whole but for odd shares of recomputed layers
+    pair, token = (int(one) if one.is_integer() else one for one in (cost.per_pair, cost.per_token))
+    put(recipe, {(*SECTION, "per_pair"): pair, (*SECTION, "per_token"): token, (*SECTION, "unit"): cost.unit})
 
 
 def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:
@@ -122,15 +107,10 @@ def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:
     changed = [name for name in kept if kept[name] != mine.get(name)]
     if not changed:
         return []
-    section = {name: value for name, value in mine.items() if name not in COST}
-    recipe["plugins"] = {**recipe["plugins"], SECTION[1]: {**section, **kept}}
+    rest = {name: value for name, value in mine.items() if name not in COST}
+    put(recipe, {SECTION: {**rest, **kept}})
     was = ", ".join(f"{name} {kept[name]}" for name in changed)
     return [f"{KEY}: the samples keep the order in which this run began ({was}, as {first.source} says)"]
-
-
-def _plain(number: float) -> int | float:
-    """FLOPs are whole but for odd shares of recomputed layers."""
-    return int(number) if number.is_integer() else number
 
 
 EFFORT, TIME_LIMIT = "high", 600.0  # and seconds, where nobody says
@@ -167,34 +147,19 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
             f"{_KEY}: auto: {found.why}; a stage may hold {room.words}, the limit is {room.source}{smaller}"
         )
     inputs, laid = inputs_of(even), found.configuration
-    full, select, again = laid.recompute.full, laid.recompute.select, laid.recompute.communication
-    return LayoutFile(
-        digest=digest_of(inputs),
-        inputs=inputs,
-        cluster=cluster,
-        offset=offset_of([list(row) for row in laid.layers]),
-        recompute=plain_value(full, laid.layers),
-        select_recompute=plain_value(select, laid.layers),
-        select_comm_recompute=plain_value(again, laid.layers),
-        predicted={
-            "step_s": round(found.step_s, 4),
-            "bound_s": round(found.bound_s, 4),
-            "ended_by_time_limit": found.cut,
-            "stage_gib": [round(peak / GIB, 2) for peak in found.peak_bytes],
-            "cap_gib": round(room.cap / GIB, 2),
-            "memory_margin": room.margin,
-            "fits": known_errors().fits(max(found.peak_bytes), room.cap),
-        },
-    )
-
-
-def make_beside(recipe: Recipe, say: Callable[[str], None]) -> LayoutFile:
-    """Make the layout of a recipe, for the default cluster, keep it beside the recipe, and say so."""
-    path = path_of(recipe.source)
-    say(f"{path}: not there; about {EFFORTS[EFFORT]:g} s of search for the layout that `{_KEY}: auto` asks for")
-    layout = make_layout(recipe, DEFAULT_HARDWARE, Budget(EFFORTS[EFFORT], TIME_LIMIT))
-    write_layout(layout, path, f"tc3 train {recipe.source}")
-    return layout
+    recomputed = (laid.recompute.full, laid.recompute.select, laid.recompute.communication)
+    full, select, again = (plain_value(table, laid.layers) for table in recomputed)
+    predicted = {
+        "step_s": round(found.step_s, 4),
+        "bound_s": round(found.bound_s, 4),
+        "ended_by_time_limit": found.cut,
+        "stage_gib": [round(peak / GIB, 2) for peak in found.peak_bytes],
+        "cap_gib": round(room.cap / GIB, 2),
+        "memory_margin": room.margin,
+        "fits": known_errors().fits(max(found.peak_bytes), room.cap),
+    }
+    offset = offset_of([list(row) for row in laid.layers])
+    return LayoutFile(digest_of(inputs), inputs, cluster, offset, full, select, again, predicted)
 
 
 def layout_text(recipe: Recipe, found: LayoutFile) -> str | None:
@@ -253,9 +218,13 @@ def resolve_for_check(recipe: Recipe) -> tuple[Recipe, list[UnresolvedError]]:
 
 def _resolved(recipe: Recipe, say: Say, layout: Layout, dispatch: bool, failed: list[UnresolvedError] | None) -> Recipe:
     resolved = copy.deepcopy(recipe)
+
+    def plain_dispatch(recipe: Recipe) -> Values:
+        return {path: value for path, value in _PLAIN.items() if look(recipe, path) == AUTO}
+
     steps: list[tuple[KeyPath, Step, Callable[[Recipe], Values]]] = [
         (OFFSET, _string, even_values),
-        *([(MODE, _dispatch, _plain_dispatch)] if dispatch else []),
+        *([(MODE, _dispatch, plain_dispatch)] if dispatch else []),
         (OFFSET, partial(_auto_layout, layout=layout, say=say), even_values),
     ]
     for path, step, plain in steps:
@@ -305,10 +274,6 @@ def _dispatch(recipe: Recipe) -> tuple[Values, list[str]]:
         raise RecipeError(f"{dotted(MODE)}: no value follows from this recipe: {right}") from None
 
 
-def _plain_dispatch(recipe: Recipe) -> Values:
-    return {path: value for path, value in _PLAIN.items() if look(recipe, path) == AUTO}
-
-
 def _auto_layout(recipe: Recipe, layout: Layout, say: Say) -> tuple[Values, list[str]]:
     """Step 3."""
     if look(recipe, OFFSET) != AUTO:
@@ -331,5 +296,7 @@ def _layout_file(recipe: Recipe, search: bool, say: Say) -> LayoutFile:
         return read_layout(path)
     if not search:
         raise RecipeError(f"auto: there is no {path}: {remedy(recipe)}")
-
-    return make_beside(recipe, say)
+    say(f"{path}: not there; about {EFFORTS[EFFORT]:g} s of search for the layout that `{_KEY}: auto` asks for")
+    found = make_layout(recipe, DEFAULT_HARDWARE, Budget(EFFORTS[EFFORT], TIME_LIMIT))
+    write_layout(found, path, f"tc3 train {recipe.source}")
+    return found

@@ -48,6 +48,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -88,6 +89,23 @@ def as_table(order: Sequence[Op | Sequence[Op]]) -> np.ndarray:
     return np.array(rows, int).reshape(-1, COLUMNS)
 
 
+def as_operations(table: np.ndarray) -> list[Op]:
+    """Return what a table of an order says, without what is joined."""
+    return [Op(KINDS[kind], *rest) for kind, *rest in table[:, :4].tolist()]
+
+
+def neighbours(stages: int, chunks: int, shape: str) -> tuple[dict, dict]:
+    """(chunk, stage) -> the one before and the one after it in the model."""
+    walks = []
+    for chunk in range(chunks):
+        walk = range(stages) if shape == LOOP or chunk % 2 == 0 else reversed(range(stages))
+        walks.append([(chunk, stage) for stage in walk])
+    if shape != BOTH_WAYS:
+        walks = [[place for walk in walks for place in walk]]
+    pairs = [pair for walk in walks for pair in pairwise(walk)]
+    return {later: earlier for earlier, later in pairs}, dict(pairs)
+
+
 def widened(table: np.ndarray) -> np.ndarray:
     """Return a table of the first columns of an order with the others: part 0, nothing joined."""
     return np.pad(table, ((0, 0), (0, COLUMNS - table.shape[1])))
@@ -95,7 +113,9 @@ def widened(table: np.ndarray) -> np.ndarray:
 
 def gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
     """Return all forwards, then all backwards."""
-    return np.concatenate([_round("F", range(chunks), 0, micro_batches), _round("B", _back(chunks), 0, micro_batches)])
+    return np.concatenate(
+        [_round("F", range(chunks), 0, micro_batches), _round("B", reversed(range(chunks)), 0, micro_batches)]
+    )
 
 
 def _round(kind: str, chunks: Iterable[int], first: int, size: int) -> np.ndarray:
@@ -103,10 +123,6 @@ def _round(kind: str, chunks: Iterable[int], first: int, size: int) -> np.ndarra
     chunk = np.repeat(list(chunks), size)
     micro_batch = np.resize(np.arange(first, first + size), len(chunk))
     return np.stack([np.full(len(chunk), KINDS.index(kind)), micro_batch, chunk], axis=1)
-
-
-def _back(chunks: int) -> Iterable[int]:
-    return reversed(range(chunks))
 
 
 def _rounds_extra_first(stages: int, micro_batches: int) -> list[int]:
@@ -132,7 +148,7 @@ def _interleaved(rounds: list[int], chunks: int, warm_up: int) -> np.ndarray:
     firsts = np.cumsum([0, *rounds[:-1]])
     forward, backward = (
         np.concatenate([_round(kind, path(), first, size) for first, size in zip(firsts, rounds, strict=True)])
-        for kind, path in (("F", lambda: range(chunks)), ("B", lambda: _back(chunks)))
+        for kind, path in (("F", lambda: range(chunks)), ("B", lambda: reversed(range(chunks))))
     )
     return by_turns(forward, backward, warm_up)
 
@@ -293,7 +309,17 @@ def _filled(stages: int, micro_batches: int) -> tuple[np.ndarray, ...]:
     The paper fills the block's warm-up and end by reordering, too, by rules of its own. With these a stage idles at
     most one unit between its first and its last operation.
     """
-    times = _zb_v_times(stages)
+    last = stages - 1
+    times = {  # when the block's operations start, by kind, chunk and stage
+        (*operation, stage): time
+        for stage in range(stages)
+        for operation, time in zip(
+            _BLOCK,
+            (4 * stage, 6 * last + 1 - 2 * stage, 6 * last + 2 + 4 * stage, 12 * last + 3 - 2 * stage),
+            strict=True,
+        )
+    }
+    needs = neighbours(stages, 2, V)
     done: dict[tuple[Op, int], int] = {}
     counts = dict.fromkeys(times, 0)
     orders: list[list[Op]] = [[] for _ in range(stages)]
@@ -301,7 +327,7 @@ def _filled(stages: int, micro_batches: int) -> tuple[np.ndarray, ...]:
     held = [0] * stages
     time = 0
     while sum(map(len, orders)) < _PERIOD * micro_batches * stages:
-        chosen = [_choice(stage, micro_batches, time, times, counts, done, held) for stage in range(stages)]
+        chosen = [_choice(stage, micro_batches, time, times, needs, counts, done, held) for stage in range(stages)]
         for stage, op in enumerate(chosen):
             short = held[stage] >= 2 * stages - 1
             if waiting[stage] and (op is None or short):
@@ -319,22 +345,8 @@ def _filled(stages: int, micro_batches: int) -> tuple[np.ndarray, ...]:
     return tuple(as_table(order) for order in orders)
 
 
-def _zb_v_times(stages: int) -> dict[tuple[str, int, int], int]:
-    """When the block's operations start, by kind, chunk and stage."""
-    last = stages - 1
-    return {
-        (kind, chunk, stage): time
-        for stage in range(stages)
-        for (kind, chunk), time in zip(
-            _BLOCK,
-            (4 * stage, 6 * last + 1 - 2 * stage, 6 * last + 2 + 4 * stage, 12 * last + 3 - 2 * stage),
-            strict=True,
-        )
-    }
-
-
 def _choice(
-    stage: int, micro_batches: int, time: int, times: dict, counts: dict, done: dict, held: list[int]
+    stage: int, micro_batches: int, time: int, times: dict, needs: tuple, counts: dict, done: dict, held: list[int]
 ) -> Op | None:
     """What the block has first of the forwards and backwards that this stage could start now."""
     ready, stages = [], len(held)
@@ -342,22 +354,12 @@ def _choice(
         number = counts[kind, chunk, stage]
         if number == micro_batches or (kind == "F" and held[stage] == 2 * stages):
             continue
-        need = _needed(Op(kind, number, chunk), stage, stages)
-        if need is None or done.get(need, time + 1) <= time:
-            ready.append((times[kind, chunk, stage] + _PERIOD * number, Op(kind, number, chunk)))
+        op = Op(kind, number, chunk)
+        place = needs[kind == "B"].get((chunk, stage))
+        need = (op._replace(chunk=place[0]), place[1]) if place else (op._replace(kind="F"), stage)
+        if need == (op, stage) or done.get(need, time + 1) <= time:  # the model's first operation needs none
+            ready.append((times[kind, chunk, stage] + _PERIOD * number, op))
     return min(ready)[1] if ready else None
-
-
-def _needed(op: Op, stage: int, stages: int) -> tuple[Op, int] | None:
-    """The operation, and its stage, that the model has before this one; None for the first."""
-    first, last = 0, stages - 1
-    if op.kind == "F" and op.chunk == 0:
-        return None if stage == first else (op, stage - 1)
-    if op.kind == "F":
-        return (op._replace(chunk=0), last) if stage == last else (op, stage + 1)
-    if op.chunk == 1:
-        return (op._replace(kind="F"), first) if stage == first else (op, stage - 1)
-    return (op._replace(chunk=1), last) if stage == last else (op, stage + 1)
 
 
 def dual_pipe_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Pipeline schedules by name: what each stage runs in which order, what a schedule wants, and who can run it.
+"""Pipeline schedules by name: what each stage runs in which order, what a schedule needs, and who can run it.
 
 MindSpore's (`SCHEDULES`, see `tools.pipeline.orders`) are what a recipe can ask for. The others
 (`PAPER_SCHEDULES`) are published by leaders, and only simulated here:
@@ -22,7 +22,7 @@ import numpy as np
 
 from plugins.errors import RecipeError, did_you_mean
 from tools.pipeline import orders
-from tools.pipeline.orders import BOTH_WAYS, KINDS, LOOP, Op, V, widened
+from tools.pipeline.orders import BOTH_WAYS, LOOP, Op, V, as_operations, widened
 
 
 class _Schedule(NamedTuple):
@@ -70,53 +70,44 @@ def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batche
     a sequence is split (`seq_split_num`). Through each chunk of dual_pipe goes one half of the micro-batches.
 
     Raises:
-        RecipeError: no such schedule, or one that cannot run with these numbers; names what it wants.
+        RecipeError: no such schedule, or one that cannot run with these numbers; names what it needs.
     """
-    table = order_table(schedule, stage, stages, chunks, micro_batches, parts)
-    return [Op(KINDS[kind], *rest) for kind, *rest in table[:, :4].tolist()]
+    return as_operations(order_table(schedule, stage, stages, chunks, micro_batches, parts))
 
 
 def order_table(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return `operations` as numbers [operations, COLUMNS] (see `tools.pipeline.orders`), pairs included.
-
-    Raises:
-        RecipeError: as `operations`.
-    """
+    """Return `operations` as numbers [operations, COLUMNS] (`tools.pipeline.orders`), with pairs; errors as there."""
     check_schedule(schedule, stages, chunks, micro_batches, parts)
     if not 0 <= stage < stages:
-        raise RecipeError(f"stage {stage}: want 0 to {stages - 1}")
+        raise RecipeError(f"stage {stage}: must be 0 to {stages - 1}")
     found = _ORDERS[schedule]
     more = (parts,) if found.splits else ()
     return widened(found.order(stage, stages, chunks, micro_batches, *more))
 
 
 def check_schedule(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> None:
-    """Refuse a schedule that does not exist or cannot run with these numbers.
-
-    Raises:
-        RecipeError: as `operations`.
-    """
+    """Refuse a schedule that does not exist or cannot run with these numbers; errors as `operations`."""
     if schedule not in _ORDERS:
         near = did_you_mean(schedule, list(_ORDERS))
-        raise RecipeError(f"pipeline schedule {schedule!r}: want one of {', '.join(_ORDERS)}{near}")
+        raise RecipeError(f"pipeline schedule {schedule!r}: must be one of {', '.join(_ORDERS)}{near}")
     if min(stages, chunks, micro_batches, parts) < 1:
         numbers = f"{stages} stages, {chunks} chunks, {micro_batches} micro-batches, {parts} parts of a sequence"
         raise RecipeError(f"pipeline: {numbers}: each must be at least 1")
-    possible, want = _wants(schedule, stages, chunks, micro_batches, parts)
+    possible, need = _needs(schedule, stages, chunks, micro_batches, parts)
     if not possible:
         have = f"{stages} stages, {chunks} chunks, {micro_batches} micro-batches"
         split = f", sequences in {parts} parts" if parts > 1 else ""
-        raise RecipeError(f"pipeline schedule {schedule} with {have}{split}: want {want}")
+        raise RecipeError(f"pipeline schedule {schedule} with {have}{split}: it needs {need}")
 
 
 @lru_cache(maxsize=65536)
 def can_run(schedule: str, stages: int, chunks: int, micro_batches: int) -> bool:
     """Say whether `check_schedule` lets a schedule that exists pass, of whole sequences."""
-    return _wants(schedule, stages, chunks, micro_batches, 1)[0]
+    return _needs(schedule, stages, chunks, micro_batches, 1)[0]
 
 
-def _wants(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int) -> tuple[bool, str]:
-    """Whether a schedule can run with these numbers, and what it wants."""
+def _needs(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int) -> tuple[bool, str]:
+    """Whether a schedule can run with these numbers, and what it needs."""
     if parts > 1 and not _ORDERS[schedule].splits:
         splitting = ", ".join(name for name, found in _ORDERS.items() if found.splits)
         return False, f"whole sequences (parts of them: {splitting})"
@@ -199,4 +190,4 @@ def why_not(schedule: str) -> str:
 
 def interleaves(schedule: str, chunks: int) -> bool:
     """Return what `pipeline_interleave` must say: MindFormers takes schedulers other than 1f1b only with it."""
-    return chunks > 1 or not (schedule == "1f1b" or schedule.startswith("interleaved_1f1b"))
+    return chunks > 1 or scheduler_of(schedule) != "1f1b"

@@ -16,12 +16,8 @@ Rules of the simulation, all stated here:
   where these are split off.
 No contention between transfers, no variation between micro-batches. Times and memory are in the caller's units.
 
-How many activations are in flight is counted from the orders only, without times.
-
-An operation counts from its start: a chunk's activations are there while its forward runs, and until its backward ends
-(its weight gradients, where they are split off).
-
-The picture has a row for each stage and shows who runs what when, as in the papers' figures of pipeline schedules.
+How many activations are in flight is counted from the orders only, without times. The picture has a row for each stage
+and shows who runs what when, as in the papers' figures of pipeline schedules.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ import numpy as np
 
 from plugins.errors import RecipeError, did_you_mean
 from tools.pipeline.orders import Op
-from tools.pipeline.timetable import PAIR, Timetable, timetable
+from tools.pipeline.timetable import PAIR, Timetable, play, timetable
 
 OVERLAPS = ("none", "1f1b", "full")
 
@@ -77,23 +73,9 @@ class Simulation:
         return self.table.orders
 
     @property
-    def bubble_ratio(self) -> float:
-        """Return the idle time over working time of all stages: (p-1)/m for 1F1B with equal stages."""
-        return self.makespan * len(self.busy) / float(self.busy.sum()) - 1
-
-    @property
     def idle_share(self) -> float:
         """Return the idle time over all time: (p-1)/(m+p-1) for 1F1B with equal stages."""
         return 1 - float(self.busy.sum()) / (self.makespan * len(self.busy))
-
-    @property
-    def waits(self) -> np.ndarray:
-        """[stages] idle time between a stage's own first and last operation.
-
-        The bubble where no stage waits for the others before it starts and after it ends (arXiv 2401.10241, section 4).
-        """
-        spans = [ends.max() - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True)]
-        return np.array(spans) - self.busy
 
 
 def simulate(schedule: str, micro_batches: int, durations: Durations, parts: int = 1) -> Simulation:
@@ -114,8 +96,7 @@ def simulate_timetable(table: Timetable, durations: Durations) -> Simulation:
     """
     times = duration_table(durations, table.parts)[table.work]
     sending, receiving, lags = _transfers(table, durations)
-    free = _run(table, receiving + times + sending, lags)
-    ends = free - sending
+    ends = play(table, receiving + times + sending, lags=lags if any(lag.any() for lag in lags) else ())[1:] - sending
     by_stage = list(enumerate(table.places))
     return Simulation(
         makespan=float(ends.max()),
@@ -157,17 +138,7 @@ def makespans(
         pairs = forward[:, :, None] + backward[:, None] - (0 if hidden is None else hidden)
         rows.append(pairs.reshape(plans, -1).T)
     lasting = np.concatenate(rows)
-    height = len(table.work)
-    free = np.zeros((height + 1, table.stages, plans))
-    cells = free.reshape(-1, plans)
-    ready = np.empty((table.stages, plans))
-    for level, (needs, work) in enumerate(zip(table.needs, table.work, strict=True)):
-        cells.take(needs, axis=0, out=ready, mode="clip")
-        if table.also is not None:
-            np.maximum(ready, cells.take(table.also[0, level], axis=0), out=ready)
-        np.maximum(ready, free[level], out=ready)
-        np.add(ready, lasting.take(work, axis=0), out=free[level + 1])
-    return free[height].max(axis=0)
+    return play(table, (lasting.take(work, axis=0) for work in table.work), (plans,))[-1].max(axis=0)
 
 
 def duration_table(durations: Durations, parts: int = 1) -> np.ndarray:
@@ -187,34 +158,18 @@ def _transfers(table: Timetable, durations: Durations) -> tuple[np.ndarray, np.n
     operation (then what the backward of a pair) waits after its input has left the other stage's hands."""
     if durations.overlap not in OVERLAPS:
         near = did_you_mean(durations.overlap, list(OVERLAPS))
-        raise RecipeError(f"overlap {durations.overlap!r}: want one of {', '.join(OVERLAPS)}{near}")
+        raise RecipeError(f"overlap {durations.overlap!r}: must be one of {', '.join(OVERLAPS)}{near}")
     send_hidden = receive_hidden = np.full(table.work.shape, durations.overlap == "full") | (table.paired == PAIR)
     if durations.overlap == "1f1b":
         send_hidden, receive_hidden = send_hidden | (table.paired == 2), receive_hidden | (table.paired == 1)
     sending = np.where(table.sends & ~send_hidden, durations.transfer, 0.0)
     receiving = np.where(table.moves & ~receive_hidden, durations.transfer, 0.0)
-    # `free` below counts a sender's transfer; its output is ready before that
+    # `play` counts a sender's transfer; its output is ready before that
     sent = np.concatenate([np.zeros(table.stages), sending.ravel()])
     lags = [np.where(table.moves & receive_hidden, durations.transfer, 0.0) - sent[table.needs]]
     if table.also is not None:
         lags.append(np.where(table.also[1], durations.transfer, 0.0) - sent[table.also[0]])
     return sending, receiving, lags
-
-
-def _run(table: Timetable, cost: np.ndarray, lags: list[np.ndarray]) -> np.ndarray:
-    """[levels, stages] when each stage is free again after each level."""
-    free = np.zeros((len(cost) + 1, table.stages))
-    cells = free.ravel()
-    delayed = any(lag.any() for lag in lags)
-    for level, needs in enumerate(table.needs):
-        ready = cells.take(needs)
-        if delayed:
-            ready += lags[0][level]
-        if table.also is not None:
-            np.maximum(ready, cells.take(table.also[0, level]) + lags[1][level], out=ready)
-        np.maximum(ready, free[level], out=ready)
-        np.add(ready, cost[level], out=free[level + 1])
-    return free[1:]
 
 
 _IRREGULAR = ("gpipe", "seqpipe", "seqvpp", "seqsmartvpp")
@@ -226,16 +181,19 @@ def in_flight(order: Sequence[Op], chunks: int) -> np.ndarray:
     Of sequences in parts each part counts as its share of a micro-batch. A pair holds what both its operations do: its
     forward comes first.
     """
-    split = {op[1:] for op in order if op.kind == "W"}
     parts = 1 + max(op.part for op in order)
-    taken, freed = np.zeros((len(order), chunks), int), np.zeros((len(order) + 1, chunks), int)
-    for index, op in enumerate(order):
-        if op.kind == "F":
-            taken[index, op.chunk] += 1
-        elif op.kind == "W" or op[1:] not in split:
-            freed[index + 1, op.chunk] += 1
-    held = taken.cumsum(axis=0) - freed[:-1].cumsum(axis=0)
+    takes, frees = _takes_and_frees(order)
+    chunk = np.eye(chunks, dtype=int)[[op.chunk for op in order]]
+    taken, freed = chunk * takes[:, None], chunk * frees[:, None]
+    held = (taken - freed).cumsum(axis=0) + freed  # what ends with an operation is there while it runs
     return held if parts == 1 else held / parts
+
+
+def _takes_and_frees(order: Sequence[Op]) -> tuple[np.ndarray, np.ndarray]:
+    """[operations] whether each begins to hold activations, and whether it is the last to hold them."""
+    split = {op[1:] for op in order if op.kind == "W"}
+    takes = np.array([op.kind == "F" for op in order])
+    return takes, ~takes & np.array([op.kind == "W" or op[1:] not in split for op in order])
 
 
 def enough(schedule: str, stages: int, micro_batches: Any) -> Any:
@@ -267,18 +225,14 @@ def memory_over_time(
 
     `activation` is what one micro-batch of each chunk holds; the peak is ``memory.max()``.
     """
-    order, held = simulation.orders[stage], np.asarray(activation, float)
-    split = {op[1:] for op in order if op.kind == "W"}
-    share = 1 / (1 + max(op.part for op in order))
-    events = [(0.0, 0, 0.0)]
-    for op, start, end in zip(order, simulation.starts[stage], simulation.ends[stage], strict=True):
-        if op.kind == "F":
-            events.append((float(start), 1, share * held[op.chunk]))
-        elif op.kind == "W" or op[1:] not in split:
-            events.append((float(end), 0, -share * held[op.chunk]))
+    order = simulation.orders[stage]
+    takes, frees = _takes_and_frees(order)
+    held = np.asarray(activation, float)[[op.chunk for op in order]] * (1 / (1 + max(op.part for op in order)))
+    times = np.concatenate([[0.0], simulation.ends[stage][frees], simulation.starts[stage][takes]])
+    changes = np.concatenate([[0.0], -held[frees], held[takes]])
     # at one moment memory is freed before the next operation takes some
-    events.sort(key=lambda event: event[:2])
-    return np.array([event[0] for event in events]), static + np.cumsum([event[2] for event in events])
+    sequence = times.argsort(kind="stable")
+    return times[sequence], static + np.cumsum(changes[sequence])
 
 
 NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
@@ -291,10 +245,12 @@ def draw_timeline(axes: Any, simulation: Simulation, numbers: bool = False) -> N
 
     `numbers` writes each operation's micro-batch in it.
     """
+    from matplotlib import colormaps
     from matplotlib.patches import Patch
 
     chunks = simulation.table.chunks
-    colours = _colours(chunks)
+    shades = 0.35 + 0.5 * np.arange(chunks) / max(1, chunks - 1)
+    colours = {kind: colormaps[palette](shades) for kind, palette in _PALETTES.items()}  # [chunks, 4] of each
     for stage, order in enumerate(simulation.orders):
         joined = simulation.table.tables[stage][:, -1]
         second = joined > 0
@@ -307,8 +263,8 @@ def draw_timeline(axes: Any, simulation: Simulation, numbers: bool = False) -> N
         ):
             at = np.flatnonzero(mask)
             spans = np.column_stack([starts, ends - starts])[at]
-            shades = [colours[order[index].kind][order[index].chunk] for index in at]
-            axes.broken_barh(spans, (row + bottom, height), facecolors=shades, edgecolor="white", linewidth=0.2)
+            faces = [colours[order[index].kind][order[index].chunk] for index in at]
+            axes.broken_barh(spans, (row + bottom, height), facecolors=faces, edgecolor="white", linewidth=0.2)
             for index in at if numbers else ():
                 _number(axes, simulation, stage, index, row + bottom + height / 2, height < _HEIGHT)
         frames = np.column_stack([starts, ends - starts])[second]
@@ -324,20 +280,10 @@ def draw_timeline(axes: Any, simulation: Simulation, numbers: bool = False) -> N
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1.1), ncols=len(handles), fontsize="small")
 
 
-def _colours(chunks: int) -> dict[str, np.ndarray]:
-    """[chunks, 4] of each kind."""
-    from matplotlib import colormaps
-
-    shades = 0.35 + 0.5 * np.arange(chunks) / max(1, chunks - 1)
-    return {kind: colormaps[palette](shades) for kind, palette in _PALETTES.items()}
-
-
 def _number(axes: Any, simulation: Simulation, stage: int, index: int, height: float, small: bool) -> None:
     """The micro-batch of an operation, with its part where sequences are split, in the middle of its bar."""
     op = simulation.orders[stage][index]
     middle = (simulation.starts[stage][index] + simulation.ends[stage][index]) / 2
     text = f"{op.micro_batch}" + (f"{'abcdefgh'[op.part % 8]}" if simulation.table.parts > 1 else "")
-    dark = op.chunk and op.kind != "W"
-    axes.text(
-        middle, height, text, ha="center", va="center", fontsize=5 if small else 6, color="white" if dark else "black"
-    )
+    look = {"fontsize": 5 if small else 6, "color": "white" if op.chunk and op.kind != "W" else "black"}
+    axes.text(middle, height, text, ha="center", va="center", **look)

@@ -13,16 +13,15 @@ the chain that decides one plan, counted by what runs on it, bounds every other 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 
 import numpy as np
 
 from plugins.errors import RecipeError
-from tools.pipeline.orders import BOTH_WAYS, LOOP, Op, as_table
 from tools.pipeline.orders import KINDS as ORDER_KINDS
+from tools.pipeline.orders import LOOP, Op, as_operations, neighbours
 from tools.pipeline.schedules import order_table, shape_of
 
 # rows of a table of durations, each of parts x chunks x stages; SPLIT: the backward that leaves weight gradients
@@ -64,24 +63,18 @@ class Timetable:
     @cached_property
     def orders(self) -> tuple[tuple[Op, ...], ...]:
         """Return the operations of each stage."""
-        return tuple(
-            tuple(Op(ORDER_KINDS[kind], *rest) for kind, *rest in table[:, :4].tolist()) for table in self.tables
-        )
+        return tuple(tuple(as_operations(table)) for table in self.tables)
 
 
 @lru_cache(maxsize=32)
 def timetable(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> Timetable:
-    """Return the timetable of a schedule of `tools.pipeline.schedules`.
-
-    Raises:
-        RecipeError: as `operations`.
-    """
+    """Return the timetable of a schedule; errors as `tools.pipeline.schedules.operations`."""
     tables = [order_table(schedule, stage, stages, chunks, micro_batches, parts) for stage in range(stages)]
-    return _lay_out(tables, chunks, shape_of(schedule))
+    return lay_out(tables, chunks, shape_of(schedule))
 
 
-def lay_out(orders: Sequence[Sequence[Op | Sequence[Op]]], chunks: int, shape: str = LOOP) -> Timetable:
-    """Return the timetable of own orders (pairs as in `as_table`), one for each stage.
+def lay_out(tables: list[np.ndarray], chunks: int, shape: str = LOOP) -> Timetable:
+    """Return the timetable of the stages' own orders (`tools.pipeline.orders.as_table`).
 
     With `LOOP` the model runs through chunk 0, then chunk 1, ...; `V` turns round at the last stage; with `BOTH_WAYS`
     each chunk is a model of its own, odd ones from the last stage to the first.
@@ -89,29 +82,13 @@ def lay_out(orders: Sequence[Sequence[Op | Sequence[Op]]], chunks: int, shape: s
     Raises:
         RecipeError: the orders wait for each other in a circle, or leave out what another operation needs.
     """
-    return _lay_out([as_table(order) for order in orders], chunks, shape)
-
-
-def _lay_out(tables: list[np.ndarray], chunks: int, shape: str) -> Timetable:
     stages, parts = len(tables), 1 + max(int(table[:, 3].max()) for table in tables)
     size = chunks * parts * (1 + max(int(table[:, 1].max()) for table in tables)) * stages
-    before, after = _neighbours(stages, chunks, shape)
+    before, after = neighbours(stages, chunks, shape)
     made_on = [-1] * (2 * size)
     rows = [_rows(table, stage, stages, (parts, chunks, size), before, after) for stage, table in enumerate(tables)]
     places = _places(rows, made_on, tables)
     return _table(rows, places, np.array(made_on), tables, (parts, chunks))
-
-
-def _neighbours(stages: int, chunks: int, shape: str) -> tuple[dict, dict]:
-    """(chunk, stage) -> the one before and the one after it in the model."""
-    walks = []
-    for chunk in range(chunks):
-        walk = range(stages) if shape == LOOP or chunk % 2 == 0 else reversed(range(stages))
-        walks.append([(chunk, stage) for stage in walk])
-    if shape != BOTH_WAYS:
-        walks = [[place for walk in walks for place in walk]]
-    pairs = [pair for walk in walks for pair in pairwise(walk)]
-    return {later: earlier for earlier, later in pairs}, dict(pairs)
 
 
 def _rows(
@@ -171,14 +148,10 @@ def _places(rows: list[np.ndarray], made_on: list[int], tables: list[np.ndarray]
     stuck = [stage for stage, done in enumerate(places) if len(done) < len(tables[stage])]
     if stuck:
         at = {stage: tables[stage][len(places[stage])].tolist() for stage in stuck}
-        waits = "; ".join(f"stage {stage} at {_said(kind, *rest)}" for stage, (kind, *rest) in at.items())
+        said = {stage: (ORDER_KINDS[row[0]], *row[1:3], *([row[3]] if row[3] else [])) for stage, row in at.items()}
+        waits = "; ".join(f"stage {stage} at {operation}" for stage, operation in said.items())
         raise RecipeError(f"the stages' orders wait for each other, or for work that no stage does: {waits}")
     return places
-
-
-def _said(kind: int, micro_batch: int, chunk: int, part: int, joined: int) -> tuple:
-    """An operation as an error names it."""
-    return ORDER_KINDS[kind], micro_batch, chunk, *([part] if part else [])
 
 
 def _walk(row: np.ndarray, done: list[int], made_on: list[int]) -> Iterator[None]:
@@ -244,6 +217,30 @@ def _table(
     )
 
 
+def play(
+    table: Timetable, costs: Iterable[np.ndarray], plans: tuple[int, ...] = (), lags: Sequence[np.ndarray] = ()
+) -> np.ndarray:
+    """Return [levels + 1, stages, *plans] when each stage is free again after so many levels.
+
+    Args:
+        costs: for each level [stages, *plans] how long its operations take.
+        plans: shape of what is played at once.
+        lags: [levels, stages] what operations wait after their input is there, then backwards of pairs; () for nothing.
+    """
+    free = np.zeros((len(table.work) + 1, table.stages, *plans))
+    cells, ready = free.reshape(-1, *plans), np.empty((table.stages, *plans))
+    for level, (needs, cost) in enumerate(zip(table.needs, costs, strict=True)):
+        cells.take(needs, axis=0, out=ready, mode="clip")
+        if lags:
+            ready += lags[0][level]
+        if table.also is not None:
+            other = cells.take(table.also[0, level], axis=0)
+            np.maximum(ready, other + lags[1][level] if lags else other, out=ready)
+        np.maximum(ready, free[level], out=ready)
+        np.add(ready, cost, out=free[level + 1])
+    return free
+
+
 def critical_path(table: Timetable, times: np.ndarray) -> tuple[float, np.ndarray]:
     """Return (step time, visits, as `times`): how often the longest chain runs each chunk's forward and backward.
 
@@ -254,15 +251,8 @@ def critical_path(table: Timetable, times: np.ndarray) -> tuple[float, np.ndarra
     """
     size, stages = table.chunks * table.stages, table.stages
     meaning = _meaning(table.chunks, stages, len(times), table.also is not None)
-    cost = (meaning @ times.ravel())[table.work]
-    free = np.zeros((len(cost) + 1, stages))
-    cells = free.ravel()
-    for level, needs in enumerate(table.needs):
-        ready = np.maximum(cells.take(needs), free[level])
-        if table.also is not None:
-            np.maximum(ready, cells.take(table.also[0, level]), out=ready)
-        np.add(ready, cost[level], out=free[level + 1])
-    work, values = table.work.ravel().tolist(), cells.tolist()
+    free = play(table, (meaning @ times.ravel())[table.work])
+    work, values = table.work.ravel().tolist(), free.ravel().tolist()
     needed = [table.needs.ravel().tolist(), *([] if table.also is None else [table.also[0].ravel().tolist()])]
     visits = np.zeros(len(meaning))
     place = len(values) - stages + int(free[-1].argmax())

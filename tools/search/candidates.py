@@ -4,28 +4,19 @@ A candidate is a mesh dp x tp x pp x cp of all devices, vpp chunks a stage (1 ..
 experts), samples of a micro-batch (a divisor of the global batch; their number follows), a dispatch mode, what
 data-parallel ranks shard, and what is recomputed. Degrees are divisors, powers of two or not.
 
-The rules, in the order in which they are asked; a candidate counts for the first it breaks:
+A candidate counts for the first rule that it breaks (`mesh_rules`, then `_Axes`): what MindFormers cannot build (each
+is an error of `tc3 check`), what would say the same twice (dispatch modes differ only where an EP group covers several
+whole nodes), what the report excludes (section 5.1: "constraining TP to intra-node communication"), the user's limits.
+Sequence parallelism is on wherever tp > 1: experts need it, and it moves the same bytes and holds fewer.
 
-    what MindFormers cannot build (each is an error of `tc3 check`)
-        tp: heads, key-value heads, vocabulary, hidden size, MLP and shared-expert widths; cp: sequence, flash attention
-        the recipe's ulysses_degree_in_cp: divides cp, and heads with tp; its optimizer_weight_shard_size: dp x cp
-        sequence parallelism (on wherever tp > 1: experts need it, and it moves the same bytes and holds fewer) cuts
-        the sequence into tp x cp; pp: layers; vpp: needs a pipeline and a layer for each chunk; ep: dp x tp
-        batch: dp x samples divides it, with a micro-batch for each stage; gradients are sharded without a pipeline only
-    what would say the same twice
-        dispatch modes differ only where an EP group covers several whole nodes
-    what the report excludes (section 5.1: "constraining TP to intra-node communication")
-        tp divides the devices of a node
-    the user's limits
-
-A funnel counts how many candidates each rule dropped: total, legal, within limits, fitting, ranked. For ranking,
-layers go to stages and chunks as evenly as they can, the head and MTP layers counted by their FLOPs; the best
-candidates are placed by the pipeline optimiser afterwards.
+A funnel counts how many candidates each rule dropped. For ranking, layers go to stages and chunks as evenly as they
+can, the head and MTP layers counted by their FLOPs; the best candidates are placed by the pipeline optimiser
+afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -33,12 +24,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from plugins.hierarchical_ep.plan import MODES
+from tools.check.arithmetic import without_copies
 from tools.estimate.configuration import Configuration, Table
 from tools.estimate.from_recipe import compiles_sharded_gradients
 from tools.estimate.layer_model import work
 from tools.model.architecture import Model
 from tools.pipeline.schedules import can_run, is_v_shaped
-from tools.search.request import PLANNED, POLICIES, SHARDS, Limit, Request
+from tools.search.request import PLANNED, POLICIES, SHARDS, Request
 
 
 @dataclass
@@ -176,10 +168,11 @@ def meshes(devices: int) -> Iterator[Mesh]:
 
 def blocks(request: Request, funnel: Funnel) -> list[Block]:
     """Return all legal candidates by pp and vpp; `funnel` counts the rest."""
-    model, limits = request.base.model, request.limits
+    model = request.base.model
     found: dict[tuple[int, int], list[dict[str, np.ndarray]]] = {}
     eps, batches = divisors(max(1, model.experts)), divisors(request.global_batch)
-    recompute = tuple(word for index, word in enumerate(RECOMPUTE) if _all_keep(limits, "recompute", index))
+    own = [limit for limit in request.limits if limit.name == "recompute"]
+    recompute = tuple(word for index, word in enumerate(RECOMPUTE) if all(limit.keeps(index) for limit in own))
     for mesh in meshes(request.devices):
         axes = _Axes(mesh, list(range(1, max(1, model.layers // mesh.pp) + 1)), eps, batches)
         alive = axes.survivors(request, funnel)
@@ -190,10 +183,6 @@ def blocks(request: Request, funnel: Funnel) -> list[Block]:
         Block(pp, vpp, {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}, recompute)
         for (pp, vpp), parts in sorted(found.items())
     ]
-
-
-def _all_keep(limits: Sequence[Limit], name: str, value: int) -> bool:
-    return all(bool(limit.keeps(value)) for limit in limits if limit.name == name)
 
 
 class _Axes:
@@ -235,7 +224,7 @@ class _Axes:
         return alive
 
     def _rules(self, request: Request) -> Iterator[tuple[str, np.ndarray]]:
-        dp, tp, pp, _ = self.mesh
+        dp, tp, pp, cp = self.mesh
         vpp, ep, mbs, mode = (self.along(name) for name in ("vpp", "ep", "mbs", "mode"))
         yield "vpp: chunks without a pipeline", (vpp == 1) | np.bool_(pp > 1)
         yield "ep: does not divide dp x tp", dp * tp % ep == 0
@@ -254,14 +243,9 @@ class _Axes:
         words = "shard: gradients of a pipeline, which MindSpore does not finish compiling"
         yield words, whole | np.bool_(compiles_sharded_gradients(pp))
         words = "shard: accumulated gradients of weights without a copy, which a sharded optimizer never sees"
-        yield words, (self.along("shard") == 0) | ~self._loses_gradients(request)
-
-    def _loses_gradients(self, request: Request) -> np.ndarray:
-        """Where accumulated gradients would be lost with optimizer sharding, as `tc3 check` has it."""
-        dp, tp, pp, cp = self.mesh
-        accumulates = (request.global_batch // (dp * self.along("mbs")) > 1) & np.bool_(pp == 1)
-        experts = (self.along("ep") == dp * tp * cp) & np.bool_(request.base.model.experts > 0)
-        return accumulates & (experts | np.bool_(dp * cp == 1))
+        accumulates = (request.global_batch // (dp * mbs) > 1) & np.bool_(pp == 1)
+        all_weights, experts = without_copies(dp, tp, cp, ep, request.base.model.experts)
+        yield words, (self.along("shard") == 0) | ~(accumulates & (experts | np.bool_(all_weights)))
 
     def _cuts(self, request: Request) -> np.ndarray:
         """Where the chunks that the recipe writes can be."""

@@ -16,7 +16,7 @@ from rich.console import Console
 from tools.files.atomic import keep_existing, write_atomically
 from tools.files.figure import check_ending
 from tools.hardware import DEFAULT_HARDWARE
-from tools.layout.budget import LATE, Budget, interruptible
+from tools.layout.budget import Budget, interruptible
 from tools.layout.instance import read_instance, with_margin
 from tools.layout.offsets import LayoutFile, is_layout_file, path_of, write_layout
 from tools.layout.resolve import EFFORT, TIME_LIMIT, NothingFits, layout_text, make_layout
@@ -28,7 +28,17 @@ from tools.recipe.view import AUTO, OFFSET, look
 from tools.schema.stages import RECOMPUTE
 from tools.search.command import space_command
 from tools.search.measured import calibrate_command, explain, validate
-from tools.search.options import PlanProgress, effort_option, effort_within, margin_option
+from tools.search.options import (
+    PlanProgress,
+    effort_option,
+    effort_within,
+    json_option,
+    margin_option,
+    overrides_option,
+    seed_option,
+    tell_end,
+    time_limit_option,
+)
 from tools.search.overlay import keep_files_of
 
 
@@ -36,20 +46,13 @@ from tools.search.overlay import keep_files_of
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster to assume.")
 @effort_option(EFFORT)
-@click.option(
-    "--time-limit",
-    default=TIME_LIMIT,
-    show_default=True,
-    type=Number("seconds"),
-    metavar="SECONDS",
-    help="Stop the search after this time, should the effort take longer.",
-)
+@time_limit_option(TIME_LIMIT, "Stop the search after this time, should the effort take longer.")
 @margin_option
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@overrides_option()
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Default: RECIPE.layout.yaml, beside it.")
 @click.option("--force", is_flag=True, help="Replace the file of --out, whatever it holds.")
-@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the search's random part.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@seed_option
+@json_option
 def layout(
     recipe: Path,
     cluster: str,
@@ -84,8 +87,7 @@ def layout(
         except NothingFits as error:
             click.echo(f"tc3: {recipe}: {error}", err=True)
             sys.exit(1)
-    words = ["tc3", "search", "layout", str(recipe), "--cluster", cluster]
-    words += ["--effort", f"{budget.effort:g}"]
+    words = ["tc3", "search", "layout", str(recipe), "--cluster", cluster, "--effort", f"{budget.effort:g}"]
     words += [] if memory_margin is None else ["--memory-margin", f"{memory_margin:g}"]
     write_layout(found, path, " ".join([*words, *(word for item in overrides for word in ("--set", item))]))
     text = layout_text(loaded, found)
@@ -96,11 +98,7 @@ def layout(
     click.echo(f"written: {path}", err=True)
     if look(loaded, OFFSET) != AUTO:
         click.echo("the recipe reads it once its model.model_config.offset is `auto`", err=True)
-    if found.predicted["ended_by_time_limit"]:
-        click.echo(LATE, err=True)
-    if budget.stopped:
-        click.echo("interrupted: this is the best layout so far", err=True)
-        sys.exit(130)
+    tell_end(found.predicted["ended_by_time_limit"], budget.stopped, "layout ")
 
 
 def _print(found: LayoutFile, text: str | None) -> None:
@@ -163,16 +161,9 @@ def search() -> None:
 @click.argument("instance", type=click.Path(path_type=Path), metavar="INSTANCE.json")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Solution file to write.")
 @effort_option("high")
-@click.option(
-    "--time-limit",
-    default=600.0,
-    show_default=True,
-    type=Number("seconds"),
-    metavar="SECONDS",
-    help="Stop the command (without --picture) after this time, should the effort take longer.",
-)
+@time_limit_option(600.0, "Stop the command (without --picture) after this time, should the effort take longer.")
 @click.option("--force", is_flag=True, help="Replace the file of --out if it exists.")
-@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the search's random part.")
+@seed_option
 @click.option(
     "--memory-margin",
     default=0.0,
@@ -181,7 +172,7 @@ def search() -> None:
     metavar="SHARE",
     help="Share of memory_cap to leave free, such as 0.05.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@json_option
 @click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw the plan (.svg or .png).")
 def pipeline(
     instance: Path,
@@ -206,7 +197,7 @@ def pipeline(
     seconds = max(time_limit - _RESERVE, time_limit / 2)
     budget = Budget(effort_within(effort, "high", seconds), seconds)
     from tools.layout.optimise import optimise
-    from tools.layout.output import draw, print_text, report_json, solution_text
+    from tools.layout.output import draw, print_text, report_json, solution_json
 
     if picture:
         check_ending(picture)
@@ -219,20 +210,14 @@ def pipeline(
     if outcome.plan is None:
         click.echo(f"tc3: {instance}: {outcome.why}", err=True)
         sys.exit(1)
-    write_atomically(out, solution_text(outcome))
+    write_atomically(out, json.dumps(solution_json(outcome)) + "\n")
     if not as_json:
         print_text(outcome, Console(soft_wrap=True, highlight=False, markup=False))
     click.echo(f"written: {out}", err=True)
     if picture:
         click.echo(f"drawn: {draw(problem, outcome.plan, picture)}", err=True)
-    if outcome.cut:
-        click.echo(LATE, err=True)
-    if budget.stopped:
-        click.echo("interrupted: this is the best plan so far", err=True)
-        sys.exit(130)
+    tell_end(outcome.cut, budget.stopped, "plan ")
 
 
-search.add_command(calibrate_command)
-search.add_command(explain)
-search.add_command(layout)
-search.add_command(validate)
+for command in (calibrate_command, explain, layout, validate):
+    search.add_command(command)

@@ -16,11 +16,11 @@ from tools.files.atomic import keep_existing, write_atomically
 from tools.files.figure import check_ending, check_page
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB
-from tools.layout.budget import LATE, Budget
+from tools.layout.budget import Budget
 from tools.process.children import terminate_as_interrupt
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
-from tools.search.options import choice_options, effort_option, effort_within, margin_option, schedule_option
+from tools.search.options import effort_option, effort_within, json_option, margin_option, tell_end, time_limit_option
 from tools.search.request import read_limit
 
 if TYPE_CHECKING:  # imported where they are used: `tc3 search --help` is instant
@@ -63,17 +63,32 @@ class OfGroup(click.Command):
     metavar="LIMIT",
     help="Consider only such strategies: tp<=8, pp=8,16, ep%8=0, m>=64, mode!=global, shard=optimizer, ...",
 )
-@schedule_option
-@choice_options
+@click.option(
+    "--schedule",
+    "schedules",
+    multiple=True,
+    metavar="NAME|all",
+    help="Also rank layouts of another pipeline schedule, such as zero_bubble_v; the table says which can be "
+    "run and which are only simulated. --write then writes the fastest of these schedules that can be run.",
+)
+@click.option(
+    "--recompute-operators",
+    "groups",
+    is_flag=True,
+    help="Let layers recompute groups of operators (MLA's up-projections, MLPs' first product, experts) beside norms, "
+    "communication and whole layers; the search takes twice as long.",
+)
+@click.option(
+    "--swap",
+    "swapping",
+    is_flag=True,
+    help="Place the first layout once more with a third choice beside keeping and recomputing activations: swapping "
+    "them to the host, at the price of the host link. It is only simulated, not written.",
+)
 @click.option("--top", default=10, show_default=True, type=Number("rows"), help="Strategies to place and show.")
 @effort_option("normal")
-@click.option(
-    "--time-limit",
-    default=1800.0,
-    show_default=True,
-    type=Number("seconds"),
-    metavar="SECONDS",
-    help="Stop placing after this time, should the effort take longer; the ranking is always finished.",
+@time_limit_option(
+    1800.0, "Stop placing after this time, should the effort take longer; the ranking is always finished."
 )
 @click.option(
     "--write",
@@ -95,7 +110,7 @@ class OfGroup(click.Command):
 )
 @click.option("--full", is_flag=True, help="With --verify: compile whole stages (minutes each), not single layers.")
 @unverified_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@json_option
 def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Find the parallel strategy of RECIPE on a cluster, in minutes, without a device.
 
@@ -116,7 +131,7 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
     With the same effort the answer is the same on every machine, unless the time limit ends the search; it says so.
     """
     from tools.search.options import SpaceProgress
-    from tools.search.ranking.alternatives import add_swapping
+    from tools.search.ranking.alternatives import BySchedule, add_swapping, search_schedules
     from tools.search.ranking.run import search
 
     with terminate_as_interrupt(), SpaceProgress() as progress:
@@ -128,7 +143,10 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
             found = search(request, options["top"], budget, times, progress.tell)
             if options["swapping"]:
                 add_swapping(found, times, budget)
-            others = _others(request, found, budget, times, options, progress.tell)
+            others = BySchedule()
+            if found.whole and found.entries:  # where 1F1B has no layout, no other schedule is looked at
+                others = search_schedules(request, options["schedules"], budget, times, progress.tell)
+                found.cut, found.whole = found.cut or others.cut, others.whole
         except KeyboardInterrupt:
             click.echo("interrupted: nothing found yet", err=True)
             sys.exit(130)
@@ -138,11 +156,7 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
     if found.to_verify and found.whole:
         _verify(loaded, found, options["full"])
     _tell(found, others, times, loaded, options, as_json)
-    if found.cut:
-        click.echo(LATE, err=True)
-    if not found.whole:
-        click.echo("interrupted: this is the best so far", err=True)
-        sys.exit(130)
+    tell_end(found.cut, not found.whole, "")
     sys.exit(0 if found.entries and not found.unverified else 1)
 
 
@@ -154,6 +168,7 @@ def _asked(
     from tools.estimate.time_model import TimeModel
     from tools.recipe.load import load_recipe
     from tools.search.overlay import keep_files_of, require_layouts
+    from tools.search.ranking.alternatives import asked_schedules, require_writable
     from tools.search.request import request_of, with_choices
 
     if options["verified"]:
@@ -167,7 +182,11 @@ def _asked(
     if options["html_file"]:
         check_page(options["html_file"])
     asked = tuple(read_limit(text) for text in limits)
-    _require_schedules(options)
+    options["schedules"] = asked_schedules(options["schedules"])
+    if options["write"]:
+        require_writable(options["schedules"])
+    if options["schedules"] and options["verified"]:
+        raise RecipeError("--verify dry-runs only 1F1B's layouts; with --schedule, --write it and tc3 dryrun it")
     of_run = (options["devices"], options["gbs"], options["memory"])
     request = request_of(recipe, cluster_name, *of_run, asked, options["memory_margin"])
     request = with_choices(request, options["groups"], options["swapping"])
@@ -175,31 +194,6 @@ def _asked(
     if options["write"] or options["verified"]:  # before the search takes its minutes
         require_layouts(recipe, request.devices)
     return recipe, request, TimeModel(request.hardware)
-
-
-def _require_schedules(options: dict[str, Any]) -> None:
-    """Refuse what cannot be answered for `--schedule`, before the search takes its minutes."""
-    from tools.search.ranking.alternatives import asked_schedules, require_writable
-
-    options["schedules"] = asked_schedules(options["schedules"])
-    if options["write"]:
-        require_writable(options["schedules"])
-    if options["schedules"] and options["verified"]:
-        raise RecipeError("--verify dry-runs only 1F1B's layouts; with --schedule, --write it and tc3 dryrun it")
-
-
-def _others(
-    request: Request, found: Found, budget: Budget, times: TimeModel, options: dict[str, Any], tell: Callable[..., None]
-) -> BySchedule:
-    """The layouts of `--schedule`; nothing where none was asked for, or where 1F1B has no layout."""
-    from tools.search.ranking.alternatives import BySchedule, search_schedules
-
-    if not found.whole or not found.entries:
-        return BySchedule()
-
-    others = search_schedules(request, options["schedules"], budget, times, tell)
-    found.cut, found.whole = found.cut or others.cut, found.whole and others.whole
-    return others
 
 
 def _infeasible(request: Request, ranking: Ranking, as_json: bool) -> NoReturn:
@@ -227,18 +221,18 @@ def _verify(recipe: Recipe, found: Found, full: bool) -> None:
     def told(number: int, verdict: Verdict) -> None:
         entry = tried[number]
         own = f" (its own estimate: {verdict.estimate / GIB:.1f} GiB)" if verdict.estimate else ""
-        words = "; ".join(verdict.problems) or "compiles and fits"
-        if not verdict.problems and verdict.doubts:
-            words = f"compiles, but is not proven to fit: {'; '.join(verdict.doubts)}"
-        click.echo(f"dry run of {entry.layout}: {words}{own}", err=True)
         found.verified += 1
         if verdict.problems:
+            words = "; ".join(verdict.problems)
             found.failed.append((entry, verdict.problems))
             found.entries.remove(entry)
         elif verdict.doubts:
+            words = f"compiles, but is not proven to fit: {'; '.join(verdict.doubts)}"
             found.doubtful.append((entry, verdict.doubts))
         else:
+            words = "compiles and fits"
             found.passed.append(entry)
+        click.echo(f"dry run of {entry.layout}: {words}{own}", err=True)
 
     try:
         verify(recipe, tried, found.to_verify, found.request, told, full)

@@ -1,9 +1,8 @@
 """The layouts that cannot be told apart within the estimator's error, and the cheapest experiment that would tell.
 
-Step times rest on the estimator's terms; each term may be off by a factor that all layouts share.
-
-The estimator's terms are drawn 4,096 times, each draw the same for all layouts: what they have in common
-cancels, what one of them rests on more than another does not. The share of the draws in which a layout is the
+Step times rest on the estimator's terms, each of which may be off by a factor that all layouts share. The terms are
+drawn 4,096 times, each draw the same for all layouts: what they have in common cancels, what one of them rests on more
+than another does not. The share of the draws in which a layout is the
 fastest is how likely it is, as far as the terms' errors go; layouts with a share of 5 % belong to the set. A term's
 experiment is worth how much likelier the first choice is right once the term is known: the mean, over its values, of
 the largest share.
@@ -29,22 +28,15 @@ _DEVIATION = (np.pi / 2) ** 0.5  # of a normal error, for its mean size
 
 @dataclass(frozen=True)
 class Term:
-    """One term.
+    """One term."""
 
-    Args:
-        name: in a few words.
-        keys: of `Efficiency`, or a link of the hardware, all off by the same factor.
-        deviation: of the factor's logarithm, beside the other terms' (assumed: small for what published Ascend runs
-            fit, large for what is a guess there); `scaled` brings the sum to the estimator's known error.
-        experiment: what would measure it.
-        nodes: on how many nodes; 0 is one device.
-    """
-
-    name: str
-    keys: tuple[str, ...]
+    name: str  # in a few words
+    keys: tuple[str, ...]  # of `Efficiency`, or a link of the hardware, all off by the same factor
+    # of the factor's logarithm, beside the other terms' (assumed: small for what published Ascend runs fit, large for
+    # what is a guess there); `scaled` brings the sum to the estimator's known error
     deviation: float
-    experiment: str
-    nodes: int
+    experiment: str  # what would measure it
+    nodes: int  # on how many nodes; 0 is one device
 
 
 TERMS = (
@@ -72,10 +64,10 @@ def perturbed(model: TimeModel, term: Term, factor: float) -> TimeModel:
     return TimeModel(hardware, reached)
 
 
-def slopes(model: TimeModel, configs: Sequence[Configuration], terms: Sequence[Term] = TERMS) -> np.ndarray:
-    """[configs, terms] change of ln(step seconds) for a deviation of each term; closed form of the pipeline."""
-    found = np.zeros((len(configs), len(terms)))
-    for column, term in enumerate(terms):
+def slopes(model: TimeModel, configs: Sequence[Configuration]) -> np.ndarray:
+    """[configs, TERMS] change of ln(step seconds) for a deviation of each term; closed form of the pipeline."""
+    found = np.zeros((len(configs), len(TERMS)))
+    for column, term in enumerate(TERMS):
         up, down = (perturbed(model, term, float(np.exp(sign * term.deviation))) for sign in (1, -1))
         for row, config in enumerate(configs):
             found[row, column] = np.log(up.step(config).total / down.step(config).total) / 2
@@ -99,38 +91,25 @@ _NEARLY = 0.8  # of the best experiment's worth is as good, where it needs fewer
 
 @dataclass(frozen=True)
 class Experiment:
-    """What would tell.
-
-    Args:
-        right: how likely the choice is right after it.
-        devices: that it needs.
-    """
+    """What would tell."""
 
     term: Term
-    right: float
-    devices: int
+    right: float  # how likely the choice is right after it
+    devices: int  # that it needs
 
 
 @dataclass(frozen=True)
 class Doubt:
-    """How sure a choice is.
+    """How sure a choice is."""
 
-    Args:
-        names: of the layouts, the fastest first.
-        shares: of the draws in which each is the fastest; they add up to 1.
-        experiment: None where there is no doubt, or where no single term would tell.
-        steps: devices that a step of each of the set needs, with as few data-parallel copies as it can have.
-        error: mean error of step times that was drawn; `known` says whether published runs tell it.
-        whole: whether no other layout of the space can be the fastest, by the estimator's bounds; where some were never
-            placed, nothing is said of the space.
-    """
-
-    names: tuple[str, ...]
-    shares: tuple[float, ...]
-    experiment: Experiment | None
-    error: float
-    known: bool
-    steps: int = 0
+    names: tuple[str, ...]  # of the layouts, the fastest first
+    shares: tuple[float, ...]  # of the draws in which each is the fastest; they add up to 1
+    experiment: Experiment | None  # None where there is no doubt, or where no single term would tell
+    error: float  # mean error of step times that was drawn
+    known: bool  # whether published runs tell the error
+    steps: int = 0  # devices that a step of each of the set needs, with as few data-parallel copies as it can have
+    # whether no other layout of the space can be the fastest, by the estimator's bounds; where some were never placed,
+    # nothing is said of the space
     whole: bool = False
 
     @property
@@ -194,7 +173,6 @@ def doubt(
     error: float,
     known: bool = True,
     devices: Sequence[int] = (),
-    terms: Sequence[Term] = TERMS,
     whole: bool = False,
 ) -> Doubt:
     """Return how sure it is that the fastest is the fastest.
@@ -213,25 +191,21 @@ def doubt(
     shares = wins.mean(axis=0)
     experiment, steps = None, 0
     if (shares >= LEAST_SHARE).sum() > 1:
-        right = [_right_after(wins, drawn[:, column]) for column in range(len(terms))]
-        experiment = _cheapest(right, float(shares.max()), node, terms)
+        # how often the likeliest layout is the fastest, once a term's value is known to one of some bins
+        bins = (np.array_split(one.argsort(kind="stable"), _BINS) for one in drawn.T)
+        right = [float(np.mean([wins[some].mean(axis=0).max() for some in of_term])) for of_term in bins]
+        experiment = _cheapest(right, float(shares.max()), node)
         steps = max((few for few, share in zip(devices, shares, strict=False) if share >= LEAST_SHARE), default=0)
     return Doubt(tuple(names), tuple(map(float, shares)), experiment, error, known, steps, whole)
 
 
-def _right_after(wins: np.ndarray, values: np.ndarray) -> float:
-    """How often the likeliest layout is the fastest, once a term's value is known to one of some bins."""
-    bins = np.array_split(values.argsort(kind="stable"), _BINS)
-    return float(np.mean([wins[some].mean(axis=0).max() for some in bins]))
-
-
-def _cheapest(right: Sequence[float], before: float, node: int, terms: Sequence[Term]) -> Experiment | None:
+def _cheapest(right: Sequence[float], before: float, node: int) -> Experiment | None:
     most = max(right) - before
     if most < _WORTH:
         return None
     good = [
         Experiment(term, after, max(1, term.nodes * node))
-        for term, after in zip(terms, right, strict=True)
+        for term, after in zip(TERMS, right, strict=True)
         if after - before >= _NEARLY * most
     ]
     return min(good, key=lambda one: (one.devices, -one.right))

@@ -20,16 +20,18 @@ from plugins.errors import DataError
 from tools.estimate.efficiency import UNKNOWN, Efficiency, cluster, efficiency_of, known_error
 from tools.estimate.memory.room import known_errors, write_errors
 from tools.estimate.published.calibrate import Calibration, calibrate, cluster_text
-from tools.estimate.published.rows import Row, read_rows
+from tools.estimate.published.rows import read_rows
 from tools.estimate.published.validate import Prediction, predict, summary
 from tools.files.atomic import keep_existing, write_atomically
 from tools.hardware import DEFAULT_HARDWARE
 from tools.process.waiting import Progressing
 from tools.profile.attribute import Line, gap_advice, gap_lines, gap_lines_of_total, gap_table, modelled
-from tools.profile.fit import file_text
+from tools.profile.fit import Fit, file_text
 from tools.profile.study import Study, fitted, run_of, start_of, study
 from tools.ranges import RANGES, Number
+from tools.search.options import json_option, overrides_option
 
+_steps = click.option("--steps", type=Number("steps"), help="Number of steps in PROFILE, where its files do not tell.")
 _WIDTH = 180  # a row's names and numbers on one line, in files and pipes too
 
 
@@ -62,7 +64,11 @@ def validate(rows: Path, record: Path | None, force: bool, as_json: bool) -> Non
         click.echo(json.dumps([prediction.as_json() for prediction in predictions]))
     else:
         _print_validation(predictions)
-    _refuse_unknown(rows, [found.row for found in predictions])
+    unknown = [(index, found.row) for index, found in enumerate(predictions) if not found.row.cluster]
+    if unknown:  # devices that nobody knows, in one line for all of them
+        index, row = unknown[0]
+        more = f" (and {len(unknown) - 1} more rows)" if len(unknown) > 1 else ""
+        raise DataError(f"{rows}: rows[{index}].hardware: {row.reason}{more}")
     if not any(found.step_time_s for found in predictions):
         reasons = "; ".join(f"{found.row.id}: {found.reason}" for found in predictions[:3])
         raise DataError(f"{rows}: no row can be predicted ({reasons})")
@@ -75,15 +81,6 @@ def validate(rows: Path, record: Path | None, force: bool, as_json: bool) -> Non
         for line in changed:
             click.echo(f"tc3: {line}; --record makes the file anew", err=True)
         sys.exit(1)
-
-
-def _refuse_unknown(path: Path, rows: list[Row]) -> None:
-    """Raise where a row's device is one that nobody knows, in one line for all of them."""
-    unknown = [(index, row) for index, row in enumerate(rows) if not row.cluster]
-    if unknown:
-        index, row = unknown[0]
-        more = f" (and {len(unknown) - 1} more rows)" if len(unknown) > 1 else ""
-        raise DataError(f"{path}: rows[{index}].hardware: {row.reason}{more}")
 
 
 def _print_validation(predictions: list[Prediction]) -> None:
@@ -107,31 +104,24 @@ def _table(predictions: list[Prediction]) -> Table:
         shown.add_row(
             found.row.id,
             found.row.cluster,
-            _number(found.step_time_s, ".4g"),
-            _percent(found.step_error),
-            _number(found.tokens_per_s_per_device, ".4g"),
-            _number(found.tflops_per_device, ".0f"),
-            _number(found.mfu, ".3f"),
-            _number(found.peak_memory_gb, ".1f"),
-            _percent(found.memory_error),
+            *("" if value is None else form.format(value) for value, form in _cells(found)),
             found.reason or "",
         )
     return shown
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def _percent(error: float | None) -> str:
-    return "" if error is None else f"{100 * error:+.1f} %"
+def _cells(found: Prediction) -> list[tuple[float | None, str]]:
+    errors = (None if error is None else 100 * error for error in (found.step_error, found.memory_error))
+    step, memory = ((error, "{:+.1f} %") for error in errors)
+    speeds = [(found.tokens_per_s_per_device, "{:.4g}"), (found.tflops_per_device, "{:.0f}"), (found.mfu, "{:.3f}")]
+    return [(found.step_time_s, "{:.4g}"), step, *speeds, (found.peak_memory_gb, "{:.1f}"), memory]
 
 
 @click.command("calibrate")
 @click.argument("measured", type=click.Path(path_type=Path), metavar="MEASURED.yaml|PROFILE")
 @click.option("--recipe", type=click.Path(path_type=Path), metavar="RECIPE", help="Recipe of the profiled run.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that RECIPE has.")
-@click.option("--steps", type=Number("steps"), help="Number of steps in PROFILE, where its files do not tell.")
+@overrides_option("RECIPE")
+@_steps
 @click.option(
     "--cluster",
     "cluster_name",
@@ -141,7 +131,7 @@ def _percent(error: float | None) -> str:
 @click.option("--like", metavar="NAME", help="Start from the efficiencies of this cluster where FILE.yaml has none.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Cluster file to write.")
 @click.option("--force", is_flag=True, help="Replace the file of --out if it exists.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@json_option
 def calibrate_command(
     measured: Path,
     recipe: Path | None,
@@ -169,7 +159,19 @@ def calibrate_command(
     """
     keep_existing("--out", out, force)
     if measured.is_dir():
-        _from_profile(measured, recipe, overrides, steps, cluster_name, like, out, as_json)
+        if recipe is None:
+            raise click.UsageError(f"{measured}: name the recipe of the run that was profiled: --recipe RECIPE.yaml")
+        with Progressing("fitting"):
+            seen = study(measured, run_of(recipe, overrides), steps)
+            if cluster_name is None and seen.profile.device != "CPU":
+                cluster_name = DEFAULT_HARDWARE
+            profiled, content, called = fitted(seen, cluster_name, like, out.stem)
+        write_atomically(out, file_text(content, out.stem, profiled, seen.profile, called))
+        if as_json:
+            click.echo(json.dumps({**profiled.as_json(), "notes": seen.profile.notes, "path": str(out)}))
+        else:
+            _print_profile(profiled, seen)
+        click.echo(f"written: {out}", err=True)
         return
     if recipe or overrides or steps:
         raise click.UsageError(f"{measured}: --recipe, --set and --steps go only with the folder of a profile")
@@ -185,46 +187,17 @@ def calibrate_command(
     click.echo(f"written: {out}", err=True)
 
 
-def _from_profile(
-    folder: Path,
-    recipe: Path | None,
-    overrides: tuple[str, ...],
-    steps: int | None,
-    cluster_name: str | None,
-    like: str | None,
-    out: Path,
-    as_json: bool,
-) -> None:
-    if recipe is None:
-        raise click.UsageError(f"{folder}: name the recipe of the run that was profiled: --recipe RECIPE.yaml")
-    with Progressing("fitting"):
-        seen = study(folder, run_of(recipe, overrides), steps)
-        if cluster_name is None and seen.profile.device != "CPU":
-            cluster_name = DEFAULT_HARDWARE
-        found, content, called = fitted(seen, cluster_name, like, out.stem)
-    write_atomically(out, file_text(content, out.stem, found, seen.profile, called))
-    if as_json:
-        click.echo(json.dumps({**found.as_json(), "notes": seen.profile.notes, "path": str(out)}))
-    else:
-        console = Console(soft_wrap=True, highlight=False, markup=False)
-        _say(seen, console)
-        console.print(gap_table(gap_lines(found.after, seen.measured), "fitted s"))
-        for name in found.fitted:
-            console.print(f"{name}: {getattr(found.efficiency, name):.4g}{_remark(found.kept.get(name))}")
-        for name in sorted(set(found.kept) - set(found.fitted)):
-            console.print(f"{name}: stays {getattr(found.efficiency, name):.4g}: {found.kept[name]}")
-    click.echo(f"written: {out}", err=True)
-
-
-def _remark(text: str | None) -> str:
-    return f" ({text})" if text else ""
-
-
-def _say(seen: Study, console: Console) -> None:
-    profile = seen.profile
+def _print_profile(found: Fit, seen: Study) -> None:
+    console, profile = Console(soft_wrap=True, highlight=False, markup=False), seen.profile
     console.print(f"{profile.source}: {profile.device}, {profile.steps} steps, one of {profile.step.seconds:.4g} s")
     for note in profile.notes:
         console.print(f"note: {note}")
+    console.print(gap_table(gap_lines(found.after, seen.measured), "fitted s"))
+    for name in found.fitted:
+        remark = f" ({found.kept[name]})" if found.kept.get(name) else ""
+        console.print(f"{name}: {getattr(found.efficiency, name):.4g}{remark}")
+    for name in sorted(set(found.kept) - set(found.fitted)):
+        console.print(f"{name}: stays {getattr(found.efficiency, name):.4g}: {found.kept[name]}")
 
 
 def _print_fit(found: Calibration, start: Efficiency) -> None:
@@ -247,9 +220,9 @@ def _print_fit(found: Calibration, start: Efficiency) -> None:
     "--measured", required=True, metavar="SECONDS|PROFILE", help="Measured seconds of a step, or a profiler's folder."
 )
 @click.option("--cluster", "cluster_name", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE.yaml")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that RECIPE has.")
-@click.option("--steps", type=Number("steps"), help="Number of steps in PROFILE, where its files do not tell.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@overrides_option("RECIPE")
+@_steps
+@json_option
 def explain(
     recipe: Path, measured: str, cluster_name: str, overrides: tuple[str, ...], steps: int | None, as_json: bool
 ) -> None:

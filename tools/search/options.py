@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import click
 
-from tools.layout.budget import EFFORTS, Budget
+from tools.layout.budget import EFFORTS, LATE, Budget
 from tools.layout.ilp import Incumbent
 from tools.process.waiting import Progressing
 from tools.ranges import Number
@@ -19,39 +20,24 @@ margin_option = click.option(
     metavar="SHARE",
     help="Share of the memory limit to leave free, such as 0.05; default: the estimator's known error; 0: none.",
 )
-
-
-schedule_option = click.option(
-    "--schedule",
-    "schedules",
-    multiple=True,
-    metavar="NAME|all",
-    help="Also rank layouts of another pipeline schedule, such as zero_bubble_v; the table says which can be "
-    "run and which are only simulated. --write then writes the fastest of these schedules that can be run.",
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+seed_option = click.option(
+    "--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the search's random part."
 )
 
 
-_groups = click.option(
-    "--recompute-operators",
-    "groups",
-    is_flag=True,
-    help="Let layers recompute groups of operators (MLA's up-projections, MLPs' first product, experts) beside norms, "
-    "communication and whole layers; the search takes twice as long.",
-)
+def overrides_option(recipe: str = "the recipe") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--set KEY=VALUE`."""
+    return click.option(
+        "--set", "overrides", multiple=True, metavar="KEY=VALUE", help=f"Override a key that {recipe} has."
+    )
 
 
-_swap = click.option(
-    "--swap",
-    "swapping",
-    is_flag=True,
-    help="Place the first layout once more with a third choice beside keeping and recomputing activations: swapping "
-    "them to the host, at the price of the host link. It is only simulated, not written.",
-)
-
-
-def choice_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--recompute-operators` and `--swap`: what layers may do beside what every search asks."""
-    return _groups(_swap(command))
+def time_limit_option(default: float, what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--time-limit`, a backstop of `--effort`."""
+    return click.option(
+        "--time-limit", default=default, show_default=True, type=Number("seconds"), metavar="SECONDS", help=what
+    )
 
 
 class Effort(click.ParamType):
@@ -89,6 +75,15 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
 def effort_within(asked: float | None, default: str, seconds: float) -> float:
     """Return the units that were asked for, else the default, or what would take about `seconds` if that is less."""
     return asked if asked is not None else min(EFFORTS[default], seconds)
+
+
+def tell_end(cut: bool, stopped: bool, best: str) -> None:
+    """Say on stderr that the time limit ended a search, or Ctrl-C, which exits with 130."""
+    if cut:
+        click.echo(LATE, err=True)
+    if stopped:
+        click.echo(f"interrupted: this is the best {best}so far", err=True)
+        sys.exit(130)
 
 
 _WORDS = {"ranking": "ranking the space", "placing": "placing layers", "bounding": "bounding the others"}

@@ -1,11 +1,8 @@
 """A configuration as a child of the recipe it came from: the MindFormers keys that differ, and the file with them.
 
-Only what differs in effect is written. Values that the recipe shares through anchors change at all their places, and
-lists are written whole: a child cannot change an entry of its base's list.
-
-The keys say how tokens travel to experts (MindFormers' own dispatchers or `plugins.hierarchical_ep`) and what the
-search was told of the machine: devices of a node, memory of a device. No answer may be written over a file that the
-recipe is made of.
+Only what differs in effect is written, what the search was told of the machine included. Values that the recipe shares
+through anchors change at all their places, and lists are written whole: a child cannot change an entry of its base's
+list. No answer may be written over a file that the recipe is made of.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,11 +76,7 @@ def files_of(recipe: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def keep_files_of(recipe: str | os.PathLike[str], option: str, target: str | os.PathLike[str] | None) -> None:
-    """Refuse to write to a file that the recipe is made of.
-
-    Raises:
-        RecipeError: `target` of the command line's `option` is one, by this name or another.
-    """
+    """Refuse (RecipeError) a `target` of the command line's `option` that the recipe is made of, by whatever name."""
     if target is None or not os.path.exists(target):
         return
     for file in files_of(recipe):
@@ -92,24 +85,18 @@ def keep_files_of(recipe: str | os.PathLike[str], option: str, target: str | os.
             raise RecipeError(f"{option} {target}: {own}; it would be overwritten; name another file")
 
 
+_DISPATCHER = (*MODEL, "moe_token_dispatcher_type")
 NODE = (*MODEL, "npu_nums_per_device")
 _LIMIT, _POOL = ("context", "max_device_memory"), ("context", "mempool_block_size")
-_HUNDREDTH = GIB / 100
 
 
 @dataclass(frozen=True)
 class Site:
-    """The machine of an answer.
+    """The machine of an answer."""
 
-    Args:
-        node: devices of a node.
-        hardware: its file or name, as `plugins.hierarchical_ep.hardware` takes it.
-        memory: bytes that the job may use on a device, where the recipe's own limit is not what was asked for.
-    """
-
-    node: int
-    hardware: str
-    memory: float | None = None
+    node: int  # devices
+    hardware: str  # file or name, as `plugins.hierarchical_ep.hardware` takes it
+    memory: float | None = None  # bytes of a device for the job, where the recipe's limit is not what was asked for
 
 
 def stays_plugged(view: View, config: Configuration, node: int) -> bool:
@@ -133,15 +120,10 @@ def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, 
         if plugged and CHUNKS in unresolved(view.recipe) and view.get(hardware, DEFAULT_HARDWARE) != site.hardware:
             values[hardware] = site.hardware
     if site.memory is not None and limit_of(view.recipe) != int(site.memory):
-        limit = f"{math.ceil(site.memory / _HUNDREDTH) / 100:g}GB"  # MindSpore's GB are 2^30 bytes
-        pool = view.get(_POOL)
-        values[_LIMIT] = limit
-        if pool is not None and pool == view.get(_LIMIT):
-            values[_POOL] = limit
+        values[_LIMIT] = f"{math.ceil(site.memory / (GIB / 100)) / 100:g}GB"  # MindSpore's GB are 2^30 bytes
+        if view.get(_POOL) is not None and view.get(_POOL) == view.get(_LIMIT):
+            values[_POOL] = values[_LIMIT]
     return values
-
-
-_DISPATCHER = (*MODEL, "moe_token_dispatcher_type")
 
 
 def dispatch_values(view: View, config: Configuration, node: int | None = None) -> dict[KeyPath, Any]:
@@ -160,7 +142,7 @@ def dispatch_values(view: View, config: Configuration, node: int | None = None) 
         return {}
     if config.ep_mode not in MODES:
         near = did_you_mean(config.ep_mode, list(MODES))
-        raise RecipeError(f"EP mode {config.ep_mode!r}: want one of {', '.join(MODES)}{near}")
+        raise RecipeError(f"EP mode {config.ep_mode!r}: must be one of {', '.join(MODES)}{near}")
     node = node or view.node
     if stays_plugged(view, config, node):
         return {} if view.get(MODE) == config.ep_mode else {MODE: config.ep_mode}
@@ -179,6 +161,10 @@ def dispatch_values(view: View, config: Configuration, node: int | None = None) 
     return values
 
 
+_DEGREES = {
+    **{"dp": "data_parallel", "tp": "model_parallel", "pp": "pipeline_stage"},
+    **{"cp": "context_parallel", "ep": "expert_parallel"},
+}
 _PIPELINE = ("parallel", "pipeline_config")
 _SHARD = ("parallel", "parallel_optimizer_config")
 _LISTS = [("recompute_config", key) for key in (*RECOMPUTE, *EXCLUDE)]
@@ -197,11 +183,7 @@ def overlay(recipe: Recipe, config: Configuration, site: Site | None = None) -> 
 
 
 def write_overlay(
-    recipe: Recipe,
-    config: Configuration,
-    path: str | os.PathLike[str],
-    notes: Sequence[str],
-    site: Site | None = None,
+    recipe: Recipe, config: Configuration, path: str | os.PathLike[str], notes: Sequence[str], site: Site | None = None
 ) -> None:
     """Write, atomically, a child of the recipe's own file, with `notes` as comments at its head.
 
@@ -226,11 +208,7 @@ def write_overlay(
 
 
 def require_layouts(recipe: Recipe, devices: int) -> None:
-    """Refuse a recipe that can be given no layout for so many devices.
-
-    Raises:
-        RecipeError: it does not split its model.
-    """
+    """Refuse (RecipeError) a recipe that can be given no layout for so many devices: it does not split its model."""
     if not View(recipe).parallel and devices > 1:
         raise RecipeError(f"{recipe.source}: a layout needs use_parallel: True and parallel.parallel_mode: 1")
 
@@ -245,12 +223,14 @@ def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> 
     values |= dispatch_values(view, config, site.node if site else None)
     values |= site_values(view, config, site) if site else {}
     result = copy.deepcopy(recipe)
-    for path, value in values.items():
-        for other in shared_paths(recipe, path)[1:]:
-            if other not in values:
-                _set(result, other, value)
-    for path, value in values.items():
-        _set(result, path, value)
+    shared = {other: value for path, value in values.items() for other in shared_paths(recipe, path)[1:]}
+    for path, value in (*(item for item in shared.items() if item[0] not in values), *values.items()):
+        section: Any = result
+        for key in path[:-1]:
+            if isinstance(section, dict) and not isinstance(section.get(key), (dict, list)):
+                section[key] = {}
+            section = section[key]
+        section[path[-1]] = value
     return result
 
 
@@ -258,13 +238,9 @@ def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
     """Parallel degrees, batch, optimizer sharding."""
     piped = config.pp > 1
     wanted: list[tuple[KeyPath, Any, Any]] = [
-        ((*PARALLEL, "data_parallel"), view.dp, config.dp),
-        ((*PARALLEL, "model_parallel"), view.tp, config.tp),
-        ((*PARALLEL, "pipeline_stage"), view.pp, config.pp),
-        ((*PARALLEL, "context_parallel"), view.cp, config.cp),
-        ((*PARALLEL, "expert_parallel"), view.ep, config.ep),
-        ((*RUNNER, "batch_size"), view.batch, config.batch),
+        ((*PARALLEL, key), getattr(view, name), getattr(config, name)) for name, key in _DEGREES.items()
     ]
+    wanted.append(((*RUNNER, "batch_size"), view.batch, config.batch))
     numbers: dict[KeyPath, int] = {
         (*PARALLEL, "micro_batch_num"): config.micro_batches if piped else 1,
         (*RUNNER, "gradient_accumulation_steps"): 1 if piped else config.micro_batches,
@@ -278,22 +254,18 @@ def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
             numbers["callbacks", index, "gradient_accumulation_steps"] = 1 if piped else config.micro_batches
     wanted += [(path, view.number(path, 1), value) for path, value in numbers.items()]
     wanted += [(path, view.flag(path), value) for path, value in flags.items()]
-    wanted.append(_gradients(view, config))
+    # beside an optimizer_level MindSpore takes the flag that shards accumulated gradients only at level2
+    now, then = shards_gradients(view), config.shard_gradients
+    if view.get(LEVEL) is None:
+        wanted.append((GRADIENTS, now, then))
+    else:
+        wanted.append((LEVEL, f"level{1 + now}", f"level{1 + then}"))
     threshold = (*_SHARD, "parallel_optimizer_threshold")
     wanted.append((threshold, view.number(threshold, 64), config.shard_threshold // 1024))
     rows = view.get(_STRATEGY)
     if isinstance(rows, list):
         wanted.append((_STRATEGY, rows, [[config.dp, *row[1:]] for row in rows]))
     return {path: value for path, now, value in wanted if now != value}
-
-
-def _gradients(view: View, config: Configuration) -> tuple[KeyPath, Any, Any]:
-    """The key that shards accumulated gradients, now and wanted: MindSpore takes the flag beside level2 alone."""
-    both = shards_gradients(view), config.shard_gradients
-    if view.get(LEVEL) is None:
-        return GRADIENTS, *both
-    now, then = ("level2" if sharded else "level1" for sharded in both)
-    return LEVEL, now, then
 
 
 def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
@@ -331,7 +303,10 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
         if not same_shape and has_counts(now):  # of stages that are no more; the model does not count exclusions
             values["recompute_config", key] = dict.fromkeys(now, False) if isinstance(now, dict) else False
     if scheduler == "zero_bubble_v":
-        values |= _mapped_alone({**{path: view.get(path) for path in _LISTS}, **values})
+        # lists of one operator pattern become mappings: zero_bubble_v turns round the second entry of any list
+        lists = {path: values.get(path, view.get(path)) for path in _LISTS}
+        one = {path: value for path, value in lists.items() if isinstance(value, list) and len(patterns_of(value)) == 1}
+        values |= {path: {value[0]: True} for path, value in one.items()}
     mp = ("recompute_config", "mp_comm_recompute")
     if config.recompute.full and view.flag(mp, True) != config.recompute.replay_tp:
         values[mp] = config.recompute.replay_tp
@@ -349,20 +324,6 @@ def _swapped_alike(
         or not table
         or named_layers(now, config.layers) == set(numbers_of(table, config.layers, config.schedule))
     )
-
-
-def _mapped_alone(values: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
-    """Lists of one operator pattern as mappings: zero_bubble_v turns round the second entry of any list."""
-    lists = {path: value for path, value in values.items() if path in _LISTS and isinstance(value, list)}
-    return {path: {value[0]: True} for path, value in lists.items() if len(patterns_of(value)) == 1}
-
-
-def _set(recipe: Any, path: KeyPath, value: Any) -> None:
-    for key in path[:-1]:
-        if isinstance(recipe, dict) and not isinstance(recipe.get(key), (dict, list)):
-            recipe[key] = {}
-        recipe = recipe[key]
-    recipe[path[-1]] = value
 
 
 def _difference(before: Any, after: Any) -> dict[str, Any]:

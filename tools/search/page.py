@@ -73,15 +73,8 @@ def draw_frontier(axes: Any, found: Found, doubt: Doubt | None = None) -> None:
     for place, pp in enumerate(distinct):
         own = shown[stages == pp]
         colour = colormaps["viridis"](place / max(1, len(distinct) - 1))
-        axes.scatter(
-            ranking.peaks[own] / GIB,
-            ranking.seconds[own],
-            s=5,
-            color=colour,
-            alpha=0.5,
-            label=f"pp {pp}",
-            rasterized=True,
-        )
+        look = {"s": 5, "color": colour, "alpha": 0.5, "label": f"pp {pp}", "rasterized": True}
+        axes.scatter(ranking.peaks[own] / GIB, ranking.seconds[own], **look)
     best = frontier(ranking.seconds, ranking.peaks)
     best = best[ranking.seconds[best] <= _SLOWEST * ranking.seconds.min()]
     line = {"color": "black", "linewidth": 1, "drawstyle": "steps-post"}
@@ -179,7 +172,9 @@ def html(found: Found, times: TimeModel, title: str) -> str:
         f"{request.devices:,} devices of {request.hardware.name}, global batch {request.global_batch:,}, "
         f"sequence {request.base.sequence:,}"
     )
-    entries = [*found.entries, *([found.own] if found.own else [])]
+    entries = {str(number): entry for number, entry in enumerate(found.entries, 1)}
+    entries |= {"recipe": found.own} if found.own else {}
+    parts = [[name, one.layout, *(f"{one.parts[part]:.2f}" for part in PARTS)] for name, one in entries.items()]
     doubt = doubt_of(found, times)
     alike = [name for name, _ in doubt.alike] if doubt and len(doubt.alike) > 1 else []
     body = [
@@ -191,12 +186,7 @@ def html(found: Found, times: TimeModel, title: str) -> str:
         as_svg(lambda axes: draw_frontier(axes, found, doubt), (12, 6.5)),
         _key("How to read the picture", _PICTURES),
         "<h2>Where a step's time goes, in seconds</h2>",
-        _wide(
-            _table(
-                ("", "layout", *PARTS),
-                [_parts(name, entry) for name, entry in zip(_names(found), entries, strict=True)],
-            )
-        ),
+        _wide(_table(("", "layout", *PARTS), parts)),
         _key("What the parts are", PARTS),
         "<h2>The first's pipeline</h2>",
         "<p>A row is a pipeline stage, a bar a micro-batch's pass through one of the stage's chunks of layers.</p>",
@@ -213,14 +203,6 @@ def html(found: Found, times: TimeModel, title: str) -> str:
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{_STYLE}</style></head>\n<body>\n{page}\n</body></html>\n"
     )
-
-
-def _names(found: Found) -> list[str]:
-    return [str(number) for number in range(1, len(found.entries) + 1)] + (["recipe"] if found.own else [])
-
-
-def _parts(name: str, entry: Entry) -> list[str]:
-    return [name, entry.layout, *(f"{entry.parts[part]:.2f}" for part in PARTS)]
 
 
 def _layers(entry: Entry) -> str:

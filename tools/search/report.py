@@ -55,18 +55,13 @@ def cells(name: str, entry: Entry, request: Request) -> list[str]:
         f"{entry.seconds:.2f}",
         f"{100 * entry.mfu:.1f} %",
         f"{entry.peak / GIB:.1f}",
-        known_errors().fits(entry.peak, request.cap) + _mark(entry, request),
+        # beside a run that the search would not have taken for its memory stands why
+        known_errors().fits(entry.peak, request.cap)
+        + (", over the limit" if entry.peak > request.cap else ", no margin" if entry.peak > request.room else ""),
         f"{100 * entry.parts['bubble'] / entry.seconds:.1f} %",
         f"{100 * entry.exposed / entry.seconds:.1f} %",
         f"{entry.tokens_per_s:,.0f}",
     ]
-
-
-def _mark(entry: Entry, request: Request) -> str:
-    """What stands beside a run that the search would not have taken for its memory."""
-    if entry.peak > request.cap:
-        return ", over the limit"
-    return ", no margin" if entry.peak > request.room else ""
 
 
 def table_rows(found: Found) -> list[list[str]]:
@@ -251,22 +246,21 @@ def print_text(found: Found, times: TimeModel, console: Console) -> None:
         f"{request.base.sequence:,}: {funnel.total:,} candidates, {len(found.ranking.seconds):,} legal and fitting, "
         f"ranked in {found.seconds:.0f} s"
     )
-    console.print(_table(tuple(HEADS), table_rows(found)))
+    console.print(_table(tuple(HEADS), table_rows(found), LEFT))
     for line in reasons(found, doubt_of(found, times)):
         console.print(f"* {line}")
     for line in lost(found):
         console.print(f"* {line}")
     console.print("\ndropped from the space, by the first rule that a candidate breaks:")
-    console.print(_table(("", "candidates"), [[reason, f"{count:,}"] for reason, count in funnel.lines()]))
+    console.print(_table(("", "candidates"), [[reason, f"{count:,}"] for reason, count in funnel.lines()], ("",)))
     for line in assumptions(found, times):
         console.print(f"- {line}")
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> Table:
     table = Table(box=None, pad_edge=False)
     for head in heads:
-        left = head in LEFT or (len(heads) == 2 and not head)
-        table.add_column(head, justify="left" if left else "right", no_wrap=not left)
+        table.add_column(head, justify="left" if head in left else "right", no_wrap=head not in left)
     for row in rows:
         table.add_row(*row)
     return table
@@ -279,12 +273,7 @@ _LEFT = ("schedule", "layout", "recompute", "MindFormers 1.9.0")
 def print_schedules(found: BySchedule, first: Entry, times: TimeModel, console: Console) -> None:
     """Print the table, and what swapping would cost `first`."""
     console.print("\nschedules, each with its fastest layout (predicted; all simulated with the same times of passes):")
-    table = Table(box=None, pad_edge=False)
-    for head in SCHEDULE_HEADS:
-        table.add_column(head, justify="left" if head in _LEFT else "right", no_wrap=head not in _LEFT)
-    for row in rows_of(found, first):
-        table.add_row(*row)
-    console.print(table)
+    console.print(_table(SCHEDULE_HEADS, rows_of(found, first), _LEFT))
     for line in swap_words(first.config, times):
         console.print(f"- {line}")
 

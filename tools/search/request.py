@@ -12,7 +12,6 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,19 +45,13 @@ _FORM = re.compile(r"\s*([a-z]+)\s*(<=|>=|!=|<|>|=|%\s*(\d+)\s*=)\s*([\w,\s]+?)\
 
 @dataclass(frozen=True)
 class Limit:
-    """One limit, as the user wrote it and taken apart.
-
-    Args:
-        name: what it limits; sign: "=", "!=", "<", "<=", ">", ">=" or "%".
-        values: numbers, or for words their indices in `WORDS`.
-        modulus: of "%".
-    """
+    """One limit, as the user wrote it and taken apart."""
 
     text: str
-    name: str
-    sign: str
-    values: tuple[int, ...]
-    modulus: int = 1
+    name: str  # what it limits
+    sign: str  # "=", "!=", "<", "<=", ">", ">=" or "%"
+    values: tuple[int, ...]  # numbers, or for words their indices in `WORDS`
+    modulus: int = 1  # of "%"
 
     def keeps(self, numbers: Any) -> np.ndarray:
         """Return which of the numbers (or indices of words) pass."""
@@ -79,18 +72,25 @@ def read_limit(text: str) -> Limit:
     """
     match = _FORM.fullmatch(text)
     if match is None:
-        raise RecipeError(f"--limit {text!r}: want a name, a sign and a value, such as tp<=8, pp=8,16 or ep%8=0")
+        raise RecipeError(f"--limit {text!r}: a name, a sign and a value are needed, such as tp<=8, pp=8,16 or ep%8=0")
     name, sign, modulus, written = match.groups()
     if name not in (*NUMBERS, *WORDS):
-        known = [*NUMBERS, *WORDS]
+        names = [*NUMBERS, *WORDS]
         raise RecipeError(
-            f"--limit {text!r}: no {name!r} here{did_you_mean(name, known)}; known are {', '.join(known)}"
+            f"--limit {text!r}: no {name!r} here{did_you_mean(name, names)}; known are {', '.join(names)}"
         )
     words = [word.strip() for word in written.split(",")]
     if modulus is not None:
         sign = "%"
     if name in WORDS:
-        values = _words(text, name, sign, words)
+        known = WORDS[name]
+        if sign not in ("=", "!="):
+            raise RecipeError(f"--limit {text!r}: {name} takes = or !=")
+        for word in words:
+            if word not in known:
+                hint = did_you_mean(word, list(known))
+                raise RecipeError(f"--limit {text!r}: {name} is one of {', '.join(known)}, not {word!r}{hint}")
+        values = tuple(known.index(word) for word in words)
     elif modulus is not None and not 0 < int(modulus) <= _LARGEST:
         raise RecipeError(f"--limit {text!r}: remainders by {modulus[:20]} do not exist; divide by 1 to {_LARGEST:,}")
     elif all(word.isdecimal() and int(word[:20]) <= _LARGEST for word in words):
@@ -104,67 +104,36 @@ def read_limit(text: str) -> Limit:
     return Limit(text, name, sign, values, int(modulus or 1))
 
 
-def _words(text: str, name: str, sign: str, words: Sequence[str]) -> tuple[int, ...]:
-    known = WORDS[name]
-    if sign not in ("=", "!="):
-        raise RecipeError(f"--limit {text!r}: {name} takes = or !=")
-    for word in words:
-        if word not in known:
-            hint = did_you_mean(word, list(known))
-            raise RecipeError(f"--limit {text!r}: {name} is one of {', '.join(known)}, not {word!r}{hint}")
-    return tuple(known.index(word) for word in words)
-
-
 @dataclass(frozen=True)
 class Request:
-    """One search.
+    """One search."""
 
-    Args:
-        base: the recipe's own run; degrees, layers, batch, recomputation and sharding of it are what is searched for.
-        hardware: the cluster.
-        devices: to use, all of them.
-        global_batch: samples per step.
-        cap: bytes that a job may use on a device.
-        margin: share of `cap` that predictions must leave free, because they are off by as much.
-        cap_source: where `cap` comes from.
-        ulysses: how many parts of the heads context parallelism cuts (MindFormers' ulysses_degree_in_cp; graph mode
-            reads no other key for it).
-        limits: the user's.
-        hardware_file: name or file of `hardware`, as a recipe names it.
-        swaps: the recipe moves activations to the host, which is not modelled.
-        schedule: every pipeline runs this one (`tools.pipeline.schedules`); "": 1F1B, interleaved with several chunks.
-        own_cap: `cap` is the recipe's limit, or there is none: an overlay need not write it.
-        groups: layers may recompute groups of operators as well (`tools.estimate.configuration`).
-    """
-
-    base: Configuration
+    base: Configuration  # the recipe's own run; its degrees, layers, batch, recomputation, sharding are searched for
     hardware: Hardware
-    devices: int
-    global_batch: int
-    cap: float
-    cap_source: str
+    devices: int  # to use, all of them
+    global_batch: int  # samples per step
+    cap: float  # bytes that a job may use on a device
+    cap_source: str  # where `cap` comes from
+    # how many parts of the heads context parallelism cuts: MindFormers' ulysses_degree_in_cp, the only key for it that
+    # graph mode reads
     ulysses: int = 1
-    limits: tuple[Limit, ...] = ()
-    hardware_file: str = DEFAULT_HARDWARE
-    own_cap: bool = True
-    margin: float = 0.0
-    swaps: bool = False
-    schedule: str = ""
-    groups: bool = False
+    limits: tuple[Limit, ...] = ()  # the user's
+    hardware_file: str = DEFAULT_HARDWARE  # name or file of `hardware`, as a recipe names it
+    own_cap: bool = True  # `cap` is the recipe's limit, or there is none: an overlay need not write it
+    margin: float = 0.0  # share of `cap` that predictions must leave free, because they are off by as much
+    swaps: bool = False  # the recipe moves activations to the host, which is not modelled
+    schedule: str = ""  # of every pipeline (`tools.pipeline.schedules`); "": 1F1B, interleaved with several chunks
+    groups: bool = False  # layers may recompute groups of operators as well (`tools.estimate.configuration`)
 
     @property
     def room(self) -> float:
         """Return the bytes that a prediction may reach on a device: the cap without its margin."""
-        return self._room.bytes
+        return Room(self.cap, self.cap_source, self.margin).bytes
 
     @property
     def room_words(self) -> str:
         """``51.4 GiB (55.5 less a margin of 7.4 %)``."""
-        return self._room.words
-
-    @property
-    def _room(self) -> Room:
-        return Room(self.cap, self.cap_source, self.margin)
+        return Room(self.cap, self.cap_source, self.margin).words
 
     @property
     def node(self) -> int:
@@ -197,10 +166,12 @@ def request_of(
         RecipeError: the recipe describes no run, or there is no such cluster.
     """
     hardware = cluster(cluster_name)
-    try:
-        base, room = _run_of(recipe), room_of(recipe, hardware, memory_gib, margin)
+    try:  # an open layout is even, for the search places layers itself
+        base, room = from_recipe(resolve(recipe, layout="even")), room_of(recipe, hardware, memory_gib, margin)
     except RecipeError as error:
         raise in_file(recipe, error) from None
+    if base.ep_cut and CHUNKS in unresolved(recipe):  # strategies have each their own best chunks
+        base = replace(base, ep_cut=Cut(stride=look(recipe, (*OVERLAP, "stride"))))
     return Request(
         base=base,
         hardware=hardware,
@@ -238,14 +209,3 @@ def file_of(cluster_name: str) -> str:
     """Return a cluster as recipes name it: the name of a hardware file, or the path of another."""
     name = name_of(cluster_name)
     return name if name in known_hardware() else os.path.abspath(cluster_file(cluster_name))
-
-
-def _run_of(recipe: Recipe) -> Configuration:
-    """The recipe's own run; an open layout is even, for the search places layers itself.
-
-    Strategies of a recipe that leaves its chunks to `auto` have each their own best ones.
-    """
-    run = from_recipe(resolve(recipe, layout="even"))
-    if run.ep_cut and CHUNKS in unresolved(recipe):
-        return replace(run, ep_cut=Cut(stride=look(recipe, (*OVERLAP, "stride"))))
-    return run

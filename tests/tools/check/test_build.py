@@ -5,7 +5,7 @@ import pytest
 from tests.tools.check.mutations import MODEL, put
 from tests.tools.check.test_mutations import RECIPES, name, plain
 from tests.tools.check.test_rules import INTERLEAVED, SEMI, change
-from tools.check.build import Builder, check_built, same
+from tools.check.build import built_by_mindformers, check_built, same
 from tools.check.check import check_recipe
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
@@ -24,7 +24,7 @@ CASES |= {"semi": SEMI, "interleaved": change(SEMI, *INTERLEAVED), "zero_bubble_
 
 @pytest.fixture(scope="module")
 def built():
-    return dict(zip(CASES, Builder(list(CASES.values())).results(), strict=True))
+    return dict(zip(CASES, built_by_mindformers(list(CASES.values())), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)

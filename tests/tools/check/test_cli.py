@@ -104,17 +104,18 @@ def test_overrides_are_checked_too():
 
 
 def test_a_build_that_is_interrupted_leaves_no_process(monkeypatch):
-    from tools.check.build import Builder
+    from tools.check import build
 
-    builder = Builder([])
+    started = []
 
-    def interrupt(text):
+    def interrupt(process, *_, **__):
+        started.append(process)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(builder.process, "communicate", interrupt)
+    monkeypatch.setattr(build.subprocess.Popen, "communicate", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        builder.results()
-    assert builder.process.wait(timeout=60) == -9
+        build.built_by_mindformers([])
+    assert started[0].wait(timeout=60) == -9
 
 
 def test_checking_starts_nothing_heavy():

@@ -117,7 +117,7 @@ def test_interleaved_layouts_pass(changes):
          ("parallel", "dataset_strategy"), "data_parallel is 4"),
         ([(("parallel", "full_batch"), False), (("parallel", "dataset_strategy"), "full_batch")],
          ("parallel", "dataset_strategy"), "not a list"),
-        ([(("context", "dataset_broadcast_opt_level"), 1)], ("context", "dataset_broadcast_opt_level"), "wants 3"),
+        ([(("context", "dataset_broadcast_opt_level"), 1)], ("context", "dataset_broadcast_opt_level"), "needs 3"),
         ([((*PARALLEL, "pipeline_stage"), 1), ((*MODEL, "offset"), 0),
           (("runner_config", "gradient_accumulation_steps"), 2)],
          ("callbacks", 1, "gradient_accumulation_steps"), "1, but runner_config.gradient_accumulation_steps is 2"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plugins.errors import RecipeError
 from tests.tools.pipeline.reference_simulator import random_orders, reference, together, with_pairs
 from tools.files.figure import new_figure
-from tools.pipeline.orders import BOTH_WAYS, LOOP, Op, V
+from tools.pipeline.orders import BOTH_WAYS, LOOP, Op, V, as_table
 from tools.pipeline.schedules import PAPER_SCHEDULES, SCHEDULES, check_schedule, operations, shape_of
 from tools.pipeline.simulate import (
     OVERLAPS,
@@ -27,6 +27,12 @@ from tools.pipeline.simulate import (
 from tools.pipeline.timetable import critical_path, lay_out, timetable
 
 many = settings(max_examples=60)
+
+
+def laid(orders, chunks, times=None, shape=LOOP):
+    """Own orders, simulated."""
+    return simulate_timetable(lay_out([as_table(order) for order in orders], chunks, shape), times)
+
 
 CHUNKED = [name for name in SCHEDULES if name != "1f1b"]
 
@@ -67,7 +73,7 @@ def check_against_reference(orders, chunks, times, shape, simulation):
 def test_random_orders_equal_the_reference(seed, stages, chunks, micro_batches, shape, overlap, transfer, pair):
     orders = random_orders(seed, stages, chunks, micro_batches, shape, split=0.3, pair=pair)
     times = durations(seed, chunks, stages, overlap, transfer)
-    check_against_reference(orders, chunks, times, shape, simulate_timetable(lay_out(orders, chunks, shape), times))
+    check_against_reference(orders, chunks, times, shape, laid(orders, chunks, times, shape))
 
 
 @pytest.mark.parametrize("schedule", (*SCHEDULES, *PAPER_SCHEDULES))
@@ -91,11 +97,9 @@ def test_schedules_equal_the_reference(schedule, overlap, parts):
 def test_bubble_of_1f1b_and_gpipe(stages, chunks, rounds):
     """(p-1)/m, divided by v when interleaved; gpipe with chunks one after the other as well."""
     micro_batches = stages * rounds
-    plain = (stages - 1) / micro_batches
-    assert simulate("1f1b", micro_batches, equal(1, stages)).bubble_ratio == pytest.approx(plain, abs=1e-12)
-    assert simulate("gpipe", micro_batches, equal(1, stages)).bubble_ratio == pytest.approx(plain, abs=1e-12)
-    interleaved = simulate("interleaved_1f1b", micro_batches, equal(chunks, stages))
-    assert interleaved.bubble_ratio == pytest.approx(plain / chunks, abs=1e-12)
+    for schedule, v in (("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", chunks)):
+        idle = simulate(schedule, micro_batches, equal(v, stages)).idle_share
+        assert idle / (1 - idle) == pytest.approx((stages - 1) / micro_batches / v, abs=1e-12)
 
 
 def test_bubbles_published_for_pangu_ultra_moe():
@@ -175,7 +179,7 @@ def test_the_longest_chain_goes_through_split_backwards_and_pairs(seed, schedule
 def test_orders_that_wait_for_each_other_are_named():
     first = [Op("B", 0, 0), Op("F", 0, 0)]
     with pytest.raises(RecipeError, match=r"stage 0 at \('B', 0, 0\); stage 1 at \('F', 0, 0\)"):
-        lay_out([first, [Op("F", 0, 0), Op("B", 0, 0)]], 1)
+        laid([first, [Op("F", 0, 0), Op("B", 0, 0)]], 1)
 
 
 def test_unknown_overlap():
@@ -201,7 +205,7 @@ def test_peak_is_at_one_of_the_vectors_and_equals_the_curve(seed, stages, chunks
     times = Durations(
         rng.integers(1, 9, (chunks, stages)), rng.integers(3, 9, (chunks, stages)), np.full((chunks, stages), 2)
     )
-    simulation = simulate_timetable(lay_out(orders, chunks), times)
+    simulation = laid(orders, chunks, times)
     for stage, order in enumerate(orders):
         peak = (in_flight(order, chunks) @ activation).max()
         assert (peak_vectors(order, chunks) @ activation).max() == peak

@@ -271,7 +271,7 @@ def test_what_was_set_on_the_command_line_is_written_too(tmp_path):
     [
         ({"schedule": "interleaved_1f1b_less_memory"}, "no key of a recipe does"),
         ({"schedule": "zb_h1"}, "no recipe can ask for it"),
-        ({"ep_mode": "deepep"}, "want one of global"),
+        ({"ep_mode": "deepep"}, "must be one of global"),
     ],
 )
 def test_what_mindformers_cannot_say(changes, words):

@@ -1,9 +1,8 @@
 """What `tc3 search` shows beside its ranked layouts: the best ones of other pipeline schedules, and swapping.
 
-1F1B and interleaved 1F1B are ranked anyway.
-
-Each schedule is a question of its own: its legal candidates ranked (by its filling of equal stages, see
-`tools.pipeline.simulate.filling`), the best few placed with the same effort as 1F1B's, and judged by simulating it.
+1F1B and interleaved 1F1B are ranked anyway. Each other schedule is a question of its own: its legal candidates ranked
+(by its filling of equal stages, see `tools.pipeline.simulate.filling`), the best few placed with the same effort as
+1F1B's, and judged by simulating it.
 
 What swapping a layer's activations to the host would cost is told beside recomputing them. Swapping is simulated only:
 MindFormers 1.9.0's `swap_config` reaches no model (docs/schedules.md).
@@ -11,8 +10,9 @@ MindFormers 1.9.0's `swap_config` reaches no model (docs/schedules.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from plugins.errors import RecipeError, did_you_mean
@@ -25,7 +25,7 @@ from tools.layout.place import Placement
 from tools.pipeline.schedules import BY_ENVIRONMENT, PAPER_SCHEDULES, SCHEDULES, why_not
 from tools.search.candidates import configuration
 from tools.search.ranking.rank import Ranked, rank
-from tools.search.ranking.run import Entry, Found, entry_of, place_all
+from tools.search.ranking.run import Entry, Found, Progress, entry_of, place_all
 from tools.search.ranking.swapping import Swapping, place_swapping, swapped
 from tools.search.request import PLANNED, Request
 
@@ -33,21 +33,15 @@ ALWAYS = ("1f1b", "interleaved_1f1b")
 OTHERS = tuple(name for name in (*SCHEDULES, *PAPER_SCHEDULES) if name not in (*ALWAYS, "dual_pipe"))
 ALL = "all"
 OF_EACH = 3  # candidates of a schedule that are placed
-Progress = Callable[[str, int, int, float], None]
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What one schedule would bring.
-
-    Args:
-        entry: its fastest layout; None with `why` where it has none.
-        reason: why no recipe can ask for it; "" where MindFormers runs it.
-    """
+    """What one schedule would bring."""
 
     schedule: str
-    entry: Entry | None
-    reason: str
+    entry: Entry | None  # its fastest layout; None with `why` where it has none
+    reason: str  # why no recipe can ask for it; "" where MindFormers runs it
     why: str = ""
 
     @property
@@ -91,35 +85,27 @@ def asked_schedules(words: Sequence[str]) -> tuple[str, ...]:
             raise RecipeError("--schedule dual_pipe: it holds the model twice and is not searched; try dual_pipe_v")
         if name not in (*ALWAYS, *OTHERS):
             known = [ALL, *ALWAYS, *OTHERS]
-            raise RecipeError(f"--schedule {name!r}: want one of {', '.join(known)}{did_you_mean(name, known)}")
+            raise RecipeError(f"--schedule {name!r}: must be one of {', '.join(known)}{did_you_mean(name, known)}")
     return tuple(dict.fromkeys(name for name in names if name not in ALWAYS))
 
 
 def require_writable(names: Sequence[str]) -> None:
-    """Refuse to write a recipe for schedules of which none can run.
-
-    Raises:
-        RecipeError: says why.
-    """
+    """Refuse (RecipeError) to write a recipe for schedules of which none can run."""
     if names and all(why_not(name) for name in names):
         raise RecipeError(f"--write: no recipe can ask for --schedule {names[0]}: {why_not(names[0])}")
 
 
 def search_schedules(
-    request: Request,
-    names: Sequence[str],
-    budget: Budget,
-    times: TimeModel,
-    progress: Progress,
-    at_once: int | None = None,
+    request: Request, names: Sequence[str], budget: Budget, times: TimeModel, progress: Progress
 ) -> BySchedule:
     """Return the fastest layout of each schedule; Ctrl-C ends it with what is known."""
     found = BySchedule()
     for name in names:
         own = replace(request, schedule=name)
-        ranking = rank(own, lambda done, of, best: progress("ranking", done, of, best))
-        short = ranking.short_list(OF_EACH)
-        entries, whys = _placed(found, own, short, budget, times, at_once)
+        short = rank(own, partial(progress, "ranking")).short_list(OF_EACH)
+        uniform = [one.candidate for one in short if one.candidate.recompute != PLANNED]
+        entries, whys = [entry_of(configuration(own, one), times) for one in uniform], list[str]()
+        found.whole &= place_all(own, short, times, budget, partial(_told, found, times, entries, whys))
         why = "" if entries else whys[0] if whys else "no layout of it is legal and fits"
         best = min(entries, key=lambda entry: (entry.seconds, entry.peak), default=None)
         found.every.append(Scheduled(name, best, why_not(name), why))
@@ -128,27 +114,15 @@ def search_schedules(
     return found
 
 
-def _placed(
-    found: BySchedule,
-    request: Request,
-    short: Sequence[Ranked],
-    budget: Budget,
-    times: TimeModel,
-    at_once: int | None,
-) -> tuple[list[Entry], list[str]]:
-    """Entries of what could be placed, and why the others could not."""
-    uniform = [one.candidate for one in short if one.candidate.recompute != PLANNED]
-    entries, whys = [entry_of(configuration(request, one), times) for one in uniform], []
-
-    def told(_: Ranked, placement: Placement) -> None:
-        found.cut |= placement.cut
-        if placement.configuration is None:
-            whys.append(placement.why)
-        else:
-            entries.append(entry_of(placement.configuration, times, bound=placement.bound_s))
-
-    found.whole &= place_all(request, short, times, budget, told, at_once)
-    return entries, whys
+def _told(
+    found: BySchedule, times: TimeModel, entries: list[Entry], whys: list[str], _: Ranked, placement: Placement
+) -> None:
+    """Take what could be placed, or why it could not."""
+    found.cut |= placement.cut
+    if placement.configuration is None:
+        whys.append(placement.why)
+    else:
+        entries.append(entry_of(placement.configuration, times, bound=placement.bound_s))
 
 
 _LEAST = 2.0  # seconds, whatever the time limit says
@@ -163,7 +137,7 @@ def swap_words(config: Configuration, times: TimeModel) -> list[str]:
         copied = times.to_host(moved)
         if copied is None:
             return [f"swapping instead of recomputing: not known, {times.hardware.name} has no host_link"]
-        found = swapped(whole, moved, copied, layer.forward.total, layer.backward.total)
+        found = swapped(whole, moved, copied, layer.backward.total)
         again = layer.recomputed["full"].total
         lines.append(
             f"swapping what a {kind} layer keeps ({moved / GIB:.2f} GiB a micro-batch) would add "

@@ -1,6 +1,7 @@
 """Peak memory of every stage and seconds of a step, for a whole block of candidates at once.
 
-The numbers are those of `tools.estimate.memory.model` and `tools.estimate.time_model`. Memory is a sum whose terms
+The numbers are those of `tools.estimate.memory.model` and `tools.estimate.time_model`, whose functions compute each
+term once; it is looked up for all candidates. Memory is a sum whose terms
 depend on few degrees each:
 
     static        weights, gradients, optimizer state      by stage, tp, ep, sharding (and devices of a stage)
@@ -9,14 +10,9 @@ depend on few degrees each:
                   (both also by ep and sharding where passes copy weights)
     buffers       of communication                         by stage, tp, cp, samples, whether experts are spread
 
-Each term is computed once by the functions of the memory model and looked up for all candidates. The reference is
-`all_stages` of a candidate's configuration.
-
-Seconds are looked up in the same way.
-
 A layer's time depends on tp, cp, ep, samples and dispatch mode (a head's on dp, too), a stage's gradients and optimizer
-on what it holds and how that is spread; both are computed once by the functions of the time model and looked up for all
-candidates. The reference is `TimeModel.step` of a candidate's configuration (the closed form of the pipeline).
+on what it holds and how that is spread. The references are `all_stages` and `TimeModel.step` (the closed form of the
+pipeline) of a candidate's configuration.
 """
 
 from __future__ import annotations
@@ -28,7 +24,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tools.estimate.configuration import Configuration
-from tools.estimate.layer_time import LayerTime
 from tools.estimate.memory.activations import saved, working
 from tools.estimate.memory.model import held_micro_batches, stage_memory, static_memory
 from tools.estimate.time_model import TimeModel, has_closed_form, pipeline_of
@@ -38,13 +33,15 @@ from tools.search.candidates import Block, configuration
 from tools.search.request import POLICIES, Request
 
 _LAYERS = ("dense", "moe")
+_PASS = ("tp", "cp", "mbs", "mode")  # what a micro-batch's activations depend on
 Value = TypeVar("Value")
 
 
 class Memo:
-    """Values by key, computed once."""
+    """Values of one request's candidates by key, computed once."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: Request) -> None:
+        self.request = request
         self._known: dict[Hashable, object] = {}
 
     def get(self, key: Hashable, make: Callable[..., Value], *arguments: Any) -> Value:
@@ -52,6 +49,19 @@ class Memo:
         if key not in self._known:
             self._known[key] = make(*arguments)
         return self._known[key]  # type: ignore[return-value]
+
+    def config(self, block: Block, row: int) -> Configuration:
+        """Return the run of a row that recomputes nothing."""
+        return configuration(self.request, block.candidate(row, "none"))
+
+    def of(self, key: Hashable, function: Callable[..., Value], block: Block, row: int, *more: Any) -> Value:
+        """Return the value of a key: a function of a row's configuration, which is made only where the key is new."""
+        return self.get(key, lambda: function(self.config(block, row), *more))
+
+
+def degrees(block: Block, row: int, *names: str) -> tuple[int, ...]:
+    """Return columns of a row as whole numbers."""
+    return tuple(int(block.columns[name][row]) for name in names)
 
 
 def groups(block: Block, *names: str, **more: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -74,8 +84,8 @@ class MemoryTable:
     """Memory of candidates of one request."""
 
     def __init__(self, request: Request):
-        self.request = request
-        self._memo = Memo()
+        self._memo = Memo(request)
+        self._config = self._memo.config
 
     def peaks(self, block: Block) -> np.ndarray:
         """[rows, policies, stages] bytes, for the uniform policies of `POLICIES`."""
@@ -90,38 +100,25 @@ class MemoryTable:
         work = self._working(block, first, example)[place]
         return self._activations(block, example) + work + (static + buffers)[:, None, :]
 
-    def _config(self, block: Block, row: int) -> Configuration:
-        return configuration(self.request, block.candidate(row, "none"))
-
-    def _of(self, function: Callable[..., Value], block: Block, row: int, *more: Any) -> Value:
-        """A function of a row's configuration, which is made only for this."""
-        return function(self._config(block, row), *more)
-
     def _static(self, config: Configuration) -> list[float]:
-        degrees = (config.pp, config.tp, config.ep, config.shard_optimizer, config.shard_gradients)
+        spread = (config.pp, config.tp, config.ep, config.shard_optimizer, config.shard_gradients)
         at_once = config.pp == 1 and config.micro_batches == 1
         return [
-            self._memo.get(("static", key, *degrees, at_once), _static, config, stage)
+            self._memo.get(("static", key, *spread, at_once), lambda stage: sum(static_memory(config, stage)), stage)
             for stage, key in enumerate(stage_keys(config))
         ]
 
     def _buffers(self, block: Block, row: int, keys: list[tuple[str, ...]]) -> list[float]:
-        degrees = (*self._degrees(block, row), block.columns["ep"][row] > 1)
+        own = (*degrees(block, row, *_PASS), block.columns["ep"][row] > 1)
         each = {
-            kind: self._memo.get(("buffers", kind, *degrees), self._of, _buffers, block, row, kind)
+            kind: self._memo.of(("buffers", kind, *own), _buffers, block, row, kind)
             for kind in {kind for key in keys for kind in key}
         }
         return [max(each[kind] for kind in key) for key in keys]
 
-    def _degrees(self, block: Block, row: int) -> tuple[int, ...]:
-        """What a micro-batch's activations depend on."""
-        return tuple(int(block.columns[name][row]) for name in ("tp", "cp", "mbs", "mode"))
-
     def _copies(self, block: Block, row: int) -> tuple[int, ...]:
         """What the copies of weights depend on that a micro-batch's passes make; nothing where they make none."""
-        if not self._config(block, row).copies_weights:
-            return ()
-        return tuple(int(block.columns[name][row]) for name in ("dp", "ep", "shard"))
+        return degrees(block, row, "dp", "ep", "shard") if self._config(block, row).copies_weights else ()
 
     def _activations(self, block: Block, example: Configuration) -> np.ndarray:
         """[rows, policies, stages] kept for backward."""
@@ -140,8 +137,8 @@ class MemoryTable:
 
     def _saved(self, block: Block, row: int) -> np.ndarray:
         """[policies, kinds] bytes of one micro-batch and layer."""
-        degrees = (*self._degrees(block, row), block.pp == 1, *self._copies(block, row))
-        return self._memo.get(("saved", *degrees), self._of, _saved, block, row)
+        own = (*degrees(block, row, *_PASS), block.pp == 1, *self._copies(block, row))
+        return self._memo.of(("saved", *own), _saved, block, row)
 
     def _working(self, block: Block, rows: np.ndarray, example: Configuration) -> np.ndarray:
         """[rows, policies, stages] of the passes of each stage's chunks."""
@@ -149,19 +146,11 @@ class MemoryTable:
         distinct = sorted(set().union(*stages), key=sorted)
         found = np.empty((len(rows), len(POLICIES), block.pp))
         for place, row in enumerate(rows):
-            degrees = (*self._degrees(block, row), *(int(block.columns[name][row]) for name in ("dp", "ep")))
-            degrees = (*degrees, block.pp == 1, *self._copies(block, row))
-            each = [
-                self._memo.get(("working", kinds, *degrees), self._of, _working, block, row, kinds)
-                for kinds in distinct
-            ]
-            for stage, own in enumerate(stages):
-                found[place, :, stage] = np.max([each[distinct.index(kinds)] for kinds in own], axis=0)
+            own = (*degrees(block, row, *_PASS, "dp", "ep"), block.pp == 1, *self._copies(block, row))
+            each = [self._memo.of(("working", kinds, *own), _working, block, row, kinds) for kinds in distinct]
+            for stage, held in enumerate(stages):
+                found[place, :, stage] = np.max([each[distinct.index(kinds)] for kinds in held], axis=0)
         return found
-
-
-def _static(config: Configuration, stage: int) -> float:
-    return sum(static_memory(config, stage))
 
 
 def _saved(config: Configuration) -> np.ndarray:
@@ -218,15 +207,10 @@ _LAYER_COLUMNS = [KINDS.index("dense"), KINDS.index("moe"), KINDS.index("mtp")]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one micro-batch on each stage of each candidate.
+    """Seconds of one micro-batch on each stage of each candidate."""
 
-    Args:
-        work: [rows, policies, stages] forward and backward of a stage.
-        sending: [rows] of one activation to the next stage.
-    """
-
-    work: np.ndarray
-    sending: np.ndarray
+    work: np.ndarray  # [rows, policies, stages] forward and backward of a stage
+    sending: np.ndarray  # [rows] of one activation to the next stage
 
 
 class TimeTable(TimeModel):
@@ -234,8 +218,8 @@ class TimeTable(TimeModel):
 
     def __init__(self, request: Request):
         super().__init__(request.hardware)
-        self.request = request
-        self._memo = Memo()
+        self.request, self._memo = request, Memo(request)
+        self._config = self._memo.config
         model = request.base.model
         without = {"moe"} if not model.experts else set()
         without |= set() if model.mtp else {"mtp"}
@@ -248,11 +232,13 @@ class TimeTable(TimeModel):
         layers = np.zeros_like(counts)
         layers[:, _LAYER_COLUMNS] = counts[:, _LAYER_COLUMNS]
         first, place = groups(block, "tp", "cp", "ep", "mbs", "mode")
-        found, sending = np.empty((len(first), len(POLICIES), block.pp)), np.empty(len(first))
+        found, sending = np.empty((len(first), len(POLICIES), block.pp)), np.zeros(len(first))
         for index, row in enumerate(first):
             works, recomputed = self._layers(block, row)
             found[index] = (counts @ works) + recomputed @ layers.T
-            sending[index] = self._sending(block, row)
+            if not self.request.base.overlap_pp:
+                key = ("sending", block.pp > 1, *degrees(block, row, "tp", "cp", "mbs"))
+                sending[index] = self._memo.of(key, self.transfer, block, row)
         return StageTimes(found[place], sending[place])
 
     def totals(self, block: Block, work: np.ndarray, sending: np.ndarray) -> np.ndarray:
@@ -295,28 +281,19 @@ class TimeTable(TimeModel):
         each = m / block.pp if block.vpp > 1 else 1 / (1 - (1 - 1 / m) ** block.pp)
         return each * work.sum(axis=1) + self.fixed
 
-    def _config(self, block: Block, row: int) -> Configuration:
-        return configuration(self.request, block.candidate(row, "none"))
-
     def _layers(self, block: Block, row: int) -> tuple[np.ndarray, np.ndarray]:
         """[kinds] seconds of forward and backward, [policies, kinds] what recomputation adds."""
-        tp, cp, ep, mbs, mode = (int(block.columns[name][row]) for name in ("tp", "cp", "ep", "mbs", "mode"))
+        tp, cp, ep, mbs, mode = degrees(block, row, "tp", "cp", "ep", "mbs", "mode")
         works, recomputed = np.zeros(len(KINDS)), np.zeros((len(POLICIES), len(KINDS)))
         for kind in self.kinds:
             # what has no experts knows neither ep nor mode, what has no logits does not know dp
             key = (kind, tp, cp, mbs, *((ep, mode) if kind in ("moe", "mtp") else ()))
-            key += (int(block.columns["dp"][row]),) if kind in ("head", "mtp") else ()
-            layer = self._memo.get(key, self._one_layer, block, row, kind)
+            key += degrees(block, row, "dp") if kind in ("head", "mtp") else ()
+            layer = self._memo.of(key, self.layer, block, row, kind)
             index = KINDS.index(kind)
             works[index] = layer.forward.total + layer.backward.total
             recomputed[:, index] = [layer.recomputed[policy].total for policy in POLICIES]
         return works, recomputed
-
-    def _sending(self, block: Block, row: int) -> float:
-        if self.request.base.overlap_pp:
-            return 0.0
-        key = ("sending", block.pp > 1, *(int(block.columns[name][row]) for name in ("tp", "cp", "mbs")))
-        return self._memo.get(key, self._transfer, block, row)
 
     def _once(self, block: Block, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[rows] seconds of a stage [rows]: weights and gradients once, again for each micro-batch; the optimizer."""
@@ -327,13 +304,4 @@ class TimeTable(TimeModel):
     def _stage_once(self, config: Configuration, stage: int) -> tuple[float, float, float]:
         sharded = (config.shard_optimizer, config.shard_gradients)
         key = (stage_keys(config)[stage], config.pp, config.tp, config.ep, *sharded)
-        return self._memo.get(key, self._new_once, config, stage)
-
-    def _one_layer(self, block: Block, row: int, kind: str) -> LayerTime:
-        return self.layer(self._config(block, row), kind)
-
-    def _transfer(self, block: Block, row: int) -> float:
-        return self.transfer(self._config(block, row))
-
-    def _new_once(self, config: Configuration, stage: int) -> tuple[float, float, float]:
-        return *self.once_and_each(config, stage), self.optimizer(config, stage)
+        return self._memo.get(key, lambda: (*self.once_and_each(config, stage), self.optimizer(config, stage)))

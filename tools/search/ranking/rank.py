@@ -6,7 +6,6 @@ mix, so the mix fits if the line between both does. It is what per-layer recompu
 be cut at will; whole layers come close.
 
 `Chances` says which candidates could still beat the best that is placed, and what no layout of the space is under.
-
 Every candidate has a bound that costs nothing (`Ranking.bounds`). Where that leaves it a chance it gets a closer one,
 the smallest first (`least_seconds`: the pipeline with layers that may be cut at will, under every stage's memory).
 Those that could be fastest by it are placed as well; a candidate whose bound is over the best is proven not to be
@@ -44,18 +43,13 @@ class Ranked:
 
 @dataclass
 class Ranking:
-    """All candidates that fit.
-
-    Args:
-        seconds, peaks: [candidates] step time and bytes of the heaviest stage.
-        bounds: [candidates] seconds that no layout is under (`TimeTable.least`).
-        places: [candidates, 3] block, row and index in `RECOMPUTE`.
-        least: the candidate that needs the least memory, whether it fits or not; None when nothing is legal.
+    """All candidates that fit: [candidates] step seconds, bytes of the heaviest stage, seconds that no layout is under
+    (`TimeTable.least`), and [candidates, 3] block, row and index in `RECOMPUTE`.
     """
 
     blocks: list[Block]
     funnel: Funnel
-    least: Ranked | None = None
+    least: Ranked | None = None  # what needs the least memory, whether it fits or not; None when nothing is legal
     seconds: np.ndarray = field(default_factory=lambda: np.zeros(0))
     peaks: np.ndarray = field(default_factory=lambda: np.zeros(0))
     bounds: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -114,10 +108,7 @@ def rank(request: Request, report: Report | None = None) -> Ranking:
     funnel = Funnel()
     ranking = Ranking(blocks(request, funnel), funnel)
     memory, times = MemoryTable(request), TimeTable(request)
-    seconds: list[np.ndarray] = []
-    peaks: list[np.ndarray] = []
-    bounds: list[np.ndarray] = []
-    places: list[np.ndarray] = []
+    parts: list[tuple[np.ndarray, ...]] = []
     best = np.inf
     for number, block in enumerate(ranking.blocks):
         found = memory.peaks(block)
@@ -130,16 +121,14 @@ def rank(request: Request, report: Report | None = None) -> Ranking:
             took, held, least = _timed(own, found[rows], times, request.room)
             row, policy = np.nonzero(fits[rows])
             recompute = np.array([RECOMPUTE.index(word) for word in block.recompute])[policy]
-            seconds.append(took[row, recompute])
-            peaks.append(held[row, recompute])
-            bounds.append(least[row])
-            places.append(np.column_stack([np.full(len(row), number), rows[row], recompute]))
-            best = min(best, float(seconds[-1].min()))
+            places = np.column_stack([np.full(len(row), number), rows[row], recompute])
+            parts.append((took[row, recompute], held[row, recompute], least[row], places))
+            best = min(best, float(parts[-1][0].min()))
         if report:
             report(number + 1, len(ranking.blocks), best)
-    if seconds:
-        ranking.seconds, ranking.peaks = np.concatenate(seconds), np.concatenate(peaks)
-        ranking.bounds, ranking.places = np.concatenate(bounds), np.concatenate(places)
+    if parts:
+        whole = map(np.concatenate, zip(*parts, strict=True))
+        ranking.seconds, ranking.peaks, ranking.bounds, ranking.places = whole
     return ranking
 
 
@@ -163,12 +152,11 @@ def _keep_least(ranking: Ranking, block: Block, peaks: np.ndarray) -> None:
 def _timed(block: Block, peaks: np.ndarray, times: TimeTable, cap: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """[rows, RECOMPUTE] seconds and heaviest bytes, [rows] bounds; what does not fit holds numbers nobody reads."""
     stages = times.stages(block)
-    works = [stages.work[:, policy] for policy in range(len(POLICIES))]
-    held = [peaks[:, policy] for policy in range(len(POLICIES))]
     mixed, mixed_peaks = mix(peaks, stages.work, cap)
-    seconds = [times.totals(block, work, stages.sending) for work in (*works, mixed)]
-    least = times.least(block, works[POLICIES.index("none")])
-    return np.column_stack(seconds), np.column_stack([stage.max(axis=1) for stage in (*held, mixed_peaks)]), least
+    works = [*stages.work.swapaxes(0, 1), mixed]
+    seconds = np.column_stack([times.totals(block, work, stages.sending) for work in works])
+    held = np.column_stack([peaks.max(axis=2), mixed_peaks.max(axis=1)])
+    return seconds, held, times.least(block, works[POLICIES.index("none")])
 
 
 def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, np.ndarray]:
@@ -200,11 +188,7 @@ EFFORT = 0.5  # of each, at most
 
 
 class Chances:
-    """Bounds of the candidates that are placed by the optimiser.
-
-    Args:
-        best: seconds of the best layout so far.
-    """
+    """Bounds of the candidates that are placed by the optimiser; `best`: seconds of the best layout so far."""
 
     def __init__(self, ranking: Ranking, best: float):
         self.best = best
@@ -302,7 +286,7 @@ def _nothing_legal(ranking: Ranking) -> str:
 
 
 def _without_limits(request: Request) -> list[str]:
-    """Limits that alone stand in the way."""
+    """Return the limits without which, one by one or all, something fits."""
     lines = []
     for limit in request.limits:
         others = tuple(other for other in request.limits if other is not limit)
@@ -317,24 +301,16 @@ def _other_devices(request: Request) -> list[str]:
     """The nearest numbers of devices, below and above, that some legal strategy uses."""
     lines = []
     for step, word in ((-1, "fewer"), (1, "more")):
-        tried = range(request.devices + step, max(0, request.devices + step * (_NEAR + 1)), step)
-        devices = _first_legal(request, tried)
-        if devices is not None:
-            lines.append(f"nearest with {word}: --devices {devices}")
+        seen = 0  # candidates, of spaces that may be too large to look at more of them
+        for number in range(request.devices + step, max(0, request.devices + step * (_NEAR + 1)), step):
+            funnel = Funnel()
+            if blocks(replace(request, devices=number), funnel):
+                lines.append(f"nearest with {word}: --devices {number}")
+                break
+            seen += funnel.total
+            if seen > _CANDIDATES and request.devices > _MANY:
+                break
     return lines
-
-
-def _first_legal(request: Request, numbers: Iterable[int]) -> int | None:
-    """The first number of devices that some legal strategy uses, as long as the spaces looked at are not too large."""
-    seen = 0
-    for number in numbers:
-        funnel = Funnel()
-        if blocks(replace(request, devices=number), funnel):
-            return number
-        seen += funnel.total
-        if seen > _CANDIDATES and request.devices > _MANY:
-            return None
-    return None
 
 
 def _more_devices(request: Request) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from plugins.errors import RecipeError
@@ -32,23 +33,15 @@ from tools.search.request import PLANNED, Request
 
 @dataclass(frozen=True)
 class Entry:
-    """A run and what is predicted for it.
+    """A run and what is predicted for it."""
 
-    Args:
-        name: "recipe" for the recipe's own, "" for the search's.
-        seconds: of a step, the schedule simulated; parts: the same by `PARTS`, which add up to it.
-        peak: bytes of the heaviest stage.
-        bound: no placement of this strategy is under these seconds; 0 where none was looked for.
-        mfu: model FLOPs (no recomputation, causal attention) over the devices' peak.
-    """
-
-    name: str
+    name: str  # "recipe" for the recipe's own, "" for the search's
     config: Configuration
-    seconds: float
-    parts: Mapping[str, float]
-    peak: float
-    bound: float
-    mfu: float
+    seconds: float  # of a step, the schedule simulated
+    parts: Mapping[str, float]  # the same by `PARTS`, which add up to it
+    peak: float  # bytes of the heaviest stage
+    bound: float  # no placement of this strategy is under these seconds; 0 where none was looked for
+    mfu: float  # model FLOPs (no recomputation, causal attention) over the devices' peak
 
     @property
     def candidate(self) -> Candidate:
@@ -140,12 +133,7 @@ def processes() -> int:
 
 
 def place_all(
-    request: Request,
-    ranked: Sequence[Ranked],
-    times: TimeModel,
-    budget: Budget,
-    told: Told,
-    at_once: int | None = None,
+    request: Request, ranked: Sequence[Ranked], times: TimeModel, budget: Budget, told: Told, at_once: int | None = None
 ) -> bool:
     """Place every "planned" candidate and tell of each as it is done; False when Ctrl-C or SIGTERM ended it early.
 
@@ -154,8 +142,7 @@ def place_all(
     """
     todo = [one for one in ranked if one.candidate.recompute == PLANNED]
     at_once = min(at_once or processes(), max(1, len(todo)))
-    rounds = -(-len(todo) // at_once)
-    seconds = max(_LEAST, budget.seconds_left / max(1, rounds))
+    seconds = max(_LEAST, budget.seconds_left / max(1, -(-len(todo) // at_once)))
     jobs = [
         (configuration(request, one.candidate), times, request.room, budget.effort, seconds, request.groups)
         for one in todo
@@ -169,15 +156,13 @@ def place_all(
     return True
 
 
-def bounds_of(
-    request: Request, ranked: Sequence[Ranked], times: TimeModel, effort: float, at_once: int | None = None
-) -> list[float]:
+def bounds_of(request: Request, ranked: Sequence[Ranked], times: TimeModel, at_once: int | None = None) -> list[float]:
     """Seconds that no placement of each candidate is under (`least_seconds`); Ctrl-C raises KeyboardInterrupt."""
-    jobs = [(configuration(request, one.candidate), times, request.room, effort, request.groups) for one in ranked]
-    found = [0.0] * len(jobs)
-    for index, bound in _results(_bound, jobs, min(at_once or processes(), max(1, len(jobs)))):
-        found[index] = bound
-    return found
+    jobs = [
+        (configuration(request, one.candidate), times, request.room, Budget(EFFORT), request.groups) for one in ranked
+    ]
+    found = dict(_results(least_seconds, jobs, min(at_once or processes(), max(1, len(jobs)))))
+    return [found[index] for index in range(len(jobs))]
 
 
 Job = tuple[Any, ...]
@@ -202,10 +187,6 @@ def _place(
     if not groups:
         return place(config, times, cap, Budget(effort, seconds))
     return place(config, times, cap, Budget(2 * effort, seconds), groups=True)  # half of it as without them
-
-
-def _bound(config: Configuration, times: TimeModel, cap: float, effort: float, groups: bool) -> float:
-    return least_seconds(config, times, cap, Budget(effort), groups)
 
 
 @contextmanager
@@ -233,46 +214,29 @@ Progress = Callable[[str, int, int, float], None]  # phase, done, of how many, b
 
 @dataclass
 class Found:
-    """The answer.
-
-    Args:
-        entries: the best, by simulated step time.
-        own: the recipe's own run; None with `own_why` where it has no model.
-        dropped: candidates of the short list that came to nothing, with the reason.
-        failed: what dry runs dropped of the `verified` best, with what they found; doubtful: what they neither refused
-            nor proved to fit, with the reason; passed: what compiles and fits.
-        to_verify: dry runs that were asked for.
-        whole: False when the search was interrupted; candidates that were not placed are then missing.
-        seconds: of the ranking.
-        effort: of each placement.
-        placed: how many candidates were placed; those that are no `entries` are slower.
-        least: seconds that no layout of the candidates that fit is under, by the estimator; 0 where none is known.
-        open: candidates that could be faster than the best by their bounds; unplaced: those of them that were never
-            placed.
-        cut: a deadline ended one of them: another machine may find another answer.
-        swapping: the first layout placed once more with swapping as a third choice, where that was asked for.
-    """
+    """The answer."""
 
     request: Request
     ranking: Ranking
-    entries: list[Entry] = field(default_factory=list)
-    own: Entry | None = None
+    entries: list[Entry] = field(default_factory=list)  # the best, by simulated step time
+    own: Entry | None = None  # the recipe's own run; None with `own_why` where it has no model
     own_why: str = ""
-    dropped: list[tuple[Ranked, str]] = field(default_factory=list)
+    dropped: list[tuple[Ranked, str]] = field(default_factory=list)  # of the short list: came to nothing, and why
+    # of the `verified` best: what dry runs dropped, what they neither refused nor proved to fit, and what passed
     failed: list[tuple[Entry, list[str]]] = field(default_factory=list)
     doubtful: list[tuple[Entry, list[str]]] = field(default_factory=list)
     passed: list[Entry] = field(default_factory=list)
     verified: int = 0
-    to_verify: int = 0
-    whole: bool = True
-    seconds: float = 0.0
-    effort: float = 0.0
-    placed: int = 0
-    least: float = 0.0
-    open: int = 0
-    unplaced: int = 0
-    cut: bool = False
-    swapping: Swapping | None = None
+    to_verify: int = 0  # dry runs that were asked for
+    whole: bool = True  # False: the search was interrupted, and candidates that were not placed are missing
+    seconds: float = 0.0  # of the ranking
+    effort: float = 0.0  # of each placement
+    placed: int = 0  # candidates that were placed; those that are no `entries` are slower
+    least: float = 0.0  # seconds that no layout of what fits is under, by the estimator; 0 where none is known
+    open: int = 0  # candidates that could be faster than the best by their bounds
+    unplaced: int = 0  # those of them that were never placed
+    cut: bool = False  # a deadline ended a placement: another machine may find another answer
+    swapping: Swapping | None = None  # the first layout with swapping as a third choice, where that was asked for
 
     @property
     def complete(self) -> bool:
@@ -294,15 +258,10 @@ class Found:
 
 
 def search(
-    request: Request,
-    top: int,
-    budget: Budget,
-    times: TimeModel,
-    progress: Progress,
-    at_once: int | None = None,
+    request: Request, top: int, budget: Budget, times: TimeModel, progress: Progress, at_once: int | None = None
 ) -> Found:
     """Rank, place, judge; Ctrl-C while placing ends it with what is known, while ranking with KeyboardInterrupt."""
-    ranking = rank(request, lambda done, of, best: progress("ranking", done, of, best))
+    ranking = rank(request, partial(progress, "ranking"))
     found = Found(request, ranking, seconds=budget.elapsed, effort=budget.effort)
     try:
         found.own = entry_of(request.base, times, "recipe")
@@ -350,7 +309,7 @@ class _Placing:
         chances = Chances(found.ranking, self._best)
         closer = chances.next(int(BOUNDS * self.budget.effort))
         self.progress("bounding", 0, len(closer), self._best)
-        chances.learn(closer, bounds_of(found.request, closer, self.times, EFFORT, self.at_once))
+        chances.learn(closer, bounds_of(found.request, closer, self.times, self.at_once))
         more = chances.promising([one.candidate for one in short], max(1, self.top // 2))
         found.whole = self._place(more)
         chances.best = self._best

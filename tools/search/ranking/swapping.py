@@ -6,17 +6,15 @@ pattern); `swap_config` reaches no model. A layer's activations leave while the 
 
 The model, for a stage that is never idle (bubbles hide more):
 * coming back is hidden behind backward only: what a layer's bytes take beyond a layer's backward adds to it;
-* leaving is hidden behind forward and backward of any micro-batch; a link that carries one direction at a time must
-  carry both in that;
+* leaving is hidden behind forward and backward of any micro-batch, for the link carries bytes both ways at once;
 * the first layer of a backward is fetched behind the operation before it, which is taken to be a backward, too;
-* of swapped layers only those on their way take memory: 1 + prefetch, however many micro-batches are in flight.
-Not modelled: the host's memory bandwidth, which all devices of a node share, and a micro-batch whose backward follows
-its forward at once (the last stage), which had better not be swapped.
+* of swapped layers only those on their way take memory, on every stage: the one whose backward runs and the one that is
+  fetched ahead of it, however many micro-batches are in flight.
+Not modelled: the host's memory bandwidth, which all devices of a node share, anybody else on the link, and a
+micro-batch whose backward follows its forward at once (the last stage), which had better not be swapped.
 
-The price is that of the model above: the link to the host carries bytes both ways at once beside computation;
-what takes longer than a layer's backward adds to it. Two ways to swap are offered for each kind of layer: all but its
-input, and those modules' tensors that the backward hides, the most bytes of them. What is on its way takes room on
-every stage. Nobody else is on the link: devices of a node share the host's memory, which is not modelled.
+Two ways to swap are offered for each kind of layer: all but its input, and those modules' tensors that the backward
+hides, the most bytes of them.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
+from operator import attrgetter
 
 from plugins.errors import RecipeError
 from tools.estimate.configuration import Configuration
@@ -31,7 +30,7 @@ from tools.estimate.memory.activations import saved, saved_parts
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout.budget import Budget
-from tools.layout.instance import LayerType, Option
+from tools.layout.instance import Option
 from tools.layout.optimise import Outcome, optimise
 from tools.layout.place import ways
 from tools.layout.problem import PlacedInstance, pipeline_instance
@@ -39,54 +38,21 @@ from tools.layout.problem import PlacedInstance, pipeline_instance
 
 @dataclass(frozen=True)
 class Swapped:
-    """A layer that swaps: the terms of a recompute option in `tools.layout.instance.Option`.
+    """A layer that swaps: the terms of a recompute option in `tools.layout.instance.Option`."""
+
+    extra_backward: float  # seconds added to the layer's backward
+    activation: float  # bytes that stay on the device for each micro-batch in flight
+    once: float  # bytes on their way, which a stage needs once, however many layers swap
+
+
+def swapped(saved: float, moved: float, one_way: float, backward: float) -> Swapped:
+    """Return what swapping `moved` of the `saved` bytes means that a micro-batch leaves for a layer's backward.
 
     Args:
-        extra_backward: seconds added to the layer's backward.
-        activation: bytes that stay on the device for each micro-batch in flight.
-        once: bytes on their way, which a stage needs once, however many layers swap.
-    """
-
-    extra_backward: float
-    activation: float
-    once: float
-
-
-def swapped(
-    saved: float,
-    moved: float,
-    one_way: float,
-    forward: float,
-    backward: float,
-    both_ways: bool = True,
-    prefetch: int = 1,
-) -> Swapped:
-    """Return what swapping `moved` of the `saved` bytes of a layer's activations means.
-
-    Args:
-        saved: bytes that a micro-batch leaves for the layer's backward.
-        moved: bytes of them that are swapped.
         one_way: seconds in which the link to the host carries `moved` in one direction.
-        forward: seconds of the layer's forward.
-        backward: seconds of its backward.
-        both_ways: whether the link carries both directions at full rate at once.
-        prefetch: layers by which fetching is ahead (`backward_prefetch`).
-
-    Raises:
-        RecipeError: more is moved than there is, a negative time, or no layer ahead.
+        backward: seconds of the layer's backward.
     """
-    if not 0 <= moved <= saved:
-        raise RecipeError(f"swap: {moved:g} bytes of {saved:g} cannot be moved")
-    if one_way < 0 or prefetch < 1:
-        raise RecipeError(f"swap: {one_way:g} seconds, {prefetch} layers ahead: want at least 0, and at least 1")
-    there_and_back = one_way if both_ways else 2 * one_way
-    extra = max(0.0, one_way - backward, there_and_back - forward - backward)
-    return Swapped(extra, saved - moved, (1 + prefetch) * moved)
-
-
-def free_seconds(forward: float, backward: float, both_ways: bool = True) -> float:
-    """Return the longest one-way transfer of a layer's activations that its computation hides."""
-    return backward if both_ways else min(backward, (forward + backward) / 2)
+    return Swapped(max(0.0, one_way - backward), saved - moved, 2 * moved)
 
 
 WHOLE, HIDDEN = "swap", "swap what is hidden"
@@ -95,25 +61,16 @@ _MS = 1000
 
 @dataclass(frozen=True)
 class Swapping:
-    """What the third choice brings.
+    """What the third choice brings."""
 
-    Args:
-        without_s, with_s: seconds of a step; infinite where nothing fits.
-        layers: of the faster one, by option, dense and MoE layers together.
-        by_stage: [stages] layers of it that swap.
-        peak: bytes of its fullest stage.
-    """
-
-    without_s: float
+    without_s: float  # seconds of a step; infinite where nothing fits
     with_s: float
-    layers: Mapping[str, int]
-    by_stage: tuple[int, ...]
-    peak: float
+    layers: Mapping[str, int]  # of the faster one, by option, dense and MoE layers together
+    by_stage: tuple[int, ...]  # [stages] layers of it that swap
+    peak: float  # bytes of its fullest stage
 
 
-def place_swapping(
-    config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, seed: int = 0
-) -> Swapping:
+def place_swapping(config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget) -> Swapping:
     """`config`'s layers placed with and without swapping, half of the effort each.
 
     Raises:
@@ -124,9 +81,13 @@ def place_swapping(
         raise RecipeError("swapping: layers that alternate between dense and MoE are not placed")
     prices = prices_of(config, model)
     plain = [pipeline_instance(config, model, cap_bytes, *way) for way in every]
-    without = _best([optimise(one, _share(budget, 2 * len(every)), seed) for one in plain])
-    outcomes = [optimise(with_swapping(one, prices), _share(budget, 2 * len(every)), seed) for one in plain]
-    found = min(without, _best(outcomes), key=lambda outcome: outcome.time)
+    by_time, of = attrgetter("time"), 2 * len(every)
+
+    def best(instances: Iterable[PlacedInstance]) -> Outcome:
+        return min((optimise(one, budget.part(1 / of, budget.seconds / of)) for one in instances), key=by_time)
+
+    without = best(plain)
+    found = min(without, best(with_swapping(one, prices) for one in plain), key=by_time)
     step = model.step(config, simulated=True)
     rest = step.total - step.pipeline
     if found.plan is None:
@@ -144,13 +105,12 @@ def place_swapping(
 def with_swapping(instance: PlacedInstance, prices: Mapping[str, Mapping[str, Swapped]]) -> PlacedInstance:
     """Return an instance whose layers may swap, too; every stage has room for what is on its way, at its largest."""
     once = max(price.once for kind in instance.types for price in prices[kind.name].values())
-    types = tuple(_with_options(kind, prices[kind.name]) for kind in instance.types)
+    more = {
+        kind: [Option(name, one.extra_backward * _MS, one.activation / GIB) for name, one in ways.items()]
+        for kind, ways in prices.items()
+    }
+    types = tuple(replace(kind, options=(*kind.options, *more[kind.name])) for kind in instance.types)
     return replace(instance, types=types, static=instance.static + once / GIB)
-
-
-def _with_options(kind: LayerType, prices: Mapping[str, Swapped]) -> LayerType:
-    more = [Option(name, price.extra_backward * _MS, price.activation / GIB) for name, price in prices.items()]
-    return replace(kind, options=(*kind.options, *more))
 
 
 def prices_of(config: Configuration, model: TimeModel) -> dict[str, dict[str, Swapped]]:
@@ -158,11 +118,11 @@ def prices_of(config: Configuration, model: TimeModel) -> dict[str, dict[str, Sw
     found = {}
     for kind in dict.fromkeys(config.model.pattern):
         layer, parts = model.layer(config, kind), saved_parts(config, kind)
-        whole, forward, backward = sum(parts.values()), layer.forward.total, layer.backward.total
-        free = hidden_bytes(parts.values(), backward, model)
-        moved = {WHOLE: whole - saved(config, kind, "full"), HIDDEN: min(free, whole - saved(config, kind, "full"))}
+        whole, backward = sum(parts.values()), layer.backward.total
+        most = whole - saved(config, kind, "full")
+        moved = {WHOLE: most, HIDDEN: min(hidden_bytes(parts.values(), backward, model), most)}
         found[kind] = {
-            name: swapped(whole, size, _to_host(model, size), forward, backward) for name, size in moved.items() if size
+            name: swapped(whole, size, _to_host(model, size), backward) for name, size in moved.items() if size
         }
     return found
 
@@ -179,11 +139,3 @@ def _to_host(model: TimeModel, size: float) -> float:
     if seconds is None:
         raise RecipeError(f"swapping: {model.hardware.name} has no host_link: the price of swapping is not known")
     return seconds
-
-
-def _best(outcomes: list[Outcome]) -> Outcome:
-    return min(outcomes, key=lambda outcome: outcome.time)
-
-
-def _share(budget: Budget, of: int) -> Budget:
-    return budget.part(1 / of, budget.seconds / of)

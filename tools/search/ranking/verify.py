@@ -37,31 +37,20 @@ _SAME = 0.005  # of the room: plans fill it to the last byte, and the graph's we
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a dry run found.
-
-    Args:
-        problems: refusals, or what is wrong beside memory.
-        exact, total: bytes by stage, without and with the dry run's own estimate of activations.
-    """
+    """What a dry run found: refusals, or what is wrong beside memory, and bytes by stage."""
 
     problems: list[str]
     exact: list[int]
-    total: list[int]
+    total: list[int]  # with the dry run's own estimate of activations
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a dry run means for a strategy.
+    """What a dry run means for a strategy."""
 
-    Args:
-        problems: why it is none; [] where it compiles and nothing is over the limit.
-        doubts: why it is not proven to fit all the same.
-        estimate: bytes of the heaviest stage by the dry run's own estimate; 0: refused.
-    """
-
-    problems: list[str]
-    doubts: list[str]
-    estimate: int
+    problems: list[str]  # why it is none; [] where it compiles and nothing is over the limit
+    doubts: list[str]  # why it is not proven to fit all the same
+    estimate: int  # bytes of the heaviest stage by the dry run's own estimate; 0: refused
 
     @property
     def proven(self) -> bool:
