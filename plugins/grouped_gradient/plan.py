@@ -9,15 +9,24 @@ which takes a sum of two dimensions, too; its own pass to it is stopped by the R
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from plugins.errors import RecipeError
-from plugins.settings import section_of
+from plugins.settings import Section
 
 KEY = "plugins.grouped_gradient"
-SETTINGS: tuple[str, ...] = ()
 LOW = ("bfloat16", "bf16", "float16", "fp16")  # what InplaceGroupedMatmulAdd multiplies
 NOT_BY_KERNEL = "O2"  # the jit level that hands the whole graph to CANN
+
+
+@dataclass(frozen=True)
+class Settings(Section):
+    """There is nothing to set."""
+
+    KEY = KEY
+    RIGHT = f"write {KEY}: {{}}, or False"
+    CHANGE = ("numbers", "adds the gradients of experts' weights to their float32 sum without rounding them first")
 
 
 def check(recipe: Mapping[str, Any]) -> bool:
@@ -29,11 +38,11 @@ def check(recipe: Mapping[str, Any]) -> bool:
     settings = (recipe.get("plugins") or {}).get("grouped_gradient", False)
     if settings is False:
         return False
-    section_of(KEY, settings, SETTINGS, f"write {KEY}: {{}}, or False")
+    Settings.read(settings)
     if (recipe.get("context") or {}).get("device_target", "Ascend") != "Ascend":
         return False
     for key, wrong in _unfit(recipe):
-        raise RecipeError(f"{key}: {wrong}; {KEY}: False leaves it out")
+        raise RecipeError(f"{wrong}; {KEY}: False leaves it out", key)
     return True
 
 

@@ -6,8 +6,7 @@ whether all of them come to an end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from plugins.ep_overlap.plan import FORWARD_STEPS, chunk_slices
 from plugins.errors import RecipeError
 from plugins.expert_balance import settings as expert_balance
 from plugins.expert_balance import settings as expert_limits
-from plugins.finite_loss import plan as finite_loss
 from plugins.group_aux_loss import plan as group_aux_loss
 from plugins.grouped_gradient import plan as grouped_gradient
 from plugins.hierarchical_ep import settings as hierarchical_ep
@@ -28,17 +26,15 @@ from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from plugins.operator_fusion import plan as operator_fusion
 from plugins.packed_labels import plan as packed_labels
 from plugins.spike_guard import plan as spike_guard
-from plugins.straggler_probe import watch as straggler_probe
 from tools.check.conflicts import KEYS as MINDFORMERS_OWN
 from tools.recipe.findings import Findings
-from tools.recipe.load import KeyPath, Recipe
+from tools.recipe.load import Recipe
 from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built, convert
 from tools.schema.schema import load_schema
 
 _HIERARCHICAL, _OVERLAP = ("plugins", "hierarchical_ep"), ("plugins", "ep_overlap")
-_FINITE, _GROUP_LOSS = ("plugins", "finite_loss"), ("plugins", "group_aux_loss")
-_EXPERTS, _PROBE = ("plugins", "expert_balance"), ("plugins", "straggler_probe")
+_EXPERTS, _GROUP_LOSS = ("plugins", "expert_balance"), ("plugins", "group_aux_loss")
 _SPIKES, _PACKED = ("plugins", "spike_guard"), ("plugins", "packed_labels")
 _BALANCE, _HELD_OUT = ("plugins", "attention_balance"), ("plugins", "held_out_loss")
 _FUSION, _GRADIENT = ("plugins", "operator_fusion"), ("plugins", "grouped_gradient")
@@ -54,18 +50,16 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
             wrong = "it cuts what plugins.hierarchical_ep does, which is off"
             found.error(_OVERLAP, wrong, "switch plugins.hierarchical_ep on, or this off")
         _ep_overlap(view, built, found)
-    if view.get(_BALANCE) not in (None, False):
-        _attention_balance(view, found)
     _packed_labels(view, found)
     if view.get(_HELD_OUT) not in (None, False) and (view.tp * view.pp * view.cp > 1 or view.accumulation > 1):
         wrong = "it evaluates only data-parallel ranks, and only the whole step"
         found.error(_HELD_OUT, wrong, "False with tensor, pipeline or context parallelism or accumulated gradients")
-    if view.get(_FINITE, False) is not False:
-        _settings(_FINITE, finite_loss.read, view.get(_FINITE), found)
-    if view.get(_PROBE) not in (None, False):
-        _settings(_PROBE, straggler_probe.read, view.get(_PROBE), found)
-    if view.get(_SPIKES) not in (None, False):
-        _settings(_SPIKES, spike_guard.check, view.recipe, found)
+    for section, check in ((_SPIKES, spike_guard.check), (_BALANCE, attention_balance.check)):
+        try:
+            if view.get(section) not in (None, False):
+                check(view.recipe)
+        except RecipeError as error:
+            found.refusal(section, error)
     if view.get(_FUSION, False) is not False:
         _operator_fusion(view, found)
     if view.get(_GRADIENT, False) is not False:
@@ -80,8 +74,10 @@ def _packed_labels(view: View, found: Findings) -> None:
     """MindFormers' packing moves labels of conversations once too often; in streams it packs in another way."""
     if view.get(_PACKED) not in (None, False):
         loader = view.get(LOADER)
-        read = partial(packed_labels.read, loader=loader if isinstance(loader, dict) else {})
-        _settings(_PACKED, read, view.get(_PACKED), found)
+        try:
+            packed_labels.read(view.get(_PACKED), loader if isinstance(loader, dict) else {})
+        except RecipeError as error:
+            found.refusal(_PACKED, error)
     elif view.packs and not view.flag((*LOADER, "streaming")):
         handlers = [item.get("type") for item in view.get((*LOADER, "handler")) if isinstance(item, dict)]
         path = (*LOADER, "handler", handlers.index(packed_labels.PACKING))
@@ -98,7 +94,7 @@ def _hierarchical_ep(view: View, built: Built, found: Findings) -> None:
     try:
         hierarchical_ep.read(view.get(_HIERARCHICAL), view.ep, node, experts, rank=0)
     except RecipeError as error:
-        _refused(_HIERARCHICAL, error, found)
+        found.refusal(_HIERARCHICAL, error)
     if view.ep == 1:
         wrong = "every device holds all experts: nothing to dispatch between devices"
         found.error(_HIERARCHICAL, wrong, "parallel_config.expert_parallel above 1, or leave the plugin out")
@@ -121,27 +117,14 @@ def _ep_overlap(view: View, built: Built, found: Findings) -> None:
             tokens = built.number("seq_length") // (view.tp * view.cp if view.parallel else 1)
             ep_overlap.chunk_slices(view.batch, max(tokens, 1), chunks)
     except RecipeError as error:
-        _refused(_OVERLAP, error, found)
-
-
-def _attention_balance(view: View, found: Findings) -> None:
-    try:
-        attention_balance.check(view.recipe)
-    except RecipeError as error:
-        _refused(_BALANCE, error, found)
-
-
-def _named(error: RecipeError, rule: str, found: Findings) -> None:
-    """An error that begins with its key."""
-    key, _, wrong = str(error).partition(": ")
-    found.error(tuple(key.split(".")), wrong, rule=rule)
+        found.refusal(_OVERLAP, error)
 
 
 def _operator_fusion(view: View, found: Findings) -> None:
     try:
         fusion = operator_fusion.check(view.recipe)
     except RecipeError as error:
-        _named(error, "operator_fusion", found)
+        found.refusal((), error, "operator_fusion")
         return
     if fusion and view.on_cpu and fusion.level != "off":
         found.note(_FUSION, "a CPU has no kernels of DVM: nothing is fused here", "see docs/fusion.md")
@@ -156,7 +139,7 @@ def _grouped_gradient(view: View, found: Findings) -> None:
     try:
         needed = grouped_gradient.check(view.recipe)
     except RecipeError as error:
-        _named(error, "grouped_gradient", found)
+        found.refusal((), error, "grouped_gradient")
         return
     if needed:
         found.warning(_GRADIENT, "experimental: nobody has run it on an NPU here", where)
@@ -171,10 +154,10 @@ def _group_aux_loss(view: View, built: Built, found: Findings) -> None:
     kind = built.fields.get("moe_router_load_balancing_type", group_aux_loss.DEFAULT_KIND)
     coefficient = built.fields.get("moe_aux_loss_coeff")
     try:
-        group_aux_loss.read(view.get(_GROUP_LOSS))
+        group_aux_loss.Settings.read(view.get(_GROUP_LOSS))
         group_aux_loss.check(kind, coefficient, view.ep, view.tp if view.parallel else 1)
     except RecipeError as error:
-        _named(error, "", found)
+        found.refusal((), error)
 
 
 def _expert_balance(view: View, built: Built, found: Findings) -> None:
@@ -190,31 +173,13 @@ def _expert_balance(view: View, built: Built, found: Findings) -> None:
             sharded=None if view.cpu_classes else _sharded(view, built),
         )
     except RecipeError as error:
-        _refused(_EXPERTS, error, found)
+        found.refusal(_EXPERTS, error)
 
 
 def _sharded(view: View, built: Built) -> expert_limits.Sharded:
     ranks, stages = (view.dp * view.tp * view.cp, view.pp) if view.devices > 1 else (1, 1)
     weights = str(built.fields.get("params_dtype") or "float32").lower()
     return expert_limits.Sharded(stages, ranks, view.on_cpu, weights, view.accumulation)
-
-
-def _settings(section: KeyPath, read: Callable[[Any], Any], settings: Any, found: Findings) -> None:
-    """What the plugin's own reader refuses of what it reads."""
-    try:
-        read(settings)
-    except RecipeError as error:
-        _refused(section, error, found)
-
-
-def _refused(section: KeyPath, error: RecipeError, found: Findings) -> None:
-    """What a plugin's reader says, at the key that it names."""
-    key, _, wrong = str(error).partition(": ")
-    path = tuple(key.partition("[")[0].split("."))
-    if path[:2] == section:
-        found.error(path, wrong)
-    else:
-        found.error(section, str(error))
 
 
 _BATCH, _SEQUENCE = 4, 8  # tokens of a rank in the trial, at least one for each chunk
