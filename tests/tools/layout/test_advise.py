@@ -219,7 +219,7 @@ def test_chunks_of_nothing_are_refused():
 
 
 def test_errors_name_the_file():
-    with pytest.raises(RecipeError, match=r"_4k_ep_overlap.yaml: plugins.hierarchical_ep.mode: unknown mode 'atuo'"):
+    with pytest.raises(RecipeError, match=r"_4k_ep_overlap.yaml: plugins.hierarchical_ep.mode: 'atuo' is none of auto"):
         resolved(hierarchical_ep={"mode": "atuo"})
     with pytest.raises(RecipeError, match="atlas"):
         resolved(hierarchical_ep={"mode": "auto", "hardware": "atlas_800t_a3"})
