@@ -120,3 +120,19 @@ def settings_of(name: str) -> type[Section]:
     """Return the class of a plugin's settings, which its `plan` has."""
     importlib.import_module(f"plugins.{name}.plan")
     return next(each for each in Section.__subclasses__() if f"plugins.{name}" == each.KEY)
+
+
+def value_at(recipe: Any, path: str, default: Any = None) -> Any:
+    """Return the value at a dotted path of a recipe."""
+    for key in path.split("."):
+        if not isinstance(recipe, Mapping) or key not in recipe:
+            return default
+        recipe = recipe[key]
+    return recipe
+
+
+def graph_mode_only(recipe: Mapping[str, Any], key: str) -> None:
+    """Raise RecipeError where the plugin at `key`, which changes what a loader delivers, would not see the loader."""
+    if value_at(recipe, "context.mode") in (1, "PYNATIVE_MODE"):
+        wrong = f"{key} is for graph mode; PyNative builds its loader another way; write 0"
+        raise RecipeError(wrong, "context.mode")

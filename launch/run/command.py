@@ -182,7 +182,7 @@ def _checks(
         require_verified,
         lambda: preflight.check_machine(recipe),
         lambda: compile_cache.refuse_own(recipe),
-        lambda: operator_fusion.refuse_other(recipe, os.environ),
+        lambda: operator_fusion.environment(recipe, os.environ),
         lambda: preflight.check_memory(recipe),
         lambda: preflight.check_sound(recipe),
         lambda: preflight.check_data(recipe),

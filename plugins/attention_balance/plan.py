@@ -41,7 +41,7 @@ from plugins.attention_balance.samples import (
 )
 from plugins.errors import DataError, RecipeError
 from plugins.semi_auto_cpu.chosen import splits_model
-from plugins.settings import Section, setting
+from plugins.settings import Section, graph_mode_only, setting, value_at
 
 __all__ = [
     "Balance",
@@ -319,14 +319,13 @@ def check(recipe: Mapping[str, Any]) -> tuple[Settings, Layout]:
     Raises:
         RecipeError: settings that are wrong, or a recipe in which the plugin cannot work or cannot gain.
     """
-    settings = read(_at(recipe, KEY))
+    settings = read(value_at(recipe, KEY))
     loader = _section(recipe, "train_dataset.data_loader")
     if loader.get("type") != LOADER:
         raise RecipeError(f"train_dataset.data_loader.type: {KEY} orders {LOADER}, not {loader.get('type')!r}")
     if loader.get("shuffle"):
         raise RecipeError(f"train_dataset.data_loader.shuffle: True would undo the order of {KEY}; write False")
-    if _at(recipe, "context.mode") in (1, "PYNATIVE_MODE"):
-        raise RecipeError(f"context.mode: {KEY} is for graph mode; PyNative builds its loader another way; write 0")
+    graph_mode_only(recipe, KEY)
     check_apart(_section(loader, "config"), _section(recipe, "model.model_config"))
     return settings, layout_of(recipe, settings.window)
 
@@ -347,7 +346,7 @@ def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
             f"again, which {KEY} does not follow; write 1"
         )
     parallel = recipe.get("use_parallel") is True
-    split = parallel and splits_model(_at(recipe, "parallel.parallel_mode", 1))
+    split = parallel and splits_model(value_at(recipe, "parallel.parallel_mode", 1))
     stages = _number(recipe, "parallel_config.pipeline_stage") if split else 1
     micro_batches = "parallel_config.micro_batch_num" if stages > 1 else "runner_config.gradient_accumulation_steps"
     ranks = _number(recipe, "parallel_config.data_parallel") if parallel else 1
@@ -368,7 +367,7 @@ def recomputed_share(recipe: Mapping[str, Any]) -> float:
 
     Selective recompute is left out: it repeats cheap operators.
     """
-    recompute = _at(recipe, "recompute_config.recompute")
+    recompute = value_at(recipe, "recompute_config.recompute")
     if not isinstance(recompute, (list, tuple)):
         return float(bool(recompute))
     chunks, layers = _flat(recompute), _number(recipe, "model.model_config.num_hidden_layers")
@@ -388,19 +387,10 @@ def _eod_pad_length(data: Mapping[str, Any]) -> int:
 
 def _number(recipe: Mapping[str, Any], path: str) -> int:
     """A positive integer; 1, as in MindFormers, for what is not written (and for what `tc3 check` refuses)."""
-    value = _at(recipe, path)
+    value = value_at(recipe, path)
     return value if type(value) is int and value > 0 else 1
 
 
 def _section(recipe: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    value = _at(recipe, path)
+    value = value_at(recipe, path)
     return value if isinstance(value, Mapping) else {}
-
-
-def _at(recipe: Any, path: str, default: Any = None) -> Any:
-    """The value at a dotted path."""
-    for key in path.split("."):
-        if not isinstance(recipe, Mapping) or key not in recipe:
-            return default
-        recipe = recipe[key]
-    return recipe

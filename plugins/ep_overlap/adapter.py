@@ -22,4 +22,4 @@ def enable(config, settings) -> None:
         raise RecipeError(UNRESOLVED, f"{plan.KEY}.chunks")
     ours = adapter.current()
     ours.slices = partial(plan.slices, config.runner_config.batch_size, chunks)
-    ours.order = partial(plan.order, stride)
+    ours.order = partial(plan.issue_order, stride=stride)

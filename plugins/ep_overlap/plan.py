@@ -315,8 +315,3 @@ def slices(batch: int, chunks: tuple[int, int], config: Any) -> list[np.ndarray]
     """
     split = config.tensor_model_parallel_size * config.context_parallel_size
     return chunk_slices(batch, config.seq_length // split, chunks)
-
-
-def order(stride: int, chunks: int) -> list[tuple[int, str]]:
-    """The order of issue, see `issue_order`."""
-    return issue_order(chunks, stride=stride)

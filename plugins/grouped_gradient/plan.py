@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plugins.errors import RecipeError
-from plugins.settings import Section
+from plugins.settings import Section, value_at
 
 KEY = "plugins.grouped_gradient"
 LOW = ("bfloat16", "bf16", "float16", "fp16")  # what InplaceGroupedMatmulAdd multiplies
@@ -35,11 +35,11 @@ def check(recipe: Mapping[str, Any]) -> bool:
     Raises:
         RecipeError: a setting, or a recipe for Ascend in whose graph no such gradient ends in a float32 sum.
     """
-    settings = (recipe.get("plugins") or {}).get("grouped_gradient", False)
+    settings = value_at(recipe, KEY, False)
     if settings is False:
         return False
     Settings.read(settings)
-    if (recipe.get("context") or {}).get("device_target", "Ascend") != "Ascend":
+    if value_at(recipe, "context.device_target", "Ascend") != "Ascend":
         return False
     for key, wrong in _unfit(recipe):
         raise RecipeError(f"{wrong}; {KEY}: False leaves it out", key)
@@ -48,24 +48,21 @@ def check(recipe: Mapping[str, Any]) -> bool:
 
 def _unfit(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(key, what is wrong with it) of all that does not go with the plugin."""
-    model, sizes, parallel, context, plugins = (
-        recipe.get(name) or {} for name in ("model", "parallel_config", "parallel", "context", "plugins")
-    )
-    model = model.get("model_config") or {}
+    model = value_at(recipe, "model.model_config") or {}
     dtype = model.get("compute_dtype", LOW[0])
-    jit_level = (context.get("jit_config") or {}).get("jit_level")
+    jit_level = value_at(recipe, "context.jit_config.jit_level")
     found = []
     if not any(model.get(name) for name in ("n_routed_experts", "num_moe_experts", "num_experts")):
         found.append((KEY, "the model has no experts"))
-    if (sizes.get("pipeline_stage") or 1) < 2:
+    if (value_at(recipe, "parallel_config.pipeline_stage") or 1) < 2:
         found.append(("parallel_config.pipeline_stage", f"{KEY} is for the sums of a pipeline's micro-batches"))
-    if (parallel.get("parallel_optimizer_config") or {}).get("gradient_accumulation_shard"):
-        key = "parallel.parallel_optimizer_config.gradient_accumulation_shard"
+    key = "parallel.parallel_optimizer_config.gradient_accumulation_shard"
+    if value_at(recipe, key):
         found.append((key, "a ReduceScatter stands between each gradient and its sum"))
     if dtype not in LOW:
         found.append(("model.model_config.compute_dtype", f"the operator multiplies {LOW[0]} or {LOW[2]}, not {dtype}"))
     if jit_level == NOT_BY_KERNEL:
         found.append(("context.jit_config.jit_level", f"the operator runs kernel by kernel, not with {jit_level}"))
-    if plugins.get("ep_overlap", False) not in (None, False):
+    if value_at(recipe, "plugins.ep_overlap") not in (None, False):
         found.append(("plugins.ep_overlap", "the gradients of its chunks are added to each other first"))
     return found

@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from plugins.errors import ClusterError, RecipeError, did_you_mean
-from plugins.settings import Section, setting
+from plugins.settings import Section, setting, value_at
 
 VECTOR = (
     "Abs", "Add", "Assign", "BroadcastTo", "Cast", "Ceil", "Div", "Equal", "Exp", "Floor", "Greater", "GreaterEqual",
@@ -98,7 +98,7 @@ def chosen(recipe: Mapping[str, Any]) -> Fusion | None:
     Raises:
         RecipeError: see `Fusion.read`.
     """
-    settings = (recipe.get("plugins") or {}).get("operator_fusion", False)
+    settings = value_at(recipe, KEY, False)
     return None if settings is False else Fusion.read(settings)
 
 
@@ -115,7 +115,7 @@ def check(recipe: Mapping[str, Any]) -> Fusion | None:
     for key in OWN_KEYS:
         if context.get(key):
             raise RecipeError(f"{context[key]!r} is overruled by {KEY}; leave one of them out", f"context.{key}")
-    level = (context.get("jit_config") or {}).get("jit_level")
+    level = value_at(recipe, JIT_LEVEL)
     if fusion.level != "off" and level != NEEDED:
         found = "is not written" if level is None else f"is {level!r}"
         raise RecipeError(f"{found}, and {KEY} needs {NEEDED!r}: no other level fuses operators by DVM", JIT_LEVEL)
@@ -139,15 +139,6 @@ def environment(recipe: Mapping[str, Any], environ: Mapping[str, str]) -> dict[s
     if exported and exported.split() != fusion.flags.split():
         raise ClusterError(f"{VARIABLE}={exported!r}, and {KEY} asks for {fusion.flags!r}: unset it, or {KEY}: False")
     return {VARIABLE: fusion.flags}
-
-
-def refuse_other(recipe: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-    """Refuse what `environment` refuses, before anything is started.
-
-    Raises:
-        RecipeError, ClusterError: see `environment`.
-    """
-    environment(recipe, environ)
 
 
 def _on_ascend(context: Mapping[str, Any]) -> bool:

@@ -24,7 +24,7 @@ import numpy as np
 
 from plugins.errors import RecipeError
 from plugins.finite_loss.plan import NORM
-from plugins.settings import WATCHES, Section, setting
+from plugins.settings import WATCHES, Section, graph_mode_only, setting, value_at
 from plugins.spike_guard.ledger import Entry, Ranges, normal, originals
 
 SPIKE = "spike: "  # begins the reason
@@ -101,34 +101,24 @@ def check(recipe: Mapping[str, Any]) -> Settings:
     Raises:
         RecipeError: settings that are wrong, or a recipe in which the plugin cannot leave samples out, or cannot see.
     """
-    settings = read(_at(recipe, KEY))
-    if _at(recipe, f"{_LOADER}.type") != LOADER:
-        wrong = f"{KEY} leaves out samples of {LOADER}, not of {_at(recipe, f'{_LOADER}.type')!r}"
+    settings = read(value_at(recipe, KEY))
+    if value_at(recipe, f"{_LOADER}.type") != LOADER:
+        wrong = f"{KEY} leaves out samples of {LOADER}, not of {value_at(recipe, f'{_LOADER}.type')!r}"
         raise RecipeError(f"{_LOADER}.type: {wrong}; leave the plugin out")
-    if _at(recipe, f"{_LOADER}.shuffle"):
+    if value_at(recipe, f"{_LOADER}.shuffle"):
         raise RecipeError(f"{_LOADER}.shuffle: {KEY} could not know the samples of a step; write False")
-    if _at(recipe, "context.mode") in (1, "PYNATIVE_MODE"):
-        raise RecipeError(f"context.mode: {KEY} is for graph mode; PyNative builds its loader another way; write 0")
-    if (_at(recipe, "runner_config.epochs") or 1) != 1:
+    graph_mode_only(recipe, KEY)
+    if (value_at(recipe, "runner_config.epochs") or 1) != 1:
         again = "a second pass would begin elsewhere when samples are left out of the first"
         raise RecipeError(f"runner_config.epochs: {again} ({KEY}); write 1, and more samples in {_LOADER}.sizes")
-    if (_at(recipe, "runner_config.sink_size") or 1) > 1:
+    if (value_at(recipe, "runner_config.sink_size") or 1) > 1:
         raise RecipeError(f"runner_config.sink_size: {KEY} sees only one step of so many; write 1")
-    if (_at(recipe, "plugins.finite_loss.stop_after") or 1) != 1:
+    if (value_at(recipe, "plugins.finite_loss.stop_after") or 1) != 1:
         raise RecipeError(f"plugins.finite_loss.stop_after: {KEY} goes back at once and takes its place; leave it out")
-    for callback in _at(recipe, "callbacks") or []:
+    for callback in value_at(recipe, "callbacks") or []:
         if callback.get("type") == "MFLossMonitor" and (callback.get("per_print_times") or 1) != 1:
             raise RecipeError(f"callbacks: MFLossMonitor's per_print_times hides steps from {KEY}; write 1")
     return settings
-
-
-def _at(recipe: Any, path: str) -> Any:
-    """The value at a dotted path; None where there is none."""
-    for key in path.split("."):
-        if not isinstance(recipe, Mapping) or key not in recipe:
-            return None
-        recipe = recipe[key]
-    return recipe
 
 
 def spreads_above(value: float, good: Sequence[float]) -> tuple[float, float]:

@@ -227,5 +227,5 @@ def _order(plan: Any, chunks: int, stride: int) -> list[tuple[int, int]]:
     names = [step.step for step in plan.forward]
     if len(names) == 2:  # one All-to-All each way
         names = ["dispatch.intra", "combine.intra"]
-    issued = ep_overlap.order(stride, chunks) if chunks > 1 else [(0, step) for step in FORWARD_STEPS]
+    issued = ep_overlap.issue_order(chunks, stride=stride) if chunks > 1 else [(0, step) for step in FORWARD_STEPS]
     return [(chunk, names.index(step)) for chunk, step in issued if step in names]
