@@ -175,7 +175,7 @@ def make_job(
 
 def _checks(
     recipe: Recipe, run_dir: Path, resume: str | None, port: int | None, force: bool
-) -> list[Callable[[], None]]:
+) -> list[Callable[[], object]]:
     """What must hold on this machine, in the order in which a user would want to hear of it."""
     saves = checkpoints.save_path(recipe)
     return [

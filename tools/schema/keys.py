@@ -63,7 +63,7 @@ class _Walk:
         """What the plugin's own reader refuses; `False` leaves it off."""
         for error in section.look(value)[1] if value is not False else ():
             name = error.key.rpartition(".")[2]
-            kinds = shape.keys[name].spec.get("types") if name in (shape.keys or {}) else None
+            kinds = (shape.keys or {}).get(name, Shape()).spec.get("types")
             right = _mended(value[name], kinds) if kinds and name in value else ""
             self.found.refusal(path, error, rule="operator_fusion" * (path[-1] == "operator_fusion"), right=right)
 
