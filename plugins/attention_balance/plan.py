@@ -322,9 +322,9 @@ def check(recipe: Mapping[str, Any]) -> tuple[Settings, Layout]:
     settings = read(value_at(recipe, KEY))
     loader = _section(recipe, "train_dataset.data_loader")
     if loader.get("type") != LOADER:
-        raise RecipeError(f"train_dataset.data_loader.type: {KEY} orders {LOADER}, not {loader.get('type')!r}")
+        raise RecipeError(f"{KEY} orders {LOADER}, not {loader.get('type')!r}", "train_dataset.data_loader.type")
     if loader.get("shuffle"):
-        raise RecipeError(f"train_dataset.data_loader.shuffle: True would undo the order of {KEY}; write False")
+        raise RecipeError(f"True would undo the order of {KEY}; write False", "train_dataset.data_loader.shuffle")
     graph_mode_only(recipe, KEY)
     check_apart(_section(loader, "config"), _section(recipe, "model.model_config"))
     return settings, layout_of(recipe, settings.window)
@@ -342,8 +342,9 @@ def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
     interleaved = _number(recipe, INTERLEAVE)
     if interleaved > 1:
         raise RecipeError(
-            f"{INTERLEAVE}: {interleaved}; MindFormers then takes as many times more samples and cuts each micro-batch "
-            f"again, which {KEY} does not follow; write 1"
+            f"{interleaved}; MindFormers then takes as many times more samples and cuts each micro-batch again, which "
+            f"{KEY} does not follow; write 1",
+            INTERLEAVE,
         )
     parallel = recipe.get("use_parallel") is True
     split = parallel and splits_model(value_at(recipe, "parallel.parallel_mode", 1))

@@ -22,7 +22,7 @@ from mindspore import nn
 
 from plugins.all_ranks import sum_over_ranks
 from plugins.errors import StoppedError
-from plugins.finite_loss.plan import METRICS, Watch, not_finite, read, undefined_parts
+from plugins.finite_loss.plan import METRICS, Settings, Watch, not_finite, undefined_parts
 from plugins.private_hooks import relies_on
 from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
 from plugins.sealed_checkpoint.plan import newest_of_rank
@@ -42,7 +42,7 @@ def enable(config, settings) -> None:
     Raises:
         RecipeError: an unknown or impossible setting.
     """
-    put_in(config, Watch(read(settings).stop_after, undefined=undefined_of(config)), end)
+    put_in(config, Watch(Settings.read(settings).stop_after, undefined=undefined_of(config)), end)
 
 
 def undefined_of(config) -> tuple[str, ...]:

@@ -47,9 +47,6 @@ class Settings(Section):
     )
 
 
-read = Settings.read
-
-
 def undefined_parts(stages: int, micro_steps: int, aux_loss_scale: float) -> tuple[str, ...]:
     """Return the parts of the loss that MindFormers computes as 0/0, though training is sound.
 

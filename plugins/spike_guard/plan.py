@@ -104,20 +104,22 @@ def check(recipe: Mapping[str, Any]) -> Settings:
     settings = read(value_at(recipe, KEY))
     if value_at(recipe, f"{_LOADER}.type") != LOADER:
         wrong = f"{KEY} leaves out samples of {LOADER}, not of {value_at(recipe, f'{_LOADER}.type')!r}"
-        raise RecipeError(f"{_LOADER}.type: {wrong}; leave the plugin out")
+        raise RecipeError(f"{wrong}; leave the plugin out", f"{_LOADER}.type")
     if value_at(recipe, f"{_LOADER}.shuffle"):
-        raise RecipeError(f"{_LOADER}.shuffle: {KEY} could not know the samples of a step; write False")
+        raise RecipeError(f"{KEY} could not know the samples of a step; write False", f"{_LOADER}.shuffle")
     graph_mode_only(recipe, KEY)
     if (value_at(recipe, "runner_config.epochs") or 1) != 1:
         again = "a second pass would begin elsewhere when samples are left out of the first"
-        raise RecipeError(f"runner_config.epochs: {again} ({KEY}); write 1, and more samples in {_LOADER}.sizes")
+        raise RecipeError(f"{again} ({KEY}); write 1, and more samples in {_LOADER}.sizes", "runner_config.epochs")
     if (value_at(recipe, "runner_config.sink_size") or 1) > 1:
-        raise RecipeError(f"runner_config.sink_size: {KEY} sees only one step of so many; write 1")
+        raise RecipeError(f"{KEY} sees only one step of so many; write 1", "runner_config.sink_size")
     if (value_at(recipe, "plugins.finite_loss.stop_after") or 1) != 1:
-        raise RecipeError(f"plugins.finite_loss.stop_after: {KEY} goes back at once and takes its place; leave it out")
+        raise RecipeError(
+            f"{KEY} goes back at once and takes its place; leave it out", "plugins.finite_loss.stop_after"
+        )
     for callback in value_at(recipe, "callbacks") or []:
         if callback.get("type") == "MFLossMonitor" and (callback.get("per_print_times") or 1) != 1:
-            raise RecipeError(f"callbacks: MFLossMonitor's per_print_times hides steps from {KEY}; write 1")
+            raise RecipeError(f"MFLossMonitor's per_print_times hides steps from {KEY}; write 1", "callbacks")
     return settings
 
 
