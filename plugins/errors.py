@@ -13,7 +13,16 @@ UNRESOLVED = "auto is not resolved: `tc3 recipe show` prints the recipe with val
 
 
 class TC3Error(ValueError):
-    """Base of every error that is the user's to mend (report: none; DESIGN rule 5)."""
+    """Base of every error that is the user's to mend (report: none; DESIGN rule 5).
+
+    Args:
+        wrong: what is wrong, and what would be right. key: the key path that it is about (after its file, where that
+            is known), which begins the message; empty where `wrong` says it all.
+    """
+
+    def __init__(self, wrong: str = "", key: str = ""):
+        super().__init__(f"{key}: {wrong}" if key else wrong)
+        self.key, self.wrong = key, wrong
 
 
 class RecipeError(TC3Error):
@@ -61,8 +70,8 @@ def refuse_unknown(
     names = list(known)
     for key in keys:
         if key not in names:
-            near = did_you_mean(key, names) or f"; known are {', '.join(names)}"
-            raise error(f"{place}{key}: no such {what}{near}")
+            near = did_you_mean(key, names) or (f"; known are {', '.join(names)}" if names else "; it has none")
+            raise error(f"no such {what}{near}", f"{place}{key}")
 
 
 def not_json(error: Exception) -> str:

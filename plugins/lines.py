@@ -1,4 +1,4 @@
-"""Files of JSON lines that a run appends to: writing, reading, and the spans in which training stood still.
+"""Files of JSON that a run writes: lines that it appends, and whole files; and the spans in which training stood still.
 
 The first half is shared by every plugin that keeps such a file. The second half is `RUN/metrics/spans.jsonl`: for how
 long a run's training stood still for a save or an evaluation, one line each, beside its steps. The plugins that save
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,6 +43,18 @@ def append_line(path: Path, text: str) -> None:
             file.seek(-1, 2)
             half = file.read(1) != b"\n"
         file.write(b"\n" * half + text.encode() + b"\n")
+
+
+def write_whole(path: Path, content: Any) -> None:
+    """Write a file of JSON, atomically: it is there whole or as it was. Ranks of several hosts may write at once."""
+    # open, not tempfile: the file is for whoever may read the folder, as the umask says
+    part = path.with_name(f".{uuid.uuid4().hex}.{path.name}")
+    with part.open("w", encoding="utf-8") as out:
+        json.dump(content, out, indent=1)
+        out.write("\n")
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(part, path)
 
 
 def read_steps(

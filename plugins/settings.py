@@ -1,38 +1,138 @@
-"""Reading a plugin's section of a recipe: what the readers of all plugins share. Pure."""
+"""A plugin's settings as a dataclass: type, default, range and meaning of each key stand once, at its field. Pure.
+
+What follows from the class: what a recipe may write (`Section.read`, which `tc3 check` and the plugin itself ask), the
+editors' schema (`tools/schema`), what a change of a key means (`tc3 recipe diff`), and the tables of docs/, which
+tests/plugins/test_settings.py holds to it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import importlib
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from types import NoneType, UnionType
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from plugins.errors import RecipeError, refuse_unknown
+from plugins.errors import RecipeError, did_you_mean, refuse_unknown
+
+S = TypeVar("S", bound="Section")
+WATCHES = ("nothing", "watches, does not train")  # what a change means for training: a group of `tc3 recipe diff`, why
 
 
-def section_of(
-    key: str, settings: Any, names: Sequence[str], right: str, needs: Sequence[str] = ()
-) -> Mapping[str, Any]:
-    """`settings`, which stands at `key` of a recipe.
+def setting(default: Any, meaning: str, right: str = "", **limits: Any) -> Any:
+    """Return the field of a key.
 
     Args:
-        names: the settings that there are. needs: those of them that must be written.
-        right: what to write instead of something that is not a section.
-
-    Raises:
-        RecipeError: no mapping, one without what it needs, or an unknown name.
+        default: where it is not written; `MISSING` for a key that must be.
+        meaning: one phrase, for docs and editors. right: what to write instead of another value.
+        limits: `least`, `above` and `below` of a number; `choices`; `null`: whether null is the default;
+            `bare`: (value, what YAML made it of); `parse`: makes the value, or raises RecipeError without a key;
+            `change`: (group, phrase) of `tc3 recipe diff`, where it is not the section's.
     """
-    if not isinstance(settings, Mapping) or any(name not in settings for name in needs):
-        raise RecipeError(f"{key}: {right}")
-    refuse_unknown(f"{key}.", settings, names, what="setting")
-    return settings
+    return field(default=default, metadata={"meaning": meaning, "right": right, **limits})
 
 
-def whole_number(key: str, settings: Mapping[str, Any], name: str, right: str, least: int = 1, default: int = 1) -> int:
-    """Return a setting that is a whole number from `least` on; `default` where it is not written.
+@dataclass(frozen=True)
+class Section:
+    """Base of the settings of a plugin: `KEY` is its key path, `RIGHT` what to write instead of what is no section."""
 
-    Raises:
-        RecipeError: another value; `right` says what to write.
-    """
-    value = settings.get(name, default)
-    if type(value) is not int or value < least:
-        raise RecipeError(f"{key}.{name}: {value!r}; {right}")
-    return value
+    KEY: ClassVar[str]
+    RIGHT: ClassVar[str]
+    CHANGE: ClassVar[tuple[str, str]]  # (group, phrase) of `tc3 recipe diff`
+
+    @classmethod
+    def read(cls: type[S], written: Any) -> S:
+        """Return the section of a recipe, with defaults for what it does not write.
+
+        Raises:
+            RecipeError: no mapping, one without what it needs, an unknown key, or a value that is no such thing.
+        """
+        ours, refusals = cls.look(written)
+        if ours is None:
+            raise refusals[0]
+        return ours
+
+    @classmethod
+    def look(cls: type[S], written: Any) -> tuple[S | None, list[RecipeError]]:
+        """Return the section, or None and everything that `read` refuses in it."""
+        known = {each.name: each for each in fields(cls)}
+        needed = [name for name, each in known.items() if each.default is MISSING]
+        right = RecipeError(cls.RIGHT, cls.KEY)
+        if not isinstance(written, Mapping):
+            return None, [right]
+        values, refusals = {}, [right] if any(name not in written for name in needed) else []
+        for name, value in written.items():
+            try:
+                refuse_unknown(f"{cls.KEY}.", [name], known, what="setting")
+                values[name] = cls._value(name, value)
+            except RecipeError as error:
+                refusals.append(error)
+        if refusals:
+            return None, refusals
+        ours = cls(**values)
+        try:
+            ours.agree()
+        except RecipeError as error:
+            return None, [error]
+        return ours, []
+
+    def agree(self) -> None:
+        """Raise RecipeError for settings that do not go together."""
+
+    @classmethod
+    def kinds(cls, name: str) -> list[type]:
+        """Return the Python types of a key's values, without None."""
+        hint = get_type_hints(cls)[name]
+        united = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        return [get_origin(each) or each for each in united if each is not NoneType]
+
+    @classmethod
+    def _value(cls, name: str, value: Any) -> Any:
+        limits = next(each.metadata for each in fields(cls) if each.name == name)
+        if value is None and limits.get("null"):
+            return next(each.default for each in fields(cls) if each.name == name)
+        if "bare" in limits and value is limits["bare"][0]:
+            value = limits["bare"][1]
+        try:
+            return limits["parse"](value) if "parse" in limits else _plain(value, cls.kinds(name), limits)
+        except RecipeError as error:
+            raise RecipeError(error.wrong, f"{cls.KEY}.{name}") from None
+
+
+def _plain(value: Any, kinds: list[type], limits: Mapping[str, Any]) -> Any:
+    """A value without a form of its own: one of some words, or a number within limits."""
+    if choices := limits.get("choices"):
+        if value not in choices:
+            near = f"is none of {', '.join(choices)}{did_you_mean(value, list(choices))}"
+            raise RecipeError(f"{value!r}; {limits['right']}" if limits["right"] else f"{value!r} {near}")
+        return value
+    fits = type(value) in kinds or (float in kinds and type(value) is int)
+    if fits and not isinstance(value, str):
+        fits = limits.get("least", -math.inf) <= value < limits.get("below", math.inf)
+        fits = fits and value > limits.get("above", -math.inf)
+    if not fits:
+        raise RecipeError(f"{value!r}; {limits['right']}")
+    return float(value) if float in kinds else value
+
+
+def settings_of(name: str) -> type[Section]:
+    """Return the class of a plugin's settings, which its `plan` has."""
+    importlib.import_module(f"plugins.{name}.plan")
+    return next(each for each in Section.__subclasses__() if f"plugins.{name}" == each.KEY)
+
+
+def value_at(recipe: Any, path: str, default: Any = None) -> Any:
+    """Return the value at a dotted path of a recipe."""
+    for key in path.split("."):
+        if not isinstance(recipe, Mapping) or key not in recipe:
+            return default
+        recipe = recipe[key]
+    return recipe
+
+
+def graph_mode_only(recipe: Mapping[str, Any], key: str) -> None:
+    """Raise RecipeError where the plugin at `key`, which changes what a loader delivers, would not see the loader."""
+    if value_at(recipe, "context.mode") in (1, "PYNATIVE_MODE"):
+        wrong = f"{key} is for graph mode; PyNative builds its loader another way; write 0"
+        raise RecipeError(wrong, "context.mode")

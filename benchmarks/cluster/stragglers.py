@@ -29,9 +29,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from plugins.straggler_probe.plan import ALARM, FLOORS, KINDS, LEAST, slow_ranks, tested, threshold
+from plugins.straggler_probe.plan import ALARM, FLOORS, KINDS, LEAST, Settings, slow_ranks, tested, threshold
 from plugins.straggler_probe.record import probe_file, read_run
-from plugins.straggler_probe.watch import Settings, Watch, processor_work
+from plugins.straggler_probe.watch import Watch, processor_work
 from tests.plugins.straggler_probe import workers
 from tools.runs.readings import read_metrics
 

@@ -90,7 +90,7 @@ class Start:
         require_verified()
         preflight.check_machine(self.recipe, slots)
         compile_cache.refuse_own(self.recipe)
-        operator_fusion.refuse_other(self.recipe, os.environ)
+        operator_fusion.environment(self.recipe, os.environ)
         preflight.check_sound(self.recipe)
         preflight.check_data(self.recipe)
         if not goes_on:

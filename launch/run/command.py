@@ -175,14 +175,14 @@ def make_job(
 
 def _checks(
     recipe: Recipe, run_dir: Path, resume: str | None, port: int | None, force: bool
-) -> list[Callable[[], None]]:
+) -> list[Callable[[], object]]:
     """What must hold on this machine, in the order in which a user would want to hear of it."""
     saves = checkpoints.save_path(recipe)
     return [
         require_verified,
         lambda: preflight.check_machine(recipe),
         lambda: compile_cache.refuse_own(recipe),
-        lambda: operator_fusion.refuse_other(recipe, os.environ),
+        lambda: operator_fusion.environment(recipe, os.environ),
         lambda: preflight.check_memory(recipe),
         lambda: preflight.check_sound(recipe),
         lambda: preflight.check_data(recipe),

@@ -19,7 +19,6 @@ The second half reads `plugins.attention_balance` of a recipe, and what the plug
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +41,7 @@ from plugins.attention_balance.samples import (
 )
 from plugins.errors import DataError, RecipeError
 from plugins.semi_auto_cpu.chosen import splits_model
-from plugins.settings import section_of, whole_number
+from plugins.settings import Section, graph_mode_only, setting, value_at
 
 __all__ = [
     "Balance",
@@ -68,7 +67,6 @@ __all__ = [
 _SAMPLES = 1 << 19  # samples planned at a time: some 100 bytes each
 KEY = "plugins.attention_balance"
 COST = ("per_pair", "per_token", "unit")
-SETTINGS = ("window", *COST)
 INTERLEAVE = "micro_batch_interleave_num"
 LOADER = "BlendedMegatronDatasetDataLoader"
 # MindSpore reads it once a process: a pipeline then cuts each rank's own batch into micro-batches
@@ -226,12 +224,52 @@ def _looking_ahead(batch: np.ndarray, layout: Layout) -> np.ndarray:
     return position
 
 
-@dataclass(frozen=True)
-class Settings:
-    """window: steps whose samples may change places; cost: of a sample, None where the recipe has none yet."""
+_SECONDS = "write measured seconds, 0 or more"
 
-    window: int = 1
-    cost: Cost | None = None
+
+@dataclass(frozen=True)
+class Settings(Section):
+    """Which samples may change places, by what cost: a launch writes the model's, in FLOP; measured are seconds."""
+
+    KEY = KEY
+    RIGHT = f"write `window: 1` under it, or {KEY}: False to leave it off"
+    CHANGE = ("layout", "deals the samples of a step to other ranks")
+
+    window: int = setting(
+        1,
+        "global batches whose samples may change steps; 1: none",
+        "write a number of steps, 1 to keep each step's own samples",
+        least=1,
+        change=("numbers", "samples change steps where it is above 1"),
+    )
+    per_pair: float | None = setting(None, "cost of a pair of tokens that attention compares", _SECONDS, least=0)
+    per_token: float | None = setting(None, "cost of a token, whatever it attends to", _SECONDS, least=0)
+    unit: str | None = setting(
+        None,
+        "unit of the costs; measured seconds by default",
+        f"write {' or '.join(UNITS)}, or leave it out for measured seconds",
+        choices=tuple(UNITS),
+    )
+
+    def agree(self) -> None:
+        """Raise RecipeError for half a cost, and for one without attention."""
+        written = [name for name in COST if getattr(self, name) is not None]
+        missing = [name for name in COST[:2] if name not in written]
+        if written and missing:
+            words = f"per_pair and per_token are needed together; write {missing[0]} as well"
+            raise RecipeError(words, f"{KEY}.{written[0]}")
+        if self.per_pair == 0:
+            raise RecipeError("0 means that attention costs nothing, so there is nothing to balance", f"{KEY}.per_pair")
+
+    @property
+    def cost(self) -> Cost | None:
+        """Return the cost of a sample; None where the recipe has none yet."""
+        if self.per_pair is None or self.per_token is None:
+            return None
+        return Cost(self.per_pair, self.per_token, self.unit or MEASURED)
+
+
+read = Settings.read
 
 
 @dataclass(frozen=True)
@@ -248,37 +286,6 @@ class Schedule:
     eod_pad_length: int | None
 
 
-def read(settings: Any) -> Settings:
-    """`{window: n, per_pair: cost, per_token: cost, unit: s | FLOP}`, all optional, the costs together.
-
-    A launch writes the costs into the effective recipe where they are missing, in FLOP; measured ones are in seconds.
-
-    Raises:
-        RecipeError: an unknown key, or a value that is no such thing.
-    """
-    section = section_of(KEY, settings, SETTINGS, f"write `window: 1` under it, or {KEY}: False to leave it off")
-    window = whole_number(KEY, section, "window", "write a number of steps, 1 to keep each step's own samples")
-    return Settings(window, _cost(section))
-
-
-def _cost(section: Mapping[str, Any]) -> Cost | None:
-    written = [name for name in COST if name in section]
-    if not written:
-        return None
-    if missing := [name for name in COST[:2] if name not in section]:
-        raise RecipeError(f"{KEY}.{written[0]}: per_pair and per_token are needed together; write {missing[0]} as well")
-    for name in COST[:2]:
-        value = section[name]
-        if type(value) not in (int, float) or not 0 <= value < math.inf:
-            raise RecipeError(f"{KEY}.{name}: {value!r}; write measured seconds, 0 or more")
-    if not section["per_pair"]:
-        raise RecipeError(f"{KEY}.per_pair: 0 means that attention costs nothing, so there is nothing to balance")
-    unit = section.get("unit", MEASURED)
-    if unit not in UNITS:
-        raise RecipeError(f"{KEY}.unit: {unit!r}; write {' or '.join(UNITS)}, or leave it out for measured seconds")
-    return Cost(float(section["per_pair"]), float(section["per_token"]), unit)
-
-
 def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Schedule:
     """Return the schedule of a recipe whose `plugins.attention_balance` is on.
 
@@ -292,8 +299,9 @@ def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Sc
     settings, layout = check(recipe)
     if settings.cost is None:
         raise RecipeError(
-            f"{KEY}.per_pair: missing, as per_token is: tc3 train, tc3 recipe show and launch/train.py write what the "
-            "model costs into the effective recipe; train that one, or write measured seconds"
+            "missing, as per_token is: tc3 train, tc3 recipe show and launch/train.py write what the model costs into "
+            "the effective recipe; train that one, or write measured seconds",
+            f"{KEY}.per_pair",
         )
     data = _section(recipe, "train_dataset.data_loader.config")
     own = layout.objective.stages > 1 and environment.get(OWN_BATCHES) == "1"
@@ -311,14 +319,13 @@ def check(recipe: Mapping[str, Any]) -> tuple[Settings, Layout]:
     Raises:
         RecipeError: settings that are wrong, or a recipe in which the plugin cannot work or cannot gain.
     """
-    settings = read(_at(recipe, KEY))
+    settings = read(value_at(recipe, KEY))
     loader = _section(recipe, "train_dataset.data_loader")
     if loader.get("type") != LOADER:
-        raise RecipeError(f"train_dataset.data_loader.type: {KEY} orders {LOADER}, not {loader.get('type')!r}")
+        raise RecipeError(f"{KEY} orders {LOADER}, not {loader.get('type')!r}", "train_dataset.data_loader.type")
     if loader.get("shuffle"):
-        raise RecipeError(f"train_dataset.data_loader.shuffle: True would undo the order of {KEY}; write False")
-    if _at(recipe, "context.mode") in (1, "PYNATIVE_MODE"):
-        raise RecipeError(f"context.mode: {KEY} is for graph mode; PyNative builds its loader another way; write 0")
+        raise RecipeError(f"True would undo the order of {KEY}; write False", "train_dataset.data_loader.shuffle")
+    graph_mode_only(recipe, KEY)
     check_apart(_section(loader, "config"), _section(recipe, "model.model_config"))
     return settings, layout_of(recipe, settings.window)
 
@@ -335,11 +342,12 @@ def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
     interleaved = _number(recipe, INTERLEAVE)
     if interleaved > 1:
         raise RecipeError(
-            f"{INTERLEAVE}: {interleaved}; MindFormers then takes as many times more samples and cuts each micro-batch "
-            f"again, which {KEY} does not follow; write 1"
+            f"{interleaved}; MindFormers then takes as many times more samples and cuts each micro-batch again, which "
+            f"{KEY} does not follow; write 1",
+            INTERLEAVE,
         )
     parallel = recipe.get("use_parallel") is True
-    split = parallel and splits_model(_at(recipe, "parallel.parallel_mode", 1))
+    split = parallel and splits_model(value_at(recipe, "parallel.parallel_mode", 1))
     stages = _number(recipe, "parallel_config.pipeline_stage") if split else 1
     micro_batches = "parallel_config.micro_batch_num" if stages > 1 else "runner_config.gradient_accumulation_steps"
     ranks = _number(recipe, "parallel_config.data_parallel") if parallel else 1
@@ -360,7 +368,7 @@ def recomputed_share(recipe: Mapping[str, Any]) -> float:
 
     Selective recompute is left out: it repeats cheap operators.
     """
-    recompute = _at(recipe, "recompute_config.recompute")
+    recompute = value_at(recipe, "recompute_config.recompute")
     if not isinstance(recompute, (list, tuple)):
         return float(bool(recompute))
     chunks, layers = _flat(recompute), _number(recipe, "model.model_config.num_hidden_layers")
@@ -380,19 +388,10 @@ def _eod_pad_length(data: Mapping[str, Any]) -> int:
 
 def _number(recipe: Mapping[str, Any], path: str) -> int:
     """A positive integer; 1, as in MindFormers, for what is not written (and for what `tc3 check` refuses)."""
-    value = _at(recipe, path)
+    value = value_at(recipe, path)
     return value if type(value) is int and value > 0 else 1
 
 
 def _section(recipe: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    value = _at(recipe, path)
+    value = value_at(recipe, path)
     return value if isinstance(value, Mapping) else {}
-
-
-def _at(recipe: Any, path: str, default: Any = None) -> Any:
-    """The value at a dotted path."""
-    for key in path.split("."):
-        if not isinstance(recipe, Mapping) or key not in recipe:
-            return default
-        recipe = recipe[key]
-    return recipe

@@ -175,6 +175,10 @@ class CoreAttention(nn.Cell):
         actual_seq_kvlen=None,
     ):
         """See the class."""
+        return self.attend(query, key, value, attention_mask)
+
+    def attend(self, query, key, value, attention_mask):
+        """What `construct` makes of what it reads."""
         query = self._heads_first(query)
         key = self._heads_first(key)
         value = self._heads_first(value)
@@ -201,21 +205,7 @@ class DocumentCoreAttention(CoreAttention):
         super().__init__(config, layer_number, **kwargs)
         self.within_documents = WithinDocuments(self.scale)
 
-    def construct(
-        self,
-        query,
-        key,
-        value,
-        attention_mask,
-        attn_mask_type=None,
-        attention_bias=None,
-        packed_seq_params=None,
-        alibi_mask=None,
-        prefix=None,
-        padding_mask=None,
-        actual_seq_qlen=None,
-        actual_seq_kvlen=None,
-    ):
+    def attend(self, query, key, value, attention_mask):
         """As `CoreAttention`; attention_mask: [B, 1, S, S]."""
         length, batch = query.shape[0], query.shape[1]
         shape = (length, batch, self.heads, -1)

@@ -91,36 +91,20 @@ class AllToAllV(nn.Cell):
         return self.back(dout, receive, send, rows), ops.zeros_like(send), ops.zeros_like(receive), 0
 
 
-class AllGather(nn.Cell):
-    """Concatenate along axis 0 in group order; the gradient is a reduce-scatter."""
+class Linear(nn.Cell):
+    """A collective of rows, and the one that is its gradient."""
 
-    def __init__(self, group):
+    def __init__(self, there, back):
         super().__init__(auto_prefix=False)
-        self.gather, self.scatter = _gathering(group), _scattering(group)
+        self.there, self.back = there, back
 
     def construct(self, rows):
-        """[m, ...] -> [n * m, ...]."""
-        return self.gather(rows)
+        """Rows there."""
+        return self.there(rows)
 
     def bprop(self, rows, out, dout):
-        """[n * m, ...] -> [m, ...]."""
-        return (self.scatter(dout),)
-
-
-class ReduceScatter(nn.Cell):
-    """Sum over the group, keep this rank's part of axis 0; the gradient is an all-gather."""
-
-    def __init__(self, group):
-        super().__init__(auto_prefix=False)
-        self.gather, self.scatter = _gathering(group), _scattering(group)
-
-    def construct(self, rows):
-        """[n * m, ...] -> [m, ...]."""
-        return self.scatter(rows)
-
-    def bprop(self, rows, out, dout):
-        """[m, ...] -> [n * m, ...]."""
-        return (self.gather(dout),)
+        """Gradients back."""
+        return (self.back(dout),)
 
 
 class ExchangeCounts(nn.Cell):
@@ -159,12 +143,12 @@ class Net:
         return [self.ranks[index] for index in group]
 
     def all_gather(self, group, small=False):
-        """A cell [m, ...] -> [n * m, ...]."""
-        return AllGather(self._global(group))
+        """A cell [m, ...] -> [n * m, ...], in group order; the gradient is a reduce-scatter."""
+        return Linear(_gathering(self._global(group)), _scattering(self._global(group)))
 
     def reduce_scatter(self, group):
-        """A cell [n * m, ...] -> [m, ...]."""
-        return ReduceScatter(self._global(group))
+        """A cell [n * m, ...] -> [m, ...], the sum over the group; the gradient is an all-gather."""
+        return Linear(_scattering(self._global(group)), _gathering(self._global(group)))
 
     def all_to_all_v(self, group, width, small=False):
         """A cell (rows [C, width], send, receive, room) -> [room, width]."""

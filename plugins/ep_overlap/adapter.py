@@ -16,10 +16,10 @@ def enable(config, settings) -> None:
         RecipeError: settings that cannot be, or no plugin to cut the work of.
     """
     if not (config.plugins or {}).get("hierarchical_ep"):
-        raise RecipeError("plugins.ep_overlap: it cuts the dispatch of plugins.hierarchical_ep; switch that on too")
+        raise RecipeError("it cuts the dispatch of plugins.hierarchical_ep; switch that on too", plan.KEY)
     chunks, stride = plan.read(settings)
     if chunks == "auto":
-        raise RecipeError(f"plugins.ep_overlap.chunks: {UNRESOLVED}")
+        raise RecipeError(UNRESOLVED, f"{plan.KEY}.chunks")
     ours = adapter.current()
     ours.slices = partial(plan.slices, config.runner_config.batch_size, chunks)
-    ours.order = partial(plan.order, stride)
+    ours.order = partial(plan.issue_order, stride=stride)

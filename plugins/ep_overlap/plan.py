@@ -5,14 +5,12 @@ back. Cut into chunks, one chunk's AllGather between nodes, another's All-to-All
 run at once. More chunks hide more and cost more: launches, latencies of messages and the reading of expert weights do
 not shrink with the chunk, and small matmuls are slower. `choose` weighs the two by simulation; how long a step of a
 chunk takes is the caller's knowledge.
-
-The end of the file reads `plugins.ep_overlap` of a recipe: `{chunks: auto | [b, s], stride: n}`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import Any, Generic, TypeVar
@@ -21,7 +19,7 @@ import numpy as np
 
 from plugins.ep_overlap.timeline import Op, Timeline, simulate
 from plugins.errors import RecipeError
-from plugins.settings import section_of, whole_number
+from plugins.settings import Section, setting
 
 FORWARD_STEPS = ("dispatch.inter", "dispatch.intra", "experts", "combine.intra", "combine.inter")
 WHOLE = -1  # the chunk number of what is not cut into chunks: the shared expert
@@ -31,7 +29,32 @@ Chunks = tuple[int, int]
 T = TypeVar("T")
 U = TypeVar("U")
 KEY = "plugins.ep_overlap"
-SETTINGS = ("chunks", "stride")
+
+
+def _chunks(written: Any) -> Chunks | str:
+    if written == "auto":
+        return "auto"
+    chunks = tuple(written) if isinstance(written, (list, tuple)) else ()
+    if len(chunks) != 2 or not all(type(parts) is int and parts > 0 for parts in chunks):
+        raise RecipeError(f"{written!r} is neither auto nor [b, s] with both 1 or more")
+    return chunks
+
+
+@dataclass(frozen=True)
+class Settings(Section):
+    """How a micro-batch is cut."""
+
+    KEY = KEY
+    RIGHT = "write `chunks:` under it, auto or [parts of the batch, parts of the sequence]"
+    CHANGE = ("layout", "routes tokens between devices differently")
+
+    chunks: Chunks | str = setting(MISSING, "`[b, s]`: parts of batch and sequence, or `auto`", parse=_chunks)
+    stride: int = setting(
+        1,
+        "steps by which a chunk follows the one before it",
+        "write a whole number of steps, 1 for a wavefront",
+        least=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -165,7 +188,7 @@ def _check(batch: int, sequence: int, chunks: Chunks) -> None:
         if not 1 <= parts <= rows:
             what = ("samples", "tokens of a sequence")[axis]
             raise RecipeError(
-                f"plugins.ep_overlap.chunks[{axis}]: {parts} parts of {rows} {what} on a rank; use 1 to {rows}"
+                f"{parts} parts of {rows} {what} on a rank (chunks[{axis}]); use 1 to {rows}", f"{KEY}.chunks"
             )
 
 
@@ -278,20 +301,9 @@ def _timeline(layer: Layer, one: tuple[Sequence[Chain], float], shares: Sequence
 
 
 def read(settings: Any) -> tuple[Any, int]:
-    """(chunks, stride) of `{chunks: auto | [b, s], stride: n}`; the stride is 1 where it is not written.
-
-    Raises:
-        RecipeError: an unknown key, or values that are no such thing.
-    """
-    right = "write `chunks:` under it, auto or [parts of the batch, parts of the sequence]"
-    section = section_of(KEY, settings, SETTINGS, right, needs=["chunks"])
-    chunks = section["chunks"]
-    if chunks != "auto":
-        chunks = tuple(chunks) if isinstance(chunks, (list, tuple)) else ()
-        if len(chunks) != 2 or not all(type(parts) is int and parts > 0 for parts in chunks):
-            raise RecipeError(f"{KEY}.chunks: {section['chunks']!r} is neither auto nor [b, s] with both 1 or more")
-    stride = whole_number(KEY, section, "stride", "write a whole number of steps, 1 for a wavefront", least=0)
-    return chunks, stride
+    """Return (chunks, stride) of `plugins.ep_overlap`, see `Settings`; it raises what `Settings.read` does."""
+    ours = Settings.read(settings)
+    return ours.chunks, ours.stride
 
 
 def slices(batch: int, chunks: tuple[int, int], config: Any) -> list[np.ndarray]:
@@ -303,8 +315,3 @@ def slices(batch: int, chunks: tuple[int, int], config: Any) -> list[np.ndarray]
     """
     split = config.tensor_model_parallel_size * config.context_parallel_size
     return chunk_slices(batch, config.seq_length // split, chunks)
-
-
-def order(stride: int, chunks: int) -> list[tuple[int, str]]:
-    """The order of issue, see `issue_order`."""
-    return issue_order(chunks, stride=stride)

@@ -7,10 +7,8 @@ import importlib
 from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 
 from plugins import telechat3_moe
-from plugins.expert_balance.settings import SETTINGS, Settings, Sharded, check, read
+from plugins.expert_balance.settings import Settings, Sharded, check, read
 from plugins.semi_auto_cpu.chosen import chosen
-
-__all__ = ["SETTINGS", "enable"]
 
 
 def enable(config, settings) -> None:

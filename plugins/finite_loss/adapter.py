@@ -22,12 +22,10 @@ from mindspore import nn
 
 from plugins.all_ranks import sum_over_ranks
 from plugins.errors import StoppedError
-from plugins.finite_loss.plan import METRICS, SETTINGS, Watch, not_finite, read, undefined_parts
+from plugins.finite_loss.plan import METRICS, Settings, Watch, not_finite, undefined_parts
 from plugins.private_hooks import relies_on
 from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
 from plugins.sealed_checkpoint.plan import newest_of_rank
-
-__all__ = ["SETTINGS", "enable"]
 
 # the step and the parts of the loss are known where these are called, and nowhere else
 relies_on(callback.MFLossMonitor, "self.print_output_info(cb_params, cur_epoch_num, origin_epochs, throughput,")
@@ -39,12 +37,12 @@ def enable(config, settings) -> None:
     """Put the watch into the monitors of `config` (a MindFormerConfig): those that are registered now.
 
     Args:
-        settings: see `plan.read`.
+        settings: see `plan.Settings`.
 
     Raises:
         RecipeError: an unknown or impossible setting.
     """
-    put_in(config, Watch(read(settings), undefined=undefined_of(config)), end)
+    put_in(config, Watch(Settings.read(settings).stop_after, undefined=undefined_of(config)), end)
 
 
 def undefined_of(config) -> tuple[str, ...]:

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from plugins.settings import section_of, whole_number
+from plugins.settings import WATCHES, Section, setting
 
 KEY = "plugins.finite_loss"
-SETTINGS = ("stop_after",)
 METRICS = ("lm loss", "load-balancing loss", "mtp loss", "indexer loss", "loss")  # in the order of naming
 NORM = "global norm"
 _LEAST_SCALE = 1.0  # MindSpore's and MindFormers' loss scales fall no lower
@@ -32,15 +31,20 @@ _EXPONENTS = {
 _CHUNK = 1 << 22  # numbers looked at together
 
 
-def read(settings: Any) -> int:
-    """`stop_after` of `{stop_after: n}`: the number of steps in a row with which a run ends; 1 where it is not written.
+@dataclass(frozen=True)
+class Settings(Section):
+    """When a run ends."""
 
-    Raises:
-        RecipeError: an unknown key, or a value that is no such number.
-    """
-    right = f"write `stop_after: 1` under it, or {KEY}: False to train on whatever the loss is"
-    section = section_of(KEY, settings, SETTINGS, right)
-    return whole_number(KEY, section, "stop_after", f"write a number of steps from 1 on, or {KEY}: False for never")
+    KEY = KEY
+    RIGHT = f"write `stop_after: 1` under it, or {KEY}: False to train on whatever the loss is"
+    CHANGE = WATCHES
+
+    stop_after: int = setting(
+        1,
+        "steps in a row that are not finite with which a run ends",
+        f"write a number of steps from 1 on, or {KEY}: False for never",
+        least=1,
+    )
 
 
 def undefined_parts(stages: int, micro_steps: int, aux_loss_scale: float) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ def enable(config, settings) -> None:
     Raises:
         RecipeError: settings that cannot be, no auxiliary loss, or a model that this plugin does not know.
     """
-    reader.read(settings)
+    reader.Settings.read(settings)
     model, parallel = config.model.model_config, config.parallel_config
     split = config.use_parallel and splits_model(config.parallel.parallel_mode)
     ranks = parallel.expert_parallel if config.use_parallel else 1

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from plugins.errors import RecipeError
+from plugins.settings import Section
 
 KEY = "plugins.group_aux_loss"
 KIND = "seq_aux_loss"  # the one kind of MindFormers' whose shares it averages over a group
 DEFAULT_KIND = "sub_seq_aux_loss"  # MindFormers', where a recipe names none
 
 
-def read(settings: Any) -> None:
-    """Hold that the section is `True`: the loss has nothing to set.
+@dataclass(frozen=True)
+class Settings(Section):
+    """The loss has nothing to set: the section is `True`."""
 
-    Raises:
-        RecipeError: something else.
-    """
-    if settings is not True:
-        raise RecipeError(f"{KEY}: {settings!r}; write True, or False to leave the loss to MindFormers")
+    KEY = KEY
+    RIGHT = "write True, or False to leave the loss to MindFormers"
+    CHANGE = ("numbers", "balances experts over the tokens of an expert-parallel group")
+
+    @classmethod
+    def look(cls, written: Any) -> tuple[Settings | None, list[RecipeError]]:
+        """As `Section.look`."""
+        return (cls(), []) if written is True else (None, [RecipeError(f"{written!r}; {cls.RIGHT}", KEY)])
 
 
 def check(kind: Any, coefficient: float | None, expert_parallel: int, tensor_parallel: int) -> None:
@@ -33,17 +39,17 @@ def check(kind: Any, coefficient: float | None, expert_parallel: int, tensor_par
     """
     if not coefficient:
         raise RecipeError(
-            "model.model_config.moe_aux_loss_coeff: 0, so that there is no auxiliary loss; write a number above 0, or "
-            f"{KEY}: False"
+            f"0, so that there is no auxiliary loss; write a number above 0, or {KEY}: False",
+            "model.model_config.moe_aux_loss_coeff",
         )
     if kind != KIND:
         raise RecipeError(
-            f"model.model_config.moe_router_load_balancing_type: {kind!r} averages over other tokens than "
-            f"{KEY} does; {KIND!r}, or {KEY}: False"
+            f"{kind!r} averages over other tokens than {KEY} does; {KIND!r}, or {KEY}: False",
+            "model.model_config.moe_router_load_balancing_type",
         )
     if expert_parallel % tensor_parallel:
         raise RecipeError(
-            f"parallel_config.expert_parallel: groups of {expert_parallel} ranks cut the sequences that "
-            f"{tensor_parallel} tensor-parallel ranks share, over which MindFormers averages already; a multiple of "
-            f"{tensor_parallel}, or {KEY}: False"
+            f"groups of {expert_parallel} ranks cut the sequences that {tensor_parallel} tensor-parallel ranks share, "
+            f"over which MindFormers averages already; a multiple of {tensor_parallel}, or {KEY}: False",
+            "parallel_config.expert_parallel",
         )

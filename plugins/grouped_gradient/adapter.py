@@ -12,10 +12,7 @@ from mindspore.graph import CustomPassType, register_custom_pass
 
 from plugins.errors import ClusterError
 from plugins.grouped_gradient import plan
-from plugins.grouped_gradient.plan import SETTINGS
 from plugins.semi_auto_cpu import build
-
-__all__ = ["PASS", "SETTINGS", "add_pass", "enable"]
 
 PASS = "tc3_grouped_gradient"
 SOURCES = Path(__file__).resolve().parent / "csrc"

@@ -9,15 +9,24 @@ which takes a sum of two dimensions, too; its own pass to it is stopped by the R
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from plugins.errors import RecipeError
-from plugins.settings import section_of
+from plugins.settings import Section, value_at
 
 KEY = "plugins.grouped_gradient"
-SETTINGS: tuple[str, ...] = ()
 LOW = ("bfloat16", "bf16", "float16", "fp16")  # what InplaceGroupedMatmulAdd multiplies
 NOT_BY_KERNEL = "O2"  # the jit level that hands the whole graph to CANN
+
+
+@dataclass(frozen=True)
+class Settings(Section):
+    """There is nothing to set."""
+
+    KEY = KEY
+    RIGHT = f"write {KEY}: {{}}, or False"
+    CHANGE = ("numbers", "adds the gradients of experts' weights to their float32 sum without rounding them first")
 
 
 def check(recipe: Mapping[str, Any]) -> bool:
@@ -26,37 +35,34 @@ def check(recipe: Mapping[str, Any]) -> bool:
     Raises:
         RecipeError: a setting, or a recipe for Ascend in whose graph no such gradient ends in a float32 sum.
     """
-    settings = (recipe.get("plugins") or {}).get("grouped_gradient", False)
+    settings = value_at(recipe, KEY, False)
     if settings is False:
         return False
-    section_of(KEY, settings, SETTINGS, f"write {KEY}: {{}}, or False")
-    if (recipe.get("context") or {}).get("device_target", "Ascend") != "Ascend":
+    Settings.read(settings)
+    if value_at(recipe, "context.device_target", "Ascend") != "Ascend":
         return False
     for key, wrong in _unfit(recipe):
-        raise RecipeError(f"{key}: {wrong}; {KEY}: False leaves it out")
+        raise RecipeError(f"{wrong}; {KEY}: False leaves it out", key)
     return True
 
 
 def _unfit(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(key, what is wrong with it) of all that does not go with the plugin."""
-    model, sizes, parallel, context, plugins = (
-        recipe.get(name) or {} for name in ("model", "parallel_config", "parallel", "context", "plugins")
-    )
-    model = model.get("model_config") or {}
+    model = value_at(recipe, "model.model_config") or {}
     dtype = model.get("compute_dtype", LOW[0])
-    jit_level = (context.get("jit_config") or {}).get("jit_level")
+    jit_level = value_at(recipe, "context.jit_config.jit_level")
     found = []
     if not any(model.get(name) for name in ("n_routed_experts", "num_moe_experts", "num_experts")):
         found.append((KEY, "the model has no experts"))
-    if (sizes.get("pipeline_stage") or 1) < 2:
+    if (value_at(recipe, "parallel_config.pipeline_stage") or 1) < 2:
         found.append(("parallel_config.pipeline_stage", f"{KEY} is for the sums of a pipeline's micro-batches"))
-    if (parallel.get("parallel_optimizer_config") or {}).get("gradient_accumulation_shard"):
-        key = "parallel.parallel_optimizer_config.gradient_accumulation_shard"
+    key = "parallel.parallel_optimizer_config.gradient_accumulation_shard"
+    if value_at(recipe, key):
         found.append((key, "a ReduceScatter stands between each gradient and its sum"))
     if dtype not in LOW:
         found.append(("model.model_config.compute_dtype", f"the operator multiplies {LOW[0]} or {LOW[2]}, not {dtype}"))
     if jit_level == NOT_BY_KERNEL:
         found.append(("context.jit_config.jit_level", f"the operator runs kernel by kernel, not with {jit_level}"))
-    if plugins.get("ep_overlap", False) not in (None, False):
+    if value_at(recipe, "plugins.ep_overlap") not in (None, False):
         found.append(("plugins.ep_overlap", "the gradients of its chunks are added to each other first"))
     return found

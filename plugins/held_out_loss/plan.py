@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plugins.errors import DataError, RecipeError
-from plugins.settings import section_of, whole_number
+from plugins.settings import WATCHES, Section, setting
 
 KEY = "plugins.held_out_loss"
-SETTINGS = ("data_path", "samples", "every")
+
+
+@dataclass(frozen=True)
+class Settings(Section):
+    """What is evaluated, and how often."""
+
+    KEY = KEY
+    RIGHT = f"write data_path, samples, every under it, or {KEY}: False"
+    CHANGE = WATCHES
+
+    data_path: str = setting(
+        None, "the prefix of a Megatron .bin/.idx, or a file of HFDataLoader's; must be written", "write a path"
+    )
+    samples: int | None = setting(
+        None,
+        "samples to read of it; of a file of HFDataLoader's all by default",
+        "write a number of at least 1",
+        least=1,
+    )
+    every: int = setting(None, "steps between evaluations; must be written", "write a number of at least 1", least=1)
+
+    def agree(self) -> None:
+        """Raise RecipeError where it does not say of what or when."""
+        for name in ("data_path", "every"):
+            if not getattr(self, name):
+                raise self.missing(name)
+
+    def missing(self, name: str) -> RecipeError:
+        """Return the error of a setting that must be written."""
+        return RecipeError("missing; the plugin needs data_path, samples, every", f"{KEY}.{name}")
 
 
 def held_out_file(run_dir: str | Path) -> Path:
@@ -40,20 +70,18 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> None:
             global batch; of instructions all that there are where it is missing).
         DataError: there is no corpus at `data_path`.
     """
-    section = section_of(KEY, settings, SETTINGS, f"write {', '.join(SETTINGS)} under it, or {KEY}: False")
-    wanted = [name for name in SETTINGS if name != "samples" or not instructions]
-    for name in wanted:
-        if name not in section:
-            raise RecipeError(f"{KEY}.{name}: missing; the plugin needs {', '.join(wanted)}")
-    for name, least in (("samples", global_batch), ("every", 1)):
-        if name in section:
-            whole_number(KEY, section, name, f"write a number of at least {least}", least)
+    ours = Settings.read(settings)
+    if ours.samples is None and not instructions:
+        raise ours.missing("samples")
+    if ours.samples is not None and ours.samples < global_batch:
+        raise RecipeError(f"{ours.samples}; write a number of at least {global_batch}", f"{KEY}.samples")
     command = "instructions" if instructions else "prepare"
     for suffix in ("",) if instructions else (".bin", ".idx"):
-        if not Path(settings["data_path"] + suffix).is_file():
+        if not Path(ours.data_path + suffix).is_file():
             raise DataError(
-                f"{KEY}.data_path: there is no {settings['data_path']}{suffix}; "
-                f"`tc3 data {command} --held-out 0.05 ...` writes one, `held_out_loss: False` leaves the plugin off"
+                f"there is no {ours.data_path}{suffix}; "
+                f"`tc3 data {command} --held-out 0.05 ...` writes one, `held_out_loss: False` leaves the plugin off",
+                f"{KEY}.data_path",
             )
 
 

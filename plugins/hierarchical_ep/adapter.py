@@ -13,7 +13,7 @@ from plugins.hierarchical_ep import settings as reader
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from plugins.semi_auto_cpu.chosen import chosen
 
-_current: list[reader.Settings] = []
+_current: list[reader.Part] = []
 
 
 def enable(config, settings) -> None:
@@ -38,7 +38,7 @@ def enable(config, settings) -> None:
         get_rank() if config.use_parallel else 0,
     )
     if ours.mode == "auto":
-        raise RecipeError(f"plugins.hierarchical_ep.mode: {UNRESOLVED}")
+        raise RecipeError(UNRESOLVED, "plugins.hierarchical_ep.mode")
     ours.slices = partial(reader.uncut, config.runner_config.batch_size)
     _current[:] = [ours]
     if config.context.device_target == "CPU" and not chosen(config):
@@ -47,7 +47,7 @@ def enable(config, settings) -> None:
         _on_ascend(ours, model_config)
 
 
-def current() -> reader.Settings:
+def current() -> reader.Part:
     """Return the settings that models built from now on take; `enable` comes first."""
     return _current[0]
 

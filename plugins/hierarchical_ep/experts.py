@@ -6,7 +6,7 @@ from mindformers.parallel_core.training_graph.transformer.moe.ffn import FFNGrou
 from mindspore import ops
 
 from plugins.hierarchical_ep.dispatcher import UNCUT, Dispatcher, RoutedLayer, cut
-from plugins.hierarchical_ep.settings import Settings, check_room
+from plugins.hierarchical_ep.settings import Part, check_room
 
 
 class RoutedExperts(FFNGroupedGEMM):
@@ -14,7 +14,7 @@ class RoutedExperts(FFNGroupedGEMM):
 
     Args:
         config: TransformerConfig.
-        settings: see `Settings`.
+        settings: see `Part`.
         net, rows: the device's collectives (of this rank's EP group) and row operations.
         streams: see `RoutedLayer`.
 
@@ -22,7 +22,7 @@ class RoutedExperts(FFNGroupedGEMM):
         RecipeError: more rows could meet here than the device sorts, see `check_room`.
     """
 
-    def __init__(self, config, settings: Settings, net, rows, streams):
+    def __init__(self, config, settings: Part, net, rows, streams):
         super().__init__(config)
         slices = settings.slices(config)
         check_room(settings.mode, settings.topology, max(map(len, slices)), config.moe_router_topk, rows)

@@ -29,16 +29,31 @@ Ids and probabilities share one fp32 buffer. Gradients take the way back, with z
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 
 import numpy as np
 
 from plugins.errors import RecipeError, did_you_mean
 from plugins.hierarchical_ep.topology import Topology
+from plugins.settings import Section, setting
 
 ID_BYTES, PROB_BYTES, COUNT_BYTES = 4, 4, 4
 ExpertFn = Callable[[int, np.ndarray, np.ndarray], np.ndarray]
 MODES = ("global", "hierarchical", "deduplicated")
+
+
+@dataclass(frozen=True)
+class Settings(Section):
+    """How tokens reach their experts."""
+
+    KEY = "plugins.hierarchical_ep"
+    RIGHT = f"write `mode:` under it, one of auto, {', '.join(MODES)}"
+    CHANGE = ("layout", "routes tokens between devices differently")
+
+    mode: str = setting(MISSING, "how tokens travel, or `auto`", choices=("auto", *MODES))
+    hardware: str | None = setting(
+        None, "name or file of a cluster, by which `auto` chooses", "write the name or the file of a cluster"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """`plugins.hierarchical_ep` of a recipe: what the experts of a rank are built with, and the room there must be. Pure.
 
-`Settings` are topology, mode and chunks. `largest_sorts` says how many rows can meet at one rank, and `check_room`
+`Part` is topology, mode and chunks. `largest_sorts` says how many rows can meet at one rank, and `check_room`
 refuses more than its device can sort.
 """
 
@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from plugins.errors import RecipeError, did_you_mean
-from plugins.hierarchical_ep.plan import MODES
+from plugins.errors import RecipeError
+from plugins.hierarchical_ep.plan import Settings
 from plugins.hierarchical_ep.topology import Topology, of_mesh
-from plugins.settings import section_of
 
 # MindFormers' dispatchers (`moe_token_dispatcher_type`) -> the mode in which they send tokens
 DISPATCHERS = {"alltoall": "global", "alltoall_deredundency": "hierarchical"}
 DISPATCHER_OF = {mode: name for name, mode in DISPATCHERS.items()}
 DEFAULT_DISPATCHER = "alltoall"  # which leaves its place to this plugin
-SETTINGS = ("mode", "hardware")  # hardware: a name or file of tools/hardware, for `mode: auto` alone
 
 
 def uncut(batch: int, config: Any) -> list[np.ndarray]:
@@ -37,7 +35,7 @@ def _no_order(chunks: int):
 
 
 @dataclass
-class Settings:
+class Part:
     """One rank's part in expert parallelism.
 
     Attributes:
@@ -54,32 +52,21 @@ class Settings:
     order: Any = field(default=_no_order)
 
 
-def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: int, rank: int) -> Settings:
+def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: int, rank: int) -> Part:
     """`plugins.hierarchical_ep` of a recipe for the global rank `rank`.
 
     Raises:
         RecipeError: an unknown key or mode, or EP groups that do not fit the nodes.
     """
-    check(settings)
+    mode = Settings.read(settings).mode
     topology = of_mesh(expert_parallel, devices_per_node, experts)
     if experts % expert_parallel:
         raise RecipeError(
-            f"parallel_config.expert_parallel: {expert_parallel} does not divide the {experts} routed experts "
-            "(model.model_config.n_routed_experts)"
+            f"{expert_parallel} does not divide the {experts} routed experts (model.model_config.n_routed_experts)",
+            "parallel_config.expert_parallel",
         )
     first = rank // expert_parallel * expert_parallel
-    return Settings(settings["mode"], topology, rank - first, tuple(range(first, first + expert_parallel)))
-
-
-def check(settings: Any) -> None:
-    """Refuse settings that are no `{mode: ..., hardware: ...}`."""
-    key = "plugins.hierarchical_ep"
-    right = f"write `mode:` under it, one of auto, {', '.join(MODES)}"
-    mode = section_of(key, settings, SETTINGS, right, needs=["mode"])["mode"]
-    if mode not in (*MODES, "auto"):
-        raise RecipeError(
-            f"{key}.mode: unknown mode {mode!r}, expected auto, {', '.join(MODES)}{did_you_mean(str(mode), [*MODES])}"
-        )
+    return Part(mode, topology, rank - first, tuple(range(first, first + expert_parallel)))
 
 
 def largest_sorts(mode: str, topology: Topology, tokens: int, top_k: int, spare: int = 0) -> list[tuple[int, int]]:

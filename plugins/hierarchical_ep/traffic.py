@@ -93,10 +93,10 @@ def expected_steps(
     most_copies = np.minimum(top_k, topology.experts_per_rank) * tokens * (copies > 0)
     if mode != "global":
         most_copies = most_copies * topology.nodes
-    transfers = [(copy_transfer(mode, topology, copies), _skewed(copies, most_copies, skew))]
+    transfers = [(copy_transfer(mode, topology, copies), np.minimum(copies * skew, most_copies))]
     if mode != "global":
         rows = _expected_rows(mode, topology, tokens, top_k)
-        busy = rows if mode == "hierarchical" else _skewed(rows, tokens * (rows > 0), skew)
+        busy = rows if mode == "hierarchical" else np.minimum(rows * skew, tokens * (rows > 0))
         transfers.insert(0, (row_transfer(mode, topology, rows), busy))
     dispatch = [_expected_step(topology, step, busy, top_k, hidden, itemsize) for step, busy in transfers]
     combine = [
@@ -132,11 +132,6 @@ def _expected_rows(mode: str, topology: Topology, tokens: float, top_k: int) -> 
     share = np.repeat(on_node, topology.devices_per_node) if mode == "deduplicated" else np.ones(topology.ep)
     local = topology.local_of(np.arange(topology.ep))
     return tokens * share * (local[:, None] == local)
-
-
-def _skewed(rows: np.ndarray, most: np.ndarray, skew: float) -> np.ndarray:
-    """What each rank would receive if it were the busiest."""
-    return np.minimum(rows * skew, most)
 
 
 def _expected_step(topology, transfer, busy, top_k, hidden, itemsize) -> Step:
@@ -228,11 +223,6 @@ class BreakEven:
     ep_limit: float
     hierarchical_over_global: float
     deduplicated_over_hierarchical: float
-
-    @property
-    def hierarchical_wins(self) -> bool:
-        """Return whether the AllGather moves fewer inter-node bytes than the global All-to-All."""
-        return self.hierarchical_over_global < 1
 
     @property
     def deduplicated_over_global(self) -> float:

@@ -12,9 +12,6 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from plugins.operator_fusion import plan
-from plugins.operator_fusion.plan import SETTINGS
-
-__all__ = ["SETTINGS", "before_mindspore", "enable"]
 
 
 def before_mindspore(recipe: Mapping[str, Any], environ: MutableMapping[str, str] = os.environ) -> None:
@@ -30,6 +27,6 @@ def enable(config, settings) -> None:
     """Refuse what cannot be read; `before_mindspore` has done the rest.
 
     Raises:
-        RecipeError: see `plan.read`.
+        RecipeError: see `plan.Fusion`.
     """
-    plan.read(settings)
+    plan.Fusion.read(settings)

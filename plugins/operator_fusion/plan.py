@@ -12,11 +12,11 @@ the vector operators, 25 were seen in clusters of 2.9.0's passes (docs/fusion.md
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Any
 
 from plugins.errors import ClusterError, RecipeError, did_you_mean
-from plugins.settings import section_of
+from plugins.settings import Section, setting, value_at
 
 VECTOR = (
     "Abs", "Add", "Assign", "BroadcastTo", "Cast", "Ceil", "Div", "Equal", "Exp", "Floor", "Greater", "GreaterEqual",
@@ -37,7 +37,6 @@ EXPANDED = (
 
 
 KEY = "plugins.operator_fusion"
-SETTINGS = ("level", "disable")
 VARIABLE = "MS_DEV_GRAPH_KERNEL_FLAGS"
 LEVELS = ("off", "vector", "cube")
 NEEDED = "O1"  # the jit level with which Ascend has graph kernels
@@ -45,12 +44,41 @@ JIT_LEVEL = "context.jit_config.jit_level"
 OWN_KEYS = ("graph_kernel_flags", "enable_graph_kernel")  # of `context`: MindSpore's own switches
 
 
+def _operators(names: Any) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise RecipeError(f"{names!r}; write a list of operators, such as [Exp, ReduceSum]")
+    known = [*VECTOR, *CUBE, *EXPANDED]
+    for name in names:
+        if name not in known:
+            raise RecipeError(f"DVM fuses no operator {name!r}{_meant(str(name), known)}")
+    return tuple(dict.fromkeys(names))
+
+
+def _meant(name: str, known: list[str]) -> str:
+    """`did_you_mean`, whatever the letters' case."""
+    alike = [each for each in known if each.lower() == name.lower()]
+    return f" (did you mean {alike[0]!r}?)" if alike else did_you_mean(name, known)
+
+
 @dataclass(frozen=True)
-class Fusion:
+class Fusion(Section):
     """What is fused: up to `level`, but for the operators of `disable`."""
 
-    level: str
-    disable: tuple[str, ...] = ()
+    KEY = KEY
+    RIGHT = f"write level: {', '.join(LEVELS)} under it, or {KEY}: False"
+    CHANGE = ("numbers", "fuses other operators into one kernel, which rounds once where they rounded one by one")
+
+    level: str = setting(MISSING, "what is fused: see below", choices=LEVELS, bare=(False, "off"))
+    disable: tuple[str, ...] = setting((), "operators that are left alone", parse=_operators)
+
+    def agree(self) -> None:
+        """Raise RecipeError for operators that this level does not fuse."""
+        key = f"{KEY}.disable"
+        if self.disable and self.level == "off":
+            raise RecipeError("nothing is fused with level off; leave it out", key)
+        for name in self.disable:
+            if name in CUBE and self.level == "vector":
+                raise RecipeError(f"{name} is fused only with level cube; leave it out", key)
 
     @property
     def flags(self) -> str:
@@ -64,60 +92,21 @@ class Fusion:
         return " ".join(flags)
 
 
-def read(settings: Any) -> Fusion:
-    """Return the section `{level: off|vector|cube, disable: [Operator, ...]}` of a recipe; `level` must be written.
-
-    YAML reads a bare `off` as False, which is taken for it.
-
-    Raises:
-        RecipeError: an unknown key, level or operator, or one that this level does not fuse.
-    """
-    right = f"write level: {', '.join(LEVELS)} under it, or {KEY}: False"
-    section = section_of(KEY, settings, SETTINGS, right, needs=("level",))
-    level = "off" if section["level"] is False else section["level"]
-    if level not in LEVELS:
-        raise RecipeError(
-            f"{KEY}.level: {level!r} is none of {', '.join(LEVELS)}{did_you_mean(str(level), list(LEVELS))}"
-        )
-    return Fusion(level, _disabled(section.get("disable", []), level))
-
-
-def _disabled(names: Any, level: str) -> tuple[str, ...]:
-    key = f"{KEY}.disable"
-    if isinstance(names, str) or not isinstance(names, Sequence):
-        raise RecipeError(f"{key}: {names!r}; write a list of operators, such as [Exp, ReduceSum]")
-    if names and level == "off":
-        raise RecipeError(f"{key}: nothing is fused with level off; leave it out")
-    known = [*VECTOR, *CUBE, *EXPANDED]
-    for name in names:
-        if name not in known:
-            raise RecipeError(f"{key}: DVM fuses no operator {name!r}{_meant(str(name), known)}")
-        if name in CUBE and level == "vector":
-            raise RecipeError(f"{key}: {name} is fused only with level cube; leave it out")
-    return tuple(dict.fromkeys(names))
-
-
-def _meant(name: str, known: list[str]) -> str:
-    """`did_you_mean`, whatever the letters' case."""
-    alike = [each for each in known if each.lower() == name.lower()]
-    return f" (did you mean {alike[0]!r}?)" if alike else did_you_mean(name, known)
-
-
 def chosen(recipe: Mapping[str, Any]) -> Fusion | None:
     """Return what a recipe asks for; None where it leaves MindSpore its defaults.
 
     Raises:
-        RecipeError: see `read`.
+        RecipeError: see `Fusion.read`.
     """
-    settings = (recipe.get("plugins") or {}).get("operator_fusion", False)
-    return None if settings is False else read(settings)
+    settings = value_at(recipe, KEY, False)
+    return None if settings is False else Fusion.read(settings)
 
 
 def check(recipe: Mapping[str, Any]) -> Fusion | None:
     """`chosen`, if the rest of the recipe goes with it.
 
     Raises:
-        RecipeError: see `read`; on Ascend another jit level, and MindSpore's own switches beside this one.
+        RecipeError: see `Fusion.read`; on Ascend another jit level, and MindSpore's own switches beside this one.
     """
     fusion = chosen(recipe)
     context = recipe.get("context") or {}
@@ -125,11 +114,11 @@ def check(recipe: Mapping[str, Any]) -> Fusion | None:
         return fusion
     for key in OWN_KEYS:
         if context.get(key):
-            raise RecipeError(f"context.{key}: {context[key]!r} is overruled by {KEY}; leave one of them out")
-    level = (context.get("jit_config") or {}).get("jit_level")
+            raise RecipeError(f"{context[key]!r} is overruled by {KEY}; leave one of them out", f"context.{key}")
+    level = value_at(recipe, JIT_LEVEL)
     if fusion.level != "off" and level != NEEDED:
         found = "is not written" if level is None else f"is {level!r}"
-        raise RecipeError(f"{JIT_LEVEL}: {found}, and {KEY} needs {NEEDED!r}: no other level fuses operators by DVM")
+        raise RecipeError(f"{found}, and {KEY} needs {NEEDED!r}: no other level fuses operators by DVM", JIT_LEVEL)
     return fusion
 
 
@@ -150,15 +139,6 @@ def environment(recipe: Mapping[str, Any], environ: Mapping[str, str]) -> dict[s
     if exported and exported.split() != fusion.flags.split():
         raise ClusterError(f"{VARIABLE}={exported!r}, and {KEY} asks for {fusion.flags!r}: unset it, or {KEY}: False")
     return {VARIABLE: fusion.flags}
-
-
-def refuse_other(recipe: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-    """Refuse what `environment` refuses, before anything is started.
-
-    Raises:
-        RecipeError, ClusterError: see `environment`.
-    """
-    environment(recipe, environ)
 
 
 def _on_ascend(context: Mapping[str, Any]) -> bool:

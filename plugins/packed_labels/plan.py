@@ -8,17 +8,26 @@ behind the last label is the padding token, not the ignored one: each conversati
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from plugins.errors import DataError, RecipeError
-from plugins.settings import section_of
+from plugins.settings import Section
 
 KEY = "plugins.packed_labels"
-SETTINGS: tuple[str, ...] = ()
 LOADER = "train_dataset.data_loader"
 PACKING = "PackingHandler"
 # who makes conversations of text, and whether the labels that come from there are those of the next token already
 SHIFTED = {"AlpacaInstructDataHandler": True, "CodeAlpacaInstructDataHandler": False}
+
+
+@dataclass(frozen=True)
+class Settings(Section):
+    """There is nothing to set."""
+
+    KEY = KEY
+    RIGHT = f"write {KEY}: {{}}, or False"
+    CHANGE = ("numbers", "other data")
 
 
 def read(settings: Any, loader: Mapping[str, Any]) -> bool:
@@ -27,14 +36,14 @@ def read(settings: Any, loader: Mapping[str, Any]) -> bool:
     Raises:
         RecipeError: a setting, or a loader whose packing this plugin does not know.
     """
-    section_of(KEY, settings, SETTINGS, f"write {KEY}: {{}}, or False")
+    Settings.read(settings)
     if loader.get("type") != "HFDataLoader" or loader.get("streaming"):
-        raise RecipeError(f"{KEY}: it mends the {PACKING} of an HFDataLoader that does not stream; take the plugin out")
+        raise RecipeError(f"it mends the {PACKING} of an HFDataLoader that does not stream; take the plugin out", KEY)
     entries = loader.get("handler")
     handlers = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
     types = [str(entry.get("type")) for entry in handlers]
     if PACKING not in types:
-        raise RecipeError(f"{KEY}: {LOADER}.handler has no {PACKING}; take the plugin out")
+        raise RecipeError(f"{LOADER}.handler has no {PACKING}; take the plugin out", KEY)
     place = types.index(PACKING)
     if (strategy := handlers[place].get("pack_strategy", "pack")) != "pack":
         raise RecipeError(

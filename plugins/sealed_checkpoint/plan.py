@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 from plugins.errors import CheckpointError
+from plugins.lines import write_whole
 
 CHUNK = 1 << 22  # bytes read at a time
 ATTEMPT = "TC3_ATTEMPT"  # of a worker: the name of the attempt that it is part of
@@ -136,12 +137,7 @@ def write_refusal(folder: Path, rank: int, reason: str) -> Path:
 
 
 def _write(seal: dict, folder: Path, rank: int) -> Path:
-    # open, not tempfile: the seal is for whoever may read the folder, as the umask says
-    with (folder / f".seal_rank_{rank}.tmp").open("w", encoding="utf-8") as out:
-        json.dump(seal, out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(out.name, seal_file(folder, rank))
+    write_whole(seal_file(folder, rank), seal)
     return seal_file(folder, rank)
 
 

@@ -58,13 +58,7 @@ class CollectiveManager:
         """Place of a global rank in a group."""
         return self.get_group_ranks(group).index(rank)
 
-    def get_local_rank_id(self, group: str) -> int:
-        """Rank among those on this host: all of them."""
-        return self.get_rank_id(group)
-
-    def get_local_group_size(self, group: str) -> int:
-        """Return the number of a group's ranks on this host: all of them."""
-        return self.get_group_size(group)
+    get_local_rank_id, get_local_group_size = get_rank_id, get_group_size  # all ranks are on this host
 
 
 def stand_in(ranks: Ranks, stack: ExitStack | None = None) -> None:

@@ -30,9 +30,7 @@ from plugins.finite_loss import adapter as finite_loss
 from plugins.finite_loss.plan import NORM, Watch
 from plugins.private_hooks import relies_on
 from plugins.spike_guard.ledger import Ranges, add_entry, continued, count, original, read_ledger
-from plugins.spike_guard.plan import KEY, LOADER, SETTINGS, Settings, Window, check, good_steps, what_follows
-
-__all__ = ["SETTINGS", "enable"]
+from plugins.spike_guard.plan import KEY, LOADER, Settings, Window, check, good_steps, what_follows
 
 # how many steps are trained, and what a blend goes on with, is worked out here as MindFormers does it
 relies_on(base_trainer.BaseTrainer, "dataset = dataset.take(int(dataset_info.sizes[0]) // self.global_batch_size)")

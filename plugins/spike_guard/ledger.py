@@ -14,8 +14,6 @@ writes it.
 from __future__ import annotations
 
 import json
-import os
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from plugins.errors import DataError, not_json
+from plugins.lines import write_whole
 
 Ranges = tuple[tuple[int, int], ...]
 FILE = "skipped.json"
@@ -132,14 +131,7 @@ def read_ledger(run_dir: str | Path) -> list[Entry]:
 
 def write_ledger(run_dir: str | Path, entries: Sequence[Entry]) -> None:
     """Write all entries, atomically."""
-    path = ledger_file(run_dir)
-    part = path.with_name(f".{uuid.uuid4().hex}.{path.name}")  # ranks of several hosts write
-    with part.open("w", encoding="utf-8") as out:
-        json.dump({"skipped": [asdict(entry) for entry in entries]}, out, indent=1)
-        out.write("\n")
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(part, path)
+    write_whole(ledger_file(run_dir), {"skipped": [asdict(entry) for entry in entries]})
 
 
 def add_entry(run_dir: str | Path, entry: Entry) -> None:

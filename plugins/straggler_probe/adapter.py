@@ -18,9 +18,7 @@ from mindspore.train.callback import Callback
 
 from plugins.private_hooks import relies_on
 from plugins.straggler_probe.record import probe_file
-from plugins.straggler_probe.watch import SETTINGS, Watch, of_device, read
-
-__all__ = ["SETTINGS", "enable"]
+from plugins.straggler_probe.watch import Settings, Watch, of_device
 
 relies_on(base_trainer.BaseTrainer.sort_callbacks, "callbacks.append(callback)")
 relies_on(model.Model._train_process, "for next_element in dataset_helper:")
@@ -67,5 +65,5 @@ def enable(config, settings) -> None:
     """
     device = config.context.device_target
     config.callbacks.append(
-        {"type": "StragglerProbe", "settings": read(settings), "device": device, "run_dir": config.output_dir}
+        {"type": "StragglerProbe", "settings": Settings.read(settings), "device": device, "run_dir": config.output_dir}
     )

@@ -48,7 +48,26 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from plugins.settings import WATCHES, Section, setting
 from plugins.straggler_probe.record import Record
+
+
+@dataclass(frozen=True)
+class Settings(Section):
+    """When a rank is probed, and with how much work."""
+
+    KEY = "plugins.straggler_probe"
+    RIGHT = f"write every, work under it (or {{}} for the defaults), or {KEY}: False"
+    CHANGE = WATCHES
+
+    every: int = setting(5, "steps between probes", "write steps between probes, from 1 on", least=1)
+    work: int = setting(
+        1,
+        "pieces of work in a round of a probe; use more if probes vary much",
+        "write a number of pieces of work, from 1 on",
+        least=1,
+    )
+
 
 Kind = Literal["device", "data", "host", "limit"]
 ALARM = 0.05  # chance that a run names any healthy rank, by any measure

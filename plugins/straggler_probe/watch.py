@@ -1,57 +1,23 @@
 """What a rank notes between probes, and the probe itself: a fixed piece of work, timed.
 
 The adapter calls `Watch` at the beginning and end of each step. A probe's time is taken without what other processes
-took of the core. `read` reads `plugins.straggler_probe` of a recipe: every default stands here. MindSpore is imported
-only for an NPU.
+took of the core. MindSpore is imported only for an NPU.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
 from plugins.processor_time import scheduled, text_of, thread_waited, throttled
-from plugins.settings import section_of, whole_number
+from plugins.straggler_probe.plan import Settings
 from plugins.straggler_probe.record import Record, append
 
-KEY = "plugins.straggler_probe"
 ROUNDS = 5  # of which the median counts: a pause of a few milliseconds falls into one of them
-
-
-@dataclass(frozen=True)
-class Settings:
-    """When a rank is probed, and with how much work.
-
-    Args:
-        every: steps between probes.
-        work: how often the fixed piece of work is done in a probe (see `work`).
-    """
-
-    every: int = 5
-    work: int = 1
-
-
-SETTINGS = tuple(field.name for field in fields(Settings))
-
-
-def read(settings: Any) -> Settings:
-    """Return the section of a recipe, with defaults for what it does not write.
-
-    Raises:
-        RecipeError: an unknown key, or a value that is no such number.
-    """
-    right = f"write {', '.join(SETTINGS)} under it (or {{}} for the defaults), or {KEY}: False"
-    section = section_of(KEY, settings, SETTINGS, right)
-    return Settings(
-        every=whole_number(KEY, section, "every", "write steps between probes, from 1 on", default=Settings.every),
-        work=whole_number(KEY, section, "work", "write a number of pieces of work, from 1 on", default=Settings.work),
-    )
 
 
 DEVICE_SIDE, _PRODUCTS = 4096, 16  # some 8 ms of an Atlas A2

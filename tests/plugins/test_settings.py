@@ -1,38 +1,82 @@
-"""What the readers of all plugins share; each plugin's own tests hold its messages."""
+"""The base of all plugins' settings, and what is held to them: each plugin's own tests hold its messages."""
 
 import re
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 import pytest
 
+from plugins import ADAPTERS
 from plugins.errors import RecipeError
-from plugins.settings import section_of, whole_number
+from plugins.settings import Section, setting, settings_of
 
-PLUGINS = Path(__file__).resolve().parents[2] / "plugins"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Mine(Section):
+    KEY = "plugins.mine"
+    RIGHT = "write right"
+    CHANGE = ("numbers", "another model")
+
+    right: int = setting(MISSING, "what is needed", "write one", least=0)
+    left: float = setting(7.0, "what is not", "write a share", above=0, below=1)
 
 
 @pytest.mark.parametrize("settings", [None, True, 3, [], {"left": 1}])
 def test_what_is_no_section_or_lacks_what_it_needs(settings):
-    with pytest.raises(RecipeError, match=r"^plugins\.mine: write right$"):
-        section_of("plugins.mine", settings, ["left", "right"], "write right", needs=["right"])
+    with pytest.raises(RecipeError, match=r"^plugins\.mine: write right$") as raised:
+        Mine.read(settings)
+    assert raised.value.key == "plugins.mine"
 
 
 def test_an_unknown_name():
-    assert section_of("plugins.mine", {}, ["left"], "") == {}
-    with pytest.raises(RecipeError, match=r"^plugins\.mine\.lef: no such setting \(did you mean 'left'\?\)$"):
-        section_of("plugins.mine", {"lef": 1}, ["left"], "")
+    with pytest.raises(RecipeError, match=r"^plugins\.mine\.lef: no such setting \(did you mean 'left'\?\)$") as raised:
+        Mine.read({"right": 1, "lef": 1})
+    assert raised.value.key == "plugins.mine.lef" and raised.value.wrong.startswith("no such setting")
 
 
-def test_whole_numbers():
-    assert whole_number("k", {"n": 3}, "n", "") == 3
-    assert whole_number("k", {}, "n", "", default=7) == 7
-    assert whole_number("k", {"n": 0}, "n", "", least=0) == 0
-    for wrong in (0, 1.0, True, "1", None):
-        with pytest.raises(RecipeError, match=rf"^k\.n: {re.escape(repr(wrong))}; write one$"):
-            whole_number("k", {"n": wrong}, "n", "write one")
+def test_numbers():
+    assert Mine.read({"right": 0}) == Mine(0, 7.0)
+    assert Mine.read({"right": 3, "left": 0.5}).left == 0.5
+    for wrong in (-1, 1.0, True, "1", None):
+        with pytest.raises(RecipeError, match=rf"^plugins\.mine\.right: {re.escape(repr(wrong))}; write one$"):
+            Mine.read({"right": wrong})
+    for wrong in (0, 1, float("nan"), float("inf"), "0.5", None):
+        with pytest.raises(RecipeError, match=rf"^plugins\.mine\.left: {re.escape(repr(wrong))}; write a share$"):
+            Mine.read({"right": 1, "left": wrong})
+
+
+def test_all_that_is_wrong_is_found():
+    ours, refusals = Mine.look({"right": -1, "left": 2, "lef": 3})
+    assert ours is None and [each.key for each in refusals] == [
+        f"plugins.mine.{name}" for name in ("right", "left", "lef")
+    ]
+
+
+def table(name):
+    """A plugin's settings as a page has them."""
+    rows = ["| key | default | meaning |", "|---|---|---|"]
+    for each in fields(settings_of(name)):
+        written = {MISSING: "needed", None: "none", (): "none"}.get(each.default, f"`{each.default}`")
+        rows.append(f"| `{each.name}` | {written} | {each.metadata['meaning']} |")
+    return "\n".join(rows)
+
+
+@pytest.mark.parametrize("name", [name for name in ADAPTERS if fields(settings_of(name))])
+def test_a_page_has_the_settings_as_they_are(name):
+    pages = [path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md")]
+    assert any(table(name) in page for page in pages), f"put this table for plugins.{name} on its page:\n{table(name)}"
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_each_plugin_has_one_class_with_words_for_each_key(name):
+    section = settings_of(name)
+    assert f"plugins.{name}" == section.KEY and section.RIGHT and section.CHANGE[0] in ("numbers", "layout", "nothing")
+    assert all(each.metadata["meaning"] for each in fields(section))
 
 
 def test_no_plugin_has_a_reader_of_its_own():
     """An unknown setting is refused in one place."""
-    readers = [path for path in PLUGINS.rglob("*.py") if 'what="setting"' in path.read_text()]
-    assert readers == [PLUGINS / "settings.py"]
+    readers = [path for path in (ROOT / "plugins").rglob("*.py") if 'what="setting"' in path.read_text()]
+    assert readers == [ROOT / "plugins" / "settings.py"]

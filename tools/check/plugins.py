@@ -17,7 +17,6 @@ from plugins.ep_overlap import plan as ep_overlap
 from plugins.ep_overlap.plan import FORWARD_STEPS, chunk_slices
 from plugins.errors import RecipeError
 from plugins.expert_balance import settings as expert_balance
-from plugins.finite_loss import plan as finite_loss
 from plugins.group_aux_loss import plan as group_aux_loss
 from plugins.grouped_gradient import plan as grouped_gradient
 from plugins.hierarchical_ep import settings as hierarchical_ep
@@ -27,17 +26,15 @@ from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from plugins.operator_fusion import plan as operator_fusion
 from plugins.packed_labels import plan as packed_labels
 from plugins.spike_guard import plan as spike_guard
-from plugins.straggler_probe import watch as straggler_probe
 from tools.check.conflicts import KEYS as MINDFORMERS_OWN
 from tools.recipe.findings import Findings
-from tools.recipe.load import KeyPath, Recipe
+from tools.recipe.load import Recipe
 from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built, convert
 from tools.schema.schema import load_schema
 
 _HIERARCHICAL, _OVERLAP = ("plugins", "hierarchical_ep"), ("plugins", "ep_overlap")
-_FINITE, _GROUP_LOSS = ("plugins", "finite_loss"), ("plugins", "group_aux_loss")
-_EXPERTS, _PROBE = ("plugins", "expert_balance"), ("plugins", "straggler_probe")
+_EXPERTS, _GROUP_LOSS = ("plugins", "expert_balance"), ("plugins", "group_aux_loss")
 _SPIKES, _PACKED = ("plugins", "spike_guard"), ("plugins", "packed_labels")
 _BALANCE, _HELD_OUT = ("plugins", "attention_balance"), ("plugins", "held_out_loss")
 _FUSION, _GRADIENT = ("plugins", "operator_fusion"), ("plugins", "grouped_gradient")
@@ -67,22 +64,17 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
     if on(_HELD_OUT) and (view.tp * view.pp * view.cp > 1 or view.accumulation > 1):
         wrong = "it evaluates only data-parallel ranks, and only the whole step"
         found.error(_HELD_OUT, wrong, "False with tensor, pipeline or context parallelism or accumulated gradients")
-    for section, active, read, settings in (
-        (_FINITE, view.get(_FINITE, False) is not False, finite_loss.read, view.get(_FINITE)),
-        (_PROBE, on(_PROBE), straggler_probe.read, view.get(_PROBE)),
-        (_SPIKES, on(_SPIKES), spike_guard.check, view.recipe),
-    ):
-        if active:
-            with _refusals(section, found):
-                read(settings)
+    if on(_SPIKES):
+        with _refusals(_SPIKES, found):
+            spike_guard.check(view.recipe)
     if view.get(_FUSION, False) is not False:
         _operator_fusion(view, found)
     if view.get(_GRADIENT, False) is not False:
         _grouped_gradient(view, found)
     if on(_GROUP_LOSS) and _has_experts(_GROUP_LOSS, built, found):
         kind = built.fields.get("moe_router_load_balancing_type", group_aux_loss.DEFAULT_KIND)
-        with _named("", found):
-            group_aux_loss.read(view.get(_GROUP_LOSS))
+        with _refusals((), found):
+            group_aux_loss.Settings.read(view.get(_GROUP_LOSS))
             coefficient = built.fields.get("moe_aux_loss_coeff")
             group_aux_loss.check(kind, coefficient, view.ep, view.tp if view.parallel else 1)
     if on(_EXPERTS) and _has_experts(_EXPERTS, built, found):
@@ -131,7 +123,7 @@ def _hierarchical_ep(view: View, built: Built, found: Findings) -> None:
 
 def _operator_fusion(view: View, found: Findings) -> None:
     where = "see docs/fusion.md"
-    with _named("operator_fusion", found):
+    with _refusals((), found, "operator_fusion"):
         fusion = operator_fusion.check(view.recipe)
         if fusion and view.on_cpu and fusion.level != "off":
             found.note(_FUSION, "a CPU has no kernels of DVM: nothing is fused here", where)
@@ -141,7 +133,7 @@ def _operator_fusion(view: View, found: Findings) -> None:
 
 def _grouped_gradient(view: View, found: Findings) -> None:
     where = "see docs/grouped-gradient.md"
-    with _named("grouped_gradient", found):
+    with _refusals((), found, "grouped_gradient"):
         if grouped_gradient.check(view.recipe):
             found.warning(_GRADIENT, "experimental: nobody has run it on an NPU here", where)
         else:
@@ -163,27 +155,12 @@ def _expert_balance(view: View, built: Built, found: Findings) -> None:
 
 
 @contextmanager
-def _refusals(section: KeyPath, found: Findings) -> Iterator[None]:
+def _refusals(section: KeyPath, found: Findings, rule: str = "") -> Iterator[None]:
     """What a plugin's reader refuses, at the key that it names."""
     try:
         yield
     except RecipeError as error:
-        key, _, wrong = str(error).partition(": ")
-        path = tuple(key.partition("[")[0].split("."))
-        if path[:2] == section:
-            found.error(path, wrong)
-        else:
-            found.error(section, str(error))
-
-
-@contextmanager
-def _named(rule: str, found: Findings) -> Iterator[None]:
-    """An error that begins with its key."""
-    try:
-        yield
-    except RecipeError as error:
-        key, _, wrong = str(error).partition(": ")
-        found.error(tuple(key.split(".")), wrong, rule=rule)
+        found.refusal(section, error, rule)
 
 
 _BATCH, _SEQUENCE = 4, 8  # tokens of a rank in the trial, at least one for each chunk
@@ -227,5 +204,5 @@ def _order(plan: Any, chunks: int, stride: int) -> list[tuple[int, int]]:
     names = [step.step for step in plan.forward]
     if len(names) == 2:  # one All-to-All each way
         names = ["dispatch.intra", "combine.intra"]
-    issued = ep_overlap.order(stride, chunks) if chunks > 1 else [(0, step) for step in FORWARD_STEPS]
+    issued = ep_overlap.issue_order(chunks, stride=stride) if chunks > 1 else [(0, step) for step in FORWARD_STEPS]
     return [(chunk, names.index(step)) for chunk, step in issued if step in names]

@@ -229,7 +229,7 @@ def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | No
     dispatch, overlap = plugins.get("hierarchical_ep"), plugins.get("ep_overlap")
     if not dispatch:
         return ("",), [(1, 1)], 1
-    hierarchical_ep.check(dispatch)
+    hierarchical_ep.Settings.read(dispatch)
     modes = MODES if dispatch["mode"] == "auto" else (dispatch["mode"],)
     if not overlap:
         return modes, [(1, 1)], 1

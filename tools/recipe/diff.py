@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from plugins import ADAPTERS
+from plugins.settings import settings_of
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.view import LOADER, MODEL, View
 from tools.schema.converter import model_number
 
-# What a change of a recipe's key means for training. The table is `meaning.yaml`; this reads it.
+# What a change of a recipe's key means for training: by the table `meaning.yaml`, and of plugins by their settings.
 
 TABLE = Path(__file__).with_name("meaning.yaml")
 GROUPS = ("numbers", "layout", "nothing")  # from the gravest to the lightest
@@ -50,6 +52,11 @@ def _table() -> tuple[dict[tuple[str, ...], tuple[str, ...]], dict[tuple[str, ..
             pattern = tuple(path.split("."))
             assert pattern not in patterns, f"{TABLE.name}: {path} stands there twice"
             patterns[pattern] = Meaning(entry["group"], entry["means"])
+    for name in ADAPTERS:
+        section = settings_of(name)
+        patterns["plugins", name] = Meaning(*section.CHANGE)
+        for each in fields(section):
+            patterns["plugins", name, each.name] = Meaning(*each.metadata.get("change", section.CHANGE))
     return same_as, patterns
 
 

@@ -104,6 +104,12 @@ class Findings:
         """Note a difference of MindFormers' own that the recipe cannot end."""
         self._add(NOTE, path, wrong, right, self.line_of(rule))
 
+    def refusal(self, section: KeyPath, error: RecipeError, rule: str = "", right: str = "") -> None:
+        """Note what a plugin's reader refuses: at the key that it names, or at `section` where that is elsewhere."""
+        path = tuple(error.key.split("."))
+        inside = path[: len(section)] == section
+        self.error(path if inside else section, error.wrong if inside else str(error), right, rule)
+
     def _add(self, severity: str, path: KeyPath, wrong: str, right: str, source: str) -> None:
         file, line = self._place(path)
         identity = (file, line, wrong)

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
+from plugins.settings import Section
 from tools.recipe.findings import ERROR, Findings, refused
 from tools.recipe.load import EXPONENT, KeyPath, Recipe, as_yaml
 from tools.recipe.override import dotted
@@ -46,6 +47,8 @@ class _Walk:
 
     def visit(self, value: Any, shape: Shape, path: KeyPath) -> None:
         """Check one value and what is below it."""
+        if shape.section is not None:
+            return self._plugin(value, shape, shape.section, path)
         if not self._value(value, shape.spec, path):
             return
         if isinstance(value, dict) and shape.types is not None:
@@ -55,6 +58,14 @@ class _Walk:
         elif isinstance(value, list) and shape.item is not None:
             for index, item in enumerate(value):
                 self.visit(item, shape.item, (*path, index))
+
+    def _plugin(self, value: Any, shape: Shape, section: type[Section], path: KeyPath) -> None:
+        """What the plugin's own reader refuses; `False` leaves it off."""
+        for error in section.look(value)[1] if value is not False else ():
+            name = error.key.rpartition(".")[2]
+            kinds = (shape.keys or {}).get(name, Shape()).spec.get("types")
+            right = _mended(value[name], kinds) if kinds and name in value else ""
+            self.found.refusal(path, error, rule="operator_fusion" * (path[-1] == "operator_fusion"), right=right)
 
     def _mapping(self, value: dict[Any, Any], shape: Shape, path: KeyPath) -> None:
         assert shape.keys is not None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins import ADAPTERS
+from plugins.settings import Section, settings_of
 from tools.schema import values
 from tools.schema.values import Spec
 
@@ -105,6 +106,7 @@ class Shape:
     opened: bool = False  # other keys are allowed too
     line: str = ""  # the MindFormers line that says so
     registry: str = ""  # what `type` names, in words
+    section: type[Section] | None = None  # of a plugin: who reads it
 
 
 class Schema:
@@ -170,7 +172,8 @@ class Schema:
         keys.update(train_dataset_task=task, eval_dataset_task=task)
         assert keys["model"].keys is not None
         keys["model"].keys["model_config"] = self._model(model)
-        keys["plugins"] = Shape({"types": ["dict", "null"]}, {name: _plugin(name) for name in ADAPTERS})
+        plugins = {name: _plugin(name, module) for name, module in ADAPTERS.items()}
+        keys["plugins"] = Shape({"types": ["dict", "null"]}, plugins)
         keys["base_config"] = Shape({"types": ["list", "str"]})
         return Shape(_mapping(), keys, line=self.line("template_key"))
 
@@ -279,10 +282,11 @@ def _only_config(task: Shape) -> Shape:
     return replace(task, keys={"dataset_config": (task.keys or {})["dataset_config"]})
 
 
-def _plugin(name: str) -> Shape:
-    """A plugin's settings, of `values.PLUGINS`; `False` leaves the plugin off."""
-    keys = {key: Shape(spec) for key, spec in values.PLUGINS.get(name, {}).items()}
-    return Shape({"types": ["bool", "dict", "null"]}, keys or None, opened=not keys)
+def _plugin(name: str, module: str) -> Shape:
+    """A plugin's settings; `False` leaves it off. What a worker has added to our own plugins is not looked into."""
+    section = settings_of(name) if module.startswith("plugins.") else None
+    keys = {key: Shape(spec) for key, spec in values.of_plugin(section).items()} if section else {}
+    return Shape({"types": ["bool", "dict", "null"]}, keys or None, opened=not keys, section=section)
 
 
 def _of_default(default: Any) -> Spec:

@@ -1,18 +1,17 @@
 """What MindFormers' annotations leave out: which values a key may take, and the types of sections read by hand.
 
 Each entry names, by its key in `tools.schema.extract.SNIPPETS`, the line of MindFormers that refuses the value, if
-there is one. `PLUGINS` does the same for the sections of plugins, whose own readers say the rest.
+there is one. `of_plugin` has the same of a plugin from its settings, whose reader says the rest.
 """
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
+from types import NoneType
 from typing import Any
 
-from plugins.attention_balance.samples import UNITS
-from plugins.expert_balance.settings import METHODS
-from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.settings import DISPATCHERS
-from plugins.operator_fusion.plan import LEVELS
+from plugins.settings import Section
 from tools.hardware.units import BOTH, LONG
 
 Spec = dict[str, Any]
@@ -289,43 +288,23 @@ MODEL: dict[str, Spec] = {
     **_bools("norm_topk_prob", "use_past"),
 }
 
+_NAMES = {tuple: "list", NoneType: "null"}
+_LIMITS = {"least": "min", "below": "below"}
 
-_FROM_0: Spec = {"types": ["int"], "min": 0}
-_FROM_1: Spec = {"types": ["int"], "min": 1}
-_NUMBER: Spec = {"types": ["float", "int"], "min": 0}
-_TEXT: Spec = {"types": ["str"]}
 
-PLUGINS: dict[str, dict[str, Spec]] = {
-    "finite_loss": {"stop_after": _FROM_1},
-    "packed_labels": {},
-    "held_out_loss": {"data_path": _TEXT, "samples": _FROM_1, "every": _FROM_1},
-    "hierarchical_ep": {"mode": {**_TEXT, "enum": ["auto", *MODES]}, "hardware": _TEXT},
-    "attention_balance": {
-        "window": _FROM_1,
-        "per_pair": _NUMBER,
-        "per_token": _NUMBER,
-        "unit": {"enum": list(UNITS)},
-    },
-    "spike_guard": {
-        "window": {"types": ["int"], "min": 4},
-        "threshold": _NUMBER,
-        "skip": _FROM_1,
-        "rollbacks": _FROM_1,
-        "skipped": {"types": ["list", "null"]},
-    },
-    "ep_overlap": {"chunks": {"types": ["list", "str"]}, "stride": _FROM_0},
-    "expert_balance": {
-        "every": _FROM_0,
-        "method": {"enum": list(METHODS)},
-        "moves": {"types": ["int", "null"], "min": 2},
-        "gate": _NUMBER,
-        "memory": _NUMBER,
-        "record": {"types": ["bool"]},
-    },
-    "grouped_gradient": {},
-    "operator_fusion": {
-        "level": {"enum": [*LEVELS, False], "rule": "operator_fusion"},  # YAML reads a bare off as False
-        "disable": {"types": ["list"], "items": ["str"]},
-    },
-    "straggler_probe": {"every": _FROM_1, "work": _FROM_1},
-}
+def of_plugin(section: type[Section]) -> dict[str, Spec]:
+    """Return the keys of a plugin, by the class of its settings."""
+    keys: dict[str, Spec] = {}
+    for each in fields(section):
+        limits, spec = each.metadata, dict[str, Any](description=each.metadata["meaning"])
+        kinds = [*section.kinds(each.name), *([NoneType] if limits.get("null") else [])]
+        if "choices" in limits:
+            spec["enum"] = [*limits["choices"], *limits.get("bare", ())[:1]]
+        else:
+            names = {_NAMES.get(kind, kind.__name__) for kind in kinds}
+            spec["types"] = sorted({*names, "int"} if "float" in names else names)
+        spec.update({_LIMITS[name]: limits[name] for name in _LIMITS if name in limits})
+        if each.default is not MISSING and each.default != ():
+            spec["default"] = each.default
+        keys[each.name] = spec
+    return keys

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from plugins.semi_auto_cpu.kernels.registry import LOW_PRECISION, Attrs, kernel
+from plugins.semi_auto_cpu.kernels.registry import KERNELS, LOW_PRECISION, Attrs, enter, kernel
 
 Dims = int | tuple[int, ...] | list[int] | None
 
@@ -42,48 +42,6 @@ def silu_gradient(dout: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 @kernel()
-def Divs(attrs: Attrs, x: np.ndarray, other: float) -> np.ndarray:
-    """X / constant."""
-    return x / np.asarray(other, x.dtype if x.dtype.kind == "f" else np.float32)
-
-
-@kernel()
-def Muls(attrs: Attrs, x: np.ndarray, other: float) -> np.ndarray:
-    """X * constant."""
-    return x * _alike(other, x)
-
-
-@kernel()
-def FmodScalar(attrs: Attrs, x: np.ndarray, other: float) -> np.ndarray:
-    """Remainder with the sign of x."""
-    return np.fmod(x, _alike(other, x))
-
-
-@kernel()
-def RemainderTensorScalar(attrs: Attrs, x: np.ndarray, other: float) -> np.ndarray:
-    """Remainder with the sign of the constant."""
-    return np.remainder(x, _alike(other, x))
-
-
-@kernel()
-def PowTensorScalar(attrs: Attrs, x: np.ndarray, exponent: float) -> np.ndarray:
-    """X to the power of a constant; NumPy is fast with squares and roots only if that is one of Python's numbers."""
-    return x**exponent if x.dtype.kind == "f" else np.power(x, _alike(exponent, x))
-
-
-@kernel()
-def SiLU(attrs: Attrs, x: np.ndarray) -> np.ndarray:
-    """X sigmoid(x)."""
-    return silu(x)
-
-
-@kernel()
-def SiLUGrad(attrs: Attrs, dout: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Return the gradient of SiLU."""
-    return silu_gradient(dout, x)
-
-
-@kernel()
 def Swiglu(attrs: Attrs, x: np.ndarray, dim: int = -1) -> np.ndarray:
     """silu(a) b, where a and b are the halves of x along `dim`."""
     a, b = np.split(x, 2, dim)
@@ -95,30 +53,6 @@ def SwigluGrad(attrs: Attrs, dout: np.ndarray, x: np.ndarray, dim: int = -1) -> 
     """Return the gradient of Swiglu."""
     a, b = np.split(x, 2, dim)
     return np.concatenate([silu_gradient(dout * b, a), dout * silu(a)], dim)
-
-
-@kernel()
-def ClipByValue(attrs: Attrs, x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """X, between `low` and `high`, which are tensors."""
-    return np.clip(x, low, high)
-
-
-@kernel()
-def LessScalar(attrs: Attrs, x: np.ndarray, other: float) -> np.ndarray:
-    """X < constant."""
-    return x < other
-
-
-@kernel(widen=False)
-def MoveTo(attrs: Attrs, x: np.ndarray, to: str, blocking: bool = True) -> np.ndarray:
-    """Return a copy on another device: here there is one."""
-    return x
-
-
-@kernel(LOW_PRECISION)
-def Sub(attrs: Attrs, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """A - b."""
-    return a - b
 
 
 @kernel(LOW_PRECISION)
@@ -142,46 +76,10 @@ def Assign(attrs: Attrs, variable: np.ndarray, value: np.ndarray) -> np.ndarray:
     return value
 
 
-@kernel(LOW_PRECISION, widen=False)
-def TensorMove(attrs: Attrs, x: np.ndarray) -> np.ndarray:
-    """Return a copy of a parameter that the step will change; MindSpore adds most of them behind the front end."""
-    return x
-
-
-@kernel(LOW_PRECISION)
-def Equal(attrs: Attrs, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return a == b; how gradients are asked whether they are finite."""
-    return a == b
-
-
-@kernel(LOW_PRECISION)
-def Square(attrs: Attrs, x: np.ndarray) -> np.ndarray:
-    """X * x."""
-    return x * x
-
-
 def _over(function: Callable[..., Any], x: np.ndarray, dims: Dims, keep: bool) -> np.ndarray:
     """No dimensions at all mean all of them."""
     axis = tuple(dims) if isinstance(dims, (tuple, list)) else dims
     return np.asarray(function(x, axis=None if axis == () else axis, keepdims=bool(keep)))
-
-
-@kernel()
-def CumsumExt(attrs: Attrs, x: np.ndarray, dim: int, dtype: int | None = None) -> np.ndarray:
-    """Running sums along a dimension."""
-    return np.cumsum(x, dim)
-
-
-@kernel()
-def MeanExt(attrs: Attrs, x: np.ndarray, dim: Dims = None, keep: bool = False, dtype: int | None = None) -> np.ndarray:
-    """Return the mean over dimensions."""
-    return _over(np.mean, x, dim, keep)
-
-
-@kernel()
-def SumExt(attrs: Attrs, x: np.ndarray, dim: Dims = None, keep: bool = False, dtype: int | None = None) -> np.ndarray:
-    """Return the sum over dimensions."""
-    return _over(np.sum, x, dim, keep)
 
 
 @kernel(LOW_PRECISION)
@@ -261,45 +159,41 @@ def Dense(attrs: Attrs, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | No
     return out if bias is None else out + bias
 
 
-@kernel()
-def MatMulExt(attrs: Attrs, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the product as NumPy broadcasts it."""
-    return a @ b
-
-
-@kernel()
-def Outer(attrs: Attrs, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return a [n] and b [m] give [n, m]."""
-    return np.outer(a, b)
-
-
 def _product(a: np.ndarray, b: np.ndarray, transpose_a: bool, transpose_b: bool) -> np.ndarray:
     return (a.swapaxes(-1, -2) if transpose_a else a) @ (b.swapaxes(-1, -2) if transpose_b else b)
 
 
-@kernel(LOW_PRECISION)
-def MatMul(
-    attrs: Attrs, a: np.ndarray, b: np.ndarray, transpose_a: bool = False, transpose_b: bool = False
-) -> np.ndarray:
-    """Return the product of two matrices."""
-    return _product(a, b, transpose_a, transpose_b)
-
-
-@kernel(LOW_PRECISION)
-def BatchMatMul(
-    attrs: Attrs, a: np.ndarray, b: np.ndarray, transpose_a: bool = False, transpose_b: bool = False
-) -> np.ndarray:
-    """Return the products of matrices, the last two dimensions of each tensor."""
-    return _product(a, b, transpose_a, transpose_b)
-
-
-@kernel(widen=False)
-def NPUClearFloatStatusV2(attrs: Attrs, *inputs: Any) -> np.ndarray:
-    """Eight flags, cleared."""
-    return np.zeros(8, np.int32)
-
-
-@kernel(widen=False)
-def NPUGetFloatStatusV2(attrs: Attrs, *inputs: Any) -> np.ndarray:
-    """Eight flags, none of them up."""
-    return np.zeros(8, np.int32)
+enter(KERNELS, {
+    "ClipByValue": lambda attrs, x, low, high: np.clip(x, low, high),  # between two tensors
+    "CumsumExt": lambda attrs, x, dim, dtype=None: np.cumsum(x, dim),
+    "Divs": lambda attrs, x, other: x / np.asarray(other, x.dtype if x.dtype.kind == "f" else np.float32),
+    "FmodScalar": lambda attrs, x, other: np.fmod(x, _alike(other, x)),  # has the sign of x
+    "LessScalar": lambda attrs, x, other: x < other,
+    "MatMulExt": lambda attrs, a, b: a @ b,
+    "MeanExt": lambda attrs, x, dim=None, keep=False, dtype=None: _over(np.mean, x, dim, keep),
+    "Muls": lambda attrs, x, other: x * _alike(other, x),
+    "Outer": lambda attrs, a, b: np.outer(a, b),
+    # NumPy is fast with squares and roots only if the exponent is one of Python's numbers
+    "PowTensorScalar": lambda attrs, x, exponent: (
+        x**exponent if x.dtype.kind == "f" else np.power(x, _alike(exponent, x))
+    ),
+    "RemainderTensorScalar": lambda attrs, x, other: np.remainder(x, _alike(other, x)),  # has the sign of the constant
+    "SiLU": lambda attrs, x: silu(x),
+    "SiLUGrad": lambda attrs, dout, x: silu_gradient(dout, x),
+    "SumExt": lambda attrs, x, dim=None, keep=False, dtype=None: _over(np.sum, x, dim, keep),
+})  # fmt: skip
+enter(KERNELS, {
+    "MoveTo": lambda attrs, x, to, blocking=True: x,  # there is one device
+    "NPUClearFloatStatusV2": lambda attrs, *inputs: np.zeros(8, np.int32),  # eight flags, none of them up
+    "NPUGetFloatStatusV2": lambda attrs, *inputs: np.zeros(8, np.int32),
+}, widen=False)  # fmt: skip
+enter(LOW_PRECISION, {
+    "Equal": lambda attrs, a, b: a == b,  # how gradients are asked whether they are finite
+    "Square": lambda attrs, x: x * x,
+    "Sub": lambda attrs, a, b: a - b,
+    # of matrices, the last two dimensions of each tensor
+    "BatchMatMul": lambda attrs, a, b, transpose_a=False, transpose_b=False: _product(a, b, transpose_a, transpose_b),
+    "MatMul": lambda attrs, a, b, transpose_a=False, transpose_b=False: _product(a, b, transpose_a, transpose_b),
+})  # fmt: skip
+# a copy of a parameter that the step will change; MindSpore adds most of them behind the front end
+enter(LOW_PRECISION, {"TensorMove": lambda attrs, x: x}, widen=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from plugins.semi_auto_cpu.kernels.registry import LOW_PRECISION, Attrs, kernel
+from plugins.semi_auto_cpu.kernels.registry import KERNELS, LOW_PRECISION, Attrs, enter, kernel
 
 _AT_ONCE = 2**20  # numbers that are added by one call: a place of 8 bytes is made for each
 
@@ -123,53 +123,11 @@ def SplitWithSize(attrs: Attrs, x: np.ndarray, sizes: tuple[int, ...], dim: int 
     return tuple(np.split(x, np.cumsum(sizes)[:-1], dim))
 
 
-@kernel(widen=False)
-def TransposeExtView(attrs: Attrs, x: np.ndarray, dim0: int, dim1: int) -> np.ndarray:
-    """Two dimensions exchanged."""
-    return np.swapaxes(x, dim0, dim1)
-
-
-@kernel(widen=False)
-def ExpandAs(attrs: Attrs, x: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Repeated to another tensor's shape."""
-    return np.broadcast_to(x, other.shape)
-
-
-@kernel(LOW_PRECISION, widen=False)
-def Reshape(attrs: Attrs, x: np.ndarray, shape: Any = None) -> np.ndarray:
-    """Return the same values: the caller stores them in the output's shape."""
-    return x
-
-
-@kernel(LOW_PRECISION, widen=False)
-def ExpandDims(attrs: Attrs, x: np.ndarray, axis: int) -> np.ndarray:
-    """Return one more dimension of size 1."""
-    return np.expand_dims(x, axis)
-
-
-@kernel(LOW_PRECISION, widen=False)
-def Squeeze(attrs: Attrs, x: np.ndarray, axis: Any = None) -> np.ndarray:
-    """Without dimensions of size 1: the caller stores the values in the output's shape."""
-    return x
-
-
 @kernel(LOW_PRECISION, widen=False)
 def BroadcastTo(attrs: Attrs, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Repeated to a shape, where -1 keeps the tensor's own size."""
     own = (1,) * (len(shape) - x.ndim) + x.shape
     return np.broadcast_to(x, [size if wanted == -1 else wanted for wanted, size in zip(shape, own, strict=True)])
-
-
-@kernel(LOW_PRECISION, widen=False)
-def Transpose(attrs: Attrs, x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """Dimensions in another order."""
-    return np.transpose(x, axes)
-
-
-@kernel(LOW_PRECISION, widen=False)
-def Tile(attrs: Attrs, x: np.ndarray, multiples: tuple[int, ...]) -> np.ndarray:
-    """Whole repetitions along each dimension."""
-    return np.tile(x, multiples)
 
 
 @kernel(LOW_PRECISION, widen=False)
@@ -239,3 +197,16 @@ def TopkExt(
     """Return the k largest (or smallest) values in order, and their indices."""
     order = np.take(_order(x, dim, largest), np.arange(k), dim)
     return np.take_along_axis(x, order, dim), order
+
+
+enter(KERNELS, {
+    "ExpandAs": lambda attrs, x, other: np.broadcast_to(x, other.shape),
+    "TransposeExtView": lambda attrs, x, dim0, dim1: np.swapaxes(x, dim0, dim1),
+}, widen=False)  # fmt: skip
+enter(LOW_PRECISION, {
+    "ExpandDims": lambda attrs, x, axis: np.expand_dims(x, axis),
+    "Reshape": lambda attrs, x, shape=None: x,  # the caller stores the values in the output's shape
+    "Squeeze": lambda attrs, x, axis=None: x,  # as well
+    "Tile": lambda attrs, x, multiples: np.tile(x, multiples),
+    "Transpose": lambda attrs, x, axes: np.transpose(x, axes),
+}, widen=False)  # fmt: skip

@@ -54,6 +54,13 @@ def kernel(
     return enter
 
 
+def enter(table: dict[str, Kernel], functions: dict[str, Kernel], *, widen: bool = True) -> None:
+    """Enter functions of one expression, by the names of their operators; see `kernel`."""
+    for name, function in functions.items():
+        function.__name__ = name
+        kernel(table, widen=widen)(function)
+
+
 def is_low(x: Any) -> bool:
     """Return whether an array holds 16-bit floating point numbers."""
     return isinstance(x, np.ndarray) and x.dtype.name in _LOW

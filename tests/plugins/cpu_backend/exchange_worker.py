@@ -47,17 +47,17 @@ def moved(splits, rows, room):
 
 def check(ranks, label):
     rng, size = np.random.default_rng(len(ranks)), len(ranks)
-    me = ranks.index(get_rank())
+    me, net = ranks.index(get_rank()), expert_parallel.Net(ranks)
     small, large = (rng.standard_normal((size, rows, 3)).astype(np.float32) for rows in (2, 2 * size))
     whole, summed = np.concatenate(small), sum(large)
     compare(
-        run(expert_parallel.AllGather(ranks), [small[me]], large[me]),
+        run(net.all_gather(range(size)), [small[me]], large[me]),
         whole,
         summed[2 * me : 2 * me + 2],
         f"{label} gather",
     )
     compare(
-        run(expert_parallel.ReduceScatter(ranks), [large[me]], small[me]),
+        run(net.reduce_scatter(range(size)), [large[me]], small[me]),
         summed[2 * me : 2 * me + 2],
         whole,
         f"{label} scatter",

@@ -95,7 +95,9 @@ def test_chunks_of_a_small_list():
     assert [part.tolist() for part in chunk_slices(2, 3, (2, 1))] == [[0, 1, 2], [3, 4, 5]]
 
 
-@pytest.mark.parametrize(("chunks", "word"), [((3, 1), r"chunks\[0\].*1 to 2"), ((1, 0), r"chunks\[1\].*1 to 4")])
+@pytest.mark.parametrize(
+    ("chunks", "word"), [((3, 1), r"chunks: 3 parts.*chunks\[0\].*1 to 2"), ((1, 0), r"chunks\[1\].*1 to 4")]
+)
 def test_more_chunks_than_rows(chunks, word):
     with pytest.raises(RecipeError, match=word):
         chunk_slices(2, 4, chunks)

@@ -6,7 +6,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from plugins.errors import RecipeError
-from plugins.finite_loss.plan import METRICS, Watch, not_finite, read, undefined_parts
+from plugins.finite_loss.plan import METRICS, Settings, Watch, not_finite, undefined_parts
 
 NAN, INF = math.nan, math.inf
 
@@ -22,7 +22,7 @@ def see(watch, step=1, norm=0.5, overflow=False, scale=1.0, **wrong):
 
 
 def test_the_first_step_that_is_not_finite_ends_the_run_by_default():
-    watch = Watch(read({}))
+    watch = Watch(Settings.read({}).stop_after)
     assert see(watch, 1) is None
     assert see(watch, 2, mtp_loss=NAN, loss=NAN, norm=NAN) == "step 2: mtp loss is NaN"
 
@@ -65,7 +65,7 @@ def test_gradients_that_overflow_under_a_scale_that_can_fall_are_no_fault():
 
 
 def test_steps_are_counted_in_a_row():
-    watch = Watch(read({"stop_after": 3}))
+    watch = Watch(Settings.read({"stop_after": 3}).stop_after)
     assert [see(watch, step, norm=NAN) for step in (1, 2)] == [None, None]
     assert see(watch, 3) is None and not watch.run
     assert see(watch, 4, norm=NAN) is None
@@ -89,7 +89,7 @@ def test_steps_are_counted_in_a_row():
 )
 def test_settings_that_are_none_are_refused(settings, message):
     with pytest.raises(RecipeError, match=message):
-        read(settings)
+        Settings.read(settings)
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])

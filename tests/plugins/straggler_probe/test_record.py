@@ -58,8 +58,8 @@ def test_a_line_of_something_else_is_refused(tmp_path):
 
 
 def test_settings_have_defaults_and_say_what_is_wrong():
-    assert watch.read({}) == watch.Settings(every=5, work=1)
-    assert watch.read({"every": 20, "work": 3}) == watch.Settings(20, 3)
+    assert watch.Settings.read({}) == watch.Settings(every=5, work=1)
+    assert watch.Settings.read({"every": 20, "work": 3}) == watch.Settings(20, 3)
     for wrong, says in (
         ({"every": 0}, "straggler_probe.every: 0"),
         ({"work": 0.5}, "straggler_probe.work: 0.5"),
@@ -67,4 +67,4 @@ def test_settings_have_defaults_and_say_what_is_wrong():
         (True, "straggler_probe: write every, work"),
     ):
         with pytest.raises(RecipeError, match=says):
-            watch.read(wrong)
+            watch.Settings.read(wrong)

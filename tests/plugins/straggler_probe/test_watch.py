@@ -8,9 +8,8 @@ import pytest
 
 from plugins import processor_time
 from plugins.straggler_probe import watch
-from plugins.straggler_probe.plan import slow_ranks
+from plugins.straggler_probe.plan import Settings, slow_ranks
 from plugins.straggler_probe.record import probe_file, read, read_run
-from plugins.straggler_probe.watch import Settings
 from tests.plugins.straggler_probe import workers
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from plugins.straggler_probe.plan import Settings
 from plugins.straggler_probe.record import probe_file
-from plugins.straggler_probe.watch import Settings, Watch, processor_work
+from plugins.straggler_probe.watch import Watch, processor_work
 
 COMPUTES, SLEEPS = 0.01, 0.02  # seconds of a step: processor time, and time in which the core is free
 

@@ -303,7 +303,7 @@ def test_heads_divide_the_width_even_where_a_head_has_its_own():
         ([((*PARALLEL, "context_parallel_algo"), "hybrid_cp")], (*PARALLEL, "context_parallel_algo"), "not a choice"),
         ([(("train_dataset", "batch_size"), 4)], ("train_dataset", "batch_size"), "overwritten"),
         ([(("plugins", "held_out_lost"), {})], ("plugins", "held_out_lost"), "no such key"),
-        ([(("plugins", "held_out_loss", "evry"), 3)], ("plugins", "held_out_loss", "evry"), "no such key"),
+        ([(("plugins", "held_out_loss", "evry"), 3)], ("plugins", "held_out_loss", "evry"), "no such setting"),
     ],
 )  # fmt: skip
 def test_one_process(changes, key, words):
