@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from rich.table import Table
 
 from plugins.expert_balance.plan import imbalance
 from tools.experts.study import NONE, RECORDED, Policy, Study
+from tools.files import page as markup
 from tools.files.figure import new_figure, save_figure, svg_text
 
 WIDTH = 110  # of the tables, also where nobody looks at a terminal
@@ -32,13 +31,6 @@ _HOTTEST = 3.0  # times the mean, at the end of the colour scale
 _FEW_LAYERS = 4  # layers that get a panel of their own, expert by step
 _WINDOWS = 4  # of time, where layers are too many for that: layer by expert
 _POLICY_COLOURS = ("0.55", "black", "tab:orange", "tab:blue", "tab:cyan", "tab:green")
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 80em; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .25em .7em; text-align: right }
-th, td { white-space: nowrap }
-th { border-bottom: 2px solid #888 } td { border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums }
-td:first-child, th:first-child { text-align: left } svg { max-width: 100%; height: auto } .wide { overflow-x: auto }
-"""
 
 
 def draw(found: Study, path: Path) -> Path:
@@ -316,27 +308,15 @@ def _text_table(heads: tuple[str, ...], rows: list[list[str]]) -> Table:
 
 def page(found: Study) -> str:
     """Return the text of the HTML file."""
-    title = f"Expert loads of {found.source.file}"
     body = [
-        f"<h1>Expert loads</h1><p>{escape(str(found.source.file))}: {escape(head(found))}</p>",
+        markup.text("Expert loads", "h1"),
+        markup.text(f"{found.source.file}: {head(found)}"),
         svg(found),
-        "<h2>Policies, replayed</h2>",
-        _html_table(POLICY_HEADS, policy_rows(found)),
-        "<h2>Layers, the most uneven first</h2>",
-        _html_table(LAYER_HEADS, layer_rows(found)),
-        "<h2>What the numbers are</h2>",
-        f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes(found))}</ul>",
+        markup.text("Policies, replayed", "h2"),
+        markup.table(POLICY_HEADS, policy_rows(found), "numbers"),
+        markup.text("Layers, the most uneven first", "h2"),
+        markup.table(LAYER_HEADS, layer_rows(found), "numbers"),
+        markup.text("What the numbers are", "h2"),
+        markup.bullets(notes(found)),
     ]
-    page = "\n".join(body)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head>\n<body>\n{page}\n</body></html>\n"
-    )
-
-
-def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(tag: str, values: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(value)}</{tag}>" for value in values) + "</tr>"
-
-    body = "\n".join(line("td", row) for row in rows)
-    return f'<div class="wide"><table><thead>{line("th", heads)}</thead>\n<tbody>{body}</tbody></table></div>'
+    return markup.page(f"Expert loads of {found.source.file}", body)
