@@ -42,11 +42,6 @@ def draw(found: Study, path: Path) -> Path:
     return save_figure(_figure(found), path)
 
 
-def svg(found: Study) -> str:
-    """Return the picture as an element of a page."""
-    return svg_text(_figure(found))
-
-
 def _figure(found: Study) -> Any:
     figure = new_figure(14, 8.5)
     above, below = figure.subfigures(2, 1, height_ratios=(1.15, 1))
@@ -142,7 +137,7 @@ def _draw_devices(axes: Any, found: Study) -> None:
 def content(found: Study) -> dict[str, Any]:
     """Return one object; ratios are max/mean."""
     records, seconds = found.source.records, found.seconds
-    known = not isinstance(seconds, str)
+    known = None if isinstance(seconds, str) else seconds
     return {
         "log": str(found.source.file),
         "steps": [records[0].step, records[-1].step],
@@ -154,10 +149,10 @@ def content(found: Study) -> dict[str, Any]:
         "layers": [_layer_content(found, at) for at in range(len(records[0].layers))],
         "seconds": {
             "modelled": True,
-            "cluster": seconds.cluster if not isinstance(seconds, str) else None,
-            "even_step": seconds.even if not isinstance(seconds, str) else None,
+            "cluster": known and known.cluster,
+            "even_step": known and known.even,
             "unknown": None if known else seconds,
-            "error": seconds.error if not isinstance(seconds, str) else None,
+            "error": known and known.error,
         },
         "policies": [_policy_content(one, found) for one in found.policies],
         "replay_differs_at": found.differs,
@@ -311,7 +306,7 @@ def page(found: Study) -> str:
     body = [
         markup.text("Expert loads", "h1"),
         markup.text(f"{found.source.file}: {head(found)}"),
-        svg(found),
+        svg_text(_figure(found)),
         markup.text("Policies, replayed", "h2"),
         markup.table(POLICY_HEADS, policy_rows(found), "numbers"),
         markup.text("Layers, the most uneven first", "h2"),

@@ -52,11 +52,6 @@ def draw(found: Sequence[Study], path: Path) -> Path:
     return save_figure(_figure(found), path)
 
 
-def svg(found: Sequence[Study]) -> str:
-    """Return the picture as an element of a page."""
-    return svg_text(_figure(found))
-
-
 def _figure(found: Sequence[Study]) -> Any:
     known = [(one, one.ledger) for one in found if isinstance(one.ledger, Ledger) and one.ledger.wall]
     rows = sum(_row_count(time) for _, time in known)
@@ -358,7 +353,7 @@ def page(studies: Sequence[Study]) -> str:
     body = [
         markup.text(title, "h1"),
         markup.table(heads, side_by_side(studies)),
-        svg(studies),
+        svg_text(_figure(studies)),
         markup.text("Where the time went", "h2"),
         markup.table(heads, time_rows(studies)),
     ]

@@ -148,23 +148,13 @@ def mtbf(failures: int, running: float) -> Mtbf | None:
 
 
 def _mean_with(count: int, probability: float) -> float:
-    """The mean of a Poisson variable that is at most `count` with `probability`, by bisection."""
-    low, high = 0.0, count + 10 * math.sqrt(count + 1) + 10
-    for _ in range(60):
-        middle = (low + high) / 2
-        if _at_most(count, middle) > probability:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
+    """The mean of a Poisson variable that is at most `count` with `probability` (NIST/SEMATECH e-Handbook, 8.4.5.1).
 
+    P(N <= count) is the regularized upper incomplete gamma function Q(count + 1, mean).
+    """
+    from scipy.special import gammainccinv
 
-def _at_most(count: int, mean: float) -> float:
-    """P(N <= count) of a Poisson variable."""
-    if mean == 0:
-        return 1.0
-    logs = (number * math.log(mean) - mean - math.lgamma(number + 1) for number in range(count + 1))
-    return math.fsum(map(math.exp, logs))
+    return float(gammainccinv(count + 1, probability))
 
 
 def young(cost: float, between: float) -> float:
