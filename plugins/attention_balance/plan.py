@@ -28,43 +28,11 @@ import numpy as np
 
 from plugins.attention_balance.assign import assign, loads_of, taken, unscheduled
 from plugins.attention_balance.objective import Objective, lower_bound, objective_of
-from plugins.attention_balance.samples import (
-    MEASURED,
-    UNITS,
-    Cost,
-    GPTIndex,
-    Segments,
-    blended,
-    build_gpt_index,
-    causal_pairs,
-    check_apart,
-    segments_of,
-)
+from plugins.attention_balance.samples import MEASURED, UNITS, Cost, check_apart
 from plugins.errors import DataError, RecipeError
 from plugins.semi_auto_cpu.chosen import splits_model
 from plugins.settings import section_of, whole_number
 
-__all__ = [
-    "Balance",
-    "Cost",
-    "GPTIndex",
-    "Layout",
-    "Objective",
-    "Segments",
-    "assign",
-    "balance",
-    "blended",
-    "build_gpt_index",
-    "causal_pairs",
-    "delivery_order",
-    "epoch_plan",
-    "loads_of",
-    "lower_bound",
-    "objective_of",
-    "segments_of",
-    "step_plan",
-    "unscheduled",
-]
 _SAMPLES = 1 << 19  # samples planned at a time: some 100 bytes each
 KEY = "plugins.attention_balance"
 COST = ("per_pair", "per_token", "unit")

@@ -23,7 +23,7 @@ No token is read, and NumPy is all that is needed. The file has four parts:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -254,10 +254,6 @@ class Cost:
         for start, segments in segments_in_stream_order(index):
             in_stream[start : start + len(segments)] = self.of(segments)
         return in_stream[index.shuffle_index]
-
-    def attention_only(self) -> Cost:
-        """Return the same without the part that is linear in tokens."""
-        return replace(self, per_token=0.0)
 
 
 def check_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> None:

@@ -191,7 +191,8 @@ def time_rows(studies: Sequence[Study]) -> Rows:
         for kind, words in WORDS.items()
         if any(totals[kind] for totals in known)
     ]
-    return [*rows, ["all", *(_wall_cell(one) for one in studies)]]
+    walls = ("not known" if isinstance(one.ledger, str) else duration(one.ledger.wall / SECOND) for one in studies)
+    return [*rows, ["all", *walls]]
 
 
 def _time_cell(found: Study, kind: Kind) -> str:
@@ -199,10 +200,6 @@ def _time_cell(found: Study, kind: Kind) -> str:
         return "not known"
     value = found.ledger.totals()[kind]
     return f"{duration(value / SECOND)} ({share(value / found.ledger.wall)})" if value else "-"
-
-
-def _wall_cell(found: Study) -> str:
-    return "not known" if isinstance(found.ledger, str) else duration(found.ledger.wall / SECOND)
 
 
 def attempt_rows(found: Study) -> Rows:
@@ -258,8 +255,9 @@ def _fell(one: Failure) -> str:
 def findings(found: Study) -> list[str]:
     """Return sentences: how often a run fails, how often it should save, what to look at."""
     lines = [_mtbf_line(found), *_saving_lines(found)]
+    first_of_each = {one.found.name: one for one in reversed(found.failures)}
     lines += [f"{one.found.mend[0].upper()}{one.found.mend[1:]} ({one.name}, attempt {one.attempt})."
-              for one in _first_of_each(found.failures) if one.found.mend]  # fmt: skip
+              for one in first_of_each.values() if one.found.mend]  # fmt: skip
     shown = found.spikes[:5]
     for one in shown:
         what = "is not finite" if one.above is None else f"{one.value:.4g}, {one.above:.0f} standard deviations up"
@@ -279,10 +277,6 @@ def _slow_lines(found: Study) -> list[str]:
         f"No slow rank among {found.slow.compared:,} by its probes."
     ]
     return [*lines, *(f"Not compared: {why}." for why in found.slow.unknown)]
-
-
-def _first_of_each(found: Sequence[Failure]) -> list[Failure]:
-    return list({one.found.name: one for one in reversed(found)}.values())
 
 
 def _mtbf_line(found: Study) -> str:

@@ -54,25 +54,18 @@ def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
     for at, part in enumerate(parts):
         steps = np.asarray(part["step"])
         for name in JUDGED:
-            before = [_standing(one, name, part.start_step) for one in parts[:at]]
+            # of earlier parts what still stood when this one began
+            before = [np.asarray(one[name])[np.asarray(one["step"]) <= part.start_step] for one in parts[:at]]
             known = np.concatenate([*before, []])[-WINDOW:]
             values = np.asarray(part[name])
             above = _above(np.concatenate([known, values]))[len(known) :]
-            for index in np.flatnonzero((above > THRESHOLD) | np.isinf(values) | _turned_nan(values)):
+            # a part without any number is one that does not record it, or whose rank has none: no NaN of training
+            turned_nan = np.isnan(values) & np.isfinite(values).any()
+            for index in np.flatnonzero((above > THRESHOLD) | np.isinf(values) | turned_nan):
                 score = float(above[index]) if math.isfinite(values[index]) else None
                 step = int(steps[index])
                 found.append(Spike(step, name, float(values[index]), score, step <= cuts[at]))
     return found
-
-
-def _standing(part: Part, name: str, until: int) -> np.ndarray:
-    """The values of an earlier part that still stood when a later one began after step `until`."""
-    return np.asarray(part[name])[np.asarray(part["step"]) <= until]
-
-
-def _turned_nan(values: np.ndarray) -> np.ndarray:
-    """NaN in a part that knows the number elsewhere: other parts do not record it, or this rank has none."""
-    return np.isnan(values) if np.isfinite(values).any() else np.zeros(len(values), bool)
 
 
 def _above(values: np.ndarray) -> np.ndarray:
@@ -249,7 +242,8 @@ def study(folder: Path) -> Study:
     found = mtbf(sum(one.counts for one in failed), running) if told else None
     skipped, notes = _skipped(folder)
     notes = [*run.notes, *(known.notes if known else []), *notes]
-    saves, jumps, slow = _checkpoints(run, found), _spikes(run), slow_of(folder, run.recipe)
+    cuts = [min([later.start_step for later in run.parts[at + 1 :]], default=NEVER) for at in range(len(run.parts))]
+    saves, jumps, slow = _checkpoints(run, found), spikes(run.parts, cuts), slow_of(folder, run.recipe)
     return Study(run, _state(run), time, failed, found, saves, jumps, slow, skipped, notes, real_path(folder).name)
 
 
@@ -271,12 +265,6 @@ def state_of(attempt: Attempt) -> str:
         if outcome in outcomes:
             return outcome
     return "unfinished"
-
-
-def _spikes(run: Run) -> list[Spike]:
-    """With the last step of each part that was not made again."""
-    cuts = [min([later.start_step for later in run.parts[at + 1 :]], default=NEVER) for at in range(len(run.parts))]
-    return spikes(run.parts, cuts)
 
 
 def _checkpoints(run: Run, found: Mtbf | None) -> Checkpoints:

@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.attention_balance import plan as planner
+from plugins.attention_balance.objective import Objective
 from plugins.attention_balance.plan import (
     OWN_BATCHES,
     SETTINGS,
-    Cost,
     Layout,
-    Objective,
     balance,
     check,
     delivery_order,
@@ -23,6 +22,7 @@ from plugins.attention_balance.plan import (
     schedule_of,
     step_plan,
 )
+from plugins.attention_balance.samples import Cost
 from plugins.errors import DataError, RecipeError
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
