@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import DataError
+from plugins.robust import deviation
 from plugins.spike_guard.ledger import Entry, read_ledger
 from plugins.spike_guard.plan import Settings
 from tools.checkpoint.scan import iteration, iterations
@@ -28,7 +29,6 @@ from tools.runs.readings import Part, Run, Slow, load_run, slow_of
 # as plugins.spike_guard would judge them, but all steps at once: a window also holds the spikes before
 WINDOW, THRESHOLD = Settings().window, Settings().threshold
 _LEAST = 8  # steps before, of which a spread says anything
-_TO_SIGMA = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
 _LEAST_SPREAD = 0.01  # of a logarithm: steps that differ by less than 1 % are alike
 JUDGED = ("loss", "global_norm")
 
@@ -83,7 +83,7 @@ def _above(values: np.ndarray) -> np.ndarray:
         if enough.any():
             rows, own = windows[enough], logs[first:stop][enough]
             median = np.nanmedian(rows, 1)
-            spread = _TO_SIGMA * np.nanmedian(np.abs(rows - median[:, None]), 1)
+            spread = deviation(rows, median[:, None], 1)
             result[first:stop][enough] = (own - median) / np.maximum(spread, _LEAST_SPREAD)
     return np.nan_to_num(result, nan=-np.inf)
 
