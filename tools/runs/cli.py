@@ -189,7 +189,7 @@ class Exporter:
 
     def __init__(self, path: Path):
         if path.suffix != ".prom":
-            raise DataError(f"--prometheus {path}: want a file that ends in .prom, as node_exporter reads only those")
+            raise DataError(f"--prometheus {path}: the file must end in .prom, as node_exporter reads only those")
         try:
             import prometheus_client
         except ImportError:

@@ -20,7 +20,6 @@ from plugins.attention_balance.plan import (
     read,
     recomputed_share,
     schedule_of,
-    step_plan,
 )
 from plugins.attention_balance.samples import Cost
 from plugins.errors import DataError, RecipeError
@@ -37,6 +36,11 @@ LAYOUTS = [
     Layout(4, 3, 1, Objective(4), window=3),
     Layout(4, 3, 2, Objective(2), window=2),
 ]
+
+
+def step_plan(costs, step, layout):
+    """[ranks, micro_batches, slots] of one step, from scratch."""
+    return epoch_plan(costs, layout, step, 1)[0]
 
 
 @pytest.fixture
