@@ -194,7 +194,7 @@ def segments_in_stream_order(index: GPTIndex):
 
 def _of_items(index: GPTIndex, of: Callable[[Segments], np.ndarray], dtype: type) -> np.ndarray:
     """[items] of a number for each sample, in the dataset's own order."""
-    in_stream = np.empty(len(index), dtype)
+    in_stream: np.ndarray = np.empty(len(index), dtype)
     for start, segments in segments_in_stream_order(index):
         in_stream[start : start + len(segments)] = of(segments)
     return in_stream[index.shuffle_index]

@@ -350,7 +350,5 @@ def _page_rows(row: Row) -> list[list[str | Cell]]:
     result = Cell(row.status, CLASSES[row.status])
     findings = failure_lines(row, len(row.findings)) if row.findings or row.status == FAIL else []
     notes = findings if row.status == FAIL else [*filter(None, [row.reason]), *findings]
-    return [
-        [row.case.name, row.case.how, row.case.what, compared, used, result],
-        *(["", Cell(note, "note", 5)] for note in notes),
-    ]
+    lines: list[list[str | Cell]] = [[row.case.name, row.case.how, row.case.what, compared, used, result]]
+    return lines + [["", Cell(note, "note", 5)] for note in notes]
