@@ -77,10 +77,9 @@ def _draw_heat(figure: Any, found: Study) -> None:
     figure.colorbar(image, ax=list(axes), label="tokens of the expert over the mean", extend="max", pad=0.01)
 
 
-def _image(axes: Any, values: np.ndarray, extent: tuple[float, ...]) -> Any:
-    return axes.imshow(
-        values, aspect="auto", vmin=0, vmax=_HOTTEST, cmap="magma", extent=extent, interpolation="nearest"
-    )
+def _image(axes: Any, values: np.ndarray, extent: tuple[float, ...], **colours: Any) -> Any:
+    scale = {"vmin": 0, "vmax": _HOTTEST, "cmap": "magma", **colours}
+    return axes.imshow(values, aspect="auto", extent=extent, interpolation="nearest", **scale)
 
 
 def _layer_ticks(axes: Any, found: Study) -> None:
@@ -99,13 +98,8 @@ def _draw_policies(axes: Any, found: Study) -> None:
         if width > 1:
             ratios = np.convolve(ratios, np.full(width, 1 / width), "valid")
         name = policy.name + (f", every {policy.every:,}" if policy.every and policy.name != NONE else "")
-        axes.plot(
-            steps[len(steps) - len(ratios) :],
-            ratios,
-            color=colour,
-            label=name,
-            linewidth=3 if policy.name == RECORDED else 1.4,
-        )
+        wide = 3 if policy.name == RECORDED else 1.4
+        axes.plot(steps[len(steps) - len(ratios) :], ratios, color=colour, label=name, linewidth=wide)
     axes.set_xlabel("step" + (f" (mean of {width})" if width > 1 else ""))
     axes.set_ylabel("fullest device / mean")
     axes.set_title("what all devices wait for, by policy (replayed)", loc="left", fontsize="medium")
@@ -117,15 +111,8 @@ def _draw_devices(axes: Any, found: Study) -> None:
     """Load of each device over the mean, all steps as recorded."""
     layers, devices = found.devices.shape
     far = max(0.02, float(np.abs(found.devices - 1).max()))
-    image = axes.imshow(
-        found.devices,
-        aspect="auto",
-        cmap="RdBu_r",
-        vmin=1 - far,
-        vmax=1 + far,
-        extent=(-0.5, devices - 0.5, layers - 0.5, -0.5),
-        interpolation="nearest",
-    )
+    extent = (-0.5, devices - 0.5, layers - 0.5, -0.5)
+    image = _image(axes, found.devices, extent, cmap="RdBu_r", vmin=1 - far, vmax=1 + far)
     _layer_ticks(axes, found)
     axes.set_xlabel("device of the EP group")
     axes.set_title("load of each device over the mean, as recorded", loc="left", fontsize="medium")
@@ -259,10 +246,8 @@ def notes(found: Study) -> list[str]:
     if not found.first:
         lines.append(f"no plan falls before the last step: a log longer than {found.every} steps says what plans bring")
     if found.differs is not None:
-        same = "a replay of the recipe's settings gives the recorded placements exactly"
-        lines.append(
-            f"a replay of the recipe's settings first differs at step {found.differs[0]}" if found.differs else same
-        )
+        how = f"first differs at step {found.differs[0]}" if found.differs else "gives the recorded placements exactly"
+        lines.append(f"a replay of the recipe's settings {how}")
     noise = counting_noise(found)
     lines.append(f"even uniform routing would show max/mean {noise:.3f} in a step: tokens are counted, not divided")
     return lines

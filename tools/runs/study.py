@@ -130,14 +130,9 @@ def mtbf(failures: int, running: float) -> Mtbf | None:
     tail = (1 - CONFIDENCE) / 2
     # most and fewest failures that would be expected in that time, were the truth at the interval's ends
     most = _mean_with(failures, tail)
-    fewest = _mean_with(failures - 1, 1 - tail) if failures else 0.0
-    return Mtbf(
-        failures,
-        running,
-        running / failures if failures else None,
-        running / most,
-        running / fewest if fewest else None,
-    )
+    if not failures:
+        return Mtbf(0, running, None, running / most, None)
+    return Mtbf(failures, running, running / failures, running / most, running / _mean_with(failures - 1, 1 - tail))
 
 
 def _mean_with(count: int, probability: float) -> float:
