@@ -20,5 +20,8 @@ TO_SIGMA = 1.4826  # of normal noise: standard deviation over median absolute de
 
 
 def deviation(values: np.ndarray, centre: float | np.ndarray = 0.0, axis: int | None = None) -> np.ndarray:
-    """Return the robust standard deviation of `values` from `centre`; NaN counts as missing."""
+    """Return the robust standard deviation of `values` from `centre`, of all or along `axis`.
+
+    NaN counts as missing; of no value at all it is NaN.
+    """
     return np.asarray(TO_SIGMA * np.nanmedian(np.abs(values - centre), axis))
