@@ -22,20 +22,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from plugins.attention_balance.assign import assign, loads_of
 from plugins.attention_balance.context_parallel import balanced, contiguous, head_tail
-from plugins.attention_balance.plan import (
-    Cost,
-    Layout,
-    Objective,
-    assign,
-    balance,
-    build_gpt_index,
-    epoch_plan,
-    loads_of,
-    lower_bound,
-    segments_of,
-)
+from plugins.attention_balance.objective import Objective, lower_bound
+from plugins.attention_balance.plan import Layout, balance, epoch_plan
 from plugins.attention_balance.reference import BASELINES
+from plugins.attention_balance.samples import Cost, build_gpt_index, segments_of
 from tools.data.index import CORPORA, IndexReader, synthetic_index
 from tools.layout.resolve import sample_cost
 from tools.recipe.load import load_recipe

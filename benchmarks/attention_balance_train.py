@@ -35,7 +35,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from plugins.attention_balance.plan import Cost, Layout, balance, build_gpt_index, epoch_plan  # noqa: E402
+from plugins.attention_balance.plan import Layout, balance, epoch_plan  # noqa: E402
+from plugins.attention_balance.samples import Cost, build_gpt_index  # noqa: E402
 from tools.data.imbalance.recipe import setting_of  # noqa: E402
 from tools.data.index import CORPORA, document_lengths, map_lengths, write_corpus  # noqa: E402
 from tools.recipe.load import load_recipe  # noqa: E402

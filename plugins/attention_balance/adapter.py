@@ -22,13 +22,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore.dataset import GeneratorDataset
 
 from plugins.attention_balance.plan import LOADER, Schedule, balance, delivery_order, epoch_plan, schedule_of
-from plugins.attention_balance.samples import (
-    GPTIndex,
-    blended,
-    check_fits,
-    check_last_tokens,
-    documents_of_items,
-)
+from plugins.attention_balance.samples import GPTIndex, blended, check_fits, check_last_tokens, documents_of_items
 from plugins.errors import RecipeError
 
 _DOCUMENTS_LOOKED_AT = 16

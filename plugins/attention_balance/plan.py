@@ -3,7 +3,7 @@
     index = build_gpt_index(lengths, 131072, samples, seed)         # or the arrays that MindFormers cached
     costs = Cost(per_pair, per_token).of_dataset(index)             # one a sample, no token read
     layout = Layout(ranks, micro_batches, slots, objective_of(...))
-    plan = step_plan(costs, step, layout)                           # [ranks, micro_batches, slots] items of the dataset
+    plan = epoch_plan(costs, layout, step, 1)[0]                    # [ranks, micro_batches, slots] items of the dataset
 
 A global batch is `layout.batch` consecutive items of the dataset, as without the plugin; the plan only says who trains
 which of them. It follows only from the costs of that batch: the dataset's order comes from its seed, so any step's
@@ -27,43 +27,11 @@ import numpy as np
 
 from plugins.attention_balance.assign import assign, loads_of, taken, unscheduled
 from plugins.attention_balance.objective import Objective, lower_bound, objective_of
-from plugins.attention_balance.samples import (
-    MEASURED,
-    UNITS,
-    Cost,
-    GPTIndex,
-    Segments,
-    blended,
-    build_gpt_index,
-    causal_pairs,
-    check_apart,
-    segments_of,
-)
+from plugins.attention_balance.samples import MEASURED, UNITS, Cost, check_apart
 from plugins.errors import DataError, RecipeError
 from plugins.semi_auto_cpu.chosen import splits_model
 from plugins.settings import Section, graph_mode_only, setting, value_at
 
-__all__ = [
-    "Balance",
-    "Cost",
-    "GPTIndex",
-    "Layout",
-    "Objective",
-    "Segments",
-    "assign",
-    "balance",
-    "blended",
-    "build_gpt_index",
-    "causal_pairs",
-    "delivery_order",
-    "epoch_plan",
-    "loads_of",
-    "lower_bound",
-    "objective_of",
-    "segments_of",
-    "step_plan",
-    "unscheduled",
-]
 _SAMPLES = 1 << 19  # samples planned at a time: some 100 bytes each
 KEY = "plugins.attention_balance"
 COST = ("per_pair", "per_token", "unit")
@@ -116,26 +84,17 @@ class Layout:
         return samples // self.batch
 
 
-def step_plan(costs: np.ndarray, step: int, layout: Layout) -> np.ndarray:
-    """Return the plan of one step, from scratch.
-
-    Args:
-        costs: float64 [items of the dataset], in the dataset's order; may be memory-mapped.
-        step: from 0, over the whole dataset: a resumed run passes the step that it resumes at.
-
-    Returns:
-        int64 [ranks, micro_batches, slots]: items of the dataset.
-
-    Raises:
-        DataError: the dataset ends before this step.
-    """
-    return epoch_plan(costs, layout, step, 1)[0]
-
-
 def epoch_plan(costs: np.ndarray, layout: Layout, first: int = 0, count: int | None = None) -> np.ndarray:
     """The plans of `count` steps from step `first` (None: to the end): int64 [count, ranks, micro_batches, slots].
 
-    Arguments and errors as in `step_plan`; every step is what `step_plan` gives.
+    They hold items of the dataset. A step's plan is the same whichever steps are asked for with it.
+
+    Args:
+        costs: float64 [items of the dataset], in the dataset's order; may be memory-mapped.
+        first: from 0, over the whole dataset: a resumed run passes the step that it resumes at.
+
+    Raises:
+        DataError: the dataset ends before these steps.
     """
     steps = layout.steps(len(costs))
     stop = steps if count is None else first + count

@@ -22,8 +22,8 @@ No token is read, and NumPy is all that is needed. The file has four parts:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -192,6 +192,14 @@ def segments_in_stream_order(index: GPTIndex):
         yield start, _segments(index, np.arange(start, min(start + step, len(index)), dtype=np.int64))
 
 
+def _of_items(index: GPTIndex, of: Callable[[Segments], np.ndarray], dtype: type) -> np.ndarray:
+    """[items] of a number for each sample, in the dataset's own order."""
+    in_stream: np.ndarray = np.empty(len(index), dtype)
+    for start, segments in segments_in_stream_order(index):
+        in_stream[start : start + len(segments)] = of(segments)
+    return in_stream[index.shuffle_index]
+
+
 def _segments(index: GPTIndex, samples: np.ndarray) -> Segments:
     """`samples`: int64 [n], numbers before shuffling."""
     first, offset = np.asarray(index.sample_index[samples]).T
@@ -250,14 +258,7 @@ class Cost:
 
     def of_dataset(self, index: GPTIndex) -> np.ndarray:
         """float64 [items], in `unit`, for a dataset in its own order. Memory: 16 bytes per sample and one chunk."""
-        in_stream = np.empty(len(index))
-        for start, segments in segments_in_stream_order(index):
-            in_stream[start : start + len(segments)] = self.of(segments)
-        return in_stream[index.shuffle_index]
-
-    def attention_only(self) -> Cost:
-        """Return the same without the part that is linear in tokens."""
-        return replace(self, per_token=0.0)
+        return _of_items(index, self.of, np.float64)
 
 
 def check_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
@@ -294,10 +295,7 @@ def documents_of_items(index: GPTIndex) -> np.ndarray:
 
     Memory: 8 bytes per sample and one chunk of the index.
     """
-    in_stream = np.empty(len(index), np.int32)
-    for start, segments in segments_in_stream_order(index):
-        in_stream[start : start + len(segments)] = segments.counts()
-    return in_stream[index.shuffle_index]
+    return _of_items(index, Segments.counts, np.int32)
 
 
 def check_fits(documents: np.ndarray, eod_pad_length: int, batch: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from functools import partial
 
 import numpy as np
 from mindformers.core.callback.callback import ExpertMigrateCallback, MFLossMonitor
@@ -18,7 +17,7 @@ from mindspore import Tensor, ops
 
 from plugins.expert_balance import record
 from plugins.expert_balance.executor import Layer, from_first, move, total
-from plugins.expert_balance.plan import Prediction, imbalance, moved, next_placement
+from plugins.expert_balance.plan import Prediction, due, imbalance, moved, next_placements
 from plugins.expert_balance.record import Moved, Record, append, load_file
 from plugins.private_hooks import relies_on
 
@@ -79,7 +78,7 @@ class ExpertBalance(ExpertMigrateCallback):
         slots = np.stack([layer.placement.asnumpy().astype(np.int64) for layer in self.layers])
         self.prediction.see(tokens)
         every = self.settings.every
-        self._record(step, tokens, slots, counted, self._move(step, slots) if every and step % every == 0 else None)
+        self._record(step, tokens, slots, counted, self._move(step, slots) if due(step, every) else None)
 
     def connect(self):
         """All ranks of the run."""
@@ -93,11 +92,8 @@ class ExpertBalance(ExpertMigrateCallback):
 
     def _move(self, step, slots):
         began = time.perf_counter()
-        predicted = self.prediction.loads
-        assert predicted is not None  # this step's loads are in it
-        plan = partial(next_placement, self.settings, devices=self.devices, step=step, nodes=self.nodes)
-        rows = enumerate(zip(predicted, slots, strict=True))
-        new = np.stack([plan(predicted=load, old=old, layer=row) for row, (load, old) in rows])
+        loads = self.prediction.loads
+        new = next_placements(self.settings, loads, slots, self.devices, step=step, nodes=self.nodes)
         planned = time.perf_counter()
         sent = move(self.ranks, self.layers, slots, new, assign)
         sent = int(total(self.ranks, np.array([sent]))[0])

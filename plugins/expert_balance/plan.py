@@ -254,17 +254,35 @@ class Prediction:
     Feeding the same loads again gives the same numbers, bit for bit: a resumed run and a replay plan alike.
 
     Args:
-        memory: share of the old average that a step keeps.
+        decay: share of the old average that a step keeps.
     """
 
-    def __init__(self, memory: float):
-        self.memory = memory
+    def __init__(self, decay: float):
+        self.decay = decay
         self.loads: np.ndarray | None = None
 
     def see(self, loads: np.ndarray) -> None:
         """Take in the loads [layers, E] of a step."""
         seen = np.asarray(loads, np.float64)
-        self.loads = seen.copy() if self.loads is None else self.memory * self.loads + (1 - self.memory) * seen
+        self.loads = seen.copy() if self.loads is None else self.decay * self.loads + (1 - self.decay) * seen
+
+
+def due(step: int, every: int) -> bool:
+    """Return whether experts are planned anew after a step; `every` 0: they never are."""
+    return every > 0 and step % every == 0
+
+
+def next_placements(
+    settings: Settings, predicted: np.ndarray | None, old: np.ndarray, devices: int, *, step: int, nodes: int = 1
+) -> np.ndarray:
+    """Return the placements int64 [layers, E] of all layers from now on, each as `next_placement` has it.
+
+    Args:
+        predicted: `Prediction.loads`, in which this step's are. old: int [layers, E].
+    """
+    assert predicted is not None
+    rows = enumerate(zip(predicted, old, strict=True))
+    return np.stack([next_placement(settings, *row, devices, step=step, layer=at, nodes=nodes) for at, row in rows])
 
 
 def next_placement(

@@ -164,7 +164,7 @@ def _table(value: Any) -> np.ndarray:
     """int64 of lists of lists; NumPy alone would round 1.5 to 1."""
     found = np.array(value)
     if found.dtype != np.int64:
-        raise ValueError("want rows of whole numbers of 64 bits, each as long as the others")
+        raise ValueError("its rows must hold whole numbers of 64 bits, each row as many as the others")
     return found
 
 
@@ -190,9 +190,9 @@ def _check(record: Record, place: str) -> None:
             f"micro_batch {list(record.micro_batch)}: the busiest device's load over the mean is 1 to {record.devices}"
         )
     elif record.moved and not (0 <= record.moved.plan_s < math.inf and 0 <= record.moved.move_s < math.inf):
-        wrong = f"moved: plan_s {record.moved.plan_s}, move_s {record.moved.move_s}: want seconds"
+        wrong = f"moved: plan_s {record.moved.plan_s}, move_s {record.moved.move_s}: these must be seconds"
     elif record.moved and min(record.moved.experts, record.moved.sent_bytes) < 0:
-        wrong = f"moved: {record.moved.experts} experts and {record.moved.sent_bytes} bytes: want 0 or more"
+        wrong = f"moved: {record.moved.experts} experts and {record.moved.sent_bytes} bytes: there must be 0 or more"
     elif any(slots.shape != shape or (np.sort(slots, axis=1) != np.arange(shape[1])).any() for slots in placements):
         wrong = "the slots are not a placement: each layer needs every slot once"
     if wrong:

@@ -1,7 +1,7 @@
 """What a policy would have done with recorded loads, step by step: this plugin's own, or what others plan. Pure.
 
-The decision of a replay is the live run's own. `eplb` (DeepSeek) and `mindformers` plan from scratch at every plan;
-they are here for reports and benchmarks.
+The decision of a replay is the live run's own. `eplb` (DeepSeek; MindFormers packs alike) plans from scratch at every
+plan; it is here for reports and benchmarks.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plugins.expert_balance.plan import Prediction, imbalance, moved, next_placement
+from plugins.expert_balance.plan import Prediction, due, greedy, imbalance, moved, next_placements
 from plugins.expert_balance.record import Record
 from plugins.expert_balance.settings import Settings
 
-# predicted [E], the placement there is [E], step, row of the layer -> placement from now on [E]
-Policy = Callable[[np.ndarray, np.ndarray, int, int], np.ndarray]
+# predicted [layers, E], the placements there are [layers, E], step -> placements from now on [layers, E]
+Policy = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -45,25 +45,25 @@ def replay(records: Sequence[Record], settings: Settings) -> Replay:
     """
     devices, nodes = records[0].devices, {record.step: record.nodes for record in records}
 
-    def decide(predicted: np.ndarray, old: np.ndarray, step: int, layer: int) -> np.ndarray:
-        return next_placement(settings, predicted, old, devices, step=step, layer=layer, nodes=nodes[step])
+    def decide(predicted: np.ndarray, old: np.ndarray, step: int) -> np.ndarray:
+        return next_placements(settings, predicted, old, devices, step=step, nodes=nodes[step])
 
     return replay_policy(records, decide, settings.every, settings.memory)
 
 
-def replay_policy(records: Sequence[Record], policy: Policy, every: int, memory: float) -> Replay:
-    """Ask `policy` for each layer after every step that `every` divides; 0: never."""
+def replay_policy(records: Sequence[Record], policy: Policy, every: int, decay: float) -> Replay:
+    """Ask `policy` after every step at which a plan is due."""
     devices, layers = records[0].devices, len(records[0].layers)
-    slots, prediction = records[0].slots, Prediction(memory)
+    slots, prediction = records[0].slots, Prediction(decay)
     ratios, after, moves = [], [], np.zeros((len(records), layers), np.int64)
     plans, seconds = 0, 0.0
     for at, record in enumerate(records):
         ratios.append(imbalance(record.tokens, slots, devices))
         prediction.see(record.tokens)
-        if every and record.step % every == 0:
+        if due(record.step, every):
             began, predicted = time.perf_counter(), prediction.loads
             assert predicted is not None
-            new = np.stack([policy(predicted[i], slots[i], record.step, i) for i in range(layers)])
+            new = policy(predicted, slots, record.step)
             seconds, plans = seconds + time.perf_counter() - began, plans + 1
             moves[at] = [moved(new[i], slots[i], devices) for i in range(layers)]
             slots = new
@@ -77,18 +77,6 @@ def differences(records: Sequence[Record], found: Replay) -> list[int]:
     return [record.step for record, end, slots in zip(records, ends, found.slots, strict=True) if (end != slots).any()]
 
 
-def pack(loads: np.ndarray, packs: int) -> np.ndarray:
-    """[items] the pack of each item, equally many in each: the heaviest first, to the lightest pack that has room."""
-    room = np.full(packs, len(loads) // packs)
-    weight = np.zeros(packs)
-    of = np.empty(len(loads), np.int64)
-    for item in np.argsort(-loads, kind="stable"):
-        of[item] = min(np.flatnonzero(room).tolist(), key=lambda pack: weight[pack])
-        room[of[item]] -= 1
-        weight[of[item]] += loads[item]
-    return of
-
-
 def eplb(loads: np.ndarray, devices: int, nodes: int = 1, groups: int = 1) -> np.ndarray:
     """EPLB's placement int64 [E] without replicas, after the description in its README.
 
@@ -97,21 +85,21 @@ def eplb(loads: np.ndarray, devices: int, nodes: int = 1, groups: int = 1) -> np
     training has one copy of an expert in an EP group.
     """
     if groups % nodes or nodes == 1:
-        return _slots(pack(loads, devices), devices)
-    node = np.repeat(pack(loads.reshape(groups, -1).sum(1), nodes), len(loads) // groups)
+        return _slots(_packed(loads, devices))
+    node = np.repeat(_packed(loads.reshape(groups, -1).sum(1), nodes), len(loads) // groups)
     device = np.empty(len(loads), np.int64)
     for one in range(nodes):
         here = np.flatnonzero(node == one)
-        device[here] = one * (devices // nodes) + pack(loads[here], devices // nodes)
-    return _slots(device, devices)
+        device[here] = one * (devices // nodes) + _packed(loads[here], devices // nodes)
+    return _slots(device)
 
 
-def mindformers(loads: np.ndarray, devices: int) -> np.ndarray:
-    """Return the placement of MindFormers' `expert_relocation_greedy`: the same packing; within a device by expert."""
-    return _slots(pack(loads, devices), devices)
+def _packed(loads: np.ndarray, packs: int) -> np.ndarray:
+    """[items] the pack of each item, equally many in each: the heaviest first, to the lightest pack that has room."""
+    return greedy(loads, packs) // (len(loads) // packs)
 
 
-def _slots(device: np.ndarray, devices: int) -> np.ndarray:
+def _slots(device: np.ndarray) -> np.ndarray:
     """The placement of a device for each expert."""
     slots = np.empty(len(device), np.int64)
     slots[np.argsort(device, kind="stable")] = np.arange(len(device))

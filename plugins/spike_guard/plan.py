@@ -24,6 +24,7 @@ import numpy as np
 
 from plugins.errors import RecipeError
 from plugins.finite_loss.plan import NORM
+from plugins.robust import deviation
 from plugins.settings import WATCHES, Section, graph_mode_only, setting, value_at
 from plugins.spike_guard.ledger import Entry, Ranges, normal, originals
 
@@ -36,7 +37,6 @@ LOADER = "BlendedMegatronDatasetDataLoader"
 _LOADER = "train_dataset.data_loader"
 _LEAST_WINDOW = 4  # good steps of which a median and a spread say anything
 JUDGED = ("loss", NORM)
-_TO_SIGMA = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
 _LEAST_SPREAD = 0.01  # of a logarithm: steps that differ by less than 1 % are alike
 
 
@@ -134,7 +134,7 @@ def spreads_above(value: float, good: Sequence[float]) -> tuple[float, float]:
     slope = min(float(np.median((logs[two] - logs[one]) / (two - one))), 0.0) if len(logs) > 1 else 0.0
     level = logs - slope * np.arange(len(logs))
     median = np.median(level)
-    spread = max(float(_TO_SIGMA * np.median(np.abs(level - median))), _LEAST_SPREAD)
+    spread = max(float(deviation(level, median)), _LEAST_SPREAD)
     expected = float(median + slope * len(logs))
     return (math.log(value) - expected) / spread, math.exp(expected)
 

@@ -48,6 +48,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from plugins.robust import TO_SIGMA, deviation
 from plugins.settings import WATCHES, Section, setting
 from plugins.straggler_probe.record import Record
 
@@ -73,7 +74,6 @@ Kind = Literal["device", "data", "host", "limit"]
 ALARM = 0.05  # chance that a run names any healthy rank, by any measure
 LEAST = 64  # probes of which that is said at least, so that looking at a run that has just begun names nobody lightly
 WITHIN = 4.0  # standard deviations of it among healthy ranks
-_NORMAL = 1.4826  # makes the median of absolute deviations a standard deviation, of normal noise
 _OF_MEDIAN = 1.2533  # the standard error of a median over that of a mean
 RECOVERED = 5  # probes after the slow ones
 # the least that counts, as a share of the time of the work (device) or of all time (the others)
@@ -312,7 +312,7 @@ def without_lasting(excess: np.ndarray, spread: float) -> tuple[np.ndarray, floa
     if ranks < ENOUGH:
         return excess, 0.0
     first = np.array([_median(column[~np.isnan(column)][:FIRST]) for column in excess.T])
-    most = WITHIN * _NORMAL * _median(np.abs(first))
+    most = WITHIN * float(deviation(first))
     error = NormalDist().inv_cdf(1 - 1 / ranks) * _OF_MEDIAN * spread / np.sqrt(min(FIRST, len(excess)))
     return excess - np.clip(first, -most, most), float(error)
 
@@ -320,7 +320,7 @@ def without_lasting(excess: np.ndarray, spread: float) -> tuple[np.ndarray, floa
 def noise(excess: np.ndarray) -> float:
     """Standard deviation of the noise of `excess` [K, N]."""
     changes = np.abs(np.diff(excess, axis=0))
-    return float(_NORMAL / np.sqrt(2) * _median(changes[~np.isnan(changes)]))
+    return TO_SIGMA / math.sqrt(2) * _median(changes[~np.isnan(changes)])
 
 
 def _median(values: np.ndarray) -> float:

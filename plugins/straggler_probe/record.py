@@ -73,14 +73,19 @@ def read(path: Path) -> list[Record]:
     Raises:
         DataError: a line that is not a record.
     """
-    return read_steps(path, _record)
+    return read_steps(path, record_of)
 
 
 def _short(value: Any) -> Any:
     return round(value, 7) if isinstance(value, float) else value
 
 
-def _record(content: Any, place: str) -> Record:
+def record_of(content: Any, place: str) -> Record:
+    """Return the record that a line holds; `place` is for errors.
+
+    Raises:
+        DataError: what no run writes: every later computation takes these for granted.
+    """
     try:
         record = Record(**{field.name: content[field.name] for field in fields(Record)})
         _check(record)
@@ -90,7 +95,6 @@ def _record(content: Any, place: str) -> Record:
 
 
 def _check(record: Record) -> None:
-    """Refuse what no run writes: every later computation takes these for granted."""
     whole: Iterable[Any] = (record.step, record.rank, record.work, record.steps)
     if not all(type(value) is int and value >= 0 for value in whole):
         raise ValueError("step, rank, work or steps is not a whole number")

@@ -10,7 +10,7 @@ from launch import cli
 from launch.agent import part
 from launch.run import preflight
 from launch.run.supervise import Outcome
-from plugins.attention_balance.plan import Cost
+from plugins.attention_balance.samples import Cost
 from plugins.sealed_checkpoint.plan import write_seal
 from tools.data.index import IndexWriter
 from tools.layout import resolve

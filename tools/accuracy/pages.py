@@ -1,4 +1,4 @@
-"""HTML reports: how they look; and that they replace older reports and nothing else, which is looked at first."""
+"""HTML reports replace older reports and nothing else, which is looked at first."""
 
 from __future__ import annotations
 
@@ -7,16 +7,7 @@ from pathlib import Path
 
 from plugins.errors import DataError
 from tools.files.atomic import real_path
-
-BEGINS = b"<!DOCTYPE html>"
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; margin: .5rem 0 1.5rem; }
-th, td { border-bottom: 1px solid #8884; padding: .2rem .7rem; text-align: left; font-variant-numeric: tabular-nums; }
-.pass { color: #1a7f37; } .fail { color: #cf222e; font-weight: 600; } .none { color: #8889; }
-summary { cursor: pointer; } code { font-size: .9em; } .note { color: #888; }
-"""
+from tools.files.page import BEGINS
 
 
 def check_page(page: Path | None, option: str = "--html") -> None:
@@ -27,7 +18,7 @@ def check_page(page: Path | None, option: str = "--html") -> None:
     if not page.is_file():
         raise DataError(f"{option} {page}: exists and is not a file")
     with page.open("rb") as file:
-        if file.read(len(BEGINS)) not in (BEGINS, b""):
+        if file.read(len(BEGINS)) not in (BEGINS.encode(), b""):
             raise DataError(f"{option} {page}: exists and is not an HTML page; it would be lost: choose another name")
 
 

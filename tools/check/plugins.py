@@ -28,7 +28,7 @@ from plugins.packed_labels import plan as packed_labels
 from plugins.spike_guard import plan as spike_guard
 from tools.check.conflicts import KEYS as MINDFORMERS_OWN
 from tools.recipe.findings import Findings
-from tools.recipe.load import Recipe
+from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built, convert
 from tools.schema.schema import load_schema

@@ -5,10 +5,12 @@ A check changes nothing. It is a function from a host to an `Answer`; `check` ad
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from tools.process.host import Root
 from tools.recipe.view import View
@@ -41,6 +43,10 @@ class Patient:
         if self.recipe is None:
             return 1
         return self.recipe.devices if self.on_cpu else min(self.recipe.devices, self.recipe.node)
+
+    def find(self, pattern: str, path: str, otherwise: str) -> re.Match[str]:
+        """Return where a line of the host's file matches; raises UntoldError(`otherwise`) where none does."""
+        return told(re.search(pattern, self.root.read(path) or "", re.MULTILINE), otherwise)
 
     @property
     def folder(self) -> Path:
@@ -83,28 +89,47 @@ class Finding:
 
 CHECKS: dict[str, Check] = {}
 Looker = Callable[[Patient], Answer]
+Told = TypeVar("Told")
+
+
+class UntoldError(ValueError):
+    """A host does not tell what a check looks at: the check is unknown, and the message is what was seen."""
+
+
+def told(value: Told | None, otherwise: str) -> Told:
+    """Return what a host told; raises UntoldError(`otherwise`) where it told nothing."""
+    if value is None:
+        raise UntoldError(otherwise)
+    return value
 
 
 def check(why: str, source: str, mend: str, npu: bool = False) -> Callable[[Looker], Looker]:
-    """Enter a function in `CHECKS`, under its name."""
+    """Enter a function in `CHECKS`, under its name. What cannot be read is unknown."""
 
     def enter(look: Looker) -> Looker:
-        CHECKS[look.__name__] = Check(look.__name__, look, why, source, mend, npu)
-        return look
+        @wraps(look)
+        def looked(patient: Patient) -> Answer:
+            try:
+                return look(patient)
+            except UntoldError as error:
+                seen = str(error)
+            except (OSError, ValueError) as error:  # a file in a form that we have not met
+                seen = f"could not be read: {error}"
+            return Answer("unknown", seen)
+
+        CHECKS[look.__name__] = Check(look.__name__, looked, why, source, mend, npu)
+        return looked
 
     return enter
 
 
 def examine(patient: Patient, modules: Sequence[str]) -> list[Finding]:
-    """Return every check of `modules` that the recipe needs, in their order. What cannot be read is unknown."""
+    """Return every check of `modules` that the recipe needs, in their order."""
     found = []
     for item in sorted(CHECKS.values(), key=lambda item: modules.index(item.look.__module__)):
         if item.npu and patient.on_cpu:
             continue
-        try:
-            answer = item.look(patient)
-        except (OSError, ValueError) as error:  # a file in a form that we have not met
-            answer = Answer("unknown", f"could not be read: {error}")
+        answer = item.look(patient)
         mend = item.mend if answer.verdict != "ok" else ""
         found.append(Finding(item.name, answer.verdict, answer.seen, item.why, item.source, mend))
     return found

@@ -66,7 +66,9 @@ class Comparison:
 def compare(answers: Mapping[str, Answer]) -> Comparison:
     """Return what sets hosts apart."""
     reports = {host: answer.told for host, answer in answers.items() if isinstance(answer.told, Report)}
-    found = [*_troubles(answers), *_clocks(answers), *_facts(reports), *_probes(reports)]
+    names = dict.fromkeys(name for report in reports.values() for name in report.facts)
+    facts = [item for name in names for item in _fact(name, reports)]
+    found = [*_troubles(answers), *_clocks(answers), *facts, *_probes(reports)]
     everywhere: dict[Verdict, list[str]] = {}
     checks = dict.fromkeys(item.check for report in reports.values() for item in report.findings)
     checks.pop("probe", None)  # each host's own view of it; `_probes` sees all of them
@@ -94,11 +96,6 @@ def _troubles(answers: Mapping[str, Answer]) -> list[Outlier]:
         one = first.words if len(hosts) == 1 else words
         found.append(Outlier(first.what, "fail", hosts, one, mend=first.mend))
     return found
-
-
-def _facts(reports: Mapping[str, Report]) -> list[Outlier]:
-    names = dict.fromkeys(name for report in reports.values() for name in report.facts)
-    return [item for name in names for item in _fact(name, reports)]
 
 
 def _fact(name: str, reports: Mapping[str, Report]) -> list[Outlier]:
@@ -135,9 +132,8 @@ def _check(name: str, reports: Mapping[str, Report]) -> tuple[list[Outlier], Ver
         if hosts and (verdict == "fail" or same is None):
             seen = Counter(items[host].seen for host in hosts).most_common()
             words = seen[0][0] + (f"; {len(seen) - 1} other answers" if len(seen) > 1 else "")
-            found.append(
-                Outlier(name, verdict, hosts, words, f"{verdicts['ok']} of {len(reports)} hosts ok", _mend(name))
-            )
+            usual = f"{verdicts['ok']} of {len(reports)} hosts ok"
+            found.append(Outlier(name, verdict, hosts, words, usual, _mend(name)))
     if missing := [host for host in reports if host not in items]:
         found.append(Outlier(name, "unknown", missing, "not in its report", f"{verdicts['ok']} ok"))
     return found, same
@@ -183,12 +179,10 @@ def _probes(reports: Mapping[str, Report]) -> list[Outlier]:
     probes = {host: report.probe for host, report in reports.items() if report.probe is not None}
     if not probes:
         return []
-    found = [
-        Outlier(
-            f"probe {item.measure}", item.verdict, [item.host], f"{item.who}: {item.seen}", mend=MENDS[item.measure]
-        )
-        for item in slower(probes)
-    ]
+    found = []
+    for item in slower(probes):
+        seen, mend = f"{item.who}: {item.seen}", MENDS[item.measure]
+        found.append(Outlier(f"probe {item.measure}", item.verdict, [item.host], seen, mend=mend))
     summary = findings(probes)[-1]
     if summary.verdict == "unknown":
         found.append(Outlier("probe", "unknown", list(probes), summary.seen, mend=summary.mend))
@@ -209,24 +203,18 @@ def text(answers: Mapping[str, Answer], comparison: Comparison) -> str:
     for verdict in ORDER:
         if names := comparison.everywhere.get(verdict):
             lines.append(f"{verdict} on every host: {', '.join(names)}")
-    if comparison.common:
-        lines.append(
-            "the same everywhere: " + ", ".join(f"{name} {value}" for name, value in comparison.common.items())
-        )
+    if facts := ", ".join(f"{name} {value}" for name, value in comparison.common.items()):
+        lines.append(f"the same everywhere: {facts}")
     counts = [(verdict, sum(item.verdict == verdict for item in comparison.outliers)) for verdict in ORDER]
     return "\n".join([*lines, ", ".join(f"{count} {verdict}" for verdict, count in counts if count) or "no outlier"])
 
 
 def _lines(item: Outlier, width: int) -> list[str]:
     verdict, indent = click.style(f"{item.verdict:8s}", fg=COLOURS[item.verdict]), " " * (8 + width + 2)
-    lines = [f"{verdict}{item.what:{width}s}  {shorten(item.hosts)}: {item.seen}"]
-    if len(item.hosts) > 1:
-        lines[0] = f"{verdict}{item.what:{width}s}  {len(item.hosts)} hosts, {shorten(item.hosts)}: {item.seen}"
-    if item.usual:
-        lines.append(f"{indent}{item.usual}")
-    if item.mend:
-        lines.append(f"{indent}mend: {item.mend}")
-    return lines
+    count = f"{len(item.hosts)} hosts, " if len(item.hosts) > 1 else ""
+    lines = [f"{verdict}{item.what:{width}s}  {count}{shorten(item.hosts)}: {item.seen}"]
+    lines += [f"{indent}{item.usual}"] if item.usual else []
+    return [*lines, *([f"{indent}mend: {item.mend}"] if item.mend else [])]
 
 
 def as_json(answers: Mapping[str, Answer], comparison: Comparison) -> dict[str, Any]:

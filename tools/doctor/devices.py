@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 
 from tools.check.check import table_of
-from tools.doctor.checks import REPORT, Answer, Patient, check
+from tools.doctor.checks import REPORT, Answer, Patient, check, told
 from tools.doctor.host import free_space
 from tools.hardware.units import GIB
 from tools.process import host
@@ -53,9 +53,7 @@ def _hccl_ports() -> range:
 def reserved_ports(patient: Patient) -> Answer:
     """No client is given a port that HCCL wants."""
     span = patient.root.read("/proc/sys/net/ipv4/ip_local_port_range")
-    if span is None:
-        return Answer("unknown", "the range of clients' ports cannot be read")
-    low, high = map(int, span.split())
+    low, high = map(int, told(span, "the range of clients' ports cannot be read").split())
     reserved = set(expand(patient.root.read("/proc/sys/net/ipv4/ip_local_reserved_ports") or ""))
     open_ones = [port for port in _hccl_ports() if low <= port <= high and port not in reserved]
     seen = f"clients get {low}-{high}"
@@ -94,9 +92,7 @@ def card_sizes(root: Root) -> dict[str, str]:
 )
 def packet_size(patient: Patient) -> Answer:
     """Network cards have one packet size; whether other hosts have the same, tc3 doctor --nodes says."""
-    sizes = card_sizes(patient.root)
-    if not sizes:
-        return Answer("unknown", "no network card is seen (in a container: ask its host)")
+    sizes = told(card_sizes(patient.root) or None, "no network card is seen (in a container: ask its host)")
     seen = ", ".join(f"{card} {size}" for card, size in sizes.items())
     return Answer("warn" if len(set(sizes.values())) > 1 else "ok", seen)
 
@@ -108,9 +104,7 @@ def packet_size(patient: Patient) -> Answer:
 )
 def host_name(patient: Patient) -> Answer:
     """The host's name leads to an address that others reach."""
-    name = patient.root.read("/proc/sys/kernel/hostname")
-    if not name:
-        return Answer("unknown", "the host does not say its name")
+    name = told(patient.root.read("/proc/sys/kernel/hostname") or None, "the host does not say its name")
     rows = [line.split("#")[0].split() for line in (patient.root.read("/etc/hosts") or "").splitlines()]
     addresses = [row[0] for row in rows if name in row[1:]]
     if not addresses:
@@ -125,8 +119,8 @@ def _npu_files(patient: Patient) -> list[str]:
     return patient.root.find("/dev/davinci[0-9]*")
 
 
-def _npu_smi_table(patient: Patient) -> str | None:
-    return patient.root.ask("npu-smi", "info")
+def _npu_smi_table(patient: Patient) -> str:
+    return told(patient.root.ask("npu-smi", "info"), _NPU_SMI_SILENT)
 
 
 @check(
@@ -152,18 +146,11 @@ def npus(patient: Patient) -> Answer:
 def npu_health(patient: Patient) -> Answer:
     """npu-smi calls every NPU OK."""
     text = _npu_smi_table(patient)
-    if text is None:
-        return Answer("unknown", _NPU_SMI_SILENT)
-    chips = host.chips(text)
-    if not chips:
-        return Answer(
-            "unknown", f"npu-smi {host.npu_smi_version(text) or ''}: a table of a form that is not known here"
-        )
+    unknown = f"npu-smi {host.npu_smi_version(text) or ''}: a table of a form that is not known here"
+    chips = told(host.chips(text) or None, unknown)
     bad = [f"NPU {chip.device} {chip.health}" for chip in chips if chip.health != "OK"]
-    if not bad and len(chips) < len(_npu_files(patient)):
-        return Answer(
-            "unknown", f"{len(chips)} OK, of {len(_npu_files(patient))} (/dev/davinci*) npu-smi shows no more"
-        )
+    if not bad and len(chips) < (files := len(_npu_files(patient))):
+        return Answer("unknown", f"{len(chips)} OK, of {files} (/dev/davinci*) npu-smi shows no more")
     return Answer("fail" if bad else "ok", ", ".join(bad) or f"{len(chips)} OK")
 
 
@@ -175,10 +162,7 @@ def npu_health(patient: Patient) -> Answer:
 )
 def npu_processes(patient: Patient) -> Answer:
     """Nobody uses the NPUs."""
-    text = _npu_smi_table(patient)
-    if text is None:
-        return Answer("unknown", _NPU_SMI_SILENT)
-    found = host.npu_processes(text)
+    found = host.npu_processes(_npu_smi_table(patient))
     if found is None:
         return Answer("unknown", "npu-smi shows no table of processes in a form that is known here")
     rows = [f"{name or 'process'} {pid} on NPU {card}" for card, pid, name in found]
@@ -194,8 +178,6 @@ def npu_processes(patient: Patient) -> Answer:
 def npu_clock(patient: Patient) -> Answer:
     """AI cores that work run at their rated clock; of those without work, a lower one says nothing."""
     table = _npu_smi_table(patient)
-    if table is None:
-        return Answer("unknown", _NPU_SMI_SILENT)
     chips = host.chips(table)
     seen, slow, resting = [], False, False
     for card in sorted({chip.card for chip in chips}):
@@ -206,8 +188,7 @@ def npu_clock(patient: Patient) -> Answer:
             low, usage = clocks[True] < clocks[False], _USAGE.search(text)
             works = usage is not None and int(usage[1]) > 0
             slow, resting = slow or (low and works), resting or (low and not works)
-    if not seen:
-        return Answer("unknown", "npu-smi does not tell the clock of the AI cores")
+    told(seen or None, "npu-smi does not tell the clock of the AI cores")
     if resting and not slow:
         return Answer("unknown", f"without work; ask again during a run ({', '.join(seen)})")
     return Answer("warn" if slow else "ok", ", ".join(seen))
@@ -229,8 +210,7 @@ def npu_links(patient: Patient) -> Answer:
         )
         if state := re.search(r"link status:\s*(\w+)", text):
             states[number] = state[1]
-    if not states:
-        return Answer("unknown", "hccn_tool does not answer (root)")
+    told(states or None, "hccn_tool does not answer (root)")
     down = [f"NPU {number} {state}" for number, state in states.items() if state != "UP"]
     if down:
         return Answer("fail", ", ".join(down))
@@ -295,9 +275,8 @@ def checkpoint_room(patient: Patient) -> Answer:
     if table is None or found is None:
         return Answer("unknown", "the size of the model or of the disk cannot be told")
     need, free = table["parameters_total"] * BYTES, found[2]
-    return Answer(
-        "ok" if free >= need else "fail", f"{need / GIB:,.1f} GiB each, {free / GIB:,.0f} GiB free at {found[0]}"
-    )
+    seen = f"{need / GIB:,.1f} GiB each, {free / GIB:,.0f} GiB free at {found[0]}"
+    return Answer("ok" if free >= need else "fail", seen)
 
 
 @check(
@@ -307,9 +286,7 @@ def checkpoint_room(patient: Patient) -> Answer:
 )
 def memory(patient: Patient) -> Answer:
     """There is memory for the workers; of those that drive an NPU it is not known how much they need."""
-    row = re.search(r"^MemAvailable:\s+(\d+) kB", patient.root.read("/proc/meminfo") or "", re.MULTILINE)
-    if row is None:
-        return Answer("unknown", "/proc/meminfo does not tell")
+    row = patient.find(r"^MemAvailable:\s+(\d+) kB", "/proc/meminfo", "/proc/meminfo does not tell")
     free, need = int(row[1]) * 1024, patient.workers * WORKER
     seen = f"{free / GIB:.0f} GiB available for {patient.workers} worker{'s' * (patient.workers > 1)}"
     return Answer("fail" if free < need else "ok" if patient.on_cpu else "unknown", seen)

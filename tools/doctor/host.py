@@ -8,15 +8,13 @@ is.
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
-import time
 from pathlib import PurePosixPath
 
 from tools.affinity.plan import make_plan
 from tools.affinity.topology import MSRUN_READS, allowed, msrun_sees, read_host
-from tools.doctor.checks import REPORT, Answer, Patient, Verdict, check
+from tools.doctor import measures
+from tools.doctor.checks import REPORT, Answer, Patient, Verdict, check, told
 from tools.hardware.units import GIB
 from tools.process.host import compress, expand
 from tools.schema.versions import installed, others, verified, words
@@ -38,10 +36,7 @@ _WRITTEN, _SLOW = 4 << 20, 1.0  # bytes that are written, seconds that this may 
 def governor(patient: Patient) -> Answer:
     """Cores run at their full clock."""
     found = {patient.root.read(path) or "?" for path in patient.root.find(f"{_CPU}/cpu[0-9]*/cpufreq/scaling_governor")}
-    if not found:
-        return Answer(
-            "unknown", "no cpufreq: a virtual machine, or the firmware decides (then its power profile counts)"
-        )
+    told(found or None, "no cpufreq: a virtual machine, or the firmware decides (then its power profile counts)")
     return Answer("ok" if found == {"performance"} else "fail", ", ".join(sorted(found)))
 
 
@@ -54,9 +49,7 @@ def idle_states(patient: Patient) -> Answer:
     """No enabled idle state takes long to leave."""
     read, worst = patient.root.read, 0
     states = patient.root.find(f"{_CPU}/cpu0/cpuidle/state[0-9]*")
-    if not states:
-        return Answer("unknown", "no cpuidle: a virtual machine, or states are off")
-    for state in states:
+    for state in told(states or None, "no cpuidle: a virtual machine, or states are off"):
         if read(f"{state}/disable") == "0":
             worst = max(worst, int(read(f"{state}/latency") or 0))
     return Answer("ok" if worst <= _WAKES else "warn", f"the deepest enabled state wakes in {worst} us")
@@ -105,9 +98,7 @@ def numa_balancing(patient: Patient) -> Answer:
 )
 def huge_pages(patient: Patient) -> Answer:
     """Processes may ask for transparent huge pages."""
-    chosen = re.search(r"\[(\w+)\]", patient.root.read("/sys/kernel/mm/transparent_hugepage/enabled") or "")
-    if chosen is None:
-        return Answer("unknown", "the kernel does not say")
+    chosen = patient.find(r"\[(\w+)\]", "/sys/kernel/mm/transparent_hugepage/enabled", "the kernel does not say")
     return Answer("warn" if chosen[1] == "never" else "ok", chosen[1])
 
 
@@ -153,9 +144,7 @@ def isolated(patient: Patient) -> Answer:
     if text is None or may is None:
         return Answer("unknown", "the isolated or the allowed cores cannot be read")
     both = set(expand(text)).intersection(may)
-    return Answer(
-        "warn" if both else "ok", f"isolated and allowed: {compress(both)}" if both else "none of the allowed"
-    )
+    return Answer("warn", f"isolated and allowed: {compress(both)}") if both else Answer("ok", "none of the allowed")
 
 
 @check(
@@ -165,9 +154,7 @@ def isolated(patient: Patient) -> Answer:
 )
 def cores(patient: Patient) -> Answer:
     """Every worker has a core of its own."""
-    may = allowed(patient.root)
-    if may is None:
-        return Answer("unknown", "the allowed cores cannot be read")
+    may = told(allowed(patient.root), "the allowed cores cannot be read")
     seen = f"{len(may)} cores ({compress(may)}) for {patient.workers} worker{'s' * (patient.workers > 1)}"
     return Answer("ok" if len(may) >= patient.workers else "warn", seen)
 
@@ -190,15 +177,14 @@ def interrupts(patient: Patient) -> Answer:
             effective = patient.root.read(f"{folder}/effective_affinity_list")
             hit |= workers.intersection(expand(effective or patient.root.read(f"{folder}/smp_affinity_list") or ""))
             seen += 1
-    if not seen:
-        return Answer("unknown", "no interrupts of known devices are seen (in a container: ask its host)")
+    told(seen or None, "no interrupts of known devices are seen (in a container: ask its host)")
     return Answer("warn" if hit else "ok", f"{seen} of devices, on workers' cores: {compress(hit) or 'none'}")
 
 
-def _limit(patient: Patient, name: str) -> float | None:
+def _limit(patient: Patient, name: str) -> float:
     """A soft limit of the process; infinite for none."""
-    row = re.search(rf"^{name}\s+(\S+)", patient.root.read("/proc/self/limits") or "", re.MULTILINE)
-    return None if row is None else float("inf") if row[1] == "unlimited" else int(row[1])
+    row = patient.find(rf"^{name}\s+(\S+)", "/proc/self/limits", "no limits can be read")
+    return float("inf") if row[1] == "unlimited" else int(row[1])
 
 
 @check(
@@ -209,8 +195,6 @@ def _limit(patient: Patient, name: str) -> float | None:
 def open_files(patient: Patient) -> Answer:
     """A worker may open many files."""
     limit = _limit(patient, "Max open files")
-    if limit is None:
-        return Answer("unknown", "no limits can be read")
     return Answer("fail" if limit <= 1024 else "warn" if limit < _OPEN_FILES else "ok", f"nofile {limit:g}")
 
 
@@ -223,8 +207,6 @@ def open_files(patient: Patient) -> Answer:
 def locked_memory(patient: Patient) -> Answer:
     """A worker may lock memory."""
     limit = _limit(patient, "Max locked memory")
-    if limit is None:
-        return Answer("unknown", "no limits can be read")
     seen = "memlock unlimited" if limit == float("inf") else f"memlock {limit / 1024:.0f} KiB"
     return Answer("ok" if limit == float("inf") else "warn", seen)
 
@@ -237,8 +219,6 @@ def locked_memory(patient: Patient) -> Answer:
 def stack(patient: Patient) -> Answer:
     """The stack is not smaller than the default."""
     limit = _limit(patient, "Max stack size")
-    if limit is None:
-        return Answer("unknown", "no limits can be read")
     return Answer("ok" if limit >= 8 << 20 else "warn", f"stack {limit / 1024:.0f} KiB")
 
 
@@ -274,9 +254,7 @@ def shared_memory(patient: Patient) -> Answer:
 )
 def swap(patient: Patient) -> Answer:
     """Nothing is paged out."""
-    text = patient.root.read("/proc/swaps")
-    if text is None:
-        return Answer("unknown", "/proc/swaps cannot be read")
+    text = told(patient.root.read("/proc/swaps"), "/proc/swaps cannot be read")
     areas = [line.split()[0] for line in text.splitlines()[1:]]
     return Answer("warn" if areas else "ok", ", ".join(areas) or "no swap")
 
@@ -290,9 +268,8 @@ def clock(patient: Patient) -> Answer:
     """The clock follows a time server."""
     offset = re.search(r"System time\s*:\s*([\d.]+) seconds", patient.root.ask("chronyc", "-n", "tracking") or "")
     if offset:
-        return Answer(
-            "ok" if float(offset[1]) <= _CLOCK_SKEW else "fail", f"{float(offset[1]):.6f} s from its time server"
-        )
+        seconds = float(offset[1])
+        return Answer("ok" if seconds <= _CLOCK_SKEW else "fail", f"{seconds:.6f} s from its time server")
     synchronised = patient.root.ask("timedatectl", "show", "-p", "NTPSynchronized") or ""
     if "=" in synchronised:
         return Answer("ok" if synchronised.strip().endswith("=yes") else "fail", synchronised.strip())
@@ -306,13 +283,10 @@ def clock(patient: Patient) -> Answer:
 )
 def disk(patient: Patient) -> Answer:
     """There is room where checkpoints go."""
-    found = free_space(patient, str(patient.folder))
-    if found is None:
-        return Answer("unknown", f"df does not show the file system of {patient.folder}")
+    found = told(free_space(patient, str(patient.folder)), f"df does not show the file system of {patient.folder}")
     mount, _, free = found
-    return Answer(
-        "ok" if free >= 10 * GIB else "fail" if free < GIB else "warn", f"{free / GIB:.0f} GiB free at {mount}"
-    )
+    verdict: Verdict = "ok" if free >= 10 * GIB else "fail" if free < GIB else "warn"
+    return Answer(verdict, f"{free / GIB:.0f} GiB free at {mount}")
 
 
 @check(
@@ -325,14 +299,10 @@ def disk_write(patient: Patient) -> Answer:
     if not patient.root.live:
         return Answer("unknown", "a recorded host cannot be written to")
     above = next(folder for folder in (patient.folder, *patient.folder.parents) if folder.exists())
-    began = time.perf_counter()
     try:
-        with tempfile.TemporaryFile(dir=above, buffering=0) as part:
-            part.write(bytes(_WRITTEN))
-            os.fsync(part.fileno())
+        took = _WRITTEN / 1e6 / measures.disk_write(str(above), _WRITTEN)
     except OSError as error:
         return Answer("fail", f"{above}: {error.strerror or error}")
-    took = time.perf_counter() - began
     return Answer("ok" if took < _SLOW else "warn", f"4 MiB in {took * 1000:.0f} ms at {above}")
 
 

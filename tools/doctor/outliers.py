@@ -11,13 +11,12 @@ worn, throttled or shaped is slow in all of them.
     limit = 1 + max(floor, z * 1.4826 * MAD / centre)
 
 centre and MAD (the median of the absolute deviations from it) are the lower medians: of two workers the faster one is
-the measure, and up to half of all may be slow. 1.4826 makes a MAD the standard deviation of normal noise (Rousseeuw and
-Croux, 1993, "Alternatives to the median absolute deviation"). z is the quantile at which normal noise raises an alarm
-among N workers once in 100 probes (Bonferroni: 1 - 0.01 / N), at least the 3.5 of Iglewicz and Hoaglin (1993, "How to
-detect and handle outliers"). The floors keep noise of a few percent, which is all that is left where MAD is zero, from
-raising one; they lie above what clean probes showed (benchmarks/RESULTS.md). Of products on cores, and of messages that
-cores copy, floors are wide (ON_CORES): the other thread of a core, or a neighbour of a virtual machine, takes up to
-half of it for as long as a probe lasts, and nothing that can be read here tells.
+the measure, and up to half of all may be slow (`plugins.robust`). z is the quantile at which normal noise raises an
+alarm among N workers once in 100 probes (Bonferroni: 1 - 0.01 / N), at least the 3.5 of Iglewicz and Hoaglin (1993,
+"How to detect and handle outliers"). The floors keep noise of a few percent, which is all that is left where MAD is
+zero, from raising one; they lie above what clean probes showed (benchmarks/RESULTS.md). Of products on cores, and of
+messages that cores copy, floors are wide (ON_CORES): the other thread of a core, or a neighbour of a virtual machine,
+takes up to half of it for as long as a probe lasts, and nothing that can be read here tells.
 
 A rate from which the share w of waiting was taken out, r / (1 - w), errs by dw / (1 - w): a floor grows in the same
 way, with the larger w of the worker and of the centre (of two workers, the larger of both). A message needs both of its
@@ -33,6 +32,7 @@ from dataclasses import dataclass
 from statistics import NormalDist, median, median_high, median_low
 from typing import Literal, NamedTuple, TypedDict, TypeVar
 
+from plugins.robust import TO_SIGMA
 from tools.doctor.checks import Finding, Verdict
 
 FLOORS = {"matmul": 0.25, "memory": 0.35, "disk": 3.0, "bandwidth": 1.0, "latency": 2.0}  # of time, above the centre
@@ -147,7 +147,7 @@ def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, t
     for which in (0, 1):
         values = {key: pair[which] for key, pair in times.items()}
         centre = median_low(values.values())
-        spread = 1.4826 * median_low(abs(value - centre) for value in values.values()) / centre
+        spread = TO_SIGMA * median_low(abs(value - centre) for value in values.values()) / centre
         limits = {key: 1 + max(floors[key], z * spread) for key in values}
         over = {key: value / centre for key, value in values.items() if value / centre > limits[key]}
         ratios.append({key: (ratio, limits[key]) for key, ratio in over.items()})
@@ -217,11 +217,18 @@ def _times(measure: str, rounds: Sequence[float]) -> Times:
     return Times(median(values), min(values))
 
 
+def _slower(
+    measure: str, rounds: Mapping[Key, Sequence[float]], floors: Mapping[Key, float], peers: str
+) -> dict[Key, str]:
+    """Key -> what was seen, of those whose rounds are slower than their peers'."""
+    found = slow({key: _times(measure, numbers) for key, numbers in rounds.items()}, floors)
+    return {key: _seen(measure, rounds[key], *pair, len(rounds), peers) for key, pair in found.items()}
+
+
 def _seen(measure: str, rounds: Sequence[float], ratio: float, limit: float, count: int, peers: str) -> str:
-    middle = median(rounds)
     return (
-        f"{measure} {middle:,.3g} {UNITS[measure]}: takes {ratio:.2f} times as long as the median of {count} {peers} "
-        f"(limit {limit:.2f})"
+        f"{measure} {median(rounds):,.3g} {UNITS[measure]}: takes {ratio:.2f} times as long as the median of {count} "
+        f"{peers} (limit {limit:.2f})"
     )
 
 
@@ -235,42 +242,32 @@ def _slow_workers(reports: Mapping[str, Probe], measure: Literal["matmul", "memo
     found = []
     for rounds in kinds.values():
         waited = {(host, index): _waited(reports[host]["workers"][index]) for host, index in rounds}
-        times = {key: _times(measure, numbers) for key, numbers in rounds.items()}
-        named = slow(times, floors(measure, waited, _on_cores(reports[host] for host, _ in rounds)))
+        limits = floors(measure, waited, _on_cores(reports[host] for host, _ in rounds))
+        named = _slower(measure, rounds, limits, "workers")
         for host in dict.fromkeys(host for host, _ in named):
             own = [key for key in rounds if key[0] == host]
             mine = [key for key in own if key in named]
             whole = len(mine) == len(own) > 1
             for key in mine[:1] if whole else mine:
-                seen = _seen(measure, rounds[key], *named[key], len(rounds), "workers")
                 who = f"all {len(own)} workers" if whole else name(reports[host]["workers"][key[1]])
-                found.append(Outlier(host, who, measure, "fail", seen))
+                found.append(Outlier(host, who, measure, "fail", named[key]))
     return found
 
 
 def _slow_disks(reports: Mapping[str, Probe]) -> list[Outlier]:
     """Hosts against each other: workers of one host share its disk, and are one number."""
-    rounds = {}
-    for host, report in reports.items():
-        if numbers := [number for worker in report["workers"] for number in worker["disk"]]:
-            rounds[host] = numbers
-    named = slow(
-        {host: _times("disk", numbers) for host, numbers in rounds.items()}, dict.fromkeys(rounds, FLOORS["disk"])
-    )
-    return [
-        Outlier(host, reports[host]["folder"], "disk", "fail", _seen("disk", rounds[host], *pair, len(rounds), "hosts"))
-        for host, pair in named.items()
-    ]
+    every = {host: [number for one in report["workers"] for number in one["disk"]] for host, report in reports.items()}
+    rounds = {host: numbers for host, numbers in every.items() if numbers}
+    named = _slower("disk", rounds, dict.fromkeys(rounds, FLOORS["disk"]), "hosts")
+    return [Outlier(host, reports[host]["folder"], "disk", "fail", seen) for host, seen in named.items()]
 
 
 def _broken_links(reports: Mapping[str, Probe]) -> list[Outlier]:
     """Links that could not be measured."""
     found = []
-    for host, report in reports.items():
-        for link in report["links"]:
-            if link["failed"]:
-                source, target = (name(report["workers"][link[end]]) for end in ("source", "target"))
-                found.append(Outlier(host, f"{source} to {target}", "bandwidth", "fail", link["failed"]))
+    for host, link in ((host, link) for host, report in reports.items() for link in report["links"] if link["failed"]):
+        source, target = (name(reports[host]["workers"][link[end]]) for end in ("source", "target"))
+        found.append(Outlier(host, f"{source} to {target}", "bandwidth", "fail", link["failed"]))
     return found
 
 
@@ -282,10 +279,7 @@ def _slow_links(reports: Mapping[str, Probe], measure: Literal["bandwidth", "lat
             source, target = (report["workers"][link[end]] for end in ("source", "target"))
             if link[measure]:
                 groups[source["place"] == target["place"]][host, (link["source"], link["target"])] = link
-    found = []
-    for links in groups.values():
-        found += _slow_ends(reports, measure, links)
-    return found
+    return [one for links in groups.values() for one in _slow_ends(reports, measure, links)]
 
 
 def _slow_ends(
@@ -303,7 +297,7 @@ def _slow_ends(
         for ends in times:
             for index in list(ends[1])[side]:
                 own[ends[0], index].append(ends)
-        best = {key: _best_times([times[ends] for ends in mine]) for key, mine in own.items()}
+        best = {key: Times(*(min(times[ends][at] for ends in mine) for at in (0, 1))) for key, mine in own.items()}
         limits = floors(measure, {key: min(waited[ends] for ends in mine) for key, mine in own.items()}, on_cores)
         for key, pair in (slow(best, limits) if len(best) > 2 else {}).items():
             explained.update(own[key])
@@ -313,19 +307,13 @@ def _slow_ends(
             words = _seen(measure, links[fastest][measure], *pair, len(best), "workers")
             who = name(reports[key[0]]["workers"][key[1]])
             found.append(Outlier(key[0], who, measure, "fail", f"{verb} slowly on each of its links: {words}"))
-    rest = {ends: pair for ends, pair in times.items() if ends not in explained}
+    rest = {ends: link[measure] for ends, link in links.items() if ends not in explained}
     limits_of_rest = floors(measure, {ends: waited[ends] for ends in rest}, on_cores) if rest else {}
-    for ends, pair in slow(rest, limits_of_rest).items():
-        if ends not in judged:
-            continue
-        source, target = (name(reports[ends[0]]["workers"][index]) for index in ends[1])
-        words = _seen(measure, links[ends][measure], *pair, len(rest), "links")
-        found.append(Outlier(ends[0], f"{source} to {target}", measure, "fail", words))
+    for ends, words in _slower(measure, rest, limits_of_rest, "links").items():
+        if ends in judged:
+            source, target = (name(reports[ends[0]]["workers"][index]) for index in ends[1])
+            found.append(Outlier(ends[0], f"{source} to {target}", measure, "fail", words))
     return found
-
-
-def _best_times(times: Sequence[Times]) -> Times:
-    return Times(min(pair.typical for pair in times), min(pair.best for pair in times))
 
 
 @dataclass(frozen=True)
@@ -352,14 +340,11 @@ def findings(reports: Mapping[str, Probe]) -> list[Finding]:
     """Return the outliers as the doctor reports them, failing ones first; where none fails, what was compared."""
     found = outliers(reports)
     rows = [
-        Finding("probe", item.verdict, _finding_words(item), WHY, SOURCE, MENDS[item.measure])
+        Finding("probe", item.verdict, f"{item.host}, {item.who}: {item.seen}".removeprefix(", "), WHY, SOURCE, mend)
         for item in sorted(found, key=lambda item: item.verdict)
+        for mend in [MENDS[item.measure]]
     ]
     return rows if any(item.verdict == "fail" for item in found) else [*rows, _summary_finding(reports)]
-
-
-def _finding_words(item: Outlier) -> str:
-    return ", ".join(filter(None, (item.host, f"{item.who}: {item.seen}")))
 
 
 def _summary_finding(reports: Mapping[str, Probe]) -> Finding:

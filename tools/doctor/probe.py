@@ -239,7 +239,13 @@ class Course:
         started = team.ask({index: _start(team.seats[index], folder) for index in everybody})
         ports = team.ask({index: {"do": "listen", "address": team.seats[index].address} for index in everybody})
         self.ports: dict[int, int] = ports
-        self.workers = [_blank(seat, started.get(index)) for index, seat in enumerate(team.seats)]
+        self.workers = [
+            Worker(
+                rank=seat.rank, place=seat.place, kind=started.get(index, {"kind": seat.kind})["kind"],
+                cores=compress(seat.cores), matmul=[], memory=[], disk=[], waited=[], throttled=[], failed="",
+            )
+            for index, seat in enumerate(team.seats)
+        ]  # fmt: skip
         self.links = [
             Link(source=a, target=b, bandwidth=[], latency=[], waited=[], failed="")
             for pair in pairs(len(team.seats))
@@ -269,8 +275,8 @@ class Course:
         source, target = link["source"], link["target"]
         if link["failed"] or self.team.members[source].failed or self.team.members[target].failed:
             return
-        address = {"address": self._address(target), "port": self.ports[target], "seconds": LINK}
-        answers = self.team.ask({target: {"do": "serve"}, source: {"do": "connect", **address}})
+        connect = {"do": "connect", "address": self._address(target), "port": self.ports[target]}
+        answers = self.team.ask({target: {"do": "serve"}, source: {**connect, "seconds": LINK}})
         if broken := [answer for answer in answers.values() if isinstance(answer, str)]:
             link["failed"] = broken[0]
         elif len(answers) == 2:
@@ -298,21 +304,6 @@ def _start(seat: Seat, folder: str) -> dict[str, Any]:
     return {
         "do": "start", "cores": list(seat.cores), "npu": seat.npu is not None, "folder": folder, "kind": seat.kind
     }  # fmt: skip
-
-
-def _blank(seat: Seat, started: dict[str, Any] | None) -> Worker:
-    return Worker(
-        rank=seat.rank,
-        place=seat.place,
-        kind=started["kind"] if started else seat.kind,
-        cores=compress(seat.cores),
-        matmul=[],
-        memory=[],
-        disk=[],
-        waited=[],
-        throttled=[],
-        failed="",
-    )
 
 
 # The options of the probe on `tc3 doctor`.

@@ -153,11 +153,11 @@ class Desk:
 
     def matmul(self, seconds: float) -> list[float]:
         """Rate (GFLOP/s), share waited, share throttled."""
-        return self._timed(self.matmul_work, seconds)
+        return list(timed(self.matmul_work, seconds))
 
     def memory(self, seconds: float) -> list[float]:
         """Rate (GB/s), share waited, share throttled."""
-        return self._timed(self.copy, seconds)
+        return list(timed(self.copy, seconds))
 
     def disk(self, size: int) -> float:
         """MB/s."""
@@ -182,9 +182,6 @@ class Desk:
         except OSError as error:  # the link's, not the worker's
             return str(error)
         return [*found, share]
-
-    def _timed(self, work: Callable[[], float], seconds: float) -> list[float]:
-        return list(timed(work, seconds))
 
 
 def processor() -> str:

@@ -16,16 +16,16 @@ import platform
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
 
 import tools
 from plugins.errors import DataError
 from tools.affinity.topology import allowed
 from tools.data.index import read_blend
-from tools.doctor.checks import Finding, Patient, Verdict
+from tools.doctor.checks import Finding, Patient
 from tools.doctor.devices import ascend_versions, card_sizes
 from tools.doctor.outliers import Probe
 from tools.files.atomic import sampled_digest
@@ -39,9 +39,7 @@ Facts = dict[str, str | None]
 _CODE = ("launch", "plugins", "tools")
 _DIGITS = 16  # of a sha256, enough to tell files apart
 _DATA_PATH = (*LOADER, "config", "data_path")
-_FINDING_FIELDS = {field.name for field in fields(Finding)}
 _MEASURES = ("matmul", "memory", "disk", "bandwidth", "latency")
-_VERDICTS = get_args(Verdict)
 
 
 def gather(patient: Patient) -> Facts:
@@ -151,18 +149,9 @@ def read_report(text: str) -> Report:
     if facts.get("tc3") != tool_version():
         raise ReportError(f"a report of tc3 {facts.get('tc3')}, here is {tool_version()}: not compared")
     findings, probe = data.get("findings"), data.get("probe")
-    if not isinstance(findings, list) or not all(map(_is_finding, findings)) or not _is_probe(probe):
+    if not isinstance(findings, list) or not all(_has_form(item, Finding) for item in findings) or not _is_probe(probe):
         raise ReportError("a report that lacks a part: its findings or its probe cannot be read")
     return Report([Finding(**item) for item in findings], facts, probe)
-
-
-def _is_finding(item: object) -> bool:
-    return (
-        isinstance(item, dict)
-        and item.keys() == _FINDING_FIELDS
-        and all(isinstance(value, str) for value in item.values())
-        and item["verdict"] in _VERDICTS
-    )
 
 
 def _is_probe(value: Any) -> bool:
@@ -175,8 +164,8 @@ def _is_probe(value: Any) -> bool:
 
 
 def _has_form(value: Any, form: Any) -> bool:
-    """Whether a value out of JSON has a form: a TypedDict, a list, an optional one, or a plain type."""
-    if is_typeddict(form):
+    """Whether a value out of JSON has a form: a TypedDict or dataclass, a list, a choice of words, or a plain type."""
+    if is_typeddict(form) or is_dataclass(form):
         kinds = get_type_hints(form)
         return (
             isinstance(value, dict)
@@ -185,6 +174,8 @@ def _has_form(value: Any, form: Any) -> bool:
         )
     if get_origin(form) is list:
         return isinstance(value, list) and all(_has_form(item, get_args(form)[0]) for item in value)
+    if get_origin(form) is Literal:
+        return value in get_args(form)
     if get_args(form):
         return any(_has_form(value, one) for one in get_args(form))
     if form is float:

@@ -46,11 +46,7 @@ def content(advices: Sequence[Advice], source: str) -> dict[str, Any]:
     return {
         "recipe": source,
         "modelled": True,
-        "hardware": {
-            "name": first.hardware.name,
-            "device": first.hardware.device,
-            "assumed": first.hardware.assumed,
-        },
+        "hardware": {name: getattr(first.hardware, name) for name in ("name", "device", "assumed")},
         "skew": first.skew,
         "known_step_errors": known.as_json() if (known := known_error(first.hardware)) else None,
         "reports": [_advice_content(advice) for advice in advices],
@@ -78,18 +74,14 @@ def _advice_content(advice: Advice) -> dict[str, Any]:
 
 
 def _mode_content(report: ModeReport) -> dict[str, Any]:
-    choice = report.choice
+    same = ("inter_bytes", "intra_bytes", "ep_seconds", "share_of_step", "share_of_communication")
     return {
-        "inter_bytes": report.inter_bytes,
-        "intra_bytes": report.intra_bytes,
-        "ep_seconds": report.ep_seconds,
+        **{name: getattr(report, name) for name in same},
         "exposed_seconds": report.exposed,
         "exposed_fraction": [seconds / report.ep_seconds for seconds in report.exposed],
         "step_seconds": report.step,
-        "share_of_step": report.share_of_step,
-        "share_of_communication": report.share_of_communication,
-        "chunks": choice.chunks,
-        "issue_stride": choice.stride,
+        "chunks": report.choice.chunks,
+        "issue_stride": report.choice.stride,
     }
 
 
@@ -210,7 +202,7 @@ class Degrees(click.ParamType):
         """Return the integers in a text; each is checked."""
         words = [word.strip() for word in value.split(",")]
         if not all(word.isdecimal() for word in words):
-            self.fail(f"{value!r}: want EP degrees such as 16,32,64", param, ctx)
+            self.fail(f"{value!r}: write EP degrees such as 16,32,64", param, ctx)
         return tuple(int(Number("devices").convert(word, param, ctx)) for word in words)
 
 

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from rich.table import Table
 
 from plugins.expert_balance.plan import imbalance
 from tools.experts.study import NONE, RECORDED, Policy, Study
+from tools.files import page as markup
 from tools.files.figure import new_figure, save_figure, svg_text
 
 WIDTH = 110  # of the tables, also where nobody looks at a terminal
@@ -32,13 +31,6 @@ _HOTTEST = 3.0  # times the mean, at the end of the colour scale
 _FEW_LAYERS = 4  # layers that get a panel of their own, expert by step
 _WINDOWS = 4  # of time, where layers are too many for that: layer by expert
 _POLICY_COLOURS = ("0.55", "black", "tab:orange", "tab:blue", "tab:cyan", "tab:green")
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 80em; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .25em .7em; text-align: right }
-th, td { white-space: nowrap }
-th { border-bottom: 2px solid #888 } td { border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums }
-td:first-child, th:first-child { text-align: left } svg { max-width: 100%; height: auto } .wide { overflow-x: auto }
-"""
 
 
 def draw(found: Study, path: Path) -> Path:
@@ -48,11 +40,6 @@ def draw(found: Study, path: Path) -> Path:
         DataError: as `save_figure`.
     """
     return save_figure(_figure(found), path)
-
-
-def svg(found: Study) -> str:
-    """Return the picture as an element of a page."""
-    return svg_text(_figure(found))
 
 
 def _figure(found: Study) -> Any:
@@ -90,10 +77,9 @@ def _draw_heat(figure: Any, found: Study) -> None:
     figure.colorbar(image, ax=list(axes), label="tokens of the expert over the mean", extend="max", pad=0.01)
 
 
-def _image(axes: Any, values: np.ndarray, extent: tuple[float, ...]) -> Any:
-    return axes.imshow(
-        values, aspect="auto", vmin=0, vmax=_HOTTEST, cmap="magma", extent=extent, interpolation="nearest"
-    )
+def _image(axes: Any, values: np.ndarray, extent: tuple[float, ...], **colours: Any) -> Any:
+    scale = {"vmin": 0, "vmax": _HOTTEST, "cmap": "magma", **colours}
+    return axes.imshow(values, aspect="auto", extent=extent, interpolation="nearest", **scale)
 
 
 def _layer_ticks(axes: Any, found: Study) -> None:
@@ -112,13 +98,8 @@ def _draw_policies(axes: Any, found: Study) -> None:
         if width > 1:
             ratios = np.convolve(ratios, np.full(width, 1 / width), "valid")
         name = policy.name + (f", every {policy.every:,}" if policy.every and policy.name != NONE else "")
-        axes.plot(
-            steps[len(steps) - len(ratios) :],
-            ratios,
-            color=colour,
-            label=name,
-            linewidth=3 if policy.name == RECORDED else 1.4,
-        )
+        wide = 3 if policy.name == RECORDED else 1.4
+        axes.plot(steps[len(steps) - len(ratios) :], ratios, color=colour, label=name, linewidth=wide)
     axes.set_xlabel("step" + (f" (mean of {width})" if width > 1 else ""))
     axes.set_ylabel("fullest device / mean")
     axes.set_title("what all devices wait for, by policy (replayed)", loc="left", fontsize="medium")
@@ -130,15 +111,8 @@ def _draw_devices(axes: Any, found: Study) -> None:
     """Load of each device over the mean, all steps as recorded."""
     layers, devices = found.devices.shape
     far = max(0.02, float(np.abs(found.devices - 1).max()))
-    image = axes.imshow(
-        found.devices,
-        aspect="auto",
-        cmap="RdBu_r",
-        vmin=1 - far,
-        vmax=1 + far,
-        extent=(-0.5, devices - 0.5, layers - 0.5, -0.5),
-        interpolation="nearest",
-    )
+    extent = (-0.5, devices - 0.5, layers - 0.5, -0.5)
+    image = _image(axes, found.devices, extent, cmap="RdBu_r", vmin=1 - far, vmax=1 + far)
     _layer_ticks(axes, found)
     axes.set_xlabel("device of the EP group")
     axes.set_title("load of each device over the mean, as recorded", loc="left", fontsize="medium")
@@ -150,7 +124,7 @@ def _draw_devices(axes: Any, found: Study) -> None:
 def content(found: Study) -> dict[str, Any]:
     """Return one object; ratios are max/mean."""
     records, seconds = found.source.records, found.seconds
-    known = not isinstance(seconds, str)
+    known = None if isinstance(seconds, str) else seconds
     return {
         "log": str(found.source.file),
         "steps": [records[0].step, records[-1].step],
@@ -162,10 +136,10 @@ def content(found: Study) -> dict[str, Any]:
         "layers": [_layer_content(found, at) for at in range(len(records[0].layers))],
         "seconds": {
             "modelled": True,
-            "cluster": seconds.cluster if not isinstance(seconds, str) else None,
-            "even_step": seconds.even if not isinstance(seconds, str) else None,
+            "cluster": known and known.cluster,
+            "even_step": known and known.even,
             "unknown": None if known else seconds,
-            "error": seconds.error if not isinstance(seconds, str) else None,
+            "error": known and known.error,
         },
         "policies": [_policy_content(one, found) for one in found.policies],
         "replay_differs_at": found.differs,
@@ -272,10 +246,8 @@ def notes(found: Study) -> list[str]:
     if not found.first:
         lines.append(f"no plan falls before the last step: a log longer than {found.every} steps says what plans bring")
     if found.differs is not None:
-        same = "a replay of the recipe's settings gives the recorded placements exactly"
-        lines.append(
-            f"a replay of the recipe's settings first differs at step {found.differs[0]}" if found.differs else same
-        )
+        how = f"first differs at step {found.differs[0]}" if found.differs else "gives the recorded placements exactly"
+        lines.append(f"a replay of the recipe's settings {how}")
     noise = counting_noise(found)
     lines.append(f"even uniform routing would show max/mean {noise:.3f} in a step: tokens are counted, not divided")
     return lines
@@ -316,27 +288,15 @@ def _text_table(heads: tuple[str, ...], rows: list[list[str]]) -> Table:
 
 def page(found: Study) -> str:
     """Return the text of the HTML file."""
-    title = f"Expert loads of {found.source.file}"
     body = [
-        f"<h1>Expert loads</h1><p>{escape(str(found.source.file))}: {escape(head(found))}</p>",
-        svg(found),
-        "<h2>Policies, replayed</h2>",
-        _html_table(POLICY_HEADS, policy_rows(found)),
-        "<h2>Layers, the most uneven first</h2>",
-        _html_table(LAYER_HEADS, layer_rows(found)),
-        "<h2>What the numbers are</h2>",
-        f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes(found))}</ul>",
+        markup.text("Expert loads", "h1"),
+        markup.text(f"{found.source.file}: {head(found)}"),
+        svg_text(_figure(found)),
+        markup.text("Policies, replayed", "h2"),
+        markup.table(POLICY_HEADS, policy_rows(found), "numbers"),
+        markup.text("Layers, the most uneven first", "h2"),
+        markup.table(LAYER_HEADS, layer_rows(found), "numbers"),
+        markup.text("What the numbers are", "h2"),
+        markup.bullets(notes(found)),
     ]
-    page = "\n".join(body)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head>\n<body>\n{page}\n</body></html>\n"
-    )
-
-
-def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(tag: str, values: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(value)}</{tag}>" for value in values) + "</tr>"
-
-    body = "\n".join(line("td", row) for row in rows)
-    return f'<div class="wide"><table><thead>{line("th", heads)}</thead>\n<tbody>{body}</tbody></table></div>'
+    return markup.page(f"Expert loads of {found.source.file}", body)

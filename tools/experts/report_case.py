@@ -52,16 +52,20 @@ class Case:
     advice: Advice | None = None
     refused: str = ""
 
+    @property
+    def known(self) -> Advice:
+        """Return the advice of a degree that can be."""
+        assert self.advice is not None
+        return self.advice
+
     def gain(self, mode: str) -> float:
         """Return how much more throughput `mode` has than the global All-to-All, both without overlap."""
-        assert self.advice is not None
-        return self.advice.modes["global"].step[0] / self.advice.modes[mode].step[0] - 1
+        return self.known.modes["global"].step[0] / self.known.modes[mode].step[0] - 1
 
     @property
     def hierarchical(self) -> ModeReport:
         """Return the report's scheme."""
-        assert self.advice is not None
-        return self.advice.modes["hierarchical"]
+        return self.known.modes["hierarchical"]
 
 
 def cases(hardware: Hardware, skew: float = DEFAULT_SKEW) -> list[Case]:
@@ -106,8 +110,7 @@ def _cells(row: Case) -> list[str]:
 
 def _remarks(rows: Sequence[Case]) -> list[str]:
     """What to know before believing the table."""
-    advice = rows[0].advice
-    assert advice is not None
+    advice = rows[0].known
     known = known_error(advice.hardware)
     at16 = [row for row in rows if row.ep == 16]
     gains = ", ".join(f"{100 * row.gain('hierarchical'):.0f} % ({row.model})" for row in at16)
@@ -149,9 +152,8 @@ def _with_chunks(rows: Sequence[Case], parts: int) -> str:
     """Share of the exposed EP time that so many chunks of the sequence leave."""
     words = []
     for row in rows:
-        assert row.advice is not None
-        config = replace(row.advice.config, ep_mode="hierarchical")
-        cut = TimeModel(row.advice.hardware).step(replace(config, ep_cut=Cut((1, parts))), simulated=True)
+        config = replace(row.known.config, ep_mode="hierarchical")
+        cut = TimeModel(row.known.hardware).step(replace(config, ep_cut=Cut((1, parts))), simulated=True)
         words.append(f"{cut.by_part['ep'] / row.hierarchical.exposed[0]:.0%} ({row.model})")
     return ", ".join(words)
 
@@ -167,8 +169,7 @@ def _against_table_5(rows: Sequence[Case]) -> list[str]:
     if not found:
         return []
     row = found[0]
-    assert row.advice is not None
-    saved = row.advice.modes["global"].step[0] - row.hierarchical.step[0]
+    saved = row.known.modes["global"].step[0] - row.hierarchical.step[0]
     return [
         f"* The report's own 438B step took {REPORT_STEP:.1f} s (table 5; its EP degree and dispatch are not given); "
         f"the model says {row.hierarchical.step[0]:.1f} s hierarchical, {row.hierarchical.step[1]:.1f} s with overlap. "

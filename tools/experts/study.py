@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from plugins.errors import DataError, RecipeError
-from plugins.expert_balance.plan import bound, device_loads, imbalance
+from plugins.expert_balance.plan import bound, device_loads, due, imbalance
 from plugins.expert_balance.record import Record, load_file, read
 from plugins.expert_balance.replay import Replay, differences, eplb, replay, replay_policy
 from plugins.expert_balance.settings import KEY, Settings
@@ -191,7 +191,7 @@ def study(source: Source, cluster: str, every: int | None) -> Study:
     slots = np.stack([record.slots for record in records])
     on = device_loads(tokens, slots, records[0].devices).sum(0)
     total = tokens.sum(0)
-    planned = [at for at, record in enumerate(records) if record.step % every == 0]
+    planned = [at for at, record in enumerate(records) if due(record.step, every)]
     first = planned[0] + 1 if planned and planned[0] + 1 < len(records) else 0
     return Study(
         source=source,
@@ -225,7 +225,11 @@ def _policies(source: Source, every: int, first: int, seconds: Seconds | str) ->
         found, move_s = _recorded(source)
         steps = [record.step for record in records if record.moved]
         rows.append(policy(RECORDED, found, int(np.gcd.reduce(steps)), move_s))
-    packed = replay_policy(records, lambda loads, old, step, layer: eplb(loads, devices), every, settings.memory)
+
+    def packing(loads: np.ndarray, old: np.ndarray, step: int) -> np.ndarray:
+        return np.stack([eplb(layer, devices) for layer in loads])
+
+    packed = replay_policy(records, packing, every, settings.memory)
     rows.append(policy("greedy (EPLB, MindFormers)", packed, every))
     for method in ("swaps", "aligned"):
         wanted = replace(settings, method=method, every=every)

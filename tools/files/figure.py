@@ -20,7 +20,7 @@ def check_ending(path: Path) -> None:
         DataError: the ending is neither .svg nor .png.
     """
     if path.suffix not in ENDINGS:
-        raise DataError(f"--picture {path}: want a file that ends in {' or '.join(ENDINGS)}")
+        raise DataError(f"--picture {path}: the file must end in {' or '.join(ENDINGS)}")
 
 
 def check_page(path: Path) -> None:
@@ -30,7 +30,7 @@ def check_page(path: Path) -> None:
         DataError: the ending is neither .html nor .htm.
     """
     if path.suffix not in PAGES:
-        raise DataError(f"--html {path}: want a file that ends in {' or '.join(PAGES)}")
+        raise DataError(f"--html {path}: the file must end in {' or '.join(PAGES)}")
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -30,15 +30,7 @@ from tools.runs.watch import Status
 
 QUIET = 120.0  # seconds without anything new after which the status says so
 FOLDER, _EVENTS_SUFFIX = "tensorboard", ".tc3"
-SCALARS = (
-    "loss",
-    "lm_loss",
-    "load_balancing_loss",
-    "mtp_loss",
-    "global_norm",
-    "learning_rate",
-    "seconds",
-)
+SCALARS = ("loss", "lm_loss", "load_balancing_loss", "mtp_loss", "global_norm", "learning_rate", "seconds")
 GAUGES = {
     "step": "Newest step that was made and stands",
     "total_steps": "Steps that the run is to make",
@@ -92,27 +84,25 @@ def json_line(status: Status) -> str:
 def rows(status: Status) -> list[tuple[str, str]]:
     """Return what, and how it stands; what a run does not have is left out."""
     total = f" of {status.total_steps:,}" if status.total_steps else ""
-    known = share(status.goodput) if status.goodput is None else f"{share(status.goodput)} of {_wall(status)}"
+    known = (
+        share(status.goodput)
+        if status.goodput is None
+        else f"{share(status.goodput)} of {duration(status.wall_seconds)}"
+    )
+    speed = None if status.tokens_per_second is None else f"{status.tokens_per_second:,.0f} tokens/s of all workers"
     found = [
         ("run", f"{status.run}: {status.state}{_quiet(status)}"),
         ("attempt", _attempt(status)),
         ("phase", status.phase and f"{status.phase}, for {duration(status.phase_seconds)}"),
         ("step", f"{status.step:,}{total}"),
         ("loss", None if status.loss is None else f"{status.loss:.4f}"),
-        (
-            "speed",
-            None if status.tokens_per_second is None else f"{status.tokens_per_second:,.0f} tokens/s of all workers",
-        ),
+        ("speed", speed),
         ("goodput", known),
         ("checkpoint", _checkpoint(status)),
         ("slow ranks", "; ".join(status.slow_ranks) or None),
         ("failures", _failures(status)),
     ]
     return [(name, text) for name, text in found if text is not None]
-
-
-def _wall(status: Status) -> str:
-    return duration(status.wall_seconds)
 
 
 def _quiet(status: Status) -> str:
@@ -189,14 +179,6 @@ class Scalars:
         at = record.get("time") or 0.0
         self.writer.add_event(self.event(wall_time=at, step=record["step"], summary=self.summary(value=known)))
 
-    def flush(self) -> None:
-        """Let TensorBoard see what was added."""
-        self.writer.flush()
-
-    def close(self) -> None:
-        """Write the rest."""
-        self.writer.close()
-
 
 class Exporter:
     """This writes `path` anew at each status.
@@ -207,7 +189,7 @@ class Exporter:
 
     def __init__(self, path: Path):
         if path.suffix != ".prom":
-            raise DataError(f"--prometheus {path}: want a file that ends in .prom, as node_exporter reads only those")
+            raise DataError(f"--prometheus {path}: the file must end in .prom, as node_exporter reads only those")
         try:
             import prometheus_client
         except ImportError:
@@ -312,7 +294,7 @@ def watch_command(
         if exporter:
             exporter.write(status)
         if scalars:
-            scalars.flush()
+            scalars.writer.flush()
         return status
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -327,5 +309,5 @@ def watch_command(
         code = 130
     finally:
         if scalars:
-            scalars.close()
+            scalars.writer.close()
     sys.exit(code)

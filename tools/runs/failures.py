@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -99,15 +99,15 @@ class Failure:
 
     attempt: int
     time: float | None
-    host: str | None
-    rank: int | None
-    phase: str | None
-    step: int | None
-    cause: str | None
-    message: str
-    found: Found
-    log: Path | None
-    victims: dict[str, str]
+    host: str | None = None
+    rank: int | None = None
+    phase: str | None = None
+    step: int | None = None
+    cause: str | None = None
+    message: str = ""
+    found: Found = field(default_factory=lambda: diagnose([]))
+    log: Path | None = None
+    victims: dict[str, str] = field(default_factory=dict)
 
     @property
     def counts(self) -> bool:
@@ -151,10 +151,8 @@ def failure_of(attempt: Attempt) -> Failure:
         guess = _by_logs(attempt.number, logs, time)
         if host is None:
             return guess
-        message = verdict.why if verdict else ""
-        cause = verdict.cause if verdict else None
-        rank = verdict.rank if verdict else None
-        return Failure(attempt.number, time, host, rank, None, None, cause, message, diagnose([]), None, {})
+        rank, cause, why = (verdict.rank, verdict.cause, verdict.why) if verdict else (None, None, "")
+        return Failure(attempt.number, time, host, rank, cause=cause, message=why)
     rank = verdict.rank if verdict and verdict.rank is not None else end.rank
     log = _log_of(attempt, end, rank)
     found = diagnose(last_lines(log) if log else [])
@@ -186,11 +184,9 @@ def _by_logs(number: int, logs: list[Path], time: float | None) -> Failure:
     log = own[0] if len(own) == 1 else None
     victims = {path.stem: found.name for path, found in said.items() if path != log and found.name != UNKNOWN}
     if log is None:
-        why = (
-            "nothing says who began it: "
-            + ("several logs" if own else "no log")
-            + " of a worker with a cause of its own"
-        )
-        return Failure(number, time, None, None, None, None, None, why, diagnose([]), None, victims)
-    rank = int(log.stem.split("_")[-1]) if log.stem.split("_")[-1].isdecimal() else None
-    return Failure(number, time, None, rank, None, None, None, "by its log alone", said[log], log, victims)
+        logs_of = "several logs" if own else "no log"
+        why = f"nothing says who began it: {logs_of} of a worker with a cause of its own"
+        return Failure(number, time, message=why, victims=victims)
+    name = log.stem.split("_")[-1]
+    rank = int(name) if name.isdecimal() else None
+    return Failure(number, time, None, rank, message="by its log alone", found=said[log], log=log, victims=victims)

@@ -14,7 +14,8 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 from plugins.errors import DataError, TC3Error
 from plugins.lines import Span, as_span, spans_file
 from plugins.straggler_probe.plan import Verdict, by_stage, slow_ranks
-from plugins.straggler_probe.record import Record, read_run
+from plugins.straggler_probe.record import Record, read_run, record_of
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 from tools.runs.attempts import Attempt, read_attempts
@@ -196,13 +197,11 @@ def _slow_in_words(records: list[Record], recipe: Recipe | None) -> Slow:
     groups = by_stage(view.devices, view.pp) if view and view.parallel else None
     found: Verdict = slow_ranks(records, groups)
     slow = [f"rank {one.rank} on {one.host}: {one.seen}" for one in found.slow]
-    unknown = [f"{one.kind} of ranks {_ranks_in_words(one.ranks)}: {one.why}" for one in found.unknown]
+    unknown = []
+    for one in found.unknown:
+        shown, more = ", ".join(map(str, one.ranks[:8])), len(one.ranks) - 8
+        unknown.append(f"{one.kind} of ranks {shown}{f' and {more} more' if more > 0 else ''}: {one.why}")
     return Slow(found.compared, slow, unknown)
-
-
-def _ranks_in_words(ranks: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
 
 
 class Probes:
@@ -221,22 +220,13 @@ class Probes:
             for path in sorted((self.folder / "metrics").glob("probe_*.jsonl")):
                 follower, newest = self.files.setdefault(path, (Follower(path), deque(maxlen=NEWEST)))
                 for line in follower.records():
-                    if record := _probe_of(line):
+                    with suppress(DataError):  # a line that is none
+                        record = record_of(line, str(path))
                         while newest and newest[-1].step >= record.step:  # made again
                             newest.pop()
                         newest.append(record)
             self.found = _slow_in_words([one for _, newest in self.files.values() for one in newest], self.recipe)
         return self.found
-
-
-def _probe_of(line: dict) -> Record | None:
-    """A probe; None for a line that is none."""
-    names = [field.name for field in fields(Record)]
-    numbers = [line.get(name) for name in names if name not in ("host", "device", "data")]
-    if not all(isinstance(number, int | float) and number >= 0 for number in numbers) or line.keys() < set(names):
-        return None
-    record = Record(**{name: line[name] for name in names})
-    return record if record.probe > 0 and record.seconds > 0 else None
 
 
 @dataclass

@@ -8,7 +8,6 @@ them, and `page` makes one HTML file of them that needs nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from tools.files import page as markup
 from tools.files.figure import new_figure, save_figure, svg_text
 from tools.runs.failures import Failure
 from tools.runs.goodput import WORDS, Kind, Ledger, Piece
@@ -41,13 +41,6 @@ _UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 _FINE = 1500  # parts of the whole that can be told apart; shorter pieces join the one before
 _MOST_POINTS = 2000  # of a curve
 _MOST_ROWS = 12  # attempts of a run that get a row each; of more each run has one
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .25em .7em; text-align: left; vertical-align: top }
-th { border-bottom: 2px solid #888; white-space: nowrap }
-td { border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums; overflow-wrap: anywhere }
-td:first-child { white-space: nowrap } svg { max-width: 100%; height: auto } .wide { overflow-x: auto }
-"""
 
 
 def draw(found: Sequence[Study], path: Path) -> Path:
@@ -57,11 +50,6 @@ def draw(found: Sequence[Study], path: Path) -> Path:
         DataError: as `save_figure`.
     """
     return save_figure(_figure(found), path)
-
-
-def svg(found: Sequence[Study]) -> str:
-    """Return the picture as an element of a page."""
-    return svg_text(_figure(found))
 
 
 def _figure(found: Sequence[Study]) -> Any:
@@ -203,7 +191,8 @@ def time_rows(studies: Sequence[Study]) -> Rows:
         for kind, words in WORDS.items()
         if any(totals[kind] for totals in known)
     ]
-    return [*rows, ["all", *(_wall_cell(one) for one in studies)]]
+    walls = ("not known" if isinstance(one.ledger, str) else duration(one.ledger.wall / SECOND) for one in studies)
+    return [*rows, ["all", *walls]]
 
 
 def _time_cell(found: Study, kind: Kind) -> str:
@@ -211,10 +200,6 @@ def _time_cell(found: Study, kind: Kind) -> str:
         return "not known"
     value = found.ledger.totals()[kind]
     return f"{duration(value / SECOND)} ({share(value / found.ledger.wall)})" if value else "-"
-
-
-def _wall_cell(found: Study) -> str:
-    return "not known" if isinstance(found.ledger, str) else duration(found.ledger.wall / SECOND)
 
 
 def attempt_rows(found: Study) -> Rows:
@@ -270,8 +255,9 @@ def _fell(one: Failure) -> str:
 def findings(found: Study) -> list[str]:
     """Return sentences: how often a run fails, how often it should save, what to look at."""
     lines = [_mtbf_line(found), *_saving_lines(found)]
+    first_of_each = {one.found.name: one for one in reversed(found.failures)}
     lines += [f"{one.found.mend[0].upper()}{one.found.mend[1:]} ({one.name}, attempt {one.attempt})."
-              for one in _first_of_each(found.failures) if one.found.mend]  # fmt: skip
+              for one in first_of_each.values() if one.found.mend]  # fmt: skip
     shown = found.spikes[:5]
     for one in shown:
         what = "is not finite" if one.above is None else f"{one.value:.4g}, {one.above:.0f} standard deviations up"
@@ -291,10 +277,6 @@ def _slow_lines(found: Study) -> list[str]:
         f"No slow rank among {found.slow.compared:,} by its probes."
     ]
     return [*lines, *(f"Not compared: {why}." for why in found.slow.unknown)]
-
-
-def _first_of_each(found: Sequence[Failure]) -> list[Failure]:
-    return list({one.found.name: one for one in reversed(found)}.values())
 
 
 def _mtbf_line(found: Study) -> str:
@@ -361,31 +343,19 @@ def _text_table(heads: Sequence[str], rows: Rows, title: str = "") -> Table:
 def page(studies: Sequence[Study]) -> str:
     """Return the text of the HTML file."""
     title = f"Report of {', '.join(one.name for one in studies)}"
-    names = [one.name for one in studies]
+    heads = ["", *(one.name for one in studies)]
     body = [
-        f"<h1>{escape(title)}</h1>",
-        _html_table(["", *names], side_by_side(studies)),
-        svg(studies),
-        "<h2>Where the time went</h2>",
-        _html_table(["", *names], time_rows(studies)),
+        markup.text(title, "h1"),
+        markup.table(heads, side_by_side(studies)),
+        svg_text(_figure(studies)),
+        markup.text("Where the time went", "h2"),
+        markup.table(heads, time_rows(studies)),
     ]
     for one in studies:
         of = f" of {one.name}" if len(studies) > 1 else ""
-        body.append(f"<h2>Attempts{escape(of)}</h2><p>{escape(str(one.run.folder))}</p>")
-        body.append(_html_table(ATTEMPT_HEADS, attempt_rows(one)))
+        body += [markup.text(f"Attempts{of}", "h2"), markup.text(str(one.run.folder))]
+        body.append(markup.table(ATTEMPT_HEADS, attempt_rows(one)))
         if one.failures:
-            body.append(f"<h2>Failures{escape(of)}</h2>{_html_table(FAILURE_HEADS, failure_rows(one))}")
-        body.append("<ul>" + "".join(f"<li>{escape(line)}</li>" for line in findings(one)) + "</ul>")
-    joined = "\n".join(body)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head>\n<body>\n{joined}\n</body></html>\n"
-    )
-
-
-def _html_table(heads: Sequence[str], rows: Rows) -> str:
-    def line(tag: str, values: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(value)}</{tag}>" for value in values) + "</tr>"
-
-    body = "\n".join(line("td", row) for row in rows)
-    return f'<div class="wide"><table><thead>{line("th", heads)}</thead>\n<tbody>{body}</tbody></table></div>'
+            body += [markup.text(f"Failures{of}", "h2"), markup.table(FAILURE_HEADS, failure_rows(one))]
+        body.append(markup.bullets(findings(one)))
+    return markup.page(title, body)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import DataError
+from plugins.robust import deviation
 from plugins.spike_guard.ledger import Entry, read_ledger
 from plugins.spike_guard.plan import Settings
 from tools.checkpoint.scan import iteration, iterations
@@ -28,7 +29,6 @@ from tools.runs.readings import Part, Run, Slow, load_run, slow_of
 # as plugins.spike_guard would judge them, but all steps at once: a window also holds the spikes before
 WINDOW, THRESHOLD = Settings().window, Settings().threshold
 _LEAST = 8  # steps before, of which a spread says anything
-_TO_SIGMA = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
 _LEAST_SPREAD = 0.01  # of a logarithm: steps that differ by less than 1 % are alike
 JUDGED = ("loss", "global_norm")
 
@@ -54,25 +54,18 @@ def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
     for at, part in enumerate(parts):
         steps = np.asarray(part["step"])
         for name in JUDGED:
-            before = [_standing(one, name, part.start_step) for one in parts[:at]]
+            # of earlier parts what still stood when this one began
+            before = [np.asarray(one[name])[np.asarray(one["step"]) <= part.start_step] for one in parts[:at]]
             known = np.concatenate([*before, []])[-WINDOW:]
             values = np.asarray(part[name])
             above = _above(np.concatenate([known, values]))[len(known) :]
-            for index in np.flatnonzero((above > THRESHOLD) | np.isinf(values) | _turned_nan(values)):
+            # a part without any number is one that does not record it, or whose rank has none: no NaN of training
+            turned_nan = np.isnan(values) & np.isfinite(values).any()
+            for index in np.flatnonzero((above > THRESHOLD) | np.isinf(values) | turned_nan):
                 score = float(above[index]) if math.isfinite(values[index]) else None
                 step = int(steps[index])
                 found.append(Spike(step, name, float(values[index]), score, step <= cuts[at]))
     return found
-
-
-def _standing(part: Part, name: str, until: int) -> np.ndarray:
-    """The values of an earlier part that still stood when a later one began after step `until`."""
-    return np.asarray(part[name])[np.asarray(part["step"]) <= until]
-
-
-def _turned_nan(values: np.ndarray) -> np.ndarray:
-    """NaN in a part that knows the number elsewhere: other parts do not record it, or this rank has none."""
-    return np.isnan(values) if np.isfinite(values).any() else np.zeros(len(values), bool)
 
 
 def _above(values: np.ndarray) -> np.ndarray:
@@ -90,7 +83,7 @@ def _above(values: np.ndarray) -> np.ndarray:
         if enough.any():
             rows, own = windows[enough], logs[first:stop][enough]
             median = np.nanmedian(rows, 1)
-            spread = _TO_SIGMA * np.nanmedian(np.abs(rows - median[:, None]), 1)
+            spread = deviation(rows, median[:, None], 1)
             result[first:stop][enough] = (own - median) / np.maximum(spread, _LEAST_SPREAD)
     return np.nan_to_num(result, nan=-np.inf)
 
@@ -137,34 +130,19 @@ def mtbf(failures: int, running: float) -> Mtbf | None:
     tail = (1 - CONFIDENCE) / 2
     # most and fewest failures that would be expected in that time, were the truth at the interval's ends
     most = _mean_with(failures, tail)
-    fewest = _mean_with(failures - 1, 1 - tail) if failures else 0.0
-    return Mtbf(
-        failures,
-        running,
-        running / failures if failures else None,
-        running / most,
-        running / fewest if fewest else None,
-    )
+    if not failures:
+        return Mtbf(0, running, None, running / most, None)
+    return Mtbf(failures, running, running / failures, running / most, running / _mean_with(failures - 1, 1 - tail))
 
 
 def _mean_with(count: int, probability: float) -> float:
-    """The mean of a Poisson variable that is at most `count` with `probability`, by bisection."""
-    low, high = 0.0, count + 10 * math.sqrt(count + 1) + 10
-    for _ in range(60):
-        middle = (low + high) / 2
-        if _at_most(count, middle) > probability:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
+    """The mean of a Poisson variable that is at most `count` with `probability` (NIST/SEMATECH e-Handbook, 8.4.5.1).
 
+    P(N <= count) is the regularized upper incomplete gamma function Q(count + 1, mean).
+    """
+    from scipy.special import gammainccinv
 
-def _at_most(count: int, mean: float) -> float:
-    """P(N <= count) of a Poisson variable."""
-    if mean == 0:
-        return 1.0
-    logs = (number * math.log(mean) - mean - math.lgamma(number + 1) for number in range(count + 1))
-    return math.fsum(map(math.exp, logs))
+    return float(gammainccinv(count + 1, probability))
 
 
 def young(cost: float, between: float) -> float:
@@ -259,7 +237,8 @@ def study(folder: Path) -> Study:
     found = mtbf(sum(one.counts for one in failed), running) if told else None
     skipped, notes = _skipped(folder)
     notes = [*run.notes, *(known.notes if known else []), *notes]
-    saves, jumps, slow = _checkpoints(run, found), _spikes(run), slow_of(folder, run.recipe)
+    cuts = [min([later.start_step for later in run.parts[at + 1 :]], default=NEVER) for at in range(len(run.parts))]
+    saves, jumps, slow = _checkpoints(run, found), spikes(run.parts, cuts), slow_of(folder, run.recipe)
     return Study(run, _state(run), time, failed, found, saves, jumps, slow, skipped, notes, real_path(folder).name)
 
 
@@ -281,12 +260,6 @@ def state_of(attempt: Attempt) -> str:
         if outcome in outcomes:
             return outcome
     return "unfinished"
-
-
-def _spikes(run: Run) -> list[Spike]:
-    """With the last step of each part that was not made again."""
-    cuts = [min([later.start_step for later in run.parts[at + 1 :]], default=NEVER) for at in range(len(run.parts))]
-    return spikes(run.parts, cuts)
 
 
 def _checkpoints(run: Run, found: Mtbf | None) -> Checkpoints:

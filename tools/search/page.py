@@ -6,14 +6,14 @@ Its picture shows memory against time: what the space offers, its frontier, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from html import escape
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tools.estimate.time_model import TimeModel
+from tools.files import page as markup
 from tools.files.figure import new_figure, save_figure, svg_text
 from tools.hardware.units import GIB
 from tools.pipeline.simulate import Durations, draw_timeline, simulate
@@ -144,15 +144,6 @@ def draw_entry(axes: Any, entry: Entry, times: TimeModel) -> None:
     axes.set_title(f"{entry.layout}: the pipeline of a step takes {step.makespan:.2f} s, simulated; drawn: {shown}")
 
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 92em; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .25em .7em; text-align: right }
-th { border-bottom: 2px solid #888 } td { border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums }
-td.word, th.word { text-align: left } tr.own { background: #fff4df } tr.alike { background: #e8f4e8 }
-svg { max-width: 100%; height: auto }
-.wide { overflow-x: auto } td, th { white-space: nowrap } dl { display: grid; grid-template-columns: max-content 1fr;
-gap: .1em 1em; margin: .3em 1em; font-size: 90% } dt { font-weight: 600 } dd { margin: 0 }
-"""
 _PICTURES = {  # what is drawn -> what it stands for
     "dot": "a candidate that fits, as ranked, coloured by its pipeline stages",
     "line": "the frontier: no candidate is faster with as little memory",
@@ -178,63 +169,44 @@ def html(found: Found, times: TimeModel, title: str) -> str:
     doubt = doubt_of(found, times)
     alike = [name for name, _ in doubt.alike] if doubt and len(doubt.alike) > 1 else []
     body = [
-        f"<h1>{escape(title)}</h1><p>{escape(head)}</p>",
-        _wide(_table(tuple(HEADS), table_rows(found), alike)),
-        _key("How to read the table", HEADS | ({"green": _ALIKE} if alike else {})),
-        _list(reasons(found, doubt)),
-        "<h2>Memory and time</h2>",
+        markup.text(title, "h1"),
+        markup.text(head),
+        _table(tuple(HEADS), table_rows(found), alike),
+        markup.legend(
+            "How to read the table",
+            {name or "#": said for name, said in HEADS.items()} | ({"green": _ALIKE} if alike else {}),
+        ),
+        markup.bullets(reasons(found, doubt)),
+        markup.text("Memory and time", "h2"),
         as_svg(lambda axes: draw_frontier(axes, found, doubt), (12, 6.5)),
-        _key("How to read the picture", _PICTURES),
-        "<h2>Where a step's time goes, in seconds</h2>",
-        _wide(_table(("", "layout", *PARTS), parts)),
-        _key("What the parts are", PARTS),
-        "<h2>The first's pipeline</h2>",
-        "<p>A row is a pipeline stage, a bar a micro-batch's pass through one of the stage's chunks of layers.</p>",
+        markup.legend("How to read the picture", _PICTURES),
+        markup.text("Where a step's time goes, in seconds", "h2"),
+        _table(("", "layout", *PARTS), parts),
+        markup.legend("What the parts are", PARTS),
+        markup.text("The first's pipeline", "h2"),
+        markup.text(
+            "A row is a pipeline stage, a bar a micro-batch's pass through one of the stage's chunks of layers."
+        ),
         as_svg(lambda axes: draw_entry(axes, found.entries[0], times), (12, 2 + 0.4 * found.entries[0].config.pp)),
-        _layers(found.entries[0]),
-        "<h2>What was dropped</h2>",
-        _wide(_table(("", "candidates"), [[reason, f"{count:,}"] for reason, count in found.ranking.funnel.lines()])),
-        _list(lost(found)),
-        "<h2>What the numbers rest on</h2>",
-        _list(assumptions(found, times)),
+        *_layers(found.entries[0]),
+        markup.text("What was dropped", "h2"),
+        _table(("", "candidates"), [[reason, f"{count:,}"] for reason, count in found.ranking.funnel.lines()]),
+        markup.bullets(lost(found)),
+        markup.text("What the numbers rest on", "h2"),
+        markup.bullets(assumptions(found, times)),
     ]
-    page = "\n".join(body)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head>\n<body>\n{page}\n</body></html>\n"
-    )
+    return markup.page(title, body)
 
 
-def _layers(entry: Entry) -> str:
+def _layers(entry: Entry) -> tuple[str, str]:
     """Layers by chunk and stage."""
     heads = ["", *(f"stage {stage}" for stage in range(entry.config.pp))]
     rows = [[f"chunk {chunk}", *map(str, row)] for chunk, row in enumerate(entry.config.layers)]
-    return f"<p>Layers of each chunk; recomputation: {escape(entry.recompute)}.</p>" + _wide(_table(heads, rows))
+    return markup.text(f"Layers of each chunk; recomputation: {entry.recompute}."), _table(heads, rows)
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], alike: Collection[str] = ()) -> str:
-    words = [head in LEFT or (index == 0 and not head) for index, head in enumerate(heads)]
-
-    def line(tag: str, values: Sequence[str], sort: str = "") -> str:
-        marks = (' class="word"' if word else "" for word in words)
-        inner = "".join(f"<{tag}{mark}>{escape(value)}</{tag}>" for mark, value in zip(marks, values, strict=True))
-        return f'<tr class="{sort}">{inner}</tr>' if sort else f"<tr>{inner}</tr>"
-
-    sorts = ("own" if row[0] == "recipe" else "alike" if row[0] in alike else "" for row in rows)
-    body = "\n".join(line("td", row, sort) for row, sort in zip(rows, sorts, strict=True))
-    return f"<table><thead>{line('th', heads)}</thead>\n<tbody>{body}</tbody></table>"
-
-
-def _wide(table: str) -> str:
-    """A table that scrolls by itself where the page is narrower."""
-    return f'<div class="wide">{table}</div>'
-
-
-def _key(title: str, words: Mapping[str, str]) -> str:
-    """A legend, folded away."""
-    rows = "".join(f"<dt>{escape(name or '#')}</dt><dd>{escape(said)}</dd>" for name, said in words.items())
-    return f"<details open><summary>{escape(title)}</summary><dl>{rows}</dl></details>"
-
-
-def _list(lines: Sequence[str]) -> str:
-    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else ""
+    """Words are aligned left; the recipe's row, and those of `alike`, are coloured."""
+    words = [at for at, head in enumerate(heads) if head in LEFT]
+    kinds = ["own" if row[0] == "recipe" else "alike" if row[0] in alike else "" for row in rows]
+    return markup.table(heads, rows, "numbers", words, kinds)

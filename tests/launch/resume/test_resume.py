@@ -7,7 +7,7 @@ import pytest
 
 from launch import train as worker
 from launch.run import script as script_run
-from plugins.attention_balance.plan import Cost
+from plugins.attention_balance.samples import Cost
 from plugins.sealed_checkpoint.plan import write_seal
 from tests.launch.resume.conftest import TOY, Started, stored
 from tools.layout import resolve

@@ -13,17 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugins.attention_balance.plan import (
-    LOADER,
-    OWN_BATCHES,
-    Cost,
-    Layout,
-    Objective,
-    Schedule,
-    delivery_order,
-    epoch_plan,
-    segments_of,
-)
+from plugins.attention_balance.objective import Objective
+from plugins.attention_balance.plan import LOADER, OWN_BATCHES, Layout, Schedule, delivery_order, epoch_plan
+from plugins.attention_balance.samples import Cost, segments_of
 from plugins.errors import DataError, RecipeError
 from tools.data.index import write_corpus
 from tools.recipe.load import load_recipe

@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.attention_balance import plan as planner
+from plugins.attention_balance.objective import Objective
 from plugins.attention_balance.plan import (
     OWN_BATCHES,
-    Cost,
     Layout,
-    Objective,
     balance,
     check,
     delivery_order,
@@ -20,8 +19,8 @@ from plugins.attention_balance.plan import (
     read,
     recomputed_share,
     schedule_of,
-    step_plan,
 )
+from plugins.attention_balance.samples import Cost
 from plugins.errors import DataError, RecipeError
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
@@ -36,6 +35,11 @@ LAYOUTS = [
     Layout(4, 3, 1, Objective(4), window=3),
     Layout(4, 3, 2, Objective(2), window=2),
 ]
+
+
+def step_plan(costs, step, layout):
+    """[ranks, micro_batches, slots] of one step, from scratch."""
+    return epoch_plan(costs, layout, step, 1)[0]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from plugins.expert_balance.plan import Prediction, moved, next_placement
+from plugins.expert_balance.plan import Prediction, due, moved, next_placements
 from plugins.expert_balance.record import Moved, Record
 from plugins.expert_balance.settings import Settings
 
@@ -43,16 +43,8 @@ def live(
     for step, tokens in enumerate(drifting(0, spread, 0.9, steps, layers, experts, tokens=128 * experts), 1):
         prediction.see(tokens)
         before, gone = slots, None
-        if settings.every and step % settings.every == 0:
-            assert prediction.loads is not None
-            slots = np.stack(
-                [
-                    next_placement(
-                        settings, prediction.loads[layer], before[layer], devices, step=step, layer=layer, nodes=nodes
-                    )
-                    for layer in range(layers)
-                ]
-            )
+        if due(step, settings.every):
+            slots = next_placements(settings, prediction.loads, before, devices, step=step, nodes=nodes)
             gone = Moved(slots, moved(slots, before, devices), 0, 0.0, 0.25)
         numbers = tuple(range(1, layers + 1))
         records.append(Record(step, devices, numbers, tokens, before, (None,) * layers, gone, nodes))

@@ -7,7 +7,7 @@ import pytest
 
 from plugins.expert_balance.plan import device_loads, greedy, imbalance
 from plugins.expert_balance.record import append, read
-from plugins.expert_balance.replay import differences, eplb, mindformers, pack, replay, replay_policy
+from plugins.expert_balance.replay import differences, eplb, replay, replay_policy
 from plugins.expert_balance.settings import Settings
 from tests.plugins.expert_balance.drifting import live
 
@@ -52,13 +52,13 @@ def test_without_plans_experts_stay_where_the_log_begins():
 def test_a_policy_is_asked_with_the_prediction_and_the_placement_there_is():
     records, asked = live(Settings(every=0)), []
 
-    def policy(predicted, old, step, layer):
-        asked.append((step, layer, predicted.sum()))
-        return old[::-1]
+    def policy(predicted, old, step):
+        asked.append((step, predicted.sum(1)))
+        return old[:, ::-1]
 
-    found = replay_policy(records, policy, every=5, memory=0.8)
-    assert [(step, layer) for step, layer, _ in asked] == [(5, 0), (5, 1), (5, 2), (10, 0), (10, 1), (10, 2)]
-    assert asked[0][2] == pytest.approx(4096)
+    found = replay_policy(records, policy, every=5, decay=0.8)
+    assert [step for step, _ in asked] == [5, 10]
+    assert asked[0][1] == pytest.approx([4096] * 3)
     assert (found.slots[4] == np.arange(EXPERTS)[::-1]).all() and (found.slots[9] == np.arange(EXPERTS)).all()
 
 
@@ -79,11 +79,11 @@ def cases():
         yield rng.integers(0, 4, experts), devices  # many ties
 
 
-def test_mindformers_greedy_is_the_installed_one():
+def test_mindformers_greedy_packs_as_eplb_does():
     for loads, devices in cases():
         found, _ = theirs().expert_relocation_greedy(dict(enumerate(loads.tolist())), list(range(devices)))
         each = len(loads) // devices
-        assert [device for (device,) in found.values()] == (mindformers(loads, devices) // each).tolist()
+        assert [device for (device,) in found.values()] == (eplb(loads, devices) // each).tolist()
 
 
 def test_greedy_of_the_plugin_packs_alike():
@@ -93,7 +93,7 @@ def test_greedy_of_the_plugin_packs_alike():
 
 
 def test_packs_by_hand():
-    assert pack(np.array([1, 8, 2, 7]), 2).tolist() == [0, 0, 1, 1]
+    assert (eplb(np.array([1, 8, 2, 7]), 2) // 2).tolist() == [0, 0, 1, 1]
 
 
 def test_hierarchical_eplb_packs_groups_to_nodes_first():

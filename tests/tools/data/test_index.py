@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins.attention_balance.plan import segments_of
+from plugins.attention_balance.samples import segments_of
 from plugins.errors import DataError
 from tools.data import index
 from tools.data import tokenizer as tokenizers

@@ -150,5 +150,5 @@ def test_the_picture_is_the_same_for_the_same_numbers(tmp_path):
     first, second = (draw(REPORT, tmp_path / name).read_bytes() for name in ("a.svg", "b.svg"))
     assert first == second
     assert b"gathered weights" in first and b"between nodes" in first
-    with pytest.raises(DataError, match="want a file that ends in"):
+    with pytest.raises(DataError, match="the file must end in"):
         check_ending(tmp_path / "a.pdf")

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from launch.cli import tc3
 from launch.run.effective import effective_recipe
 from launch.train import build_config
-from plugins.attention_balance.plan import Cost, recomputed_share
+from plugins.attention_balance.plan import recomputed_share
+from plugins.attention_balance.samples import Cost
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.plan import MODES
 from tools.accuracy.align.sides import written

@@ -233,7 +233,8 @@ def test_prometheus_reads_what_is_written(tmp_path):
 def test_without_prometheus_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     Builder(tmp_path / "run", 10).plan()
-    for name, words in (("a.prom", r"prometheus-client is not installed .*\[metrics\]"), ("a.txt", "ends in .prom")):
+    missing = r"prometheus-client is not installed .*\[metrics\]"
+    for name, words in (("a.prom", missing), ("a.txt", "must end in .prom")):
         with pytest.raises(DataError, match=words):
             raise run(tmp_path / "run", "--once", "--prometheus", tmp_path / name).exception
     assert run(tmp_path / "run", "--once").exit_code == 0

@@ -71,7 +71,7 @@ def test_no_plan_is_exit_1_and_no_file(tmp_path):
 
 
 def test_wrong_input(problem, tmp_path):
-    with pytest.raises(DataError, match=r"want a file that ends in \.svg"):
+    with pytest.raises(DataError, match=r"the file must end in \.svg"):
         run_pipeline(problem, "--out", tmp_path / "s.json", "--picture", "p.gif")
     with pytest.raises(DataError, match="cannot be read"):
         run_pipeline(tmp_path / "none.json", "--out", tmp_path / "s.json")

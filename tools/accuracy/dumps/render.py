@@ -15,7 +15,7 @@ from rich.console import Console
 from tools.accuracy.dumps.compare import Report, as_json, finding_text
 from tools.accuracy.dumps.read import PHASES
 from tools.accuracy.dumps.rows import Row
-from tools.accuracy.pages import STYLE
+from tools.files import page as markup
 from tools.files.atomic import atomic_file, write_atomically
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 960, 300, 64, 58, 30
@@ -24,8 +24,8 @@ LOW, HIGH = -9, 1  # decades shown; smaller errors, and none, are at the bottom,
 _LAYER = re.compile(r"(?:^|[._])layers(?:\.|-CellList_)(\d+)")
 SHOWN = 2000  # rows in the table: a browser gets slow; rows.csv has them all
 PLOT = """
-svg { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: currentColor; }
-.step { stroke: #888; stroke-dasharray: 3 3; } .wide { overflow-x: auto; }
+svg { width: 100% } svg text { font: 11px system-ui, sans-serif; fill: currentColor; }
+.step { stroke: #888; stroke-dasharray: 3 3; }
 .grid { stroke: #8884; } .limit { fill: none; stroke: #bf8700; } .good { fill: #1a7f37; } .bad { fill: #cf222e; }
 """
 NAMES = {
@@ -119,45 +119,47 @@ def _layers(groups: list[list[Row]]) -> str:
 def as_page(report: Report) -> str:
     """Return the whole page."""
     title = "no finding" if report.passed else f"{len(report.findings)} findings"
-    first = "".join(_first(phase, report.first[phase]) for phase in PHASES)
-    notes = "".join(f"<p class=note>{escape(note)}</p>" for note in report.notes())
-    plots = "".join(_plot(report, phase) for phase in PHASES)
-    shown = report.findings[:SHOWN]
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>Dumps compared</title><style>{STYLE}{PLOT}</style></head><body>
-<h1>Dumps compared: {title}</h1>
-<p>GOLDEN <code>{escape(report.golden)}</code><br>BENCH <code>{escape(report.bench)}</code></p>
-<p>{escape(report.summary())}</p>{notes}
-<h2>{escape(report.meaning())}</h2>
-<ul>{first}</ul>
-{plots}
-<p class=note>Errors are relative to max(|value|, root mean square) of a tensor; of an update, to the update.</p>
-<h2>Findings{f": the first {SHOWN}" if len(report.findings) > SHOWN else ""}</h2>{_table(shown)}
-<details><summary>All {len(report.rows)} tensors{f": the first {SHOWN}" if len(report.rows) > SHOWN else ""}</summary>
-{_table(report.rows[:SHOWN])}</details>
-</body></html>
-"""
+    cut = {
+        name: f": the first {SHOWN}" if len(rows) > SHOWN else ""
+        for name, rows in (("found", report.findings), ("all", report.rows))
+    }
+    body = [
+        markup.text(f"Dumps compared: {title}", "h1"),
+        markup.text(f"GOLDEN {report.golden}"),
+        markup.text(f"BENCH {report.bench}"),
+        markup.text(report.summary()),
+        *(markup.text(note, kind="note") for note in report.notes()),
+        markup.text(report.meaning(), "h2"),
+        f"<ul>{''.join(_first(phase, report.first[phase]) for phase in PHASES)}</ul>",
+        *(_plot(report, phase) for phase in PHASES),
+        markup.text(
+            "Errors are relative to max(|value|, root mean square) of a tensor; of an update, to the update.",
+            kind="note",
+        ),
+        markup.text(f"Findings{cut['found']}", "h2"),
+        _table(report.findings[:SHOWN]),
+        markup.folded(f"All {len(report.rows)} tensors{cut['all']}", _table(report.rows[:SHOWN])),
+    ]
+    return markup.page("Dumps compared", body, PLOT)
 
 
 def _first(phase: str, row: Row | None) -> str:
-    text = escape(finding_text(row)) if row else "none"
-    return f'<li class="{"fail" if row else "pass"}">first {phase}: <code>{text}</code></li>'
+    return markup.text(f"first {phase}: {finding_text(row) if row else 'none'}", "li", "fail" if row else "pass")
 
 
 def _plot(report: Report, phase: str) -> str:
     rows = [row for row in report.rows if row.phase == phase]
-    return f"<h2>{NAMES[phase]}: {len(rows)}</h2>{picture(rows)}" if rows else ""
+    return markup.text(f"{NAMES[phase]}: {len(rows)}", "h2") + picture(rows) if rows else ""
 
 
 def _table(rows: list[Row]) -> str:
-    names = ["step", "rank", "phase", "tensor", "type", "shape", "count", "tolerance", "error", "finding", "detail"]
-    lines = ["<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"]
+    heads = ["step", "rank", "phase", "tensor", "type", "shape", "count", "tolerance", "error", "finding", "detail"]
+    lines = []
     for row in rows:
         shape, numbers = "x".join(map(str, row.shape)), (f"{row.tolerance:.3g}", f"{row.error:.3g}")
         values = [row.step, row.rank, row.phase, row.name, row.dtype, shape, row.count, *numbers, row.kind, row.detail]
-        cells = "".join(f"<td>{escape(str(value))}</td>" for value in values)
-        lines.append(f'<tr class="{"fail" if row.kind else ""}">{cells}</tr>')
-    return f"<div class=wide><table>{''.join(lines)}</table></div>"
+        lines.append([str(value) for value in values])
+    return markup.table(heads, lines, kinds=["fail" if row.kind else "" for row in rows])
 
 
 def print_report(report: Report, console: Console) -> None:

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from html import escape
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,14 @@ from tools.accuracy.equivalence.strategies import (
     one_worker,
 )
 from tools.accuracy.equivalence.trained import Comparison, Finding, Mesh, compare_trained, finding_text
-from tools.accuracy.pages import STYLE
+from tools.files import page as markup
+from tools.files.page import Cell
 
 PASS, KNOWN, FAIL, NONE = "pass", "known difference", "fail", "not compared"
 STYLES = {PASS: "green", KNOWN: "yellow", FAIL: "bold red", NONE: "dim"}
 CLASSES = {PASS: "pass", KNOWN: "pass", FAIL: "fail", NONE: "none"}
 LEGEND = "used: the largest share of its tolerance (report, Table 2) that any number took up"
-NOT_TRAINED = "<p class=note>Nothing was trained, so nothing was compared with golden numbers.</p>"
+NOT_TRAINED = "Nothing was trained, so nothing was compared with golden numbers."
 
 
 @dataclass(frozen=True)
@@ -289,28 +290,26 @@ def print_list(console: Console) -> None:
 
 def as_html(matrix: Matrix, golden: list[str]) -> str:
     """Return the whole page."""
-    rows = "".join(_row(row) for row in matrix.rows)
     passed = matrix.passed and not golden
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>Equivalence</title><style>{STYLE}</style></head><body>
-<h1>Equivalence of strategies: {"passed" if passed else "differences found"}</h1>
-<p>{escape(matrix.summary())}; {matrix.steps} steps each.</p><p class=note>{escape(LEGEND)}</p>
-<table><tr><th>strategy</th><th>how</th><th>what</th><th>compared</th><th>used</th><th>result</th></tr>{rows}</table>
-{_list("Differences from the golden numbers", golden) if matrix.runs else NOT_TRAINED}
-</body></html>
-"""
+    body = [
+        markup.text(f"Equivalence of strategies: {'passed' if passed else 'differences found'}", "h1"),
+        markup.text(f"{matrix.summary()}; {matrix.steps} steps each."),
+        markup.text(LEGEND, kind="note"),
+        markup.table(
+            ("strategy", "how", "what", "compared", "used", "result"), chain.from_iterable(map(_page_rows, matrix.rows))
+        ),
+        markup.counted("Differences from the golden numbers", golden)
+        if matrix.runs
+        else markup.text(NOT_TRAINED, kind="note"),
+    ]
+    return markup.page("Equivalence", body)
 
 
-def _row(row: Row) -> str:
-    numbers = (str(row.tensors), share(row.used)) if row.tensors else ("-", "-")
-    texts = (row.case.name, row.case.how, row.case.what, *numbers)
-    cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
-    line = f'<tr>{cells}<td class="{CLASSES[row.status]}">{row.status}</td></tr>'
+def _page_rows(row: Row) -> list[list[str | Cell]]:
+    """A strategy's own row, and below it what is to be said of it."""
+    compared, used = (str(row.tensors), share(row.used)) if row.tensors else ("-", "-")
+    result = Cell(row.status, CLASSES[row.status])
     findings = failure_lines(row, len(row.findings)) if row.findings or row.status == FAIL else []
     notes = findings if row.status == FAIL else [*filter(None, [row.reason]), *findings]
-    return line + "".join(f"<tr><td></td><td colspan=5 class=note>{escape(note)}</td></tr>" for note in notes)
-
-
-def _list(title: str, lines: list[str]) -> str:
-    items = "".join(f"<li><code>{escape(line)}</code></li>" for line in lines)
-    return f"<h2>{escape(title)}: {len(lines)}</h2><ul>{items}</ul>"
+    lines: list[list[str | Cell]] = [[row.case.name, row.case.how, row.case.what, compared, used, result]]
+    return lines + [["", Cell(note, "note", 5)] for note in notes]

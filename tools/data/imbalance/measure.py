@@ -20,8 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plugins.attention_balance.plan import GPTIndex, build_gpt_index
-from plugins.attention_balance.samples import check_fits
+from plugins.attention_balance.samples import GPTIndex, build_gpt_index, check_fits
 from plugins.errors import DataError, RecipeError
 from tools.data.imbalance.recipe import Setting, Steps, equal_costs, measure_steps, setting_of
 from tools.data.index import map_lengths

@@ -16,18 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from plugins.attention_balance import plan as plugin
+from plugins.attention_balance.assign import unscheduled
 from plugins.attention_balance.context_parallel import balanced, contiguous
-from plugins.attention_balance.plan import (
-    Balance,
-    GPTIndex,
-    Layout,
-    balance,
-    causal_pairs,
-    epoch_plan,
-    segments_of,
-    unscheduled,
-)
-from plugins.attention_balance.samples import Cost, check_apart
+from plugins.attention_balance.plan import Balance, Layout, balance, epoch_plan
+from plugins.attention_balance.samples import Cost, GPTIndex, causal_pairs, check_apart, segments_of
 from plugins.errors import DataError, RecipeError
 from tools.data.index import Blend, read_blend
 from tools.data.outputs import read_sidecar

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.attention_balance import reference
-from plugins.attention_balance.plan import Layout, Objective, build_gpt_index, epoch_plan, layout_of, segments_of
+from plugins.attention_balance.objective import Objective
+from plugins.attention_balance.plan import Layout, epoch_plan, layout_of
+from plugins.attention_balance.samples import build_gpt_index, segments_of
 from plugins.errors import DataError, RecipeError
 from tests.tools.data.data_helpers import REPOSITORY, write_index
 from tools.data.imbalance.measure import Counter, count_lengths, documents_of_samples, imbalance

@@ -1,0 +1,27 @@
+"""How far numbers are spread, by a measure that outliers do not move: the ground of every rule on what stands out.
+
+The median of the absolute deviations from a centre (MAD), times 1.4826, is the standard deviation of normal noise, and
+up to half of the numbers may be outliers (Rousseeuw and Croux, 1993, "Alternatives to the median absolute deviation").
+
+| rule | of what | how it decides |
+|---|---|---|
+| `tools.doctor.outliers.slow` | workers, links and disks in one probe | above a limit in all rounds, against peers |
+| `plugins.straggler_probe.plan.slow_ranks` | ranks of a run | evidence summed over probes, against peers |
+| `plugins.spike_guard.plan`, `tools.runs.study.spikes` | losses and norms | above a limit, against the steps before |
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+TO_SIGMA = 1.4826  # of normal noise: standard deviation over median absolute deviation
+
+
+def deviation(values: np.ndarray, centre: float | np.ndarray = 0.0, axis: int | None = None) -> np.ndarray:
+    """Return the robust standard deviation of `values` from `centre`, of all or along `axis`.
+
+    NaN counts as missing; of no value at all it is NaN.
+    """
+    return np.asarray(TO_SIGMA * np.nanmedian(np.abs(values - centre), axis))

@@ -1,0 +1,103 @@
+"""HTML pages that need nothing else: how they look, their tables and their lists, all text of which is escaped here.
+
+What these functions return is markup, and so is the body of `page` and of `folded`; every other argument is text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from html import escape
+from typing import NamedTuple
+
+BEGINS = "<!DOCTYPE html>"
+_STYLE = """
+:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 92em; padding: 0 1em }
+table { border-collapse: collapse; margin: 1em 0 } .wide { overflow-x: auto } svg { max-width: 100%; height: auto }
+th, td { padding: .25em .7em; text-align: left; vertical-align: top; border-bottom: 1px solid #8884 }
+th { border-bottom: 2px solid #888; white-space: nowrap } td:first-child { white-space: nowrap }
+td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere }
+.numbers th, .numbers td { text-align: right; white-space: nowrap }
+.numbers th:first-child, .numbers td:first-child, .numbers .word { text-align: left }
+.pass { color: #1a7f37 } .fail { color: #cf222e; font-weight: 600 } .none { color: #8889 } .note { color: #888 }
+.group { font-weight: 600 } .own { background: #fb03 } .alike { background: #4a43 }
+summary { cursor: pointer } code { font-size: .9em } dt { font-weight: 600 } dd { margin: 0 }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1em 1em; margin: .3em 1em; font-size: 90% }
+"""
+
+
+class Cell(NamedTuple):
+    """A cell of a table that is not only text: of a class of the look above, or over several columns."""
+
+    text: str
+    kind: str = ""
+    columns: int = 1
+
+
+def page(title: str, body: Iterable[str], style: str = "") -> str:
+    """Return a whole file; `style` is what only this page needs."""
+    joined = "\n".join(body)
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}{style}</style>'
+    return f'{BEGINS}\n<html lang="en"><head>{head}</head>\n<body>\n{joined}\n</body></html>\n'
+
+
+def text(words: str, tag: str = "p", kind: str = "") -> str:
+    """Return an element that holds text: a paragraph, or a heading."""
+    return f"<{tag}{_class(kind)}>{escape(words)}</{tag}>"
+
+
+def table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str | Cell]],
+    kind: str = "",
+    words: Collection[int] = (),
+    kinds: Sequence[str] = (),
+) -> str:
+    """Return a table, which scrolls by itself where the page is narrower.
+
+    Args:
+        kind: "numbers" aligns all columns right but the first and those whose places are in `words`.
+        kinds: the class of each row.
+    """
+    marks = ["word" if at in words else "" for at in range(len(heads))]
+    lines = [_row("th", [Cell(head, mark) for head, mark in zip(heads, marks, strict=True)])]
+    for at, row in enumerate(rows):
+        cells = [one if isinstance(one, Cell) else Cell(one, mark) for one, mark in zip(row, marks, strict=False)]
+        lines.append(_row("td", cells, kinds[at] if kinds else ""))
+    body = "\n".join(lines[1:])
+    return f'<div class="wide"><table{_class(kind)}><thead>{lines[0]}</thead>\n<tbody>{body}</tbody></table></div>'
+
+
+def _row(tag: str, cells: Iterable[Cell], kind: str = "") -> str:
+    parts = (
+        f"<{tag}{_class(one.kind)}{f' colspan={one.columns}' if one.columns > 1 else ''}>{escape(one.text)}</{tag}>"
+        for one in cells
+    )
+    return f"<tr{_class(kind)}>{''.join(parts)}</tr>"
+
+
+def _class(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""
+
+
+def bullets(lines: Sequence[str]) -> str:
+    """Return a list; nothing where it would be empty."""
+    return f"<ul>{''.join(text(line, 'li') for line in lines)}</ul>" if lines else ""
+
+
+def counted(title: str, lines: Sequence[str]) -> str:
+    """Return a heading that says how many lines follow, and these, as a program wrote them."""
+    items = "".join(f"<li>{text(line, 'code')}</li>" for line in lines)
+    return f"{text(f'{title}: {len(lines)}', 'h2')}<ul>{items}</ul>"
+
+
+def legend(title: str, meanings: Mapping[str, str]) -> str:
+    """Return what marks and names mean; it can be folded away."""
+    return folded(
+        title, f"<dl>{''.join(text(name, 'dt') + text(said, 'dd') for name, said in meanings.items())}</dl>", True
+    )
+
+
+def folded(title: str, body: str, unfolded: bool = False) -> str:
+    """Return markup below a title, at which it is folded away."""
+    return f"<details{' open' if unfolded else ''}>{text(title, 'summary')}{body}</details>"
