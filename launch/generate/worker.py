@@ -22,10 +22,7 @@ if str(ROOT) not in sys.path:  # started by path; the repository may not be inst
     sys.path.insert(0, str(ROOT))
 
 from launch.generate.session import Ready, Refused
-from launch.workers.lifetime import (
-    die_with_parent,
-    run_then_hard_exit,
-)
+from launch.workers.lifetime import die_with_parent, run_then_hard_exit
 from plugins.errors import CheckpointError, TC3Error
 from tools.process import light_nltk
 from tools.recipe.load import Recipe, load_recipe
