@@ -14,21 +14,20 @@ import json
 import re
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from launch.run import preflight
-from launch.run.effective import FULL_SIZE, chosen_recipe, resolved, steps_overrides
+from launch.run.effective import FULL_SIZE, checked_recipe
 from launch.run.msrun import ROOT, worker_count
-from launch.run.script import in_checkout, outside
+from launch.run.script import in_checkout
 from plugins.errors import ClusterError
 from tools.process.host import DEVICES, read_hosts
-from tools.recipe.override import apply_overrides
 from tools.schema.versions import unverified_words
 
 NOTICE = 300  # seconds between the manager's SIGTERM and its SIGKILL: time for a checkpoint
@@ -186,33 +185,21 @@ def _resources(job: Allocation) -> str:
 ELSEWHERE = ("recipe", "nodes", "host", "run_dir", "spares", "resume", "slurm", "volcano")
 
 
-def print_job(
-    recipe: Path,
-    overrides: tuple[str, ...],
-    steps: int | None,
-    run_dir: Path | None,
-    nodes: Path | None,
-    spares: int,
-    resume: tuple[str, ...],
-    slurm: bool,
-    volcano: bool,
-) -> None:
-    """Check the recipe, and print the file; data and devices are looked at where it runs."""
-    if slurm and volcano:
+def print_job(given: Mapping[str, Any]) -> None:
+    """Check the recipe of `given`, the options of `tc3 agent`, and print the file; data and devices are looked at
+    where it runs."""
+    recipe, run_dir, nodes, spares = (given[name] for name in ("recipe", "run_dir", "nodes", "spares"))
+    if given["slurm"] and given["volcano"]:
         raise click.UsageError("--slurm and --volcano are for different cluster managers: choose one")
-    chosen = chosen_recipe(recipe, overrides)
-    flat = resolved(apply_overrides(chosen, steps_overrides(chosen, steps, overrides)), make_layout=True)
-    preflight.check_sound(flat)
-    folder = next((each for each in resume if each != "auto"), None)
-    for line in outside(recipe, flat, folder, run_dir):
-        click.echo(f"note: {line}", err=True)
+    folder = next((each for each in given["resume"] if each != "auto"), None)
+    flat, _ = checked_recipe(recipe, given["overrides"], given["steps"], folder, run_dir)
     workers = worker_count(flat)
     place = in_checkout(run_dir) if run_dir else str(FULL_SIZE.run_dir(recipe))
-    places = [each if each == "auto" else in_checkout(Path(each)) for each in resume]
-    going_on = [word for place in places for word in ("--resume", place)]
-    words = [*passed_on(), *going_on, *unverified_words()]
-    own = [*(["--nodes", str(nodes)] if nodes else []), *(["--spares", str(spares)] if spares else [])]
-    own += ["--run-dir", place] if run_dir else []
+    places = [each if each == "auto" else in_checkout(Path(each)) for each in given["resume"]]
+    words = [*passed_on(), *(word for each in places for word in ("--resume", each)), *unverified_words()]
+    own = [*["--nodes", str(nodes)] * bool(nodes), *["--spares", str(spares)] * bool(spares)]
+    own += ["--run-dir", place] * bool(run_dir)
+    manager = "--slurm" if given["slurm"] else "--volcano"
     job = Allocation(
         recipe=in_checkout(recipe),
         run_dir=place,
@@ -221,9 +208,9 @@ def print_job(
         spares=spares,
         target=str((flat.get("context") or {}).get("device_target", "Ascend")),
         options=words,
-        made_by=["tc3", "agent", in_checkout(recipe), "--slurm" if slurm else "--volcano", *own, *words],
+        made_by=["tc3", "agent", in_checkout(recipe), manager, *own, *words],
     )
-    click.echo(sbatch_file(job) if slurm else volcano_job(job, ROOT), nl=False)
+    click.echo(sbatch_file(job) if given["slurm"] else volcano_job(job, ROOT), nl=False)
 
 
 def passed_on() -> list[str]:

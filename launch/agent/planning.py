@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 import random
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import click
@@ -35,6 +35,7 @@ from plugins.sealed_checkpoint.plan import adopt, fault, step_of
 from plugins.spike_guard.ledger import Ranges
 from tools.checkpoint.scan import CheckpointInfo, iterations, scan_checkpoints
 from tools.files.atomic import real_path
+from tools.process.waiting import meanwhile
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
@@ -182,31 +183,16 @@ class Planning:
             return None
         spares = [host for host in there if host not in hosts]
         now = self.meeting.now()
-        with self._alive():
+        with meanwhile(partial(self._beat, now), BEAT, BEAT):  # so that no other node plans beside this one
             read_skipped(self.job)
             plan = make_plan(self.job, self.number, hosts, spares, overrides, again=bool(attempts), now=now)
             recipe = self.prepare(plan) or recipe_of(self.job, plan)
             dump_recipe(recipe, recipe_file(self.job.run_dir, plan))
         return plan
 
-    @contextmanager
-    def _alive(self) -> Iterator[None]:
-        """Give signs of life meanwhile, so that no other node plans beside this one."""
-        over = threading.Event()
-        since = self.meeting.now()
-
-        def beat() -> None:
-            with suppress(LostDiskError, ClusterError):  # the main thread meets them, too
-                while not over.wait(BEAT):
-                    self.meeting.beat(self.number, Beat(self.job.host, self.meeting.now(), "start", since))
-
-        thread = threading.Thread(target=beat, daemon=True, name="alive")
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+    def _beat(self, since: float) -> None:
+        with suppress(LostDiskError, ClusterError):  # the main thread meets them, too
+            self.meeting.beat(self.number, Beat(self.job.host, self.meeting.now(), "start", since))
 
     def _hosts(self, there: list[str], attempts: list[Attempt]) -> tuple[list[str], list[str]]:
         """(hosts by rank, overrides of the recipe); no hosts while they are too few."""

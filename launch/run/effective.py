@@ -15,6 +15,8 @@ from typing import Any
 
 import click
 
+from launch.run.preflight import check_sound
+from launch.run.script import outside
 from plugins.errors import DataError, RecipeError
 from plugins.held_out_loss.plan import KEY as HELD_OUT
 from plugins.packed_labels.plan import KEY as PACKED
@@ -98,6 +100,22 @@ def chosen_recipe(path: Path, overrides: tuple[str, ...], size: Size = FULL_SIZE
         if others := also_changed(flat, override):
             click.echo(f"--set {override} also sets {', '.join(others)} (one value, shared by an anchor)", err=True)
     return apply_overrides(flat, overrides)
+
+
+def checked_recipe(
+    file: Path, overrides: tuple[str, ...], steps: int | None, resume: str | None, run_dir: Path | None
+) -> tuple[Recipe, list[str]]:
+    """Return the resolved recipe that other hosts are to train, and the overrides that `steps` makes.
+
+    It is checked here. Notes on stderr say which of its paths lie outside the checkout.
+    """
+    chosen = chosen_recipe(file, overrides)
+    more = steps_overrides(chosen, steps, overrides)
+    flat = resolved(apply_overrides(chosen, more), make_layout=True)
+    check_sound(flat)
+    for line in outside(file, flat, resume, run_dir):
+        click.echo(f"note: {line}", err=True)
+    return flat, more
 
 
 def resolved(flat: Recipe, make_layout: bool) -> Recipe:

@@ -29,6 +29,7 @@ from tools.files.figure import new_figure, save_figure
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 from tools.runs.readings import Follower, Readings, loss_rank, read_held_out, read_metrics
+from tools.schema.versions import unverified_words
 
 COMPILING = "compiling…"  # until the first step is done
 QUIET = 60.0  # seconds without a line, at most
@@ -229,6 +230,24 @@ def _newest_checkpoint(saves: Path) -> CheckpointInfo | None:
 def _finite(value: float | None) -> float | None:
     """JSON knows neither NaN nor infinity."""
     return value if value is None or math.isfinite(value) else None
+
+
+def words_to_go_on(
+    begin: Sequence[str], overrides: tuple[str, ...], run_dir: Path, named: bool, weights: Path | None, change: str
+) -> list[str]:
+    """Return the command that goes on with a run, or starts another one from `weights`; without its number of steps.
+
+    Args:
+        begin: the command's first words. named: whether `run_dir` has to be said, for it is not the usual one.
+        change: an override that takes the place of what stands for its key; may be empty.
+    """
+    if change:
+        key = change.partition("=")[0]
+        overrides = (*(each for each in overrides if each.partition("=")[0].strip() != key), change)
+    place = ["--resume", "auto", *["--run-dir", str(run_dir)] * named]
+    if weights:
+        place, overrides = ["--run-dir", f"{run_dir}-next"], (*overrides, f"checkpoint.load_path={weights}")
+    return [*begin, *place, *(word for override in overrides for word in ("--set", override)), *unverified_words()]
 
 
 def _next_command(recipe: Recipe, total: int, weights: Path, resume_command: ResumeCommand) -> list[str]:

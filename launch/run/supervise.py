@@ -14,8 +14,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ import psutil
 from launch.run.failure import Failure, ends_in_msrun_log, error_of, telling_lines, worker_failure
 from launch.workers.lifetime import adopt_orphans, die_with_parent
 from tools.files.atomic import last_lines
+from tools.process.children import collected_signals
 
 POLL = 0.2  # seconds between looks at the workers
 SCAN = 1.0  # seconds between searches for new descendants
@@ -190,7 +190,7 @@ def supervise(
     """
     logs = logs or run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    with _collected_signals(signals) as received, (logs / "msrun.log").open("wb") as log:
+    with collected_signals(list(signals)) as received, (logs / "msrun.log").open("wb") as log:
         before = children_now()
         root = subprocess.Popen(
             list(command),
@@ -220,19 +220,6 @@ def _how_telling(failure: Failure) -> tuple[bool, bool, bool, bool]:
     killed = failure.code is not None and failure.code < 0
     lost_another = "is out of reach" in failure.message  # of plugins/cpu_backend/mailbox.py
     return failure.user_error and not lost_another, failure.stopped, failure.has_traceback, killed
-
-
-@contextmanager
-def _collected_signals(earlier: Sequence[int]) -> Iterator[list[int]]:
-    """Collect SIGINT, SIGTERM and SIGHUP in a list instead of dying of them."""
-    received = list(earlier)
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    old = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in numbers}
-    try:
-        yield received
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 @dataclass
