@@ -25,7 +25,7 @@ from click.core import ParameterSource
 
 from launch.run.effective import FULL_SIZE, checked_recipe
 from launch.run.msrun import ROOT, worker_count
-from launch.run.script import in_checkout
+from launch.run.script import body, default, in_checkout, one_line, size_in_words
 from plugins.errors import ClusterError
 from tools.process.host import DEVICES, read_hosts
 from tools.schema.versions import unverified_words
@@ -77,13 +77,7 @@ class Allocation:
     def size(self) -> str:
         """Return how much it takes, in words."""
         spares = f" and {self.spares:,} spare{'s' * (self.spares > 1)}" if self.spares else ""
-        nodes = f"{self.nodes:,} node{'s' * (self.nodes > 1)}"
-        return f"{self.workers:,} worker{'s' * (self.workers > 1)} on {nodes}{spares}"
-
-
-def body(path: Path) -> str:
-    """Return the text of a bash file of this folder, without the line that tells linters its language."""
-    return path.read_text(encoding="utf-8").split("\n", 1)[1]
+        return size_in_words(self.workers, self.nodes) + spares
 
 
 BODY = DECISION.with_name("slurm_body.sh")
@@ -92,15 +86,25 @@ REQUEUES = 3
 
 def sbatch_file(job: Allocation) -> str:
     """Return the text of the sbatch file of `job`; options of sbatch's own command line win over those in it."""
-    return "\n".join([*_head(job), *_values(job), "", body(DECISION) + body(BODY)])
+    return "\n".join(
+        [
+            *_head(job),
+            f"RECIPE={shlex.quote(job.recipe)}",
+            f"OPTIONS=({_options(job)})",
+            f"SLOTS={job.slots} # workers of a node",
+            default("RUN_DIR", job.run_dir),
+            default("REQUEUES", str(REQUEUES)),
+            "",
+            body(DECISION) + body(BODY),
+        ]
+    )
 
 
 def _head(job: Allocation) -> list[str]:
     """What Slurm reads, and what a user does."""
-    made_by = " ".join(shlex.join(job.made_by).splitlines())
     return [
         "#!/usr/bin/env bash",
-        f"# {job.size}. Written by: {made_by}",
+        f"# {job.size}. Written by: {one_line(job.made_by)}",
         "# Submit it from the checkout, which lies with the data and RUN_DIR on a disk that all nodes see:",
         "#   sbatch [--time=7-0] [--partition=NAME] [--account=NAME] FILE",
         f"#SBATCH --job-name={job.name}",
@@ -124,22 +128,11 @@ def _head(job: Allocation) -> list[str]:
     ]
 
 
-def _values(job: Allocation) -> list[str]:
-    """The assignments that set this file apart from others."""
-    spares = ["--spares", str(job.spares)] if job.spares else []
-    options = " ".join(shlex.quote(word) for word in (*job.options, *spares))
-    return [
-        f"RECIPE={shlex.quote(job.recipe)}",
-        f"OPTIONS=({options})",
-        f"SLOTS={job.slots} # workers of a node",
-        f'[ -n "${{RUN_DIR:-}}" ] || RUN_DIR={shlex.quote(job.run_dir)}',
-        f'[ -n "${{REQUEUES:-}}" ] || REQUEUES={REQUEUES}',
-    ]
-
-
 YAML = DECISION.with_name("volcano.yaml")
 POD = DECISION.with_name("volcano_pod.sh")
-RESOURCES = {"Ascend": "huawei.com/Ascend910"}  # what Ascend's device plugin for Kubernetes calls an NPU
+RESOURCES = {
+    "Ascend": "huawei.com/Ascend910"
+}  # what Ascend's device plugin for Kubernetes calls an NPU; a worker on CPU gets a core
 INDENT = 18  # of the script and of resources, less 2
 
 
@@ -147,7 +140,7 @@ def volcano_job(job: Allocation, root: Path) -> str:
     """Return the YAML of `job`; `root` is the checkout, whose parent is where the shared volume is mounted."""
     values = {
         "size": job.size,
-        "made_by": " ".join(shlex.join(job.made_by).splitlines()),
+        "made_by": one_line(job.made_by),
         "name": job.name,
         "nodes": job.nodes,
         "replicas": job.nodes + job.spares,
@@ -155,14 +148,13 @@ def volcano_job(job: Allocation, root: Path) -> str:
         "root": json.dumps(str(root)),
         "mount": json.dumps(str(root.parent)),
         "script": textwrap.indent(pod_script(job), " " * INDENT, lambda line: line.strip() != ""),
-        "resources": textwrap.indent(_resources(job), " " * (INDENT - 2)),
+        "resources": textwrap.indent(f"limits:\n  {RESOURCES.get(job.target, 'cpu')}: {job.slots}", " " * (INDENT - 2)),
     }
     return Template(YAML.read_text(encoding="utf-8")).substitute(values)
 
 
 def pod_script(job: Allocation) -> str:
     """Return what a pod runs, as bash."""
-    spares = ["--spares", str(job.spares)] if job.spares else []
     lines = [
         "# shellcheck disable=SC2016 # words are taken as they stand",
         "set -euo pipefail",
@@ -170,15 +162,14 @@ def pod_script(job: Allocation) -> str:
         f"RECIPE={shlex.quote(job.recipe)}",
         f"RUN_DIR={shlex.quote(job.run_dir)}",
         f"SLOTS={job.slots}",
-        f"OPTIONS=({' '.join(shlex.quote(word) for word in (*job.options, *spares))})",
+        f"OPTIONS=({_options(job)})",
     ]
     return "\n".join([*lines, body(DECISION) + body(POD)]).rstrip("\n")
 
 
-def _resources(job: Allocation) -> str:
-    """Devices of a node for its pod; on CPU a core for each worker."""
-    name = RESOURCES.get(job.target, "cpu")
-    return f"limits:\n  {name}: {job.slots}"
+def _options(job: Allocation) -> str:
+    """What each agent gets, as words of bash."""
+    return shlex.join([*job.options, *["--spares", str(job.spares)] * bool(job.spares)])
 
 
 # options that the file has for itself, or that each node has its own of

@@ -21,8 +21,9 @@ from launch.agent.lookout import Around, link_to
 from launch.agent.meeting import Meeting
 from launch.agent.part import Part
 from launch.agent.phases import Limits, learn_steps
-from launch.agent.planning import FINAL, Job, Planning, checkpoint_of, history, logs_of, newest_saved, read_skipped
+from launch.agent.planning import FINAL, Job, Planning, checkpoint_of, history, logs_of, read_skipped
 from launch.agent.smaller import smaller
+from launch.resume.checkpoints import newest_saved
 from launch.run.failure import Failure
 from launch.run.supervise import Outcome
 from plugins.errors import TC3Error
@@ -192,7 +193,8 @@ class Agent:
         began = time.monotonic()
 
         def given(attempt: Attempt) -> Verdict:
-            now, saved = self.meeting.now(), newest_saved(self.job.saves)
+            now, best = self.meeting.now(), newest_saved(self.job.saves)
+            saved = best.step if best else None
             return decide.verdict(attempt, earlier, self.job.rules, self._can, now=now, saved=saved)
 
         while (found := self.meeting.verdict(plan.attempt, given)) is None:
@@ -207,7 +209,8 @@ class Agent:
 
     def _can(self, hosts: list[str]) -> Smaller | str:
         read_skipped(self.job)
-        return smaller(self.job.recipe, len(hosts), self.job.slots, newest_saved(self.job.saves) or 0)
+        best = newest_saved(self.job.saves)
+        return smaller(self.job.recipe, len(hosts), self.job.slots, best.step if best else 0)
 
     def _say_plan(self, plan: Plan) -> None:
         """One line for an attempt that follows another: why, and from where it goes on."""

@@ -3,7 +3,7 @@
 `Job` is what a node's agent trains and how, the same in every attempt. `next_number`, `logs_of` and `link_logs` are the
 folders of a run's attempts. `Planning` and `make_plan` are what the one agent that plans an attempt decides. `follow`
 lets the run's folder follow a plan once it counts. The rest reads what earlier attempts have left: `history`,
-`under_way`, `newest_saved`.
+`under_way`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from launch.resume.data import guilty
 from launch.run import compile_cache
 from launch.run.msrun import MASTER, TRAIN, free_port, worker_count
 from plugins.errors import ClusterError
-from plugins.sealed_checkpoint.plan import adopt, fault, step_of
+from plugins.sealed_checkpoint.plan import adopt
 from plugins.spike_guard.ledger import Ranges
-from tools.checkpoint.scan import CheckpointInfo, iterations, scan_checkpoints
+from tools.checkpoint.scan import CheckpointInfo, scan_checkpoints
 from tools.files.atomic import real_path
 from tools.process.waiting import meanwhile
 from tools.recipe.dump import dump_recipe
@@ -311,14 +311,6 @@ def history(job: Job, number: int) -> list[Attempt]:
             break
         found.insert(0, attempt)
     return found
-
-
-def newest_saved(saves: Path) -> int | None:
-    """Return the step of the newest checkpoint whose files are all there; their content is not read."""
-    for folder in iterations(saves):
-        if fault(folder, checksums=False) is None:
-            return step_of(folder)
-    return None
 
 
 def checkpoint_of(plan: Plan) -> CheckpointInfo | None:

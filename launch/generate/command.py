@@ -23,19 +23,16 @@ import numpy as np
 
 from launch.generate.session import Logits, answering_model, continuation
 from launch.generate.text import Sampling, Spoken, draw, harmless, likeliest, tokenizer_of
+from launch.resume.checkpoints import weights_of
 from plugins.errors import CheckpointError, DataError, RecipeError
 from tools.checkpoint.scan import scan_checkpoints
 from tools.checkpoint.stored import kind_of
 from tools.data.tokenizer import Coder, Tokenizer
 from tools.layout.resolve import resolve
-from tools.model.architecture import model_of
-from tools.model.weights import parameters
 from tools.ranges import Number
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import MODEL_ON_CPU, leave_ascend
-from tools.recipe.view import LOADER, View, look
-from tools.schema.converter import convert
-from tools.schema.schema import load_schema
+from tools.recipe.view import LOADER, look
 from tools.schema.versions import require_verified, unverified_option
 from tools.weights.source import Source, open_source
 
@@ -117,7 +114,7 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
     """Raise CheckpointError for weights of another model, RecipeError for a model that is too large."""
     if not isinstance(look(recipe, ("model", "model_config", "seq_length")), int):
         raise RecipeError(f"{recipe.source}: model.model_config.seq_length: missing; the model sees so many tokens")
-    wanted, held = _parameters(recipe), _weights_held(source)
+    wanted, held = weights_of(recipe), _weights_held(source)
     if wanted and held and held != wanted:
         raise CheckpointError(
             f"{source.path}: holds {held:,} weights, the model of {recipe.source} has {wanted:,}: name the recipe of "
@@ -130,14 +127,6 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
             f"up to {LARGEST:,}, in one CPU process that computes the whole window anew for each token. `tc3 weights "
             "convert` writes what vLLM, SGLang and transformers serve"
         )
-
-
-def _parameters(recipe: Recipe) -> int | None:
-    """Of the recipe's model; None of one that `tc3 check` does not count."""
-    try:
-        return parameters(model_of(convert(View(recipe), load_schema()).fields))
-    except (TypeError, KeyError, ValueError):
-        return None
 
 
 def _weights_held(source: Source) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 import click
 import psutil
 
-from launch.run.msrun import ROOT, worker_count
+from launch.run.msrun import ROOT, on_ascend, worker_count
 from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError, did_you_mean
 from plugins.sealed_checkpoint.plan import fault
 from plugins.semi_auto_cpu.chosen import chosen
@@ -54,8 +54,7 @@ def check_machine(recipe: Mapping[str, Any], here: int | None = None) -> None:
 
     `here`: workers of this host, one of several.
     """
-    context = recipe.get("context") or {}
-    if context.get("device_target", "Ascend") != "Ascend":  # MindFormers' own default
+    if not on_ascend(recipe):
         return
     wanted = here or worker_count(recipe)
     visible = len(list(Path("/dev").glob("davinci[0-9]*")))

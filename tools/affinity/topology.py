@@ -44,13 +44,6 @@ def msrun_sees(root: Root) -> list[int]:
     return sorted(set(expand(root.read(MSRUN_READS) or "")))
 
 
-def version(root: Root) -> int | None:
-    """Return the version of the control groups that hold the cpuset: 1, 2, or None where there is none."""
-    if root.read(MSRUN_READS) is not None:
-        return 1
-    return 2 if root.read("/sys/fs/cgroup/cgroup.controllers") is not None else None
-
-
 def _group_cores(root: Root) -> str:
     """The cpuset of the process's control group."""
     own = dict(groups(root.read("/proc/self/cgroup") or ""))

@@ -156,7 +156,7 @@ def read_hosts(path: Path) -> tuple[list[str], int]:
             continue
         match = _LINE.fullmatch(text)
         if not match or not _HOST.fullmatch(match["host"]) or match["slots"] == "0":
-            raise ClusterError(f"{path}:{number}: want HOST or HOST SLOTS (node0 8), got {text!r}")
+            raise ClusterError(f"{path}:{number}: HOST or HOST SLOTS (node0 8) is needed, but {text!r} was given")
         if len(match["slots"] or "") > _DIGITS:
             raise ClusterError(f"{path}:{number}: {text[:40]!r}: no host has so many slots")
         host, here = match["host"], int(match["slots"] or DEVICES)

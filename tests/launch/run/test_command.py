@@ -206,7 +206,7 @@ REFUSALS = {
     ),
     "checkpoint gone": (["mini/toy.yaml", "--resume", "iteration_9"], "--resume iteration_9: no such folder"),
     "strange folder": (["mini/toy.yaml", "--run-dir", "mini"], "not a run's folder (it holds toy.yaml)"),
-    "port of root": (["mini/toy.yaml", "--port", "80"], "--port 80: msrun wants a port from 1024"),
+    "port of root": (["mini/toy.yaml", "--port", "80"], "--port 80: msrun needs a port from 1024"),
     "a file for a folder": (
         ["mini/toy.yaml", "--run-dir", "mini/toy.yaml"],
         "not a folder that can be read (Not a dir",
@@ -279,7 +279,7 @@ def test_a_checkpoint_of_another_model_is_refused(train, runs, workplace, save, 
     folder = checkpoint.write()
     (folder / "common.json").write_text("{}")
     for wanted, code in ((8, 0), (9, 2)):
-        monkeypatch.setattr("launch.resume.checkpoints._weights_of", lambda recipe, wanted=wanted: wanted)
+        monkeypatch.setattr("launch.resume.checkpoints.weights_of", lambda recipe, wanted=wanted: wanted)
         found, _, err = train("mini/toy.yaml", "--resume", str(folder), "--steps", "9")
         assert found == code, err
     assert f"{folder}: holds 8 weights, the recipe's model has 9: a checkpoint of another model" in err
