@@ -47,7 +47,6 @@ class Allocation:
     slots: int
     spares: int = 0
     target: str = "Ascend"
-    notice: int = NOTICE
     options: Sequence[str] = field(default=())
     made_by: Sequence[str] = field(default=())
 
@@ -55,12 +54,10 @@ class Allocation:
         """Refuse workers that are no whole nodes.
 
         Raises:
-            ClusterError: they are none, or there is no time for a checkpoint.
+            ClusterError: they are none.
         """
         if self.workers % self.slots:
             raise ClusterError(f"{self.workers} workers do not fill nodes of {self.slots}: name hosts with --nodes")
-        if self.notice < 1:
-            raise ClusterError(f"a notice of {self.notice} s: a checkpoint needs some time; write 1 or more")
 
     @property
     def nodes(self) -> int:
@@ -114,9 +111,9 @@ def _head(job: Allocation) -> list[str]:
         "# A lost node does not end the job: the agents go on with a spare, or smaller.",
         "#SBATCH --no-kill",
         "# Before the time limit, and before a preemption if the site sends it (PreemptParameters=send_user_signal),",
-        f"# each agent gets SIGTERM and has {job.notice} s to save and leave. proctrack/cgroup and proctrack/pgid",
+        f"# each agent gets SIGTERM and has {NOTICE} s to save and leave. proctrack/cgroup and proctrack/pgid",
         "# send it to the agents alone, as it has to be; proctrack/linuxproc would send it to the workers, too.",
-        f"#SBATCH --signal=TERM@{job.notice}",
+        f"#SBATCH --signal=TERM@{NOTICE}",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
         "#SBATCH --output=%x-%j.out",
@@ -144,7 +141,7 @@ def volcano_job(job: Allocation, root: Path) -> str:
         "name": job.name,
         "nodes": job.nodes,
         "replicas": job.nodes + job.spares,
-        "notice": job.notice,
+        "notice": NOTICE,
         "root": json.dumps(str(root)),
         "mount": json.dumps(str(root.parent)),
         "script": textwrap.indent(pod_script(job), " " * INDENT, lambda line: line.strip() != ""),

@@ -233,11 +233,9 @@ class Agent:
         if verdict and verdict.decision == "done":
             return Outcome(0)
         user = verdict is not None and verdict.cause == "user error"
-        return Outcome(2 if user else 1, self._failure(number, verdict))
-
-    def _failure(self, number: int, verdict: Verdict | None) -> Failure:
         why = verdict.why if verdict else "the end of the attempt was not agreed upon"
-        return Failure(why, logs_of(self.job.run_dir, number), cause=verdict.cause if verdict else None)
+        failure = Failure(why, logs_of(self.job.run_dir, number), cause=verdict.cause if verdict else None)
+        return Outcome(2 if user else 1, failure)
 
 
 def _hosts(plan: Plan, before: Plan | None) -> str:

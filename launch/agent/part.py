@@ -95,11 +95,8 @@ class Part:
         if done := self._complete():
             self.job.say(done)
             return Outcome(0), self._end(Outcome(0), None)
-        recipe, logs, ranks = (
-            recipe_of(self.job, self.plan),
-            own_logs(self.job, self.plan),
-            own_ranks(self.job, self.plan),
-        )
+        recipe, logs = recipe_of(self.job, self.plan), own_logs(self.job, self.plan)
+        ranks = own_ranks(self.job, self.plan)
         logs.mkdir(parents=True, exist_ok=True)
         if failure := self._port_taken(logs):
             return Outcome(1, failure), self._end(Outcome(1, failure), None)

@@ -231,13 +231,15 @@ def make_plan(
     resume = best or own or job.choose()
     if again and resume is None:
         refuse_scratch(job.run_dir, job.saves)
+    # free on the first host: known if that is this one, else a guess, which that host tries
+    port = free_port() if hosts[0] == job.host else random.choice(PORTS)
     return Plan(
         attempt=number,
         time=now,
         hosts=list(hosts),
         slots=job.slots,
         master=hosts[0] if len(hosts) > 1 else MASTER,  # one node looks for nobody else
-        port=(None if again else job.port) or _port(hosts[0] == job.host),
+        port=(None if again else job.port) or port,
         spares=list(spares),
         resume=str(resume.path.absolute()) if resume else None,
         step=resume.step if resume else 0,
@@ -279,11 +281,6 @@ def recipe_of(job: Job, plan: Plan) -> Recipe:
     if plan.name and file.exists():
         return load_recipe(file)
     return apply_overrides(job.recipe, plan.overrides) if plan.overrides else job.recipe
-
-
-def _port(own: bool) -> int:
-    """A port that is free on the first host: known if that is this one, else a guess, which that host tries."""
-    return free_port() if own else random.choice(PORTS)
 
 
 def first_number(run_dir: Path) -> int:

@@ -55,14 +55,9 @@ class Chosen:
         return self.source.path
 
     @property
-    def length(self) -> int:
-        """Return the tokens of a training sample: as far as the model looks back."""
-        return int(self.recipe["model"]["model_config"]["seq_length"])
-
-    @property
-    def vocabulary(self) -> int:
-        """Return how many ids the model knows."""
-        return int(self.recipe["model"]["model_config"]["vocab_size"])
+    def sizes(self) -> dict[str, Any]:
+        """Return sizes of the model: `seq_length` is as far as it looks back, `vocab_size` how many ids it knows."""
+        return self.recipe["model"]["model_config"]
 
 
 def choose(path: Path, recipe_file: Path | None) -> Chosen:
@@ -202,11 +197,12 @@ def generate(
     _check_tokenizer(found, chosen)
     texts = []
     with answering_model(forward_recipe(chosen.recipe), chosen.weights) as logits:
-        voice = Voice(logits, found, chosen.length, tokens, not as_json)
+        voice = Voice(logits, found, int(chosen.sizes["seq_length"]), tokens, not as_json)
         for number, prompt in enumerate(prompts):
             if number:
                 voice.say("\n")
-            texts.append(voice.go_on(prompt, _chooser(how, seed or 0, number)))
+            random = np.random.default_rng([seed or 0, number])
+            texts.append(voice.go_on(prompt, partial(draw, how=how, random=random) if how else likeliest))
     _print_end(chosen, how, seed or 0, texts, as_json)
 
 
@@ -221,17 +217,13 @@ def sampling_of(temperature: float | None, top_k: int | None, top_p: float | Non
     return Sampling(temperature or 1.0, top_k or 0, 1.0 if top_p is None else top_p)
 
 
-def _chooser(how: Sampling | None, seed: int, number: int) -> Callable[[np.ndarray], int]:
-    """What takes a token from its logits, for one of several prompts."""
-    return likeliest if how is None else partial(draw, how=how, random=np.random.default_rng([seed, number]))
-
-
 def _check_tokenizer(tokenizer: Tokenizer, chosen: Chosen) -> None:
     """Raise DataError for a tokenizer with ids that the model does not know."""
-    if tokenizer.vocab_size > chosen.vocabulary:
+    known = int(chosen.sizes["vocab_size"])
+    if tokenizer.vocab_size > known:
         raise DataError(
             f"{tokenizer.spec.folder}: {tokenizer.vocab_size:,} ids, and the model of {chosen.weights} knows "
-            f"{chosen.vocabulary:,}: not its tokenizer; name that: --tokenizer"
+            f"{known:,}: not its tokenizer; name that: --tokenizer"
         )
 
 

@@ -169,7 +169,8 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
     """
     view = View(recipe)
     handler = _conversation_handler(view)
-    held_out = _section(view, HELD_OUT)
+    section = view.get(tuple(HELD_OUT.split(".")))
+    held_out = section if isinstance(section, Mapping) else {}
     files = [*map(Path, view.instruction_files), *([Path(str(held_out.get("data_path")))] if held_out else [])]
     if handler is None or not view.instruction_files or not all(file.is_file() for file in files):
         return recipe  # of another form, or missing: `preflight.check_data` says so
@@ -179,9 +180,8 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
         return recipe
     if held_out:
         _check_held_out(view, held_out, handler, tokenizer)
-    made = count_samples(
-        [(_DATA_FILES, Path(file)) for file in view.instruction_files], handler["seq_length"], tokenizer
-    )
+    named = [(_DATA_FILES, Path(file)) for file in view.instruction_files]
+    made = count_samples(named, handler["seq_length"], tokenizer)
     batch = view.global_batch
     if made is None or not view.samples or view.samples <= made:
         return recipe
@@ -213,11 +213,6 @@ def _conversation_handler(view: View) -> dict[str, Any] | None:
     packs = isinstance(second, dict) and second.get("type") == PACKING
     length = first.get("seq_length") if known else None
     return first if packs and type(length) is int and second.get("seq_length") == length else None
-
-
-def _section(view: View, key: str) -> Mapping[str, Any]:
-    found = view.get(tuple(key.split(".")))
-    return found if isinstance(found, Mapping) else {}
 
 
 def _check_held_out(view: View, settings: Mapping[str, Any], handler: Mapping[str, Any], tokenizer: Any) -> None:

@@ -105,12 +105,12 @@ class Family:
         start = time.monotonic()
         asked: set[int] = set()
         while (left := self.alive()) and time.monotonic() - start < limit:
+            late = time.monotonic() - start >= grace
             for process in left:
-                if time.monotonic() - start >= grace:
-                    _send(process, signal.SIGKILL)
-                elif process.pid not in asked:
+                if late or process.pid not in asked:
                     asked.add(process.pid)
-                    _send(process, signal.SIGTERM)
+                    with contextlib.suppress(psutil.Error):
+                        process.send_signal(signal.SIGKILL if late else signal.SIGTERM)
             time.sleep(0.05)
         return [process.pid for process in left]
 
@@ -120,19 +120,6 @@ class Family:
             if pid != self.root:  # its owner waits for it
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
-
-
-def family_of(root: int, before: set[int]) -> Family:
-    """Return the family of a process just started; `before` are the pids of our children from before the start."""
-    adopt_orphans()
-    family = Family(root, before)
-    family.scan()
-    return family
-
-
-def children_now() -> set[int]:
-    """Return the pids of this process's descendants."""
-    return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -151,11 +138,6 @@ def _exit_code(pid: int) -> int | None:
         return None
     status = int(stat.rsplit(")", 1)[1].split()[-1])  # field 52, as waitpid would give it
     return os.waitstatus_to_exitcode(status)
-
-
-def _send(process: psutil.Process, number: int) -> None:
-    with contextlib.suppress(psutil.Error):
-        process.send_signal(number)
 
 
 @dataclass(frozen=True)
@@ -192,7 +174,7 @@ def supervise(
     logs = logs or run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with collected_signals(list(signals)) as received, (logs / "msrun.log").open("wb") as log:
-        before = children_now()
+        before = {child.pid for child in psutil.Process().children(recursive=True)}
         root = subprocess.Popen(
             list(command),
             env=dict(environment),
@@ -202,7 +184,9 @@ def supervise(
             start_new_session=True,
             preexec_fn=partial(die_with_parent, signal.SIGINT, os.getpid()),
         )
-        family = family_of(root.pid, before)
+        adopt_orphans()
+        family = Family(root.pid, before)
+        family.scan()
         code, failure = 1, None
         try:
             watch = _Watch(root, family, logs, run_dir / "metrics", workers, received, tick, ends)

@@ -31,12 +31,16 @@ def allowed(root: Root) -> list[int] | None:
     Control groups of version 1 and of version 2 are read; in a container the process's own group is mounted as the
     top one, so a group's path is tried from the deepest folder upwards.
     """
-    status = root.read("/proc/self/status") or ""
-    scheduled = next((line.split(":")[1] for line in status.splitlines() if line.startswith("Cpus_allowed_list:")), "")
-    lists = [expand(text) for text in (scheduled, _group_cores(root)) if text]
+    lists = [expand(text) for text in (_status(root, "Cpus_allowed_list:"), _group_cores(root)) if text]
     if not lists:
         return None
     return sorted(set(lists[0]).intersection(*lists[1:]))
+
+
+def _status(root: Root, name: str) -> str:
+    """A line of what Linux says of the process; empty where it does not."""
+    lines = (root.read("/proc/self/status") or "").splitlines()
+    return next((line.removeprefix(name) for line in lines if line.startswith(name)), "")
 
 
 def msrun_sees(root: Root) -> list[int]:
@@ -146,9 +150,8 @@ def _distances(root: Root, nodes: list[int]) -> dict[tuple[int, int], int]:
 
 def _memory_nodes(root: Root, nodes: Mapping[int, list[int]]) -> set[int]:
     """Nodes that have memory and that the process may take it from; all of them where nothing says."""
-    status = root.read("/proc/self/status") or ""
-    allowed_text = next((row.split(":")[1] for row in status.splitlines() if row.startswith("Mems_allowed_list:")), "")
-    lists = [expand(text) for text in (allowed_text, root.read(f"{NODES}/has_memory") or "") if text]
+    texts = (_status(root, "Mems_allowed_list:"), root.read(f"{NODES}/has_memory"))
+    lists = [expand(text) for text in texts if text]
     return set(nodes).intersection(*lists)
 
 
