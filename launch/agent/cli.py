@@ -1,9 +1,6 @@
 """This module is the command `tc3 agent`: one process a node, which starts the node's workers, and does so again.
 
 With the agents of the other nodes it starts the workers together, and starts them anew when a node or a worker fails.
-`Start` is what the command checks before its node comes to a run, and what whoever plans an attempt sees to. `unfit`
-says whether this node may take part again: it asks the gate of `tc3 doctor`, on a probe of some seconds. The rest reads
-the options, finds this node's name among the hosts, and says at the end how the run went.
 """
 
 from __future__ import annotations

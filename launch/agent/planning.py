@@ -1,9 +1,8 @@
 """This module plans an attempt: it decides who takes part, from which checkpoint, with which recipe, and on which port.
 
-`Job` is what a node's agent trains and how, the same in every attempt. `next_number`, `logs_of` and `link_logs` are the
-folders of a run's attempts. `Planning` and `make_plan` are what the one agent that plans an attempt decides. `follow`
-lets the run's folder follow a plan once it counts. The rest reads what earlier attempts have left: `history`,
-`under_way`.
+`Job` is what a node's agent trains and how, the same in every attempt. `Planning` and `make_plan` are what the one
+agent that plans an attempt decides; `follow` lets the run's folder follow a plan once it counts. The rest names the
+folders of attempts, and reads what earlier ones have left.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""This module is the command `tc3 generate`: it shows what a trained mini makes of a prompt, token by token.
-
-`choose` finds what a user names: a run or weights, and the recipe of their model; it is refused where its model cannot
-run here. `forward_recipe` cuts a recipe down to the forward pass of its model on one CPU process. `Voice` goes on with
-texts by the logits of that process (`launch.generate.session`).
-"""
+"""This module is the command `tc3 generate`: it shows what a trained mini makes of a prompt, token by token."""
 
 from __future__ import annotations
 

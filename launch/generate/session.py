@@ -1,8 +1,4 @@
-"""This module starts a model in a process of its own, asks it for logits, and ends it with us.
-
-`answering_model` is that process as a context; `Ready` and `Refused` are what the worker says before its first logits.
-`continuation` goes on with a prompt token after token, whoever computes the logits.
-"""
+"""This module starts a model in a process of its own, asks it for logits, and ends it with us."""
 
 from __future__ import annotations
 

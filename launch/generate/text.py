@@ -1,9 +1,4 @@
-"""This module turns logits into tokens and tokens into text.
-
-`likeliest` and `draw` take the next token from the logits of all: the likeliest, or one drawn by chance; they are pure
-NumPy. `tokenizer_of` finds which tokenizer a model's ids are of. `Spoken` makes text from ids that come one by one, and
-`harmless` keeps from a terminal what it would obey.
-"""
+"""This module turns logits into tokens and tokens into text; what computes tokens is pure NumPy."""
 
 from __future__ import annotations
 

@@ -128,11 +128,8 @@ def prepare(recipe: Recipe) -> list[str]:
     if (recipe.get("plugins") or {}).get("held_out_loss"):
         recipe["plugins"]["held_out_loss"] = False
         said.append("dump: plugins.held_out_loss is left out")
-    recipe["plugins"] = {
-        **(recipe.get("plugins") or {}),
-        "finite_loss": False,
-        "spike_guard": False,
-    }  # steps with NaN are to be looked at, too
+    # steps with NaN are to be looked at, too
+    recipe["plugins"] = {**(recipe.get("plugins") or {}), "finite_loss": False, "spike_guard": False}
     recipe["callbacks"] = [each for each in recipe.get("callbacks") or [] if each["type"] != "CheckpointMonitor"]
     return said
 

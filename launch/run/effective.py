@@ -1,9 +1,4 @@
-"""This module makes the effective recipe, which `tc3 train` runs: its size, the user's overrides, all resolved.
-
-`Size` says at which size a recipe is trained: its own, a mini on one worker, or a mini with its parallel strategy.
-`effective_recipe` loads it at that size, applies overrides and the number of steps, puts values in the place of `auto`,
-and fills in the run's folders. `fitted_to_conversations` shortens it to as many steps as its conversations make.
-"""
+"""Makes the effective recipe, which `tc3 train` runs: its size, the user's overrides, values in the place of `auto`."""
 
 from __future__ import annotations
 

@@ -58,12 +58,7 @@ echo 'error: no launch/train.py here: start the script from the checkout, or set
 """
 AS_THEY_STAND = "# shellcheck disable=SC2016 # overrides are taken as they stand"
 _DATA_PATH = (*LOADER, "config", "data_path")
-_OTHER_PATH_KEYS = (
-    ("checkpoint", "load_path"),
-    ("checkpoint", "save_path"),
-    ("load_checkpoint",),
-    ("pretrained_model_dir",),
-)
+_OTHER_PATHS = ("checkpoint.load_path", "checkpoint.save_path", "load_checkpoint", "pretrained_model_dir")
 
 
 def outside(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path | None) -> list[str]:
@@ -87,9 +82,9 @@ def _paths(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path 
         yield from ((".".join(_DATA_PATH), prefix) for prefix in data_prefixes(view.get(_DATA_PATH)))
     yield from ((".".join((*LOADER, "data_files")), file) for file in view.instruction_files)
     yield from (("plugins.held_out_loss.data_path", prefix) for prefix in held_out(recipe))
-    for key in _OTHER_PATH_KEYS:
-        value = view.get(key)
-        yield ".".join(key), value if isinstance(value, str) else ""
+    for key in _OTHER_PATHS:
+        value = view.get(tuple(key.split(".")))
+        yield key, value if isinstance(value, str) else ""
 
 
 def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[int], None]:

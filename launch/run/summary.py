@@ -1,9 +1,4 @@
-"""This module shows how a run of `tc3 train` goes, and says at its end what came of it and how to go on.
-
-`TrainingProgress` shows a run's progress: a bar on a terminal; elsewhere a plain line every tenth of the way, and each
-minute. `draw_loss_curve` draws a run's loss curve (PNG or SVG, by the file's ending). `summarize` gathers numbers,
-files, and the command to go on with; `print_summary`, `complain` and `print_failure` print them.
-"""
+"""This module shows how a run of `tc3 train` goes, and says at its end what came of it and how to go on."""
 
 from __future__ import annotations
 

@@ -2,9 +2,6 @@
 
 msrun starts workers in sessions of their own, needs 26-54 s to notice some failures and, ended by SIGTERM, leaves them
 running. So every descendant is watched and, in the end, killed by pid.
-
-`Family` is the processes below a command: it knows which are workers, how each ended, and how to end them all.
-`supervise` runs the command until its workers have ended, and returns their `Outcome`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""This module is the command `tc3 affinity`: it says which cores each worker of this host gets.
-
-`picture` shows the host as text: a row for each NUMA node, a character for each core. `isolation` has lines that keep
-the host's other work off the workers' cores; the plan changes nothing by itself. `as_dict` is the plan for machines.
-"""
+"""This module is the command `tc3 affinity`: it says which cores each worker of this host gets, and changes nothing."""
 
 from __future__ import annotations
 

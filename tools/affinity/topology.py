@@ -1,8 +1,4 @@
-"""This module reads a host: its NUMA nodes, how far they are from each other, and which is nearest to each NPU.
-
-`allowed` and `msrun_sees` are the cores that this host lets us use, and those of which msrun knows. `read_host` reads
-all that a plan is made of, as a `Host`, from this host or from a recorded one (`root_option`).
-"""
+"""This module reads a host: its NUMA nodes, how far they are from each other, and which is nearest to each NPU."""
 
 from __future__ import annotations
 
