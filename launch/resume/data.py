@@ -128,7 +128,11 @@ def put_guilty_aside(recipe: Recipe, run_dir: Path, root: Path) -> None:
     for folder in iterations(root):
         step = iteration(folder)
         words = why(folder, step)
-        if words and (aside := set_aside(folder, lambda moved, step=step: why(moved, step) is not None)):
+
+        def still_guilty(moved: Path, step: int = step) -> bool:
+            return why(moved, step) is not None
+
+        if words and (aside := set_aside(folder, still_guilty)):
             click.echo(f"{folder} {words}: renamed {aside.name}", err=True)
 
 

@@ -283,7 +283,7 @@ def _hosts(cluster: Cluster) -> list[str]:
     if not cluster.source:
         edit = "# nodes by rank, the first is the master: put your names here; Slurm's are taken as they are"
         return [f"HOSTS=({cluster.names}) {edit}", "HOSTS_OF_SLURM=yes"]
-    whole = {"break_on_hyphens": False, "break_long_words": False}
+    whole: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
     names = textwrap.wrap(cluster.names, 110, initial_indent=INDENT, subsequent_indent=INDENT, **whole)
     first = "# The nodes by rank; the first one is the master, whose scheduler all workers look for."
     return [first, "HOSTS=(", *names, ")", "HOSTS_OF_SLURM=no"]

@@ -41,9 +41,9 @@ class TrainingProgress:
         self.started = time.monotonic()
         self.shown = -1  # tenths of the run printed so far
         self.said = self.started  # when the last line was printed
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        columns += (TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn())
-        self.bar = Progress(*columns, console=console, refresh_per_second=4) if console.is_terminal else None
+        first = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        last = (TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn())
+        self.bar = Progress(*first, *last, console=console, refresh_per_second=4) if console.is_terminal else None
 
     def __enter__(self) -> TrainingProgress:
         if self.bar:

@@ -63,6 +63,7 @@ class _OnStderr:
 
     COLUMNS: tuple[str, ...] = ("TimeElapsedColumn",)  # of rich, behind words and bar
     _bar: Any = None
+    _shown: AbstractContextManager[Any]
 
     def __enter__(self: Shown) -> Shown:
         if sys.stderr.isatty():
@@ -75,10 +76,14 @@ class _OnStderr:
         else:
             self._shown = meanwhile(self._say, AFTER, EVERY)
         self._shown.__enter__()
+        self._begin()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._shown.__exit__(None, None, None)
+
+    def _begin(self) -> None:
+        """Called once it is shown."""
 
     def _say(self) -> None:
         raise NotImplementedError
@@ -99,14 +104,12 @@ class Progressing(_OnStderr):
 
     def __init__(self, words: str, total: float | None = None):
         self.words, self._total = words, total
-        self._said = ""
+        self._said, self._started = "", time.monotonic()
+        self._last = self._started
 
-    def __enter__(self: Shown) -> Shown:
-        self._started = self._last = time.monotonic()
-        super().__enter__()
+    def _begin(self) -> None:
         if self._bar:
             self._task = self._bar.add_task(self.words, total=self._total)
-        return self
 
     def show(self, words: str, done: float | None = None, total: float | None = None) -> None:
         """Say something else, and how far it is."""
