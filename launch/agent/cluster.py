@@ -127,9 +127,8 @@ def _head(job: Allocation) -> list[str]:
 
 YAML = DECISION.with_name("volcano.yaml")
 POD = DECISION.with_name("volcano_pod.sh")
-RESOURCES = {
-    "Ascend": "huawei.com/Ascend910"
-}  # what Ascend's device plugin for Kubernetes calls an NPU; a worker on CPU gets a core
+# what Ascend's device plugin for Kubernetes calls an NPU; a worker on CPU gets a core
+RESOURCES = {"Ascend": "huawei.com/Ascend910"}
 INDENT = 18  # of the script and of resources, less 2
 
 
