@@ -10,7 +10,8 @@ import errno
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TextIO, cast
 
 import click
@@ -35,20 +36,9 @@ class Output:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def write(self, text: str) -> int:
-        """As `TextIO.write`."""
-        return self._try(self._stream.write, text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        """As `TextIO.writelines`."""
-        self._try(self._stream.writelines, lines)
-
-    def flush(self) -> None:
-        """As `TextIO.flush`."""
-        self._try(self._stream.flush)
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        found = getattr(self._stream, name)
+        return partial(self._try, found) if name in ("write", "writelines", "flush") else found
 
     @staticmethod
     def _try(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -98,16 +88,7 @@ COMMANDS = {
 # when one uses it -> commands, in the order of use
 STAGES = {
     "Before a run: is the recipe right, does it fit, what is fastest": (
-        "check",
-        "recipe",
-        "data",
-        "search",
-        "memory",
-        "dryrun",
-        "ep-report",
-        "fusion",
-        "doctor",
-        "affinity",
+        *("check", "recipe", "data", "search", "memory", "dryrun", "ep-report", "fusion", "doctor", "affinity"),
     ),
     "Run": ("train", "agent"),
     "During and after a run": ("runs", "experts", "weights", "generate"),

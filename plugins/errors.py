@@ -11,6 +11,8 @@ from difflib import get_close_matches
 
 UNRESOLVED = "auto is not resolved: `tc3 recipe show` prints the recipe with values, as launch/train.py resolves it"
 
+OUT_OF_REACH = "is out of reach"  # in the error of a process that has lost another one; that one knows more
+
 
 class TC3Error(ValueError):
     """Base of every error that is the user's to mend (report: none; DESIGN rule 5).

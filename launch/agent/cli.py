@@ -1,20 +1,18 @@
 """This module is the command `tc3 agent`: one process a node, which starts the node's workers, and does so again.
 
 With the agents of the other nodes it starts the workers together, and starts them anew when a node or a worker fails.
-`Start` is what the command checks before its node comes to a run, and what whoever plans an attempt sees to. `unfit`
-says whether this node may take part again: it asks the gate of `tc3 doctor`, on a probe of some seconds. The rest reads
-the options, finds this node's name among the hosts, and says at the end how the run went.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import click
 import psutil
@@ -26,13 +24,13 @@ from launch.agent.meeting import LOST_AFTER
 from launch.agent.planning import PATIENCE, Job, checkpoint_of, first_number, under_way
 from launch.resume import checkpoints, data
 from launch.resume.checkpoints import check_model
-from launch.run import compile_cache, preflight
+from launch.run import preflight
+from launch.run.command import checks
 from launch.run.effective import FULL_SIZE, effective_recipe
-from launch.run.msrun import check_port, on_ascend, worker_count
-from launch.run.summary import ResumeCommand, complain, print_summary, summarize
+from launch.run.msrun import on_ascend, worker_count
+from launch.run.summary import ResumeCommand, complain, print_summary, summarize, words_to_go_on
 from launch.run.supervise import Outcome
 from plugins.errors import ClusterError, TC3Error
-from plugins.operator_fusion import plan as operator_fusion
 from plugins.sealed_checkpoint.plan import adopt
 from tools.checkpoint.scan import CheckpointInfo
 from tools.doctor.outliers import gate
@@ -42,7 +40,7 @@ from tools.ranges import Number
 from tools.recipe.load import Recipe
 from tools.recipe.override import apply_overrides
 from tools.runs.attempts import Plan, numbers, read_attempt, read_attempts
-from tools.schema.versions import require_verified, unverified_option, unverified_words
+from tools.schema.versions import unverified_option
 
 RESTARTS = Rules.restarts  # failures in a row after which a run goes on, unless the user says otherwise
 
@@ -87,20 +85,8 @@ class Start:
             TC3Error: something is to be mended first.
         """
         goes_on = bool(self.resume) or under_way(self.run_dir)
-        require_verified()
-        preflight.check_machine(self.recipe, slots)
-        compile_cache.refuse_own(self.recipe)
-        operator_fusion.environment(self.recipe, os.environ)
-        preflight.check_sound(self.recipe)
-        preflight.check_data(self.recipe)
-        if not goes_on:
-            checkpoints.check_load_path(self.recipe)
-        preflight.check_run_dir(self.run_dir, goes_on, None, self.saves)
-        checkpoints.check_save_path(self.saves, goes_on, force=False)
-        preflight.check_disk(self.run_dir)
-        preflight.check_disk(self.saves)
-        if port is not None:
-            check_port(port)
+        for check in checks(self.recipe, self.run_dir, goes_on, port, None, slots):
+            check()
         if self.resume not in (None, "auto"):  # `otherwise` may be gone by the time that the run has its own
             checkpoints.one_iteration(str(self.resume))
 
@@ -177,55 +163,42 @@ class Start:
 @click.option("--slurm", is_flag=True, help="Print an sbatch file that starts an agent on every node; start nothing.")
 @click.option("--volcano", is_flag=True, help="Print a Kubernetes job for Volcano whose pods are agents.")
 @unverified_option
-def agent(
-    recipe: Path,
-    nodes: Path | None,
-    spares: int,
-    host: str | None,
-    restarts: int,
-    overrides: tuple[str, ...],
-    steps: int | None,
-    resume: tuple[str, ...],
-    run_dir: Path | None,
-    port: int | None,
-    no_bind: bool,
-    lost_after: float,
-    patience: float,
-    slurm: bool,
-    volcano: bool,
-) -> None:
+def agent(**given: Any) -> None:
     """Train RECIPE on several nodes: start this on each of them.
 
     The agents meet in the run's folder, start the workers together, and start them again when a node or a worker fails.
 
     Exit code: 0 trained, 1 given up, 2 something to mend first, 130/143 interrupted.
     """
-    going_on, otherwise = resumed(resume)
-    if slurm or volcano:
-        print_job(recipe, overrides, steps, run_dir, nodes, spares, resume, slurm, volcano)
+    asked = SimpleNamespace(**given)
+    going_on, otherwise = resumed(asked.resume)
+    if asked.slurm or asked.volcano:
+        print_job(given)
         return
+    recipe, nodes, steps = asked.recipe, asked.nodes, asked.steps
     if nodes is None:
         raise click.UsageError("--nodes FILE is missing: it lists the hosts; on one host use tc3 train --restarts")
     hosts, slots = read_hosts(nodes)
-    name = own_host(hosts, host, nodes)
-    run_dir = (run_dir or FULL_SIZE.run_dir(recipe)).absolute()
-    flat = effective_recipe(recipe, overrides, steps, run_dir)
+    name = own_host(hosts, asked.host, nodes)
+    folder = asked.run_dir or FULL_SIZE.run_dir(recipe)
+    run_dir = folder.absolute()
+    flat = effective_recipe(recipe, asked.overrides, steps, run_dir)
     data.apply_ledger(flat, run_dir)
-    count = check_hosts(hosts, slots, spares, worker_count(flat), nodes)
+    count = check_hosts(hosts, slots, asked.spares, worker_count(flat), nodes)
     start = Start(flat, run_dir, going_on, otherwise)
-    start.check(slots, port)
+    start.check(slots, asked.port)
     job = Job(
         flat,
         run_dir,
         name,
         tuple(hosts),
         count,
-        port,
+        asked.port,
         choose=start.choose,
-        bind=not no_bind,
-        rules=Rules(restarts=restarts, hosts=hosts),
-        lost_after=lost_after,
-        patience=patience,
+        bind=not asked.no_bind,
+        rules=Rules(restarts=asked.restarts, hosts=hosts),
+        lost_after=asked.lost_after,
+        patience=asked.patience,
         watchful=True,
         cached=True,
     )
@@ -234,7 +207,8 @@ def agent(
     with preflight.only_run_in(run_dir, start.saves, together=True):
         outcome = Agent(job, probing, start.prepare).run(first_number(run_dir))
     report(name, outcome)
-    conclude(job, outcome, partial(_resume_command, recipe, overrides, nodes), steps)
+    begin = ["tc3", "agent", str(recipe), "--nodes", str(nodes), *["--spares", str(asked.spares)] * bool(asked.spares)]
+    conclude(job, outcome, partial(words_to_go_on, begin, asked.overrides, folder, bool(asked.run_dir)), steps)
     sys.exit(outcome.code)
 
 
@@ -265,23 +239,6 @@ def conclude(job: Job, outcome: Outcome, resume_command: ResumeCommand, steps: i
         print_summary(summary)
     elif summary["picture"]:
         click.echo(f"Loss curve: {summary['picture']}", err=True)
-
-
-def _resume_command(
-    recipe: Path, overrides: tuple[str, ...], nodes: Path, weights: Path | None, change: str
-) -> list[str]:
-    """The command, for each node, that goes on with this run, or starts another one from `weights`."""
-    given = click.get_current_context().params
-    words = ["tc3", "agent", str(recipe), "--nodes", str(nodes)]
-    words += ["--spares", str(given["spares"])] if given["spares"] else []
-    run_dir = given["run_dir"] or FULL_SIZE.run_dir(recipe)
-    if weights:
-        words += ["--run-dir", f"{run_dir}-next"]
-        overrides = (*overrides, f"checkpoint.load_path={weights}")
-    else:
-        words += ["--resume", "auto"] + (["--run-dir", str(run_dir)] if given["run_dir"] else [])
-    changed = (*overrides, change) if change else overrides
-    return [*words, *(word for override in changed for word in ("--set", override)), *unverified_words()]
 
 
 def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:

@@ -14,21 +14,20 @@ import json
 import re
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from launch.run import preflight
-from launch.run.effective import FULL_SIZE, chosen_recipe, resolved, steps_overrides
+from launch.run.effective import FULL_SIZE, checked_recipe
 from launch.run.msrun import ROOT, worker_count
-from launch.run.script import in_checkout, outside
+from launch.run.script import body, default, in_checkout, one_line, size_in_words
 from plugins.errors import ClusterError
 from tools.process.host import DEVICES, read_hosts
-from tools.recipe.override import apply_overrides
 from tools.schema.versions import unverified_words
 
 NOTICE = 300  # seconds between the manager's SIGTERM and its SIGKILL: time for a checkpoint
@@ -48,7 +47,6 @@ class Allocation:
     slots: int
     spares: int = 0
     target: str = "Ascend"
-    notice: int = NOTICE
     options: Sequence[str] = field(default=())
     made_by: Sequence[str] = field(default=())
 
@@ -56,12 +54,10 @@ class Allocation:
         """Refuse workers that are no whole nodes.
 
         Raises:
-            ClusterError: they are none, or there is no time for a checkpoint.
+            ClusterError: they are none.
         """
         if self.workers % self.slots:
             raise ClusterError(f"{self.workers} workers do not fill nodes of {self.slots}: name hosts with --nodes")
-        if self.notice < 1:
-            raise ClusterError(f"a notice of {self.notice} s: a checkpoint needs some time; write 1 or more")
 
     @property
     def nodes(self) -> int:
@@ -78,13 +74,7 @@ class Allocation:
     def size(self) -> str:
         """Return how much it takes, in words."""
         spares = f" and {self.spares:,} spare{'s' * (self.spares > 1)}" if self.spares else ""
-        nodes = f"{self.nodes:,} node{'s' * (self.nodes > 1)}"
-        return f"{self.workers:,} worker{'s' * (self.workers > 1)} on {nodes}{spares}"
-
-
-def body(path: Path) -> str:
-    """Return the text of a bash file of this folder, without the line that tells linters its language."""
-    return path.read_text(encoding="utf-8").split("\n", 1)[1]
+        return size_in_words(self.workers, self.nodes) + spares
 
 
 BODY = DECISION.with_name("slurm_body.sh")
@@ -93,15 +83,25 @@ REQUEUES = 3
 
 def sbatch_file(job: Allocation) -> str:
     """Return the text of the sbatch file of `job`; options of sbatch's own command line win over those in it."""
-    return "\n".join([*_head(job), *_values(job), "", body(DECISION) + body(BODY)])
+    return "\n".join(
+        [
+            *_head(job),
+            f"RECIPE={shlex.quote(job.recipe)}",
+            f"OPTIONS=({_options(job)})",
+            f"SLOTS={job.slots} # workers of a node",
+            default("RUN_DIR", job.run_dir),
+            default("REQUEUES", str(REQUEUES)),
+            "",
+            body(DECISION) + body(BODY),
+        ]
+    )
 
 
 def _head(job: Allocation) -> list[str]:
     """What Slurm reads, and what a user does."""
-    made_by = " ".join(shlex.join(job.made_by).splitlines())
     return [
         "#!/usr/bin/env bash",
-        f"# {job.size}. Written by: {made_by}",
+        f"# {job.size}. Written by: {one_line(job.made_by)}",
         "# Submit it from the checkout, which lies with the data and RUN_DIR on a disk that all nodes see:",
         "#   sbatch [--time=7-0] [--partition=NAME] [--account=NAME] FILE",
         f"#SBATCH --job-name={job.name}",
@@ -111,9 +111,9 @@ def _head(job: Allocation) -> list[str]:
         "# A lost node does not end the job: the agents go on with a spare, or smaller.",
         "#SBATCH --no-kill",
         "# Before the time limit, and before a preemption if the site sends it (PreemptParameters=send_user_signal),",
-        f"# each agent gets SIGTERM and has {job.notice} s to save and leave. proctrack/cgroup and proctrack/pgid",
+        f"# each agent gets SIGTERM and has {NOTICE} s to save and leave. proctrack/cgroup and proctrack/pgid",
         "# send it to the agents alone, as it has to be; proctrack/linuxproc would send it to the workers, too.",
-        f"#SBATCH --signal=TERM@{job.notice}",
+        f"#SBATCH --signal=TERM@{NOTICE}",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
         "#SBATCH --output=%x-%j.out",
@@ -125,22 +125,10 @@ def _head(job: Allocation) -> list[str]:
     ]
 
 
-def _values(job: Allocation) -> list[str]:
-    """The assignments that set this file apart from others."""
-    spares = ["--spares", str(job.spares)] if job.spares else []
-    options = " ".join(shlex.quote(word) for word in (*job.options, *spares))
-    return [
-        f"RECIPE={shlex.quote(job.recipe)}",
-        f"OPTIONS=({options})",
-        f"SLOTS={job.slots} # workers of a node",
-        f'[ -n "${{RUN_DIR:-}}" ] || RUN_DIR={shlex.quote(job.run_dir)}',
-        f'[ -n "${{REQUEUES:-}}" ] || REQUEUES={REQUEUES}',
-    ]
-
-
 YAML = DECISION.with_name("volcano.yaml")
 POD = DECISION.with_name("volcano_pod.sh")
-RESOURCES = {"Ascend": "huawei.com/Ascend910"}  # what Ascend's device plugin for Kubernetes calls an NPU
+# what Ascend's device plugin for Kubernetes calls an NPU; a worker on CPU gets a core
+RESOURCES = {"Ascend": "huawei.com/Ascend910"}
 INDENT = 18  # of the script and of resources, less 2
 
 
@@ -148,22 +136,21 @@ def volcano_job(job: Allocation, root: Path) -> str:
     """Return the YAML of `job`; `root` is the checkout, whose parent is where the shared volume is mounted."""
     values = {
         "size": job.size,
-        "made_by": " ".join(shlex.join(job.made_by).splitlines()),
+        "made_by": one_line(job.made_by),
         "name": job.name,
         "nodes": job.nodes,
         "replicas": job.nodes + job.spares,
-        "notice": job.notice,
+        "notice": NOTICE,
         "root": json.dumps(str(root)),
         "mount": json.dumps(str(root.parent)),
         "script": textwrap.indent(pod_script(job), " " * INDENT, lambda line: line.strip() != ""),
-        "resources": textwrap.indent(_resources(job), " " * (INDENT - 2)),
+        "resources": textwrap.indent(f"limits:\n  {RESOURCES.get(job.target, 'cpu')}: {job.slots}", " " * (INDENT - 2)),
     }
     return Template(YAML.read_text(encoding="utf-8")).substitute(values)
 
 
 def pod_script(job: Allocation) -> str:
     """Return what a pod runs, as bash."""
-    spares = ["--spares", str(job.spares)] if job.spares else []
     lines = [
         "# shellcheck disable=SC2016 # words are taken as they stand",
         "set -euo pipefail",
@@ -171,48 +158,35 @@ def pod_script(job: Allocation) -> str:
         f"RECIPE={shlex.quote(job.recipe)}",
         f"RUN_DIR={shlex.quote(job.run_dir)}",
         f"SLOTS={job.slots}",
-        f"OPTIONS=({' '.join(shlex.quote(word) for word in (*job.options, *spares))})",
+        f"OPTIONS=({_options(job)})",
     ]
     return "\n".join([*lines, body(DECISION) + body(POD)]).rstrip("\n")
 
 
-def _resources(job: Allocation) -> str:
-    """Devices of a node for its pod; on CPU a core for each worker."""
-    name = RESOURCES.get(job.target, "cpu")
-    return f"limits:\n  {name}: {job.slots}"
+def _options(job: Allocation) -> str:
+    """What each agent gets, as words of bash."""
+    return shlex.join([*job.options, *["--spares", str(job.spares)] * bool(job.spares)])
 
 
 # options that the file has for itself, or that each node has its own of
 ELSEWHERE = ("recipe", "nodes", "host", "run_dir", "spares", "resume", "slurm", "volcano")
 
 
-def print_job(
-    recipe: Path,
-    overrides: tuple[str, ...],
-    steps: int | None,
-    run_dir: Path | None,
-    nodes: Path | None,
-    spares: int,
-    resume: tuple[str, ...],
-    slurm: bool,
-    volcano: bool,
-) -> None:
-    """Check the recipe, and print the file; data and devices are looked at where it runs."""
-    if slurm and volcano:
+def print_job(given: Mapping[str, Any]) -> None:
+    """Check the recipe of `given`, the options of `tc3 agent`, and print the file; data and devices are looked at
+    where it runs."""
+    recipe, run_dir, nodes, spares = (given[name] for name in ("recipe", "run_dir", "nodes", "spares"))
+    if given["slurm"] and given["volcano"]:
         raise click.UsageError("--slurm and --volcano are for different cluster managers: choose one")
-    chosen = chosen_recipe(recipe, overrides)
-    flat = resolved(apply_overrides(chosen, steps_overrides(chosen, steps, overrides)), make_layout=True)
-    preflight.check_sound(flat)
-    folder = next((each for each in resume if each != "auto"), None)
-    for line in outside(recipe, flat, folder, run_dir):
-        click.echo(f"note: {line}", err=True)
+    folder = next((each for each in given["resume"] if each != "auto"), None)
+    flat, _ = checked_recipe(recipe, given["overrides"], given["steps"], folder, run_dir)
     workers = worker_count(flat)
     place = in_checkout(run_dir) if run_dir else str(FULL_SIZE.run_dir(recipe))
-    places = [each if each == "auto" else in_checkout(Path(each)) for each in resume]
-    going_on = [word for place in places for word in ("--resume", place)]
-    words = [*passed_on(), *going_on, *unverified_words()]
-    own = [*(["--nodes", str(nodes)] if nodes else []), *(["--spares", str(spares)] if spares else [])]
-    own += ["--run-dir", place] if run_dir else []
+    places = [each if each == "auto" else in_checkout(Path(each)) for each in given["resume"]]
+    words = [*passed_on(), *(word for each in places for word in ("--resume", each)), *unverified_words()]
+    own = [*["--nodes", str(nodes)] * bool(nodes), *["--spares", str(spares)] * bool(spares)]
+    own += ["--run-dir", place] * bool(run_dir)
+    manager = "--slurm" if given["slurm"] else "--volcano"
     job = Allocation(
         recipe=in_checkout(recipe),
         run_dir=place,
@@ -221,9 +195,9 @@ def print_job(
         spares=spares,
         target=str((flat.get("context") or {}).get("device_target", "Ascend")),
         options=words,
-        made_by=["tc3", "agent", in_checkout(recipe), "--slurm" if slurm else "--volcano", *own, *words],
+        made_by=["tc3", "agent", in_checkout(recipe), manager, *own, *words],
     )
-    click.echo(sbatch_file(job) if slurm else volcano_job(job, ROOT), nl=False)
+    click.echo(sbatch_file(job) if given["slurm"] else volcano_job(job, ROOT), nl=False)
 
 
 def passed_on() -> list[str]:

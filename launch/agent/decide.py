@@ -380,14 +380,11 @@ def _at_same_step(attempts: Sequence[Attempt]) -> int:
     for each in reversed(attempts):
         if _spiked(each):
             continue
-        if not (each.plan and _in_training(each) and _failed(each)) or _newest_step(each) != step:
+        trained = any(end.phase not in ("start", "compile") for end in each.ends.values())
+        if not (each.plan and trained and _failed(each)) or _newest_step(each) != step:
             break
         count += 1
     return count
-
-
-def _in_training(attempt: Attempt) -> bool:
-    return any(end.phase not in ("start", "compile") for end in attempt.ends.values())
 
 
 def _failed(attempt: Attempt) -> bool:

@@ -1,8 +1,8 @@
 """This module is the agent of one node, from its coming to a run until the run is through or this node leaves.
 
 `Agent` goes round in a loop: it comes to an attempt, waits for its plan, starts the workers (`launch.agent.part`) or
-stands by as a spare, says how they ended, follows the verdict, and comes to the next attempt. `Notices` collects the
-signals to an agent while it waits, and raises them where it may be interrupted.
+stands by as a spare, says how they ended, follows the verdict, and comes to the next attempt. Signals to an agent
+are collected while it waits, and raised where it may be interrupted.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any, TypeVar
 
 from launch.agent import decide
 from launch.agent.decide import Smaller
@@ -23,22 +21,22 @@ from launch.agent.lookout import Around, link_to
 from launch.agent.meeting import Meeting
 from launch.agent.part import Part
 from launch.agent.phases import Limits, learn_steps
-from launch.agent.planning import FINAL, Job, Planning, checkpoint_of, history, logs_of, newest_saved, read_skipped
+from launch.agent.planning import FINAL, Job, Planning, checkpoint_of, history, logs_of, read_skipped
 from launch.agent.smaller import smaller
+from launch.resume.checkpoints import newest_saved
 from launch.run.failure import Failure
 from launch.run.supervise import Outcome
 from plugins.errors import TC3Error
+from tools.process.children import collected_signals
 from tools.recipe.load import Recipe
 from tools.runs.attempts import END, PLAN, VERDICT, Attempt, Beat, End, Plan, Verdict, file_of, folder_of, read
 from tools.runs.readings import Follower, loss_rank
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that tell an agent to leave
 NOTICE_POLL = 0.1  # seconds between looks for such a signal
 POLL = 0.2  # seconds between looks while nothing runs here
 BEAT = 1.0  # seconds between signs of life of a node that waits
 LEAVE = 3.0  # seconds that a node which leaves waits for the verdict
 UNFIT = 60.0  # seconds until a node that was not fit is tried again
-Got = TypeVar("Got")
 
 
 class Interrupted(Exception):
@@ -47,35 +45,6 @@ class Interrupted(Exception):
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
         self.number = number
-
-
-class Notices:
-    """As a context this collects SIGINT, SIGTERM and SIGHUP. While workers run, the supervisor does so instead."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-
-    def __enter__(self) -> Notices:
-        self._old: dict[int, Any] = {number: signal.signal(number, self._take) for number in NUMBERS}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def sleep(self, seconds: float) -> None:
-        """Wait; raise Interrupted at a signal, also at one that came before."""
-        until = time.monotonic() + seconds
-        while True:
-            if self.received:
-                raise Interrupted(self.received[0])
-            left = until - time.monotonic()
-            if left <= 0:
-                return
-            time.sleep(min(NOTICE_POLL, left))
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
 
 
 @dataclass
@@ -101,7 +70,7 @@ class Agent:
         """The others are met in the run's folder."""
         self.meeting = Meeting(self.job.run_dir, self.job.host, lost_after=self.job.lost_after)
         self.link = link_to(host for host in self.job.hosts if host != self.job.host)
-        self.notices = Notices()
+        self.notices: list[int] = []  # signals that came; while workers run the supervisor collects them instead
         metrics = self.job.run_dir / "metrics" / f"rank_{loss_rank(self.job.recipe)}.jsonl"
         learn_steps(self.limits, Follower(metrics).new_records())
         self.last: tuple[int, Verdict] | None = None
@@ -109,14 +78,14 @@ class Agent:
 
     def run(self, number: int) -> Outcome:
         """Take part from attempt `number` on, until the run is through, given up, or we are told to leave."""
-        with self.notices:
+        with collected_signals(self.notices):
             try:
                 while True:
                     verdict = self._attempt(number)
                     if verdict is None or verdict.decision in FINAL or self.leaving:
                         return self._final(number, verdict)
                     self.last = number, verdict
-                    self.notices.sleep(verdict.wait)
+                    self._sleep(verdict.wait)
                     number += 1
             except Interrupted as notice:
                 with suppress(OSError, LostDiskError):
@@ -128,6 +97,17 @@ class Agent:
                 with suppress(OSError, LostDiskError):
                     self.meeting.gone(number)
                 raise
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait; raise Interrupted at a signal, also at one that came before."""
+        until = time.monotonic() + seconds
+        while True:
+            if self.notices:
+                raise Interrupted(self.notices[0])
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(NOTICE_POLL, left))
 
     def _attempt(self, number: int) -> Verdict | None:
         """One attempt from here; None where we leave it before its verdict."""
@@ -141,7 +121,7 @@ class Agent:
             return self._verdict(plan)
         if read(file_of(folder_of(self.job.run_dir, number), END, self.job.host), End):
             return self._verdict(plan)  # of an earlier agent of this host, whose workers are gone
-        part = Part(self.job, plan, self.meeting, self.limits, self.link, self.notices.received)
+        part = Part(self.job, plan, self.meeting, self.limits, self.link, self.notices)
         self.outcome, end = part.run()
         self.failed = end.outcome == "failed"
         self.parts += 1
@@ -176,7 +156,7 @@ class Agent:
                 self.meeting.gone(number)
                 there = ", ".join(self.meeting.there(number)) or "nobody"
                 raise TC3Error(f"attempt {number}: {there} came within {self.job.patience:g} s, too few to start")
-            self.notices.sleep(POLL)
+            self._sleep(POLL)
         return plan
 
     def _become_fit(self, number: int) -> None:
@@ -195,7 +175,7 @@ class Agent:
             if why != said:
                 self.job.say(f"tc3: {words}")
                 said = why
-            self.notices.sleep(POLL)
+            self._sleep(POLL)
 
     def _stand_by(self, plan: Plan) -> None:
         """A spare beats, and looks after all others in turn, until the attempt is over."""
@@ -204,7 +184,7 @@ class Agent:
         since = self.meeting.now()
         while not (around.look() or read(place, Verdict)):
             self.meeting.beat(plan.attempt, Beat(self.job.host, self.meeting.now(), "start", since))
-            self.notices.sleep(BEAT)
+            self._sleep(BEAT)
 
     def _verdict(self, plan: Plan, limit: float | None = None) -> Verdict | None:
         """Wait for the verdict, or give it; None when there is none after `limit` seconds."""
@@ -213,7 +193,8 @@ class Agent:
         began = time.monotonic()
 
         def given(attempt: Attempt) -> Verdict:
-            now, saved = self.meeting.now(), newest_saved(self.job.saves)
+            now, best = self.meeting.now(), newest_saved(self.job.saves)
+            saved = best.step if best else None
             return decide.verdict(attempt, earlier, self.job.rules, self._can, now=now, saved=saved)
 
         while (found := self.meeting.verdict(plan.attempt, given)) is None:
@@ -221,14 +202,15 @@ class Agent:
                 return None
             around.look()
             if limit is None:
-                self.notices.sleep(POLL)
+                self._sleep(POLL)
             else:
                 time.sleep(POLL)
         return found
 
     def _can(self, hosts: list[str]) -> Smaller | str:
         read_skipped(self.job)
-        return smaller(self.job.recipe, len(hosts), self.job.slots, newest_saved(self.job.saves) or 0)
+        best = newest_saved(self.job.saves)
+        return smaller(self.job.recipe, len(hosts), self.job.slots, best.step if best else 0)
 
     def _say_plan(self, plan: Plan) -> None:
         """One line for an attempt that follows another: why, and from where it goes on."""
@@ -251,11 +233,9 @@ class Agent:
         if verdict and verdict.decision == "done":
             return Outcome(0)
         user = verdict is not None and verdict.cause == "user error"
-        return Outcome(2 if user else 1, self._failure(number, verdict))
-
-    def _failure(self, number: int, verdict: Verdict | None) -> Failure:
         why = verdict.why if verdict else "the end of the attempt was not agreed upon"
-        return Failure(why, logs_of(self.job.run_dir, number), cause=verdict.cause if verdict else None)
+        failure = Failure(why, logs_of(self.job.run_dir, number), cause=verdict.cause if verdict else None)
+        return Outcome(2 if user else 1, failure)
 
 
 def _hosts(plan: Plan, before: Plan | None) -> str:

@@ -1,9 +1,9 @@
 """This module is a node's part of one attempt: it starts msrun, supervises its workers, and says how they ended.
 
 `command_of` makes what this node starts for the plan of an attempt: the msrun command, and the environment and cores of
-its workers. `Keeping` publishes what the workers have compiled, beside them, in a thread of its own, for copies take as
-long as they take. `Part` runs the workers under the supervisor and the lookout, lets them save when notice of an end is
-given, and writes down how they ended.
+its workers. `Part` runs the workers under the supervisor and the lookout, publishes what they have compiled in a thread
+of its own, for copies take as long as they take, lets them save when notice of an end is given, and writes down how
+they ended.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from plugins.errors import ClusterError
 from plugins.operator_fusion import plan as operator_fusion
 from plugins.sealed_checkpoint.plan import ATTEMPT
 from tools.checkpoint.scan import CheckpointInfo
+from tools.process.waiting import meanwhile
 from tools.recipe.load import Recipe
 from tools.runs.attempts import End, Plan, folder_of, recipe_file
 from tools.runs.attempts import Outcome as Ending
@@ -77,29 +77,6 @@ def own_ranks(job: Job, plan: Plan) -> range:
     return range(first, first + plan.slots)
 
 
-class Keeping(threading.Thread):
-    """As a context around the workers this publishes graphs of `cache` once they are in use; `well`: they ended so."""
-
-    def __init__(self, cache: CompileCache):
-        super().__init__(daemon=True, name="keeping")
-        self.cache, self.well = cache, False
-        self._over = threading.Event()
-
-    def __enter__(self) -> Keeping:
-        self.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self.join()
-        self.cache.close(self.well)
-
-    def run(self) -> None:
-        """Publish until the workers have ended."""
-        while self.cache.environment and not self._over.wait(LOOK):
-            self.cache.keep()
-
-
 @dataclass
 class Part:
     """This is one attempt on this node."""
@@ -118,11 +95,8 @@ class Part:
         if done := self._complete():
             self.job.say(done)
             return Outcome(0), self._end(Outcome(0), None)
-        recipe, logs, ranks = (
-            recipe_of(self.job, self.plan),
-            own_logs(self.job, self.plan),
-            own_ranks(self.job, self.plan),
-        )
+        recipe, logs = recipe_of(self.job, self.plan), own_logs(self.job, self.plan)
+        ranks = own_ranks(self.job, self.plan)
         logs.mkdir(parents=True, exist_ok=True)
         if failure := self._port_taken(logs):
             return Outcome(1, failure), self._end(Outcome(1, failure), None)
@@ -150,13 +124,16 @@ class Part:
             self.job.say(sentence)
         command.cores.write()
         environment = {**command.environment, **cache.environment, **leave_request.environment(self.folder)}
-        with Keeping(cache) as keeping:
-            outcome = supervise(
-                command.argv, environment, self.job.run_dir, len(ranks), self.lookout.tick, logs, self._ends,
-                self.signals, self.lookout.explain,
-            )  # fmt: skip
-            keeping.well = outcome.code == 0
-        return outcome
+        outcome = None
+        try:
+            with meanwhile(cache.keep, LOOK, LOOK):
+                outcome = supervise(
+                    command.argv, environment, self.job.run_dir, len(ranks), self.lookout.tick, logs, self._ends,
+                    self.signals, self.lookout.explain,
+                )  # fmt: skip
+            return outcome
+        finally:
+            cache.close(outcome is not None and outcome.code == 0)
 
     def _cache(self, recipe: Recipe, ranks: range) -> CompileCache:
         if not self.plan.compile_cache:

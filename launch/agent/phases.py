@@ -41,24 +41,17 @@ from tools.runs.readings import Follower
 
 ENOUGH, WINDOW = 5, 200
 TYPICAL, LONGEST = 10.0, 3.0
-DEFAULTS: Mapping[Phase, float] = {  # seconds, where nothing is known: a stage of 1119B takes long to compile
-    "start": 1800.0,
-    "compile": 7200.0,
-    "first step": 7200.0,
-    "step": 1800.0,
-    "evaluation": 3600.0,
-    "save": 3600.0,
-    "end": 1800.0,
+_SECONDS: Mapping[Phase, tuple[float, float]] = {  # the default and the floor
+    "start": (1800.0, 120.0),
+    "compile": (7200.0, 300.0),
+    "first step": (7200.0, 300.0),
+    "step": (1800.0, 30.0),
+    "evaluation": (3600.0, 60.0),
+    "save": (3600.0, 60.0),
+    "end": (1800.0, 60.0),
 }
-FLOORS: Mapping[Phase, float] = {  # seconds: pauses of a busy host or disk that are no hang
-    "start": 120.0,
-    "compile": 300.0,
-    "first step": 300.0,
-    "step": 30.0,
-    "evaluation": 60.0,
-    "save": 60.0,
-    "end": 60.0,
-}
+DEFAULTS = {phase: first for phase, (first, _) in _SECONDS.items()}  # nothing is known: 1119B's stages compile for long
+FLOORS = {phase: last for phase, (_, last) in _SECONDS.items()}  # pauses of a busy host or disk that are no hang
 COMPILING = b".........Starting Training Model"  # MindFormers' trainer says so before the first step is compiled
 MOST = 1 << 20  # bytes of a log read at a look
 

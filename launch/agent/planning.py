@@ -1,9 +1,8 @@
 """This module plans an attempt: it decides who takes part, from which checkpoint, with which recipe, and on which port.
 
-`Job` is what a node's agent trains and how, the same in every attempt. `next_number`, `logs_of` and `link_logs` are the
-folders of a run's attempts. `Planning` and `make_plan` are what the one agent that plans an attempt decides. `follow`
-lets the run's folder follow a plan once it counts. The rest reads what earlier attempts have left: `history`,
-`under_way`, `newest_saved`.
+`Job` is what a node's agent trains and how, the same in every attempt. `Planning` and `make_plan` are what the one
+agent that plans an attempt decides; `follow` lets the run's folder follow a plan once it counts. The rest names the
+folders of attempts, and reads what earlier ones have left.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from __future__ import annotations
 import os
 import random
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import click
@@ -31,10 +30,11 @@ from launch.resume.data import guilty
 from launch.run import compile_cache
 from launch.run.msrun import MASTER, TRAIN, free_port, worker_count
 from plugins.errors import ClusterError
-from plugins.sealed_checkpoint.plan import adopt, fault, step_of
+from plugins.sealed_checkpoint.plan import adopt
 from plugins.spike_guard.ledger import Ranges
-from tools.checkpoint.scan import CheckpointInfo, iterations, scan_checkpoints
+from tools.checkpoint.scan import CheckpointInfo, scan_checkpoints
 from tools.files.atomic import real_path
+from tools.process.waiting import meanwhile
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
@@ -182,31 +182,16 @@ class Planning:
             return None
         spares = [host for host in there if host not in hosts]
         now = self.meeting.now()
-        with self._alive():
+        with meanwhile(partial(self._beat, now), BEAT, BEAT):  # so that no other node plans beside this one
             read_skipped(self.job)
             plan = make_plan(self.job, self.number, hosts, spares, overrides, again=bool(attempts), now=now)
             recipe = self.prepare(plan) or recipe_of(self.job, plan)
             dump_recipe(recipe, recipe_file(self.job.run_dir, plan))
         return plan
 
-    @contextmanager
-    def _alive(self) -> Iterator[None]:
-        """Give signs of life meanwhile, so that no other node plans beside this one."""
-        over = threading.Event()
-        since = self.meeting.now()
-
-        def beat() -> None:
-            with suppress(LostDiskError, ClusterError):  # the main thread meets them, too
-                while not over.wait(BEAT):
-                    self.meeting.beat(self.number, Beat(self.job.host, self.meeting.now(), "start", since))
-
-        thread = threading.Thread(target=beat, daemon=True, name="alive")
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+    def _beat(self, since: float) -> None:
+        with suppress(LostDiskError, ClusterError):  # the main thread meets them, too
+            self.meeting.beat(self.number, Beat(self.job.host, self.meeting.now(), "start", since))
 
     def _hosts(self, there: list[str], attempts: list[Attempt]) -> tuple[list[str], list[str]]:
         """(hosts by rank, overrides of the recipe); no hosts while they are too few."""
@@ -245,13 +230,15 @@ def make_plan(
     resume = best or own or job.choose()
     if again and resume is None:
         refuse_scratch(job.run_dir, job.saves)
+    # free on the first host: known if that is this one, else a guess, which that host tries
+    port = free_port() if hosts[0] == job.host else random.choice(PORTS)
     return Plan(
         attempt=number,
         time=now,
         hosts=list(hosts),
         slots=job.slots,
         master=hosts[0] if len(hosts) > 1 else MASTER,  # one node looks for nobody else
-        port=(None if again else job.port) or _port(hosts[0] == job.host),
+        port=(None if again else job.port) or port,
         spares=list(spares),
         resume=str(resume.path.absolute()) if resume else None,
         step=resume.step if resume else 0,
@@ -295,11 +282,6 @@ def recipe_of(job: Job, plan: Plan) -> Recipe:
     return apply_overrides(job.recipe, plan.overrides) if plan.overrides else job.recipe
 
 
-def _port(own: bool) -> int:
-    """A port that is free on the first host: known if that is this one, else a guess, which that host tries."""
-    return free_port() if own else random.choice(PORTS)
-
-
 def first_number(run_dir: Path) -> int:
     """Return the attempt that an agent comes to: the newest while it goes on, a new one after a run that ended."""
     known = numbers(run_dir)
@@ -325,14 +307,6 @@ def history(job: Job, number: int) -> list[Attempt]:
             break
         found.insert(0, attempt)
     return found
-
-
-def newest_saved(saves: Path) -> int | None:
-    """Return the step of the newest checkpoint whose files are all there; their content is not read."""
-    for folder in iterations(saves):
-        if fault(folder, checksums=False) is None:
-            return step_of(folder)
-    return None
 
 
 def checkpoint_of(plan: Plan) -> CheckpointInfo | None:

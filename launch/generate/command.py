@@ -1,9 +1,4 @@
-"""This module is the command `tc3 generate`: it shows what a trained mini makes of a prompt, token by token.
-
-`choose` finds what a user names: a run or weights, and the recipe of their model; it is refused where its model cannot
-run here. `forward_recipe` cuts a recipe down to the forward pass of its model on one CPU process. `Voice` goes on with
-texts by the logits of that process (`launch.generate.session`).
-"""
+"""This module is the command `tc3 generate`: it shows what a trained mini makes of a prompt, token by token."""
 
 from __future__ import annotations
 
@@ -23,19 +18,16 @@ import numpy as np
 
 from launch.generate.session import Logits, answering_model, continuation
 from launch.generate.text import Sampling, Spoken, draw, harmless, likeliest, tokenizer_of
+from launch.resume.checkpoints import weights_of
 from plugins.errors import CheckpointError, DataError, RecipeError
 from tools.checkpoint.scan import scan_checkpoints
 from tools.checkpoint.stored import kind_of
 from tools.data.tokenizer import Coder, Tokenizer
 from tools.layout.resolve import resolve
-from tools.model.architecture import model_of
-from tools.model.weights import parameters
 from tools.ranges import Number
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import MODEL_ON_CPU, leave_ascend
-from tools.recipe.view import LOADER, View, look
-from tools.schema.converter import convert
-from tools.schema.schema import load_schema
+from tools.recipe.view import LOADER, look
 from tools.schema.versions import require_verified, unverified_option
 from tools.weights.source import Source, open_source
 
@@ -58,14 +50,9 @@ class Chosen:
         return self.source.path
 
     @property
-    def length(self) -> int:
-        """Return the tokens of a training sample: as far as the model looks back."""
-        return int(self.recipe["model"]["model_config"]["seq_length"])
-
-    @property
-    def vocabulary(self) -> int:
-        """Return how many ids the model knows."""
-        return int(self.recipe["model"]["model_config"]["vocab_size"])
+    def sizes(self) -> dict[str, Any]:
+        """Return sizes of the model: `seq_length` is as far as it looks back, `vocab_size` how many ids it knows."""
+        return self.recipe["model"]["model_config"]
 
 
 def choose(path: Path, recipe_file: Path | None) -> Chosen:
@@ -117,7 +104,7 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
     """Raise CheckpointError for weights of another model, RecipeError for a model that is too large."""
     if not isinstance(look(recipe, ("model", "model_config", "seq_length")), int):
         raise RecipeError(f"{recipe.source}: model.model_config.seq_length: missing; the model sees so many tokens")
-    wanted, held = _parameters(recipe), _weights_held(source)
+    wanted, held = weights_of(recipe), _weights_held(source)
     if wanted and held and held != wanted:
         raise CheckpointError(
             f"{source.path}: holds {held:,} weights, the model of {recipe.source} has {wanted:,}: name the recipe of "
@@ -130,14 +117,6 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
             f"up to {LARGEST:,}, in one CPU process that computes the whole window anew for each token. `tc3 weights "
             "convert` writes what vLLM, SGLang and transformers serve"
         )
-
-
-def _parameters(recipe: Recipe) -> int | None:
-    """Of the recipe's model; None of one that `tc3 check` does not count."""
-    try:
-        return parameters(model_of(convert(View(recipe), load_schema()).fields))
-    except (TypeError, KeyError, ValueError):
-        return None
 
 
 def _weights_held(source: Source) -> int | None:
@@ -213,11 +192,12 @@ def generate(
     _check_tokenizer(found, chosen)
     texts = []
     with answering_model(forward_recipe(chosen.recipe), chosen.weights) as logits:
-        voice = Voice(logits, found, chosen.length, tokens, not as_json)
+        voice = Voice(logits, found, int(chosen.sizes["seq_length"]), tokens, not as_json)
         for number, prompt in enumerate(prompts):
             if number:
                 voice.say("\n")
-            texts.append(voice.go_on(prompt, _chooser(how, seed or 0, number)))
+            random = np.random.default_rng([seed or 0, number])
+            texts.append(voice.go_on(prompt, partial(draw, how=how, random=random) if how else likeliest))
     _print_end(chosen, how, seed or 0, texts, as_json)
 
 
@@ -232,17 +212,13 @@ def sampling_of(temperature: float | None, top_k: int | None, top_p: float | Non
     return Sampling(temperature or 1.0, top_k or 0, 1.0 if top_p is None else top_p)
 
 
-def _chooser(how: Sampling | None, seed: int, number: int) -> Callable[[np.ndarray], int]:
-    """What takes a token from its logits, for one of several prompts."""
-    return likeliest if how is None else partial(draw, how=how, random=np.random.default_rng([seed, number]))
-
-
 def _check_tokenizer(tokenizer: Tokenizer, chosen: Chosen) -> None:
     """Raise DataError for a tokenizer with ids that the model does not know."""
-    if tokenizer.vocab_size > chosen.vocabulary:
+    known = int(chosen.sizes["vocab_size"])
+    if tokenizer.vocab_size > known:
         raise DataError(
             f"{tokenizer.spec.folder}: {tokenizer.vocab_size:,} ids, and the model of {chosen.weights} knows "
-            f"{chosen.vocabulary:,}: not its tokenizer; name that: --tokenizer"
+            f"{known:,}: not its tokenizer; name that: --tokenizer"
         )
 
 

@@ -1,8 +1,4 @@
-"""This module starts a model in a process of its own, asks it for logits, and ends it with us.
-
-`answering_model` is that process as a context; `Ready` and `Refused` are what the worker says before its first logits.
-`continuation` goes on with a prompt token after token, whoever computes the logits.
-"""
+"""This module starts a model in a process of its own, asks it for logits, and ends it with us."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ import numpy as np
 from launch.run.msrun import worker_environment
 from plugins.errors import CheckpointError
 from tools.files.atomic import last_lines
-from tools.process.children import terminate_as_interrupt
+from tools.process.children import child, terminate_as_interrupt
 from tools.process.waiting import Progressing
 from tools.recipe.dump import dump_recipe
 
@@ -75,8 +71,9 @@ def answering_model(recipe: Mapping[str, Any], weights: Path) -> Iterator[Logits
         dump_recipe({**recipe, "output_dir": folder}, file)
         ours, theirs = Pipe()
         with (place / "log").open("wb") as log, ours, theirs:
-            process = subprocess.Popen(
-                [sys.executable, str(WORKER), str(file), str(weights.absolute()), str(theirs.fileno())],
+            command = [sys.executable, str(WORKER), str(file), str(weights.absolute()), str(theirs.fileno())]
+            with child(
+                command,
                 env=worker_environment(1, place),
                 cwd=folder,  # MindSpore leaves files where it stands
                 stdin=subprocess.DEVNULL,
@@ -84,11 +81,12 @@ def answering_model(recipe: Mapping[str, Any], weights: Path) -> Iterator[Logits
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is ours to hear
-            )
-            theirs.close()
-            try:
+            ) as process:
+                theirs.close()
                 with Progressing("building and compiling the model"):
-                    _wait_until_ready(process, ours, place / "log")
+                    first = _answer(process, ours, place / "log")
+                if isinstance(first, Refused):
+                    raise CheckpointError(first.reason)
 
                 def logits(ids: Sequence[int]) -> np.ndarray:
                     ours.send(list(ids))
@@ -96,16 +94,6 @@ def answering_model(recipe: Mapping[str, Any], weights: Path) -> Iterator[Logits
                     return found
 
                 yield logits
-            finally:
-                process.kill()
-                process.wait()
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], pipe: Connection, log: Path) -> None:
-    """Wait until the model is there."""
-    first = _answer(process, pipe, log)
-    if isinstance(first, Refused):
-        raise CheckpointError(first.reason)
 
 
 def _answer(process: subprocess.Popen[bytes], pipe: Connection, log: Path) -> Any:

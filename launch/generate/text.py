@@ -1,9 +1,4 @@
-"""This module turns logits into tokens and tokens into text.
-
-`likeliest` and `draw` take the next token from the logits of all: the likeliest, or one drawn by chance; they are pure
-NumPy. `tokenizer_of` finds which tokenizer a model's ids are of. `Spoken` makes text from ids that come one by one, and
-`harmless` keeps from a terminal what it would obey.
-"""
+"""This module turns logits into tokens and tokens into text; what computes tokens is pure NumPy."""
 
 from __future__ import annotations
 
@@ -75,7 +70,8 @@ def tokenizer_of(recipe: Recipe, weights: Path, given: Path | None) -> Tokenizer
     Raises:
         DataError: none of them is there, it cannot be loaded or does not give text back, or it is not the corpus' own.
     """
-    prefixes = _corpora(recipe)
+    paths = look(recipe, (*LOADER, "config", "data_path"))
+    prefixes = data_prefixes(paths) if paths else []
     if given:
         return _fast_tokenizer(given)
     if (weights / FILE).exists():
@@ -95,11 +91,6 @@ def tokenizer_of(recipe: Recipe, weights: Path, given: Path | None) -> Tokenizer
         "the recipe does not say which tokenizer wrote its data"
     )  # fmt: skip
     raise DataError(f"--tokenizer: {where}; name the tokenizer's folder")
-
-
-def _corpora(recipe: Recipe) -> list[str]:
-    paths = look(recipe, (*LOADER, "config", "data_path"))
-    return data_prefixes(paths) if paths else []
 
 
 def _instructions_tokenizer(recipe: Recipe) -> Path | None:

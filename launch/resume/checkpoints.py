@@ -25,7 +25,7 @@ import click
 
 from launch.resume.data import all_steps, differences, guard_is_on, replaced
 from plugins.errors import CheckpointError, RecipeError, did_you_mean
-from plugins.sealed_checkpoint.plan import SAVING, fault, made, number_of
+from plugins.sealed_checkpoint.plan import SAVING, fault, made, number_of, step_of
 from plugins.spike_guard.ledger import read_ledger
 from tools.checkpoint.scan import (
     CheckpointInfo,
@@ -83,7 +83,7 @@ def check_model(recipe: Recipe, folder: Path) -> None:
         return
     if not is_sealed(folder):
         _shapes_in(open_stored(folder))
-    number, own = weights_in(folder), _weights_of(recipe)
+    number, own = weights_in(folder), weights_of(recipe)
     if number and own and number != own:
         raise CheckpointError(
             f"{folder}: holds {number:,} weights, the recipe's model has {own:,}: a checkpoint of another model"
@@ -108,7 +108,7 @@ def _shapes_of(recipe: Recipe) -> Shapes | None:
     except (RecipeError, TypeError, KeyError, ValueError):
         return None
     trained = _count_trained((each.mindformers, each.shape) for each in entries if each.trained)
-    if trained != _weights_of(recipe):
+    if trained != weights_of(recipe):
         return None  # a variant that the table does not have, such as tied embeddings
     biased = bool(fields.get("moe_router_enable_expert_bias"))
     return {each.mindformers: each.shape for each in entries if each.trained or biased}
@@ -166,7 +166,8 @@ def _listed(wrong: Sequence[str]) -> str:
     return "; ".join(wrong[:_LISTED]) + (f"; and {more:,} more tensors" if more > 0 else "")
 
 
-def _weights_of(recipe: Recipe) -> int | None:
+def weights_of(recipe: Recipe) -> int | None:
+    """Return the trained numbers of the recipe's model; None of one that `tc3 check` does not count."""
     try:
         return parameters(model_of(convert(View(recipe), load_schema()).fields))
     except (TypeError, KeyError, ValueError):
@@ -183,12 +184,8 @@ def weights_in(folder: Path) -> int | None:
         if whole.exists():
             shapes = json.loads(whole.read_text(encoding="utf-8"))["state_dict_metadata"]
             return _count_trained((name, each["global_shape"]) for name, each in shapes.items())
-        files = list(folder.glob("*-model-0000000-0000001.safetensors"))
-        return (
-            _count_trained((name, each.shape) for name, each in read_headers(files[0]).items())
-            if len(files) == 1
-            else None
-        )
+        (file,) = folder.glob("*-model-0000000-0000001.safetensors")
+        return _count_trained((name, each.shape) for name, each in read_headers(file).items())
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # whoever reads the files says what is wrong with them
 
@@ -258,6 +255,12 @@ def refuse_scratch(run_dir: Path, root: Path) -> None:
             f"{last.step:,} ({last.resume}): put that one back, name another one with --resume DIR, or begin anew with "
             "another --run-dir"
         )
+
+
+def newest_saved(root: Path) -> CheckpointInfo | None:
+    """Return the newest checkpoint whose files are all there in their sizes; their content is not read."""
+    whole = (folder for folder in iterations(root) if fault(folder, checksums=False) is None)
+    return next((CheckpointInfo(folder, step_of(folder)) for folder in whole), None)
 
 
 def say_reading(folder: Path | None) -> None:

@@ -27,7 +27,7 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +47,7 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import dotted
 from tools.recipe.view import LOADER, RUNNER, View
 
+DIGESTS = "data.json"  # of a run's data, in its folder
 SECTION = ("plugins", "spike_guard")
 SKIPPED = (*SECTION, "skipped")
 CONFIG = (*LOADER, "config")
@@ -125,18 +126,14 @@ def put_guilty_aside(recipe: Recipe, run_dir: Path, root: Path) -> None:
     """Rename the checkpoints under `root` that are `guilty`."""
     why = guilty(recipe, run_dir)
     for folder in iterations(root):
-        words = why(folder, iteration(folder))
-        if words and (aside := set_aside(folder, partial(_still_guilty, why, iteration(folder)))):
+        step = iteration(folder)
+        words = why(folder, step)
+
+        def still_guilty(moved: Path, step: int = step) -> bool:
+            return why(moved, step) is not None
+
+        if words and (aside := set_aside(folder, still_guilty)):
             click.echo(f"{folder} {words}: renamed {aside.name}", err=True)
-
-
-def _still_guilty(why: Callable[[Path, int], str | None], step: int, moved: Path) -> bool:
-    return why(moved, step) is not None
-
-
-def data_file(run_dir: Path) -> Path:
-    """Return where a run keeps the digests of its data."""
-    return run_dir / "data.json"
 
 
 def digests(recipe: Recipe) -> list[dict[str, Any]]:
@@ -183,12 +180,8 @@ def _digest(prefix: str) -> dict[str, Any]:
         sizes = {"idx_bytes": index.stat().st_size, "bin_bytes": tokens.stat().st_size}
         if sizes["idx_bytes"] > _SLOW_INDEX:
             click.echo(f"{index}: reading its {sizes['idx_bytes'] / 1e9:.0f} GB, to know this data again", err=True)
-        return {
-            "prefix": prefix,
-            **sizes,
-            "idx_sha256": whole_digest(index),
-            "bin_sample_sha256": sampled_digest(tokens),
-        }
+        content = {"idx_sha256": whole_digest(index), "bin_sample_sha256": sampled_digest(tokens)}
+        return {"prefix": prefix, **sizes, **content}
     except OSError as error:
         raise DataError(f"{dotted(DATA_PATH)}: {error.filename}: cannot be read ({error.strerror})") from None
 
@@ -196,7 +189,7 @@ def _digest(prefix: str) -> dict[str, Any]:
 def keep_digests(recipe: Recipe, run_dir: Path) -> None:
     """Write down what the recipe's data holds now. Data that cannot be read is left to the loader to complain of."""
     try:
-        write_atomically(data_file(run_dir), json.dumps(digests(recipe), indent=1) + "\n")
+        write_atomically(run_dir / DIGESTS, json.dumps(digests(recipe), indent=1) + "\n")
     except DataError as error:
         click.echo(f"{error}; a resume will not know whether the data is still the same", err=True)
 
@@ -206,20 +199,16 @@ def replaced(run_dir: Path, recipe: Recipe) -> list[str]:
 
     A run that has written nothing down (of an earlier version, or of MindFormers alone) is said, and taken.
     """
-    stored = data_file(run_dir)
+    stored = run_dir / DIGESTS
     try:
         before = json.loads(stored.read_text(encoding="utf-8"))
         now = digests(recipe)
         pairs = list(zip(before, now, strict=True))
-        return [_digest_in_words(old, new) for old, new in pairs if _content_of(old) != _content_of(new)]
+        return [_digest_in_words(old, new) for old, new in pairs if {**old, "prefix": ""} != {**new, "prefix": ""}]
     except (OSError, DataError, ValueError, TypeError, KeyError) as error:
         reason = "is not there" if isinstance(error, FileNotFoundError) else f"does not tell ({error})"
         click.echo(f"{stored} {reason}: whether the data still holds what it did is unknown", err=True)
         return []
-
-
-def _content_of(digest: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in digest.items() if key != "prefix"}
 
 
 def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:

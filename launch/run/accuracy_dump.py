@@ -22,17 +22,10 @@ if str(ROOT) not in sys.path:  # started by path; the repository may not be inst
     sys.path.insert(0, str(ROOT))
 
 from launch.run import preflight
-from launch.run.effective import (
-    Size,
-    effective_recipe,
-    steps_overrides,
-)
+from launch.run.effective import Size, effective_recipe, steps_overrides
 from launch.run.failure import Failure
 from launch.run.msrun import free_port, msrun_command, worker_count, worker_environment
-from launch.run.summary import (
-    TrainingProgress,
-    complain,
-)
+from launch.run.summary import TrainingProgress, complain
 from launch.run.supervise import Outcome, supervise
 from plugins.errors import DataError, TC3Error
 from tools.accuracy.dumps import write
@@ -135,11 +128,8 @@ def prepare(recipe: Recipe) -> list[str]:
     if (recipe.get("plugins") or {}).get("held_out_loss"):
         recipe["plugins"]["held_out_loss"] = False
         said.append("dump: plugins.held_out_loss is left out")
-    recipe["plugins"] = {
-        **(recipe.get("plugins") or {}),
-        "finite_loss": False,
-        "spike_guard": False,
-    }  # steps with NaN are to be looked at, too
+    # steps with NaN are to be looked at, too
+    recipe["plugins"] = {**(recipe.get("plugins") or {}), "finite_loss": False, "spike_guard": False}
     recipe["callbacks"] = [each for each in recipe.get("callbacks") or [] if each["type"] != "CheckpointMonitor"]
     return said
 

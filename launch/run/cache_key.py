@@ -8,7 +8,6 @@ out of the graph belongs into the key; what is too much in it costs a compilatio
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -21,6 +20,7 @@ from launch.resume import data
 from launch.run.msrun import ROOT
 from tools.files.atomic import whole_digest
 from tools.recipe.load import Recipe
+from tools.schema.versions import installed
 
 # of the recipe: folders of this run, and what is read by callbacks between steps alone
 NOT_IN_THE_GRAPH = (
@@ -70,11 +70,15 @@ def parts(recipe: Recipe, world: int, on_this_node: int, environ: Mapping[str, s
         "data": data.digests(recipe),
         "tokenizers": {str(file): whole_digest(file) for file in _files_of_tokenizers(recipe)},
         "workers": [world, on_this_node],
-        "sources": _sources([ROOT / top for top in SOURCES], ROOT),
+        "sources": _digest((path for top in SOURCES for path in sorted((ROOT / top).rglob("*"))), ROOT),
         "packages": {name: _package(name) for name in PACKAGES},
-        "versions": {name: _version(name) for name in VERSIONS},
+        "versions": {name: installed(name) for name in VERSIONS},
         "python": [platform.python_version(), platform.machine()],
-        "environment": {name: _value(environ[name]) for name in sorted(environ) if _counts(name)},
+        "environment": {
+            name: _value(environ[name])
+            for name in sorted(environ)
+            if name.startswith(VARIABLES) and name not in OF_ONE_LAUNCH
+        },
     }
 
 
@@ -114,34 +118,24 @@ def _settings(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _files_of_tokenizers(recipe: Recipe) -> list[Path]:
     """All files but weights of the tokenizer folders: how many packed samples conversations make depends on these."""
-    folders = map(Path, data.tokenizer_folders(recipe))
-    return [
-        file
-        for folder in folders
-        for file in sorted(folder.rglob("*"))
-        if file.is_file() and file.suffix not in WEIGHTS
-    ]
+    files = [file for folder in data.tokenizer_folders(recipe) for file in sorted(Path(folder).rglob("*"))]
+    return [file for file in files if file.is_file() and file.suffix not in WEIGHTS]
 
 
 def _files_named(value: Any) -> Iterator[str]:
     """Files that the recipe names: a table or a placement may decide what is computed."""
-    if isinstance(value, Mapping):
-        for each in value.values():
-            yield from _files_named(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
+    if isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
             yield from _files_named(each)
     elif isinstance(value, str) and 0 < len(value) < 1024 and os.path.isfile(value):  # corpora are named by prefix
         yield value
 
 
-def _sources(folders: Iterable[Path], above: Path) -> str:
-    """One digest of the names and contents of the source files in `folders`."""
+def _digest(files: Iterable[Path], above: Path) -> str:
+    """One digest of the names and contents of files, but of what is compiled from others."""
     digest = hashlib.sha256()
-    for folder in folders:
-        for path in sorted(folder.rglob("*")):
-            if path.suffix in (".pyc", ".so", ".o") or "__pycache__" in path.parts or not path.is_file():
-                continue
+    for path in files:
+        if path.suffix not in (".pyc", ".so", ".o") and "__pycache__" not in path.parts and path.is_file():
             digest.update(f"{path.relative_to(above)}\0".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -152,22 +146,8 @@ def _package(name: str) -> str | None:
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         return None
-    digest, folder = hashlib.sha256(), Path(spec.origin).parent
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\0".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _counts(variable: str) -> bool:
-    return variable.startswith(VARIABLES) and variable not in OF_ONE_LAUNCH
+    folder = Path(spec.origin).parent
+    return _digest(sorted(folder.rglob("*.py")), folder)
 
 
 def _value(value: str) -> str:

@@ -19,6 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ OWN = ("MS_COMPILER_CACHE_ENABLE", "MS_COMPILER_CACHE_PATH", "MS_DEV_FORCE_USE_C
 OWN_KEYS = ("enable_compile_cache", "compile_cache_path")
 MARKS = (b"PyExecute", b"PyInterpret", b"infer_func_id")  # in a graph: functions of the process that compiled it
 VOTES, ANSWER, ALL_LOAD, ALL_COMPILE = "loads", "answer", "all load", "all compile"
+_remove = partial(shutil.rmtree, ignore_errors=True)
 AGREE, LOOK = 60.0, 0.2  # seconds until nodes that have not heard of all others compile; between looks
 
 
@@ -175,7 +177,10 @@ def _prepare(
         key = root(environ) / name
         if (key / HOST_FUNCTIONS).exists():
             return CompileCache("no compile cache: the graph calls functions of Python, as an earlier run has found")
-        _forget_earlier(run_dir, own, ranks)
+        for rank in ranks:
+            for left in run_dir.glob(f"attempts/*/compile_cache/rank_{rank}"):  # of attempts that were killed
+                _remove(left)
+        _empty(own, ranks)
         loaded = _load(key, own, world, ranks)
         if loaded:
             os.utime(key)  # those used last stay
@@ -189,14 +194,6 @@ def _prepare(
 def root(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the folder of all caches."""
     return Path(environ.get(FOLDER) or ROOT / "output" / "compile_cache").absolute()
-
-
-def _forget_earlier(run_dir: Path, own: Path, ranks: Sequence[int]) -> None:
-    """Remove what earlier attempts that were killed have left of these ranks; make room for this one."""
-    for rank in ranks:
-        for left in {*run_dir.glob(f"attempts/*/compile_cache/rank_{rank}"), own / f"rank_{rank}"}:
-            _remove(left)
-        (own / f"rank_{rank}").mkdir(parents=True)
 
 
 def _load(key: Path, own: Path, world: int, ranks: Sequence[int]) -> bool:
@@ -215,7 +212,7 @@ def _load(key: Path, own: Path, world: int, ranks: Sequence[int]) -> bool:
 
 
 def _empty(own: Path, ranks: Sequence[int]) -> None:
-    """Remove what was copied for these ranks."""
+    """Remove what was copied for these ranks, and make room for what they write."""
     for rank in ranks:
         _remove(own / f"rank_{rank}")
         (own / f"rank_{rank}").mkdir(parents=True, exist_ok=True)
@@ -263,15 +260,15 @@ def _write(path: Path, text: str) -> Path:
 
 def _copy(source: Path, target: Path) -> bool:
     """Copy the files of a sealed folder; False when one is not what was sealed."""
+    sealed = _sealed(source)
     try:
-        sealed = json.loads((source / SEAL).read_text(encoding="utf-8"))
         for name, digest in sealed.items():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
             if whole_digest(target / name) != digest:
                 return False
         return bool(sealed)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, AttributeError):
         return False
 
 
@@ -286,11 +283,13 @@ def _publish(own: Path, key: Path, rank: int, found: Mapping[str, Any]) -> None:
     if not (key / PARTS).exists():
         with atomic_file(key / PARTS) as part:
             part.write_text(json.dumps(found, sort_keys=True, indent=1, default=str), encoding="utf-8")
-    if not all(_of_any_process(file.read_bytes()) for file in files if file.suffix == ".mindir"):
+    graphs = (file.read_bytes() for file in files if file.suffix == ".mindir")
+    # not all functions of Python that a graph calls may have names that another process knows, too
+    if any(any(mark in graph for mark in MARKS) or host_functions.names_in(graph) is None for graph in graphs):
         (key / HOST_FUNCTIONS).touch()
         return
     sealed = {str(file.relative_to(own)): whole_digest(file) for file in files}
-    target, part = key / f"rank_{rank}", key / f".{_us()}.rank_{rank}"
+    target, part = key / f"rank_{rank}", key / f".{socket.gethostname()}.{os.getpid()}.rank_{rank}"
     if not sealed or _sealed(target) == sealed:
         return
     try:
@@ -303,11 +302,6 @@ def _publish(own: Path, key: Path, rank: int, found: Mapping[str, Any]) -> None:
     finally:
         _remove(part)
     _remove_old(key.parent)
-
-
-def _of_any_process(graph: bytes) -> bool:
-    """Whether all functions of Python that a graph calls have names that another process knows, too."""
-    return not any(mark in graph for mark in MARKS) and host_functions.names_in(graph) is not None
 
 
 def _sealed(folder: Path) -> Any:
@@ -325,11 +319,3 @@ def _remove_old(caches: Path) -> None:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _us() -> str:
-    return f"{socket.gethostname()}.{os.getpid()}"

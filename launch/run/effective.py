@@ -1,9 +1,4 @@
-"""This module makes the effective recipe, which `tc3 train` runs: its size, the user's overrides, all resolved.
-
-`Size` says at which size a recipe is trained: its own, a mini on one worker, or a mini with its parallel strategy.
-`effective_recipe` loads it at that size, applies overrides and the number of steps, puts values in the place of `auto`,
-and fills in the run's folders. `fitted_to_conversations` shortens it to as many steps as its conversations make.
-"""
+"""Makes the effective recipe, which `tc3 train` runs: its size, the user's overrides, values in the place of `auto`."""
 
 from __future__ import annotations
 
@@ -15,6 +10,8 @@ from typing import Any
 
 import click
 
+from launch.run.preflight import check_sound
+from launch.run.script import outside
 from plugins.errors import DataError, RecipeError
 from plugins.held_out_loss.plan import KEY as HELD_OUT
 from plugins.packed_labels.plan import KEY as PACKED
@@ -100,6 +97,22 @@ def chosen_recipe(path: Path, overrides: tuple[str, ...], size: Size = FULL_SIZE
     return apply_overrides(flat, overrides)
 
 
+def checked_recipe(
+    file: Path, overrides: tuple[str, ...], steps: int | None, resume: str | None, run_dir: Path | None
+) -> tuple[Recipe, list[str]]:
+    """Return the resolved recipe that other hosts are to train, and the overrides that `steps` makes.
+
+    It is checked here. Notes on stderr say which of its paths lie outside the checkout.
+    """
+    chosen = chosen_recipe(file, overrides)
+    more = steps_overrides(chosen, steps, overrides)
+    flat = resolved(apply_overrides(chosen, more), make_layout=True)
+    check_sound(flat)
+    for line in outside(file, flat, resume, run_dir):
+        click.echo(f"note: {line}", err=True)
+    return flat, more
+
+
 def resolved(flat: Recipe, make_layout: bool) -> Recipe:
     """Return the recipe with values in the place of `auto`; `make_layout` as in `effective_recipe`."""
     return resolve(flat, partial(click.echo, err=True), "search" if make_layout else "file")
@@ -151,7 +164,8 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
     """
     view = View(recipe)
     handler = _conversation_handler(view)
-    held_out = _section(view, HELD_OUT)
+    section = view.get(tuple(HELD_OUT.split(".")))
+    held_out = section if isinstance(section, Mapping) else {}
     files = [*map(Path, view.instruction_files), *([Path(str(held_out.get("data_path")))] if held_out else [])]
     if handler is None or not view.instruction_files or not all(file.is_file() for file in files):
         return recipe  # of another form, or missing: `preflight.check_data` says so
@@ -161,9 +175,8 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
         return recipe
     if held_out:
         _check_held_out(view, held_out, handler, tokenizer)
-    made = count_samples(
-        [(_DATA_FILES, Path(file)) for file in view.instruction_files], handler["seq_length"], tokenizer
-    )
+    named = [(_DATA_FILES, Path(file)) for file in view.instruction_files]
+    made = count_samples(named, handler["seq_length"], tokenizer)
     batch = view.global_batch
     if made is None or not view.samples or view.samples <= made:
         return recipe
@@ -195,11 +208,6 @@ def _conversation_handler(view: View) -> dict[str, Any] | None:
     packs = isinstance(second, dict) and second.get("type") == PACKING
     length = first.get("seq_length") if known else None
     return first if packs and type(length) is int and second.get("seq_length") == length else None
-
-
-def _section(view: View, key: str) -> Mapping[str, Any]:
-    found = view.get(tuple(key.split(".")))
-    return found if isinstance(found, Mapping) else {}
 
 
 def _check_held_out(view: View, settings: Mapping[str, Any], handler: Mapping[str, Any], tokenizer: Any) -> None:

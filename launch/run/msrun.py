@@ -44,7 +44,7 @@ def worker_count(recipe: Mapping[str, Any]) -> int:
     for name in PARALLEL_SIZES:
         size = (recipe.get("parallel_config") or {}).get(name, 1)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise RecipeError(f"parallel_config.{name}: wants a positive integer, got {size!r}")
+            raise RecipeError(f"parallel_config.{name}: a positive integer is needed, but {size!r} was given")
         count *= size
     return count
 
@@ -152,10 +152,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def refuse_other_port(port: int) -> None:
+    """Raise ClusterError for a port that msrun does not take."""
+    if not 1024 <= port <= 65535:
+        raise ClusterError(f"--port {port}: msrun needs a port from 1024 to 65535")
+
+
 def check_port(port: int) -> None:
     """Raise ClusterError when `port` cannot be the scheduler's: msrun would take 44 s to say so, vaguely."""
-    if not 1024 <= port <= 65535:
-        raise ClusterError(f"--port {port}: msrun wants a port from 1024 to 65535")
+    refuse_other_port(port)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import click
 import psutil
 
-from launch.run.msrun import ROOT, worker_count
+from launch.run.msrun import ROOT, on_ascend, worker_count
 from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError, did_you_mean
 from plugins.sealed_checkpoint.plan import fault
 from plugins.semi_auto_cpu.chosen import chosen
@@ -31,16 +31,8 @@ from tools.recipe.view import View
 
 MOST_FINDINGS = 5
 MIN_FREE = 1 << 30  # bytes a run must find free for logs and checkpoints
-PARTS = (
-    "recipe.yaml",
-    "data.json",
-    "skipped.json",
-    "logs",
-    "attempts",
-    "metrics",
-    "checkpoint",
-    "strategy",
-)  # what a run's folder holds that --force removes
+# what a run's folder holds that --force removes
+PARTS = ("recipe.yaml", "data.json", "skipped.json", "logs", "attempts", "metrics", "checkpoint", "strategy")
 LOCK = ".lock"
 AGENTS = "agents of tc3 agent"
 WORKER_MEMORY = 1 * GIB  # of one worker that compiles and runs a toy's sharded graph: 0.5 to 0.9 were seen
@@ -54,8 +46,7 @@ def check_machine(recipe: Mapping[str, Any], here: int | None = None) -> None:
 
     `here`: workers of this host, one of several.
     """
-    context = recipe.get("context") or {}
-    if context.get("device_target", "Ascend") != "Ascend":  # MindFormers' own default
+    if not on_ascend(recipe):
         return
     wanted = here or worker_count(recipe)
     visible = len(list(Path("/dev").glob("davinci[0-9]*")))

@@ -31,7 +31,7 @@ from launch.resume.checkpoints import (
     one_iteration,
     save_path,
 )
-from launch.run.msrun import MASTER, ROOT, worker_count
+from launch.run.msrun import MASTER, ROOT, refuse_other_port, worker_count
 from launch.run.preflight import data_prefixes, held_out
 from launch.workers.cores import binds_itself
 from plugins.errors import ClusterError
@@ -58,12 +58,7 @@ echo 'error: no launch/train.py here: start the script from the checkout, or set
 """
 AS_THEY_STAND = "# shellcheck disable=SC2016 # overrides are taken as they stand"
 _DATA_PATH = (*LOADER, "config", "data_path")
-_OTHER_PATH_KEYS = (
-    ("checkpoint", "load_path"),
-    ("checkpoint", "save_path"),
-    ("load_checkpoint",),
-    ("pretrained_model_dir",),
-)
+_OTHER_PATHS = ("checkpoint.load_path", "checkpoint.save_path", "load_checkpoint", "pretrained_model_dir")
 
 
 def outside(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path | None) -> list[str]:
@@ -87,9 +82,9 @@ def _paths(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path 
         yield from ((".".join(_DATA_PATH), prefix) for prefix in data_prefixes(view.get(_DATA_PATH)))
     yield from ((".".join((*LOADER, "data_files")), file) for file in view.instruction_files)
     yield from (("plugins.held_out_loss.data_path", prefix) for prefix in held_out(recipe))
-    for key in _OTHER_PATH_KEYS:
-        value = view.get(key)
-        yield ".".join(key), value if isinstance(value, str) else ""
+    for key in _OTHER_PATHS:
+        value = view.get(tuple(key.split(".")))
+        yield key, value if isinstance(value, str) else ""
 
 
 def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[int], None]:
@@ -178,13 +173,16 @@ def launch_script(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | 
         ClusterError: the hosts do not fit the recipe, or the port is outside msrun's range.
     """
     workers, cluster, port = _sizes(launch, recipe, hosts_file)
-    return "\n".join([*_head(launch, workers, cluster), *_values(launch, recipe, workers, cluster, port), _body()])
+    return "\n".join(
+        [*_head(launch, workers, cluster), *_values(launch, recipe, workers, cluster, port), "\n" + body(BODY)]
+    )
 
 
 def sourcing_script(launch: Launch, recipe: Mapping[str, Any]) -> str:
     """Return the same as `launch_script`, with the body sourced from the checkout: what lies in launch/scripts/."""
     workers, cluster, port = _sizes(launch, recipe, None)
-    head = ["#!/usr/bin/env bash", f"# {_size(workers, cluster)}. How to start it: docs/train.md", "set -euo pipefail"]
+    size = size_in_words(workers, cluster.nodes)
+    head = ["#!/usr/bin/env bash", f"# {size}. How to start it: docs/train.md", "set -euo pipefail"]
     return "\n".join([*head, *_values(launch, recipe, workers, cluster, port), SOURCING])
 
 
@@ -195,23 +193,27 @@ def _sizes(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | None) -
         ClusterError: as `launch_script`.
     """
     port = PORT if launch.port is None else launch.port
-    if not 1024 <= port <= 65535:
-        raise ClusterError(f"--port {port}: msrun wants a port from 1024 to 65535")
+    refuse_other_port(port)
     workers = worker_count(recipe)
     return workers, cluster_for(workers, hosts_file), port
 
 
-def _size(workers: int, cluster: Cluster) -> str:
-    return f"{workers:,} worker{'s' * (workers > 1)} on {cluster.nodes:,} node{'s' * (cluster.nodes > 1)}"
+def size_in_words(workers: int, nodes: int) -> str:
+    """Return how much a run takes."""
+    return f"{workers:,} worker{'s' * (workers > 1)} on {nodes:,} node{'s' * (nodes > 1)}"
+
+
+def one_line(command: Sequence[str]) -> str:
+    """Return a command as a comment has it."""
+    return " ".join(shlex.join(command).splitlines())
 
 
 def _head(launch: Launch, workers: int, cluster: Cluster) -> list[str]:
     """What the script is and how it is started."""
     settings = [word for setting in launch.settings for word in ("--set", setting)]
-    nodes = ["--nodes", cluster.source] if cluster.source else []
-    unbound = [] if launch.bind else ["--no-bind"]
-    command = ["tc3", "train", launch.recipe, *settings, "--script", *nodes, *unbound, *unverified_words()]
-    made_by = " ".join(shlex.join(command).splitlines())
+    command = ["tc3", "train", launch.recipe, *settings, "--script"]
+    command += ["--nodes", cluster.source] * bool(cluster.source) + ["--no-bind"] * (not launch.bind)
+    command += unverified_words()
     start = [
         "# Start it on every node, with the checkout, the data and RUN_DIR on a disk that all of them see:",
         "#   bash SCRIPT [NODE_RANK]      without it the rank is $NODE_RANK, $SLURM_NODEID or the place in HOSTS",
@@ -219,7 +221,7 @@ def _head(launch: Launch, workers: int, cluster: Cluster) -> list[str]:
     ]
     return [
         "#!/usr/bin/env bash",
-        f"# {_size(workers, cluster)}. Written by: {made_by}",
+        f"# {size_in_words(workers, cluster.nodes)}. Written by: {one_line(command)}",
         *(start if cluster.nodes > 1 else []),
         "# The environment can set: TC3_ROOT (the checkout), RUN_DIR, MASTER_ADDR, MASTER_PORT, RESUME (a checkpoint),",
         "# BIND (yes, or no: workers get no cores of their own).",
@@ -239,11 +241,11 @@ def _values(launch: Launch, recipe: Mapping[str, Any], workers: int, cluster: Cl
         f"WORKERS={workers}",
         f"SLOTS={cluster.slots} # workers of a node",
         *_hosts(cluster),
-        _default("RUN_DIR", launch.run_dir),
+        default("RUN_DIR", launch.run_dir),
         f"SAVE_PATH={shlex.quote(str((recipe.get('checkpoint') or {}).get('save_path') or ''))} # empty: in RUN_DIR",
-        _default("MASTER_PORT", str(port)),
-        _default("RESUME", launch.resume),
-        _default("BIND", "yes" if launch.bind and not binds_itself(recipe) else "no"),
+        default("MASTER_PORT", str(port)),
+        default("RESUME", launch.resume),
+        default("BIND", "yes" if launch.bind and not binds_itself(recipe) else "no"),
     ]
     if going_on():
         lines += ["# --unverified: with another MindSpore or MindFormers, too.", f"export {VARIABLE}=1"]
@@ -251,7 +253,7 @@ def _values(launch: Launch, recipe: Mapping[str, Any], workers: int, cluster: Cl
     if (recipe.get("optimizer") or {}).get("swap"):
         lines += [
             "# optimizer.swap needs it, says mindformers/core/optim/adamw.py.",
-            _default("MS_DEV_RUNTIME_CONF", "switch_inline:False"),
+            default("MS_DEV_RUNTIME_CONF", "switch_inline:False"),
             "export MS_DEV_RUNTIME_CONF",
         ]
     return lines
@@ -281,26 +283,20 @@ def _hosts(cluster: Cluster) -> list[str]:
     if not cluster.source:
         edit = "# nodes by rank, the first is the master: put your names here; Slurm's are taken as they are"
         return [f"HOSTS=({cluster.names}) {edit}", "HOSTS_OF_SLURM=yes"]
-    names = textwrap.wrap(
-        cluster.names,
-        110,
-        initial_indent=INDENT,
-        subsequent_indent=INDENT,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+    whole: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
+    names = textwrap.wrap(cluster.names, 110, initial_indent=INDENT, subsequent_indent=INDENT, **whole)
     first = "# The nodes by rank; the first one is the master, whose scheduler all workers look for."
     return [first, "HOSTS=(", *names, ")", "HOSTS_OF_SLURM=no"]
 
 
-def _default(name: str, value: str) -> str:
-    """An assignment that an environment variable of the same name overrides."""
+def default(name: str, value: str) -> str:
+    """Return an assignment of bash that an environment variable of the same name overrides."""
     return f'[ -n "${{{name}:-}}" ] || {name}={shlex.quote(value)}'
 
 
-def _body() -> str:
-    """The part that all scripts share, without the line that tells linters its language."""
-    return "\n" + BODY.read_text(encoding="utf-8").split("\n", 1)[1]
+def body(path: Path) -> str:
+    """Return the text of a bash file that scripts share, without the line that tells linters its language."""
+    return path.read_text(encoding="utf-8").split("\n", 1)[1]
 
 
 def in_checkout(path: Path) -> str:

@@ -1,9 +1,4 @@
-"""This module shows how a run of `tc3 train` goes, and says at its end what came of it and how to go on.
-
-`TrainingProgress` shows a run's progress: a bar on a terminal; elsewhere a plain line every tenth of the way, and each
-minute. `draw_loss_curve` draws a run's loss curve (PNG or SVG, by the file's ending). `summarize` gathers numbers,
-files, and the command to go on with; `print_summary`, `complain` and `print_failure` print them.
-"""
+"""This module shows how a run of `tc3 train` goes, and says at its end what came of it and how to go on."""
 
 from __future__ import annotations
 
@@ -19,16 +14,16 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from launch.resume.checkpoints import say_reading
+from launch.resume.checkpoints import newest_saved, say_reading
 from launch.resume.data import all_steps, most_steps
 from launch.run.failure import STOPPED, Failure
 from launch.run.supervise import Outcome
-from plugins.sealed_checkpoint.plan import fault, step_of
-from tools.checkpoint.scan import CheckpointInfo, iterations, scan_checkpoints
+from tools.checkpoint.scan import iterations, scan_checkpoints
 from tools.files.figure import new_figure, save_figure
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 from tools.runs.readings import Follower, Readings, loss_rank, read_held_out, read_metrics
+from tools.schema.versions import unverified_words
 
 COMPILING = "compiling…"  # until the first step is done
 QUIET = 60.0  # seconds without a line, at most
@@ -46,7 +41,9 @@ class TrainingProgress:
         self.started = time.monotonic()
         self.shown = -1  # tenths of the run printed so far
         self.said = self.started  # when the last line was printed
-        self.bar = _progress_bar(console) if console.is_terminal else None
+        first = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        last = (TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn())
+        self.bar = Progress(*first, *last, console=console, refresh_per_second=4) if console.is_terminal else None
 
     def __enter__(self) -> TrainingProgress:
         if self.bar:
@@ -70,13 +67,9 @@ class TrainingProgress:
         if not self.bar and time.monotonic() - self.said >= QUIET:
             self._say_something()
         if self.bar and self.readings.steps:
-            last = self.readings.last
+            last, total = self.readings.last, self.readings.total_steps
             self.bar.update(
-                self.task,
-                description="training",
-                completed=last["step"],
-                total=self.readings.total_steps,
-                note=self._note(last),
+                self.task, description="training", completed=last["step"], total=total, note=self._note(last)
             )
 
     def _say_something(self) -> None:
@@ -108,60 +101,23 @@ class TrainingProgress:
         return f"loss {record['loss']:.4f}" + (f"  {speed:,.0f} tokens/s (median)" if speed else "")
 
 
-def _progress_bar(console: Console) -> Progress:
-    """The bar's columns: what, bar, steps, loss and speed, time gone, time to go."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        refresh_per_second=4,
-    )
-
-
-def draw_loss_curve(
-    metrics_files: Sequence[Path], out_path: Path, evaluations: Mapping[int, float] | None = None
-) -> Path:
-    """Draw loss over step, one line per metrics file, and `evaluations` (step -> held-out loss) as points.
+def draw_loss_curve(steps: Mapping[int, Mapping[str, Any]], out_path: Path, evaluations: Mapping[int, float]) -> Path:
+    """Draw the loss over `steps` (step -> its record), and `evaluations` (step -> held-out loss) as points.
 
     Matplotlib is imported only here; its Agg backend needs no display. Returns `out_path`.
-
-    Raises:
-        ValueError: no file holds a step.
     """
-    curves = {file: read_metrics(file).steps for file in metrics_files}
-    if not any(curves.values()):
-        raise ValueError(f"no steps to draw in {', '.join(map(str, metrics_files)) or 'no files'}")
     figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
-    for file, steps in curves.items():
-        name = "training" if len(curves) == 1 else f"{file.parent.parent.name}/{file.stem}"
-        _draw_curve(axes, steps, "loss", f"{name} loss", linewidth=1.2)
-        if evaluations:  # they are language-model losses: show what compares with them
-            _draw_curve(axes, steps, "lm_loss", f"{name}, language model only", linewidth=0.8)
-    if evaluations:
-        points = sorted(evaluations)
-        axes.plot(
-            points,
-            [evaluations[step] for step in points],
-            "o--",
-            color="black",
-            markersize=4,
-            label="held out, language model",
-        )
-    _label_axes(axes)
-    return save_figure(figure, out_path)
-
-
-def _label_axes(axes: Any) -> None:
-    """Names, grid and legend."""
+    _draw_curve(axes, steps, "loss", "training loss", linewidth=1.2)
+    if evaluations:  # they are language-model losses: show what compares with them
+        _draw_curve(axes, steps, "lm_loss", "training, language model only", linewidth=0.8)
+        points, label = sorted(evaluations), "held out, language model"
+        axes.plot(points, [evaluations[step] for step in points], "o--", color="black", markersize=4, label=label)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
+    return save_figure(figure, out_path)
 
 
 def _draw_curve(axes: Any, steps: Mapping[int, Mapping[str, Any]], key: str, label: str, linewidth: float) -> None:
@@ -187,12 +143,12 @@ def summarize(
     starts a new run from a checkpoint's weights, with one more override where one is given; see `_next_command`.
     `checksums`: read the newest checkpoint as a whole, to see whether it is one.
     """
-    metrics = run_dir / "metrics" / f"rank_{loss_rank(recipe)}.jsonl"
-    readings, held_out = read_metrics(metrics), read_held_out(run_dir)
+    readings = read_metrics(run_dir / "metrics" / f"rank_{loss_rank(recipe)}.jsonl")
+    held_out = read_held_out(run_dir)
     saves = Path(recipe["checkpoint"]["save_path"])
     if checksums:
         say_reading(next(iter(iterations(saves)), None))
-    best = scan_checkpoints(saves)[0] if checksums else _newest_checkpoint(saves)
+    best = scan_checkpoints(saves)[0] if checksums else newest_saved(saves)
     steps, points = sorted(readings.steps), sorted(held_out)
     failure = outcome.failure
     if outcome.code:
@@ -215,20 +171,32 @@ def summarize(
         "tokens_per_second": readings.tokens_per_second(),
         "checkpoint": str(best.path) if best else None,
         "checkpoint_step": best.step if best else None,
-        "picture": str(draw_loss_curve([metrics], run_dir / "loss.png", held_out)) if steps else None,
+        "picture": str(draw_loss_curve(readings.steps, run_dir / "loss.png", held_out)) if steps else None,
         "next_command": shlex.join(more) or None,
     }
-
-
-def _newest_checkpoint(saves: Path) -> CheckpointInfo | None:
-    """The newest checkpoint whose files are all there in their sizes; their content is not read."""
-    whole = (folder for folder in iterations(saves) if fault(folder, checksums=False) is None)
-    return next((CheckpointInfo(folder, step_of(folder)) for folder in whole), None)
 
 
 def _finite(value: float | None) -> float | None:
     """JSON knows neither NaN nor infinity."""
     return value if value is None or math.isfinite(value) else None
+
+
+def words_to_go_on(
+    begin: Sequence[str], overrides: tuple[str, ...], run_dir: Path, named: bool, weights: Path | None, change: str
+) -> list[str]:
+    """Return the command that goes on with a run, or starts another one from `weights`; without its number of steps.
+
+    Args:
+        begin: the command's first words. named: whether `run_dir` has to be said, for it is not the usual one.
+        change: an override that takes the place of what stands for its key; may be empty.
+    """
+    if change:
+        key = change.partition("=")[0]
+        overrides = (*(each for each in overrides if each.partition("=")[0].strip() != key), change)
+    place = ["--resume", "auto", *["--run-dir", str(run_dir)] * named]
+    if weights:
+        place, overrides = ["--run-dir", f"{run_dir}-next"], (*overrides, f"checkpoint.load_path={weights}")
+    return [*begin, *place, *(word for override in overrides for word in ("--set", override)), *unverified_words()]
 
 
 def _next_command(recipe: Recipe, total: int, weights: Path, resume_command: ResumeCommand) -> list[str]:

@@ -2,9 +2,6 @@
 
 msrun starts workers in sessions of their own, needs 26-54 s to notice some failures and, ended by SIGTERM, leaves them
 running. So every descendant is watched and, in the end, killed by pid.
-
-`Family` is the processes below a command: it knows which are workers, how each ended, and how to end them all.
-`supervise` runs the command until its workers have ended, and returns their `Outcome`.
 """
 
 from __future__ import annotations
@@ -14,8 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +20,9 @@ import psutil
 
 from launch.run.failure import Failure, ends_in_msrun_log, error_of, telling_lines, worker_failure
 from launch.workers.lifetime import adopt_orphans, die_with_parent
+from plugins.errors import OUT_OF_REACH
 from tools.files.atomic import last_lines
+from tools.process.children import collected_signals
 
 POLL = 0.2  # seconds between looks at the workers
 SCAN = 1.0  # seconds between searches for new descendants
@@ -104,12 +102,12 @@ class Family:
         start = time.monotonic()
         asked: set[int] = set()
         while (left := self.alive()) and time.monotonic() - start < limit:
+            late = time.monotonic() - start >= grace
             for process in left:
-                if time.monotonic() - start >= grace:
-                    _send(process, signal.SIGKILL)
-                elif process.pid not in asked:
+                if late or process.pid not in asked:
                     asked.add(process.pid)
-                    _send(process, signal.SIGTERM)
+                    with contextlib.suppress(psutil.Error):
+                        process.send_signal(signal.SIGKILL if late else signal.SIGTERM)
             time.sleep(0.05)
         return [process.pid for process in left]
 
@@ -119,19 +117,6 @@ class Family:
             if pid != self.root:  # its owner waits for it
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
-
-
-def family_of(root: int, before: set[int]) -> Family:
-    """Return the family of a process just started; `before` are the pids of our children from before the start."""
-    adopt_orphans()
-    family = Family(root, before)
-    family.scan()
-    return family
-
-
-def children_now() -> set[int]:
-    """Return the pids of this process's descendants."""
-    return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -150,11 +135,6 @@ def _exit_code(pid: int) -> int | None:
         return None
     status = int(stat.rsplit(")", 1)[1].split()[-1])  # field 52, as waitpid would give it
     return os.waitstatus_to_exitcode(status)
-
-
-def _send(process: psutil.Process, number: int) -> None:
-    with contextlib.suppress(psutil.Error):
-        process.send_signal(number)
 
 
 @dataclass(frozen=True)
@@ -190,8 +170,8 @@ def supervise(
     """
     logs = logs or run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    with _collected_signals(signals) as received, (logs / "msrun.log").open("wb") as log:
-        before = children_now()
+    with collected_signals(list(signals)) as received, (logs / "msrun.log").open("wb") as log:
+        before = {child.pid for child in psutil.Process().children(recursive=True)}
         root = subprocess.Popen(
             list(command),
             env=dict(environment),
@@ -201,7 +181,9 @@ def supervise(
             start_new_session=True,
             preexec_fn=partial(die_with_parent, signal.SIGINT, os.getpid()),
         )
-        family = family_of(root.pid, before)
+        adopt_orphans()
+        family = Family(root.pid, before)
+        family.scan()
         code, failure = 1, None
         try:
             watch = _Watch(root, family, logs, run_dir / "metrics", workers, received, tick, ends)
@@ -218,21 +200,7 @@ def supervise(
 def _how_telling(failure: Failure) -> tuple[bool, bool, bool, bool]:
     """Of several failures the one to show is the largest by this; who lost another worker comes behind the lost one."""
     killed = failure.code is not None and failure.code < 0
-    lost_another = "is out of reach" in failure.message  # of plugins/cpu_backend/mailbox.py
-    return failure.user_error and not lost_another, failure.stopped, failure.has_traceback, killed
-
-
-@contextmanager
-def _collected_signals(earlier: Sequence[int]) -> Iterator[list[int]]:
-    """Collect SIGINT, SIGTERM and SIGHUP in a list instead of dying of them."""
-    received = list(earlier)
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    old = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in numbers}
-    try:
-        yield received
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+    return failure.user_error and OUT_OF_REACH not in failure.message, failure.stopped, failure.has_traceback, killed
 
 
 @dataclass

@@ -4,12 +4,6 @@
 run. MindSpore leaves the cluster and gives its devices back in functions that it registers with `atexit`. What the
 interpreter and C++ destroy after that has nothing to give back, and may crash on the way: a worker that had trained to
 the end and left the cluster was seen to die of SIGSEGV, so that its run read as failed.
-
-`die_with_parent` and `adopt_orphans` let a process end with its parent, also when the parent is killed with SIGKILL
-(Linux only).
-
-`answer_with_stacks` lets a worker write on SIGUSR2 where each of its threads is into its log: that is what to know of a
-run that hangs.
 """
 
 from __future__ import annotations
@@ -52,7 +46,7 @@ def _exit_hard() -> None:
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL, parent: int | None = None) -> None:
-    """Ask the kernel for `signal_number` when our parent ends; `parent` is its pid, if known.
+    """Ask the kernel for `signal_number` when our parent ends, even by SIGKILL (Linux); `parent` is its pid, if known.
 
     Safe between fork and exec. The setting survives exec, not fork: each generation asks for itself.
     """
@@ -69,5 +63,5 @@ def adopt_orphans(on: bool = True) -> None:
 
 
 def answer_with_stacks() -> None:
-    """Answer from now on, also while the interpreter waits in C++, for the answer needs no lock of it."""
+    """Write on SIGUSR2 into the log where each thread of a run that hangs is, also while it waits in C++."""
     faulthandler.register(ASK_STACKS, all_threads=True)

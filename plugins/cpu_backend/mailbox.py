@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from plugins.errors import ClusterError
+from plugins.errors import OUT_OF_REACH, ClusterError
 
 MAGIC = b"tc3f"
 MAX_AXES = 8
@@ -190,7 +190,7 @@ class Mailbox:
 
     def lose(self, peer: int, error: OSError, unreachable: Set[int] = frozenset()) -> None:
         """A connection ended."""
-        reason = str(error) if isinstance(error, Disconnected) else f"is out of reach: {error}"
+        reason = str(error) if isinstance(error, Disconnected) else f"{OUT_OF_REACH}: {error}"
         with self.changed:
             self._lost.setdefault(peer, reason)
             self.unreachable |= unreachable

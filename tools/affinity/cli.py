@@ -1,8 +1,4 @@
-"""This module is the command `tc3 affinity`: it says which cores each worker of this host gets.
-
-`picture` shows the host as text: a row for each NUMA node, a character for each core. `isolation` has lines that keep
-the host's other work off the workers' cores; the plan changes nothing by itself. `as_dict` is the plan for machines.
-"""
+"""This module is the command `tc3 affinity`: it says which cores each worker of this host gets, and changes nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ import click
 from plugins.errors import ClusterError
 from tools.affinity import msrun
 from tools.affinity.plan import Plan, how_far
-from tools.affinity.topology import Host, read_host, root_option
+from tools.affinity.topology import read_host, root_option
 from tools.files.atomic import check_writable, write_atomically
 from tools.process.host import Root, compress
 
@@ -93,7 +89,9 @@ def as_dict(plan: Plan, numactl: bool) -> dict[str, Any]:
     words = msrun.prefixes(plan, numactl) if plan.binds else [[] for _ in devices]
     theirs = msrun.own_plan(host, devices)
     rows = []
+    known = {core for members in host.nodes.values() for core in members}  # msrun's cpuset may be another container's
     for worker, prefix, other in zip(plan.workers, words, theirs, strict=True):
+        far = how_far(host, worker.home, [core for core in other if core in known])
         rows.append(
             {
                 "rank": worker.rank,
@@ -103,7 +101,7 @@ def as_dict(plan: Plan, numactl: bool) -> dict[str, Any]:
                 **worker.counts(host),
                 "roles": {name: compress(cores) for name, cores in worker.roles.items()},
                 "prefix": shlex.join(prefix),
-                "msrun_bind_core": {"cores": compress(other), **how_far(host, worker.home, _known_cores(host, other))},
+                "msrun_bind_core": {"cores": compress(other), **far},
             }
         )
     return {
@@ -118,11 +116,6 @@ def as_dict(plan: Plan, numactl: bool) -> dict[str, Any]:
     }
 
 
-def _known_cores(host: Host, cores: list[int]) -> list[int]:
-    """Those that the host has: msrun's cpuset may be another container's."""
-    return [core for core in cores if any(core in members for members in host.nodes.values())]
-
-
 def _text(plan: Plan, answer: dict[str, Any], bind_file: Path | None) -> str:
     """The plan for people."""
     lines = [picture(plan), ""]
@@ -130,23 +123,17 @@ def _text(plan: Plan, answer: dict[str, Any], bind_file: Path | None) -> str:
         who = f"worker {row['rank']}" + (f" (NPU {row['npu']}, node {row['node']})" if row["npu"] is not None else "")
         roles = ", ".join(f"{name} {cores}" for name, cores in row["roles"].items() if name != "pynative")
         lines.append(f"{who}: {row['remote']} remote; {roles}" if row["cores"] else f"{who}: not bound")
-    ours, theirs = (sum(row["remote"] for row in rows) for rows in (answer["workers"], _theirs(answer)))
-    bound = sum(len(row["cores"]) > 0 for row in _theirs(answer))
+    under_msrun = [row["msrun_bind_core"] for row in answer["workers"]]
+    ours, theirs = (sum(row["remote"] for row in rows) for rows in (answer["workers"], under_msrun))
+    bound = any(row["cores"] for row in under_msrun)
     lines += ["", f"cores of another socket than their NPU's: {ours} here, "]
     lines[-1] += f"{theirs} under msrun --bind_core=True" if bound else "and msrun --bind_core=True would bind nothing"
     if refused := answer["msrun_refuses"]:
-        lines += [f"{refused}. Before each worker's command instead:", *_prefixes(answer)]
+        prefixes = [f"  worker {row['rank']}: {row['prefix']}" for row in answer["workers"] if row["prefix"]]
+        lines += [f"{refused}. Before each worker's command instead:", *prefixes]
     elif plan.binds:
         name = bind_file or "FILE"
         written = "written" if bind_file else "write it with --bind-file FILE"
         lines.append(f"msrun --bind_numa {name}, and context.affinity_config: {name} for the roles ({written})")
     lines += [f"{item['what']}:\n  {item['line']}" for item in answer["isolation"]]
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
-
-
-def _theirs(answer: dict[str, Any]) -> list[dict[str, Any]]:
-    return [row["msrun_bind_core"] for row in answer["workers"]]
-
-
-def _prefixes(answer: dict[str, Any]) -> list[str]:
-    return [f"  worker {row['rank']}: {row['prefix']}" for row in answer["workers"] if row["prefix"]]

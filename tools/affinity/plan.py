@@ -144,9 +144,8 @@ def make_plan(host: Host, count: int, npus: Sequence[int] | None) -> Plan:
 def _unbound(host: Host, devices: list[int | None], total: int) -> Plan:
     note = f"{len(devices)} workers, but {total} cores are allowed: none is bound, and all share them"
     home = next(iter(host.nodes))
-    return Plan(
-        host, [Worker(i, npu, home, [], {}, []) for i, npu in enumerate(devices)], {}, [], sorted(host.allowed), [note]
-    )
+    workers = [Worker(i, npu, home, [], {}, []) for i, npu in enumerate(devices)]
+    return Plan(host, workers, {}, [], sorted(host.allowed), [note])
 
 
 def _homes(host: Host, devices: list[int | None], free: Mapping[int, list[int]]) -> list[int]:
@@ -169,11 +168,8 @@ def _workers(host: Host, devices: list[int | None], homes: list[int], free: Mapp
             amount = counts[rank, nodes.index(node)]
             given[node], left[node] = left[node][:amount], left[node][amount:]
         near = sum(len(cores) for node, cores in given.items() if host.distance[home, node] < SOCKET)
-        kept = {
-            node: cores
-            for node, cores in given.items()
-            if cores and (near < LEAST or host.distance[home, node] < SOCKET)
-        }
+        far = near < LEAST  # then cores of another socket are taken, too
+        kept = {node: each for node, each in given.items() if each and (far or host.distance[home, node] < SOCKET)}
         cores = [core for part in kept.values() for core in part]
         memory = sorted(host.memory.intersection({home, *kept}))
         workers.append(Worker(rank, devices[rank], home, cores, roles(cores), memory))

@@ -1,8 +1,4 @@
-"""This module reads a host: its NUMA nodes, how far they are from each other, and which is nearest to each NPU.
-
-`allowed` and `msrun_sees` are the cores that this host lets us use, and those of which msrun knows. `read_host` reads
-all that a plan is made of, as a `Host`, from this host or from a recorded one (`root_option`).
-"""
+"""This module reads a host: its NUMA nodes, how far they are from each other, and which is nearest to each NPU."""
 
 from __future__ import annotations
 
@@ -31,24 +27,21 @@ def allowed(root: Root) -> list[int] | None:
     Control groups of version 1 and of version 2 are read; in a container the process's own group is mounted as the
     top one, so a group's path is tried from the deepest folder upwards.
     """
-    status = root.read("/proc/self/status") or ""
-    scheduled = next((line.split(":")[1] for line in status.splitlines() if line.startswith("Cpus_allowed_list:")), "")
-    lists = [expand(text) for text in (scheduled, _group_cores(root)) if text]
+    lists = [expand(text) for text in (_status(root, "Cpus_allowed_list:"), _group_cores(root)) if text]
     if not lists:
         return None
     return sorted(set(lists[0]).intersection(*lists[1:]))
 
 
+def _status(root: Root, name: str) -> str:
+    """A line of what Linux says of the process; empty where it does not."""
+    lines = (root.read("/proc/self/status") or "").splitlines()
+    return next((line.removeprefix(name) for line in lines if line.startswith(name)), "")
+
+
 def msrun_sees(root: Root) -> list[int]:
     """Return the cores for `msrun --bind_core` and `--bind_numa FILE`: version 1's only, none with version 2."""
     return sorted(set(expand(root.read(MSRUN_READS) or "")))
-
-
-def version(root: Root) -> int | None:
-    """Return the version of the control groups that hold the cpuset: 1, 2, or None where there is none."""
-    if root.read(MSRUN_READS) is not None:
-        return 1
-    return 2 if root.read("/sys/fs/cgroup/cgroup.controllers") is not None else None
 
 
 def _group_cores(root: Root) -> str:
@@ -153,9 +146,8 @@ def _distances(root: Root, nodes: list[int]) -> dict[tuple[int, int], int]:
 
 def _memory_nodes(root: Root, nodes: Mapping[int, list[int]]) -> set[int]:
     """Nodes that have memory and that the process may take it from; all of them where nothing says."""
-    status = root.read("/proc/self/status") or ""
-    allowed_text = next((row.split(":")[1] for row in status.splitlines() if row.startswith("Mems_allowed_list:")), "")
-    lists = [expand(text) for text in (allowed_text, root.read(f"{NODES}/has_memory") or "") if text]
+    texts = (_status(root, "Mems_allowed_list:"), root.read(f"{NODES}/has_memory"))
+    lists = [expand(text) for text in texts if text]
     return set(nodes).intersection(*lists)
 
 

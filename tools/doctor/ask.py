@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
 import tempfile
 import threading
@@ -23,7 +22,7 @@ from subprocess import PIPE, Popen
 
 from plugins.errors import ClusterError
 from tools.doctor.report import CHECKOUT, Report, ReportError, read_report
-from tools.process.children import terminate_as_interrupt
+from tools.process.children import kill, terminate_as_interrupt
 from tools.process.waiting import Progressing
 
 # What came of asking a host: its report and the difference of its clock, or what went wrong.
@@ -168,7 +167,7 @@ class _Sessions:
         """End a process, if it has not; whether its time was over."""
         with self._lock:
             del self._ends[process]
-            _kill(process)
+            kill(process)
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
@@ -181,21 +180,14 @@ class _Sessions:
             late = {process for process, end in self._ends.items() if time.monotonic() > end} - self._late
             self._late |= late
             for process in late:
-                _kill(process)
+                kill(process)
 
     def stop(self) -> None:
         """End all of them, and start no more."""
         with self._lock:
             self._stopped = True
             for process in self._ends:
-                _kill(process)
-
-
-def _kill(process: Popen[bytes]) -> None:
-    """The session of a process that nobody has waited for yet, so that its number is still its own."""
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+                kill(process)
 
 
 def _ask(host: str, command: str, sessions: _Sessions) -> Answer:

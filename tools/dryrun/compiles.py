@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -33,7 +32,7 @@ from tools.dryrun.plan import Job, Plan
 from tools.estimate.from_recipe import LEVEL
 from tools.files.atomic import atomic_file
 from tools.hardware.units import GIB
-from tools.process.children import HUGE_PAGES, terminate_as_interrupt
+from tools.process.children import HUGE_PAGES, kill, terminate_as_interrupt
 from tools.recipe.load import Recipe
 from tools.recipe.override import dotted
 from tools.recipe.view import View
@@ -191,11 +190,7 @@ class _Run:
 
     def end(self) -> None:
         """Kill it, whatever it started as well."""
-        with suppress(psutil.Error):
-            process = psutil.Process(self.process.pid)
-            for child in [*process.children(recursive=True), process]:
-                with suppress(psutil.Error):
-                    child.kill()
+        kill(self.process)
         self.process.wait()
 
 

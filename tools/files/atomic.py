@@ -13,8 +13,9 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 from plugins.errors import DataError
@@ -33,16 +34,13 @@ def what_is(path: str | os.PathLike[str]) -> str:
         gone = os.path.islink(path)
         return f"a link to {os.readlink(path)}, which is not there" if gone else "no such file or folder"
     except OSError as error:
-        return "a link that leads back to itself" if error.errno == errno.ELOOP else _reason(error)
+        known = {errno.ELOOP: "a link that leads back to itself", errno.ENOTDIR: "no such file or folder"}
+        return known.get(error.errno or 0, f"cannot be read ({error.strerror})")
     except ValueError:  # a NUL
         return "not the name of a file"
     if stat.S_ISDIR(mode):
         return "a folder"
     return "a file" if stat.S_ISREG(mode) else "a device, a pipe or a socket, not a file"
-
-
-def _reason(error: OSError) -> str:
-    return "no such file or folder" if error.errno == errno.ENOTDIR else f"cannot be read ({error.strerror})"
 
 
 BLOCK, BLOCKS = 1 << 16, 256
@@ -71,8 +69,7 @@ def sampled_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-@contextmanager
-def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_file(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
     """A path beside `path`, of the same ending, to write to; it takes `path`'s place when the block ends well.
 
     Folders that are missing are made. When the block is left by an exception, Ctrl-C too, what stood at `path` stays.
@@ -80,20 +77,10 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         DataError: it cannot be written there.
     """
-    target, part = _beside(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            yield part
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
+    return _beside(path, lambda part: part.parent.mkdir(parents=True, exist_ok=True), Path.replace, _unlink)
 
 
-@contextmanager
-def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_folder(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
     """A folder beside `path` to write into; it becomes `path`, which may not exist, when the block ends well.
 
     When the block is left by an exception, Ctrl-C too, nothing stays.
@@ -101,24 +88,34 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         DataError: it cannot be written there.
     """
-    target, part = _beside(path)
-    try:
-        part.mkdir(parents=True)
-        try:
-            yield part
-            part.rename(target)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-    except OSError as error:
-        raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
+    return _beside(path, lambda part: part.mkdir(parents=True), Path.rename, _remove)
 
 
-def _beside(path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """A path, and one beside it that only this process uses."""
+_unlink = partial(Path.unlink, missing_ok=True)
+_remove = partial(shutil.rmtree, ignore_errors=True)
+
+
+@contextmanager
+def _beside(
+    path: str | os.PathLike[str],
+    make: Callable[[Path], object],
+    move: Callable[[Path, Path], object],
+    clear: Callable[[Path], object],
+) -> Iterator[Path]:
+    """A path beside `path` that only this process uses, made before the block and moved to `path` after it."""
     target = Path(path)
     if not target.name:  # "", "." or "/"
         raise DataError(f"{os.fspath(path)!r}: cannot be written (it is a folder)")
-    return target, target.with_name(f".{os.getpid()}.{target.name}")
+    part = target.with_name(f".{os.getpid()}.{target.name}")
+    try:
+        make(part)
+        try:
+            yield part
+            move(part, target)
+        finally:
+            clear(part)
+    except OSError as error:
+        raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,19 @@ ENDINGS = (".svg", ".png")
 PAGES = (".html", ".htm")
 
 
-def check_ending(path: Path) -> None:
+def check_ending(path: Path, option: str = "--picture", endings: Sequence[str] = ENDINGS) -> None:
     """Refuse a file that cannot be drawn, before the long work that would end in it.
 
     Raises:
-        DataError: the ending is neither .svg nor .png.
+        DataError: it has none of the `endings`.
     """
-    if path.suffix not in ENDINGS:
-        raise DataError(f"--picture {path}: the file must end in {' or '.join(ENDINGS)}")
+    if path.suffix not in endings:
+        raise DataError(f"{option} {path}: the file must end in {' or '.join(endings)}")
 
 
 def check_page(path: Path) -> None:
-    """Refuse to write a page over what is likely to be none, before the long work that would end in it.
-
-    Raises:
-        DataError: the ending is neither .html nor .htm.
-    """
-    if path.suffix not in PAGES:
-        raise DataError(f"--html {path}: the file must end in {' or '.join(PAGES)}")
+    """Refuse to write a page over what is likely to be none, as `check_ending` does."""
+    check_ending(path, "--html", PAGES)
 
 
 def new_figure(width: float, height: float) -> Any:

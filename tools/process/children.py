@@ -1,6 +1,7 @@
 """Signals around work that must not be cut in half, and child processes that end when their parent is ended.
 
-`run_child` starts a training, or another side of a comparison, and takes it along when we are ended. `ordered_map` is a
+`child` starts a process that ends with a block, whatever ends the block; `run_child` runs one to its end (a training,
+or another side of a comparison), and takes it along when we are ended. `ordered_map` is a
 map over worker processes that keeps order, bounds memory, and outlives neither parent nor Ctrl-C. Each worker has its
 own pipe and jobs are dealt round robin, so results come back in job order by reading the pipes in the same turn. At
 most `DEPTH` jobs a worker are under way: memory is O(workers x job), whatever the corpus. A worker that dies closes its
@@ -15,6 +16,7 @@ glibc's malloc on transparent huge pages it takes a tenth (mini recipes) to a fi
 from __future__ import annotations
 
 import atexit
+import importlib
 import multiprocessing
 import os
 import queue
@@ -25,12 +27,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import cycle
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, TypeVar
+
+import psutil
 
 from plugins.errors import DataError
 
@@ -74,16 +78,24 @@ def _leave_behind(outcome: Future[Any]) -> None:
         os._exit(INTERRUPTED)
 
 
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that tell a process to leave
+
+
+@contextmanager
+def collected_signals(received: list[int], numbers: Sequence[int] = NUMBERS) -> Iterator[list[int]]:
+    """Collect signals in a list instead of dying of them."""
+    with ExitStack() as handlers:
+        for number in numbers:
+            handlers.enter_context(_handler(number, lambda number, frame: received.append(number)))
+        yield received
+
+
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Put off Ctrl-C and SIGTERM until the end of the block (milliseconds of renames or of starting a process)."""
     arrived: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        arrived.append(number)
-
     try:
-        with _handler(signal.SIGINT, note), _handler(signal.SIGTERM, note):
+        with collected_signals(arrived, (signal.SIGINT, signal.SIGTERM)):
             yield
     finally:
         for number in dict.fromkeys(arrived):
@@ -139,24 +151,64 @@ def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedPro
     Raises:
         OSError: it cannot be started. KeyboardInterrupt: we were told to end.
     """
-    with terminate_as_interrupt(), subprocess.Popen(command, text=True, **options) as child:
+    with terminate_as_interrupt(), child(command, GRACE, text=True, **options) as process:
+        out, errors = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+@contextmanager
+def child(command: Sequence[str], grace: float = 0.0, **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Start a process, which ends with the block: by SIGTERM if it has `grace` seconds, then as `kill` does.
+
+    A second Ctrl-C does not wait for it. `options` are those of Popen. Raises OSError: it cannot be started.
+    """
+    with subprocess.Popen(command, **options) as process:
         try:
-            out, errors = child.communicate()
-        except KeyboardInterrupt:
-            _end(child)
-            raise
-    return subprocess.CompletedProcess(command, child.returncode, out, errors)
+            yield process
+        finally:
+            try:
+                if grace and process.poll() is None:
+                    process.terminate()
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(grace)
+            finally:
+                kill(process)
 
 
-def _end(child: subprocess.Popen[str]) -> None:
-    """A second Ctrl-C does not wait for it."""
-    child.terminate()
+def kill(process: subprocess.Popen[Any]) -> None:
+    """End a process by SIGKILL with all that it has started, and with its session, if it leads one.
+
+    Nothing is done once somebody has waited for it: its number may be another's by then.
+    """
+    if process.returncode is not None:
+        return
+    with suppress(psutil.Error):
+        for each in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                each.kill()
+    with suppress(ProcessLookupError):
+        if os.getpgid(process.pid) == process.pid:
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+
+
+UNUSED = ("sklearn", "scipy.stats")  # MindFormers imports NLTK for scores of texts, which training calls none of
+
+
+def import_light_nltk() -> None:
+    """Import NLTK, if it is there, without scikit-learn and scipy.stats, which it asks for where it can do without.
+
+    They are a sixth of what the import of MindFormers costs each worker, so call this before. Others find NLTK's
+    helpers as ever.
+    """
+    absent = [name for name in UNUSED if name not in sys.modules]
+    sys.modules |= dict.fromkeys(absent)  # type: ignore[arg-type]  # None: an import of it says that it is not there
     try:
-        child.wait(GRACE)
-    except subprocess.TimeoutExpired:
-        pass
+        with suppress(ImportError):  # MindFormers' own import says so
+            importlib.import_module("nltk")
     finally:
-        child.kill()
+        for name in absent:
+            sys.modules.pop(name, None)
 
 
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # a default: what the user has set stays

@@ -12,10 +12,8 @@ says so.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -79,6 +77,8 @@ class Root:
 
     def _run(self, command: tuple[str, ...]) -> str | None:
         """In a session of its own, so that children go with it. One that a driver holds cannot even be killed."""
+        from tools.process.children import kill  # more than a worker that only binds itself to cores needs
+
         try:
             process = Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, start_new_session=True)
         except OSError:
@@ -87,7 +87,7 @@ class Root:
             text = process.communicate(timeout=_PATIENCE)[0].decode(errors="replace")
             return text if process.returncode == 0 else None
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill(process)
             with suppress(TimeoutExpired):
                 process.wait(_GRACE)
             if not isinstance(error, TimeoutExpired):
@@ -156,7 +156,7 @@ def read_hosts(path: Path) -> tuple[list[str], int]:
             continue
         match = _LINE.fullmatch(text)
         if not match or not _HOST.fullmatch(match["host"]) or match["slots"] == "0":
-            raise ClusterError(f"{path}:{number}: want HOST or HOST SLOTS (node0 8), got {text!r}")
+            raise ClusterError(f"{path}:{number}: HOST or HOST SLOTS (node0 8) is needed, but {text!r} was given")
         if len(match["slots"] or "") > _DIGITS:
             raise ClusterError(f"{path}:{number}: {text[:40]!r}: no host has so many slots")
         host, here = match["host"], int(match["slots"] or DEVICES)

@@ -9,41 +9,90 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 AFTER, EVERY = 2.0, 15.0  # seconds until the first line, and between the others
 AGAIN = 120.0  # seconds until words that have not changed are said again
-Shown = TypeVar("Shown", bound="Progressing")
 
 
 @contextmanager
-def saying(what: str, after: float | None = None) -> Iterator[None]:
-    """A line on stderr after two seconds (or `after`), then now and then while the block runs: ``WHAT (22 s so far)``.
+def meanwhile(what: Callable[[], object], first: float, every: float) -> Iterator[None]:
+    """Call `what` while the block runs: after `first` seconds, then each `every` seconds.
 
-    For work that cannot say how far it is.
+    It is called from a thread of its own, which speaks even where the work stays in C for minutes. The end of the block
+    waits for a call that is under way.
     """
-    done = threading.Event()
-    thread = threading.Thread(target=_say, args=(what, done, AFTER if after is None else after), daemon=True)
+    over = threading.Event()
+
+    def go_round() -> None:
+        pause = first
+        while not over.wait(pause):
+            pause = every
+            what()
+
+    thread = threading.Thread(target=go_round, daemon=True)
     thread.start()
     try:
         yield
     finally:
-        done.set()
+        over.set()
         thread.join()
 
 
-def _say(what: str, done: threading.Event, pause: float) -> None:
+def _print(line: str) -> None:
+    with suppress(OSError, ValueError):  # nobody listens
+        print(line, file=sys.stderr, flush=True)
+
+
+def saying(what: str, after: float | None = None) -> AbstractContextManager[None]:
+    """A line on stderr after two seconds (or `after`), then now and then while the block runs: ``WHAT (22 s so far)``.
+
+    For work that cannot say how far it is.
+    """
     started = time.monotonic()
-    while not done.wait(pause):
-        with suppress(OSError, ValueError):  # nobody listens
-            print(f"{what} ({time.monotonic() - started:.0f} s so far)", file=sys.stderr, flush=True)
-        pause = EVERY
+    return meanwhile(
+        lambda: _print(f"{what} ({time.monotonic() - started:.0f} s so far)"), AFTER if after is None else after, EVERY
+    )
 
 
-class Progressing:
+class _OnStderr:
+    """Shows work by a bar of rich's on a terminal, elsewhere by what `_say` prints now and then."""
+
+    COLUMNS: tuple[str, ...] = ("TimeElapsedColumn",)  # of rich, behind words and bar
+    _bar: Any = None
+    _shown: AbstractContextManager[Any]
+
+    def __enter__(self: Shown) -> Shown:
+        if sys.stderr.isatty():
+            from rich import progress
+            from rich.console import Console
+
+            columns = [progress.TextColumn("{task.description}"), progress.BarColumn()]
+            columns += [getattr(progress, name)() for name in self.COLUMNS]
+            self._bar = self._shown = progress.Progress(*columns, console=Console(stderr=True), transient=True)
+        else:
+            self._shown = meanwhile(self._say, AFTER, EVERY)
+        self._shown.__enter__()
+        self._begin()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._shown.__exit__(None, None, None)
+
+    def _begin(self) -> None:
+        """Called once it is shown."""
+
+    def _say(self) -> None:
+        raise NotImplementedError
+
+
+Shown = TypeVar("Shown", bound=_OnStderr)
+
+
+class Progressing(_OnStderr):
     """Shows words that change, and how much of `total` is done; work that ends within two seconds says nothing.
 
     Off a terminal words are said once, and again only after two minutes without others.
@@ -55,30 +104,12 @@ class Progressing:
 
     def __init__(self, words: str, total: float | None = None):
         self.words, self._total = words, total
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._bar: Any = None
+        self._said, self._started = "", time.monotonic()
+        self._last = self._started
 
-    def __enter__(self: Shown) -> Shown:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task(self.words, total=self._total)
-            self._bar.start()
-        else:
-            self._thread = threading.Thread(target=self._say, daemon=True)
-            self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._over.set()
+    def _begin(self) -> None:
         if self._bar:
-            self._bar.stop()
-        if self._thread:
-            self._thread.join()
+            self._task = self._bar.add_task(self.words, total=self._total)
 
     def show(self, words: str, done: float | None = None, total: float | None = None) -> None:
         """Say something else, and how far it is."""
@@ -87,16 +118,12 @@ class Progressing:
             self._bar.update(self._task, description=words, completed=done, total=self._total)
 
     def _say(self) -> None:
-        wait, said, started = AFTER, "", time.monotonic()
-        last = started
-        while not self._over.wait(wait):
-            now, wait = time.monotonic(), EVERY
-            if self.words == said and now - last < AGAIN:
-                continue
-            again = f" ({now - started:.0f} s so far)" if self.words == said else ""
-            said, last = self.words, now
-            with suppress(OSError, ValueError):
-                print(f"{said} ...{again}", file=sys.stderr, flush=True)
+        now, words = time.monotonic(), self.words
+        if words == self._said and now - self._last < AGAIN:
+            return
+        again = f" ({now - self._started:.0f} s so far)" if words == self._said else ""
+        self._said, self._last = words, now
+        _print(f"{words} ...{again}")
 
 
 class Reporter:
@@ -131,39 +158,12 @@ class _Stage:
         return f"{self.label}: {share}{time.monotonic() - self.begin:.0f} s"
 
 
-class TerminalReporter(Reporter):
+class TerminalReporter(_OnStderr, Reporter):
     """Lines on stderr. On a terminal a bar of rich's as well; elsewhere a line for work that takes its time."""
 
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._task: Any = None
-        self._stage: _Stage | None = None
-        self._over = threading.Event()
-        self._pulse = threading.Thread(target=self._tell, daemon=True)
-
-    def __enter__(self) -> TerminalReporter:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._bar = Progress(*self.columns(), console=Console(stderr=True), transient=True)
-            self._bar.start()
-        else:
-            self._pulse.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar:
-            self._bar.stop()
-        else:
-            self._over.set()
-            self._pulse.join()
-
-    def columns(self) -> tuple[Any, ...]:
-        """Of the bar."""
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-
-        return TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    COLUMNS = ("DownloadColumn", "TimeRemainingColumn")
+    _task: Any = None
+    _stage: _Stage | None = None
 
     def log(self, message: str) -> None:
         """Print one line above the bar."""
@@ -187,20 +187,12 @@ class TerminalReporter(Reporter):
         if self._bar:
             self._bar.advance(self._task, amount)
 
-    def _tell(self) -> None:
-        """From a thread of its own, which speaks even where the work stays in C for minutes."""
-        pause = AFTER
-        while not self._over.wait(pause):
-            pause = EVERY
-            if self._stage:
-                print(self._stage.line(), file=sys.stderr, flush=True)
+    def _say(self) -> None:
+        if self._stage:
+            _print(self._stage.line())
 
 
 class CountingReporter(TerminalReporter):
     """`TerminalReporter` for work that is counted in things instead of bytes: its bar shows a share and the time."""
 
-    def columns(self) -> tuple[Any, ...]:
-        """Of the bar."""
-        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-        return TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    COLUMNS = ("TaskProgressColumn", "TimeElapsedColumn")

@@ -113,11 +113,11 @@ def test_the_file_is_clean(tmp_path):
 
 
 def test_slurm_is_asked_for_the_nodes_a_notice_and_a_job_that_outlives_a_node():
-    text = sbatch_file(slurm_job(workers=4096, slots=8, spares=4, notice=600, made_by=("tc3", "agent", "x", "--slurm")))
+    text = sbatch_file(slurm_job(workers=4096, slots=8, spares=4, made_by=("tc3", "agent", "x", "--slurm")))
     asked = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert asked == [
         *("--job-name=a-run", "--nodes=516", "--ntasks-per-node=1", "--exclusive", "--no-kill"),
-        *("--signal=TERM@600", "--requeue", "--open-mode=append", "--output=%x-%j.out"),
+        *("--signal=TERM@300", "--requeue", "--open-mode=append", "--output=%x-%j.out"),
     ]
     assert text.splitlines()[1] == "# 4,096 workers on 512 nodes and 4 spares. Written by: tc3 agent x --slurm"
 
@@ -164,8 +164,6 @@ def test_what_is_wrong_is_said(submit, tmp_path):
     assert (code, called) == (2, []) and err.startswith(f"error: no launch/train.py in {tmp_path}: submit from the")
     with pytest.raises(ClusterError, match="12 workers do not fill nodes of 8"):
         slurm_job(workers=12, slots=8)
-    with pytest.raises(ClusterError, match="a notice of 0 s"):
-        slurm_job(notice=0)
 
 
 NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"

@@ -17,7 +17,7 @@ import pytest
 
 from launch.agent import part
 from launch.agent.decide import Rules
-from launch.agent.loop import Agent, Notices
+from launch.agent.loop import Agent
 from launch.agent.phases import DEFAULTS, Limits
 from launch.agent.planning import Job
 from launch.run.msrun import ROOT
@@ -135,16 +135,6 @@ def test_what_the_user_has_to_mend_is_not_tried_again(tmp_path, monkeypatch):
     assert (attempt.number, attempt.verdict.decision, attempt.verdict.cause) == (0, "give up", "user error")
 
 
-class Deaf(Notices):
-    """Hears no signal."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-
 def test_what_keeps_an_attempt_from_being_planned_is_said_to_all(tmp_path):
     def prepare(plan):
         raise CheckpointError("iteration_00000004: of another model")
@@ -152,8 +142,6 @@ def test_what_keeps_an_attempt_from_being_planned_is_said_to_all(tmp_path):
     both = {"hosts": ("here", "there"), "nodes": 2, "patience": 60.0}
     here = Agent(replace(job(tmp_path, 5), **both), prepare=prepare)
     there = Agent(replace(job(tmp_path, 5), **both, host="there"), prepare=prepare)
-    for agent in (here, there):  # only the main thread may listen to signals
-        agent.notices = Deaf()
     with ThreadPoolExecutor(2) as pool:
         ends = [pool.submit(agent.run, 0) for agent in (here, there)]
     raised = [each for each in ends if each.exception()]

@@ -18,8 +18,9 @@ from launch.agent.cli import Start
 from launch.agent.decide import Rules
 from launch.agent.lookout import Around
 from launch.agent.meeting import Meeting
-from launch.agent.planning import FINAL, Job, Planning, follow, history, newest_saved, recipe_of
+from launch.agent.planning import FINAL, Job, Planning, follow, history, recipe_of
 from launch.resume import checkpoints, data
+from launch.resume.checkpoints import newest_saved
 from launch.run.msrun import ROOT
 from plugins.sealed_checkpoint.plan import fault, made, publish, remove_old, saving_folder, write_seal
 from plugins.spike_guard.ledger import add_entry, original, read_ledger
@@ -131,7 +132,8 @@ class Training(World):
         around = Around(meeting, plan, agent.host)
 
         def given(attempt: Attempt) -> Verdict:
-            more = {"now": meeting.now(), "saved": newest_saved(job.saves)}
+            best = newest_saved(job.saves)
+            more = {"now": meeting.now(), "saved": best.step if best else None}
             return decide.verdict(attempt, history(job, attempt.number), job.rules, lambda hosts: "too few", **more)
 
         while not (verdict := meeting.verdict(plan.attempt, given)):

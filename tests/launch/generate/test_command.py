@@ -46,12 +46,12 @@ def run(tmp_path_factory):
 def test_of_a_run_it_takes_the_newest_whole_checkpoint(run, capsys):
     chosen = choose(run, None)
     assert (chosen.weights, chosen.source.step) == (run / "checkpoint" / "iteration_00000002", 2)
-    assert (chosen.length, chosen.vocabulary) == (128, 2048)
+    assert (chosen.sizes["seq_length"], chosen.sizes["vocab_size"]) == (128, 2048)
     assert "skipping checkpoint" in capsys.readouterr().err
 
 
 def test_an_iteration_knows_the_recipe_of_its_run(run):
-    assert choose(run / "checkpoint" / "iteration_00000002", None).length == 128
+    assert choose(run / "checkpoint" / "iteration_00000002", None).sizes["seq_length"] == 128
 
 
 def test_a_recipe_of_another_model_is_refused(run, tmp_path):
@@ -88,7 +88,7 @@ def say(tmp_path, monkeypatch):
         yield lambda ids: np.eye(300)[script.pop(0)] * 9
 
     source = SimpleNamespace(step=7)
-    chosen = SimpleNamespace(recipe={}, weights="weights", source=source, length=8, vocabulary=300)
+    chosen = SimpleNamespace(recipe={}, weights="weights", source=source, sizes={"seq_length": 8, "vocab_size": 300})
     monkeypatch.setattr(command, "choose", lambda path, recipe: chosen)
     monkeypatch.setattr(command, "forward_recipe", lambda recipe: recipe)
     monkeypatch.setattr(command, "answering_model", model)
@@ -129,7 +129,11 @@ def test_ids_without_text_are_never_said(say):
 
 
 def test_a_tokenizer_of_another_model_is_refused(say, monkeypatch):
-    monkeypatch.setattr(command, "choose", lambda *given: SimpleNamespace(recipe={}, weights="w", vocabulary=100))
+    monkeypatch.setattr(
+        command,
+        "choose",
+        lambda *given: SimpleNamespace(recipe={}, weights="w", sizes={"seq_length": 8, "vocab_size": 100}),
+    )
     result = say("", "--prompt", "the")
     assert result.exit_code and "not its tokenizer" in str(result.exception)
 

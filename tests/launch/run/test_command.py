@@ -206,7 +206,7 @@ REFUSALS = {
     ),
     "checkpoint gone": (["mini/toy.yaml", "--resume", "iteration_9"], "--resume iteration_9: no such folder"),
     "strange folder": (["mini/toy.yaml", "--run-dir", "mini"], "not a run's folder (it holds toy.yaml)"),
-    "port of root": (["mini/toy.yaml", "--port", "80"], "--port 80: msrun wants a port from 1024"),
+    "port of root": (["mini/toy.yaml", "--port", "80"], "--port 80: msrun needs a port from 1024"),
     "a file for a folder": (
         ["mini/toy.yaml", "--run-dir", "mini/toy.yaml"],
         "not a folder that can be read (Not a dir",
@@ -279,7 +279,7 @@ def test_a_checkpoint_of_another_model_is_refused(train, runs, workplace, save, 
     folder = checkpoint.write()
     (folder / "common.json").write_text("{}")
     for wanted, code in ((8, 0), (9, 2)):
-        monkeypatch.setattr("launch.resume.checkpoints._weights_of", lambda recipe, wanted=wanted: wanted)
+        monkeypatch.setattr("launch.resume.checkpoints.weights_of", lambda recipe, wanted=wanted: wanted)
         found, _, err = train("mini/toy.yaml", "--resume", str(folder), "--steps", "9")
         assert found == code, err
     assert f"{folder}: holds 8 weights, the recipe's model has 9: a checkpoint of another model" in err
@@ -384,7 +384,7 @@ def test_a_dry_run_prints_the_flags_as_part_of_the_command(train, fused):
 @pytest.mark.parametrize("options", [["--dry-run"], []])
 def test_other_flags_in_the_environment_are_refused(train, fused, monkeypatch, workplace, options):
     monkeypatch.setenv(VARIABLE, "--opt_level=0")
-    monkeypatch.setattr("launch.run.preflight.check_machine", lambda recipe: None)
+    monkeypatch.setattr("launch.run.preflight.check_machine", lambda recipe, slots: None)
     code, out, err = train(fused, *options)
     assert code == 2 and not out and f"{VARIABLE}='--opt_level=0'" in err
     assert not (workplace / "output").exists()
@@ -426,7 +426,9 @@ def test_who_starts_msrun_by_hand_gets_them_from_the_worker(monkeypatch):
 
 def test_an_agent_refuses_other_flags_before_it_meets_anybody(monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, "--opt_level=0")
-    monkeypatch.setattr(agent_start, "require_verified", lambda: None)
+    monkeypatch.setattr("launch.run.command.require_verified", lambda: None)
     monkeypatch.setattr("launch.run.preflight.check_machine", lambda recipe, slots: None)
     with pytest.raises(ClusterError, match="asks for"):
-        agent_start.Start(Recipe({"context": ON_ASCEND, "plugins": SECTION}), tmp_path, None).check(8, None)
+        agent_start.Start(
+            Recipe({"context": ON_ASCEND, "plugins": SECTION, "checkpoint": {"save_path": ""}}), tmp_path, None
+        ).check(8, None)

@@ -95,8 +95,8 @@ REFUSED = {
     "duplicate": ("a\n\na\n", 16, r"hosts.txt:3: a stands in line 1 already"),
     "uneven": ("a 4\nb 8\n", 12, r"hosts.txt:2: b has 8 slots, a has 4; msrun numbers workers as if"),
     "empty": ("# nobody\n", 8, "names no host; write one on each line"),
-    "no slots": ("a 0\n", 8, r"hosts.txt:1: want HOST or HOST SLOTS \(node0 8\), got 'a 0'"),
-    "a command": ("$(reboot)\n", 8, "want HOST or HOST SLOTS"),
+    "no slots": ("a 0\n", 8, r"hosts.txt:1: HOST or HOST SLOTS \(node0 8\) is needed, but 'a 0' was given"),
+    "a command": ("$(reboot)\n", 8, "HOST or HOST SLOTS"),
 }
 
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_launched_is_refused(tmp_path):
         cluster_for(8, tmp_path / "nowhere.txt")
     with pytest.raises(ClusterError, match="12 workers do not fill whole nodes of 8: name hosts and slots"):
         cluster_for(12)
-    with pytest.raises(ClusterError, match="--port 80: msrun wants a port from 1024"):
+    with pytest.raises(ClusterError, match="--port 80: msrun needs a port from 1024"):
         generate({}, port=80)
 
 

@@ -4,9 +4,9 @@ import sys
 
 CODE = """
 import json, sys
-from tools.process import light_nltk
-light_nltk.import_it()
-before = [name for name in light_nltk.UNUSED if name in sys.modules]
+from tools.process import children
+children.import_light_nltk()
+before = [name for name in children.UNUSED if name in sys.modules]
 from nltk.translate.bleu_score import sentence_bleu
 score = sentence_bleu([["a", "b", "c", "d", "e"]], ["a", "b", "c", "d", "f"])
 import scipy.stats, sklearn

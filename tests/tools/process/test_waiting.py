@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_what_is_soon_done_is_silent(capsys):
 def test_a_command_that_is_soon_loaded_is_silent(monkeypatch, capsys):
     """Loading takes three seconds on a busy machine: nothing to speak of."""
     pauses = []
-    monkeypatch.setattr(waiting, "_say", lambda what, done, pause: pauses.append(pause))
+    monkeypatch.setattr(waiting, "meanwhile", lambda what, first, every: pauses.append(first) or nullcontext())
     with saying("tc3 doctor is being loaded", after=5.0):
         pass
     assert pauses == [5.0] and capsys.readouterr() == ("", "")
