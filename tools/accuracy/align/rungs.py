@@ -273,11 +273,7 @@ def _row(
 
 
 def _between(
-    name: str,
-    measure: Callable[[np.ndarray, np.ndarray], float],
-    sides: list,
-    tolerance: float,
-    words: str,
+    name: str, measure: Callable[[np.ndarray, np.ndarray], float], sides: list, tolerance: float, words: str
 ) -> Row:
     """A row for (ours, theirs, the reference's nudged run or None); what one side lacks fails.
 

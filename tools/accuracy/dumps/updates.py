@@ -59,13 +59,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from tools.accuracy.dumps.read import BACKWARD, CHUNK, WEIGHTS, WIDEST, Item, NpyFile
+from tools.accuracy.dumps.read import BACKWARD, WEIGHTS, Item, NpyFile, pieces
 from tools.accuracy.dumps.rows import SCALED, UPDATE, VALUE, Pair, Row, judged_type
 from tools.accuracy.judge import ROUNDOFF, systematic, tolerance
 
@@ -369,12 +370,10 @@ def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Mo
     sums = np.zeros((3, 3))  # of products of u, d, w
     squares = np.zeros((2, 2))  # of products of u d and w d
     farthest, step = np.zeros(TURNED), 0.0  # the largest |d|, and max |u|
-    files = [NpyFile(path) for path in (old, new, other_old, other_new)]
-    buffers = [np.empty(CHUNK * WIDEST, np.uint8) for _ in files]
-    try:
-        chunks = [file.chunks(buffer) for file, buffer in zip(files, buffers, strict=True)]
-        for pieces in zip(*chunks, strict=True):
-            w, b, c, e = (piece.astype(np.float64) for piece in pieces)
+    with ExitStack() as stack:
+        files = [stack.enter_context(NpyFile(path)) for path in (old, new, other_old, other_new)]
+        for four in pieces(*files):
+            w, b, c, e = (piece.astype(np.float64) for piece in four)
             u = b - w
             d = (e - c) - u
             three, two = np.stack((u, d, w)), np.stack((u * d, w * d))
@@ -382,9 +381,6 @@ def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Mo
             squares += two @ two.T
             farthest = np.sort(np.concatenate((farthest, np.abs(d))))[-TURNED:]
             step = max(step, float(np.abs(u).max(initial=0.0)))
-    finally:
-        for file in files:
-            file.__exit__()
     update, error, weight = (math.sqrt(each) for each in np.diag(sums))
     if not update or not error:
         share_of_all = math.inf if error else 0.0
