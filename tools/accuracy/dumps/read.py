@@ -400,7 +400,7 @@ def _entries(folder: Path) -> list[Entry]:
     for key, value in data.items():
         if not isinstance(value, dict):
             raise DataError(f"{folder / 'dump.json'}: {key}: its tensors by role are wanted, not {str(value)[:40]!r}")
-        found.append(Entry(_name(folder, key), tuple(_items(key, value, folder))))
+        found.append(Entry(_name(folder, key), tuple(_items(value, folder))))
     return found
 
 
@@ -411,18 +411,12 @@ def _name(folder: Path, key: str) -> Name:
         raise DataError(f"{folder / 'dump.json'}: {key!r} is not a name that msprobe writes") from None
 
 
-def _items(key: str, value: dict[str, Any], folder: Path) -> Iterator[Item]:
+def _items(value: dict[str, Any], folder: Path) -> Iterator[Item]:
     data = folder / "dump_tensor_data"
-    for group in sorted(value, key=_rank_of):
+    order = [*ROLES]  # inputs and parameters come before outputs
+    for group in sorted(value, key=lambda group: order.index(group) if group in order else len(order)):
         role = ROLES.get(group, "gradient")
-        label = group if role == "gradient" else role
-        yield from _leaves(value[group], label if role != "gradient" else group, role, data)
-
-
-def _rank_of(group: str) -> int:
-    """Inputs and parameters come before outputs."""
-    order = list(ROLES)
-    return order.index(group) if group in order else len(order)
+        yield from _leaves(value[group], group if role == "gradient" else role, role, data)
 
 
 def _leaves(node: Any, label: str, role: str, data: Path) -> Iterator[Item]:

@@ -1,10 +1,6 @@
 """Whether the optimizer did the same: a weight's change from one step to the next, which the weight itself hides.
 
-From values, the error of an update is measured, and split into what lies along the weight (weight decay), along the
-update (learning rate) and beside both. From statistics (largest, smallest, mean and L2 norm before and after) the
-update is judged as far as they tell; the rest is called unknown.
-
-**Did the optimizer do the same? A weight's change from one step to the next, which the weight itself hides.**
+**From values: what lies along the weight (weight decay), along the update (learning rate) and beside both.**
 
 A step moves a weight by a thousandth of it or less, so a wrong weight decay passes Table 2 by value. With u the update
 of GOLDEN, d that of BENCH less u, w the weight before, and L2 norms over the parameter, judged are
@@ -389,10 +385,8 @@ def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Mo
     steady = math.sqrt(max(sums[1, 1] - farthest @ farthest + left @ left, 0.0))
     share, longer = sums[0, 2] / sums[0, 0], sums[0, 1] / sums[0, 0]
     v = math.sqrt(max(sums[2, 2] - share * sums[0, 2], 0.0))
-    if v < 1e-6 * weight or not v:
-        return Moved(
-            update, weight, error / update, steady / update, 0.0, 0.0, 0.0, longer
-        )  # the update is along the weight: `error` tells
+    if v < 1e-6 * weight or not v:  # the update is along the weight: `error` tells
+        return Moved(update, weight, error / update, steady / update, 0.0, 0.0, 0.0, longer)
     along = sums[1, 2] - share * sums[0, 1]
     chance = math.sqrt(max(squares[1, 1] - 2 * share * squares[0, 1] + share**2 * squares[0, 0], 0.0))
     shares = (error / update, steady / update, abs(along) / v / update, chance / v / update)
