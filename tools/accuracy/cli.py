@@ -199,12 +199,8 @@ def accuracy() -> None:
     """Verify that the arithmetic is right, as section 3 of the training report does."""
 
 
-accuracy.add_command(align)
-accuracy.add_command(dump)
-accuracy.add_command(compare)
-accuracy.add_command(equivalence_command)
-accuracy.add_command(collectives_command)
-accuracy.add_command(fusion_command)
+for each in (align, dump, compare, equivalence_command, collectives_command, fusion_command):
+    accuracy.add_command(each)
 
 
 @accuracy.command()
@@ -246,7 +242,7 @@ def ops(
     check_page(page)
     require_verified()
     from tools.accuracy.operators.device import MindSporeDevice
-    from tools.accuracy.operators.report import Report
+    from tools.accuracy.operators.report import Report, html, print_report
     from tools.accuracy.operators.run import verify
 
     rows = []
@@ -256,15 +252,11 @@ def ops(
             rows += verify(spec, dtype, device, reruns, seed)
     report = Report(device.name, seed, reruns, rows)
     if page:
-        from tools.accuracy.operators.report import html
-
         write_atomically(page, html(report))
         click.echo(f"written: {page}", err=True)
     if as_json:
         click.echo(json.dumps(report.as_json()))
     else:
-        from tools.accuracy.operators.report import print_report
-
         print_report(report, Console(highlight=False))
     sys.exit(0 if report.passed else 1)
 

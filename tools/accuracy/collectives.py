@@ -52,9 +52,8 @@ def refuse_unsharded(recipe: Recipe) -> None:
         wants = "context.device_target: CPU and parallel.parallel_mode: 1 (semi-auto parallel; docs/semi-auto-cpu.md)"
         raise RecipeError(f"{recipe.source}: on CPU MindSpore inserts collectives into a recipe only with {wants}")
     if View(recipe).devices == 1:
-        raise RecipeError(
-            f"{recipe.source}: it has one process, which sends nothing: see use_parallel, parallel_config"
-        )
+        told = "it has one process, which sends nothing: see use_parallel, parallel_config"
+        raise RecipeError(f"{recipe.source}: {told}")
 
 
 def train(recipe: Recipe, folder: Path) -> Path:
@@ -135,7 +134,7 @@ def recipe_of_run(run_dir: Path) -> Recipe:
     """
     file = run_dir / "recipe.yaml"
     if not file.is_file():
-        raise RecipeError(f"{run_dir}: no recipe.yaml: want the folder of a run (`tc3 train --run-dir`), or a recipe")
+        raise RecipeError(f"{run_dir}: no recipe.yaml: neither a recipe nor a run's folder (`tc3 train --run-dir`)")
     recipe = load_recipe(file)
     refuse_unsharded(recipe)
     recipe = without_files(recipe)

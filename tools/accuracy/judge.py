@@ -1,11 +1,6 @@
 """Whether a result is near enough to its golden baseline: data types, tolerances and the judgement by them.
 
-The golden baseline computes in a wider type than the one that is tested (report, section 3.1 (1)). How far a result may
-be off is Table 2 of the report, by data type and by how many terms an element accumulates; its numbers stand in
-tolerance.yaml, and `systematic` gives what a factor that scales a whole tensor may be. `judge` measures the largest
-relative error of a tensor against that, `judge_special` infinities, NaN and zeros.
-
-**Data types of a test, and what the golden baseline computes in (report section 3.1 (1)).**
+The golden baseline computes in a wider type than the one that is tested (report, section 3.1 (1)):
 
 tested    device gets   golden computes in
 float16   float16       float32
@@ -13,16 +8,16 @@ bfloat16  bfloat16      float32
 hfloat32  float32       float32 (the device's matmul rounds its factors)
 float32   float32       float64, or float32 with wide=False
 
-**Is a result near enough to the golden baseline?.**
-
-The report allows "the actual error" to be within Table 2 and does not define it. Ours, for each element:
+How far a result may be off is Table 2 of the report, by data type and by how many terms an element accumulates; its
+numbers stand in tolerance.yaml, and `systematic` gives what a factor that scales a whole tensor may be. The report
+allows "the actual error" to be within Table 2 and does not define it. Ours, for each element:
 
     error = |got - want| / max(|want|, rms(want), smallest)
 
 rms is over the finite elements of the tensor and smallest is the type's smallest normal number: relative where a
 result is large, relative to the tensor's scale where it cancels to near zero, and no more than a type can hold where
-everything is denormal. The largest error of the tensor is compared with the tolerance. Infinities and NaN must be
-where the baseline has them.
+everything is denormal. The largest error of the tensor is compared with the tolerance (`judge`). Infinities and NaN
+must be where the baseline has them (`judge_special`).
 """
 
 from __future__ import annotations
@@ -44,12 +39,8 @@ ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "hflo
 # smallest normal number
 SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-14, "bfloat16": 2.0**-126, "hfloat32": 2.0**-126}
 # largest finite number
-LARGEST = {
-    "float32": float(np.finfo(np.float32).max),
-    "float16": 65504.0,
-    "bfloat16": 2.0**127 * (2 - 2.0**-7),
-    "hfloat32": float(np.finfo(np.float32).max),
-}
+LARGEST = {**dict.fromkeys(("float32", "hfloat32"), float(np.finfo(np.float32).max)), "float16": 65504.0}
+LARGEST["bfloat16"] = 2.0**127 * (2 - 2.0**-7)
 
 
 def golden_dtype(dtype: str, wide: bool = True) -> type[np.floating]:
@@ -144,7 +135,10 @@ def judge(got: np.ndarray, want: np.ndarray, tolerance: float, dtype: str) -> Ve
     """Compare a device's tensor with the golden one; `dtype` is the tested type."""
     if got.shape != want.shape:
         return Verdict(False, np.inf, want.size, f"shape {list(got.shape)}, should be {list(want.shape)}")
-    error = errors(got, want, SMALLEST[dtype])
+    return _verdict(errors(got, want, SMALLEST[dtype]), got, want, tolerance)
+
+
+def _verdict(error: np.ndarray, got: np.ndarray, want: np.ndarray, tolerance: float) -> Verdict:
     outside = int((error > tolerance).sum())
     worst = np.unravel_index(int(error.argmax()), error.shape)
     detail = f"at {[int(i) for i in worst]}: {got[worst]:.6g}, should be {want[worst]:.6g}" if outside else ""
@@ -164,10 +158,7 @@ def judge_special(
     got = got.astype(np.float64)
     held = [rounded(want, dtype).astype(np.float64) for want in wants]
     error = np.min([_special_errors(got, want, SMALLEST[dtype], floor) for want in held], axis=0)
-    outside = int((error > tolerance).sum())
-    worst = np.unravel_index(int(error.argmax()), error.shape)
-    detail = f"at {[int(i) for i in worst]}: {got[worst]:.6g}, should be {held[0][worst]:.6g}" if outside else ""
-    return Verdict(not outside, float(error[worst]), outside, detail)
+    return _verdict(error, got, held[0], tolerance)
 
 
 def _special_errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: float) -> np.ndarray:

@@ -1,13 +1,9 @@
 """The report's Figure 1 as a ladder (section 3.2.1): configuration, forward, backward, optimizer, steps, more devices.
 
 `climb` runs both sides and stops at the first rung that fails. On the last rung each side trains with its own workers
-and is compared by the losses of its steps; a layout that splits the model is executed as MindSpore's sharded graph.
-`print_ladder` shows one line for each rung and beneath it what the first failure points at.
-
-**Rung 6, "more devices": each side with its own workers, by the losses of their steps.**
-
-Recipes that split data alone train on data-parallel CPU workers. Where one splits its model (tensor, pipeline, context
-parallel), both sides are executed as MindSpore's sharded graph, in which every layout starts from the same weights.
+and is compared by the losses of its steps: recipes that split data alone on data-parallel CPU workers; where one splits
+its model (tensor, pipeline, context parallel), both as MindSpore's sharded graph, in which every layout starts from the
+same weights. `print_ladder` shows one line for each rung and beneath it what the first failure points at.
 """
 
 from __future__ import annotations
@@ -27,20 +23,8 @@ from tools.accuracy.align import config as align_config
 from tools.accuracy.align import rungs as align_rungs
 from tools.accuracy.align import sides as align_sides
 from tools.accuracy.align.config import LAYOUT, MAY
-from tools.accuracy.align.rungs import (
-    FAILED,
-    LOSS,
-    NONE,
-    PASSED,
-    UNDECIDED,
-    Row,
-    Rung,
-    explain_backward,
-    explain_curve,
-    explain_forward,
-    explain_update,
-)
-from tools.accuracy.align.sides import Record, in_hugging_face_names, read_metrics
+from tools.accuracy.align.rungs import FAILED, LOSS, NONE, PASSED, UNDECIDED, Row, Rung
+from tools.accuracy.align.sides import Record, in_hugging_face_names, read_metrics, rope_dimensions
 from tools.accuracy.equivalence.sharding import NEVER_CLIPPED
 from tools.accuracy.reference.start import Hyper, hyper_of, initial_weights
 from tools.recipe.dump import dump_recipe
@@ -49,6 +33,7 @@ from tools.recipe.mini import WORKERS
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import MODEL, View
 from tools.schema.stages import loss_rank
+from tools.weights.hugging_face_names import to_mindformers
 
 MORE_DEVICES = "more devices"
 NOT_RUN, SAME = "not run", "same"
@@ -77,11 +62,6 @@ class Sides:
     about: str = ""
 
 
-def data_parallel(recipe: Recipe, other: Recipe | None, steps: int) -> Sides:
-    """Return the recipes as they are; one worker beside a recipe alone."""
-    return Sides([recipe, other if other is not None else Recipe(align_sides.alone(recipe, steps))])
-
-
 def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | None, steps: int) -> Sides | None:
     """Recipes as MindSpore's sharded graph, those for Ascend as minis that keep their strategy; None where none splits.
 
@@ -91,10 +71,9 @@ def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | N
     split = [_splits(path, overrides) for path in paths]
     if not any(split):
         return None
-    workers = [WORKERS if one else None for one in split]
     recipes = [
-        _sharded(align_sides.load(path, overrides, data, steps, count))
-        for path, count in zip(paths, workers, strict=True)
+        _sharded(align_sides.load(path, overrides, data, steps, WORKERS if one else None))
+        for path, one in zip(paths, split, strict=True)
     ]
     if len(recipes) == 1:
         recipes.append(_sharded(Recipe(align_sides.alone(recipes[0], steps))))
@@ -141,14 +120,13 @@ def train_and_compare(sides: Sides, steps: int, folder: Path, say: Callable[[str
     Raises:
         SideFailedError: a side failed, or was refused: the five rungs before have run, and are not given up for that.
     """
-    counts = [align_sides.workers(side) for side in sides.recipes]
+    counts = [View(side).devices for side in sides.recipes]
     if max(counts) == 1:
         reason = "one CPU worker on both sides; give a recipe of another layout by --against"
         return Rung(MORE_DEVICES, state=NOT_RUN, reason=reason)
     if align_sides.numbers(sides.recipes[0]) == align_sides.numbers(sides.recipes[1]):
-        return Rung(
-            MORE_DEVICES, state=SAME, reason="what CPU runs of the two recipes is the same, with all workers too"
-        )
+        reason = "what CPU runs of the two recipes is the same, with all workers too"
+        return Rung(MORE_DEVICES, state=SAME, reason=reason)
     losses = []
     for name, side, count in zip(("layout_ours", "layout_theirs"), sides.recipes, counts, strict=True):
         say(f"training on {count} worker{'s' * (count > 1)}")
@@ -158,7 +136,7 @@ def train_and_compare(sides: Sides, steps: int, folder: Path, say: Callable[[str
         for step, (one, two) in enumerate(zip(*losses, strict=True), 1)
     ]
     rung = Rung(MORE_DEVICES, rows)
-    told = [explain_curve(rung)] if rung.status == FAILED else []
+    told = [align_rungs.explain_curve(rung)] if rung.status == FAILED else []
     rung.reason = "; ".join([*told, *filter(None, [sides.about])])
     return rung
 
@@ -210,23 +188,14 @@ class Ladder:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {
-            "ours": self.ours,
-            "theirs": self.theirs,
-            "passed": self.passed,
-            "verdict": self.verdict,
-            "about": self.about,
-            "settings": [vars(setting) for setting in self.settings],
-            "rungs": [
-                {
-                    "name": rung.name,
-                    "status": rung.status,
-                    "reason": rung.reason,
-                    "rows": [{**vars(row), "status": row.status} for row in rung.rows],
-                }
-                for rung in self.rungs
-            ],
-        }
+        names = ("ours", "theirs", "passed", "verdict", "about")
+        rungs = [
+            {**{name: getattr(rung, name) for name in ("name", "status", "reason")},
+             "rows": [{**vars(row), "status": row.status} for row in rung.rows]}
+            for rung in self.rungs
+        ]  # fmt: skip
+        told = {name: getattr(self, name) for name in names}
+        return {**told, "settings": [vars(setting) for setting in self.settings], "rungs": rungs}
 
 
 @dataclass(frozen=True)
@@ -285,13 +254,12 @@ def _against_reference(ladder: Ladder, wanted: Wanted, say: Say) -> None:
     )
     weights = initial_weights(sizes, wanted.seed)
     say("MindFormers: compiling and training")
-    given = align_sides.weights_for_mindformers(weights, sizes)
-    ours = align_sides.run_mindformers(plain, wanted.folder / "ours", hyper, given)
+    ours = align_sides.run_mindformers(plain, wanted.folder / "ours", hyper, to_mindformers(weights, sizes))
     ours = in_hugging_face_names(ours, sizes)
     say("Hugging Face: training, twice")
     theirs, floor = align_sides.reference_and_floor(wanted.python, wanted.folder, sizes, hyper, weights, ours)
     ladder.about.update(theirs.about)
-    compare_records(ladder, ours, theirs, floor, hyper, align_sides.rope_dimensions(plain))
+    compare_records(ladder, ours, theirs, floor, hyper, rope_dimensions(plain))
     if ladder.rungs[-1].status != FAILED:
         ladder.rungs.append(_more_devices(recipe, None, wanted, say))
 
@@ -314,7 +282,7 @@ def _against_recipe(ladder: Ladder, wanted: Wanted, say: Say) -> None:
         ours = align_sides.run_mindformers(sides[0], wanted.folder / "ours", hyper, None)
         say(f"{wanted.against}: compiling and training")
         theirs = align_sides.run_mindformers(sides[1], wanted.folder / "theirs", hyper, ours.initial)
-        compare_records(ladder, ours, theirs, None, hyper, align_sides.rope_dimensions(sides[0]))
+        compare_records(ladder, ours, theirs, None, hyper, rope_dimensions(sides[0]))
     if ladder.rungs[-1].status != FAILED:
         ladder.rungs.append(_more_devices(recipe, other, wanted, say))
 
@@ -336,17 +304,16 @@ def compare_records(
     ladder: Ladder, ours: Record, theirs: Record, floor: Record | None, hyper: Hyper, rope: int
 ) -> None:
     """Rungs 2 to 5, up to the first that fails."""
-    explain: dict[str, Callable[[Rung], str]] = {
-        "forward": lambda rung: explain_forward(rung, ours, theirs, rope),
-        "backward": lambda rung: explain_backward(rung, ours, theirs),
-        "optimizer": lambda rung: explain_update(rung, ours, theirs, hyper),
-        "steps": explain_curve,
-    }
-    for compare in (align_rungs.forward, align_rungs.backward, align_rungs.update, align_rungs.curve):
+    for compare, explain in (
+        (align_rungs.forward, lambda rung: align_rungs.explain_forward(rung, ours, theirs, rope)),
+        (align_rungs.backward, lambda rung: align_rungs.explain_backward(rung, ours, theirs)),
+        (align_rungs.update, lambda rung: align_rungs.explain_update(rung, ours, theirs, hyper)),
+        (align_rungs.curve, align_rungs.explain_curve),
+    ):
         rung = compare(ours, theirs, floor)
         ladder.rungs.append(rung)
         if rung.status == FAILED:
-            rung.reason = explain[rung.name](rung)
+            rung.reason = explain(rung)
             return
 
 
@@ -354,7 +321,8 @@ def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say
     """Rung 6: the recipes as they are, by their losses."""
     paths = [wanted.path] if other is None else [wanted.path, Path(wanted.against)]
     sides = split_model(paths, wanted.overrides, wanted.data, wanted.steps)
-    sides = sides or data_parallel(recipe, other, wanted.steps)
+    if sides is None:  # as they are; one worker beside a recipe alone
+        sides = Sides([recipe, Recipe(align_sides.alone(recipe, wanted.steps)) if other is None else other])
     return train_and_compare(sides, wanted.steps, wanted.folder, say)
 
 

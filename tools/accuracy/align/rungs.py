@@ -1,21 +1,19 @@
 """What each rung of an alignment compares, and where a rung that failed first goes wrong. NumPy only.
 
-Two records are compared rung by rung (report, Figure 1): forward, backward, one update, the curve. What excuses a
-difference is the reference's own rounding, and a token at a tie between experts. For a rung that failed, `explain_*`
-name the first module, gradient or group of parameters that differs, and what that usually means (section 3.2.1).
+Two records are compared rung by rung (report, Figure 1): forward, backward, one update, the curve. Each rung is a flat
+tolerance. Beside it stands what rounding alone does to the reference: the distance between two of its runs whose
+weights differ in the last place. Where that exceeds the tolerance a difference proves nothing; such a row is
+`undecided`, which is neither passed nor failed. So is one that a moved choice of an expert explains, within what such a
+choice can do. What is not finite fails, on whichever side.
 
-**Two records compared rung by rung (report, Figure 1): forward, backward, one update, the curve. NumPy only.**
-
-Each rung is a flat tolerance. Beside it stands what rounding alone does to the reference: the distance between two
-of its runs whose weights differ in the last place. Where that exceeds the tolerance a difference proves nothing; such
-a row is `undecided`, which is neither passed nor failed. So is one that a moved choice of an expert explains, within
-what such a choice can do. What is not finite fails, on whichever side.
+For a rung that failed, `explain_*` name the first module, gradient or group of parameters that differs, and what that
+usually means (section 3.2.1).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -114,29 +112,37 @@ class Rung:
 
 def forward(ours: Record, theirs: Record, floor: Record | None) -> Rung:
     """Rung 2: the same weights and tokens, then logits and the first losses."""
-    rows = [Row(f"initial {name}", _different(array, theirs.initial.get(name)), NONE, "elements that differ")
-            for name, array in ours.initial.items()]  # fmt: skip
-    rows = [row for row in rows if row.status != PASSED] or [Row("initial weights", 0, NONE, "elements that differ")]
-    rows += [Row(f"batch {name}", _different(array, theirs.batch.get(name)), NONE, "elements that differ")
-             for name, array in ours.batch.items()]  # fmt: skip
-    rows.append(
-        _row(
-            "logits", largest, ours.trace, theirs.trace, floor.trace if floor else None, LOGITS, "largest |difference|"
-        )
-    )
+
+    def given(kind: str, one: Arrays, other: Arrays) -> list[Row]:
+        return [Row(f"{kind} {name}", _different(array, other.get(name)), NONE, "elements that differ")
+                for name, array in one.items()]  # fmt: skip
+
+    rows = [row for row in given("initial", ours.initial, theirs.initial) if row.status != PASSED]
+    rows = rows or [Row("initial weights", 0, NONE, "elements that differ")]
+    rows += given("batch", ours.batch, theirs.batch)
+    sides = ours, theirs, floor
+    logits = _each(sides, lambda side: side.trace.get("logits"))
+    rows.append(_between("logits", largest, logits, LOGITS, "largest |difference|"))
     for name in ("lm_loss", "mtp_loss", "loss"):
-        first = [None if side is None else side.curve[name][:1] for side in (ours, theirs, floor)]
+        first = _each(sides, lambda side, name=name: side.curve[name][:1])
         rows.append(_between(f"step 1 {name}", largest, first, LOSS / 10, "|difference|"))
     return Rung("forward", rows)
 
 
+def _each(sides: Iterable[Record | None], part: Callable[..., np.ndarray | None]) -> list[np.ndarray | None]:
+    """A part of (ours, theirs, the reference's nudged run or None)."""
+    return [None if side is None else part(side) for side in sides]
+
+
 def backward(ours: Record, theirs: Record, floor: Record | None) -> Rung:
     """Rung 3: the gradient of every weight, and the global norm."""
-    first = [None if side is None else side.curve["global_norm"][:1] for side in (ours, theirs, floor)]
-    rows = [_between("global norm", relative, first, NORM, "relative")]
+    sides = ours, theirs, floor
+    rows = [
+        _between("global norm", relative, _each(sides, lambda side: side.curve["global_norm"][:1]), NORM, "relative")
+    ]
     for name in ours.gradient:
-        rows.append(_row(name, relative, ours.gradient, theirs.gradient, floor.gradient if floor else None, GRADIENT,
-                         "relative L2"))  # fmt: skip
+        gradients = _each(sides, lambda side, name=name: side.gradient.get(name))
+        rows.append(_between(name, relative, gradients, GRADIENT, "relative L2"))
     return Rung("backward", rows)
 
 
@@ -167,10 +173,10 @@ def curve(ours: Record, theirs: Record, floor: Record | None) -> Rung:
     rows = _single_steps(ours, theirs) if theirs.single else []
     sound = bool(rows) and all(row.status != FAILED for row in rows) and _ties_are_rare(theirs)
     for step in range(len(ours.curve["loss"])):
-        trio = [None if side is None else side.curve["loss"][step : step + 1] for side in (ours, theirs, floor)]
+        trio = _each((ours, theirs, floor), lambda side, at=slice(step, step + 1): side.curve["loss"][at])
         row = _between(f"loss of step {step + 1}", largest, trio, LOSS, "|difference|")
         rows.append(replace(row, excuse=DRIFT, detail=row.detail or "each step by itself agrees") if sound else row)
-    rates = [None if side is None else side.curve["learning_rate"] for side in (ours, theirs, floor)]
+    rates = _each((ours, theirs, floor), lambda side: side.curve["learning_rate"])
     rows.append(_between("learning rates", relative, rates, 1e-6, "relative"))
     return Rung("steps", rows)
 
@@ -226,7 +232,10 @@ def relative(got: np.ndarray, want: np.ndarray) -> float:
     """|got - want| / |want| in the L2 norm; 0 where both are zero, inf for NaN or another shape."""
     if got.shape != want.shape:
         return float("inf")
-    apart = float(np.linalg.norm(got.astype(np.float64) - want))
+    return _share(float(np.linalg.norm(got.astype(np.float64) - want)), want)
+
+
+def _share(apart: float, want: np.ndarray) -> float:
     size = float(np.linalg.norm(want.astype(np.float64)))
     if apart == 0.0:
         return 0.0
@@ -246,11 +255,7 @@ def trimmed(got: np.ndarray, want: np.ndarray) -> float:
     if got.shape != want.shape or not np.isfinite(got).all():  # NaN would be among the worst, and left out
         return float("inf")
     squares = np.sort(np.square(got.astype(np.float64) - want), axis=None)
-    apart = float(np.sqrt(squares[: squares.size - squares.size // 1000].sum()))
-    size = float(np.linalg.norm(want.astype(np.float64)))
-    if apart == 0.0:
-        return 0.0
-    return apart / size if size and np.isfinite(apart) else float("inf")
+    return _share(float(np.sqrt(squares[: squares.size - squares.size // 1000].sum())), want)
 
 
 def _length(got: np.ndarray, want: np.ndarray) -> float:
@@ -259,25 +264,8 @@ def _length(got: np.ndarray, want: np.ndarray) -> float:
     return apart if np.isfinite(apart) else float("inf")
 
 
-def _row(
-    name: str,
-    measure: Callable[[np.ndarray, np.ndarray], float],
-    ours: Arrays,
-    theirs: Arrays,
-    floor: Arrays | None,
-    tolerance: float,
-    words: str,
-) -> Row:
-    trio = [ours.get(name), theirs.get(name), floor.get(name) if floor else None]
-    return _between(name, measure, trio, tolerance, words)
-
-
 def _between(
-    name: str,
-    measure: Callable[[np.ndarray, np.ndarray], float],
-    sides: list,
-    tolerance: float,
-    words: str,
+    name: str, measure: Callable[[np.ndarray, np.ndarray], float], sides: list, tolerance: float, words: str
 ) -> Row:
     """A row for (ours, theirs, the reference's nudged run or None); what one side lacks fails.
 
@@ -303,19 +291,8 @@ def _different(one: np.ndarray, other: np.ndarray | None) -> float:
 
 def first_difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], order: list[str]) -> list[Row]:
     """Relative error of each traced module, in `order`: what a failed forward rung looks through."""
-    rows = []
-    for name in order:
-        if name in ours and name in theirs:
-            rows.append(Row(name, relative(ours[name], theirs[name]), GRADIENT, "relative L2"))
-    return rows
-
-
-def forward_order(layers: int) -> list[str]:
-    """Return the names of a trace in the order of execution; `layers` with MTP."""
-    names = ["embedding"]
-    for layer in range(layers):
-        names += [f"layers.{layer}.{module}" for module in MODULES]
-    return names
+    both = [name for name in order if name in ours and name in theirs]
+    return [Row(name, relative(ours[name], theirs[name]), GRADIENT, "relative L2") for name in both]
 
 
 def explain_forward(rung: Rung, ours: Record, theirs: Record, rope: int) -> str:
@@ -325,8 +302,8 @@ def explain_forward(rung: Rung, ours: Record, theirs: Record, rope: int) -> str:
     if given:
         return f"the two sides were not given the same: {', '.join(given[:3])}"
     layers = 1 + max((int(name.split(".")[1]) for name in ours.trace if name.startswith("layers.")), default=-1)
-    decoder_first = [name for name in forward_order(layers) if name in ours.trace]
-    rows = first_difference(ours.trace, theirs.trace, [*decoder_first, "final_norm", "logits"])
+    modules = [f"layers.{layer}.{module}" for layer in range(layers) for module in MODULES]
+    rows = first_difference(ours.trace, theirs.trace, ["embedding", *modules, "final_norm", "logits"])
     first = next((row for row in rows if row.status == FAILED), None)
     if first is None:
         return "every module agrees: the loss itself differs (mask, labels, auxiliary losses)"
@@ -388,12 +365,8 @@ def _rotated_only(ours: np.ndarray, theirs: np.ndarray, rope: int) -> str:
     if plain > 1e-4 or rotated <= 1e-4:
         return ""
     first = relative(ours[:, :1, ..., -rope:], theirs[:, :1, ..., -rope:])
-    at = (
-        "from the first position on: RoPE's offset, layout or scale"
-        if first > 1e-4
-        else "not at position 0: RoPE's angles"
-    )
-    return f"only the rotated dimensions differ, {at}"
+    everywhere, later = "from the first position on: RoPE's offset, layout or scale", "not at position 0: RoPE's angles"
+    return f"only the rotated dimensions differ, {everywhere if first > 1e-4 else later}"
 
 
 def _cause(name: str, steps: tuple, ours: Record, hyper: Hyper) -> str:

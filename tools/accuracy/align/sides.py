@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import ClusterError, RecipeError
-from tools.accuracy.reference.run import MISSING
+from tools.accuracy.reference.run import KINDS, MISSING, below, read, states_of
 from tools.accuracy.reference.start import Hyper, nudged
 from tools.layout.resolve import resolve
 from tools.process import children
@@ -32,7 +32,7 @@ from tools.recipe.override import apply_overrides
 from tools.recipe.view import LOADER, MODEL, View, look
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
-from tools.weights.hugging_face_names import table, to_hugging_face, to_mindformers
+from tools.weights.hugging_face_names import table, to_hugging_face
 from tools.weights.hugging_face_sizes import Sizes, sizes_of
 
 Arrays = dict[str, np.ndarray]
@@ -67,7 +67,7 @@ class Record:
 def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Arrays) -> Record:
     """Return the record of `tools.accuracy.reference.run`, with what it was given."""
     parts: dict[str, Any] = {
-        kind: _below(stored, f"{kind}/") for kind in ("trace", "gradient", "updated", "curve", "single")
+        kind: below(stored, f"{kind}/") for kind in ("trace", "gradient", "updated", "curve", "single")
     }
     parts["gradient"] = {name: parts["gradient"][name] for name in weights if name in parts["gradient"]}
     about = json.loads(str(stored["about"])) if "about" in stored else {}
@@ -84,10 +84,9 @@ def of_mindformers(stored: Mapping[str, np.ndarray], metrics: Iterable[Mapping],
     curve = {name: np.array([step[name] for step in steps], np.float64) for name in CURVES}
     scale = float(max(curve["global_norm"][0], hyper.clip) / hyper.clip) if hyper.clip else 1.0
     share = float(np.float32(1) - np.float32(hyper.betas[0]))
-    kinds = ("weight", "moment", "square")
-    states = [{kind: _below(stored, f"state/{step}/{kind}/") for kind in kinds} for step in range(len(steps) + 1)]
+    states, loads = states_of(stored, len(steps))
     gradient = {name: moment * np.float32(scale / share) for name, moment in states[1]["moment"].items()}
-    trace = _below(stored, "trace/")
+    trace = below(stored, "trace/")
     trace["logits"] = stored["logits/graph"].reshape(trace["logits"].shape)
     for name in [name for name in trace if name.endswith(".router")]:
         trace[name] = trace[name].reshape(*trace["logits"].shape[:2], -1)
@@ -97,9 +96,9 @@ def of_mindformers(stored: Mapping[str, np.ndarray], metrics: Iterable[Mapping],
         initial=states[0]["weight"],
         updated=states[hyper.first_update]["weight"],
         curve=curve,
-        batch=_below(stored, "batch/"),
+        batch=below(stored, "batch/"),
         states=states,
-        loads=[_below(stored, f"load/{step}/") for step in range(len(steps))],
+        loads=loads,
     )
 
 
@@ -119,11 +118,7 @@ def in_hugging_face_names(record: Record, sizes: Sizes) -> Record:
         initial=to_hugging_face(record.initial, sizes),
         updated=to_hugging_face(record.updated, sizes),
         states=[
-            {
-                "weight": to_hugging_face(state["weight"], sizes),
-                "moment": named(state["moment"]),
-                "square": named(state["square"]),
-            }
+            {"weight": to_hugging_face(state["weight"], sizes), **{kind: named(state[kind]) for kind in KINDS[1:]}}
             for state in record.states
         ],
         loads=[{_layer(name, sizes): load for name, load in loads.items()} for loads in record.loads],
@@ -142,36 +137,27 @@ def read_metrics(run_dir: Path, rank: int = 0) -> list[dict]:
     return [record for record in map(json.loads, lines) if "step" in record]
 
 
-def read(file: Path) -> Arrays:
-    """Return everything in an .npz."""
-    with np.load(file) as stored:
-        return {name: stored[name] for name in stored.files}
-
-
-def _below(stored: Mapping[str, np.ndarray], prefix: str) -> Arrays:
-    return {name.removeprefix(prefix): array for name, array in stored.items() if name.startswith(prefix)}
-
-
 def written(path: Path, overrides: tuple[str, ...], data: str | None) -> Recipe:
     """Return the recipe at its own size, with overrides applied and `data` as its corpus.
 
     Raises:
         RecipeError: the file or an override is wrong.
     """
-    recipe = load_recipe(path)
-    return resolve(apply_overrides(recipe, (*overrides, *_corpus(recipe, data))))
+    return _changed(load_recipe(path), overrides, data)
 
 
 def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, workers: int | None = None) -> Recipe:
-    """Return the recipe, or the CPU mini of one for Ascend, with overrides applied and `data` as its corpus.
+    """Return `written`, or so the CPU mini of a recipe for Ascend.
 
     Args:
         workers: of a mini that keeps its parallel strategy; None for one that does not.
-
-    Raises:
-        RecipeError: the file or an override is wrong.
     """
-    recipe = load_mini(path, data or CORPUS, steps, workers) if is_mini(path) else load_recipe(path)
+    return _changed(
+        load_mini(path, data or CORPUS, steps, workers) if is_mini(path) else load_recipe(path), overrides, data
+    )
+
+
+def _changed(recipe: Recipe, overrides: tuple[str, ...], data: str | None) -> Recipe:
     return resolve(apply_overrides(recipe, (*overrides, *_corpus(recipe, data))))
 
 
@@ -240,22 +226,8 @@ def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
         if config.get(key):
             raise RecipeError(f"{'.'.join(LOADER)}.config.{key}: the reference attends to whole samples; write False")
     built = convert(View(Recipe(recipe)), load_schema())
-    return sizes_of(built.fields, bool(built.fields["moe_router_enable_expert_bias"]) and moves_bias(recipe))
-
-
-def moves_bias(recipe: Mapping[str, Any]) -> bool:
-    """Return whether a callback of the recipe updates the routers' aux-free bias."""
-    return any(callback["type"] == BIAS for callback in recipe.get("callbacks") or [])
-
-
-def write(recipe: Mapping[str, Any], file: Path, recorder: dict[str, Any]) -> None:
-    """The recipe as a file, with the recorder as one of its plugins."""
-    dump_recipe({**recipe, "plugins": {**(recipe.get("plugins") or {}), "align_recorder": recorder}}, file)
-
-
-def workers(recipe: Recipe) -> int:
-    """Return the workers that the recipe itself asks for."""
-    return View(recipe).devices
+    moved = any(callback["type"] == BIAS for callback in recipe.get("callbacks") or [])
+    return sizes_of(built.fields, bool(built.fields["moe_router_enable_expert_bias"]) and moved)
 
 
 def rope_dimensions(recipe: Mapping[str, Any]) -> int:
@@ -306,7 +278,8 @@ def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weigh
     if weights is not None:
         recorder["weights"] = str(folder / "weights.npz")
         np.savez(recorder["weights"], **weights)
-    write(recipe, folder / "recipe.yaml", recorder)
+    plugins = {**(recipe.get("plugins") or {}), "align_recorder": recorder}
+    dump_recipe({**recipe, "plugins": plugins}, folder / "recipe.yaml")
     command = [sys.executable, "-m", "tools.accuracy.align.worker"]
     run = folder / "run"
     start([*command, "--config", str(folder / "recipe.yaml"), "--run-dir", str(run)], folder / "mindformers.log", run)
@@ -350,16 +323,6 @@ def _states(record: Record) -> Arrays:
     return out
 
 
-def weights_for_mindformers(weights: Arrays, sizes: Sizes) -> Arrays:
-    """Return the starting weights under MindFormers' names."""
-    return to_mindformers(weights, sizes)
-
-
-def environment() -> dict[str, str]:
-    """Of this process, with the repository on the children's path."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
-
-
 def start(command: list[str], log: Path, run: Path) -> None:
     """Run one side to its end, its output in `log`.
 
@@ -367,7 +330,9 @@ def start(command: list[str], log: Path, run: Path) -> None:
         RecipeError: it refused what it was given. ClusterError: torch is missing. SideFailedError: it failed.
     """
     threads = str(len(os.sched_getaffinity(0)))
-    quiet = {"GLOG_v": "3", "OMP_NUM_THREADS": threads, "LOG_MF_PATH": str(run / "logs"), **environment()}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    quiet = {"GLOG_v": "3", "OMP_NUM_THREADS": threads, "LOG_MF_PATH": str(run / "logs"), **os.environ}
+    quiet["PYTHONPATH"] = path
     with log.open("w", encoding="utf-8") as out:
         code = children.run_child(command, env=quiet, stdout=out, stderr=subprocess.STDOUT).returncode
     if code == 0:

@@ -1,12 +1,8 @@
 """Compare two dumps: every tensor of both in the order of execution, what diverges first, and what that usually means.
 
-`compare_dumps` gives a `Report`: rows judged by Table 2, the first finding of the forward pass, of the backward pass,
-among the weights and in state, and a headline that says what the earliest of them usually means (report, section
-3.2.1).
-
-**What the first findings usually mean (report section 3.2.1): the headline of a comparison.**
-
-It names what differs first in time; all that is later may follow from it. Within a step the order is
+`compare_dumps` gives a `Report`: rows judged by Table 2, and the first finding of the forward pass, of the backward
+pass, among the weights and in state. Its headline says what the earliest of them usually means (report, section 3.2.1):
+all that is later may follow from it. Within a step the order is
 
     weights       which msprobe shows behind their cell's forward pass, but only the optimizer moves them
     the batch     what arrives at the outermost cell
@@ -15,8 +11,6 @@ It names what differs first in time; all that is later may follow from it. Withi
 
 What differs in the first step was there before any update. In a later one, the step before it agreed: then weights
 are the optimizer's, and state is that of whatever moves it between two steps.
-
-**Compare two dumps: every tensor of both, in the order of execution, judged by Table 2.**
 
 msprobe's own `compare` is not used. Its Result lets a bfloat16 cast or a softmax scaled by 1.01 pass, an API that one
 side lacks is "pass", and it computes cosines and percentages that Table 2 does not ask for at many times the cost of
@@ -120,9 +114,8 @@ def _follows(parameter: Row, forward: Row | None, backward: Row | None) -> bool:
 
 def _arrived(rows: list[Row]) -> Row | None:
     """The first part of a step's batch that differs: an input of the outermost cell, or else of the first call."""
-    turn = min(
-        (row.order for row in rows if row.phase == BACKWARD), default=math.inf
-    )  # behind it: an optimizer's cells
+    # behind the backward pass: an optimizer's cells
+    turn = min((row.order for row in rows if row.phase == BACKWARD), default=math.inf)
     forward = [row for row in rows if row.phase == FORWARD and row.order < turn]
     if not forward:
         return None
@@ -294,11 +287,7 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Return everything but the rows that passed; an infinite error is the string "inf"."""
         return {
-            "golden": self.golden,
-            "bench": self.bench,
-            "level": self.level,
-            "task": self.task,
-            "passed": self.passed,
+            **{name: getattr(self, name) for name in ("golden", "bench", "level", "task", "passed")},
             "tensors": len(self.rows),
             "updates": self.updates,
             "updates_unknown": dict(self.judged.unknown),

@@ -1,8 +1,12 @@
 """How far a dumped tensor is from the golden one: its largest error, a factor of all of it, and what statistics tell.
 
-Values are read chunk by chunk in float32, so that no tensor is held whole; the error is that of `judge.errors`. Element
-by element Table 2 cannot tell whether a whole tensor is a little too large, so `scaled` fits one factor to all
-elements. A dump without values is judged by largest, smallest, mean and L2 norm.
+**The error of a tensor, chunk by chunk in float32, so that no tensor is held whole.**
+
+    error = |got - want| / max(|want|, rms(want), smallest)
+
+`judge.errors` is the reference. Here the mean square is summed in float32 within a chunk, so that an error may differ
+from the reference's by about 1e-5 of itself; tensors that float32 cannot square, and those with NaN or infinities, go
+the reference's way in float64. Identical tensors, which are most of a rerun, are only compared bit by bit.
 
 **Is a whole tensor a little too large or too small? Element by element Table 2 cannot tell.**
 
@@ -21,14 +25,6 @@ they are, the factor is between the two, so that independent errors of any size 
 The root is the standard deviation of `low` when errors of those sizes have independent signs; floor and sigmas stand in
 tolerance.yaml, with their derivation. A factor s is seen when n' = sum(want^2)^2 / sum(want^4), the number of elements
 that count, is above (sigmas / (1 - floor / s))^2: 140 for a factor of 1.01 in 16 bits, 420 normally distributed values.
-
-**The error of a dumped tensor, as `judge.errors` measures it, without holding the tensor: chunk by chunk, in float32.**
-
-    error = |got - want| / max(|want|, rms(want), smallest)
-
-`judge.errors` is the reference. Here the mean square is summed in float32 within a chunk, so that an error may differ
-from the reference's by about 1e-5 of itself; tensors that float32 cannot square, and those with NaN or infinities, go
-the reference's way in float64. Identical tensors, which are most of a rerun, are only compared bit by bit.
 
 **The weaker judgement of a dump without values: by largest, smallest, mean and L2 norm.**
 
@@ -50,18 +46,18 @@ wrong ones among many, and errors that cancel are not seen.
 from __future__ import annotations
 
 import math
-import threading
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from plugins.errors import DataError
-from tools.accuracy.dumps.read import CHUNK, WIDEST, Item, NpyFile
+from tools.accuracy.dumps.read import Item, NpyFile, pieces
 from tools.accuracy.judge import systematic
 
 SQUARED = 1e-30  # the least mean square in float32: of much smaller values the squares are lost
-_own = threading.local()
+ErrorOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -101,10 +97,9 @@ def deviation(golden: Path, bench: Path) -> float:
     """sqrt(sum(want^2 d^2)) / sum(want^2) of two files, over the values that are finite in both."""
     squares = products = 0.0
     with NpyFile(golden) as want, NpyFile(bench) as got, np.errstate(all="ignore"):
-        buffers = [np.empty(CHUNK * WIDEST, np.uint8) for _ in range(2)]
-        for a, b in zip(want.chunks(buffers[0]), got.chunks(buffers[1]), strict=True):
-            w, d = a.astype(np.float64), b.astype(np.float64)
-            d -= w
+        for a, b in pieces(want, got):
+            w = a.astype(np.float64)
+            d = b.astype(np.float64) - w
             usable = np.isfinite(d)
             w = np.where(usable, w, 0.0)
             d = np.where(usable, d, 0.0) * w
@@ -122,7 +117,7 @@ class Measured:
         outside: values over the tolerance, or different integers.
         where: flat index of the worst value; got, want: that value.
         nans, infinities: in `got`; NaN in both is counted, an infinity that both have is not.
-        sums: for `scale`: of want^2, of want (got - want), of (got - want)^2 over the finite values; 0 for
+        sums: for `scaled`: of want^2, of want (got - want), of (got - want)^2 over the finite values; 0 for
             identical arrays and for integers.
     """
 
@@ -144,14 +139,13 @@ def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Mea
     """
     with NpyFile(golden) as want, NpyFile(bench) as got:
         if want.size != got.size:
-            raise DataError(
-                f"{bench}: shape {list(got.shape)}, {golden}: {list(want.shape)}: but their dump.json agree"
-            )
+            told = f"shape {list(got.shape)}, {golden}: {list(want.shape)}"
+            raise DataError(f"{bench}: {told}: but their dump.json agree")
         identical, total = _first_look(want, got)
         if identical and np.isfinite(total):
             return Measured()
-        if want.dtype.kind != "f" or got.dtype.kind != "f":
-            return Measured() if identical else _different(want, got)
+        if want.dtype.kind != "f" or got.dtype.kind != "f":  # integers, booleans, complex: every difference counts
+            return Measured() if identical else _worst(want, got, 0.0, lambda a, b: np.where(a != b, np.inf, 0.0))
         mean_square = total / max(want.size, 1)
         if SQUARED <= mean_square < np.inf and max(want.dtype.itemsize, got.dtype.itemsize) <= 4:
             measured = _fast(want, got, tolerance, max(mean_square**0.5, smallest), total)
@@ -160,103 +154,69 @@ def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Mea
         return _slow(want, got, tolerance, smallest)
 
 
-def _buffers() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of this thread: bytes of a piece of either side, and two pieces of float32."""
-    if not hasattr(_own, "buffers"):
-        raw = [np.empty(CHUNK * WIDEST, np.uint8) for _ in range(2)]
-        _own.buffers = (*raw, np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32))
-    return _own.buffers
-
-
-def _pieces(want: NpyFile, got: NpyFile):
-    first, second, *_ = _buffers()
-    return zip(want.chunks(first), got.chunks(second), strict=True)
-
-
 def _first_look(want: NpyFile, got: NpyFile) -> tuple[bool, float]:
     """Whether all bits agree; the sum of squares of `want` (0 for integers, not finite where it holds NaN or inf)."""
     identical, total = want.dtype == got.dtype, 0.0
-    floats = want.dtype.kind == "f"
     with np.errstate(all="ignore"):
-        for a, b in _pieces(want, got):
-            identical = identical and _same_bits(a, b)
-            if floats:
+        for a, b in pieces(want, got):
+            word = np.uint64 if a.nbytes % 8 == 0 else np.uint8
+            identical = identical and np.array_equal(a.view(word), b.view(word))
+            if want.dtype.kind == "f":
                 wide = a if a.dtype.itemsize >= 4 else a.astype(np.float32)
                 total += float(np.dot(wide, wide))
     return identical, total
 
 
-def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Eight bytes at a time where the size allows."""
-    word = np.uint64 if a.nbytes % 8 == 0 else np.uint8
-    return np.array_equal(a.view(word), b.view(word))
+def _worst(want: NpyFile, got: NpyFile, tolerance: float, error_of: ErrorOf) -> Measured:
+    """The largest error, and how many are over the tolerance; `error_of` a piece of `want` and of `got`."""
+    worst, outside, place, values, offset = -1.0, 0, 0, (0.0, 0.0), 0
+    with np.errstate(all="ignore"):
+        for a, b in pieces(want, got):
+            error = error_of(a, b)
+            top = int(error.argmax())  # of a NaN, if there is one
+            if not error[top] <= worst:
+                worst, place, values = float(error[top]), offset + top, (float(b[top].real), float(a[top].real))
+            if not error[top] <= tolerance:
+                outside += int((error > tolerance).sum())
+            if np.isnan(worst):
+                break
+            offset += len(a)
+    return Measured(worst, outside, place, *values)
 
 
 def _fast(want: NpyFile, got: NpyFile, tolerance: float, scale: float, total: float) -> Measured:
     """The error in float32; `scale` is the root mean square of `want`, `total` the sum of its squares."""
-    *_, error_buffer, scale_buffer = _buffers()
-    along = apart = 0.0
-    worst, outside, place, values, offset = -1.0, 0, 0, (0.0, 0.0), 0
-    with np.errstate(all="ignore"):
-        for a, b in _pieces(want, got):
-            error, divisor = error_buffer[: len(a)], scale_buffer[: len(a)]
-            np.subtract(b, a, out=error)
-            apart += float(np.dot(error, error))
-            along += float(np.dot(a if a.dtype == np.float32 else a.astype(np.float32), error))
-            np.abs(error, out=error)
-            np.abs(a, out=divisor)
-            np.maximum(divisor, np.float32(scale), out=divisor)
-            np.divide(error, divisor, out=error)
-            top = int(error.argmax())  # of a NaN, if there is one
-            if not error[top] <= worst:
-                worst, place, values = float(error[top]), offset + top, (float(b[top]), float(a[top]))
-            if not error[top] <= tolerance:
-                outside += int((error > tolerance).sum())
-            if not np.isfinite(error[top]):
-                break  # the caller measures again
-            offset += len(a)
-    return Measured(worst, outside, place, *values, sums=(total, along, apart))
+    sums = np.array([total, 0.0, 0.0])
+
+    def error_of(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        d, a = (b - a).astype(np.float32, copy=False), a.astype(np.float32, copy=False)
+        sums[1:] += np.dot(a, d), np.dot(d, d)
+        return np.abs(d) / np.maximum(np.abs(a), np.float32(scale))
+
+    return replace(_worst(want, got, tolerance, error_of), sums=tuple(sums.tolist()))
 
 
 def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float) -> Measured:
     """As `judge.errors`, in float64."""
     squares, count = 0.0, 0
-    worst, outside, place, values, offset, nans, infinities = -1.0, 0, 0, (0.0, 0.0), 0, 0, 0
-    sums = np.zeros(3)
-    with np.errstate(all="ignore"):
-        for a, _ in _pieces(want, got):
-            finite = a[np.isfinite(a)].astype(np.float64)
-            squares, count = squares + float(np.dot(finite, finite)), count + len(finite)
-        scale = max((squares / max(count, 1)) ** 0.5, smallest)
-        for a, b in _pieces(want, got):
-            a, b = a.astype(np.float64), b.astype(np.float64)
-            same = (a == b) | (np.isnan(a) & np.isnan(b))
-            error = np.abs(b - a) / np.maximum(np.abs(a), scale)
-            usable = np.isfinite(a) & np.isfinite(b) & np.isfinite(error)
-            w, d = a[usable], b[usable] - a[usable]
-            sums += np.dot(w, w), np.dot(w, d), np.dot(d, d)
-            error = np.where(same, 0.0, np.where(usable, error, np.inf))
-            nans += int(np.isnan(b).sum())
-            infinities += int((np.isinf(b) & ~same).sum())
-            top = int(error.argmax())
-            if error[top] > worst:
-                worst, place, values = float(error[top]), offset + top, (float(b[top]), float(a[top]))
-            outside += int((error > tolerance).sum())
-            offset += len(a)
-    return Measured(worst, outside, place, *values, nans, infinities, tuple(sums.tolist()))
+    for (a,) in pieces(want):
+        finite = a[np.isfinite(a)].astype(np.float64)
+        squares, count = squares + float(np.dot(finite, finite)), count + len(finite)
+    scale = max((squares / max(count, 1)) ** 0.5, smallest)
+    sums, odd = np.zeros(3), np.zeros(2, int)
 
+    def error_of(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        same = (a == b) | (np.isnan(a) & np.isnan(b))
+        error = np.abs(b - a) / np.maximum(np.abs(a), scale)
+        usable = np.isfinite(a) & np.isfinite(b) & np.isfinite(error)
+        w, d = a[usable], b[usable] - a[usable]
+        sums[:] += np.dot(w, w), np.dot(w, d), np.dot(d, d)
+        odd[:] += np.isnan(b).sum(), (np.isinf(b) & ~same).sum()
+        return np.where(same, 0.0, np.where(usable, error, np.inf))
 
-def _different(want: NpyFile, got: NpyFile) -> Measured:
-    """Integers, booleans and complex numbers: every difference counts."""
-    outside, place, values, offset = 0, 0, (0.0, 0.0), 0
-    for a, b in _pieces(want, got):
-        differs = a != b
-        if not outside and differs.any():
-            top = int(differs.argmax())
-            place, values = offset + top, (float(b[top].real), float(a[top].real))
-        outside += int(differs.sum())
-        offset += len(a)
-    return Measured(float("inf") if outside else 0.0, outside, place, *values)
+    found, (nans, infinities) = _worst(want, got, tolerance, error_of), odd.tolist()
+    return replace(found, nans=nans, infinities=infinities, sums=tuple(sums.tolist()))
 
 
 def statistics_error(golden: Item, bench: Item, smallest: float) -> float:

@@ -15,6 +15,7 @@ import io
 import json
 import math
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,21 +32,17 @@ FORWARD, BACKWARD, WEIGHTS, STATE = "forward", "backward", "weights", "state"
 PHASES = (FORWARD, BACKWARD, WEIGHTS, STATE)
 GRADIENT = "parameters_grad"
 CELLS = ("Cell", "Module")  # MindSpore's and PyTorch's word
-CHUNK = 1 << 16  # values in a piece; the pieces of both sides and their errors fit a core's cache
-WIDEST = 16  # bytes of a value
+CHUNK = 1 << 16  # values in a piece; pieces of both sides and their errors fit a core's cache
+BUFFER = CHUNK * 16  # bytes: no value has more than 16
 _HEAD = 128  # NumPy pads a header to a multiple of 64; nearly every one is this long
+_own = threading.local()
 CONFIGURATION = "kernel_kbyk_dump.json"
 KIND = "Kernel"
 _KERNEL_RANK = re.compile(r"rank_(\d+)$")
 _UNKNOWN = (None, None, None, None)  # no statistics; values only
 TENSORS = ("mindspore.Tensor", "torch.Tensor", "numpy.ndarray")
-ROLES = {
-    "input_args": "input",
-    "input_kwargs": "input",
-    "input": "input",
-    "parameters": "parameters",
-    "output": "output",
-}
+INPUTS = ("input_args", "input_kwargs", "input")
+ROLES = {**dict.fromkeys(INPUTS, "input"), "parameters": "parameters", "output": "output"}
 WEIGHTS_FOLDER = "weights"
 STATISTICS = ("Max", "Min", "Mean", "Norm")
 HEAD = ("level", "task", "data")
@@ -111,7 +108,7 @@ def parse(text: str) -> Name:
 
 
 class NpyFile:
-    """One open array: `dtype`, `shape`, and its values in C order, `chunks()` at a time. A context manager.
+    """One open array: `dtype`, `shape`, `size`; `pieces` gives its values. A context manager.
 
     Raises:
         DataError: the file is missing, is no .npy, or is shorter than its header says.
@@ -124,7 +121,10 @@ class NpyFile:
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}: the dump names it, so the dump is not whole") from None
         try:
-            self.dtype, self.shape, self._start = _header(self._file)
+            head = self._file.read(_HEAD)
+            self._start = 10 + int.from_bytes(head[8:10], "little")
+            head += self._file.read(max(self._start - _HEAD, 0))  # many axes
+            self.dtype, self.shape = _parsed(head[: self._start])
         except (ValueError, SyntaxError, TypeError, TokenError, OSError) as error:
             self._file.close()
             raise DataError(f"{path}: not a .npy file ({error})") from None
@@ -137,46 +137,38 @@ class NpyFile:
         self._file.close()
 
     def chunks(self, buffer: np.ndarray) -> Iterator[np.ndarray]:
-        """Flat pieces of `CHUNK` values, from the first one on: views of `buffer`, uint8 [CHUNK * WIDEST]."""
+        """Flat pieces of `CHUNK` values in C order, from the first one on: views of `buffer`, uint8."""
         self._file.seek(self._start)
-        left = self.size
-        while left:
-            count = min(left, CHUNK)
-            piece = buffer[: count * self.dtype.itemsize]
-            self._fill(memoryview(piece))  # type: ignore[arg-type]
+        for start in range(0, self.size, CHUNK):
+            piece = buffer[: min(self.size - start, CHUNK) * self.dtype.itemsize]
+            view, done = memoryview(piece), 0  # type: ignore[arg-type]
+            while done < len(view):
+                read = self._file.readinto(view[done:])  # type: ignore[attr-defined]
+                if not read:
+                    raise DataError(f"{self.path}: ends too early: the dump is not whole")
+                done += read
             yield piece.view(self.dtype)
-            left -= count
-
-    def _fill(self, view: memoryview) -> None:
-        done = 0
-        while done < len(view):
-            read = self._file.readinto(view[done:])  # type: ignore[attr-defined]
-            if not read:
-                raise DataError(f"{self.path}: ends too early: the dump is not whole")
-            done += read
-
-
-def _header(file: BinaryIO) -> tuple[np.dtype, tuple[int, ...], int]:
-    head = file.read(_HEAD)
-    length = 10 + int.from_bytes(head[8:10], "little")
-    if length > _HEAD:  # many axes
-        head += file.read(length - _HEAD)
-    dtype, shape, fortran = _parsed(head[:length])
-    if fortran:
-        raise ValueError("Fortran order, which msprobe never writes")
-    return dtype, shape, length
 
 
 @lru_cache(maxsize=4096)
-def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...], bool]:
+def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
     """NumPy's own reading of a header; cached, because most arrays of a dump share theirs with others."""
     stream = io.BytesIO(head)
     if np.lib.format.read_magic(stream) != (1, 0):
-        raise ValueError("format 1.0 is wanted")
+        raise ValueError("its format must be 1.0")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    if fortran:
+        raise ValueError("Fortran order, which msprobe never writes")
     if dtype.kind not in "biufc":
         raise ValueError(f"its values are neither numbers nor truth values: {dtype}")
-    return dtype, shape, fortran
+    return dtype, shape
+
+
+def pieces(*files: NpyFile) -> Iterator[tuple[np.ndarray, ...]]:
+    """Flat pieces of up to four files of one size, side by side: views of buffers that this thread uses again."""
+    if not hasattr(_own, "buffers"):
+        _own.buffers = [np.empty(BUFFER, np.uint8) for _ in range(4)]
+    return zip(*(file.chunks(buffer) for file, buffer in zip(files, _own.buffers, strict=False)), strict=True)
 
 
 @dataclass(frozen=True)
@@ -408,7 +400,7 @@ def _entries(folder: Path) -> list[Entry]:
     for key, value in data.items():
         if not isinstance(value, dict):
             raise DataError(f"{folder / 'dump.json'}: {key}: its tensors by role are wanted, not {str(value)[:40]!r}")
-        found.append(Entry(_name(folder, key), tuple(_items(key, value, folder))))
+        found.append(Entry(_name(folder, key), tuple(_items(value, folder))))
     return found
 
 
@@ -419,18 +411,12 @@ def _name(folder: Path, key: str) -> Name:
         raise DataError(f"{folder / 'dump.json'}: {key!r} is not a name that msprobe writes") from None
 
 
-def _items(key: str, value: dict[str, Any], folder: Path) -> Iterator[Item]:
+def _items(value: dict[str, Any], folder: Path) -> Iterator[Item]:
     data = folder / "dump_tensor_data"
-    for group in sorted(value, key=_rank_of):
+    order = [*ROLES]  # inputs and parameters come before outputs
+    for group in sorted(value, key=lambda group: order.index(group) if group in order else len(order)):
         role = ROLES.get(group, "gradient")
-        label = group if role == "gradient" else role
-        yield from _leaves(value[group], label if role != "gradient" else group, role, data)
-
-
-def _rank_of(group: str) -> int:
-    """Inputs and parameters come before outputs."""
-    order = list(ROLES)
-    return order.index(group) if group in order else len(order)
+        yield from _leaves(value[group], group if role == "gradient" else role, role, data)
 
 
 def _leaves(node: Any, label: str, role: str, data: Path) -> Iterator[Item]:

@@ -28,12 +28,7 @@ svg { width: 100% } svg text { font: 11px system-ui, sans-serif; fill: currentCo
 .step { stroke: #888; stroke-dasharray: 3 3; }
 .grid { stroke: #8884; } .limit { fill: none; stroke: #bf8700; } .good { fill: #1a7f37; } .bad { fill: #cf222e; }
 """
-NAMES = {
-    "forward": "Forward",
-    "backward": "Backward",
-    "weights": "Weights",
-    "state": "State, which no gradient trains",
-}
+NAMES = {"forward": "Forward", "backward": "Backward", "weights": "Weights", "state": "State, which no gradient trains"}
 MOST = 8  # findings shown
 
 
@@ -87,7 +82,7 @@ def _frame() -> str:
     """Lines and names of the decades, and what they measure."""
     middle = (TOP + HEIGHT - BOTTOM) / 2
     found = [
-        f'<text transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle">error (logarithmic)</text>',
+        f'<text transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle">error (logarithmic)</text>'
     ]
     for decade in range(LOW, HIGH + 1, 2):
         y = _y(10.0**decade)

@@ -1,8 +1,5 @@
 """Two dumps' tensors side by side: how they are paired, and the judgement of each pair as one row.
 
-What a class or function accumulates, by its shapes, chooses the row of Table 2. Parameters that no gradient trains
-(counters, a router's bias, running statistics, caches) are state and not weights.
-
 **How many terms an element of a dumped tensor accumulates: the row of Table 2, from the class or function and shapes.**
 
 What is known (a name is matched by a part of its class or function, in lower case):
@@ -42,17 +39,8 @@ PRODUCTS = ("linear", "dense", "matmul", "gemm", "bmm", "baddbmm", "addmm")
 SUMS = ("sum", "mean", "cumsum")
 LOSSES = ("loss", "crossentropy", "cross_entropy")
 # kinds of finding; a row without one passed
-VALUE, SCALED, UPDATE, SHAPE, DTYPE, NAN, INF, MISSING, EXTRA = (
-    "value",
-    "scaled",
-    "update",
-    "shape",
-    "dtype",
-    "nan",
-    "inf",
-    "missing",
-    "extra",
-)
+VALUE, SCALED, UPDATE, SHAPE, DTYPE = "value", "scaled", "update", "shape", "dtype"
+NAN, INF, MISSING, EXTRA = "nan", "inf", "missing", "extra"
 NARROW = ("float16", "bfloat16")
 _WIDTH = {"float64": 3, "float32": 2, "float16": 1, "bfloat16": 1}
 
@@ -169,7 +157,7 @@ class Row:
         error: the largest of `judge.errors`; of statistics, of an update or of the factor where `by` says so.
         kind: of finding; empty when it passed.
         detail: the worst value, or what is wrong.
-        by: values, statistics, update, or factor (of all values together, scale.py).
+        by: values, statistics, update, or factor (of all values together, `errors.scaled`).
         cause: of a wrong update, what usually makes one like it.
     """
 

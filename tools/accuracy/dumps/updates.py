@@ -1,10 +1,6 @@
 """Whether the optimizer did the same: a weight's change from one step to the next, which the weight itself hides.
 
-From values, the error of an update is measured, and split into what lies along the weight (weight decay), along the
-update (learning rate) and beside both. From statistics (largest, smallest, mean and L2 norm before and after) the
-update is judged as far as they tell; the rest is called unknown.
-
-**Did the optimizer do the same? A weight's change from one step to the next, which the weight itself hides.**
+**From values: what lies along the weight (weight decay), along the update (learning rate) and beside both.**
 
 A step moves a weight by a thousandth of it or less, so a wrong weight decay passes Table 2 by value. With u the update
 of GOLDEN, d that of BENCH less u, w the weight before, and L2 norms over the parameter, judged are
@@ -59,13 +55,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from tools.accuracy.dumps.read import BACKWARD, CHUNK, WEIGHTS, WIDEST, Item, NpyFile
+from tools.accuracy.dumps.read import BACKWARD, WEIGHTS, Item, NpyFile, pieces
 from tools.accuracy.dumps.rows import SCALED, UPDATE, VALUE, Pair, Row, judged_type
 from tools.accuracy.judge import ROUNDOFF, systematic, tolerance
 
@@ -369,12 +366,10 @@ def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Mo
     sums = np.zeros((3, 3))  # of products of u, d, w
     squares = np.zeros((2, 2))  # of products of u d and w d
     farthest, step = np.zeros(TURNED), 0.0  # the largest |d|, and max |u|
-    files = [NpyFile(path) for path in (old, new, other_old, other_new)]
-    buffers = [np.empty(CHUNK * WIDEST, np.uint8) for _ in files]
-    try:
-        chunks = [file.chunks(buffer) for file, buffer in zip(files, buffers, strict=True)]
-        for pieces in zip(*chunks, strict=True):
-            w, b, c, e = (piece.astype(np.float64) for piece in pieces)
+    with ExitStack() as stack:
+        files = [stack.enter_context(NpyFile(path)) for path in (old, new, other_old, other_new)]
+        for four in pieces(*files):
+            w, b, c, e = (piece.astype(np.float64) for piece in four)
             u = b - w
             d = (e - c) - u
             three, two = np.stack((u, d, w)), np.stack((u * d, w * d))
@@ -382,9 +377,6 @@ def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Mo
             squares += two @ two.T
             farthest = np.sort(np.concatenate((farthest, np.abs(d))))[-TURNED:]
             step = max(step, float(np.abs(u).max(initial=0.0)))
-    finally:
-        for file in files:
-            file.__exit__()
     update, error, weight = (math.sqrt(each) for each in np.diag(sums))
     if not update or not error:
         share_of_all = math.inf if error else 0.0
@@ -393,10 +385,8 @@ def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Mo
     steady = math.sqrt(max(sums[1, 1] - farthest @ farthest + left @ left, 0.0))
     share, longer = sums[0, 2] / sums[0, 0], sums[0, 1] / sums[0, 0]
     v = math.sqrt(max(sums[2, 2] - share * sums[0, 2], 0.0))
-    if v < 1e-6 * weight or not v:
-        return Moved(
-            update, weight, error / update, steady / update, 0.0, 0.0, 0.0, longer
-        )  # the update is along the weight: `error` tells
+    if v < 1e-6 * weight or not v:  # the update is along the weight: `error` tells
+        return Moved(update, weight, error / update, steady / update, 0.0, 0.0, 0.0, longer)
     along = sums[1, 2] - share * sums[0, 1]
     chance = math.sqrt(max(squares[1, 1] - 2 * share * squares[0, 1] + share**2 * squares[0, 0], 0.0))
     shares = (error / update, steady / update, abs(along) / v / update, chance / v / update)

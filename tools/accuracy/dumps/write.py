@@ -17,6 +17,7 @@ import numpy as np
 
 from plugins.errors import DataError
 from plugins.private_hooks import replace
+from tools.files.atomic import write_atomically
 
 MARKER = "tc3_dump.json"
 
@@ -36,12 +37,7 @@ class Job:
 
 def mark(folder: Path, complete: bool, **facts: Any) -> None:
     """State that `folder` is (or is becoming) a dump; whole or not at all, also when we are killed."""
-    part = folder / f".{MARKER}.part"
-    with part.open("w", encoding="utf-8") as out:
-        json.dump({"complete": complete, **facts}, out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
-    part.rename(folder / MARKER)
+    write_atomically(folder / MARKER, json.dumps({"complete": complete, **facts}, indent=1))
 
 
 def stated(folder: Path) -> dict[str, Any] | None:

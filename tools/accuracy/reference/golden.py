@@ -18,6 +18,7 @@ import numpy as np
 
 from plugins.errors import CheckpointError
 from tools.accuracy.align.sides import Record
+from tools.accuracy.reference.run import below, read
 from tools.accuracy.reference.start import checksum
 from tools.data.index import IndexWriter
 from tools.weights.hugging_face_sizes import Sizes
@@ -68,8 +69,7 @@ def samples(name: str, array: np.ndarray) -> np.ndarray:
 
 def load() -> dict[str, np.ndarray]:
     """Return the golden file."""
-    with np.load(FILE) as stored:
-        return {name: stored[name] for name in stored.files}
+    return read(FILE)
 
 
 @click.command()
@@ -78,9 +78,8 @@ def load() -> dict[str, np.ndarray]:
 def main(update: bool, reference_python: str) -> None:
     """Renew the golden file."""
     from tools.accuracy.align.ladder import Wanted, climb
-    from tools.accuracy.align.sides import alone, of_reference, read, reference_sizes
+    from tools.accuracy.align.sides import alone, of_reference, reference_sizes
     from tools.accuracy.align.sides import load as load_recipe
-    from tools.accuracy.reference.run import below
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -90,9 +89,8 @@ def main(update: bool, reference_python: str) -> None:
         wanted = Wanted(RECIPE, "hf", STEPS, (), corpus, folder, reference_python, SEED)
         ladder = climb(wanted, lambda text: click.echo(text, err=True))
         if not ladder.passed or any(rung.status == "undecided" for rung in ladder.rungs):
-            raise CheckpointError(
-                f"not aligned, nothing written: {[(r.name, r.status, r.reason) for r in ladder.rungs]}"
-            )
+            told = [(rung.name, rung.status, rung.reason) for rung in ladder.rungs]
+            raise CheckpointError(f"not aligned, nothing written: {told}")
         job = read(folder / "reference" / "job.npz")
         stored = read(folder / "reference" / "record.npz")
         record = of_reference(stored, below(job, "weights/"), below(job, "batch/"))

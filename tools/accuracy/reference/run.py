@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
 MISSING = 3
+KINDS = ("weight", "moment", "square")
+Arrays = dict[str, np.ndarray]
 
 
 def main(job_file: str, out_file: str) -> int:
@@ -27,29 +31,35 @@ def main(job_file: str, out_file: str) -> int:
     from tools.accuracy.reference.train import Reference, run, single_steps
     from tools.weights.hugging_face_sizes import Sizes
 
-    with np.load(job_file) as file:
-        stored = {name: file[name] for name in file.files}
+    stored = read(job_file)
     job = json.loads(str(stored["job"]))
     torch.use_deterministic_algorithms(True)
     reference = Reference(Sizes(**job["sizes"]), below(stored, "weights/"))
     batches, hyper = below(stored, "batch/"), Hyper(**job["hyper"])
     record = run(reference, hyper, batches)
     if "state/0/weight/lm_head.weight" in stored:
-        kinds = ("weight", "moment", "square")
-        states = [
-            {kind: below(stored, f"state/{step}/{kind}/") for kind in kinds} for step in range(len(hyper.rates) + 1)
-        ]
-        loads = [below(stored, f"load/{step}/") for step in range(len(hyper.rates))]
-        singles = single_steps(reference, hyper, batches, states, loads)
+        singles = single_steps(reference, hyper, batches, *states_of(stored, len(hyper.rates)))
         record.update({f"single/{name}": values for name, values in singles.items()})
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     np.savez(out_file, **record, about=np.array(json.dumps(versions)))
     return 0
 
 
-def below(stored: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+def read(file: str | Path) -> Arrays:
+    """Return everything in an .npz."""
+    with np.load(file) as stored:
+        return dict(stored)
+
+
+def below(stored: Mapping[str, np.ndarray], prefix: str) -> Arrays:
     """Return the arrays under a prefix, without it."""
     return {name.removeprefix(prefix): array for name, array in stored.items() if name.startswith(prefix)}
+
+
+def states_of(stored: Mapping[str, np.ndarray], steps: int) -> tuple[list[dict[str, Arrays]], list[Arrays]]:
+    """(weights and moments before each step and after the last, loads of each step) of a record or a job."""
+    states = [{kind: below(stored, f"state/{step}/{kind}/") for kind in KINDS} for step in range(steps + 1)]
+    return states, [below(stored, f"load/{step}/") for step in range(steps)]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from tools.accuracy.align.rungs import GRADIENT, LOGITS, LOSS, first_difference,
 from tools.accuracy.align.sides import alone, in_hugging_face_names, load, reference_sizes
 from tools.accuracy.reference import golden
 from tools.accuracy.reference.start import checksum, hyper_of, initial_weights
+from tools.weights.hugging_face_names import to_mindformers
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +27,7 @@ def trained(tmp_path_factory):
     golden.write_corpus(folder / "corpus", golden.vocabulary_of(recipe))
     plain = alone(recipe, golden.STEPS)
     sizes, hyper = reference_sizes(plain), hyper_of(plain, golden.STEPS)
-    weights = align_sides.weights_for_mindformers(initial_weights(sizes, golden.SEED), sizes)
+    weights = to_mindformers(initial_weights(sizes, golden.SEED), sizes)
     record = align_sides.run_mindformers(plain, folder / "ours", hyper, weights)
     return in_hugging_face_names(record, sizes), sizes
 
