@@ -212,7 +212,7 @@ def check_form(path: Path) -> None:
         DataError: the ending is none of `FORMS`, or the folder cannot be written to.
     """
     if path.suffix not in FORMS:
-        raise DataError(f"--time-line {path}: want a file that ends in {', '.join(FORMS)}")
+        raise DataError(f"--time-line {path}: the file must end in {', '.join(FORMS)}")
     check_writable(path)
 
 
