@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tools.dryrun.graph_text import Pass, most_saved, waiting
+from tools.estimate.memory.room import DOES_NOT_FIT, NO_LIMIT, UNKNOWN, fit_between
 from tools.estimate.memory.time_line import KEPT, WORKING, Bytes, Owner, Timed, TimeLine, stitch
 from tools.estimate.memory.training_graph import OTHER, module_of_path
 from tools.hardware.units import GIB
@@ -85,9 +86,6 @@ def kind_of(name: str) -> str:
 def total(held: Iterable[Held], kind: str) -> int:
     """Return the bytes of one kind."""
     return sum(item.bytes for item in held if item.kind == kind)
-
-
-FITS, UNKNOWN, DOES_NOT_FIT, NO_LIMIT = "fits", "unknown", "does not fit", "no limit"
 
 
 @dataclass(frozen=True)
@@ -159,9 +157,8 @@ def fit_of(memory: Mapping[str, int], limit: int, error: float = 0.0) -> str:
     """
     if not limit:
         return NO_LIMIT
-    if memory["exact"] > limit or memory["total"] * (1 - error) > limit:
-        return DOES_NOT_FIT
-    return UNKNOWN if memory["total"] * (1 + error) > limit else FITS
+    least = max(memory["exact"], memory["total"] * (1 - error))
+    return fit_between(least, memory["total"] * (1 + error), limit)
 
 
 def unsure(stages: Sequence[Mapping[str, Any]], limit: int, error: float) -> list[str]:

@@ -16,10 +16,6 @@ from tools.check.check import check_recipe
 from tools.dryrun.activations import added
 from tools.dryrun.graph_text import Pass
 from tools.dryrun.memory import (
-    DOES_NOT_FIT,
-    FITS,
-    NO_LIMIT,
-    UNKNOWN,
     WEIGHT,
     Held,
     fit_of,
@@ -32,6 +28,7 @@ from tools.dryrun.order import check_links, check_order, count_groups, programs_
 from tools.dryrun.plan import Plan, Stage
 from tools.dryrun.quick import ERROR, compose
 from tools.estimate.memory.changes import checked_advice
+from tools.estimate.memory.room import DOES_NOT_FIT, FITS, NO_LIMIT, UNKNOWN
 from tools.estimate.memory.time_line import TimeLine
 from tools.pipeline.schedules import operations, schedule_of
 from tools.recipe.load import Recipe

@@ -16,12 +16,11 @@ from rich.table import Table
 
 from plugins.errors import RecipeError
 from tools.check.check import require_sound
-from tools.dryrun.memory import DOES_NOT_FIT, FITS, UNKNOWN
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import cluster as find_cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.model import all_stages
-from tools.estimate.memory.room import Room, known_errors, room_of
+from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, known_errors, room_of
 from tools.estimate.memory.time_line import TimeLine, check_form, simulated, time_line, write_line
 from tools.estimate.time_model import TimeModel
 from tools.hardware import DEFAULT_HARDWARE

@@ -12,11 +12,10 @@ from typing import Any
 
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
-from tools.dryrun.memory import DOES_NOT_FIT, FITS, UNKNOWN
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.changes import Change, pairs_of_changes, single_changes
 from tools.estimate.memory.model import all_stages
-from tools.estimate.memory.room import Room
+from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, fit_between
 from tools.estimate.time_model import TimeModel
 from tools.recipe.load import Recipe
 from tools.recipe.override import dotted
@@ -49,7 +48,7 @@ class Proposal:
 
 def verdict(peak: float, room: Room) -> str:
     """Return whether a predicted peak fits into the room, as far as the model's known error lets one say."""
-    return FITS if peak <= room.bytes else UNKNOWN if peak <= room.cap else DOES_NOT_FIT
+    return fit_between(peak, peak, room.cap, room.bytes)
 
 
 def explain(recipe: Recipe, times: TimeModel, room: Room, pairs: bool = True) -> list[Proposal]:

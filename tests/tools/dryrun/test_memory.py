@@ -13,11 +13,7 @@ from tools.dryrun.activations import activations_of, curve_of, curves_of, peak_b
 from tools.dryrun.graph_text import Pass, most_saved, passes_of, read_graph, waiting
 from tools.dryrun.memory import (
     ACCUMULATED,
-    DOES_NOT_FIT,
-    FITS,
-    NO_LIMIT,
     STATE,
-    UNKNOWN,
     WEIGHT,
     Held,
     fit_of,
@@ -29,6 +25,7 @@ from tools.dryrun.memory import (
     unsure,
 )
 from tools.dryrun.rank import parameters_of
+from tools.estimate.memory.room import DOES_NOT_FIT, FITS, NO_LIMIT, UNKNOWN
 from tools.estimate.memory.time_line import KEPT, Owner
 from tools.hardware.units import GIB
 from tools.pipeline.schedules import operations

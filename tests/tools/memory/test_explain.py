@@ -3,12 +3,11 @@
 import pytest
 
 from plugins.errors import RecipeError
-from tools.dryrun.memory import DOES_NOT_FIT, FITS
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.changes import checked_advice, fewest_recomputed, pairs_of_changes, single_changes
 from tools.estimate.memory.model import peak_memory, stage_memory
-from tools.estimate.memory.room import room_of
+from tools.estimate.memory.room import DOES_NOT_FIT, FITS, room_of
 from tools.estimate.time_model import TimeModel
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB

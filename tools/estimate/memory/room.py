@@ -37,6 +37,22 @@ _HEAD = """\
 """
 
 
+FITS, UNKNOWN, DOES_NOT_FIT, NO_LIMIT = "fits", "unknown", "does not fit", "no limit"
+
+
+def fit_between(least: float, most: float, limit: float, proven: float | None = None) -> str:
+    """Return `FITS`, `UNKNOWN` or `DOES_NOT_FIT`: the one rule of `tc3 memory`, `dryrun` and `search --verify`.
+
+    Args:
+        least, most: bytes on a device, as far as is known: both are the same number where one number is known.
+        limit: bytes that a job may use.
+        proven: bytes up to which it surely fits, where the numbers may be off by more than they say.
+    """
+    if least > limit:
+        return DOES_NOT_FIT
+    return UNKNOWN if most > (limit if proven is None else proven) else FITS
+
+
 @dataclass(frozen=True)
 class MemoryErrors:
     """Known errors.

@@ -23,6 +23,7 @@ from tools.dryrun.plan import plan_jobs, without_files
 from tools.dryrun.quick import ERROR, quick_plan
 from tools.dryrun.report import report_of
 from tools.estimate.memory.model import all_stages
+from tools.estimate.memory.room import DOES_NOT_FIT, UNKNOWN, fit_between
 from tools.hardware.units import GIB
 from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
@@ -135,6 +136,9 @@ def judge(entry: Entry, found: DryRun, request: Request, full: bool) -> Verdict:
     ]
     cap, proven = request.cap, min(request.cap, (1 + _SAME) * request.room)
     proven = proven if full else min(proven, cap / (1 + ERROR))
-    over = [f"{line}, the limit is {cap / GIB:.1f}" for line, need in zip(lines, needs, strict=True) if need > cap]
-    near = [line for line, need in zip(lines, needs, strict=True) if proven < need <= cap]
+    fits = [fit_between(need, need, cap, proven) for need in needs]
+    over = [
+        f"{line}, the limit is {cap / GIB:.1f}" for line, fit in zip(lines, fits, strict=True) if fit == DOES_NOT_FIT
+    ]
+    near = [line for line, fit in zip(lines, fits, strict=True) if fit == UNKNOWN]
     return Verdict(found.problems + over, [f"{line}, it may be {request.room_words}" for line in near], estimate)
