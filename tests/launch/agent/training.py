@@ -53,9 +53,9 @@ class Training(World):
         self.settings = Settings(rollbacks=9, skip=SKIP)
         self.hosts: tuple[str, ...] = ()
         self.batch = View(self._recipe()).global_batch
-        monkeypatch.setattr(Planning, "_alive", lambda self: nullcontext())
+        monkeypatch.setattr(planning, "meanwhile", lambda *_: nullcontext())
         monkeypatch.setattr(planning, "time", SimpleNamespace(monotonic=lambda: self.time))
-        monkeypatch.setattr(planning, "_port", lambda own: 9000)
+        monkeypatch.setattr(planning, "free_port", lambda: 9000)
         for module, name in ((planning, "make_plan"), (data, "set_aside"), (checkpoints, "set_aside")):
             monkeypatch.setattr(module, name, self._held_up(getattr(module, name)))
 
