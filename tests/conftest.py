@@ -1,6 +1,7 @@
 """The order of the tests, and what all of them share."""
 
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +19,12 @@ settings.load_profile("fresh" if os.environ.get("TC3_EXPLORE") else "same")
 # quiet, and one thread a process: two cores are shared by up to three workers
 os.environ.setdefault("GLOG_v", "3")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# A shell without job control ignores Ctrl-C for what it puts into the background, and every child inherits that: tests
+# of interrupts would then wait for nothing.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):

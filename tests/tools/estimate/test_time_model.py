@@ -186,7 +186,7 @@ def test_the_best_cut_is_never_slower_than_none_and_no_cut_that_fits_is_faster()
     best = A2.step(replace(whole, ep_cut=Cut())).total
     for cut in ((1, 1), (1, 2), (1, 4), (1, 8)):
         assert best <= A2.step(replace(whole, ep_cut=Cut(cut))).total + 1e-9
-    with pytest.raises(RecipeError, match=r"chunks\[0\]: 2 parts of 1 samples"):
+    with pytest.raises(RecipeError, match=r"2 parts of 1 samples on a rank \(chunks\[0\]\)"):
         A2.step(replace(whole, ep_cut=Cut((2, 1))))
 
 

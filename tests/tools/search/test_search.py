@@ -158,7 +158,7 @@ def test_wrong_inputs():
         run("--cluster", "atlas_800t_a3")
     with pytest.raises(RecipeError, match="a name, a sign and a value are needed"):
         run("--limit", "tp")
-    with pytest.raises(DataError, match=r"ends in \.svg"):
+    with pytest.raises(DataError, match=r"must end in \.svg"):
         run("--picture", "p.gif")
     with pytest.raises(RecipeError, match="no such recipe"):
         CliRunner().invoke(search, ["recipes/none.yaml"], catch_exceptions=False)

@@ -159,7 +159,7 @@ def test_memory_of_a_schedule_that_cannot_run_is_left_out(predictions):
     found = predictions["too_few_micro_batches"]
     assert found.step_time_s > 0
     assert found.peak_memory_gb is None
-    assert "want at least 8 micro-batches" in found.reason
+    assert "needs at least 8 micro-batches" in found.reason
 
 
 def test_a_measured_rate_becomes_seconds(predictions):
