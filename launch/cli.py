@@ -169,7 +169,12 @@ def _version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Versions of the stack."
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Print the versions of this package, MindSpore and MindFormers.",
 )
 def tc3() -> None:
     """Training recipes, plugins and pre-flight tools for TeleChat3-MoE on MindSpore."""

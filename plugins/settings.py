@@ -35,7 +35,7 @@ def setting(default: Any, meaning: str, right: str = "", **limits: Any) -> Any:
 
 @dataclass(frozen=True)
 class Section:
-    """Base of the settings of a plugin: `KEY` is its key path, `RIGHT` what to write instead of what is no section."""
+    """Base of a plugin's settings: `KEY` is its key path, `RIGHT` what to write where the section is not a mapping."""
 
     KEY: ClassVar[str]
     RIGHT: ClassVar[str]
@@ -46,7 +46,8 @@ class Section:
         """Return the section of a recipe, with defaults for what it does not write.
 
         Raises:
-            RecipeError: no mapping, one without what it needs, an unknown key, or a value that is no such thing.
+            RecipeError: it is not a mapping, misses a key that must be written, or has an unknown key or a value of a
+                wrong type or outside its range.
         """
         ours, refusals = cls.look(written)
         if ours is None:

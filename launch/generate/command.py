@@ -158,7 +158,9 @@ class Text:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("weights", metavar="RUN|CHECKPOINT", type=click.Path(path_type=Path))
 @click.option("--prompt", "prompts", multiple=True, required=True, metavar="TEXT", help=PROMPT_HELP)
-@click.option("--tokens", type=Number("generated"), default=64, show_default=True, help="Most tokens to generate.")
+@click.option(
+    "--tokens", type=Number("generated"), default=64, show_default=True, help="Generate at most so many tokens."
+)
 @click.option("--temperature", type=Number("temperature"), help=TEMPERATURE_HELP)
 @click.option("--top-k", type=Number("top_k"), help="Draw only from the K likeliest tokens.")
 @click.option("--top-p", type=Number("top_p"), help="Draw from the likeliest tokens with this joint probability.")

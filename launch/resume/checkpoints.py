@@ -388,9 +388,9 @@ def check_save_path(root: Path, resume: bool, force: bool) -> None:
     found = next(filter(is_sealed, iterations(root)), None)
     if found and not (resume or force):
         raise CheckpointError(
-            f"checkpoint.save_path: {root} holds checkpoints of another run ({found.name}), which --resume auto would "
-            f"take for this one's; name another folder, go on with --resume auto (a script: RESUME={found}), "
-            "or remove them with --force"
+            f"checkpoint.save_path: {root} holds checkpoints of another run ({found.name}), and --resume auto would "
+            "later load them as if this run had written them; name another folder, go on from them with --resume auto "
+            f"(in a script, set RESUME={found}), or remove them with --force"
         )
 
 

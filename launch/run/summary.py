@@ -184,7 +184,7 @@ def _finite(value: float | None) -> float | None:
 def words_to_go_on(
     begin: Sequence[str], overrides: tuple[str, ...], run_dir: Path, named: bool, weights: Path | None, change: str
 ) -> list[str]:
-    """Return the command that goes on with a run, or starts another one from `weights`; without its number of steps.
+    """Return the command that goes on with a run, or that starts a new run from `weights`, without `--steps`.
 
     Args:
         begin: the command's first words. named: whether `run_dir` has to be said, for it is not the usual one.

@@ -270,8 +270,9 @@ def _refuse_unsupported(config, attention_dropout):
     where = "on CPU, model.model_config"
     if dropout:
         raise RecipeError(f"{where}.attention_dropout: only 0.0 is supported, not {dropout}")
-    if config.use_eod_attn_mask_compression or config.use_attn_mask_compression:
-        raise RecipeError(f"{where}.use_attn_mask_compression: must be False, CPU attention reads the full mask")
+    for name in ("use_eod_attn_mask_compression", "use_attn_mask_compression"):
+        if getattr(config, name):
+            raise RecipeError(f"{where}.{name}: must be False, because CPU attention reads the full mask")
     if config.window_size:
         raise RecipeError(f"{where}.window_size: sliding windows are not supported")
     if not config.multi_latent_attention and config.num_query_groups != config.num_attention_heads:

@@ -92,7 +92,7 @@ class AllToAllV(nn.Cell):
 
 
 class Linear(nn.Cell):
-    """A collective of rows, and the one that is its gradient."""
+    """A collective operator over rows of tokens; in the backward pass the operator `back` makes its gradient."""
 
     def __init__(self, there, back):
         super().__init__(auto_prefix=False)

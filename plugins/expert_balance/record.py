@@ -123,7 +123,7 @@ _MOVED = ("slots", "experts", "bytes", "plan_s", "move_s")
 
 def _record(content: Any, place: str) -> Record:
     if not isinstance(content, dict) or "tokens" not in content:
-        raise DataError(f"{place}: not a record of expert loads: it has no tokens")
+        raise DataError(f"{place}: this is no record of expert loads: the key tokens is missing")
     refuse_unknown(f"{place}: ", content, _KEYS, DataError)
     moved = content.get("moved")
     if isinstance(moved, dict):

@@ -38,7 +38,10 @@ def read(settings: Any, loader: Mapping[str, Any]) -> bool:
     """
     Settings.read(settings)
     if loader.get("type") != "HFDataLoader" or loader.get("streaming"):
-        raise RecipeError(f"it mends the {PACKING} of an HFDataLoader that does not stream; take the plugin out", KEY)
+        wrong = (
+            f"it only mends the {PACKING} of an HFDataLoader that does not stream, and this recipe has another loader"
+        )
+        raise RecipeError(f"{wrong}; take the plugin out", KEY)
     entries = loader.get("handler")
     handlers = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
     types = [str(entry.get("type")) for entry in handlers]

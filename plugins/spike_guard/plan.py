@@ -61,7 +61,7 @@ class Settings(Section):
 
     window: int = setting(
         64,
-        "good steps that a step is compared with",
+        "how many of the last good steps each new step is compared with",
         f"write a number of steps from {_LEAST_WINDOW} on",
         least=_LEAST_WINDOW,
     )

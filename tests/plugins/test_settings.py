@@ -1,4 +1,4 @@
-"""The base of all plugins' settings, and what is held to them: each plugin's own tests hold its messages."""
+"""The base class of plugins' settings, and the docs that follow from it; messages of a plugin have their own tests."""
 
 import re
 from dataclasses import MISSING, dataclass, fields

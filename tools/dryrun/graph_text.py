@@ -205,7 +205,7 @@ class Pass(NamedTuple):
 
 
 def passes_of(graph: GraphText) -> list[Pass]:
-    """Return the passes in the order of the root graph.
+    """Return the forward and backward passes in the order in which the root graph calls them.
 
     A chunk has one forward and one backward subgraph (lazy inline), called once for each micro-batch in their order;
     chunks are numbered by their first forward.

@@ -22,7 +22,9 @@ def experts() -> None:
 
 @experts.command("report", short_help="Report loads of experts and devices, what waits, and what other plans bring.")
 @click.argument("run", metavar="RUN|LOG", type=click.Path(path_type=Path))
-@click.option("--recipe", type=click.Path(path_type=Path), help="Recipe to predict.  [default: RUN/recipe.yaml]")
+@click.option(
+    "--recipe", type=click.Path(path_type=Path), help="Recipe whose step time is predicted.  [default: RUN/recipe.yaml]"
+)
 @click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster to assume.")
 @click.option("--every", type=Number("steps"), metavar="N", help=EVERY_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")

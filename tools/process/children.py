@@ -78,7 +78,7 @@ def _leave_behind(outcome: Future[Any]) -> None:
         os._exit(INTERRUPTED)
 
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that tell a process to leave
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that ask a process to end
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def read_limit(text: str) -> Limit:
     if name in WORDS:
         known = WORDS[name]
         if sign not in ("=", "!="):
-            raise RecipeError(f"--limit {text!r}: {name} takes = or !=")
+            raise RecipeError(f"--limit {text!r}: {name} can only be compared by = or !=")
         for word in words:
             if word not in known:
                 hint = did_you_mean(word, list(known))
@@ -106,7 +106,7 @@ def read_limit(text: str) -> Limit:
 
 @dataclass(frozen=True)
 class Request:
-    """One search."""
+    """What one run of `tc3 search` is asked for."""
 
     base: Configuration  # the recipe's own run; its degrees, layers, batch, recomputation, sharding are searched for
     hardware: Hardware

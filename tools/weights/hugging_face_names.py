@@ -254,4 +254,4 @@ def _check(given: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[int, ...]
         raise CheckpointError(f"weights do not belong to this recipe: {'; '.join(lists)}")
     for name, shape in wanted.items():
         if given[name].shape != shape:
-            raise CheckpointError(f"{name}: shape {list(given[name].shape)}, the recipe's is {list(shape)}")
+            raise CheckpointError(f"{name}: its shape is {list(given[name].shape)}, and the recipe needs {list(shape)}")

@@ -165,7 +165,7 @@ def _call(
 ) -> Call:
     heads, keep, scale, before, behind, _, layout, sparse = settings
     if keep != 1:
-        raise NotImplementedError(f"{name}: keep_prob {keep}: no dropout")
+        raise NotImplementedError(f"{name}: keep_prob must be 1, not {keep}: this CPU kernel has no dropout")
     layout = _layout(name, layout)
     if sparse not in range(5):
         raise NotImplementedError(f"{name}: sparse_mode {sparse}")

@@ -1,4 +1,4 @@
-"""Two tables of operators, by MindSpore's names, and the decorator that enters them.
+"""The tables of this package's CPU kernels, by MindSpore's operator names, and the decorator that adds a kernel to one.
 
 A kernel is called as ``function(attrs, *inputs)``. `attrs` are the operator's attributes as text; `inputs` stand in the
 operator's own order: arrays that share MindSpore's memory, lists of arrays, or constants of Python (None where an
@@ -31,7 +31,7 @@ _LOW = frozenset(("bfloat16", "float16"))
 def kernel(
     table: dict[str, Kernel] | None = None, *, widen: bool = True, updates: int | None = None
 ) -> Callable[[Kernel], Kernel]:
-    """Enter a function under its own name.
+    """Add a function to a table, under its own name.
 
     Args:
         table: `KERNELS` unless told otherwise.

@@ -68,12 +68,18 @@ def test_a_later_token_never_reaches_an_earlier_one():
 
 @pytest.mark.usefixtures("graph_mode")
 @pytest.mark.parametrize(
-    ("key", "value"), [("attention_dropout", 0.1), ("use_attn_mask_compression", True), ("window_size", (4, 0))]
+    ("key", "value"),
+    [
+        ("attention_dropout", 0.1),
+        ("use_attn_mask_compression", True),
+        ("use_eod_attn_mask_compression", True),
+        ("window_size", (4, 0)),
+    ],
 )
 def test_refuses_what_it_would_compute_wrongly(key, value):
     config = Config()
     setattr(config, key, value)
-    with pytest.raises(RecipeError, match=r"model\.model_config"):
+    with pytest.raises(RecipeError, match=rf"model\.model_config\.{key}:"):
         CoreAttention(config, layer_number=1)
 
 

@@ -93,7 +93,7 @@ def test_loaders_that_it_knows():
     [
         ({"shift": 1}, loader(ALPACA, PACKING), r"packed_labels\.shift: no such setting"),
         (True, loader(ALPACA, PACKING), r"packed_labels: write plugins\.packed_labels: \{\}, or False"),
-        ({}, {"type": "BlendedMegatronDatasetDataLoader"}, "mends the PackingHandler of an HFDataLoader"),
+        ({}, {"type": "BlendedMegatronDatasetDataLoader"}, "it only mends the PackingHandler of an HFDataLoader"),
         ({}, loader(ALPACA, PACKING, streaming=True), "does not stream"),
         ({}, loader(ALPACA), "has no PackingHandler"),
         ({}, {"type": "HFDataLoader"}, "has no PackingHandler"),

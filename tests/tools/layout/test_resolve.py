@@ -182,7 +182,9 @@ def test_without_a_layout_file_commands_say_what_to_do(command, tmp_path):
     words = command.format(PLUGGED, tmp_path / "corpus").split()
     ended = CliRunner().invoke(tc3, [*words, str(path)])
     assert isinstance(ended.exception, RecipeError)
-    assert f"model.model_config.offset: auto: there is no {tmp_path / 'recipe.layout.yaml'}" in str(ended.exception)
+    layout = tmp_path / "recipe.layout.yaml"
+    said = f"model.model_config.offset: auto: it takes the layout from {layout}, which is not there"
+    assert said in str(ended.exception)
     assert f"run tc3 search layout {path}" in str(ended.exception)
 
 

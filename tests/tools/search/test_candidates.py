@@ -109,7 +109,7 @@ def test_limits_keep_what_they_say(limit, keeps):
     [
         ("tp", "a name, a sign and a value are needed"),
         ("shards=none", r"no 'shards' here \(did you mean 'shard'"),
-        ("mode<global", "mode takes = or !="),
+        ("mode<global", "mode can only be compared by = or !="),
         ("mode=globl", r"not 'globl' \(did you mean 'global'"),
         ("tp<=4,8", "<= takes one number"),
         ("tp=four", "tp is a number"),

@@ -1,9 +1,10 @@
 """The report's Figure 1 as a ladder (section 3.2.1): configuration, forward, backward, optimizer, steps, more devices.
 
-`climb` runs both sides and stops at the first rung that fails. On the last rung each side trains with its own workers
-and is compared by the losses of its steps: recipes that split data alone on data-parallel CPU workers; where one splits
-its model (tensor, pipeline, context parallel), both as MindSpore's sharded graph, in which every layout starts from the
-same weights. `print_ladder` shows one line for each rung and beneath it what the first failure points at.
+`climb` runs both sides and stops at the first rung that fails. On the last rung each side trains with its own workers,
+and the losses of their steps are compared. Recipes that are only data parallel run on data-parallel CPU workers. Where
+one of them splits its model (tensor, pipeline, context parallel), both run as MindSpore's sharded graph, in which every
+layout starts from the same weights. `print_ladder` shows a line for each rung, and below it what the first failure
+points at.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MindFormers' side of an alignment, as a callback of its own trainer: weights in, one record out."""
+"""MindFormers' side of `tc3 accuracy align`: a callback of its trainer loads weights and records what is compared."""
 
 from __future__ import annotations
 

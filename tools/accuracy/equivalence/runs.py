@@ -80,7 +80,7 @@ class Runs:
     word = "training"
 
     def once(self, name: str, make: Callable[[], Trained]) -> Trained:
-        """Return a run, which `make` makes unless it has been.
+        """Return the run of that name; `make` trains it the first time that it is asked for.
 
         Raises:
             RunFailedError: it failed, now or when it was first needed, or its record cannot be read.

@@ -86,7 +86,7 @@ class Sharding:
 
     @property
     def against(self) -> str:
-        """Return the name of that run."""
+        """Return the name of the run of one process that this layout is compared with."""
         parts = ["moe" * self.moe, "mtp" * self.mtp, "without_auxiliary_loss" * (self.moe and not self.aux)]
         parts += [f"{self.layers}_layers" * (self.layers != 2), "documents" * self.documents]
         sizes = {"groups": self.groups, "shared": self.shared, "tokens": self.length}

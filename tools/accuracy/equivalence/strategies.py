@@ -17,6 +17,7 @@ from typing import Any
 from plugins.errors import RecipeError
 from plugins.semi_auto_cpu.chosen import chosen
 from tools.accuracy.equivalence.sharding import CLIP, EXECUTED_ROWS, TWO_STAGES, Sharding
+from tools.check.arithmetic import without_copies
 from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
@@ -233,9 +234,8 @@ def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
         and (sharding.pp, sharding.vpp, sharding.micro) != (2, 2, 4),
         "the auxiliary loss is taken per rank and micro-batch": sharding.aux
         and max(sharding.dp, sharding.cp, sharding.micro, sharding.accumulate) > 1,
-        "accumulated gradients of experts without a copy are lost": sharding.zero
-        and sharding.moe
+        "accumulated gradients of weights without a copy are lost": sharding.zero
         and sharding.accumulate > 1
-        and sharding.ep == sharding.dp * sharding.cp * sharding.tp,  # tools/check: lost_gradients
+        and any(without_copies(sharding.dp, sharding.tp, sharding.cp, sharding.ep, experts * sharding.moe)),
     }
     return next((words for words, wrong in rules.items() if wrong), "") or sharding.misfit(batch_of(recipe))

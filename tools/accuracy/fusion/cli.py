@@ -33,9 +33,10 @@ _SHOWN = 10  # kernels, the worst first
 def fusion_command(recipe: Path, overrides: tuple[str, ...], seed: int, as_json: bool) -> None:
     """Compute fused kernels again, fused and one operator after the other, against float64.
 
-    RECIPE is compiled as `tc3 fusion` does, and a recipe for the CPU as if it were for Ascend, which alone has DVM. The
-    kernels that DVM would make of its graph are computed in NumPy as DVM does: 16-bit chains in float32, rounded once.
-    GRAPH.ir is the text of a graph that MindSpore compiled: its kernels are replayed, nothing is compiled.
+    RECIPE is compiled as `tc3 fusion` compiles it. A recipe for the CPU is compiled as if it were for Ascend, because
+    only Ascend has DVM. The kernels that DVM would make of the graph are computed in NumPy as DVM computes them: chains
+    of 16-bit operators in float32, rounded once at the end. GRAPH.ir is the text of a graph that MindSpore compiled;
+    its kernels are computed, and nothing is compiled.
 
     \b
     tc3 accuracy fusion recipes/mini/pretrain.yaml

@@ -250,7 +250,7 @@ class Found:
         self.counts[kernel.key] += 1
 
 
-OPENED = Fusion("vector", EXPANDED)  # composites, which no text opens, are left alone
+OPENED = Fusion("vector", EXPANDED)  # composites are kept whole, because the text does not show what is in them
 
 
 def predicted(graphs: Sequence[GraphText]) -> Found:

@@ -4,8 +4,8 @@ exact     every float in float64
 unfused   each operator's result is rounded to its type, as if it were written to memory
 fused     16-bit chains in float32, rounded where a result leaves the kernel, and by a Cast (DVM, report section 4.5)
 
-An operator alone computes in float32 at least, whatever its type, sums included. `allowances` is what Table 2 allows
-each result.
+An operator outside of a fused kernel computes in float32 or wider, whatever its type, and so do its sums. `allowances`
+is what Table 2 allows each result.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class MindSporeDevice:
         """Return the outputs; bfloat16 as the same values in float32.
 
         Raises:
-            NotRunnableError: there is no such kernel here.
+            NotRunnableError: this machine has no kernel of the operator for that type.
         """
         return self._caught(lambda: as_tuple(spec.call(self._ms)(*self._tensors(spec, inputs, dtype))), dtype)
 

@@ -210,7 +210,10 @@ def _chosen(logits, bias):
 
 
 def router(logits: Array, bias: Array) -> tuple[Array, Array]:
-    """Return the weights and experts [N, k]: the bias chooses, the normalised scores of the chosen weigh."""
+    """Return weights and indices of the k experts of each token, both [N, k].
+
+    Experts are chosen by score plus bias; their weights are their scores without the bias, normalised and scaled.
+    """
     gate, index = _chosen(logits, bias)
     return SCALING * gate / (gate.sum(-1, keepdims=True) + 1e-20), index
 

@@ -210,7 +210,7 @@ def test_names_of_their_baselines_tell_models_apart(base):
         (Sharding(pp=2, micro=2, layers=3), "layers"),
         (Sharding(pp=4, micro=2, layers=4), "too few micro-batches"),
         (Sharding(dp=2, moe=True, aux=True), "auxiliary loss"),
-        (Sharding(dp=2, ep=2, moe=True, zero=True, accumulate=2), "accumulated gradients of experts"),
+        (Sharding(dp=2, ep=2, moe=True, zero=True, accumulate=2), "accumulated gradients of weights"),
         (Sharding(dp=8), "4 samples of a step cannot be cut into 8"),
     ],
 )
