@@ -51,9 +51,7 @@ _SECONDS: Mapping[Phase, tuple[float, float]] = {  # the default and the floor
     "end": (1800.0, 60.0),
 }
 DEFAULTS = {phase: first for phase, (first, _) in _SECONDS.items()}  # nothing is known: 1119B's stages compile for long
-FLOORS = {
-    phase: last for phase, (_, last) in _SECONDS.items()
-}  # a busy host or disk may pause for so long without hanging
+FLOORS = {phase: last for phase, (_, last) in _SECONDS.items()}  # so long a busy host or disk may pause
 COMPILING = b".........Starting Training Model"  # MindFormers' trainer says so before the first step is compiled
 MOST = 1 << 20  # bytes of a log read at a look
 
