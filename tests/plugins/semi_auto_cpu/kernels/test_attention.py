@@ -202,7 +202,7 @@ def test_low_precision_is_float32_rounded(rng, dtype, layout):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"keep_prob": 0.9}, NotImplementedError, "keep_prob 0.9"),
+        ({"keep_prob": 0.9}, NotImplementedError, "keep_prob must be 1, not 0.9"),
         ({"real_shift": np.zeros(1)}, NotImplementedError, "real_shift"),
         ({"drop_mask": np.zeros(1)}, NotImplementedError, "drop_mask"),
         ({"padding_mask": np.zeros(1)}, NotImplementedError, "padding_mask"),
