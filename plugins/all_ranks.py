@@ -1,8 +1,17 @@
-"""A number summed over all ranks of the run, outside the graph: for callbacks."""
+"""What callbacks ask of all ranks of the run, outside the graph: who has the loss, and the sum of a number."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+
+def has_loss(rank: int, ranks: int, stages: int, scheduler: str | None) -> bool:
+    """Return whether a rank computes the loss: the last stage does; zero_bubble_v brings it back to the first.
+
+    Args:
+        ranks: of the run; stages, scheduler: of its pipeline.
+    """
+    return rank * stages // ranks == (0 if scheduler == "zero_bubble_v" else stages - 1)
 
 
 def by_all_reduce(value: float) -> float:

@@ -1,7 +1,12 @@
 """The loss on text that is never trained on: a corpus of its own, prepared with `tc3 data prepare --held-out`.
 
-MindFormers' own evaluation runs the network's prediction graph against metrics; this runs the training loss
-itself, on the same batches every time, so that its fall is a fair measure of what was learned.
+MindFormers' own evaluation runs the network's prediction graph against metrics; this runs the training loss itself, on
+the same batches every time, so that its fall is a fair measure of what was learned. It does so under every layout:
+
+* Where a step is one batch (data, tensor, context and expert parallelism), the network runs forward only.
+* Where a step has micro-batches (a pipeline, accumulated gradients), the compiled train step runs with its update
+  switched off (`SwitchedStep`). MindSpore 2.9.0 compiles no forward-only graph of a pipeline that computes the training
+  loss. An evaluation costs about three forward passes that way.
 """
 
 from __future__ import annotations
@@ -11,15 +16,45 @@ import time
 
 import numpy as np
 from mindformers.core.callback.callback import MFLossMonitor
+from mindformers.dataset.base_dataset import BaseDataset
 from mindformers.dataset.dataloader.build_dataloader import build_dataset_loader
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
-from mindspore import Tensor
+from mindformers.utils.parameter_register import parameter_register
+from mindformers.wrapper.wrapper import MFPipelineWithLossScaleCell
+from mindspore import Parameter, Tensor, ops
 from mindspore.train.callback import Callback
 
 from plugins.all_ranks import sum_over_ranks
-from plugins.held_out_loss.plan import check, due, held_out_file, held_out_loader, of_instructions
+from plugins.held_out_loss.plan import (
+    Batches,
+    check,
+    check_step,
+    counted,
+    due,
+    held_out_file,
+    held_out_loader,
+    of_instructions,
+)
 from plugins.lines import Span, append_line, note
+from plugins.private_hooks import relies_on
+
+# the step without an update: `overflow` is what keeps it from updating, and `lm_loss` is where it leaves its loss
+relies_on(MFPipelineWithLossScaleCell, "overflow = self.process_loss_scale(cond)")
+relies_on(MFPipelineWithLossScaleCell, "F.assign_add(self.lm_loss_parameter, lm_loss)")
+_LOSS = "lm_loss"
+
+
+class SwitchedStep(MFPipelineWithLossScaleCell):
+    """MindFormers' train step for micro-batches, with a switch that keeps it from updating weights and optimizer."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.keep = Parameter(Tensor(False), name="keep_weights", requires_grad=False, parallel_optimizer=False)
+
+    def process_loss_scale(self, overflow):
+        """As MindFormers' own; a step that is to keep the weights is left out as one that overflows."""
+        return ops.logical_or(super().process_loss_scale(overflow), self.keep)
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
@@ -29,28 +64,37 @@ class HeldOutLoss(Callback):
     Args:
         data_loader: a `train_dataset.data_loader` section for the held-back corpus; its whole global batches are read.
         columns: `train_dataset.input_columns`.
-        batch_size: samples per worker and batch.
+        batches: how a step's samples lie on the ranks.
         every: steps between evaluations.
         run_dir: the run's folder.
     """
 
-    def __init__(self, data_loader, columns, batch_size, every, run_dir, **kwargs):
+    def __init__(self, data_loader, columns, batches, every, run_dir, **kwargs):
         super().__init__()
-        self.every = every
-        self.run_dir = run_dir
+        self.every, self.run_dir = every, run_dir
         self.path = held_out_file(run_dir)
-        ranks = get_real_group_size()
+        self.micro, ranks = batches.micro, get_real_group_size()
+        self.share = batches.share_of(get_real_rank(), ranks)
+        shard, shards = BaseDataset._generate_shard_info()
         loader = build_dataset_loader(
-            data_loader,
-            default_args={"column_names": columns, "num_shards": ranks, "shard_id": get_real_rank()},
+            data_loader, default_args={"column_names": columns, "num_shards": shards, "shard_id": shard}
         )
-        batches = loader.batch(batch_size, drop_remainder=True).create_tuple_iterator(num_epochs=1, output_numpy=True)
-        self.batches = [tuple(np.array(column) for column in batch) for batch in batches]
+        read = loader.batch(batches.read, drop_remainder=True).create_tuple_iterator(num_epochs=1, output_numpy=True)
+        self.batches = [tuple(np.array(column) for column in batch) for batch in read]
+        tokens = [float(counted(dict(zip(columns, batch, strict=True)))) for batch in self.batches]
+        if ranks > 1:
+            tokens = [sum_over_ranks(each) for each in tokens]
+        self.weights = np.array(tokens) / np.sum(tokens)
         self.last_step = None
 
     def on_train_begin(self, run_context):
-        """The loss that training starts from."""
+        """The loss that training starts from.
+
+        The train step is kept from here: in sink mode `train_network` is later a cell around it that fetches training
+        data by itself.
+        """
         params = run_context.original_args()
+        self.step = params.train_network
         monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
         self.done = monitors[0].initial_step or 0 if monitors else 0  # cur_step_num counts from here
         self._record(params)
@@ -71,27 +115,48 @@ class HeldOutLoss(Callback):
             return
         self.last_step = step
         began = time.time()
-        loss = self._loss(params.train_network.network)
+        loss = self._loss(self.step)
         if get_real_rank() == 0:
             append_line(self.path, json.dumps({"step": step, "held_out_loss": loss}))
             note(self.run_dir, Span("evaluation", step, began, time.time()))
 
-    def _loss(self, network):
-        """Mean language-model loss over the held-back batches and the ranks.
+    def _loss(self, step):
+        """Mean language-model loss over the tokens of the held-back batches, the same on every rank.
 
-        The forward pass of training counts the experts' load; those counters are put back. What it leaves alone, such
-        as where experts live, is not written: the compiled graph may lose sight of a parameter that `set_data` wrote.
+        The forward pass of training counts the experts' load, and a whole step more; these are put back. What a pass
+        leaves alone, such as where experts live, is not written.
         """
-        counters = [param for param in network.get_parameters() if not param.requires_grad]
-        before = [np.array(param.asnumpy()) for param in counters]
-        losses = [float(network(*map(Tensor, batch))[0].asnumpy().reshape(-1)[0]) for batch in self.batches]
-        for param, value in zip(counters, before, strict=True):
+        switched = isinstance(step, SwitchedStep)
+        kept = [param for param in step.network.get_parameters() if not param.requires_grad]
+        if switched:
+            kept += parameter_register.values()
+            if step.loss_scaling_manager is not None:
+                kept += [step.scale_sense, *step.loss_scaling_manager.get_parameters()]
+            ops.assign(step.keep, Tensor(True))
+        before = [np.array(param.asnumpy()) for param in kept]
+        evaluate = self._of_step if switched else self._of_network
+        losses = [evaluate(step, tuple(map(Tensor, batch))) for batch in self.batches]
+        if switched:
+            ops.assign(step.keep, Tensor(False))
+        for param, value in zip(kept, before, strict=True):
             if not np.array_equal(param.asnumpy(), value):
-                param.set_data(Tensor(value))
-        mean = np.mean(losses)
-        if get_real_group_size() > 1:
-            mean = sum_over_ranks(float(mean)) / get_real_group_size()
-        return float(mean)
+                ops.assign(param, Tensor(value))
+        own = float(np.dot(self.weights, losses)) * self.share if self.share else 0.0
+        return sum_over_ranks(own) if get_real_group_size() > 1 else own
+
+    def _of_network(self, step, batch):
+        loss, tokens, *_ = step.network(*batch)
+        return _number(loss) / (_number(tokens) if step.calculate_per_token_loss else self.micro)
+
+    def _of_step(self, step, batch):
+        """MindFormers adds up the losses of the micro-batches, or divides their sum by all their tokens."""
+        parameter_register.clear(_LOSS)
+        step(*batch)
+        return _number(parameter_register.get(_LOSS)) / (1 if step.calculate_per_token_loss else self.micro)
+
+
+def _number(tensor):
+    return float(tensor.asnumpy().reshape(-1)[0])
 
 
 def enable(config, settings) -> None:
@@ -102,16 +167,21 @@ def enable(config, settings) -> None:
             of `seq_length` tokens (of such a file all where it is missing); `every`, steps.
 
     Raises:
-        RecipeError: an unknown or impossible setting.
+        RecipeError: an unknown or impossible setting, or a train step that tells no loss of the language model.
         DataError: there is no such corpus.
     """
     loader = config.train_dataset.data_loader
-    check(settings, config.runner_config.batch_size * get_real_group_size(), of_instructions(loader))
+    batches = Batches.of(config)
+    check(settings, batches.samples, of_instructions(loader))
+    check_step(config)
+    if batches.micro > 1:
+        kind = MindFormerModuleType.WRAPPER
+        MindFormerRegister.register_cls(SwitchedStep, kind, alias="MFPipelineWithLossScaleCell")
     config.callbacks.append({
         "type": "HeldOutLoss",
         "data_loader": held_out_loader(loader, settings),
         "columns": config.train_dataset.input_columns,
-        "batch_size": config.runner_config.batch_size,
+        "batches": batches,
         "every": settings["every"],
         "run_dir": config.output_dir,
     })  # fmt: skip

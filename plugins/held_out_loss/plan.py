@@ -1,12 +1,16 @@
-"""The settings of `plugins.held_out_loss`, and where its results go."""
+"""The settings of `plugins.held_out_loss`, how its samples lie on the ranks, and where its results go."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from plugins.all_ranks import has_loss
 from plugins.errors import DataError, RecipeError
 from plugins.settings import WATCHES, Section, setting
 
@@ -41,6 +45,62 @@ class Settings(Section):
     def missing(self, name: str) -> RecipeError:
         """Return the error of a setting that must be written."""
         return RecipeError("missing; the plugin needs data_path, samples, every", f"{KEY}.{name}")
+
+
+@dataclass(frozen=True)
+class Batches:
+    """How the samples of a step lie on the ranks.
+
+    Attributes:
+        samples: of the whole step; read: of them, what a rank reads.
+        micro: micro-batches of a rank's step, in a pipeline or by accumulated gradients.
+        stages, scheduler: of the pipeline.
+    """
+
+    samples: int
+    read: int
+    micro: int = 1
+    stages: int = 1
+    scheduler: str | None = None
+
+    @classmethod
+    def of(cls, recipe: Mapping[str, Any]) -> Batches:
+        """Return those of a recipe, flat, or of a MindFormerConfig."""
+        together = bool(recipe.get("use_parallel"))
+        degrees = (recipe.get("parallel_config") or {}) if together else {}
+        context = (recipe.get("parallel") or {}) if together else {}
+        runner, stages = recipe["runner_config"], degrees.get("pipeline_stage") or 1
+        micro = degrees.get("micro_batch_num") if stages > 1 else runner.get("gradient_accumulation_steps")
+        ranks = degrees.get("data_parallel") or 1
+        own = runner["batch_size"] * (micro or 1)
+        return cls(
+            samples=own * ranks,
+            read=own * ranks if context.get("full_batch") else own,
+            micro=micro or 1,
+            stages=stages,
+            scheduler=(context.get("pipeline_config") or {}).get("pipeline_scheduler"),
+        )
+
+    def share_of(self, rank: int, ranks: int) -> float:
+        """Return the weight of a rank's loss in the mean over the ranks; 0 where the rank does not compute the loss."""
+        return self.stages / ranks if has_loss(rank, ranks, self.stages, self.scheduler) else 0.0
+
+
+IGNORED = -100  # the label of a token that no loss counts
+
+
+def counted(batch: Mapping[str, np.ndarray]) -> int:
+    """Return how many tokens of a batch count in the loss.
+
+    Args:
+        batch: column -> [samples, tokens]; `loss_mask` and `labels` are looked at where they are there.
+    """
+    mask = np.ones(batch["input_ids"].shape, bool)
+    if "loss_mask" in batch:
+        mask &= batch["loss_mask"] > 0
+    if "labels" in batch:
+        mask &= batch["labels"] != IGNORED
+    return int(mask.sum())
 
 
 def held_out_file(run_dir: str | Path) -> Path:
@@ -83,6 +143,15 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> None:
                 f"`tc3 data {command} --held-out 0.05 ...` writes one, `held_out_loss: False` leaves the plugin off",
                 f"{KEY}.data_path",
             )
+
+
+def check_step(recipe: Mapping[str, Any]) -> None:
+    """Raise RecipeError where the train step would not tell the language model's loss apart from the others."""
+    if Batches.of(recipe).micro > 1 and recipe.get("print_separate_loss") is False:
+        raise RecipeError(
+            f"False, but {KEY} reads the language model's loss of a step with micro-batches there; write True",
+            "print_separate_loss",
+        )
 
 
 def held_out_loader(loader: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:

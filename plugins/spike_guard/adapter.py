@@ -25,6 +25,7 @@ from mindformers.tools.utils import get_real_group_size, get_real_rank
 from mindformers.trainer import base_trainer
 from mindspore.dataset import GeneratorDataset
 
+from plugins.all_ranks import has_loss
 from plugins.errors import DataError, StoppedError
 from plugins.finite_loss import adapter as finite_loss
 from plugins.finite_loss.plan import NORM, Watch
@@ -46,7 +47,8 @@ def enable(config, settings) -> None:
     """
     chosen = check({**config, "plugins": {**(config.get("plugins") or {}), "spike_guard": settings}})
     stages, scheduler = _pipeline(config)
-    guard = Guard(chosen, config.output_dir, finite_loss.undefined_of(config), _has_loss(stages, scheduler))
+    loss_here = has_loss(get_real_rank(), get_real_group_size(), stages, scheduler)
+    guard = Guard(chosen, config.output_dir, finite_loss.undefined_of(config), loss_here)
     finite_loss.put_in(config, guard, guard.end)
     callback_type, loader_type = MindFormerModuleType.CALLBACK, MindFormerModuleType.DATASET_LOADER
     losses = MindFormerRegister.get_cls(callback_type, "MFLossMonitor")
@@ -60,12 +62,6 @@ def _pipeline(config) -> tuple[int, Any]:
     parallel = config.get("parallel_config") or {}
     options = (config.get("parallel") or {}).get("pipeline_config") or {}
     return parallel.get("pipeline_stage") or 1, options.get("pipeline_scheduler")
-
-
-def _has_loss(stages: int, scheduler: Any) -> bool:
-    """Whether this rank computes the loss: the last stage does; zero_bubble_v brings it back to the first."""
-    stage = get_real_rank() * stages // get_real_group_size()
-    return stage == (0 if scheduler == "zero_bubble_v" else stages - 1)
 
 
 class Guard(Watch):

@@ -19,6 +19,7 @@ from plugins.errors import RecipeError
 from plugins.expert_balance import settings as expert_balance
 from plugins.group_aux_loss import plan as group_aux_loss
 from plugins.grouped_gradient import plan as grouped_gradient
+from plugins.held_out_loss import plan as held_out_loss
 from plugins.hierarchical_ep import settings as hierarchical_ep
 from plugins.hierarchical_ep.plan import make_plan
 from plugins.hierarchical_ep.programs import check_groups, check_programs, creation_orders, programs_of
@@ -61,9 +62,9 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
         with _refusals(_BALANCE, found):
             attention_balance.check(view.recipe)
     _packed_labels(view, on(_PACKED), found)
-    if on(_HELD_OUT) and (view.tp * view.pp * view.cp > 1 or view.accumulation > 1):
-        wrong = "it evaluates only data-parallel ranks, and only the whole step"
-        found.error(_HELD_OUT, wrong, "False with tensor, pipeline or context parallelism or accumulated gradients")
+    if on(_HELD_OUT):
+        with _refusals((), found):
+            held_out_loss.check_step(view.recipe)
     if on(_SPIKES):
         with _refusals(_SPIKES, found):
             spike_guard.check(view.recipe)

@@ -53,6 +53,9 @@ class Logging(MFLossMonitor):
     def __init__(self):
         self.initial_step = 4
 
+    def on_train_begin(self, run_context):
+        pass
+
     def on_train_step_end(self, run_context):
         params = run_context.original_args()
         if params.cur_step_num % 2:
@@ -73,6 +76,8 @@ class Training:
         self.monitor = adapter._watching(Logging, watch, adapter.end)()
         self.params = self.saving.params
         self.params.train_network.loss_scaling_manager = manager
+        self.monitor.on_train_begin(self)
+        self.params.train_network = None  # in sink mode the train step does not stay there
 
     def original_args(self):
         return self.params

@@ -15,7 +15,8 @@ class Evaluated:
         self.callback = object.__new__(HeldOutLoss)
         self.callback.every, self.callback.run_dir = every, run_dir
         self.callback.path, self.callback.last_step = held_out_file(run_dir), None
-        self.callback._loss = lambda network: 3.0
+        self.evaluated = []
+        self.callback._loss = lambda step: self.evaluated.append(step) or 3.0
         losses = object.__new__(MFLossMonitor)
         losses.initial_step = self.done = done
         count = SimpleNamespace(asnumpy=lambda: [self.done + self.params.cur_step_num])  # the optimizer's

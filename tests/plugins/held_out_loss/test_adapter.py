@@ -1,46 +1,72 @@
-"""What an evaluation writes back into the network, and when a run evaluates that was interrupted."""
+"""What an evaluation runs and writes back, and when a run evaluates that was interrupted."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from mindspore import Tensor
+from mindspore import Parameter, Tensor
 
+from plugins.held_out_loss import adapter
 from plugins.held_out_loss.adapter import HeldOutLoss
 from tests.plugins.held_out_loss.evaluation import Evaluated
 from tools.runs.readings import read_held_out
 
 
-class Held:
-    """A parameter that notes what was written."""
-
-    requires_grad = False
-
-    def __init__(self, value):
-        self.value, self.written = np.array(value), []
-
-    def asnumpy(self):
-        return self.value
-
-    def set_data(self, value):
-        self.written.append(value.asnumpy().tolist())
-
-
 class Network:
+    """Its loss is the first element of a batch; each pass counts a load."""
+
     def __init__(self):
-        self.load, self.placement = Held([1.0, 2.0]), Held([1, 0])
+        self.load = Parameter(Tensor([1.0, 2.0]), name="load", requires_grad=False)
+        self.placement = Parameter(Tensor([1, 0]), name="placement", requires_grad=False)
 
     def get_parameters(self):
         return [self.load, self.placement]
 
     def __call__(self, batch):
-        self.load.value += 5
-        return [Tensor([3.0])]
+        self.load.set_data(self.load + 5)
+        return Tensor([float(batch[0])]), Tensor([2.0])
 
 
-def test_counters_are_put_back_and_what_was_not_counted_is_not_written():
-    evaluation, network = object.__new__(HeldOutLoss), Network()
-    evaluation.batches = [(np.zeros(1),)]
-    assert evaluation._loss(network) == 3.0
-    assert network.load.written == [[1.0, 2.0]] and network.placement.written == []
+def evaluation_of(*losses, weights=None, micro=1, share=1.0):
+    """An evaluation of batches with these losses on one rank."""
+    evaluation = object.__new__(HeldOutLoss)
+    evaluation.batches = [(np.array([loss], np.float32),) for loss in losses]
+    evaluation.weights = np.array(weights or [1 / len(losses)] * len(losses))
+    evaluation.micro, evaluation.share = micro, share
+    return evaluation
+
+
+def step_of(network, per_token=False):
+    return SimpleNamespace(network=network, calculate_per_token_loss=per_token)
+
+
+def test_counters_are_put_back_and_what_was_not_counted_is_not_written(monkeypatch):
+    network, written = Network(), []
+    assign = adapter.ops.assign
+    monkeypatch.setattr(adapter.ops, "assign", lambda param, value: (written.append(param.name), assign(param, value)))
+    assert evaluation_of(3.0)._loss(step_of(network)) == 3.0
+    assert network.load.asnumpy().tolist() == [1.0, 2.0] and written == ["load"]
+
+
+def test_batches_weigh_what_they_count():
+    assert evaluation_of(2.0, 6.0, weights=[0.75, 0.25])._loss(step_of(Network())) == 3.0
+
+
+def test_a_loss_is_divided_by_what_it_was_added_up_over():
+    assert evaluation_of(8.0, micro=4)._loss(step_of(Network())) == 2.0
+    assert evaluation_of(8.0, micro=4)._loss(step_of(Network(), per_token=True)) == 4.0, "by its tokens"
+
+
+def test_a_rank_without_the_loss_adds_nothing():
+    assert evaluation_of(np.nan, share=0.0)._loss(step_of(Network())) == 0.0
+
+
+def test_in_sink_mode_the_train_step_is_evaluated_and_not_the_cell_that_fetches_training_data(tmp_path):
+    run = Evaluated(tmp_path, 0, every=1)
+    first = run.params.train_network
+    run.params.train_network = SimpleNamespace(network=first)  # as `Model.train` has it after the beginning
+    run.step(1)
+    assert run.evaluated == [first, first]
 
 
 @pytest.mark.parametrize("done", [0, 7, 20])

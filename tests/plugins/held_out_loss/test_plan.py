@@ -1,7 +1,8 @@
+import numpy as np
 import pytest
 
 from plugins.errors import DataError, RecipeError
-from plugins.held_out_loss.plan import check, held_out_loader
+from plugins.held_out_loss.plan import Batches, check, check_step, counted, held_out_loader
 
 
 @pytest.fixture
@@ -65,3 +66,48 @@ def test_held_out_data_is_read_as_training_data_is(settings):
     own = held_out_loader(talk, settings)
     assert own == {**talk, "data_files": settings["data_path"], "handler": [*packing, {"type": "take", "n": 16}]}
     assert talk["handler"][-1]["n"] == 800
+
+
+def recipe_of(accumulation=1, full_batch=False, **degrees):
+    return {
+        "use_parallel": True,
+        "runner_config": {"batch_size": 2, "gradient_accumulation_steps": accumulation},
+        "parallel_config": degrees,
+        "parallel": {"full_batch": full_batch, "pipeline_config": {"pipeline_scheduler": "1f1b"}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("recipe", "samples", "read", "micro"),
+    [
+        ({"use_parallel": False, "runner_config": {"batch_size": 8}, "parallel_config": {"data_parallel": 4}}, 8, 8, 1),
+        (recipe_of(data_parallel=4, model_parallel=2), 8, 2, 1),
+        (recipe_of(data_parallel=4, full_batch=True), 8, 8, 1),
+        (recipe_of(data_parallel=2, pipeline_stage=2, micro_batch_num=4), 16, 8, 4),
+        (recipe_of(data_parallel=2, pipeline_stage=1, micro_batch_num=4), 4, 2, 1),
+        (recipe_of(accumulation=3, data_parallel=2), 12, 6, 3),
+    ],
+)
+def test_a_rank_reads_its_part_of_a_step(recipe, samples, read, micro):
+    found = Batches.of(recipe)
+    assert (found.samples, found.read, found.micro) == (samples, read, micro)
+
+
+@pytest.mark.parametrize(("scheduler", "last"), [("1f1b", range(4, 8)), ("zero_bubble_v", range(4))])
+def test_the_ranks_that_compute_the_loss_share_the_mean(scheduler, last):
+    batches = Batches(samples=8, read=8, micro=4, stages=2, scheduler=scheduler)
+    shares = [batches.share_of(rank, 8) for rank in range(8)]
+    assert sum(shares) == 1 and [rank for rank, share in enumerate(shares) if share] == list(last)
+
+
+def test_tokens_count_that_neither_the_mask_nor_the_label_leaves_out():
+    ids = np.zeros((2, 3), np.int32)
+    labels, mask = np.array([[1, -100, 1], [1, 1, 1]]), np.array([[1, 1, 0], [1, 1, 1]])
+    assert counted({"input_ids": ids}) == 6
+    assert counted({"input_ids": ids, "labels": labels, "loss_mask": mask}) == 4
+
+
+def test_a_step_of_micro_batches_has_to_tell_the_losses_apart():
+    check_step({**recipe_of(), "print_separate_loss": False})
+    with pytest.raises(RecipeError, match=r"print_separate_loss: False, but plugins\.held_out_loss reads"):
+        check_step({**recipe_of(pipeline_stage=2, micro_batch_num=2), "print_separate_loss": False})

@@ -50,13 +50,13 @@ def test_overlap_needs_the_dispatch_that_it_cuts():
     assert "no kernels" in found["parallel_config.expert_parallel"]
 
 
-def test_a_held_out_loss_is_for_data_parallel_ranks():
-    on = 'plugins.held_out_loss={"data_path": "x", "samples": 32768, "every": 5}'
+def test_a_full_size_recipe_can_have_a_held_out_loss_whose_step_tells_the_losses_apart():
     recipe = load_recipe(FULL)
     recipe["plugins"]["held_out_loss"] = {"data_path": "x", "samples": 32768, "every": 5}
+    assert not check_recipe(recipe).errors
+    recipe["print_separate_loss"] = False
     found = {finding.key: finding.wrong for finding in check_recipe(recipe).errors}
-    assert "only data-parallel ranks" in found["plugins.held_out_loss"]
-    assert errors("recipes/mini/pretrain_dp2.yaml", on) == {}
+    assert list(found) == ["print_separate_loss"] and "language model's loss" in found["print_separate_loss"]
 
 
 def test_one_checkpoint_kept_is_enough():

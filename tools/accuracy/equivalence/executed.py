@@ -57,9 +57,11 @@ from tools.checkpoint.scan import iteration, iterations
 from tools.checkpoint.stored import Whole, read_whole
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
+from tools.runs.readings import read_held_out
 from tools.schema.stages import loss_rank
 
 LOSS = 1e-5  # absolute
+HELD_OUT = 1e-6  # relative
 NORM = 5e-5  # relative
 SURE = 4  # times what groups' norms are allowed: a wrong global norm that they would show
 MOVES = 0.05  # of the moves of a router's biases: a token at a tie turns that of an expert at its share
@@ -74,7 +76,7 @@ def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Co
     if len(run.steps) != len(reference.steps):
         detail = f"{len(run.steps)} steps, should be {len(reference.steps)}"
         return Comparison(1, np.inf, (At(run, 1, FORWARD).found("data", "steps", detail),))
-    rows = [*_numbers(run, reference, sharding), *_tensors(run, reference)]
+    rows = [*_numbers(run, reference, sharding), *_held_out(run, reference), *_tensors(run, reference)]
     wrong = [*starts(run, reference), *(finding for finding in rows if not finding.error <= finding.allowed)]
     wrong += [*copies(run), *(() if sharding.known else unclipped(run))]
     known = tuple(_counted_twice(run, reference)) if sharding.known else ()
@@ -117,6 +119,13 @@ def _placed(norm: Finding, allowed: float, alike: bool) -> Finding:
     if alike and SURE * allowed < norm.error < np.inf:
         return replace(norm, module="loss", tensor="gradient of the loss", detail=f"global norm {norm.detail}")
     return norm
+
+
+def _held_out(run: Trained, reference: Trained) -> Iterator[Finding]:
+    """Held-out losses after each step, and before the first."""
+    for step in sorted(run.held_out.keys() | reference.held_out.keys()):
+        sides = (side.held_out.get(step) for side in (run, reference))
+        yield At(run, step, FORWARD).number("loss", "held-out loss", *sides, HELD_OUT)
 
 
 def _tensors(run: Trained, reference: Trained) -> Iterator[Finding]:
@@ -227,7 +236,7 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
         for name, ranks in (whole.differing | wrong).items():
             differing.setdefault(name, ranks)
     shares = _shares(run_dir, view.devices)
-    return Trained(view.devices, steps, [], record.norms, record.state(), differing, shares)
+    return Trained(view.devices, steps, [], record.norms, record.state(), differing, shares, read_held_out(run_dir))
 
 
 def _betas(recipe: Recipe) -> list[float]:

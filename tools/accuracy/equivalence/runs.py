@@ -50,6 +50,7 @@ class Trained:
             routers' biases and loads, whole.
         differing: tensor -> ranks whose copy is not rank 0's.
         shares: for each step the norm of the last stage's own gradient of the embedding, of runs that note it.
+        held_out: step -> held-out loss, of runs that evaluate.
     """
 
     workers: int
@@ -59,6 +60,7 @@ class Trained:
     state: dict[str, np.ndarray]
     differing: dict[str, tuple[int, ...]]
     shares: list[float] = field(default_factory=list)
+    held_out: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass

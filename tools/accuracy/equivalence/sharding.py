@@ -20,7 +20,18 @@ RATE = 1e-4
 BIAS_CALLBACK = "TopkBiasBalanceCallback"
 NEVER_CLIPPED = 1e6  # a max_grad_norm
 DOCUMENTS = 2048  # tokens of a sample from which MindSpore takes the compressed mask
-MODEL = ("moe", "mtp", "layers", "aux", "documents", "known", "groups", "shared", "length")  # of a `Sharding`
+MODEL = (
+    "moe",
+    "mtp",
+    "layers",
+    "aux",
+    "documents",
+    "known",
+    "groups",
+    "shared",
+    "length",
+    "held_out",
+)  # of a `Sharding`
 TWO_STAGES = "MindFormers counts MTP's share of the embedding's gradient twice (docs/stock-differences.md)"
 
 
@@ -41,6 +52,7 @@ class Sharding:
         mode: of the hierarchical_ep plugin, as it runs on Ascend; "" is MindFormers' own dispatcher. chunks: of tokens
             in a layer, of the ep_overlap plugin; 1 is without it.
         documents: whether documents see themselves alone, by the compressed mask, in samples of `DOCUMENTS` tokens.
+        held_out: whether the held_out_loss plugin evaluates after every step.
         known: the stock difference that this strategy has from one process, told and not judged.
     """
 
@@ -66,6 +78,7 @@ class Sharding:
     mode: str = ""
     chunks: int = 1
     documents: bool = False
+    held_out: bool = False
     known: str = ""
 
     @property
@@ -88,7 +101,11 @@ class Sharding:
     def against(self) -> str:
         """Return the name of the run of one process that this layout is compared with."""
         parts = ["moe" * self.moe, "mtp" * self.mtp, "without_auxiliary_loss" * (self.moe and not self.aux)]
-        parts += [f"{self.layers}_layers" * (self.layers != 2), "documents" * self.documents]
+        parts += [
+            f"{self.layers}_layers" * (self.layers != 2),
+            "documents" * self.documents,
+            "held_out" * self.held_out,
+        ]
         sizes = {"groups": self.groups, "shared": self.shared, "tokens": self.length}
         parts += [f"{size}_{name}" for name, size in sizes.items() if size]
         parts += ["unclipped" * bool(self.known), "sample_by_sample" * (not self.accumulate)]
@@ -156,6 +173,13 @@ EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
     ("executed_documents_tp2_sp", "documents apart, compressed mask", Sharding(documents=True, tp=2, sp=True)),
     ("executed_documents_pp2", "the same in two stages", Sharding(documents=True, pp=2, micro=2)),
     ("executed_documents_cp2", "the same on halves of the sequence", Sharding(documents=True, cp=2)),
+    ("executed_held_out_dp2", "held_out_loss after every step", Sharding(dp=2, held_out=True)),
+    ("executed_held_out_tp2_sp", "held_out_loss after every step", Sharding(tp=2, sp=True, held_out=True)),
+    ("executed_held_out_cp2", "held_out_loss after every step", Sharding(cp=2, held_out=True)),
+    ("executed_held_out_ep2", "held_out_loss after every step", replace(_EP, held_out=True)),
+    ("executed_held_out_pp2", "held_out_loss after every step", Sharding(pp=2, micro=2, held_out=True)),
+    ("executed_held_out_vpp2", "held_out_loss after every step", replace(_CHUNKS, held_out=True)),
+    ("executed_held_out_accumulation_2", "held_out_loss after every step", Sharding(accumulate=2, held_out=True)),
     ("executed_accumulation_2", "two micro-batches per step on one process", Sharding(accumulate=2)),
 )  # fmt: skip
 # what a run without --only executes: one strategy of each kind, as each takes a minute
@@ -183,6 +207,8 @@ def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) ->
     _model(recipe, sharding)
     if sharding.documents:
         _apart(recipe)
+    if sharding.held_out:
+        recipe["plugins"]["held_out_loss"] = {"data_path": corpus, "samples": 2 * batch, "every": 1}
     _degrees(recipe, sharding, batch)
     return recipe
 

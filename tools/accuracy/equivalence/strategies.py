@@ -213,6 +213,7 @@ def _draw(numbers: random.Random) -> Sharding:
         groups=choose((0, 0, 4)) if moe else 0,
         shared=choose((0, 0, 2)) if moe else 0,
         length=choose((0, 0, 48, 96)),
+        held_out=choose((False, True)),
         known=TWO_STAGES if mtp and pp > 1 else "",
     )  # fmt: skip
 
