@@ -114,6 +114,8 @@ _OTHERS = {
     r"tests/run\b": Way("by", "tests/launch/test_environment.py"),
     r"tests/explore\b": Way("by", "tests/launch/test_environment.py"),
     r"pytest tests/\S+$": Way("by", "tests/test_docs.py::test_paths_that_pages_name_exist"),
+    r"python -m tools\.accuracy\.together": Way("by", "tests/tools/accuracy/test_together.py"),
+    r"python docs/pictures/ladder\.py": Way("by", "tests/test_docs.py"),
     r"python -m tools\.schema\.extract": Way("by", "tests/tools/schema/test_schema.py"),
     r"python -m tools\.recipe\.catalogue": Way("by", "tests/recipes/test_cards.py"),
     r"python -m tools\.experts\.report_case": Way("by", "tests/tools/experts/test_cost.py"),

@@ -113,6 +113,12 @@ def test_the_picture_of_the_rooms_is_current():
     assert made["FILE"].read_text("utf-8") == made["picture"](), "stale: python docs/pictures/rooms.py"
 
 
+def test_the_ladder_of_the_report_is_what_the_estimator_says():
+    made: dict = runpy.run_path(str(ROOT / "docs" / "pictures" / "ladder.py"))
+    table = made["table"]({name: made["ladder"](path) for name, path in made["RECIPES"].items()})
+    assert table in (ROOT / "docs" / "report.md").read_text("utf-8"), "stale: python docs/pictures/ladder.py"
+
+
 @pytest.mark.parametrize("room", [path.name for path in (ROOT / "tools").iterdir() if path.name[0] != "_"])
 def test_every_room_stands_in_the_architecture(room):
     assert f"`tools/{room}`" in (ROOT / "docs" / "architecture.md").read_text()

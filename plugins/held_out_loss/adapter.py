@@ -22,7 +22,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 from mindformers.utils.parameter_register import parameter_register
 from mindformers.wrapper.wrapper import MFPipelineWithLossScaleCell
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.train.callback import Callback
 
 from plugins.all_ranks import sum_over_ranks
@@ -55,6 +55,22 @@ class SwitchedStep(MFPipelineWithLossScaleCell):
     def process_loss_scale(self, overflow):
         """As MindFormers' own; a step that is to keep the weights is left out as one that overflows."""
         return ops.logical_or(super().process_loss_scale(overflow), self.keep)
+
+
+class Forward(nn.Cell):
+    """The network in a cell of its own, to be compiled instead of the network.
+
+    A compile notes the layouts of weights in the cell that it was asked for. MindSpore looks for them in the cell that
+    it saves, which is the network, and would write whole weights where a rank's slices belong.
+    """
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, *inputs):
+        """As the network."""
+        return self.network(*inputs)
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
@@ -95,6 +111,7 @@ class HeldOutLoss(Callback):
         """
         params = run_context.original_args()
         self.step = params.train_network
+        self.forward = Forward(self.step.network).set_train()
         monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
         self.done = monitors[0].initial_step or 0 if monitors else 0  # cur_step_num counts from here
         self._record(params)
@@ -145,7 +162,7 @@ class HeldOutLoss(Callback):
         return sum_over_ranks(own) if get_real_group_size() > 1 else own
 
     def _of_network(self, step, batch):
-        loss, tokens, *_ = step.network(*batch)
+        loss, tokens, *_ = self.forward(*batch)
         return _number(loss) / (_number(tokens) if step.calculate_per_token_loss else self.micro)
 
     def _of_step(self, step, batch):

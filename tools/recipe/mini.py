@@ -125,6 +125,9 @@ def derive_mini(recipe: Recipe, data_path: str, steps: int = 10, workers: int | 
         spread_experts(mini, model)
     shrink = shrink_instructions if packs else shrink_data
     shrink(mini, model, data_path, steps)
+    if evaluation := (mini.get("plugins") or {}).get("held_out_loss"):
+        held_out = f"{data_path}_instructions_heldout.jsonl" if packs else f"{data_path}_heldout"
+        evaluation.update(data_path=held_out, samples=2 * BATCH, every=steps)
     shrink_schedules(mini, steps)
     mini["runner_config"].pop("gradient_accumulation_steps", None)  # 1: a step is one small batch
     shrink_callbacks(mini, model)

@@ -27,38 +27,34 @@ class Network:
         return Tensor([float(batch[0])]), Tensor([2.0])
 
 
-def evaluation_of(*losses, weights=None, micro=1, share=1.0):
-    """An evaluation of batches with these losses on one rank."""
+def evaluated(network, *losses, weights=None, micro=1, share=1.0, per_token=False):
+    """The held-out loss of batches with these losses on one rank."""
     evaluation = object.__new__(HeldOutLoss)
     evaluation.batches = [(np.array([loss], np.float32),) for loss in losses]
     evaluation.weights = np.array(weights or [1 / len(losses)] * len(losses))
-    evaluation.micro, evaluation.share = micro, share
-    return evaluation
-
-
-def step_of(network, per_token=False):
-    return SimpleNamespace(network=network, calculate_per_token_loss=per_token)
+    evaluation.micro, evaluation.share, evaluation.forward = micro, share, network
+    return evaluation._loss(SimpleNamespace(network=network, calculate_per_token_loss=per_token))
 
 
 def test_counters_are_put_back_and_what_was_not_counted_is_not_written(monkeypatch):
     network, written = Network(), []
     assign = adapter.ops.assign
     monkeypatch.setattr(adapter.ops, "assign", lambda param, value: (written.append(param.name), assign(param, value)))
-    assert evaluation_of(3.0)._loss(step_of(network)) == 3.0
+    assert evaluated(network, 3.0) == 3.0
     assert network.load.asnumpy().tolist() == [1.0, 2.0] and written == ["load"]
 
 
 def test_batches_weigh_what_they_count():
-    assert evaluation_of(2.0, 6.0, weights=[0.75, 0.25])._loss(step_of(Network())) == 3.0
+    assert evaluated(Network(), 2.0, 6.0, weights=[0.75, 0.25]) == 3.0
 
 
 def test_a_loss_is_divided_by_what_it_was_added_up_over():
-    assert evaluation_of(8.0, micro=4)._loss(step_of(Network())) == 2.0
-    assert evaluation_of(8.0, micro=4)._loss(step_of(Network(), per_token=True)) == 4.0, "by its tokens"
+    assert evaluated(Network(), 8.0, micro=4) == 2.0
+    assert evaluated(Network(), 8.0, micro=4, per_token=True) == 4.0, "by its tokens"
 
 
 def test_a_rank_without_the_loss_adds_nothing():
-    assert evaluation_of(np.nan, share=0.0)._loss(step_of(Network())) == 0.0
+    assert evaluated(Network(), np.nan, share=0.0) == 0.0
 
 
 def test_in_sink_mode_the_train_step_is_evaluated_and_not_the_cell_that_fetches_training_data(tmp_path):

@@ -72,7 +72,7 @@ class Case:
         return EXECUTED if self.sharding else NOT_EXECUTABLE
 
 
-_TRAINED = (
+TRAINED_ROWS = (
     ("data_parallel_2", "two workers, gradients averaged", Variant(workers=2)),
     ("expert_parallel_4_global", "experts over four workers, one All-to-All", Variant(workers=4, mode="global")),
     ("expert_parallel_4_hierarchical", "two nodes of two, AllGather first", Variant(workers=4, mode="hierarchical")),
@@ -87,7 +87,7 @@ _TRAINED = (
 
 def cases() -> list[Case]:
     """Every row, the trained ones first, then the executed; runs that only serve as baselines are not among them."""
-    trained = [Case(name, what, variant=variant) for name, what, variant in _TRAINED]
+    trained = [Case(name, what, variant=variant) for name, what, variant in TRAINED_ROWS]
     executed = [Case(name, what, sharding=sharding) for name, what, sharding in EXECUTED_ROWS]
     return [*trained, *executed, *(Case(name, what, reason=reason) for name, what, reason in _NEITHER)]
 

@@ -1,0 +1,233 @@
+"""Which plugins go together, and with which kinds of parallelism: every pair, checked, with what was shown of it.
+
+    python -m tools.accuracy.together          # rewrite docs/together.md
+
+A pair is put into a small recipe for Ascend, which has only what the two need. `tc3 check` refuses it, or something
+that was shown has both of them: a row of `tc3 accuracy equivalence`, or a recipe whose card says that it was trained
+or compiled. A pair that is not refused and that nothing has shown is told as such.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from plugins import ADAPTERS, REPLACED, UNWRITTEN
+from tools.accuracy.equivalence.sharding import EXECUTED_ROWS, Sharding, derive_sharded
+from tools.accuracy.equivalence.strategies import TRAINED_ROWS, Variant, one_worker
+from tools.check.check import check_recipe
+from tools.files.atomic import write_atomically
+from tools.layout.resolve import resolve
+from tools.recipe.catalogue import load_cards
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.view import PARALLEL, View
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "together.md"
+BASE, CHATS = ROOT / "recipes/mini/pretrain.yaml", ROOT / "recipes/mini/finetune.yaml"
+EQUAL, TRAINS, COMPILED, REFUSED, UNSHOWN = "equal", "trains", "compiled", "refused", "not shown"
+_SMALLEST = Sharding(moe=True, aux=True)
+
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "data parallel": {"dp": 2},
+    "tensor and sequence parallel": {"tp": 2, "sp": True},
+    "context parallel": {"cp": 2},
+    "pipeline": {"pp": 2, "micro": 2},
+    "interleaved pipeline": {"pp": 2, "micro": 4, "vpp": 2, "layers": 4},
+    "expert parallel": {"dp": 2, "ep": 2},
+    "several expert groups": {"dp": 4, "ep": 2},
+    "sharded optimizer": {"dp": 2, "zero": True},
+    "accumulated gradients": {"accumulate": 2},
+    "recomputation": {"recompute": True},
+}
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """What a plugin is tried with.
+
+    Args:
+        settings: its section; needs: degrees of a `Sharding`; beside: other plugins that it works on; chats: whether
+            it reads conversations.
+    """
+
+    settings: Any = field(default_factory=dict)
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+    chats: bool = False
+
+
+PLUGINS: Mapping[str, Plugin] = {
+    "finite_loss": Plugin(),
+    "packed_labels": Plugin(chats=True),
+    "held_out_loss": Plugin({"data_path": "x", "samples": 64, "every": 5}),
+    "hierarchical_ep": Plugin({"mode": "hierarchical"}, {"dp": 2, "ep": 2}),
+    "ep_overlap": Plugin({"chunks": [1, 2]}, beside=("hierarchical_ep",)),
+    "group_aux_loss": Plugin(True, {"dp": 2, "ep": 2}),
+    "expert_balance": Plugin({"every": 20}, {"dp": 2, "ep": 2}),
+    "attention_balance": Plugin({"window": 1}, {"dp": 2, "documents": True}),
+    "grouped_gradient": Plugin({}, {"pp": 2, "micro": 2}),
+    "operator_fusion": Plugin({"level": "vector"}),
+    "spike_guard": Plugin({"rollbacks": 3}),
+    "straggler_probe": Plugin(),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Two things together. how: one of the five words; by: the reason, or what has shown it."""
+
+    one: str
+    other: str
+    how: str
+    by: str
+
+
+def pairs() -> Iterator[tuple[str, str]]:
+    """Every plugin with every other, then with every kind of parallelism."""
+    yield from itertools.combinations(PLUGINS, 2)
+    yield from itertools.product(PLUGINS, KINDS)
+
+
+def cells() -> list[Cell]:
+    """Return every pair with what is known of it."""
+    return [cell(*pair) for pair in pairs()]
+
+
+def cell(one: str, other: str) -> Cell:
+    """Return what is known of a pair."""
+    if found := check_recipe(recipe_of(one, other)).errors:
+        return Cell(one, other, REFUSED, f"{found[0].key}: {found[0].wrong}")
+    for how, by, has in shown():
+        if {one, other} <= has:
+            return Cell(one, other, how, by)
+    return Cell(one, other, UNSHOWN, "")
+
+
+def recipe_of(*names: str) -> Recipe:
+    """Return a small recipe for Ascend with these plugins and kinds of parallelism, and what they need."""
+    plugins = list(dict.fromkeys(each for name in names if name in PLUGINS for each in (*PLUGINS[name].beside, name)))
+    needs = [KINDS[name] for name in names if name in KINDS] + [PLUGINS[name].needs for name in plugins]
+    sharding = _SMALLEST
+    for need in needs:
+        sharding = replace(sharding, **{name: max(getattr(sharding, name), value) for name, value in need.items()})
+    chats = any(PLUGINS[name].chats for name in plugins)
+    if chats:  # these are documents that do not see each other already
+        sharding = replace(sharding, documents=False)
+    recipe = derive_sharded(_base(), sharding, 4, "x")
+    recipe["context"].update(device_target="Ascend", jit_config={"jit_level": "O1"}, dataset_broadcast_opt_level=3)
+    recipe["runner_config"]["sink_mode"] = True
+    model = recipe["model"]["model_config"]
+    model.update(compute_dtype="bfloat16", npu_nums_per_device=max(sharding.ep // 2, 1))
+    recipe["plugins"] = {name: copy.deepcopy(PLUGINS[name].settings) for name in plugins}
+    if chats:
+        other = load_recipe(CHATS)
+        recipe["train_dataset"] = other["train_dataset"]
+        length = other["model"]["model_config"]["seq_length"]
+        model.update(seq_length=length, max_position_embeddings=length)
+    return recipe
+
+
+@cache
+def _base() -> Recipe:
+    return one_worker(str(BASE))
+
+
+@cache
+def shown() -> tuple[tuple[str, str, frozenset[str]], ...]:
+    """Return (how, by what, plugins and kinds) of everything that was shown, the strongest first."""
+    rows = [(EQUAL, name, _of_sharding(sharding)) for name, _, sharding in EXECUTED_ROWS]
+    rows += [(EQUAL, name, _of_variant(variant)) for name, _, variant in TRAINED_ROWS]
+    for how, claim in ((TRAINS, "trained-on-cpu-mini"), (COMPILED, "compiled-virtual-")):
+        entries = [entry for card in load_cards(ROOT / "recipes") for entry in card.entries]
+        claimed = [entry.file for entry in entries if any(s["claim"].startswith(claim) for s in entry.status)]
+        rows += [(how, str(file.relative_to(ROOT)), _of_recipe(file)) for file in claimed]
+    return tuple((how, by, frozenset(has)) for how, by, has in rows)
+
+
+def _of_sharding(sharding: Sharding) -> set[str]:
+    has = {"hierarchical_ep"} if sharding.mode else set()
+    has |= ({"ep_overlap"} if sharding.chunks > 1 else set()) | ({"held_out_loss"} if sharding.held_out else set())
+    return has | kinds_of(sharding)
+
+
+def kinds_of(sharding: Sharding) -> set[str]:
+    """Return the kinds of parallelism of a layout."""
+    has = {name for name, need in KINDS.items() if _covers(sharding, need)}
+    groups = sharding.dp * sharding.tp * sharding.cp // sharding.ep
+    return (has | {"several expert groups"}) if sharding.ep > 1 and groups > 1 else has - {"several expert groups"}
+
+
+def _covers(sharding: Sharding, need: Mapping[str, Any]) -> bool:
+    """Whether a layout has what a kind is about: its degrees above 1, its switches on."""
+    about = {name for name in need if name not in ("micro", "layers")}
+    return all(
+        getattr(sharding, name) > getattr(Sharding(), name) for name in about - ({"dp"} if "ep" in about else set())
+    )
+
+
+def _of_variant(variant: Variant) -> set[str]:
+    has = {"hierarchical_ep", "expert parallel"} if variant.mode else set()
+    named = {"ep_overlap": variant.chunks, "attention_balance": variant.balance, "held_out_loss": variant.held_out}
+    named |= {"recomputation": variant.recompute, "data parallel": variant.workers > 1}
+    return has | {name for name, on in named.items() if on}
+
+
+def _of_recipe(path: Path) -> set[str]:
+    recipe = resolve(load_recipe(path))
+    view = View(recipe)
+    named = UNWRITTEN | (recipe.get("plugins") or {})
+    on = {name for name, settings in named.items() if settings is not False}
+    on -= {name for name, other in REPLACED.items() if other in on}
+    layout = Sharding(
+        tp=view.tp, dp=view.dp, cp=view.cp, pp=view.pp, ep=view.ep if view.parallel else 1, vpp=view.chunks,
+        sp=view.flag((*PARALLEL, "use_seq_parallel")),
+        zero=view.flag(("parallel", "enable_parallel_optimizer")), accumulate=view.accumulation,
+        recompute=bool((recipe.get("recompute_config") or {}).get("recompute")),
+    )  # fmt: skip
+    return (on & ADAPTERS.keys()) | kinds_of(layout)
+
+
+_MARKS = {EQUAL: "=", TRAINS: "t", COMPILED: "c", REFUSED: "x", UNSHOWN: "."}
+_INTRO = """# Which plugins go together
+
+Every plugin with every other, and with every kind of parallelism. `python -m tools.accuracy.together` writes this page;
+a test holds each refusal to be what `tc3 check` says of such a recipe, and every other pair to be accepted.
+
+| sign | meaning |
+|---|---|
+| = | equal: executed on CPU processes and held to one process (`tc3 accuracy equivalence`) |
+| t | trains: a recipe with both was trained on CPU (its card says by which command) |
+| c | compiled: a recipe with both was compiled for a virtual cluster by `tc3 dryrun` |
+| . | accepted by `tc3 check`; nothing here has both |
+| x | refused, for the reason below |
+"""
+
+
+def page(found: list[Cell]) -> str:
+    """Return docs/together.md."""
+    known = {frozenset((each.one, each.other)): each for each in found}
+    parts = [_INTRO]
+    for title, others in (("Plugins with plugins", list(PLUGINS)), ("Plugins with kinds of parallelism", list(KINDS))):
+        numbers = {name: str(number) for number, name in enumerate(others, 1)}
+        parts.append(f"## {title}\n\n" + ", ".join(f"{number} {name}" for name, number in numbers.items()) + "\n")
+        rows = [["", *numbers.values()], ["---"] * (len(others) + 1)]
+        for name in PLUGINS:
+            signs = [_MARKS[known[pair].how] if (pair := frozenset((name, other))) in known else "" for other in others]
+            rows.append([f"`{name}`", *signs])
+        parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n")
+    refused = [f"* `{each.one}` with {each.other}: {each.by}" for each in found if each.how == REFUSED]
+    parts.append("## Refused\n\n" + "\n".join(refused or ["Nothing is."]) + "\n")
+    seen = [each for each in found if each.how not in (REFUSED, UNSHOWN)]
+    lines = "\n".join(f"* `{each.one}` with {each.other}: {each.how}, {each.by}" for each in seen)
+    parts.append(f"## Shown by\n\n{lines}\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    write_atomically(PAGE, page(cells()))
