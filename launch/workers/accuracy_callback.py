@@ -8,6 +8,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_rank
 from mindspore.train.callback import Callback
 
+from plugins.private_hooks import train_step
 from tools.accuracy.dumps.read import WEIGHTS_FOLDER
 from tools.accuracy.dumps.write import debugger, dump_weights
 
@@ -31,7 +32,7 @@ class AccuracyDump(Callback):
 
     def on_train_step_begin(self, run_context):
         """Hook the network that the train step differentiates; the optimizer's cells are not msprobe's."""
-        network = run_context.original_args().train_network.network
+        network = train_step(run_context.original_args()).network
         if not self.steps and self.level in WITHOUT_WEIGHTS:
             self._dump_weights(network)
         if self.level == "L2":
@@ -47,7 +48,7 @@ class AccuracyDump(Callback):
 
     def on_train_end(self, run_context):
         """The weights that the last step has made."""
-        self._dump_weights(run_context.original_args().train_network.network)
+        self._dump_weights(train_step(run_context.original_args()).network)
 
     def _dump_weights(self, network):
         """Of now: what the next step would start from. Where msprobe shows weights, they are one step more."""

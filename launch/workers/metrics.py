@@ -13,6 +13,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 
 from plugins.lines import append_line
+from plugins.private_hooks import train_step
 from tools.dryrun.activations import added
 from tools.dryrun.executed import calls_file
 from tools.dryrun.memory import kinds_of
@@ -99,7 +100,7 @@ class RecordingLossMonitor(MFLossMonitor):
             self.described = True
             self._write({"total_steps": origin_epochs * steps_per_epoch, "start_step": step - 1,
                          "world_size": get_real_group_size(), "time": self.began,
-                         "held_bytes": _held_bytes(cb_params.train_network)})  # fmt: skip
+                         "held_bytes": _held_bytes(train_step(cb_params))})  # fmt: skip
         self._write({
             "step": step,
             "time": now,

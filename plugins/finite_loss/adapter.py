@@ -23,7 +23,7 @@ from mindspore import nn
 from plugins.all_ranks import sum_over_ranks
 from plugins.errors import StoppedError
 from plugins.finite_loss.plan import METRICS, Settings, Watch, not_finite, undefined_parts
-from plugins.private_hooks import relies_on
+from plugins.private_hooks import relies_on, train_step
 from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
 from plugins.sealed_checkpoint.plan import newest_of_rank
 
@@ -87,18 +87,13 @@ def _watching(monitor: Any, watch, end):
                 cb_params, cur_epoch_num, origin_epochs, throughput, cur_step_num, steps_per_epoch, *more
             )
 
-        def on_train_begin(self, run_context):
-            """Look at the train step here: in sink mode a cell that fetches the data stands in its place later."""
-            watch.scale_falls = _scale_falls(run_context.original_args().train_network)
-            super().on_train_begin(run_context)
-
         def on_train_step_end(self, run_context):
             """Log the step, then judge it."""
             self.parts = self.logged = None  # steps that are not printed show their sum alone
             super().on_train_step_end(run_context)
             params = run_context.original_args()
             loss, overflow, scale, _, norm = callback._get_loss_output(params.net_outputs)
-            watch.logged = _number(self.logged)
+            watch.scale_falls, watch.logged = _scale_falls(train_step(params)), _number(self.logged)
             named = zip(METRICS, map(_number, [*(self.parts or [None] * 4), loss]), strict=True)
             step = params.cur_step_num + (self.initial_step if self.done_before is None else self.done_before)
             wrong = watch.see(step, dict(named), _number(norm), str(overflow) == "True", _number(scale) or 1.0)

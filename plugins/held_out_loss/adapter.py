@@ -37,7 +37,7 @@ from plugins.held_out_loss.plan import (
     of_instructions,
 )
 from plugins.lines import Span, append_line, note
-from plugins.private_hooks import relies_on
+from plugins.private_hooks import relies_on, train_step
 
 # the step without an update: `overflow` is what keeps it from updating, and `lm_loss` is where it leaves its loss
 relies_on(MFPipelineWithLossScaleCell, "overflow = self.process_loss_scale(cond)")
@@ -104,14 +104,9 @@ class HeldOutLoss(Callback):
         self.last_step = None
 
     def on_train_begin(self, run_context):
-        """The loss that training starts from.
-
-        The train step is kept from here: in sink mode `train_network` is later a cell around it that fetches training
-        data by itself.
-        """
+        """The loss that training starts from."""
         params = run_context.original_args()
-        self.step = params.train_network
-        self.forward = Forward(self.step.network).set_train()
+        self.forward = Forward(train_step(params).network).set_train()
         monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
         self.done = monitors[0].initial_step or 0 if monitors else 0  # cur_step_num counts from here
         self._record(params)
@@ -132,7 +127,7 @@ class HeldOutLoss(Callback):
             return
         self.last_step = step
         began = time.time()
-        loss = self._loss(self.step)
+        loss = self._loss(train_step(params))
         if get_real_rank() == 0:
             append_line(self.path, json.dumps({"step": step, "held_out_loss": loss}))
             note(self.run_dir, Span("evaluation", step, began, time.time()))

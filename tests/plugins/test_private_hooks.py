@@ -1,9 +1,13 @@
 import sys
 import types
+from types import SimpleNamespace
 
+import mindspore as ms
 import pytest
+from mindspore import nn
+from mindspore.train.dataset_helper import _DataWrapper
 
-from plugins.private_hooks import OutdatedHookError, relies_on, replace, replaced
+from plugins.private_hooks import OutdatedHookError, relies_on, replace, replaced, train_step
 
 
 @pytest.fixture
@@ -48,3 +52,10 @@ def test_what_relies_on_a_line_says_where_it_was(module):
     relies_on(module.answer, "compute(41)")
     with pytest.raises(OutdatedHookError, match=r"patched_module\.answer no longer contains 'compute\(42\)'"):
         relies_on(module.answer, "compute(42)")
+
+
+def test_the_train_step_is_found_in_sink_mode_too():
+    step = nn.Dense(2, 2)
+    assert train_step(SimpleNamespace(train_network=step)) is step
+    fetching = _DataWrapper(step, [ms.float32], [[1, 2]], "queue")
+    assert train_step(SimpleNamespace(train_network=fetching)) is step

@@ -7,7 +7,9 @@ test_smaller.py, and with experts in test_expert_balance.py.
 import pytest
 
 from tests.training import runs
+from tests.training.test_sharded import evaluating
 from tests.training.test_sharded import run as sharded
+from tools.runs.readings import read_held_out
 
 pytestmark = pytest.mark.slow
 LOSS, NORM, TENSOR = 1e-6, 1e-5, 1e-5  # relative
@@ -31,5 +33,10 @@ def saved(run_dir, step):
 
 def test_tensor_parallelism_becomes_a_pipeline(corpus, tmp_path_factory, tmp_path):
     whole = sharded("_tp2", corpus, tmp_path_factory)
-    runs.train(runs.HERE / "sharded_pp2.yaml", tmp_path / "run", corpus, "--resume", saved(whole, 3))
+    options = ("--resume", saved(whole, 3), *evaluating(corpus))
+    runs.train(runs.HERE / "sharded_pp2.yaml", tmp_path / "run", corpus, *options)
     follows(tmp_path / "run", whole, [4, 5, 6], rank=1)  # the last stage knows the loss
+    held_out, expected = read_held_out(tmp_path / "run"), read_held_out(whole)
+    assert sorted(held_out) == [3, 6] and sorted(expected) == [0, 3, 6]
+    for step, loss in held_out.items():  # a whole step without its update, against a forward pass
+        assert loss == pytest.approx(expected[step], rel=LOSS), f"step {step}"

@@ -23,6 +23,11 @@ STEPS = [1, 2, 3, 4, 5, 6]
 KILLED = "_tp2"  # the layout whose run is killed and goes on: all that is compared with it holds of a resumed run
 
 
+def evaluating(corpus):
+    """Options with which a run evaluates before it, after steps 3 and 6."""
+    return "--set", "plugins.held_out_loss=" + json.dumps({"data_path": str(corpus), "samples": 8, "every": 3})
+
+
 def run(layout, corpus, tmp_path_factory):
     """The folder of a run of tests/training/sharded<layout>.yaml to its end; each is trained once."""
     recipe = runs.HERE / f"sharded{layout}.yaml"
@@ -39,7 +44,7 @@ def run(layout, corpus, tmp_path_factory):
 def killed_and_resumed(recipe, folder, corpus):
     """A run of which rank 1 is killed in the save of step 6; what it had computed and saved, what its resume printed.
 
-    The resume loads the graph that the killed run has compiled.
+    It evaluates: the resume loads both graphs that the killed run has compiled.
 
     It dies over its first file of the second checkpoint, and rank 0, which removes the old, has sealed its part: of the
     one that is kept, all is there until all ranks have sealed the next. A rank that dies while it writes a file:
@@ -47,7 +52,8 @@ def killed_and_resumed(recipe, folder, corpus):
     """
     cache = runs.compiled_once(folder / "graph")
     hook = runs.dying(TC3_TEST_KILL_SEAL="1:3") | cache  # files 1 and 2 are the first checkpoint's
-    runs.train(recipe, folder / "run", corpus, "--set", "checkpoint.save_max=1", expect=1, **hook)
+    options = ("--set", "checkpoint.save_max=1", *evaluating(corpus))
+    runs.train(recipe, folder / "run", corpus, *options, expect=1, **hook)
     assert runs.processes_of(folder / "run") == []
     assert list((folder / "run" / "checkpoint").glob("saving_0000-*/iteration_00000006/seal_rank_0.json"))
     killed = {
@@ -56,7 +62,9 @@ def killed_and_resumed(recipe, folder, corpus):
         "calls": [calls_of(folder / "run", rank) for rank in (0, 1)],
     }
     (folder / "killed.json").write_text(json.dumps(killed))
-    (folder / "resumed.txt").write_text(runs.train(recipe, folder / "run", corpus, "--resume", "auto", **cache))
+    (folder / "resumed.txt").write_text(
+        runs.train(recipe, folder / "run", corpus, *evaluating(corpus), "--resume", "auto", **cache)
+    )
 
 
 def calls_of(run_dir, rank):

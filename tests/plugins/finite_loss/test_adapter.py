@@ -10,6 +10,7 @@ from plugins.errors import StoppedError
 from plugins.finite_loss import adapter
 from plugins.finite_loss.plan import Watch
 from tests.plugins.sealed_checkpoint.saving import Run
+from tests.plugins.sinking import fetching
 
 
 @pytest.fixture
@@ -53,9 +54,6 @@ class Logging(MFLossMonitor):
     def __init__(self):
         self.initial_step = 4
 
-    def on_train_begin(self, run_context):
-        pass
-
     def on_train_step_end(self, run_context):
         params = run_context.original_args()
         if params.cur_step_num % 2:
@@ -76,8 +74,7 @@ class Training:
         self.monitor = adapter._watching(Logging, watch, adapter.end)()
         self.params = self.saving.params
         self.params.train_network.loss_scaling_manager = manager
-        self.monitor.on_train_begin(self)
-        self.params.train_network = None  # in sink mode the train step does not stay there
+        self.params.train_network = fetching(self.params.train_network)  # as on Ascend; on a CPU it is the step itself
 
     def original_args(self):
         return self.params

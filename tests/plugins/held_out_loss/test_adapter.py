@@ -9,6 +9,7 @@ from mindspore import Parameter, Tensor
 from plugins.held_out_loss import adapter
 from plugins.held_out_loss.adapter import HeldOutLoss
 from tests.plugins.held_out_loss.evaluation import Evaluated
+from tests.plugins.sinking import fetching
 from tools.runs.readings import read_held_out
 
 
@@ -60,7 +61,7 @@ def test_a_rank_without_the_loss_adds_nothing():
 def test_in_sink_mode_the_train_step_is_evaluated_and_not_the_cell_that_fetches_training_data(tmp_path):
     run = Evaluated(tmp_path, 0, every=1)
     first = run.params.train_network
-    run.params.train_network = SimpleNamespace(network=first)  # as `Model.train` has it after the beginning
+    run.params.train_network = fetching(first)  # as `Model.train` has it after the beginning
     run.step(1)
     assert run.evaluated == [first, first]
 

@@ -200,7 +200,7 @@ def _draw(numbers: random.Random) -> Sharding:
     tp, dp, cp, pp = choose((1, 2, 2, 4)), choose((1, 2, 2, 4)), choose((1, 1, 2)), choose((1, 1, 2, 4))
     vpp = choose((1, 1, 2)) if pp > 1 else 1
     schedule = choose(SCHEDULES) if vpp > 1 else "1f1b"
-    micro, accumulate = (choose((2, 4)), 1) if pp > 1 else (1, choose((1, 1, 2)))
+    micro, accumulate = (choose((2, 4)), 1) if pp > 1 else (1, choose((1, 1, 2, 0)))
     moe, mtp = choose((False, True)), choose((False, False, True))
     return Sharding(
         tp, dp, cp, pp, vpp=vpp, micro=micro, schedule=schedule, accumulate=accumulate, moe=moe, mtp=mtp,
@@ -209,7 +209,7 @@ def _draw(numbers: random.Random) -> Sharding:
         zero=dp > 1 and choose((True, True, False)),
         recompute=choose((False, False, True)),
         layers=max(pp * vpp, 2) * choose((1, 1, 2)),
-        aux=moe and max(dp, cp, micro, accumulate) == 1 and choose((False, True)),
+        aux=moe and cp == 1 and (not accumulate or max(dp, micro, accumulate) == 1) and choose((False, True)),
         groups=choose((0, 0, 4)) if moe else 0,
         shared=choose((0, 0, 2)) if moe else 0,
         length=choose((0, 0, 48, 96)),
@@ -233,10 +233,16 @@ def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
         "too few micro-batches": sharding.micro < sharding.pp,
         "a schedule of chunks needs two stages and four micro-batches": sharding.schedule != "1f1b"
         and (sharding.pp, sharding.vpp, sharding.micro) != (2, 2, 4),
-        "the auxiliary loss is taken per rank and micro-batch": sharding.aux
-        and max(sharding.dp, sharding.cp, sharding.micro, sharding.accumulate) > 1,
+        "the auxiliary loss is taken per rank and micro-batch": sharding.aux and _other_tokens(sharding),
         "accumulated gradients of weights without a copy are lost": sharding.zero
-        and sharding.accumulate > 1
+        and sharding.micro_steps(batch_of(recipe)) > 1
         and any(without_copies(sharding.dp, sharding.tp, sharding.cp, sharding.ep, experts * sharding.moe)),
     }
     return next((words for words, wrong in rules.items() if wrong), "") or sharding.misfit(batch_of(recipe))
+
+
+def _other_tokens(sharding: Sharding) -> bool:
+    """Whether a rank's micro-batch has other tokens than one of the run of one process."""
+    if not sharding.accumulate:  # a sample each, in both
+        return max(sharding.cp, sharding.micro) > 1
+    return max(sharding.dp, sharding.cp, sharding.micro, sharding.accumulate) > 1

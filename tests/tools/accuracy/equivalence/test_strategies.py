@@ -179,6 +179,8 @@ def test_what_is_drawn_varies(base):
         assert len({getattr(each, name) for each in drawn}) > 1, name
     assert any(each.zero and each.tp > 1 and each.ep > 1 for each in drawn)
     assert any(each.zero and 1 < each.ep < each.dp for each in drawn)
+    assert any(each.aux and each.dp > 1 and not each.accumulate for each in drawn)
+    assert any(each.held_out and each.pp > 1 for each in drawn)
 
 
 def test_drawn_recipes_are_sound_and_both_sides_train_the_same_model(base, tmp_path):
@@ -210,7 +212,9 @@ def test_names_of_their_baselines_tell_models_apart(base):
         (Sharding(pp=2, micro=2, layers=3), "layers"),
         (Sharding(pp=4, micro=2, layers=4), "too few micro-batches"),
         (Sharding(dp=2, moe=True, aux=True), "auxiliary loss"),
+        (Sharding(cp=2, moe=True, aux=True, accumulate=0), "auxiliary loss"),
         (Sharding(dp=2, ep=2, moe=True, zero=True, accumulate=2), "accumulated gradients of weights"),
+        (Sharding(dp=2, ep=2, moe=True, zero=True, accumulate=0), "accumulated gradients of weights"),
         (Sharding(dp=8), "4 samples of a step cannot be cut into 8"),
     ],
 )
