@@ -1,12 +1,14 @@
 """What `tc3 train RECIPE --mini --parallel` trains, beside one process of the same graph.
 
     python benchmarks/parallel_mini.py RECIPE [--float32] [--steps 3] [--workers 4]
+    python benchmarks/parallel_mini.py recipes/mini/pretrain_report.yaml --steps 20   # sharded for CPU: as it is
 
 Both start from the same weights and take the same samples. One process has no pipeline and takes each micro-batch of
 each data-parallel rank as a step of gradient accumulation, so that the auxiliary loss of experts, which MindFormers
-takes by rank and micro-batch, is the same. Nothing is recomputed there, and dispatch by this repository's plugins
-becomes MindFormers' own. `--float32` computes in float32 on both sides, and dispatches with `alltoall`, because
-`alltoall_deredundency` rounds the router's probabilities to bfloat16 (docs/stock-differences.md).
+takes by rank and micro-batch, is the same; with `plugins.group_aux_loss` a micro-batch of all ranks is one of these
+steps. Nothing is recomputed there, and plugins that dispatch, move experts or deal samples are off. `--float32`
+computes in float32 on both sides, and dispatches with `alltoall`, because `alltoall_deredundency` rounds the router's
+probabilities to bfloat16 (docs/stock-differences.md).
 
 Prints a line a step: losses and their difference, global norms and the relative one. Then how far apart the last
 checkpoints are: weights and moments by L2 norm, relative.
@@ -27,33 +29,51 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.training import runs
 from tests.training.conftest import prepare
 from tools.recipe.dump import dump_recipe
-from tools.recipe.load import Recipe
+from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
 from tools.recipe.view import View
 
-DISPATCH = ("hierarchical_ep", "ep_overlap")  # plugins that send tokens between ranks
+# plugins that send tokens between ranks, move experts, deal samples, or only watch
+OFF = (
+    *("hierarchical_ep", "ep_overlap", "expert_balance", "attention_balance", "grouped_gradient"),
+    *("held_out_loss", "spike_guard", "straggler_probe"),
+)
 
 
 def one_process(mini: dict[str, Any]) -> dict[str, Any]:
     """The recipe of one process that trains as `mini` does, a mini with its parallel strategy."""
     one, view = copy.deepcopy(dict(mini)), View(Recipe(mini))
-    micro_steps = view.dp * one["parallel_config"]["micro_batch_num"]
+    together = view.dp if one.get("plugins", {}).get("group_aux_loss") else 1  # ranks whose samples are one batch here
+    micro_steps = view.dp * one["parallel_config"]["micro_batch_num"] // together
     degrees = ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
     one["parallel_config"].update(dict.fromkeys((*degrees, "micro_batch_num"), 1), use_seq_parallel=False)
-    one["runner_config"]["gradient_accumulation_steps"] = micro_steps
+    one["runner_config"].update(gradient_accumulation_steps=micro_steps, batch_size=view.batch * together)
     one["parallel"].update(enable_parallel_optimizer=False, enable_alltoall=False)
     one["parallel"]["dataset_strategy"] = [[1] * len(axes) for axes in one["parallel"]["dataset_strategy"]]
     for name in ("pipeline_config", "parallel_optimizer_config"):
         one["parallel"].pop(name, None)
     model = one["model"]["model_config"]
-    model.update(pp_interleave_num=1, offset=0, npu_nums_per_device=1)
+    model.update(pp_interleave_num=1, offset=0, npu_nums_per_device=1, batch_size=view.batch * together)
     one["recompute_config"].update(recompute=False, select_recompute=False)
-    for name in DISPATCH:
+    for name in OFF:
         one.get("plugins", {}).pop(name, None)
     for callback in one["callbacks"]:
         if "micro_batch_num" in callback:
             callback.update(micro_batch_num=1, gradient_accumulation_steps=micro_steps)
     return one
+
+
+def sharded(recipe: Path, corpus: str, steps: int, workers: int) -> dict[str, Any]:
+    """What is trained by many: a sharded recipe for CPU as it is, of others the mini with its strategy."""
+    loaded = load_recipe(recipe)
+    if not View(loaded).sharded_on_cpu:
+        return dict(load_mini(recipe, corpus, steps, workers))
+    loader = loaded["train_dataset"]["data_loader"]
+    loader["sizes"] = [steps * View(loaded).global_batch, 0, 0]
+    loader["config"]["data_path"] = ["1", corpus]
+    if loaded["plugins"].get("held_out_loss"):
+        loaded["plugins"]["held_out_loss"].update(data_path=corpus, every=steps)
+    return dict(loaded)
 
 
 def in_float32(mini: dict[str, Any]) -> None:
@@ -81,18 +101,20 @@ def main(recipe: Path, float32: bool, steps: int, workers: int) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         prepare(folder)
-        mini: dict[str, Any] = dict(load_mini(recipe, str(folder / "tiny"), steps, workers))
+        mini: dict[str, Any] = sharded(recipe, str(folder / "tiny"), steps, workers)
         if float32:
             in_float32(mini)
         one, many = (train(each, folder, name) for each, name in ((one_process(mini), "one"), (mini, "many")))
         expected, got = runs.steps(one), runs.steps(many, View(Recipe(mini)).devices - 1)  # the last stage has the loss
         click.echo(
-            "| step | loss, one process | apart | global norm, one process | apart (relative) |\n|---|---|---|---|---|"
+            "| step | loss, one process | apart | of the language model | global norm | apart (relative) |\n"
+            "|---|---|---|---|---|---|"
         )
         for step, record in expected.items():
             loss, norm = record["loss"], record["global_norm"]
             apart = abs(got[step]["loss"] - loss), abs(got[step]["global_norm"] / norm - 1)
-            click.echo(f"| {step} | {loss:.7g} | {apart[0]:.1e} | {norm:.7g} | {apart[1]:.1e} |")
+            text = abs((got[step]["lm_loss"] or 0) - (record["lm_loss"] or 0))
+            click.echo(f"| {step} | {loss:.7g} | {apart[0]:.1e} | {text:.1e} | {norm:.7g} | {apart[1]:.1e} |")
         ends = (run / "checkpoint" / f"iteration_{steps:08d}" for run in (one, many))
         click.echo("; ".join(f"{kind} {value:.1e}" for kind, value in runs.apart(*ends).items()))
 
