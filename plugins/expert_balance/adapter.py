@@ -7,7 +7,7 @@ import importlib
 from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 
 from plugins import telechat3_moe
-from plugins.expert_balance.settings import Settings, Sharded, check, read
+from plugins.expert_balance.settings import Settings, check, read
 from plugins.semi_auto_cpu.chosen import chosen
 
 
@@ -24,24 +24,11 @@ def enable(config, settings) -> None:
         counts=config.model.model_config.get("moe_router_enable_expert_bias", True),
         expert_parallel=config.parallel_config.expert_parallel if config.use_parallel else 1,
         optimizer=config.optimizer.type,
-        sharded=_sharded(config) if sharded else None,
     )
     if sharded:
         _in_graph(config, ours)
     else:
         _on_cpu(config, ours)
-
-
-def _sharded(config) -> Sharded:
-    parallel = config.parallel_config
-    ranks = parallel.data_parallel * parallel.model_parallel * (parallel.get("context_parallel") or 1)
-    return Sharded(
-        stages=parallel.pipeline_stage if config.use_parallel else 1,
-        ranks=ranks if config.use_parallel else 1,
-        on_cpu=config.context.device_target == "CPU",
-        weights=config.model.model_config.get("params_dtype", "float32"),
-        accumulation=config.runner_config.get("gradient_accumulation_steps") or 1,
-    )
 
 
 def _on_cpu(config, ours: Settings) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from mindformers.core.callback.callback import ExpertMigrateCallback, MFLossMonitor
@@ -13,10 +15,10 @@ from mindformers.tools.logger import logger
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size
 from mindformers.trainer import base_trainer
-from mindspore import Tensor, ops
+from mindspore import Tensor
 
 from plugins.expert_balance import record
-from plugins.expert_balance.executor import Layer, from_first, move, total
+from plugins.expert_balance.executor import Layer, Slice, from_first, move, total
 from plugins.expert_balance.plan import Prediction, due, imbalance, moved, next_placements
 from plugins.expert_balance.record import Moved, Record, append, load_file
 from plugins.private_hooks import relies_on
@@ -25,6 +27,21 @@ from plugins.private_hooks import relies_on
 relies_on(base_trainer.BaseTrainer.sort_callbacks, "for index, callback_ in enumerate(CALLBACK_HAS_SORT):")
 relies_on(TopKRouter, "self.assign_add(self.expert_load, expert_load_data)")
 _MOMENTS = ("adam_m", "adam_v")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A MoE layer of a network.
+
+    Attributes:
+        number: of the layer in the model; router: counts its tokens; placement: the parameter, see `Layer`.
+        tensors: parameters that move with the experts, the weights first.
+    """
+
+    number: int
+    router: Any
+    placement: Any
+    tensors: list
 
 
 class Alone:
@@ -47,7 +64,7 @@ class ExpertBalance(ExpertMigrateCallback):
 
     Args:
         settings: `plugins.expert_balance.settings.Settings`.
-        devices: ranks of an EP group, which is all ranks of the run, or 1; nodes: of them that plans balance first.
+        devices: ranks of an EP group, or 1; nodes: of them that plans balance first.
         copies: (token, expert) pairs of a rank's micro-batch.
         layers: decoder layers of the model; those of MTP are counted behind them.
         run_dir: where to record; checkpoint, save_path: see `record.file_of`.
@@ -63,9 +80,9 @@ class ExpertBalance(ExpertMigrateCallback):
     def on_train_begin(self, run_context):
         """Find the layers, and go on from what was recorded before."""
         params = run_context.original_args()
-        self.ranks = self.connect() if get_real_group_size() > 1 else Alone()
-        step = params.train_network
-        self.routers, self.layers = layers_of(step.network, step.optimizer, self.decoder)
+        self.ranks = self.connect()
+        self.step = params.train_network
+        self.layers = layers_of(self.step.network, self.step.optimizer, self.decoder)
         monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
         self.done = monitors[0].initial_step or 0 if monitors else 0
         self._remember()
@@ -73,48 +90,70 @@ class ExpertBalance(ExpertMigrateCallback):
     def on_train_step_end(self, run_context):
         """Record; move when due."""
         step = self.done + run_context.original_args().cur_step_num
-        counted = np.stack([router.expert_load.asnumpy().astype(np.float64) for router in self.routers])
-        tokens = self.tokens(counted)
+        shares = np.stack([layer.router.expert_load.asnumpy().astype(np.float64) for layer in self.layers])
         slots = np.stack([layer.placement.asnumpy().astype(np.int64) for layer in self.layers])
+        tokens, slots, batches = self.of_all(shares, slots)
         self.prediction.see(tokens)
         every = self.settings.every
-        self._record(step, tokens, slots, counted, self._move(step, slots) if due(step, every) else None)
+        self._record(step, tokens, slots, batches, self._move(step, slots) if due(step, every) else None)
 
     def connect(self):
         """All ranks of the run."""
         from plugins.cpu_backend import transport
 
-        return transport.mesh()
+        return transport.mesh() if get_real_group_size() > 1 else Alone()
 
-    def tokens(self, counted):
-        """[layers, E] shares of this rank's choices -> numbers of all ranks' choices."""
-        return total(self.ranks, np.rint(counted * self.copies).astype(np.int64))
+    def of_all(self, shares, slots):
+        """What all ranks have, from what this one has.
+
+        Args:
+            shares: [layers, E] of this rank's choices that fell on each expert, added up over its micro-batches.
+            slots: [layers, E], its placements.
+
+        Returns:
+            int64 [layers, E] choices, [layers, E] placements, [layers] micro-batches that were counted together.
+        """
+        batches = np.rint(shares.sum(1)).astype(np.int64)
+        return total(self.ranks, np.rint(shares * self.copies).astype(np.int64)), slots, batches
+
+    def hand_out(self, own):
+        """Return rank 0's array on every rank, see `from_first`."""
+        return from_first(self.ranks, own)
+
+    def movable(self):
+        """What of each layer changes on this rank."""
+        rows = enumerate(self.layers)
+        return [Layer(i, each.number, each.placement, [Slice(t, self.ranks) for t in each.tensors]) for i, each in rows]
 
     def _move(self, step, slots):
         began = time.perf_counter()
         loads = self.prediction.loads
         new = next_placements(self.settings, loads, slots, self.devices, step=step, nodes=self.nodes)
         planned = time.perf_counter()
-        sent = move(self.ranks, self.layers, slots, new, assign)
+        sent = move(self.ranks, self.movable(), slots, new, assign)
         sent = int(total(self.ranks, np.array([sent]))[0])
         experts = moved(new, slots, self.devices)
         return Moved(new, experts, sent, planned - began, time.perf_counter() - planned)
 
-    def _record(self, step, tokens, slots, counted, moved):
+    def _record(self, step, tokens, slots, batches, moved):
         if not self.settings.record or self.ranks.rank:
             return
-        once = np.rint(counted.sum(1)) == 1  # micro-batches of a rank: a router adds up the share of each
         ratios = imbalance(tokens, slots, self.devices)
-        worst = tuple(float(ratio) if known else None for ratio, known in zip(ratios, once, strict=True))
+        worst = tuple(float(ratio) if count == 1 else None for ratio, count in zip(ratios, batches, strict=True))
         numbers = tuple(layer.number for layer in self.layers)
         append(self.file, Record(step, self.devices, numbers, tokens, slots, worst, moved, self.nodes))
 
     def _remember(self):
         """Rank 0 reads the records of the steps before, as a file may be its own alone; all ranks see the same."""
         form = (self.devices, len(self.layers), self.layers[0].placement.shape[0])
-        records, missing = ([], "") if self.ranks.rank else record.carry_over(self.before, self.file, self.done, form)
-        for loads in from_first(self.ranks, record.loads(records, form)):
-            self.prediction.see(loads)
+        missing = ""
+        if not self.ranks.rank:
+            records, missing = record.carry_over(self.before, self.file, self.done, form)
+            for loads in record.loads(records, form):
+                self.prediction.see(loads)
+        known = np.empty((0, *form[1:])) if self.prediction.loads is None else self.prediction.loads[None]
+        for loads in self.hand_out(known):
+            self.prediction.loads = loads
         if missing and self.settings.every:
             logger.warning(
                 "plugins.expert_balance: %s: experts move by what is known, and not as they would have without the "
@@ -123,7 +162,7 @@ class ExpertBalance(ExpertMigrateCallback):
 
 
 def layers_of(network, optimizer, decoder):
-    """The routers of a network's MoE layers, and what moves with their experts, in the order of the layers.
+    """The MoE layers of a network, as `Experts`, in the order of their numbers.
 
     Args:
         decoder: decoder layers of the model.
@@ -137,9 +176,8 @@ def layers_of(network, optimizer, decoder):
             number = int(place[1]) + decoder * (".mtp." in name)
             weights = [cell.experts.weight1, cell.experts.weight2]
             tensors = [each for weight in weights for each in (weight, *_moments(states, weight.name))]
-            found.append((cell.router, Layer(number, cell.experts.placement, tensors)))
-    found.sort(key=lambda pair: pair[1].number)
-    return [router for router, _ in found], [layer for _, layer in found]
+            found.append(Experts(number, cell.router, cell.experts.placement, tensors))
+    return sorted(found, key=lambda layer: layer.number)
 
 
 def _moments(states, weight):
@@ -149,6 +187,7 @@ def _moments(states, weight):
 def assign(parameter, value):
     """Overwrite a parameter, between two steps.
 
-    Not `Parameter.set_data`: the compiled graph goes on with an Adam moment's old numbers after it, in silence.
+    Not `Parameter.set_data`: the compiled graph goes on with an Adam moment's old numbers after it, in silence. Not
+    `ops.assign`: it has no kernel for bfloat16 on CPU.
     """
-    ops.assign(parameter, Tensor(value, parameter.dtype))
+    parameter.copy_(Tensor(value, parameter.dtype))

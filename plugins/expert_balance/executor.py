@@ -1,11 +1,16 @@
-"""Move experts between the ranks of an EP group, between two steps: rows of weights and of the optimizer's moments.
+"""Move experts between ranks, between two steps: rows of weights and of the optimizer's moments.
 
-`routes` says which rows of a rank go where when one placement follows another. A move is all or nothing, a layer at a
-time:
+`routes` says which rows of a rank go where when one placement follows another, `holders` which ranks hold a tensor's
+slices. A move is all or nothing, a layer at a time:
 1. All ranks compare digests of the whole plan. Where one differs, every rank raises and nothing has changed.
 2. A layer's rows are exchanged into memory beside the tensors: a rank that is lost, late or sends something else makes
    the exchange raise, and nothing of this layer has changed.
-3. All ranks say that they hold every row. Only then each overwrites its tensors and the layer's placement.
+3. All ranks that exchange rows say that they hold every row. Only then each overwrites its tensors and the layer's
+   placement.
+
+Each pipeline stage moves its own layers. Where several EP groups hold the same experts, each group moves them by
+itself. An optimizer that is sharded over the groups cuts a tensor into more slices than an EP group has ranks, and a
+slice may hold a part of an expert only: then parts are what travels, between the ranks that hold one slice each.
 
 A rank that dies between 3 and the end of its writing ends the run, as the others find out in their next exchange. What
 counts then is the last checkpoint, which is written after the move of its step and never within one.
@@ -14,6 +19,7 @@ counts then is the last checkpoint, which is written after the move of its step 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +27,25 @@ from typing import Any, Protocol
 import numpy as np
 
 from plugins.errors import ClusterError
+
+
+def holders(mesh: Sequence[int], cuts: Sequence[int], slices: int) -> np.ndarray:
+    """Return which ranks of a stage hold the slices of axis 0 of a tensor: int [sets, slices].
+
+    The ranks of a row hold each slice once, in the order of the slices; all ranks of the stage are in one row each.
+
+    Args:
+        mesh: of the stage's devices, the axis of neighbouring ranks last. cuts: axes of the mesh that cut axis 0,
+            counted from the last, the outermost cut first; -1: none.
+        slices: in which axis 0 is held. More than the mesh cuts: the optimizer is sharded, and so many neighbours
+            among the ranks with the same part share it.
+    """
+    cutting = [len(mesh) - 1 - axis for axis in cuts if axis != -1]
+    copying = [axis for axis in range(len(mesh)) if axis not in cutting]
+    parts = math.prod(mesh[axis] for axis in cutting)
+    # [parts, copies] ranks
+    ranks = np.arange(math.prod(mesh)).reshape(mesh).transpose(*cutting, *copying).reshape(parts, -1)
+    return ranks.reshape(parts, -1, slices // parts).swapaxes(0, 1).reshape(-1, slices)
 
 
 def routes(old: np.ndarray, new: np.ndarray, devices: int, rank: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -49,7 +74,7 @@ _DIGESTS, _ROWS, _LOADS = range(1 << 40, (1 << 40) + 3)
 
 
 class Ranks(Protocol):
-    """The ranks of an EP group that are all of this run: a `plugins.cpu_backend.transport.Mesh`."""
+    """Some ranks of a run, such as a `plugins.cpu_backend.transport.Mesh`; `rank`: the place of this one among them."""
 
     rank: int
     size: int
@@ -61,19 +86,32 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True)
-class Layer:
-    """What of one MoE layer changes when its experts move.
+class Slice:
+    """What this rank holds of a tensor whose first axis is all experts (or these times something) in order of slots.
 
     Attributes:
-        number: of the layer in the model.
-        placement: the parameter int [E], logical expert -> slot, the same on all ranks.
-        tensors: this rank's parameters whose first axis is its E / D experts in the order of slots (or these times
-            something): weights and the optimizer's state of them. All ranks have them in one order.
+        parameter: this rank's slice of axis 0.
+        ranks: that hold all slices, one each, in the order of the slices.
     """
 
+    parameter: Any
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What of one MoE layer changes on this rank when its experts move.
+
+    Attributes:
+        row: of the layer in a plan; number: of the layer in the model.
+        placement: the parameter int [E], logical expert -> slot, the same on all ranks that have the layer.
+        tensors: weights and the optimizer's state of them. All ranks have them in one order.
+    """
+
+    row: int
     number: int
     placement: Any
-    tensors: Sequence[Any]
+    tensors: Sequence[Slice]
 
 
 Write = Callable[[Any, np.ndarray], None]  # (parameter, its new value)
@@ -105,7 +143,8 @@ def move(ranks: Ranks, layers: Sequence[Layer], old: np.ndarray, new: np.ndarray
     """Go over from the placements `old` to `new`; every rank calls this at once.
 
     Args:
-        old, new: int [layers, E], logical expert -> slot.
+        ranks: all that follow the plan. layers: those of this rank's stage.
+        old, new: int [layers of the model, E], logical expert -> slot.
 
     Returns:
         Bytes of experts that this rank sent to others.
@@ -115,33 +154,41 @@ def move(ranks: Ranks, layers: Sequence[Layer], old: np.ndarray, new: np.ndarray
     """
     agree(ranks, "plan", np.stack([old, new]).astype(np.int64).tobytes())
     sent = 0
-    for layer, before, after in zip(layers, old, new, strict=True):
+    for layer in layers:
+        before, after = old[layer.row], new[layer.row]
         if np.array_equal(before, after):
             continue
-        staged, size = _stage(ranks, layer.tensors, before, after)
-        agree(ranks, f"rows of layer {layer.number}", f"layer {layer.number} is here".encode())
-        for tensor, value in zip(layer.tensors, staged, strict=True):
-            write(tensor, value)
+        staged = [_stage(each, before, after) for each in layer.tensors]
+        for involved in {id(each.ranks): each.ranks for each in layer.tensors}.values():
+            agree(involved, f"rows of layer {layer.number}", f"layer {layer.number} is here".encode())
+        for tensor, (value, size) in zip(layer.tensors, staged, strict=True):
+            write(tensor.parameter, value)
+            sent += size
         write(layer.placement, after.astype(np.int32))
-        sent += size
     return sent
 
 
-def _stage(ranks: Ranks, tensors: Sequence[Any], old: np.ndarray, new: np.ndarray) -> tuple[list[np.ndarray], int]:
-    """The new value of each tensor, beside the old ones, and the bytes that this rank sent."""
-    leave, arrive = routes(old, new, ranks.size, ranks.rank)
-    staged, sent = [], 0
-    for tensor in tensors:
-        value = tensor.asnumpy()
-        rows = value.reshape(len(old) // ranks.size, -1)
-        parts = [rows[places] for places in leave]
-        arrived = ranks.all_to_all_v(range(ranks.size), _ROWS, parts, rows=[len(places) for places in arrive])
-        filled = np.empty_like(rows)
-        for places, part in zip(arrive, arrived, strict=True):
-            filled[places] = part
-        staged.append(filled.reshape(value.shape))
-        sent += sum(part.nbytes for peer, part in enumerate(parts) if peer != ranks.rank)
-    return staged, sent
+def _stage(tensor: Slice, old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, int]:
+    """The new value of a tensor's slice, beside the old one, and the bytes that this rank sent.
+
+    What travels are the largest pieces that make up both an expert and a slice: experts, or equal parts of them.
+    """
+    ranks, value = tensor.ranks, tensor.parameter.asnumpy()
+    expert = len(value) * ranks.size // len(old)  # rows
+    piece = math.gcd(expert, len(value))
+    leave, arrive = routes(_in_pieces(old, expert // piece), _in_pieces(new, expert // piece), ranks.size, ranks.rank)
+    rows = value.reshape(len(value) // piece, -1)
+    parts = [rows[places] for places in leave]
+    arrived = ranks.all_to_all_v(range(ranks.size), _ROWS, parts, rows=[len(places) for places in arrive])
+    filled = np.empty_like(rows)
+    for places, part in zip(arrive, arrived, strict=True):
+        filled[places] = part
+    return filled.reshape(value.shape), sum(part.nbytes for peer, part in enumerate(parts) if peer != ranks.rank)
+
+
+def _in_pieces(slots: np.ndarray, each: int) -> np.ndarray:
+    """The placement of equal parts of experts: [E] -> [E x each]."""
+    return (slots[:, None] * each + np.arange(each)).reshape(-1)
 
 
 def _from_all(ranks: Ranks, tag: int, own: np.ndarray) -> list[np.ndarray]:

@@ -1,20 +1,23 @@
 """Experts that move in a sharded graph: on Ascend, and in semi-auto parallel on CPU.
 
 `CollectiveRanks` is what ranks send each other when experts move, by MindSpore's own AlltoAllV, for no TCP mesh joins
-them here. It is a graph of its own, apart from the train step's, compiled once: everything travels as int32 words,
-counted in words.
+them here. It is a graph of its own for each group of ranks, apart from the train step's, compiled once: everything
+travels as int32 words, counted in words.
 
 `PlacedGroupedGEMM` and `PlacedDispatch` are the routed experts with a parameter that says in which slot each expert
 lives. As in `placed.py`, one Gather renames the experts that tokens were routed to, on the way into the dispatch.
 MindSpore cuts it as it cuts the tokens, so that it needs no communication; every rank has the whole placement, 4 x E
 bytes.
 
-`ShardedExpertBalance` records and moves. The router counts for itself: MindSpore averages its loads over all ranks, so
-that every rank has the loads of all.
+`ShardedExpertBalance` records and moves. The router counts for itself: MindSpore averages its loads over the ranks of a
+pipeline stage, so that each has the loads of all. Those of the other stages come from the ranks at the same place in
+them, so that all ranks of all stages plan the same.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -22,6 +25,7 @@ from itertools import accumulate
 import mindspore as ms
 import numpy as np
 from mindformers.parallel_core.training_graph.transformer.moe.ffn import FFNGroupedGEMM
+from mindformers.parallel_core.training_graph.transformer.moe.utils import get_group
 from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
@@ -29,23 +33,36 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import GlobalComm
 
 from plugins import telechat3_moe
-from plugins.expert_balance.callback import ExpertBalance
+from plugins.expert_balance.callback import Alone, ExpertBalance
+from plugins.expert_balance.executor import Layer, Slice, from_first, holders, total
 from plugins.expert_balance.settings import KEY
 from plugins.hierarchical_ep.experts import RoutedExperts
+from plugins.private_hooks import relies_on
 
+# axis 0 of the experts' weights is cut over the EP group, and no other axis is
+relies_on(FFNGroupedGEMM.shard, "layout(inner_dp, mp0),  # w1")
+_MOMENT = re.compile(r"^adam_[mv]\.")
 _WORD = 4  # bytes
 CALLBACK = "ShardedExpertBalance"
 
 
 @contextmanager
-def unsharded() -> Iterator[None]:
-    """Graphs of this block are this rank's own: MindSpore would take their inputs for parts of a batch."""
-    mode = ms.get_auto_parallel_context("parallel_mode")
+def apart() -> Iterator[None]:
+    """Graphs of this block are this rank's own, and no part of the training.
+
+    MindSpore would take their inputs for parts of a batch. And it would number them among those of the compile cache,
+    which knows a graph by its number only: another start makes them in another order.
+    """
+    mode, cached = ms.get_auto_parallel_context("parallel_mode"), ms.get_context("enable_compile_cache")
+    if cached is None:
+        cached = os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1"
     ms.set_auto_parallel_context(parallel_mode="stand_alone")
+    ms.set_context(enable_compile_cache=False)
     try:
         yield
     finally:
         ms.set_auto_parallel_context(parallel_mode=mode)
+        ms.set_context(enable_compile_cache=cached)
 
 
 class Exchange(nn.Cell):
@@ -62,17 +79,19 @@ class Exchange(nn.Cell):
 
 
 class CollectiveRanks:
-    """`plugins.expert_balance.executor.Ranks` for all ranks of a run.
+    """`plugins.expert_balance.executor.Ranks` for some ranks of a run, in any order.
 
     Args:
-        rank, size: this rank and their number.
-        exchange: a cell as `Exchange`; by default of MindSpore's world group.
+        members: global ranks, this one among them; more than one.
+        rank: this global rank.
+        exchange: a cell as `Exchange`, of the members in ascending order; by default of MindSpore's group of them.
     """
 
-    def __init__(self, rank: int, size: int, exchange=None):
-        self.rank, self.size = rank, size
-        self.exchange = exchange or Exchange(GlobalComm.WORLD_COMM_GROUP)
-        counts = Tensor(shape=[size], dtype=ms.int64)
+    def __init__(self, members: Sequence[int], rank: int, exchange=None):
+        self.rank, self.size = list(members).index(rank), len(members)
+        self.ascending = np.argsort(members)  # places among the members
+        self.exchange = exchange or Exchange(_group(sorted(members)))
+        counts = Tensor(shape=[self.size], dtype=ms.int64)
         self.exchange.set_inputs(Tensor(shape=[None], dtype=ms.int32), counts, counts)
 
     def all_to_all_v(
@@ -81,7 +100,7 @@ class CollectiveRanks:
         """[size] parts [rows, ...] for each rank, alike but for their rows -> what each sent here.
 
         Args:
-            group: all ranks. tag: not used, as collectives run in the order of their calls.
+            group: all members. tag: not used, as collectives run in the order of their calls.
             rows: how many arrive from each; where they are not told, the ranks tell each other first.
         """
         shape, dtype = parts[0].shape[1:], parts[0].dtype
@@ -96,13 +115,18 @@ class CollectiveRanks:
         """Words [any] for each rank -> words from each. What is a rank's own stays; a spare word goes in its place, for
         AlltoAllV of nothing returns no array."""
         own = parts[self.rank]
-        sent = [*parts[: self.rank], np.zeros(1, np.int32), *parts[self.rank + 1 :]]
-        due = [*due[: self.rank], 1, *due[self.rank + 1 :]]
-        counts = [Tensor(list(each), ms.int64) for each in ([part.size for part in sent], due)]
-        with unsharded():
+        sent = [np.zeros(1, np.int32) if place == self.rank else parts[place] for place in self.ascending]
+        come = [1 if place == self.rank else due[place] for place in self.ascending]
+        counts = [Tensor(list(each), ms.int64) for each in ([part.size for part in sent], come)]
+        with apart():
             arrived = self.exchange(Tensor(np.concatenate(sent)), *counts).asnumpy()
-        found = np.split(arrived, list(accumulate(due))[:-1])
-        return [*found[: self.rank], own, *found[self.rank + 1 :]]
+        found = dict(zip(self.ascending, np.split(arrived, list(accumulate(come))[:-1]), strict=True))
+        return [own if place == self.rank else found[place] for place in range(self.size)]
+
+
+def _group(members: list[int]) -> str:
+    """The communication group of ranks, which is created where it is not there; all members call this at once."""
+    return GlobalComm.WORLD_COMM_GROUP if len(members) == get_real_group_size() else get_group(members)
 
 
 def _words(part: np.ndarray, each: int) -> np.ndarray:
@@ -157,15 +181,56 @@ def place(cell, config) -> None:
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class ShardedExpertBalance(ExpertBalance):
-    """`ExpertBalance` where each rank's counts are those of all ranks already; copies: of all ranks."""
+    """`ExpertBalance` where each rank's counts are those of all ranks of its stage already; copies: of all of these."""
 
-    def connect(self) -> CollectiveRanks:
+    def connect(self):
         """Return all ranks of the run, by MindSpore's collectives."""
-        return CollectiveRanks(get_real_rank(), get_real_group_size())
+        self.rank, devices = get_real_rank(), get_real_group_size()
+        each = devices // ms.get_auto_parallel_context("pipeline_stages")
+        self.first = self.rank // each * each  # rank of this stage
+        self.groups: dict[tuple[int, ...], Alone | CollectiveRanks] = {}
+        self.stage = self._among(range(self.first, self.first + each))
+        self.pipeline = self._among(range(self.rank - self.first, devices, each))
+        return self._among(range(devices))
 
-    def tokens(self, counted: np.ndarray) -> np.ndarray:
-        """[layers, E] shares of all ranks' choices -> numbers of them."""
-        return np.rint(counted * self.copies).astype(np.int64)
+    def of_all(self, shares, slots):
+        """As `ExpertBalance.of_all`. Micro-batches of several EP groups are counted together, too."""
+        batches = np.rint(shares.sum(1)) * (self.stage.size // self.devices)
+        own = np.column_stack([np.rint(shares * self.copies), slots, batches]).astype(np.int64)
+        held = [self._holds(layer) for layer in self.layers]
+        tokens, slots, batches = np.split(
+            total(self.pipeline, own * np.array(held)[:, None]), [slots.shape[1], -1], axis=1
+        )
+        return tokens, slots, batches[:, 0]
+
+    def hand_out(self, own):
+        """Through the ranks of rank 0's place in each stage."""
+        return from_first(self.stage, from_first(self.pipeline, own))
+
+    def movable(self):
+        """The layers of this rank's stage; their tensors are cut as the weights were in the compile."""
+        rows = [row for row, layer in enumerate(self.layers) if self._holds(layer)]
+        return [self._movable(row, self.layers[row]) for row in rows]
+
+    def _movable(self, row, layer):
+        return Layer(row, layer.number, layer.placement, [self._slice(tensor) for tensor in layer.tensors])
+
+    def _holds(self, layer):
+        return layer.tensors[0].name in self.step.parameter_layout_dict
+
+    def _slice(self, tensor):
+        """A moment is cut as its weight is, or more finely."""
+        mesh, cuts, *_, whole = self.step.parameter_layout_dict[_MOMENT.sub("", tensor.name)][:7]
+        first = cuts[0] if isinstance(cuts[0], (list, tuple)) else cuts[:1]
+        sets = self.first + holders(mesh, first, whole[0] // tensor.shape[0])
+        return Slice(tensor, self._among(next(each for each in sets.tolist() if self.rank in each)))
+
+    def _among(self, members):
+        """The ranks `members`; a group of them is made once, in the same order on all of them."""
+        key = tuple(members)
+        if key not in self.groups:
+            self.groups[key] = CollectiveRanks(key, self.rank) if len(key) > 1 else Alone()
+        return self.groups[key]
 
 
 def use_placed_experts(config) -> None:

@@ -12,6 +12,8 @@ import yaml
 
 from plugins.expert_balance.record import load_file
 from plugins.expert_balance.record import read as read_loads
+from plugins.expert_balance.replay import differences, replay
+from plugins.expert_balance.settings import Settings
 from tests.training import runs
 from tests.training.conftest import shared
 from tools.accuracy.collectives import DIFFERS, compare_run
@@ -108,6 +110,31 @@ def test_experts_on_two_ranks_that_change_places_leave_the_losses_alone(alone, c
     assert all((load.tokens.sum(1) == choices).all() for load in loads), "of the whole batch"
     assert [load.moved is not None for load in loads] == [False, True] * 3
     assert all(load.moved.experts > 0 for load in loads if load.moved)
+
+
+def test_experts_of_two_stages_that_change_places_leave_the_losses_alone(corpus, tmp_path):
+    """Each stage shuffles its own layer after each other step; against the same graph whose experts stay.
+
+    Rank 0 records the layers of both stages; the last stage knows the loss.
+    """
+    found = {}
+    for every in (0, 2):
+        recipe, run_dir = tmp_path / f"{every}.yaml", tmp_path / f"run_{every}"
+        plugins = {"expert_balance": {"every": every, "method": "random"}}
+        recipe.write_text(yaml.safe_dump({"base_config": str(runs.HERE / "sharded_pp2_ep2.yaml"), "plugins": plugins}))
+        runs.train(recipe, run_dir, corpus, "--set", "checkpoint.save_interleaved_steps=100")
+        found[every] = runs.steps(run_dir, rank=3), read_loads(load_file(run_dir))
+    (stay, _), (move, loads) = found[0], found[2]
+    assert sorted(move) == sorted(stay) == STEPS
+    for step in STEPS:
+        assert move[step]["loss"] == pytest.approx(stay[step]["loss"], rel=1e-6), f"step {step}"
+        assert move[step]["global_norm"] == pytest.approx(stay[step]["global_norm"], rel=1e-5), f"step {step}"
+    config = load_recipe(recipe)["model"]["model_config"]
+    choices = 4 * config["seq_length"] * config["num_experts_per_tok"]
+    assert [load.layers for load in loads] == [(1, 2)] * len(STEPS)
+    assert all((load.tokens.sum(1) == choices).all() and load.micro_batch == (None, None) for load in loads)
+    assert [load.moved is not None for load in loads] == [False, True] * 3
+    assert differences(loads, replay(loads, Settings(every=2, method="random"))) == []
 
 
 def test_the_collectives_of_a_run_are_those_of_its_dry_run(corpus, tmp_path_factory, tmp_path, monkeypatch):

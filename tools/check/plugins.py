@@ -142,16 +142,12 @@ def _grouped_gradient(view: View, found: Findings) -> None:
 
 
 def _expert_balance(view: View, built: Built, found: Findings) -> None:
-    ranks, stages = (view.dp * view.tp * view.cp, view.pp) if view.devices > 1 else (1, 1)
-    weights = str(built.fields.get("params_dtype") or "float32").lower()
-    sharded = expert_balance.Sharded(stages, ranks, view.on_cpu, weights, view.accumulation)
     with _refusals(_EXPERTS, found):
         expert_balance.check(
             expert_balance.read(view.get(_EXPERTS)),
             counts=bool(built.fields.get("moe_router_enable_expert_bias")),
             expert_parallel=view.ep if view.devices > 1 else 1,
             optimizer=str(view.get(("optimizer", "type"))),
-            sharded=None if view.cpu_classes else sharded,
         )
 
 

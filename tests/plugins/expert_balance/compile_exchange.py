@@ -22,7 +22,7 @@ def main(out):
     with tempfile.TemporaryDirectory() as folder, virtual_cluster(RANKS, RANK, Path(folder)) as cluster:
         ms.set_context(mode=ms.GRAPH_MODE)
         ms.set_auto_parallel_context(parallel_mode="stand_alone")
-        cell = CollectiveRanks(RANK, RANKS).exchange
+        cell = CollectiveRanks(range(RANKS), RANK).exchange
         counts = Tensor(np.ones(RANKS, np.int64))
         words = Tensor(np.zeros(RANKS, np.int32))
         cluster.target_ascend()

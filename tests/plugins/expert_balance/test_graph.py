@@ -5,14 +5,16 @@ Four ranks as threads; what stands for AlltoAllV refuses what Ascend would: coun
 
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from mindspore import Tensor
 
 from plugins.errors import ClusterError
-from plugins.expert_balance import executor
-from plugins.expert_balance.graph import CollectiveRanks
+from plugins.expert_balance import executor, graph
+from plugins.expert_balance.callback import Alone, Experts
+from plugins.expert_balance.graph import CollectiveRanks, ShardedExpertBalance
 from tests.plugins.cpu_backend.ranks import meshes, on_ranks
 from tests.plugins.expert_balance.compile_exchange import RANKS as VIRTUAL
 from tests.plugins.expert_balance.test_executor import HERE, RANKS, check_in_place, layers_of, shuffled, write
@@ -39,14 +41,30 @@ class AlltoAllV:
 @pytest.fixture(scope="module")
 def ranks():
     with meshes(RANKS) as every:
-        yield [CollectiveRanks(mesh.rank, RANKS, AlltoAllV(mesh)) for mesh in every]
+        yield [CollectiveRanks(range(RANKS), mesh.rank, AlltoAllV(mesh)) for mesh in every]
+
+
+def test_members_in_any_order_are_told_apart():
+    """The group that MindSpore makes of them is in ascending order."""
+    members = [2, 0, 3, 1]
+
+    def work(rank):
+        ours = CollectiveRanks(members, rank, AlltoAllV(every[rank]))
+        assert members[ours.rank] == rank
+        parts = [np.full((peer + 1, 2), 10 * rank + peer) for peer in members]
+        arrived = ours.all_to_all_v(range(RANKS), 0, parts)
+        for peer, part in zip(members, arrived, strict=True):
+            assert np.array_equal(part, np.full((rank + 1, 2), 10 * peer + rank))
+
+    with meshes(RANKS) as every:
+        on_ranks(RANKS, work)
 
 
 def test_experts_are_where_each_of_four_placements_says(ranks):
     plans = [HERE, *map(shuffled, range(4))]
 
     def work(rank):
-        layers = layers_of(rank)
+        layers = layers_of(ranks[rank])
         for old, new in pairwise(plans):
             executor.move(ranks[rank], layers, old, new, write)
             check_in_place(layers, new, rank)
@@ -79,6 +97,57 @@ def test_ranks_that_disagree_are_told(ranks):
             executor.agree(ranks[rank], "plan", b"other" if rank == 2 else b"plan")
 
     on_ranks(RANKS, work)
+
+
+def callback(mesh, stage, held):
+    """Of a rank of one of two stages, over a mesh of one rank from each; layers 1 and 2, of which it has `held`."""
+    found = object.__new__(ShardedExpertBalance)
+    found.pipeline, found.copies, found.devices = mesh[stage], 1000, 2
+    found.stage = SimpleNamespace(size=2)
+    found.step = SimpleNamespace(parameter_layout_dict={f"{held}.w1": ()})
+    found.layers = [Experts(i, None, None, [SimpleNamespace(name=f"{i}.w1")]) for i in (1, 2)]
+    return found
+
+
+def test_every_stage_has_the_loads_and_placements_of_all_layers_two_micro_batches_counted_together():
+    shares = np.array([[0.5, 0.7, 0.3, 0.5], [1.25, 0.25, 0.25, 0.25]])
+    slots = np.array([[3, 2, 1, 0], [0, 1, 3, 2]])
+
+    def work(stage):
+        mine = np.array([[stage == 0], [stage == 1]])  # the other's layer: nothing is counted, nothing was loaded
+        ours = callback(pair, stage, stage + 1)
+        return ours.of_all(shares * mine, np.where(mine, slots, np.arange(4)))
+
+    with meshes(2) as pair:
+        for tokens, places, batches in on_ranks(2, work):
+            assert np.array_equal(tokens, shares * 1000) and np.array_equal(places, slots)
+            assert batches.tolist() == [2, 2]
+
+
+def test_groups_of_ranks_that_hold_the_same_experts_are_counted_together():
+    ours = callback([Alone()], 0, 1)
+    ours.layers, ours.stage = ours.layers[:1], SimpleNamespace(size=6)
+    assert ours.of_all(np.array([[0.5, 0.5]]), np.array([[0, 1]]))[2].tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("rank", "first", "pipeline", "group", "all_copies"),
+    [(0, 0, (0, 4), (0, 1), (0, 2, 1, 3)), (6, 4, (2, 6), (6, 7), (4, 6, 5, 7))],
+)
+def test_whom_a_rank_of_two_stages_of_two_groups_of_two_exchanges_with(
+    monkeypatch, rank, first, pipeline, group, all_copies
+):
+    monkeypatch.setattr(graph, "get_real_rank", lambda: rank)
+    monkeypatch.setattr(graph, "get_real_group_size", lambda: 8)
+    monkeypatch.setattr(graph.ms, "get_auto_parallel_context", {"pipeline_stages": 2}.get)
+    monkeypatch.setattr(graph, "CollectiveRanks", lambda members, rank: members)
+    ours = object.__new__(ShardedExpertBalance)
+    assert ours.connect() == tuple(range(8))
+    assert ours.stage == tuple(range(first, first + 4)) and ours.pipeline == pipeline
+    layout = ((2, 2), (0, -1), None, None, None, "", (64, 8))
+    ours.step = SimpleNamespace(parameter_layout_dict={"layer.w1": layout})
+    assert ours._slice(SimpleNamespace(name="layer.w1", shape=(32, 8))).ranks == group
+    assert ours._slice(SimpleNamespace(name="adam_m.layer.w1", shape=(16, 8))).ranks == all_copies
 
 
 @pytest.mark.slow
