@@ -103,6 +103,12 @@ command -v msrun >/dev/null || fail "no msrun on PATH: activate the environment 
 
 # Plugins and tools are imported from the checkout.
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+# What MindSpore's graph kernels fuse, where the recipe has plugins.operator_fusion.
+if [ -n "${FUSION_FLAGS:-}" ]; then
+    [ "${MS_DEV_GRAPH_KERNEL_FLAGS:-$FUSION_FLAGS}" = "$FUSION_FLAGS" ] ||
+        fail "MS_DEV_GRAPH_KERNEL_FLAGS is exported with other flags than plugins.operator_fusion: unset it"
+    export MS_DEV_GRAPH_KERNEL_FLAGS=$FUSION_FLAGS
+fi
 # A worker ends with msrun, even when msrun is killed (launch/workers/lifetime.py).
 export TC3_SUPERVISED=1
 # Cores for each worker of this node, by the plan of `tc3 affinity` (docs/affinity.md); without one msrun may choose.

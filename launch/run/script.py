@@ -261,19 +261,8 @@ def _values(launch: Launch, recipe: Mapping[str, Any], workers: int, cluster: Cl
 
 def _fusion_flags(recipe: Mapping[str, Any]) -> list[str]:
     """What plugins.operator_fusion sets on every node; a node that exports other flags starts nothing."""
-    lines = []
-    for name, flags in operator_fusion.environment(recipe, {}).items():
-        wanted = shlex.quote(flags)
-        refusal = f"error: {name} is exported with other flags than {operator_fusion.KEY}: unset it"
-        lines += [
-            f"# {operator_fusion.KEY}: what MindSpore's graph kernels fuse (docs/fusion.md).",
-            f'if [ "${{{name}:-{flags}}}" != {wanted} ]; then',
-            f"{INDENT}echo {shlex.quote(refusal)} >&2",
-            f"{INDENT}exit 2",
-            "fi",
-            f"export {name}={wanted}",
-        ]
-    return lines
+    flags = operator_fusion.environment(recipe, {}).get(operator_fusion.VARIABLE)
+    return [f"FUSION_FLAGS={shlex.quote(flags)} # {operator_fusion.KEY}, see docs/fusion.md"] if flags else []
 
 
 def _hosts(cluster: Cluster) -> list[str]:

@@ -13,12 +13,7 @@ SAVE_PATH='' # empty: in RUN_DIR
 [ -n "${MASTER_PORT:-}" ] || MASTER_PORT=8118
 [ -n "${RESUME:-}" ] || RESUME=''
 [ -n "${BIND:-}" ] || BIND=yes
-# plugins.operator_fusion: what MindSpore's graph kernels fuse (docs/fusion.md).
-if [ "${MS_DEV_GRAPH_KERNEL_FLAGS:---opt_level=2 --fusion_ops_level=0}" != '--opt_level=2 --fusion_ops_level=0' ]; then
-    echo 'error: MS_DEV_GRAPH_KERNEL_FLAGS is exported with other flags than plugins.operator_fusion: unset it' >&2
-    exit 2
-fi
-export MS_DEV_GRAPH_KERNEL_FLAGS='--opt_level=2 --fusion_ops_level=0'
+FUSION_FLAGS='--opt_level=2 --fusion_ops_level=0' # plugins.operator_fusion, see docs/fusion.md
 for TC3_ROOT in "${TC3_ROOT:-}" "$(dirname "${BASH_SOURCE[0]}")/../.." "${SLURM_SUBMIT_DIR:-}" "$PWD"; do
     # shellcheck source=../script_body.sh
     [ ! -f "$TC3_ROOT/launch/script_body.sh" ] || source "$TC3_ROOT/launch/script_body.sh"

@@ -33,8 +33,8 @@ def saved(run_dir, step):
 
 def test_tensor_parallelism_becomes_a_pipeline(corpus, tmp_path_factory, tmp_path):
     whole = sharded("_tp2", corpus, tmp_path_factory)
-    options = ("--resume", saved(whole, 3), *evaluating(corpus))
-    runs.train(runs.HERE / "sharded_pp2.yaml", tmp_path / "run", corpus, *options)
+    recipe = evaluating("_pp2", tmp_path, corpus)
+    runs.train(recipe, tmp_path / "run", corpus, "--resume", saved(whole, 3))
     follows(tmp_path / "run", whole, [4, 5, 6], rank=1)  # the last stage knows the loss
     held_out, expected = read_held_out(tmp_path / "run"), read_held_out(whole)
     assert sorted(held_out) == [3, 6] and sorted(expected) == [0, 3, 6]

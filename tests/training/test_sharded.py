@@ -18,6 +18,7 @@ from tests.training import runs
 from tests.training.conftest import shared
 from tools.accuracy.collectives import DIFFERS, compare_run
 from tools.dryrun.executed import calls_file
+from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
 
 pytestmark = pytest.mark.slow
@@ -25,9 +26,12 @@ STEPS = [1, 2, 3, 4, 5, 6]
 KILLED = "_tp2"  # the layout whose run is killed and goes on: all that is compared with it holds of a resumed run
 
 
-def evaluating(corpus):
-    """Options with which a run evaluates before it, after steps 3 and 6."""
-    return "--set", "plugins.held_out_loss=" + json.dumps({"data_path": str(corpus), "samples": 8, "every": 3})
+def evaluating(layout, folder, corpus):
+    """A recipe in `folder` of a layout that evaluates, before it and after steps 3 and 6."""
+    flat = load_recipe(runs.HERE / f"sharded{layout}.yaml")
+    flat["plugins"]["held_out_loss"] = {"data_path": str(corpus), "samples": 8, "every": 3}
+    dump_recipe(flat, folder / "evaluating.yaml")
+    return folder / "evaluating.yaml"
 
 
 def run(layout, corpus, tmp_path_factory):
@@ -36,7 +40,7 @@ def run(layout, corpus, tmp_path_factory):
 
     def make(folder):
         if layout == KILLED:
-            killed_and_resumed(recipe, folder, corpus)
+            killed_and_resumed(evaluating(layout, folder, corpus), folder, corpus)
         else:
             runs.train(recipe, folder / "run", corpus)
 
@@ -54,8 +58,7 @@ def killed_and_resumed(recipe, folder, corpus):
     """
     cache = runs.compiled_once(folder / "graph")
     hook = runs.dying(TC3_TEST_KILL_SEAL="1:3") | cache  # files 1 and 2 are the first checkpoint's
-    options = ("--set", "checkpoint.save_max=1", *evaluating(corpus))
-    runs.train(recipe, folder / "run", corpus, *options, expect=1, **hook)
+    runs.train(recipe, folder / "run", corpus, "--set", "checkpoint.save_max=1", expect=1, **hook)
     assert runs.processes_of(folder / "run") == []
     assert list((folder / "run" / "checkpoint").glob("saving_0000-*/iteration_00000006/seal_rank_0.json"))
     killed = {
@@ -64,9 +67,7 @@ def killed_and_resumed(recipe, folder, corpus):
         "calls": [calls_of(folder / "run", rank) for rank in (0, 1)],
     }
     (folder / "killed.json").write_text(json.dumps(killed))
-    (folder / "resumed.txt").write_text(
-        runs.train(recipe, folder / "run", corpus, *evaluating(corpus), "--resume", "auto", **cache)
-    )
+    (folder / "resumed.txt").write_text(runs.train(recipe, folder / "run", corpus, "--resume", "auto", **cache))
 
 
 def calls_of(run_dir, rank):

@@ -70,7 +70,12 @@ def test_keeps_what_makes_it_that_recipe(recipe):
     small = mini["model"]["model_config"]
     assert {key: small.get(key) for key in KEPT} == {key: model.get(key) for key in KEPT}
     assert mini["optimizer"] == recipe["optimizer"]
-    assert mini.get("plugins") == recipe.get("plugins")
+    plugins, small_plugins = (dict(each.get("plugins") or {}) for each in (recipe, mini))
+    evaluation, held_out = plugins.pop("held_out_loss", None), small_plugins.pop("held_out_loss", None)
+    assert small_plugins == plugins and bool(held_out) == bool(evaluation), (
+        "held-out text lies beside the mini's corpus"
+    )
+    assert not held_out or held_out["data_path"] == "corpus_heldout"
     assert mini["runner_wrapper"] == recipe["runner_wrapper"]
     assert small["num_hidden_layers"] > small["first_k_dense_replace"] >= min(1, model["first_k_dense_replace"])
     stretched = model["seq_length"] / model["max_position_embeddings"]
@@ -86,9 +91,11 @@ def test_is_small_and_for_one_cpu_worker(recipe):
     small = mini["model"]["model_config"]
     assert small["hidden_size"] <= 128 and small["n_routed_experts"] <= 16 and small["seq_length"] <= 128
     assert small["num_experts_per_tok"] < small["n_routed_experts"]
-    assert mini["context"]["device_target"] == "CPU" and not mini["use_parallel"]
+    workers = mini["parallel_config"]["data_parallel"] if mini["use_parallel"] else 1
+    assert mini["context"]["device_target"] == "CPU"
+    assert workers == (4 if (recipe.get("plugins") or {}).get("hierarchical_ep") else 1), "a dispatch needs ranks"
     loader = mini["train_dataset"]["data_loader"]
-    assert loader["sizes"][0] == 7 * mini["runner_config"]["batch_size"]
+    assert loader["sizes"][0] == 7 * mini["runner_config"]["batch_size"] * workers
     assert loader["config"]["data_path"] == ["1", "some/corpus"]
 
 
