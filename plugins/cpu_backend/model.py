@@ -1,8 +1,10 @@
-"""TeleChat3-MoE on CPU: MindFormers' GPTModel from a layer spec whose leaves run on CPU."""
+"""TeleChat3 and TeleChat3-MoE on CPU: MindFormers' GPTModel from a layer spec whose leaves run on CPU."""
 
 from __future__ import annotations
 
 import numpy as np
+from mindformers.models.telechat3.modeling_telechat3_train import TrainingTeleChat3ForCausalLM
+from mindformers.models.telechat3.utils import TeleChat3PreTrainedModel
 from mindformers.models.telechat3_moe.modeling_telechat3_moe_train import TrainingTeleChat3MoeForCausalLM
 from mindformers.models.telechat3_moe.utils import TeleChat3MoePreTrainedModel
 from mindformers.parallel_core.training_graph.base_models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -14,8 +16,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, context, ops
 from mindspore.communication import get_group_size
 
-from plugins.cpu_backend import train_step
-from plugins.cpu_backend.attention import core_attention
+from plugins.cpu_backend import attention, train_step
 from plugins.cpu_backend.layers import EmbeddingLookup, GroupedExperts, Outer, TopK
 from plugins.cpu_backend.train_step import MeanOfSamples, TokensOfARank
 from plugins.private_hooks import relies_on
@@ -39,7 +40,7 @@ for _owner, _line in (
 
 def on_cpu(layer) -> None:
     """Point a layer's spec at the CPU attention and experts (in place)."""
-    layer.submodules.self_attention.submodules.core_attention = core_attention()
+    attention.on_cpu(layer.submodules.self_attention)
     if layer.submodules.mlp.module is MoELayer:
         layer.submodules.mlp.submodules.experts = GroupedExperts
 
@@ -86,13 +87,16 @@ def cells_of(model, kind):
     return [cell for _, cell in model.cells_and_names() if isinstance(cell, kind)]
 
 
-class CpuTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
-    """`TrainingTeleChat3MoeForCausalLM` with the layers above."""
+class _OnCpu:
+    """Makes a model class of MindFormers build the layers above; `_parent` and `_latent` say of which class and how."""
+
+    _parent: type
+    _latent: bool
 
     def __init__(self, config):
-        # not the parent's: it builds a GPTModel for Ascend
-        TeleChat3MoePreTrainedModel.__init__(self, config, auto_prefix=False)
-        transformer_config = self.convert_to_transformer_config(config, is_mla_model=True)
+        # not MindFormers' training class's: it builds a GPTModel for Ascend
+        self._parent.__init__(self, config, auto_prefix=False)
+        transformer_config = self.convert_to_transformer_config(config, is_mla_model=self._latent)
         self.model = build_gpt(transformer_config)
         apply_template(self, transformer_config)
 
@@ -105,10 +109,31 @@ class CpuTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
         return super().update_topk_bias(gradient_accumulation_steps)
 
 
+class CpuTrainingTeleChat3Moe(_OnCpu, TrainingTeleChat3MoeForCausalLM):
+    """`TrainingTeleChat3MoeForCausalLM` with the layers above: multi-latent attention, with or without experts."""
+
+    _parent, _latent = TeleChat3MoePreTrainedModel, True
+
+
+class CpuTrainingTeleChat3(_OnCpu, TrainingTeleChat3ForCausalLM):
+    """`TrainingTeleChat3ForCausalLM` with the layers above: grouped-query attention, usually without experts."""
+
+    _parent, _latent = TeleChat3PreTrainedModel, False
+
+
 @MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
 class CpuTeleChat3MoeForCausalLM:
-    """What `architectures:` names on CPU (train only)."""
+    """What `architectures:` names on CPU for TeleChat3-MoE (train only)."""
 
     def __new__(cls, config, *args, **kwargs):
         """Build the training model."""
         return CpuTrainingTeleChat3Moe(config)
+
+
+@MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
+class CpuTeleChat3ForCausalLM:
+    """What `architectures:` names on CPU for TeleChat3 and TeleChat2 (train only)."""
+
+    def __new__(cls, config, *args, **kwargs):
+        """Build the training model."""
+        return CpuTrainingTeleChat3(config)
