@@ -1,6 +1,7 @@
 """TeleChat3-MoE with other layers: MindFormers' GPTModel from its own spec, edited before it is built.
 
-The spec of a model without experts, such as the dense TeleChat3, has dense layers only; no plugin edits those on Ascend.
+The spec of a model without experts has dense layers only, as that of the dense TeleChat3. No plugin edits those on
+Ascend.
 """
 
 from __future__ import annotations
