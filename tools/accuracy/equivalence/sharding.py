@@ -12,6 +12,7 @@ from typing import Any
 
 from tools.accuracy.equivalence.trained import Mesh
 from tools.recipe.load import Recipe
+from tools.recipe.mini import GROUPED
 
 CLIP = 0.05  # far below any norm of a model that has just begun: a clipping by the wrong norm must change something
 COLUMNS = ("input_ids", "labels", "loss_mask", "position_ids", "actual_seq_len")
@@ -19,6 +20,9 @@ COLUMNS = ("input_ids", "labels", "loss_mask", "position_ids", "actual_seq_len")
 # steps both sides would soon take their gradients from other weights
 RATE = 1e-4
 BIAS_CALLBACK = "TopkBiasBalanceCallback"
+# MindFormers rounds float32 queries, keys and values of grouped-query attention to float16, and so their gradients: most
+# would be below its normal numbers, where a rounding is as large as the gradient (docs/stock-differences.md)
+LOSS_SCALE = 65536.0
 NEVER_CLIPPED = 1e6  # a max_grad_norm
 DOCUMENTS = 2048  # tokens of a sample from which MindSpore takes the compressed mask
 MODEL = ("moe", "mtp", "layers", "aux", "documents", "known", "groups", "shared", "length")  # of a `Sharding`
@@ -177,6 +181,8 @@ def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) ->
     recipe["train_dataset_task"]["dataset_config"] = recipe["train_dataset"]
     clip = NEVER_CLIPPED if sharding.known else CLIP
     recipe["runner_wrapper"].update(use_clip_grad=True, max_grad_norm=clip)
+    if recipe["model"]["model_config"]["model_type"] == GROUPED:
+        recipe["runner_wrapper"]["scale_sense"] = LOSS_SCALE
     warmup = {"type": "ConstantWarmUpLR", "warmup_lr_init": 0.0, "learning_rate": RATE, "warmup_steps": 2}
     recipe["lr_schedule"] = {**warmup, "total_steps": steps}
     saves = {"save_path": "", "save_interleaved_steps": 1, "save_max": steps + 1}
