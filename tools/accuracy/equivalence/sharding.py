@@ -20,8 +20,9 @@ COLUMNS = ("input_ids", "labels", "loss_mask", "position_ids", "actual_seq_len")
 # steps both sides would soon take their gradients from other weights
 RATE = 1e-4
 BIAS_CALLBACK = "TopkBiasBalanceCallback"
-# MindFormers rounds float32 queries, keys and values of grouped-query attention to float16, and so their gradients: most
-# would be below its normal numbers, where a rounding is as large as the gradient (docs/stock-differences.md)
+# MindFormers rounds float32 queries, keys and values of grouped-query attention to float16, and so their gradients.
+# Without a loss scale most are below its normal numbers, where one rounding is as large as they are
+# (docs/stock-differences.md)
 LOSS_SCALE = 65536.0
 NEVER_CLIPPED = 1e6  # a max_grad_norm
 DOCUMENTS = 2048  # tokens of a sample from which MindSpore takes the compressed mask

@@ -12,7 +12,14 @@ from tools.accuracy.cli import accuracy
 from tools.accuracy.equivalence import runs, strategies
 from tools.accuracy.equivalence.matrix import choose
 from tools.accuracy.equivalence.runs import RunFailedError
-from tools.accuracy.equivalence.sharding import BIAS_CALLBACK, EXECUTED_ROWS, USUAL, Sharding, derive_sharded
+from tools.accuracy.equivalence.sharding import (
+    BIAS_CALLBACK,
+    EXECUTED_ROWS,
+    LOSS_SCALE,
+    USUAL,
+    Sharding,
+    derive_sharded,
+)
 from tools.accuracy.equivalence.strategies import draw_cases, misfit
 from tools.accuracy.equivalence.trained import Comparison
 from tools.check.check import check_recipe
@@ -174,6 +181,15 @@ def test_what_a_dense_model_has_no_part_for_is_said_and_not_run(dense):
         choose(("executed_moe_ep2", "expert_parallel_4_global"), dense)
     with pytest.raises(RecipeError, match="takes no MTP layer"):
         choose(("executed_mtp_pp2",), dense)
+
+
+def test_grouped_queries_are_executed_with_a_loss_scale_on_both_sides(dense):
+    """MindFormers rounds their gradients to float16; latent attention is not rounded."""
+    sharding = SHARDINGS["executed_tp2"]
+    for each in (sharding, sharding.alone):
+        assert derive_sharded(dense, each, 3, "corpus")["runner_wrapper"]["scale_sense"] == LOSS_SCALE
+        latent = strategies.one_worker(SHARDED_RECIPES[0])
+        assert derive_sharded(latent, each, 3, "corpus")["runner_wrapper"]["scale_sense"] == 1.0
 
 
 def test_no_layout_of_a_dense_model_is_drawn_that_it_cannot_have(dense):
