@@ -87,38 +87,49 @@ def cells_of(model, kind):
     return [cell for _, cell in model.cells_and_names() if isinstance(cell, kind)]
 
 
-class _OnCpu:
-    """Makes a model class of MindFormers build the layers above; `_parent` and `_latent` say of which class and how."""
+def build(model, parent, config, latent):
+    """Build a training model (in place): what its class's `__init__` does, which makes a GPTModel for Ascend.
 
-    _parent: type
-    _latent: bool
+    Args:
+        parent: MindFormers' class of pre-trained models above it.
+        latent: whether its attention is multi-latent.
+    """
+    parent.__init__(model, config, auto_prefix=False)
+    transformer_config = model.convert_to_transformer_config(config, is_mla_model=latent)
+    model.model = build_gpt(transformer_config)
+    apply_template(model, transformer_config)
+
+
+def average_loads(model):
+    """Average the experts' loads over the ranks: each has seen its own tokens only."""
+    if train_step.distributed():
+        mean = ops.AllReduce()
+        for router in cells_of(model, TopKRouter):
+            router.expert_load.set_data(mean(router.expert_load.value() + 0) / get_group_size())
+
+
+class CpuTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
+    """`TrainingTeleChat3MoeForCausalLM` with the layers above: multi-latent attention, with or without experts."""
 
     def __init__(self, config):
-        # not MindFormers' training class's: it builds a GPTModel for Ascend
-        self._parent.__init__(self, config, auto_prefix=False)
-        transformer_config = self.convert_to_transformer_config(config, is_mla_model=self._latent)
-        self.model = build_gpt(transformer_config)
-        apply_template(self, transformer_config)
+        build(self, TeleChat3MoePreTrainedModel, config, latent=True)
 
     def update_topk_bias(self, gradient_accumulation_steps=1):
-        """As MindFormers, with the expert load averaged over the ranks: each has seen its own tokens only."""
-        if train_step.distributed():
-            mean = ops.AllReduce()
-            for router in cells_of(self.model, TopKRouter):
-                router.expert_load.set_data(mean(router.expert_load.value() + 0) / get_group_size())
+        """As MindFormers, by the loads of all ranks."""
+        average_loads(self.model)
         return super().update_topk_bias(gradient_accumulation_steps)
 
 
-class CpuTrainingTeleChat3Moe(_OnCpu, TrainingTeleChat3MoeForCausalLM):
-    """`TrainingTeleChat3MoeForCausalLM` with the layers above: multi-latent attention, with or without experts."""
-
-    _parent, _latent = TeleChat3MoePreTrainedModel, True
-
-
-class CpuTrainingTeleChat3(_OnCpu, TrainingTeleChat3ForCausalLM):
+class CpuTrainingTeleChat3(TrainingTeleChat3ForCausalLM):
     """`TrainingTeleChat3ForCausalLM` with the layers above: grouped-query attention, usually without experts."""
 
-    _parent, _latent = TeleChat3PreTrainedModel, False
+    def __init__(self, config):
+        build(self, TeleChat3PreTrainedModel, config, latent=False)
+
+    def update_topk_bias(self, gradient_accumulation_steps=1):
+        """As MindFormers, by the loads of all ranks."""
+        average_loads(self.model)
+        return super().update_topk_bias(gradient_accumulation_steps)
 
 
 @MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
