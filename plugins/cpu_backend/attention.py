@@ -15,16 +15,13 @@ from collections.abc import Iterator
 
 import mindspore as ms
 import numpy as np
-from mindformers.parallel_core.training_graph.transformer.attention import (
-    Attention,
-    SelfAttention,
-    SelfAttentionContiguous,
-)
+from mindformers.parallel_core.training_graph.transformer.attention import Attention
 from mindspore import Tensor, nn, ops
 from mindspore.ops import operations as P
 
 from plugins.cpu_backend import host_functions
 from plugins.cpu_backend.grouped_query import from_keys, to_keys, with_keys
+from plugins.cpu_backend.layers import PrimitiveLike
 from plugins.errors import RecipeError
 from plugins.private_hooks import relies_on
 
@@ -128,42 +125,30 @@ def core_attention():
     return DocumentCoreAttention if _follows_documents else CoreAttention
 
 
-def on_cpu(attention) -> None:
-    """Point the spec of a layer's self-attention at the classes of this module (in place)."""
-    attention.submodules.core_attention = core_attention()
-    attention.module = _IN_COMPUTE_DTYPE.get(attention.module, attention.module)
+relies_on(Attention.construct, "query = self.cast(query, mstype.float16)")
 
 
-for _line in ("query = self.cast(query, mstype.float16)", "if not self.use_flash_attention:"):
-    relies_on(Attention.construct, _line)
+class Unrounded(PrimitiveLike):
+    """`Cast` that leaves out one to float16."""
+
+    def __init__(self, cast):
+        super().__init__()
+        self.cast = cast
+
+    def construct(self, x, dtype):
+        """x: any shape."""
+        return x if dtype == ms.float16 else self.cast(x, dtype)
 
 
-class InComputeDtype:
-    """Makes a self-attention without latent compression hand its core what the model computes in.
+def compute_unrounded(network):
+    """Let attention without latent compression compute in float32 where its model does (in place, after the build).
 
-    MindFormers rounds queries, keys and values, and so their gradients, to float16 before Ascend's kernel unless they
-    are bfloat16: in float32 most gradients of a mini would be too small for that type. Its other branch, without flash
-    attention, does not; there it would repeat keys and values for the query heads, which `CoreAttention` does not need.
+    MindFormers rounds queries, keys and values, and so their gradients, to float16 for its kernel on Ascend. Most
+    gradients of a mini are too small for that type.
     """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.use_flash_attention = False
-
-    def _repeat_kv(self, x, rep):
-        """Leave [S, B, G, D] as it is."""
-        return x
-
-
-class CpuSelfAttention(InComputeDtype, SelfAttention):
-    """`SelfAttention`, whose projection holds queries, keys and values group by group."""
-
-
-class CpuSelfAttentionContiguous(InComputeDtype, SelfAttentionContiguous):
-    """`SelfAttentionContiguous`, whose projection holds all queries, then all keys, then all values."""
-
-
-_IN_COMPUTE_DTYPE = {SelfAttention: CpuSelfAttention, SelfAttentionContiguous: CpuSelfAttentionContiguous}
+    for _, cell in network.cells_and_names():
+        if isinstance(cell, Attention) and cell.compute_dtype == ms.float32:
+            cell.cast = Unrounded(cell.cast)
 
 
 class CoreAttention(nn.Cell):

@@ -16,7 +16,8 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, context, ops
 from mindspore.communication import get_group_size
 
-from plugins.cpu_backend import attention, train_step
+from plugins.cpu_backend import train_step
+from plugins.cpu_backend.attention import compute_unrounded, core_attention
 from plugins.cpu_backend.layers import EmbeddingLookup, GroupedExperts, Outer, TopK
 from plugins.cpu_backend.train_step import MeanOfSamples, TokensOfARank
 from plugins.private_hooks import relies_on
@@ -40,7 +41,7 @@ for _owner, _line in (
 
 def on_cpu(layer) -> None:
     """Point a layer's spec at the CPU attention and experts (in place)."""
-    attention.on_cpu(layer.submodules.self_attention)
+    layer.submodules.self_attention.submodules.core_attention = core_attention()
     if layer.submodules.mlp.module is MoELayer:
         layer.submodules.mlp.submodules.experts = GroupedExperts
 
@@ -68,6 +69,7 @@ def replace_hard_coded(model, config):
     if model.rotary_pos_emb is not None:
         model.rotary_pos_emb.outer = Outer()
         model.rotary_pos_emb.outer_for_eod = Outer()
+    compute_unrounded(model)
     for embedding in cells_of(model, VocabParallelEmbedding):
         embedding.embedding_morph = EmbeddingLookup()
     for router in cells_of(model, TopKRouter):

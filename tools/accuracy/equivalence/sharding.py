@@ -20,10 +20,9 @@ COLUMNS = ("input_ids", "labels", "loss_mask", "position_ids", "actual_seq_len")
 # steps both sides would soon take their gradients from other weights
 RATE = 1e-4
 BIAS_CALLBACK = "TopkBiasBalanceCallback"
-# MindFormers rounds float32 queries, keys and values of grouped-query attention to float16, and so their gradients.
-# Without a loss scale most are below its normal numbers, where one rounding is as large as they are
-# (docs/stock-differences.md)
-LOSS_SCALE = 65536.0
+# MindFormers rounds float32 queries, keys and values of grouped-query attention to float16, and so their gradients
+# (docs/stock-differences.md). That would hide what a layout does: this callback leaves the rounding out, on both sides
+UNROUNDED = {"type": "UnroundedAttention", "auto_register": "unrounded_attention.UnroundedAttention"}
 NEVER_CLIPPED = 1e6  # a max_grad_norm
 DOCUMENTS = 2048  # tokens of a sample from which MindSpore takes the compressed mask
 MODEL = ("moe", "mtp", "layers", "aux", "documents", "known", "groups", "shared", "length")  # of a `Sharding`
@@ -182,8 +181,6 @@ def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) ->
     recipe["train_dataset_task"]["dataset_config"] = recipe["train_dataset"]
     clip = NEVER_CLIPPED if sharding.known else CLIP
     recipe["runner_wrapper"].update(use_clip_grad=True, max_grad_norm=clip)
-    if recipe["model"]["model_config"]["model_type"] == GROUPED:
-        recipe["runner_wrapper"]["scale_sense"] = LOSS_SCALE
     warmup = {"type": "ConstantWarmUpLR", "warmup_lr_init": 0.0, "learning_rate": RATE, "warmup_steps": 2}
     recipe["lr_schedule"] = {**warmup, "total_steps": steps}
     saves = {"save_path": "", "save_interleaved_steps": 1, "save_max": steps + 1}
@@ -208,6 +205,8 @@ def _model(recipe: Recipe, sharding: Sharding) -> None:
     kept = [entry for entry in recipe["callbacks"] if entry["type"] != "CheckpointMonitor"]
     if not sharding.moe:
         kept = [entry for entry in kept if entry["type"] != BIAS_CALLBACK]
+    if model["model_type"] == GROUPED:
+        kept.append(dict(UNROUNDED))
     recipe["callbacks"] = [*kept, {"type": "CheckpointMonitor", "checkpoint_format": "safetensors"}]
 
 

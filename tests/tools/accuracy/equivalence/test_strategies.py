@@ -15,7 +15,7 @@ from tools.accuracy.equivalence.runs import RunFailedError
 from tools.accuracy.equivalence.sharding import (
     BIAS_CALLBACK,
     EXECUTED_ROWS,
-    LOSS_SCALE,
+    UNROUNDED,
     USUAL,
     Sharding,
     derive_sharded,
@@ -183,13 +183,12 @@ def test_what_a_dense_model_has_no_part_for_is_said_and_not_run(dense):
         choose(("executed_mtp_pp2",), dense)
 
 
-def test_grouped_queries_are_executed_with_a_loss_scale_on_both_sides(dense):
-    """MindFormers rounds their gradients to float16; latent attention is not rounded."""
-    sharding = SHARDINGS["executed_tp2"]
+def test_grouped_queries_are_executed_without_rounding_on_both_sides(dense):
+    """MindFormers rounds them to float16; latent attention is not rounded."""
+    sharding, latent = SHARDINGS["executed_tp2"], strategies.one_worker(SHARDED_RECIPES[0])
     for each in (sharding, sharding.alone):
-        assert derive_sharded(dense, each, 3, "corpus")["runner_wrapper"]["scale_sense"] == LOSS_SCALE
-        latent = strategies.one_worker(SHARDED_RECIPES[0])
-        assert derive_sharded(latent, each, 3, "corpus")["runner_wrapper"]["scale_sense"] == 1.0
+        assert UNROUNDED in derive_sharded(dense, each, 3, "corpus")["callbacks"]
+        assert UNROUNDED not in derive_sharded(latent, each, 3, "corpus")["callbacks"]
 
 
 def test_no_layout_of_a_dense_model_is_drawn_that_it_cannot_have(dense):
