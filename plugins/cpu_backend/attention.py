@@ -215,21 +215,24 @@ class CoreAttention(nn.Cell):
         query = self._heads_first(query, self.heads)
         key = self._heads_first(key, self.groups)
         value = self._heads_first(value, self.groups)
-        scores = ops.cast(self.scores(self._grouped(query), key), ms.float32) * self.scale
-        scores = ops.reshape(scores, (batch, self.heads, length, -1))
+        scores = ops.cast(self._by_groups(self.scores, query, key), ms.float32) * self.scale
         scores = scores + ops.cast(attention_mask, ms.float32) * self.masked_score
         weights = ops.cast(self.softmax(scores), value.dtype)
-        out = ops.reshape(self.context(self._grouped(weights), value), (batch, self.heads, length, -1))
-        return ops.reshape(ops.transpose(out, (2, 0, 1, 3)), (length, batch, -1))
+        out = ops.transpose(self._by_groups(self.context, weights, value), (2, 0, 1, 3))
+        return ops.reshape(out, (length, batch, -1))
 
     def _heads_first(self, x, heads):
         """[S, B, heads * D] or [S, B, heads, D] -> [B, heads, S, D]."""
         x = ops.reshape(x, (x.shape[0], x.shape[1], heads, -1))
         return ops.transpose(x, (1, 2, 0, 3))
 
-    def _grouped(self, x):
-        """[B, N, S, n] -> [B, G, N / G * S, n]: as `grouped_query` has it."""
-        return ops.reshape(x, (x.shape[0], self.groups, -1, x.shape[3]))
+    def _by_groups(self, product, x, y):
+        """Multiply [B, N, S, n] and [B, G, ...] to [B, N, S, m]: as `grouped_query` does."""
+        if self.groups == self.heads:
+            return product(x, y)
+        batch, _, length, width = x.shape
+        rows = ops.reshape(x, (batch, self.groups, -1, width))
+        return ops.reshape(product(rows, y), (batch, self.heads, length, -1))
 
 
 class DocumentCoreAttention(CoreAttention):

@@ -84,12 +84,8 @@ def _rounded_queries(view: View, built: Built, found: Findings) -> None:
     fields = built.fields
     rounds = str(fields.get("compute_dtype")).lower() in ("float32", "fp32") and fields.get("use_flash_attention")
     if rounds and not fields.get("multi_latent_attention") and not view.cpu_classes:
-        wrong = (
-            "attention rounds queries, keys and values to float16, and so their gradients, most of which are too small "
-            "for it without a loss scale"
-        )
-        right = f"bfloat16, or a loss scale (runner_wrapper.scale_sense); see {_PAGE}"
-        found.note((*MODEL, "compute_dtype"), wrong, right, rule="rounded_queries")
+        wrong = "grouped-query attention rounds queries, keys and values, and their gradients, to float16 all the same"
+        found.note((*MODEL, "compute_dtype"), wrong, f"see {_PAGE}", rule="rounded_queries")
 
 
 def _dealt_samples(view: View, built: Built, found: Findings) -> None:
