@@ -43,17 +43,22 @@ def turned(x, sign=1):
     return x * cos + sign * np.concatenate((-second, first), -1) * sin
 
 
-def built(contiguous):
-    """The cell that the CPU backend makes of MindFormers' spec, and its two weights, out x in."""
+def of_mindformers(contiguous=False, dtype="float32"):
+    """MindFormers' self-attention around the core for CPU."""
     config = TransformerConfig(
         num_layers=1, num_attention_heads=HEADS, num_query_groups=GROUPS, kv_channels=DIM, hidden_size=HIDDEN,
-        ffn_hidden_size=16, seq_length=LENGTH, compute_dtype="float32", params_dtype="float32", attention_dropout=0.0,
+        ffn_hidden_size=16, seq_length=LENGTH, compute_dtype=dtype, params_dtype="float32", attention_dropout=0.0,
         add_bias_linear=False, fused_norm=False, hidden_act="swiglu", gated_linear_unit=True,
         use_contiguous_weight_layout_attention=contiguous,
     )  # fmt: skip
     spec = copy.deepcopy(get_gpt_decoder_block_spec(config).layer_specs[0].submodules.self_attention)
     spec.submodules.core_attention = attention.CoreAttention
-    cell = build_module(spec, config=config, layer_number=1)
+    return build_module(spec, config=config, layer_number=1)
+
+
+def built(contiguous):
+    """The cell of the CPU backend, and its two weights, out x in."""
+    cell = of_mindformers(contiguous)
     attention.compute_unrounded(cell)
     rng = np.random.default_rng(3)
     weights = []
