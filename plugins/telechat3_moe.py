@@ -1,4 +1,8 @@
-"""TeleChat3-MoE with other layers: MindFormers' GPTModel from its own spec, edited before it is built."""
+"""TeleChat3-MoE with other layers: MindFormers' GPTModel from its own spec, edited before it is built.
+
+The spec of a model without experts has dense layers only, as that of the dense TeleChat3. No plugin edits those on
+Ascend.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +79,7 @@ def use_edited_model(model_config, plugin: str) -> None:
 
 
 def gpt_model(config, edit_layer=None) -> GPTModel:
-    """Return what TrainingTeleChat3MoeForCausalLM builds, from an edited spec.
+    """Return what MindFormers' training class of TeleChat3-MoE (or TeleChat3) builds, from an edited spec.
 
     Args:
         config: TransformerConfig.

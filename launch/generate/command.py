@@ -26,7 +26,7 @@ from tools.data.tokenizer import Coder, Tokenizer
 from tools.layout.resolve import resolve
 from tools.ranges import Number
 from tools.recipe.load import Recipe, load_recipe
-from tools.recipe.mini import MODEL_ON_CPU, leave_ascend
+from tools.recipe.mini import compute_on_cpu, leave_ascend
 from tools.recipe.view import LOADER, look
 from tools.schema.versions import require_verified, unverified_option
 from tools.weights.source import Source, open_source
@@ -135,7 +135,8 @@ def forward_recipe(recipe: Recipe) -> dict[str, Any]:
     flat = copy.deepcopy(dict(recipe))
     leave_ascend(flat)
     model = flat["model"]["model_config"]
-    model.update(MODEL_ON_CPU, batch_size=1, num_nextn_predict_layers=0, use_eod_reset=False)
+    compute_on_cpu(model)
+    model.update(batch_size=1, num_nextn_predict_layers=0, use_eod_reset=False)
     flat["runner_config"]["batch_size"] = 1
     data = look(flat, (*LOADER, "config"), {})
     data.update(reset_attention_mask=False, reset_position_ids=False, create_compressed_eod_mask=False)

@@ -15,7 +15,10 @@ from plugins.errors import RecipeError
 from plugins.private_hooks import replace
 
 # MindFormers' class -> ours, by the key that names it
-ARCHITECTURES = {"TeleChat3MoeForCausalLM": "CpuTeleChat3MoeForCausalLM"}
+ARCHITECTURES = {
+    "TeleChat3MoeForCausalLM": "CpuTeleChat3MoeForCausalLM",
+    "TeleChat3ForCausalLM": "CpuTeleChat3ForCausalLM",
+}
 WRAPPERS = {"MFTrainOneStepCell": "CpuTrainOneStepCell"}
 
 

@@ -15,11 +15,15 @@ from collections.abc import Iterator
 
 import mindspore as ms
 import numpy as np
+from mindformers.parallel_core.training_graph.transformer.attention import Attention
 from mindspore import Tensor, nn, ops
 from mindspore.ops import operations as P
 
 from plugins.cpu_backend import host_functions
+from plugins.cpu_backend.grouped_query import from_keys, to_keys, with_keys
+from plugins.cpu_backend.layers import PrimitiveLike
 from plugins.errors import RecipeError
+from plugins.private_hooks import relies_on
 
 BLOCK = 128  # queries; smaller ones waste fewer masked scores, larger ones make better matmuls
 
@@ -44,13 +48,14 @@ def document_attention(
     """softmax(Q K^T * scale) V within each document, causal.
 
     Args:
-        query, key: [S, B, N, D]; value: [S, B, N, Dv]; breaks: [B, S - 1], see `blocks`.
+        query: [S, B, N, D]; key: [S, B, G, D]; value: [S, B, G, Dv], N heads in G groups (`grouped_query`);
+        breaks: [B, S - 1], see `document_blocks`.
 
     Returns:
         [S, B, N, Dv], and the log-sum-exp of each row's scores [B, N, S].
     """
     length, batch, heads, _ = query.shape
-    out = np.empty(value.shape, value.dtype)
+    out = np.empty((length, batch, heads, value.shape[-1]), value.dtype)
     log_sum = np.empty((batch, heads, length), query.dtype)
     for sample in range(batch):
         q, k, v, o = (_heads_first(x, sample) for x in (query, key, value, out))
@@ -60,7 +65,7 @@ def document_attention(
             scores -= top
             np.exp(scores, out=scores)
             total = scores.sum(-1, keepdims=True)
-            o[:, first:end] = np.matmul(scores, v[:, start:end]) / total
+            o[:, first:end] = from_keys(scores, v[:, start:end]) / total
             log_sum[sample, :, first:end] = (top + np.log(total))[..., 0]
     return out, log_sum
 
@@ -75,7 +80,7 @@ def document_gradients(
     dout: np.ndarray,
     scale: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Gradients of `forward` with respect to query, key and value; out, log_sum: its results; dout: as `out`."""
+    """Return the gradients of query, key and value; out, log_sum: of `document_attention`; dout: as `out`."""
     gradients = np.empty(query.shape, query.dtype), np.zeros(key.shape, key.dtype), np.zeros(value.shape, value.dtype)
     inner = (out * dout).sum(-1).transpose(1, 2, 0)[..., None]  # [B, N, S, 1]
     for sample in range(len(breaks)):
@@ -85,13 +90,13 @@ def document_gradients(
             weights = _scores(q, k, start, first, end, scale)
             weights -= log_sum[sample][rows][..., None]
             np.exp(weights, out=weights)
-            dv[keys] += np.matmul(weights.transpose(0, 2, 1), do[rows])
-            dscores = np.matmul(do[rows], v[keys].transpose(0, 2, 1))
+            dv[keys] += to_keys(weights, do[rows], len(v))
+            dscores = with_keys(do[rows], v[keys])
             dscores -= inner[sample][rows]
             dscores *= weights
             dscores *= scale
-            dq[rows] = np.matmul(dscores, k[keys])
-            dk[keys] += np.matmul(dscores.transpose(0, 2, 1), q[rows])
+            dq[rows] = from_keys(dscores, k[keys])
+            dk[keys] += to_keys(dscores, q[rows], len(k))
     return gradients
 
 
@@ -102,7 +107,7 @@ def _heads_first(x: np.ndarray, sample: int) -> np.ndarray:
 
 def _scores(q: np.ndarray, k: np.ndarray, start: int, first: int, end: int, scale: float) -> np.ndarray:
     """Scores [N, queries, keys] of one block, -inf where a key comes after its query: only in the last square."""
-    scores = np.matmul(q[:, first:end], k[:, start:end].transpose(0, 2, 1))
+    scores = with_keys(q[:, first:end], k[:, start:end])
     scores *= scale
     size = end - first
     scores[:, :, first - start :][:, _LATER[:size, :size]] = -np.inf
@@ -120,13 +125,40 @@ def core_attention():
     return DocumentCoreAttention if _follows_documents else CoreAttention
 
 
+relies_on(Attention.construct, "query = self.cast(query, mstype.float16)")
+
+
+class Unrounded(PrimitiveLike):
+    """`Cast` that leaves out one to float16."""
+
+    def __init__(self, cast):
+        super().__init__()
+        self.cast = cast
+
+    def construct(self, x, dtype):
+        """x: any shape."""
+        return x if dtype == ms.float16 else self.cast(x, dtype)
+
+
+def compute_unrounded(network):
+    """Let attention without latent compression compute in float32 where its model does (in place, after the build).
+
+    MindFormers rounds queries, keys and values, and so their gradients, to float16 for its kernel on Ascend. Most
+    gradients of a mini are too small for that type.
+    """
+    for _, cell in network.cells_and_names():
+        if isinstance(cell, Attention) and cell.compute_dtype == ms.float32:
+            cell.cast = Unrounded(cell.cast)
+
+
 class CoreAttention(nn.Cell):
     """Stands in for `training_graph.transformer.flash_attention.FlashAttention` as `core_attention` submodule.
 
     Softmax runs in float32. Memory grows with S squared: it is for mini recipes.
 
     Inputs:
-        query, key: [S, B, N, D] or [S, B, N * D]; value: [S, B, N, Dv] or [S, B, N * Dv];
+        query: [S, B, N, D] or [S, B, N * D]; key: [S, B, G, D] or [S, B, G * D]; value: as key, of Dv instead of D.
+        G is N, or `num_query_groups` of grouped-query attention;
         attention_mask: 1 where attention is forbidden, [B, 1, S, S] or [S, S].
 
     Outputs:
@@ -150,9 +182,9 @@ class CoreAttention(nn.Cell):
         _refuse_unsupported(config, attention_dropout)
         self.layer_number = layer_number
         self.heads = config.num_attention_heads
-        head_dim = config.kv_channels
+        self.groups, head_dim = config.num_query_groups, config.kv_channels
         if config.multi_latent_attention:
-            head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
+            self.groups, head_dim = self.heads, config.qk_head_dim + config.qk_pos_emb_head_dim
         self.scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
         self.scores = P.BatchMatMul(transpose_b=True)
         self.context = P.BatchMatMul()
@@ -179,19 +211,28 @@ class CoreAttention(nn.Cell):
 
     def attend(self, query, key, value, attention_mask):
         """What `construct` makes of what it reads."""
-        query = self._heads_first(query)
-        key = self._heads_first(key)
-        value = self._heads_first(value)
-        scores = ops.cast(self.scores(query, key), ms.float32) * self.scale
+        length, batch = query.shape[0], query.shape[1]
+        query = self._heads_first(query, self.heads)
+        key = self._heads_first(key, self.groups)
+        value = self._heads_first(value, self.groups)
+        scores = ops.cast(self._by_groups(self.scores, query, key), ms.float32) * self.scale
         scores = scores + ops.cast(attention_mask, ms.float32) * self.masked_score
         weights = ops.cast(self.softmax(scores), value.dtype)
-        out = ops.transpose(self.context(weights, value), (2, 0, 1, 3))
-        return ops.reshape(out, (out.shape[0], out.shape[1], -1))
+        out = ops.transpose(self._by_groups(self.context, weights, value), (2, 0, 1, 3))
+        return ops.reshape(out, (length, batch, -1))
 
-    def _heads_first(self, x):
-        """[S, B, N * D] or [S, B, N, D] -> [B, N, S, D]."""
-        x = ops.reshape(x, (x.shape[0], x.shape[1], self.heads, -1))
+    def _heads_first(self, x, heads):
+        """[S, B, heads * D] or [S, B, heads, D] -> [B, heads, S, D]."""
+        x = ops.reshape(x, (x.shape[0], x.shape[1], heads, -1))
         return ops.transpose(x, (1, 2, 0, 3))
+
+    def _by_groups(self, product, x, y):
+        """Multiply [B, N, S, n] and [B, G, ...] to [B, N, S, m]: as `grouped_query` does."""
+        if self.groups == self.heads:
+            return product(x, y)
+        batch, _, length, width = x.shape
+        rows = ops.reshape(x, (batch, self.groups, -1, width))
+        return ops.reshape(product(rows, y), (batch, self.heads, length, -1))
 
 
 class DocumentCoreAttention(CoreAttention):
@@ -208,20 +249,22 @@ class DocumentCoreAttention(CoreAttention):
     def attend(self, query, key, value, attention_mask):
         """As `CoreAttention`; attention_mask: [B, 1, S, S]."""
         length, batch = query.shape[0], query.shape[1]
-        shape = (length, batch, self.heads, -1)
         # the entries (i + 1, i), behind each other at a stride of S + 1
         flat = ops.reshape(attention_mask, (batch, length * length))
         breaks = ops.cast(flat[:, length :: length + 1], ms.int32)
         out, _ = self.within_documents(
-            ops.reshape(query, shape), ops.reshape(key, shape), ops.reshape(value, shape), breaks
+            ops.reshape(query, (length, batch, self.heads, -1)),
+            ops.reshape(key, (length, batch, self.groups, -1)),
+            ops.reshape(value, (length, batch, self.groups, -1)),
+            breaks,
         )
         return ops.reshape(out, (length, batch, -1))
 
 
 class WithinDocuments(nn.Cell):
-    """`attention_documents` as host functions in the graph.
+    """`document_attention` as host functions in the graph.
 
-    Inputs: query, key [S, B, N, D]; value [S, B, N, Dv]; breaks int32 [B, S - 1].
+    Inputs: query [S, B, N, D]; key [S, B, G, D]; value [S, B, G, Dv]; breaks int32 [B, S - 1].
     Outputs: [S, B, N, Dv], and the log-sum-exp of the rows [B, N, S], for backward only: no gradient passes it.
     """
 
@@ -247,7 +290,7 @@ def _operators(scale):
         return document_attention(query, key, value, breaks, scale)
 
     def forward_shapes(query, key, value, breaks):
-        return value, [query[1], query[2], query[0]]
+        return [*query[:3], value[3]], [query[1], query[2], query[0]]
 
     def forward_types(query, key, value, breaks):
         return value, query
@@ -275,5 +318,3 @@ def _refuse_unsupported(config, attention_dropout):
             raise RecipeError(f"{where}.{name}: must be False, because CPU attention reads the full mask")
     if config.window_size:
         raise RecipeError(f"{where}.window_size: sliding windows are not supported")
-    if not config.multi_latent_attention and config.num_query_groups != config.num_attention_heads:
-        raise RecipeError(f"{where}.n_kv_heads: grouped-query attention is not supported")

@@ -1,8 +1,10 @@
-"""TeleChat3-MoE on CPU: MindFormers' GPTModel from a layer spec whose leaves run on CPU."""
+"""TeleChat3 and TeleChat3-MoE on CPU: MindFormers' GPTModel from a layer spec whose leaves run on CPU."""
 
 from __future__ import annotations
 
 import numpy as np
+from mindformers.models.telechat3.modeling_telechat3_train import TrainingTeleChat3ForCausalLM
+from mindformers.models.telechat3.utils import TeleChat3PreTrainedModel
 from mindformers.models.telechat3_moe.modeling_telechat3_moe_train import TrainingTeleChat3MoeForCausalLM
 from mindformers.models.telechat3_moe.utils import TeleChat3MoePreTrainedModel
 from mindformers.parallel_core.training_graph.base_models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -15,7 +17,7 @@ from mindspore import Tensor, context, ops
 from mindspore.communication import get_group_size
 
 from plugins.cpu_backend import train_step
-from plugins.cpu_backend.attention import core_attention
+from plugins.cpu_backend.attention import compute_unrounded, core_attention
 from plugins.cpu_backend.layers import EmbeddingLookup, GroupedExperts, Outer, TopK
 from plugins.cpu_backend.train_step import MeanOfSamples, TokensOfARank
 from plugins.private_hooks import relies_on
@@ -67,6 +69,7 @@ def replace_hard_coded(model, config):
     if model.rotary_pos_emb is not None:
         model.rotary_pos_emb.outer = Outer()
         model.rotary_pos_emb.outer_for_eod = Outer()
+    compute_unrounded(model)
     for embedding in cells_of(model, VocabParallelEmbedding):
         embedding.embedding_morph = EmbeddingLookup()
     for router in cells_of(model, TopKRouter):
@@ -86,29 +89,64 @@ def cells_of(model, kind):
     return [cell for _, cell in model.cells_and_names() if isinstance(cell, kind)]
 
 
+def build(model, parent, config, latent):
+    """Build a training model (in place): what its class's `__init__` does, which makes a GPTModel for Ascend.
+
+    Args:
+        parent: MindFormers' class of pre-trained models above it.
+        latent: whether its attention is multi-latent.
+    """
+    parent.__init__(model, config, auto_prefix=False)
+    transformer_config = model.convert_to_transformer_config(config, is_mla_model=latent)
+    model.model = build_gpt(transformer_config)
+    apply_template(model, transformer_config)
+
+
+def average_loads(model):
+    """Average the experts' loads over the ranks: each has seen its own tokens only."""
+    if train_step.distributed():
+        mean = ops.AllReduce()
+        for router in cells_of(model, TopKRouter):
+            router.expert_load.set_data(mean(router.expert_load.value() + 0) / get_group_size())
+
+
 class CpuTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
-    """`TrainingTeleChat3MoeForCausalLM` with the layers above."""
+    """`TrainingTeleChat3MoeForCausalLM` with the layers above: multi-latent attention, with or without experts."""
 
     def __init__(self, config):
-        # not the parent's: it builds a GPTModel for Ascend
-        TeleChat3MoePreTrainedModel.__init__(self, config, auto_prefix=False)
-        transformer_config = self.convert_to_transformer_config(config, is_mla_model=True)
-        self.model = build_gpt(transformer_config)
-        apply_template(self, transformer_config)
+        build(self, TeleChat3MoePreTrainedModel, config, latent=True)
 
     def update_topk_bias(self, gradient_accumulation_steps=1):
-        """As MindFormers, with the expert load averaged over the ranks: each has seen its own tokens only."""
-        if train_step.distributed():
-            mean = ops.AllReduce()
-            for router in cells_of(self.model, TopKRouter):
-                router.expert_load.set_data(mean(router.expert_load.value() + 0) / get_group_size())
+        """As MindFormers, by the loads of all ranks."""
+        average_loads(self.model)
+        return super().update_topk_bias(gradient_accumulation_steps)
+
+
+class CpuTrainingTeleChat3(TrainingTeleChat3ForCausalLM):
+    """`TrainingTeleChat3ForCausalLM` with the layers above: grouped-query attention, usually without experts."""
+
+    def __init__(self, config):
+        build(self, TeleChat3PreTrainedModel, config, latent=False)
+
+    def update_topk_bias(self, gradient_accumulation_steps=1):
+        """As MindFormers, by the loads of all ranks."""
+        average_loads(self.model)
         return super().update_topk_bias(gradient_accumulation_steps)
 
 
 @MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
 class CpuTeleChat3MoeForCausalLM:
-    """What `architectures:` names on CPU (train only)."""
+    """What `architectures:` names on CPU for TeleChat3-MoE (train only)."""
 
     def __new__(cls, config, *args, **kwargs):
         """Build the training model."""
         return CpuTrainingTeleChat3Moe(config)
+
+
+@MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
+class CpuTeleChat3ForCausalLM:
+    """What `architectures:` names on CPU for TeleChat3 and TeleChat2 (train only)."""
+
+    def __new__(cls, config, *args, **kwargs):
+        """Build the training model."""
+        return CpuTrainingTeleChat3(config)

@@ -26,11 +26,13 @@ def attention(query, key, value, mask, scale):
     """softmax(Q K^T * scale, masked) V, head by head.
 
     Args:
-        query, key: [S, B, N, D]; value: [S, B, N, Dv]; mask: [B, 1, S, S], 1 where forbidden.
+        query: [S, B, N, D]; key: [S, B, G, D]; value: [S, B, G, Dv]; mask: [B, 1, S, S], 1 where forbidden. Each of
+            the G heads of keys and values is repeated for the N / G query heads that share it.
 
     Returns:
         [S, B, N * Dv] and the weights [B, N, S, S].
     """
+    key, value = (np.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     scores = np.einsum("ibnd,jbnd->bnij", query, key) * scale
     scores = np.where(mask == 1, -np.inf, scores)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -42,11 +44,16 @@ def attention(query, key, value, mask, scale):
 def attention_gradients(query, key, value, mask, scale, dout):
     """Gradients of `attention` with respect to query, key and value; dout: [S, B, N * Dv]."""
     _, weights = attention(query, key, value, mask, scale)
-    dout = dout.reshape(value.shape)
-    dvalue = np.einsum("bnij,ibnd->jbnd", weights, dout)
-    dweights = np.einsum("ibnd,jbnd->bnij", dout, value)
+    heads, groups = query.shape[2], key.shape[2]
+    keys, values = (np.repeat(x, heads // groups, axis=2) for x in (key, value))
+    dout = dout.reshape(values.shape)
+    dvalues = np.einsum("bnij,ibnd->jbnd", weights, dout)
+    dweights = np.einsum("ibnd,jbnd->bnij", dout, values)
     dscores = weights * (dweights - (dweights * weights).sum(-1, keepdims=True)) * scale
-    return np.einsum("bnij,jbnd->ibnd", dscores, key), np.einsum("bnij,ibnd->jbnd", dscores, query), dvalue
+    dkeys = np.einsum("bnij,ibnd->jbnd", dscores, query)
+    # what a head of keys and values gets from each of the query heads that share it
+    dkey, dvalue = (x.reshape(*x.shape[:2], groups, heads // groups, -1).sum(3) for x in (dkeys, dvalues))
+    return np.einsum("bnij,jbnd->ibnd", dscores, keys), dkey, dvalue
 
 
 def swiglu(gate_up):

@@ -23,6 +23,7 @@ TRAINED = {
     "context_32k": runs.ROOT / "recipes/telechat3_105b/context_32k.yaml",
     "context_128k": runs.ROOT / "recipes/telechat3_438b/context_128k.yaml",
 }
+DENSE = runs.ROOT / "recipes/telechat3_36b/pretrain_8k.yaml"
 SIZES_OF_OWN = {"lr_schedule.learning_rate"} | {
     f"model.model_config.{key}"
     for key in ("moe_intermediate_size", "moe_shared_expert_intermediate_size", "q_lora_rank")
@@ -54,7 +55,7 @@ def flat(section, path=""):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", TRAINED.values(), ids=name_of)
+@pytest.mark.parametrize("recipe", [*TRAINED.values(), DENSE], ids=name_of)
 def test_trains_ten_steps(recipe, corpus, tmp_path):
     run_dir = tmp_path / "run"
     text = runs.train(recipe, run_dir, corpus, "--mini")
@@ -64,7 +65,7 @@ def test_trains_ten_steps(recipe, corpus, tmp_path):
     assert all(0 < step["global_norm"] < 100 for step in steps.values())
     # the vocabulary of a mini is 2,048, and one MTP layer adds its share of the same loss
     model = load_recipe(run_dir / "recipe.yaml")["model"]["model_config"]
-    expected = math.log(2048) * (1 + model["mtp_loss_factor"] * model["num_nextn_predict_layers"])
+    expected = math.log(2048) * (1 + model.get("mtp_loss_factor", 0) * model["num_nextn_predict_layers"])
     assert steps[1]["loss"] == pytest.approx(expected, abs=0.3)
 
 

@@ -30,6 +30,7 @@ def check_differences(view: View, built: Built, found: Findings) -> None:
     _shared_embedding(view, built, found)
     _auxiliary_loss(view, built, found)
     _rounded_probabilities(view, built, found)
+    _rounded_queries(view, built, found)
     _dealt_samples(view, built, found)
 
 
@@ -76,6 +77,15 @@ def _rounded_probabilities(view: View, built: Built, found: Findings) -> None:
         )
         right = f"{DEFAULT_DISPATCHER}, or plugins.hierarchical_ep, to keep {dtype}; see {_PAGE}"
         found.note((*MODEL, "moe_token_dispatcher_type"), wrong, right, rule="rounded_probabilities")
+
+
+def _rounded_queries(view: View, built: Built, found: Findings) -> None:
+    """Attention without latent compression rounds float32 to float16 in front of its kernel."""
+    fields = built.fields
+    rounds = str(fields.get("compute_dtype")).lower() in ("float32", "fp32") and fields.get("use_flash_attention")
+    if rounds and not fields.get("multi_latent_attention") and not view.cpu_classes:
+        wrong = "grouped-query attention rounds queries, keys and values, and their gradients, to float16 all the same"
+        found.note((*MODEL, "compute_dtype"), wrong, f"see {_PAGE}", rule="rounded_queries")
 
 
 def _dealt_samples(view: View, built: Built, found: Findings) -> None:

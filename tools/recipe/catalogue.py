@@ -253,9 +253,9 @@ the reasoning, and under `conflicts` what two sources state differently: both va
 Under `host_measures` stands which measures of the report's section 6 a launch applies, and which `tc3 doctor` only
 checks; what they gained there, and who acts, is in [doctor.md](../docs/doctor.md#section-6-of-the-report).
 
-What a status says: **trained-on-cpu-mini** was trained on CPU by the command given; **compiled-virtual-N** compiled
-for N virtual devices; **modelled** serves search and comparison only, MindFormers cannot run it as published;
-**assumed** has not been compiled or run in this form.
+What a status says: **trained-on-cpu-mini** was trained on CPU by the command given, at toy size where that has
+`--mini`; **compiled-virtual-N** compiled for N virtual devices; **modelled** serves search and comparison only,
+MindFormers cannot run it as published; **assumed** has not been compiled or run in this form.
 """
 COLUMNS = ("Recipe", "Stage", "Devices", "Layout", "Global batch", "Status")
 

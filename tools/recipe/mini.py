@@ -1,7 +1,8 @@
-"""Shrink any TeleChat3-MoE recipe to one that CPU trains in a minute, keeping what makes it that recipe.
+"""Shrink any TeleChat recipe, dense or a mixture of experts, to one that CPU trains in a minute.
 
-Sizes are scaled down and what CPU lacks is replaced; attention kind, dense-first layers, shared expert, router, MTP,
-YaRN's factor, document masks, optimizer, schedules' shape and plugins stay as the recipe has them.
+Sizes are scaled down and what CPU lacks is replaced. What makes it that recipe is kept: the kind of attention, how many
+query heads share keys and values, dense-first layers, shared expert, router, MTP, YaRN's factor, document masks,
+optimizer, schedules' shape and plugins.
 
 `derive_mini` makes a mini for one worker. A parallel mini gives back what that takes from a recipe, for a few CPU
 workers that run the sharded graph with its own operators: the parallel degrees (scaled down), the pipeline's schedule,
@@ -35,6 +36,7 @@ HIDDEN = 128
 EXPERTS = 16
 TOPK = 4
 HEADS = 4
+GROUPS = 2  # heads of keys and values where query heads share them, so that tensor parallelism can cut them
 HEAD_SCALE = 4  # head and rank dimensions are divided by this, ranks by four times as much
 COLUMNS = ["input_ids", "labels", "loss_mask", "position_ids", "attention_mask"]
 
@@ -91,15 +93,18 @@ MODEL_ON_CPU: dict[str, Any] = {
     "use_eod_attn_mask_compression": False,
     "apply_rope_fusion": False,
     "bias_swiglu_fusion": False,
-    "moe_permute_fusion": False,
-    "moe_shared_expert_overlap": False,
-    "moe_token_dispatcher_type": DEFAULT_DISPATCHER,
     "offset": 0,
     "pp_interleave_num": 1,
     "batch_size": BATCH,
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
 }
+EXPERTS_ON_CPU: dict[str, Any] = {
+    "moe_permute_fusion": False,
+    "moe_shared_expert_overlap": False,
+    "moe_token_dispatcher_type": DEFAULT_DISPATCHER,
+}
+LATENT, GROUPED = "telechat3_moe", "telechat3"  # model types: multi-latent and grouped-query attention
 
 
 def derive_mini(recipe: Recipe, data_path: str, steps: int = 10, workers: int | None = None) -> dict[str, Any]:
@@ -112,16 +117,17 @@ def derive_mini(recipe: Recipe, data_path: str, steps: int = 10, workers: int | 
     """
     mini = copy.deepcopy(dict(recipe))
     model = mini.get("model", {}).get("model_config", {})
-    if model.get("model_type") != "telechat3_moe":
+    if model.get("model_type") not in (LATENT, GROUPED):
         raise RecipeError(
-            f"model.model_config.model_type: --mini shrinks 'telechat3_moe' recipes, not {model.get('model_type')!r}"
+            f"model.model_config.model_type: --mini shrinks {GROUPED!r} and {LATENT!r} recipes, "
+            f"not {model.get('model_type')!r}"
         )
     packs = View(recipe).packs
     if packs and workers is not None:
         raise RecipeError(f"{recipe.source}: --parallel cannot read packed conversations; train them with --mini only")
     leave_ascend(mini)
     shrink_model(model, CONVERSATIONS if packs else SEQ_LENGTH)
-    if workers is None and (mini.get("plugins") or {}).get("hierarchical_ep"):
+    if workers is None and model.get("n_routed_experts") and (mini.get("plugins") or {}).get("hierarchical_ep"):
         spread_experts(mini, model)
     shrink = shrink_instructions if packs else shrink_data
     shrink(mini, model, data_path, steps)
@@ -175,28 +181,66 @@ def leave_ascend(recipe: dict[str, Any]) -> None:
 def shrink_model(model: dict[str, Any], length: int = SEQ_LENGTH) -> None:
     """Scale a `model_config` down in place. Ratios that define the architecture are kept where a size is an integer."""
     hidden, seq_length = model["hidden_size"], model["seq_length"]
+    dense = min(model.get("first_k_dense_replace") or 0, 1)
+    model["num_hidden_layers"] = 2
+    if model["model_type"] == GROUPED:
+        _shrink_groups(model)
+    else:
+        _shrink_latent(model)
+        model["first_k_dense_replace"] = dense
+        model["num_hidden_layers"] = dense + 1
     for key in ("intermediate_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size"):
         if model.get(key):
-            model[key] = max(32, round(HIDDEN * model[key] / hidden / 32) * 32)
-    dense = model.get("first_k_dense_replace") or 0
-    model["first_k_dense_replace"] = min(dense, 1)
-    model["num_hidden_layers"] = model["first_k_dense_replace"] + 1
-    model["hidden_size"] = HIDDEN
-    model["num_attention_heads"] = min(HEADS, model["num_attention_heads"])
+            model[key] = max(32, round(model["hidden_size"] * model[key] / hidden / 32) * 32)
     if model.get("n_routed_experts"):
         model["n_routed_experts"] = min(EXPERTS, model["n_routed_experts"])
         model["num_experts_per_tok"] = min(TOPK, model["num_experts_per_tok"])
+    # MindFormers' YaRN takes max_position_embeddings as the length that was trained before the extension
+    model["max_position_embeddings"] = max(1, model["max_position_embeddings"] * length // seq_length)
+    model["seq_length"] = length
+    model["vocab_size"] = min(VOCABULARY, model["vocab_size"])
+    compute_on_cpu(model)
+
+
+def _shrink_latent(model: dict[str, Any]) -> None:
+    """Scale hidden size, heads and ranks of multi-latent attention (in place)."""
+    model["hidden_size"] = HIDDEN
+    model["num_attention_heads"] = min(HEADS, model["num_attention_heads"])
     for key in ("qk_nope_head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
         if model.get(key):
             model[key] //= HEAD_SCALE
     for key in ("q_lora_rank", "kv_lora_rank"):
         if model.get(key):
             model[key] //= 4 * HEAD_SCALE
-    # MindFormers' YaRN takes max_position_embeddings as the length that was trained before the extension
-    model["max_position_embeddings"] = max(1, model["max_position_embeddings"] * length // seq_length)
-    model["seq_length"] = length
-    model["vocab_size"] = min(VOCABULARY, model["vocab_size"])
+
+
+def _shrink_groups(model: dict[str, Any]) -> None:
+    """Scale hidden size and heads of grouped-query attention (in place).
+
+    As many query heads as in the recipe share a head of keys and values, and all heads together stay as wide, against
+    the hidden size, as they are. MindFormers wants a hidden size that is a multiple of the heads.
+
+    Raises:
+        RecipeError: the recipe leaves a size to MindFormers' default, which is for another model.
+    """
+    sizes = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    if missing := [key for key in sizes if not model.get(key)]:
+        raise RecipeError(f"model.model_config.{missing[0]}: --mini scales it; write the size that the model has")
+    heads, groups, head_dim = (model[key] for key in sizes)
+    widened = heads * head_dim / model["hidden_size"]
+    shared = heads // groups  # query heads of a group
+    groups = min(groups, max(GROUPS, HEADS // shared))
+    heads = groups * shared
+    size = 2 ** max(1, (HIDDEN // heads).bit_length() - 1)  # RoPE turns pairs
+    model.update(num_attention_heads=heads, num_key_value_heads=groups, hidden_size=heads * size)
+    model["head_dim"] = max(2, round(widened * size / 2) * 2)
+
+
+def compute_on_cpu(model: dict[str, Any]) -> None:
+    """Replace (in place) what a CPU lacks the operators for."""
     model.update(MODEL_ON_CPU)
+    if model.get("n_routed_experts"):
+        model.update(EXPERTS_ON_CPU)
 
 
 def spread_experts(mini: dict[str, Any], model: dict[str, Any]) -> None:
@@ -251,7 +295,8 @@ def shrink_schedules(mini: dict[str, Any], steps: int) -> None:
         for key, value in (("warmup_steps", max(1, steps // 5)), ("total_steps", steps)):
             if key in schedule:
                 schedule[key] = value
-        schedule.pop("warmup_ratio", None)
+        if schedule.pop("warmup_ratio", None):
+            schedule["warmup_steps"] = max(1, steps // 5)
 
 
 def shrink_callbacks(mini: dict[str, Any], model: dict[str, Any]) -> None:
@@ -326,10 +371,12 @@ def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int
     view = View(recipe)
     if not view.parallel:
         raise RecipeError(f"{recipe.source}: --parallel keeps how a model is split; this recipe does not split it")
-    degrees = scale_degrees(Degrees(view.pp, view.tp, view.dp, view.cp, view.ep), workers)
+    model = mini["model"]["model_config"]
+    # tensor parallelism deals whole heads; those of keys and values, where query heads share them
+    heads = model["num_key_value_heads" if model["model_type"] == GROUPED else "num_attention_heads"]
+    degrees = scale_degrees(Degrees(view.pp, min(view.tp, heads), view.dp, view.cp, view.ep), workers)
     if degrees.workers == 1:
         raise RecipeError(f"{recipe.source}: --parallel needs a degree above 1 that fits {workers} workers")
-    model = mini["model"]["model_config"]
     for key in _OWN:
         if (value := view.get((*MODEL, key))) is None:
             model.pop(key, None)
@@ -370,7 +417,8 @@ def _degrees(mini: dict[str, Any], view: View, degrees: Degrees, batch: int) -> 
 
 def _layers(mini: dict[str, Any], model: dict[str, Any], view: View, degrees: Degrees) -> None:
     """At least one layer for each chunk of each stage; no layer less than the mini has."""
-    model["npu_nums_per_device"] = max(1, degrees.ep // 2)  # workers act as two nodes
+    if model.get("n_routed_experts"):
+        model["npu_nums_per_device"] = max(1, degrees.ep // 2)  # workers act as two nodes
     if degrees.pp == 1:
         return
     chunks = view.chunks

@@ -139,6 +139,7 @@ SNIPPETS: dict[str, tuple[str, str]] = {
     ),
     "heads_cp": (_MLA, "if self.num_attention_heads % (self.tp * self.cp_ds) != 0:"),
     "ulysses_latent": (_MLA, "new_shape = (seq_len, bs, self.tp, self.cp_ds, -1, self.q_head_dim)"),
+    "rounded_queries": (_ATTENTION, "query = self.cast(query, mstype.float16)"),
     "ulysses_grouped": (_ATTENTION, "key = self._ulysses_kv_a2a(key)"),
     "v_head_dim": (_MLA, "if zero_pad_length < 0:"),
     "rotary_fp16": (

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from plugins.cpu_backend.grouped_query import from_keys, to_keys, with_keys
 from plugins.semi_auto_cpu.kernels.registry import Attrs, kernel
 
 LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")  # by number: op_enum.h's FASInputLayoutMode
@@ -361,7 +362,7 @@ def FlashAttentionScore(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | None, 
         weights -= highest
         np.exp(weights, out=weights)
         summed = weights.sum(-1, keepdims=True)
-        outs[b, :, rows] = _from_keys(weights, v[b, :, cols]) / summed
+        outs[b, :, rows] = from_keys(weights, v[b, :, cols]) / summed
         tops[b, :, rows], totals[b, :, rows] = highest, summed
     return top, total, None, out
 
@@ -386,40 +387,20 @@ def FlashAttentionScoreGrad(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | No
         weights -= highest
         np.exp(weights, out=weights)
         dy = dys[b, :, rows] / totals[b, :, rows]  # what the weights are divided by
-        dvs[b, :, cols] += _to_keys(weights, dy, groups)
-        dscores = _with_keys(dy, v[b, :, cols])
+        dvs[b, :, cols] += to_keys(weights, dy, groups)
+        dscores = with_keys(dy, v[b, :, cols])
         dscores -= (dy * outs[b, :, rows]).sum(-1, keepdims=True)
         dscores *= weights
         if block.hidden is not None and (highest == _HIDDEN).any():
             dscores *= highest > _HIDDEN
-        dqs[b, :, rows] = _from_keys(dscores, k[b, :, cols]) * scale
-        dks[b, :, cols] += _to_keys(dscores, scaled, groups)
+        dqs[b, :, rows] = from_keys(dscores, k[b, :, cols]) * scale
+        dks[b, :, cols] += to_keys(dscores, scaled, groups)
     return dq, dk, dv, None
 
 
 def _scores(q: np.ndarray, k: np.ndarray, block: Block) -> np.ndarray:
     """[heads, rows, columns]; hidden ones at the least number."""
-    scores = _with_keys(q, k)
+    scores = with_keys(q, k)
     if block.hidden is not None:
         np.copyto(scores, _HIDDEN, where=block.hidden)
     return scores
-
-
-def _grouped(x: np.ndarray, groups: int) -> np.ndarray:
-    """[heads, rows, n] -> [groups, heads of a group * rows, n]: heads of a group share keys and values."""
-    return x if len(x) == groups else x.reshape(groups, -1, x.shape[-1])
-
-
-def _with_keys(x: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """[heads, rows, d] and [groups, columns, d] -> [heads, rows, columns]."""
-    return (_grouped(x, len(keys)) @ keys.swapaxes(-1, -2)).reshape(*x.shape[:2], -1)
-
-
-def _from_keys(weights: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """[heads, rows, columns] and [groups, columns, d] -> [heads, rows, d]."""
-    return (_grouped(weights, len(keys)) @ keys).reshape(*weights.shape[:2], -1)
-
-
-def _to_keys(weights: np.ndarray, x: np.ndarray, groups: int) -> np.ndarray:
-    """[heads, rows, columns] and [heads, rows, d] -> [groups, columns, d], summed over the heads of a group."""
-    return _grouped(weights, groups).swapaxes(-1, -2) @ _grouped(x, groups)

@@ -25,6 +25,13 @@ class Config:
     num_query_groups = 3
 
 
+class Grouped(Config):
+    """Grouped-query attention: six query heads, every three of which share a head of keys and values."""
+
+    multi_latent_attention = False
+    num_attention_heads, num_query_groups, kv_channels = 6, 2, 10
+
+
 def document_mask(batch, length, rng):
     """Causal within documents of random length: 1 where forbidden."""
     document = np.cumsum(rng.random((batch, length)) < 0.2, axis=1)
@@ -33,15 +40,18 @@ def document_mask(batch, length, rng):
 
 
 @pytest.mark.usefixtures("graph_mode")
+@pytest.mark.parametrize("config", [Config, Grouped])
 @pytest.mark.parametrize("flat", [False, True])
-def test_equals_the_oracle_forward_and_backward(flat):
+def test_equals_the_oracle_forward_and_backward(flat, config):
     rng = np.random.default_rng(1)
-    length, batch, heads, dim, value_dim = 17, 2, 3, 10, 7
-    query, key = rng.standard_normal((2, length, batch, heads, dim)).astype(np.float32)
-    value = rng.standard_normal((length, batch, heads, value_dim)).astype(np.float32)
+    length, batch, dim, value_dim = 17, 2, 10, 7
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    query = rng.standard_normal((length, batch, heads, dim)).astype(np.float32)
+    key = rng.standard_normal((length, batch, groups, dim)).astype(np.float32)
+    value = rng.standard_normal((length, batch, groups, value_dim)).astype(np.float32)
     dout = rng.standard_normal((length, batch, heads * value_dim)).astype(np.float32)
     mask = document_mask(batch, length, rng)
-    cell = CoreAttention(Config(), layer_number=1)
+    cell = CoreAttention(config(), layer_number=1)
 
     inputs = [x.reshape(length, batch, -1) if flat else x for x in (query, key, value)]
     out, got_gradients = run(cell, [*inputs, mask], dout)
@@ -102,11 +112,11 @@ def breaks_of(documents):
     return breaks[:-1]
 
 
-def tensors(length, batch, dtype, seed=0):
+def tensors(length, batch, dtype, seed=0, heads=HEADS, groups=HEADS):
     """query, key, value and the output's gradient."""
     rng = np.random.default_rng(seed)
-    sizes = (DIM, DIM, VALUE_DIM, VALUE_DIM)
-    return [rng.standard_normal((length, batch, HEADS, size)).astype(dtype) for size in sizes]
+    shapes = ((heads, DIM), (groups, DIM), (groups, VALUE_DIM), (heads, VALUE_DIM))
+    return [rng.standard_normal((length, batch, *shape)).astype(dtype) for shape in shapes]
 
 
 def masks(breaks):
@@ -116,8 +126,8 @@ def masks(breaks):
     return ((document[:, :, None] != document[:, None]) | (position[:, None] < position))[:, None].astype(np.int32)
 
 
-def assert_equals_the_oracle(breaks, dtype, tolerance):
-    query, key, value, dout = tensors(breaks.shape[1] + 1, len(breaks), dtype)
+def assert_equals_the_oracle(breaks, dtype, tolerance, heads=HEADS, groups=HEADS):
+    query, key, value, dout = tensors(breaks.shape[1] + 1, len(breaks), dtype, 0, heads, groups)
     out, log_sum = attention.document_attention(query, key, value, breaks, 0.4)
     expected, _ = reference.attention(query, key, value, masks(breaks), 0.4)
     np.testing.assert_allclose(out.reshape(expected.shape), expected, atol=tolerance)
@@ -138,6 +148,12 @@ def assert_equals_the_oracle(breaks, dtype, tolerance):
 def test_equals_the_oracle_for_any_documents(documents):
     other = documents[::-1]
     assert_equals_the_oracle(np.stack((breaks_of(documents), breaks_of(other))), np.float64, 1e-12)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_query_heads_share_keys_and_values_in_groups(groups):
+    breaks = np.stack((breaks_of([5, BLOCK + 1, 1]), breaks_of([1, BLOCK + 6])))
+    assert_equals_the_oracle(breaks, np.float64, 1e-12, heads=6, groups=groups)
 
 
 def test_is_as_exact_as_single_precision_allows():
@@ -187,7 +203,11 @@ def test_cost_follows_the_documents(documents, multiply_adds):
 @pytest.fixture
 def dense_and_by_documents(graph_mode):
     """(query, key, value, mask, dout) -> output and gradients of the dense cell, and of ours; compiled once a shape."""
-    cells = [kind(Config(), layer_number=1) for kind in (CoreAttention, DocumentCoreAttention)]
+    return _both_cells(Config())
+
+
+def _both_cells(config):
+    cells = [kind(config, layer_number=1) for kind in (CoreAttention, DocumentCoreAttention)]
     gradients = [ops.GradOperation(get_all=True, sens_param=True)(cell) for cell in cells]
 
     def run(query, key, value, mask, dout):
@@ -210,6 +230,16 @@ def test_the_cell_equals_the_dense_one(dense_and_by_documents, flat):
         for got, want in zip(ours, dense, strict=True):
             assert got.shape == want.shape
             np.testing.assert_allclose(got, want, atol=5e-6)
+
+
+@pytest.mark.usefixtures("graph_mode")
+def test_the_cell_equals_the_dense_one_with_groups():
+    breaks = np.stack((breaks_of([7, 1, 9, 7]), breaks_of([5, 19])))
+    *inputs, dout = tensors(24, 2, np.float32, 0, Grouped.num_attention_heads, Grouped.num_query_groups)
+    dense, ours = _both_cells(Grouped())(*inputs, reference.document_mask(breaks), dout)
+    for got, want in zip(ours, dense, strict=True):
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, atol=5e-6)
 
 
 @pytest.mark.usefixtures("graph_mode")

@@ -10,6 +10,7 @@ from tests.tools.check.test_rules import INTERLEAVED, MINI, SEMI, ZBV, change, f
 from tools.check.check import check_recipe
 from tools.check.cli import check
 from tools.recipe.load import load_recipe
+from tools.recipe.mini import load_mini
 from tools.recipe.override import dotted
 
 MTP = dotted((*MODEL, "num_nextn_predict_layers"))
@@ -68,6 +69,23 @@ def test_a_dispatcher_that_rounds_probabilities(changes, told):
     assert (dotted(DISPATCHER) in found) == told
     if told:
         assert "token_dispatcher.py" in found[dotted(DISPATCHER)].source
+
+
+@pytest.mark.parametrize(
+    ("changes", "workers", "told"),
+    [
+        ([], 4, False),  # bfloat16
+        ([(COMPUTE, "float32")], 4, True),
+        ([(COMPUTE, "float32"), ((*MODEL, "use_flash_attention"), False)], 4, False),
+        ([], None, False),  # float32, by the CPU classes, which round nothing
+    ],
+)
+def test_grouped_queries_in_float32_are_rounded(changes, workers, told):
+    dense = load_mini(ROOT / "recipes/telechat3_36b/pretrain_8k.yaml", workers=workers)
+    found = findings(change(dense, *changes), "note")
+    assert (dotted(COMPUTE) in found) == told
+    if told:
+        assert "attention.py" in found[dotted(COMPUTE)].source and "float16" in found[dotted(COMPUTE)].wrong
 
 
 def test_the_cpu_plugin_takes_the_auxiliary_loss_sample_by_sample():

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
 from tools.layout.resolve import resolve
-from tools.recipe.load import load_recipe
-from tools.recipe.mini import BATCH, CONVERSATIONS, Degrees, derive_mini, load_mini, scale_degrees
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.mini import BATCH, CONVERSATIONS, Degrees, derive_mini, load_mini, scale_degrees, shrink_model
 from tools.recipe.view import View
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,7 +55,7 @@ def minis():
 
 
 def family():
-    """Recipes that derive_mini takes: TeleChat3-MoE on Megatron data."""
+    """Recipes of TeleChat3-MoE on Megatron data."""
     for path in minis():
         recipe = load_recipe(path)
         loader = recipe["train_dataset"]["data_loader"].get("type")
@@ -118,9 +118,85 @@ def test_leaves_the_recipe_alone():
 
 def test_a_model_without_cpu_classes_is_refused():
     recipe = load_recipe(SHIPPED)
-    recipe["model"]["model_config"]["model_type"] = "telechat3"
-    with pytest.raises(RecipeError, match=r"model_config\.model_type: --mini shrinks 'telechat3_moe'"):
+    recipe["model"]["model_config"]["model_type"] = "deepseek_v3"
+    with pytest.raises(RecipeError, match=r"model_type: --mini shrinks 'telechat3' and 'telechat3_moe' recipes, not"):
         derive_mini(recipe, "corpus")
+
+
+DENSE = sorted(path for name in ("telechat3_36b", "telechat2_*") for path in ROOT.glob(f"recipes/{name}/[!c]*.yaml"))
+DENSE_CONTEXT = sorted(ROOT.glob("recipes/telechat2_*/context_*.yaml"))
+
+
+@pytest.mark.parametrize("path", DENSE + DENSE_CONTEXT, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_dense_model_keeps_its_groups_of_query_heads_and_gets_no_experts(path):
+    own = load_recipe(path)["model"]["model_config"]
+    mini = load_mini(path)
+    small = mini["model"]["model_config"]
+    assert {key: small.get(key) for key in KEPT} == {key: own.get(key) for key in KEPT}
+    sizes = [
+        (
+            model["num_attention_heads"] / model["num_key_value_heads"],
+            model["head_dim"] * model["num_attention_heads"] / model["hidden_size"],
+        )
+        for model in (own, small)
+    ]
+    assert sizes[0] == sizes[1]
+    assert small["num_hidden_layers"] == 2 and small["hidden_size"] <= 128
+    assert not [key for key in small if "expert" in key or "moe" in key or key == "first_k_dense_replace"]
+    assert check_recipe(mini).clean
+    assert "warmup_ratio" not in mini["lr_schedule"], "a share of ten steps would be none"
+    warms_up = load_recipe(path)["lr_schedule"]
+    assert ("warmup_steps" in mini["lr_schedule"]) == any(warms_up.get(f"warmup_{key}") for key in ("steps", "ratio"))
+
+
+@pytest.mark.parametrize("path", DENSE, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("workers", [4, 8])
+def test_a_dense_model_keeps_its_parallel_strategy(path, workers):
+    own, mini = View(load_recipe(path)), resolve(load_mini(path, workers=workers))
+    view = View(mini)
+    assert check_recipe(mini).errors == []
+    assert view.sharded_on_cpu and (view.tp, view.pp, view.chunks) == (2, 2, own.chunks)
+    # on eight workers data parallelism is doubled, too; the 36B has none, and its key-value heads bound tp
+    assert view.devices == (4 if own.dp == 1 else workers)
+    assert view.get(("model", "model_config", "compute_dtype")) == "bfloat16"
+    # whole heads are dealt; those of keys and values bound the degree where query heads share them
+    assert mini["model"]["model_config"]["num_key_value_heads"] % view.tp == 0
+
+
+@given(
+    groups=st.sampled_from([1, 2, 4, 8, 64]), shared=st.integers(1, 16), head_dim=st.sampled_from([64, 96, 128, 256])
+)
+def test_any_grouped_query_attention_shrinks_to_one_that_mindformers_builds(groups, shared, head_dim):
+    model = {
+        **{"model_type": "telechat3", "hidden_size": 4096, "intermediate_size": 11008, "seq_length": 4096},
+        **{"num_attention_heads": groups * shared, "num_key_value_heads": groups, "head_dim": head_dim},
+        **{"vocab_size": 131072, "max_position_embeddings": 4096},
+    }
+    shrink_model(model)
+    heads, few = model["num_attention_heads"], model["num_key_value_heads"]
+    assert heads == few * shared and min(groups, 2) <= few <= groups
+    assert model["hidden_size"] % heads == 0 and model["hidden_size"] <= 128 and model["head_dim"] % 2 == 0
+
+
+def test_a_size_that_the_recipe_leaves_to_a_default_is_asked_for():
+    recipe = load_recipe(DENSE[0])
+    del recipe["model"]["model_config"]["head_dim"]
+    with pytest.raises(RecipeError, match=r"model_config\.head_dim: --mini scales it; write the size"):
+        derive_mini(recipe, "corpus")
+
+
+def test_no_more_tensor_parallel_ranks_than_heads():
+    mini = load_mini(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml", workers=64)
+    assert mini["parallel_config"]["model_parallel"] == mini["model"]["model_config"]["num_attention_heads"] == 4
+
+
+def test_a_dense_mini_with_a_plugin_for_experts_is_refused_as_the_recipe_is():
+    recipe = load_recipe(DENSE[0])
+    recipe["plugins"] = {"hierarchical_ep": {"mode": "global"}}
+    mini = derive_mini(recipe, "corpus")
+    assert not mini["use_parallel"]
+    (error,) = check_recipe(Recipe(mini)).errors
+    assert "plugins.hierarchical_ep: the model has no experts; leave the plugin out" in str(error)
 
 
 @pytest.mark.parametrize("size", ["105b", "438b", "1119b"])

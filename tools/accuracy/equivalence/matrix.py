@@ -28,6 +28,7 @@ from tools.accuracy.equivalence.strategies import (
     baseline_variant,
     batch_of,
     cases,
+    cases_of,
     derive,
     draw_cases,
     one_worker,
@@ -113,8 +114,9 @@ def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int]
     Without any: all that is trained, and of the executed ones, each of which takes minutes, the usual.
 
     Args:
-        base: the recipe that `draw_cases` draws layouts of; drawn: its other arguments. Names of layouts that are drawn
-            leave out the others: what failed in the night is executed again by itself.
+        base: the recipe, of `one_worker`, without which no row is left out for want of experts.
+        drawn: how `draw_cases` draws layouts of it. Names of layouts that are drawn leave out the others: what failed
+            in the night is executed again by itself.
 
     Raises:
         RecipeError: no such case, or only ones that cannot be executed.
@@ -123,8 +125,8 @@ def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int]
         layouts = draw_cases(base, *drawn)
         again = [case for case in layouts if case.name in names]
         others = tuple(name for name in names if name not in {case.name for case in layouts})
-        return (choose(others) if others else []) + (again or layouts)
-    known = cases()
+        return (choose(others, base) if others else []) + (again or layouts)
+    known = cases() if base is None else cases_of(base)
     words = [case.name for case in known] + [TRAINED, EXECUTED, BASELINE]
     for name in names:
         if name not in words:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from tools.accuracy.equivalence.trained import Mesh
 from tools.recipe.load import Recipe
+from tools.recipe.mini import GROUPED
 
 CLIP = 0.05  # far below any norm of a model that has just begun: a clipping by the wrong norm must change something
 COLUMNS = ("input_ids", "labels", "loss_mask", "position_ids", "actual_seq_len")
@@ -18,6 +20,9 @@ COLUMNS = ("input_ids", "labels", "loss_mask", "position_ids", "actual_seq_len")
 # steps both sides would soon take their gradients from other weights
 RATE = 1e-4
 BIAS_CALLBACK = "TopkBiasBalanceCallback"
+# MindFormers rounds float32 queries, keys and values of grouped-query attention to float16, and so their gradients
+# (docs/stock-differences.md). That would hide what a layout does: this callback leaves the rounding out, on both sides
+UNROUNDED = {"type": "UnroundedAttention", "auto_register": "unrounded_attention.UnroundedAttention"}
 NEVER_CLIPPED = 1e6  # a max_grad_norm
 DOCUMENTS = 2048  # tokens of a sample from which MindSpore takes the compressed mask
 MODEL = (
@@ -200,7 +205,8 @@ def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) ->
     recipe["train_dataset_task"]["dataset_config"] = recipe["train_dataset"]
     clip = NEVER_CLIPPED if sharding.known else CLIP
     recipe["runner_wrapper"].update(use_clip_grad=True, max_grad_norm=clip)
-    recipe["lr_schedule"].update(type="ConstantWarmUpLR", warmup_lr_init=0.0, learning_rate=RATE, warmup_steps=2)
+    warmup = {"type": "ConstantWarmUpLR", "warmup_lr_init": 0.0, "learning_rate": RATE, "warmup_steps": 2}
+    recipe["lr_schedule"] = {**warmup, "total_steps": steps}
     saves = {"save_path": "", "save_interleaved_steps": 1, "save_max": steps + 1}
     recipe["checkpoint"] = {**(recipe.get("checkpoint") or {}), **saves}
     recipe["recompute_config"] = {"recompute": sharding.recompute}
@@ -216,11 +222,23 @@ def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) ->
 def _model(recipe: Recipe, sharding: Sharding) -> None:
     """Layers, experts, MTP layer, length of a sample (in place)."""
     model = recipe["model"]["model_config"]
-    model.update(
-        num_hidden_layers=sharding.layers,
-        first_k_dense_replace=sharding.layers - 1 if sharding.moe else sharding.layers,
-        num_nextn_predict_layers=int(sharding.mtp),
-    )
+    model.update(num_hidden_layers=sharding.layers, num_nextn_predict_layers=int(sharding.mtp))
+    if model.get("n_routed_experts"):
+        _experts(model, sharding)
+    if sharding.length:
+        loader = recipe["train_dataset"]["data_loader"]["config"]
+        loader["seq_length"] = model["seq_length"] = model["max_position_embeddings"] = sharding.length
+    kept = [entry for entry in recipe["callbacks"] if entry["type"] != "CheckpointMonitor"]
+    if not sharding.moe:
+        kept = [entry for entry in kept if entry["type"] != BIAS_CALLBACK]
+    if model["model_type"] == GROUPED:
+        kept.append(dict(UNROUNDED))
+    recipe["callbacks"] = [*kept, {"type": "CheckpointMonitor", "checkpoint_format": "safetensors"}]
+
+
+def _experts(model: dict[str, Any], sharding: Sharding) -> None:
+    """Experts in the last layer, or in none (in place)."""
+    model["first_k_dense_replace"] = sharding.layers - 1 if sharding.moe else sharding.layers
     if not sharding.aux:
         model["moe_aux_loss_coeff"] = 0.0
     if sharding.groups:
@@ -228,15 +246,8 @@ def _model(recipe: Recipe, sharding: Sharding) -> None:
     if sharding.shared:
         width = sharding.shared * model["moe_intermediate_size"]
         model.update(n_shared_experts=sharding.shared, moe_shared_expert_intermediate_size=width)
-    if sharding.length:
-        loader = recipe["train_dataset"]["data_loader"]["config"]
-        loader["seq_length"] = model["seq_length"] = model["max_position_embeddings"] = sharding.length
-    kept = [entry for entry in recipe["callbacks"] if entry["type"] != "CheckpointMonitor"]
     if not sharding.moe:
-        model["n_routed_experts"] = None
-        model["moe_router_enable_expert_bias"] = False
-        kept = [entry for entry in kept if entry["type"] != BIAS_CALLBACK]
-    recipe["callbacks"] = [*kept, {"type": "CheckpointMonitor", "checkpoint_format": "safetensors"}]
+        model.update(n_routed_experts=None, moe_router_enable_expert_bias=False)
 
 
 def _apart(recipe: Recipe) -> None:

@@ -20,7 +20,7 @@ from tools.accuracy.equivalence.sharding import CLIP, EXECUTED_ROWS, TWO_STAGES,
 from tools.check.arithmetic import without_copies
 from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
-from tools.recipe.mini import load_mini
+from tools.recipe.mini import GROUPED, load_mini
 
 TRAINED, EXECUTED, NOT_EXECUTABLE = "trained", "executed", "not executable here"
 BASELINE, APART = "baseline", "documents_apart"
@@ -30,6 +30,8 @@ _NEITHER = (
     ("auxiliary_loss_per_rank", "the router's auxiliary loss over several samples of a rank", _PER_RANK),
     ("bfloat16", "the data type of the full-size recipes", "its rounding would hide what these rows are to show"),
 )
+NO_EXPERTS = "the recipe's model has no experts"
+NO_MTP = "MindFormers' TeleChat3 without latent attention takes no MTP layer from num_nextn_predict_layers"
 SCHEDULES = ("1f1b", "gpipe", "seqpipe", "zero_bubble_v")
 TRIES = 100_000
 
@@ -64,6 +66,15 @@ class Case:
     reason: str = ""
     sharding: Sharding | None = None
 
+    def lacks(self, model: Mapping[str, Any]) -> str:
+        """Return what the model of a `model_config` lacks to be tried so; empty where nothing."""
+        experts = bool((self.variant and self.variant.mode) or (self.sharding and self.sharding.moe))
+        if experts and not model.get("n_routed_experts"):
+            return NO_EXPERTS
+        if self.sharding and self.sharding.mtp and model["model_type"] == GROUPED:
+            return NO_MTP
+        return ""
+
     @property
     def how(self) -> str:
         """TRAINED, EXECUTED or NOT_EXECUTABLE."""
@@ -90,6 +101,13 @@ def cases() -> list[Case]:
     trained = [Case(name, what, variant=variant) for name, what, variant in TRAINED_ROWS]
     executed = [Case(name, what, sharding=sharding) for name, what, sharding in EXECUTED_ROWS]
     return [*trained, *executed, *(Case(name, what, reason=reason) for name, what, reason in _NEITHER)]
+
+
+def cases_of(recipe: Mapping[str, Any]) -> list[Case]:
+    """Every row for a recipe of `one_worker`; those of which its model lacks a part are not executable."""
+    model = recipe["model"]["model_config"]
+    lacking = ((case, case.lacks(model)) for case in cases())
+    return [Case(case.name, case.what, reason=reason) if reason else case for case, reason in lacking]
 
 
 def baseline_variant(name: str) -> Variant:
@@ -222,9 +240,13 @@ def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
     """Return why a layout is not legal for the model, or cannot be compared; empty when it can."""
     model = recipe["model"]["model_config"]
     length = sharding.length or model["seq_length"]
-    heads, experts = model["num_attention_heads"], model["n_routed_experts"]
+    heads, experts = model["num_attention_heads"], model.get("n_routed_experts") or 0
+    shared = model["num_key_value_heads"] if model["model_type"] == GROUPED else heads
     rules = {
+        NO_EXPERTS: sharding.moe and not experts,
+        NO_MTP: sharding.mtp and model["model_type"] == GROUPED,
         "attention heads cannot be cut": heads % (sharding.tp * sharding.cp),
+        "heads of keys and values cannot be cut": shared % sharding.tp,
         "the sequence cannot be cut": length % (sharding.tp * sharding.cp),
         "experts cannot be dealt": (sharding.dp * sharding.tp) % sharding.ep or experts % sharding.ep,
         "experts need sequence parallelism": sharding.moe and sharding.tp > 1 and not sharding.sp,

@@ -360,3 +360,9 @@ def test_a_row_says_what_differs_and_not_one_half():
     tokens = Row("batch labels", 17, NONE, "elements that differ")
     assert failed_text(tokens) == "batch labels: 17 elements that differ, should be none"
     assert failed_text(Row("logits", 0.1, 1e-5, "relative")) == "logits: 0.1 (relative; at most 1e-05)"
+
+
+def test_the_reference_has_no_grouped_queries():
+    dense = align_sides.load(ROOT / "recipes/telechat3_36b/pretrain_8k.yaml", (), "corpus", 2)
+    with pytest.raises(RecipeError, match=r"model\.model_config\.model_type: .* has latent attention, and not grouped"):
+        align_sides.reference_sizes(dense)

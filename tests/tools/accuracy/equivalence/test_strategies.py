@@ -12,7 +12,14 @@ from tools.accuracy.cli import accuracy
 from tools.accuracy.equivalence import runs, strategies
 from tools.accuracy.equivalence.matrix import choose
 from tools.accuracy.equivalence.runs import RunFailedError
-from tools.accuracy.equivalence.sharding import BIAS_CALLBACK, EXECUTED_ROWS, USUAL, Sharding, derive_sharded
+from tools.accuracy.equivalence.sharding import (
+    BIAS_CALLBACK,
+    EXECUTED_ROWS,
+    UNROUNDED,
+    USUAL,
+    Sharding,
+    derive_sharded,
+)
 from tools.accuracy.equivalence.strategies import draw_cases, misfit
 from tools.accuracy.equivalence.trained import Comparison
 from tools.check.check import check_recipe
@@ -26,6 +33,7 @@ RECIPES = [
     str(ROOT / "recipes/mini/pretrain_ep4_overlap.yaml"),
     str(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml"),
 ]
+DENSE = str(ROOT / "recipes/telechat3_36b/pretrain_8k.yaml")
 VARIANTS = {case.name: case.variant for case in strategies.cases() if case.variant}
 
 
@@ -60,8 +68,11 @@ def test_a_wrong_choice_says_what_would_be_right(name, message):
         choose((name,))
 
 
-@pytest.mark.parametrize("path", RECIPES)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [(path, name) for path in RECIPES for name in VARIANTS]
+    + [(DENSE, name) for name, variant in VARIANTS.items() if not variant.mode],
+)
 def test_every_run_is_a_sound_recipe_with_the_same_data_and_weights(path, name, tmp_path):
     base, variant = strategies.one_worker(path), VARIANTS[name]
     reference = strategies.derive(base, strategies.baseline_variant(variant.against), 3, "corpus")
@@ -99,6 +110,7 @@ SHARDED_RECIPES = [
     str(ROOT / "recipes/mini/pretrain.yaml"),
     str(ROOT / "recipes/mini/pretrain_pp2.yaml"),
     str(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml"),
+    DENSE,
 ]
 SHARDINGS = {name: sharding for name, _, sharding in EXECUTED_ROWS}
 
@@ -107,7 +119,7 @@ SHARDINGS = {name: sharding for name, _, sharding in EXECUTED_ROWS}
 def test_every_executed_recipe_is_sound_and_has_the_same_data_and_weights(path, tmp_path):
     base = strategies.one_worker(path)
     batch = strategies.batch_of(base)
-    for name, sharding in SHARDINGS.items():
+    for name, sharding in [(case.name, case.sharding) for case in choose(("executed",), base)]:
         changed, alone = (derive_sharded(base, each, 3, "corpus") for each in (sharding, sharding.alone))
         assert chosen(changed) and chosen(alone)
         assert worker_count(changed) == sharding.workers and worker_count(alone) == 1
@@ -153,6 +165,36 @@ def test_an_auxiliary_loss_under_data_parallelism_is_taken_sample_by_sample_on_b
 def test_a_batch_that_cannot_be_shared_is_told():
     assert SHARDINGS["executed_pp2_micro4"].misfit(6) == "6 samples of a step cannot be cut into 4"
     assert SHARDINGS["executed_pp2_micro4"].misfit(8) == ""
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return strategies.one_worker(DENSE)
+
+
+def test_what_a_dense_model_has_no_part_for_is_said_and_not_run(dense):
+    lacking = [case for case in choose((), dense) if case.reason == strategies.NO_EXPERTS]
+    assert [case.name for case in lacking if case.name in VARIANTS] == [n for n, each in VARIANTS.items() if each.mode]
+    run = {case.name for case in choose(("executed",), dense)}
+    assert run == {name for name, sharding in SHARDINGS.items() if not (sharding.moe or sharding.mtp)}
+    with pytest.raises(RecipeError, match=r"nothing that can be compared here .* the recipe's model has no experts"):
+        choose(("executed_moe_ep2", "expert_parallel_4_global"), dense)
+    with pytest.raises(RecipeError, match="takes no MTP layer"):
+        choose(("executed_mtp_pp2",), dense)
+
+
+def test_grouped_queries_are_executed_without_rounding_on_both_sides(dense):
+    """MindFormers rounds them to float16; latent attention is not rounded."""
+    sharding, latent = SHARDINGS["executed_tp2"], strategies.one_worker(SHARDED_RECIPES[0])
+    for each in (sharding, sharding.alone):
+        assert UNROUNDED in derive_sharded(dense, each, 3, "corpus")["callbacks"]
+        assert UNROUNDED not in derive_sharded(latent, each, 3, "corpus")["callbacks"]
+
+
+def test_no_layout_of_a_dense_model_is_drawn_that_it_cannot_have(dense):
+    drawn = [case.sharding for case in draw_cases(dense, 50, 0, 8)]
+    assert not any(each.moe or each.mtp or each.tp > 2 for each in drawn) and any(each.tp == 2 for each in drawn)
+    assert misfit(Sharding(tp=4), dense) == "heads of keys and values cannot be cut"
 
 
 MOST = 8

@@ -1,0 +1,30 @@
+"""Products of grouped-query attention in NumPy: consecutive query heads share one head of keys and values.
+
+Query head n reads the keys and values of group n // (heads / groups), as in MindFormers and Megatron. Heads of one
+group are laid behind each other as rows of one matrix, so that neither keys nor values are repeated, and their
+gradients are summed over a group by the product itself. With as many groups as heads this is multi-head attention.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def _grouped(x: np.ndarray, groups: int) -> np.ndarray:
+    """[heads, rows, n] -> [groups, heads of a group * rows, n]; a view where each head has keys of its own."""
+    return x if len(x) == groups else x.reshape(groups, -1, x.shape[-1])
+
+
+def with_keys(x: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Multiply [heads, rows, d] by the transpose of [groups, columns, d]: [heads, rows, columns]."""
+    return np.matmul(_grouped(x, len(keys)), keys.swapaxes(-1, -2)).reshape(*x.shape[:2], -1)
+
+
+def from_keys(weights: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Multiply [heads, rows, columns] by [groups, columns, d]: [heads, rows, d]."""
+    return np.matmul(_grouped(weights, len(keys)), keys).reshape(*weights.shape[:2], -1)
+
+
+def to_keys(weights: np.ndarray, x: np.ndarray, groups: int) -> np.ndarray:
+    """Bring [heads, rows, d] back by [heads, rows, columns]: [groups, columns, d], summed over a group's heads."""
+    return np.matmul(_grouped(weights, groups).swapaxes(-1, -2), _grouped(x, groups))
