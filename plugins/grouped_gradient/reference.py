@@ -17,16 +17,13 @@ def summed(batches: Iterable[Sequence[Chunk]], kind: np.dtype, rounded: bool) ->
             rows that the weights were multiplied with, [m, k], the gradient of what came of it, [m, n], both of type
             `kind`, and where each group's rows end.
         rounded: whether each gradient, and the sum of a micro-batch's, is rounded to `kind` before it is added
-            (GroupedMatmul, Add, then AssignAdd) or not (InplaceGroupedMatmulAdd).
+            (GroupedMatmul, AddN, then AssignAdd) or not (InplaceGroupedMatmulAdd).
     """
     total = np.float32(0)
     for chunks in batches:
         gradients = [_gradient(*chunk) for chunk in chunks]
         if rounded:
-            one = _rounded(gradients[0], kind)
-            for other in gradients[1:]:
-                one = _rounded(one + _rounded(other, kind), kind)
-            gradients = [one]
+            gradients = [_rounded(sum(_rounded(each, kind) for each in gradients), kind)]
         for gradient in gradients:
             total = total + gradient
     return np.asarray(total)

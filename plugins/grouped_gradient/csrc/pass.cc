@@ -28,7 +28,6 @@ constexpr char kWords[] = "plugins.grouped_gradient: ";
 constexpr size_t kFirstUnused = 3, kLastUnused = 7, kGroupList = 8, kSplitItem = 9, kGroupType = 10, kTransposeB = 12;
 constexpr int64_t kOneOutput = 3, kInner = 2;
 constexpr int64_t kAccumulator = 3;  // of InplaceGroupedMatmulAdd(x, weight, group_list, out)
-constexpr size_t kMonad = 3;         // of AssignAdd, where it has one
 
 std::string NameOf(const AnfNodePtr &node) {
   const auto cnode = node == nullptr ? nullptr : node->cast<CNodePtr>();
@@ -166,40 +165,42 @@ std::string Read(Product *product) {
   return "";
 }
 
-// The products' numbers, sorted by when all that a product multiplies has been computed. So no operator keeps its rows
-// until another has got its own, and none waits for one that waits for it.
+// The products' numbers, sorted by how many operators must run one after another before all that a product multiplies is
+// there. So no operator keeps its rows until another has got its own, and none waits for one that waits for it.
 std::vector<size_t> Sorted(const std::vector<Product> &products, const CNodePtr &add) {
-  std::map<AnfNodePtr, size_t> places;
-  for (const auto &node : mindspore::TopoSort(add)) places.emplace(node, places.size());
+  std::map<AnfNodePtr, size_t> steps;
+  for (const auto &node : mindspore::TopoSort(add)) {
+    auto &longest = steps[node];
+    const auto cnode = node->cast<CNodePtr>();
+    for (size_t i = 0; cnode != nullptr && i < cnode->size(); ++i) {
+      longest = std::max(longest, steps[cnode->input(i)] + 1);
+    }
+  }
   std::multimap<size_t, size_t> sorted;
   for (size_t i = 0; i < products.size(); ++i) {
     const auto &product = products[i];
-    sorted.emplace(std::max({places[product.x], places[product.gradient], places[product.group_list]}), i);
+    sorted.emplace(std::max({steps[product.x], steps[product.gradient], steps[product.group_list]}), i);
   }
   std::vector<size_t> numbers;
-  for (const auto &[place, number] : sorted) numbers.push_back(number);
+  for (const auto &[step, number] : sorted) numbers.push_back(number);
   return numbers;
-}
-
-CNodePtr NewNode(const mindspore::PrimitivePtr &primitive, const AnfNodePtr &first, const CNodePtr &second) {
-  const auto node = second->func_graph()->NewCNode({mindspore::NewValueNode(primitive), first, second});
-  node->set_abstract(first->abstract());
-  return node;
 }
 
 // InplaceGroupedMatmulAdd in the place of `add`, after `last` where that is not the first. Each has the accumulator
 // itself as its input, so that it is written whether or not a kernel's result shares its memory.
 CNodePtr Addition(const mindspore::PrimitivePtr &primitive, const CNodePtr &add, const Product &product,
                   const CNodePtr &last) {
+  const auto graph = add->func_graph();
   auto accumulator = add->input(1);
-  if (last != nullptr) accumulator = NewNode(mindspore::prim::kPrimDepend, accumulator, last);
+  if (last != nullptr) {
+    const auto after = graph->NewCNode({mindspore::NewValueNode(mindspore::prim::kPrimDepend), accumulator, last});
+    after->set_abstract(accumulator->abstract());
+    accumulator = after;
+  }
   std::vector<AnfNodePtr> inputs{mindspore::NewValueNode(primitive), product.x, product.gradient, product.group_list,
                                  accumulator};
-  if (add->size() > kMonad) {
-    const auto &state = last == nullptr ? add->input(kMonad) : last->inputs().back();
-    inputs.push_back(last == nullptr ? state : NewNode(mindspore::prim::kPrimUpdateState, state, last));
-  }
-  const auto fused = add->func_graph()->NewCNode(inputs);
+  if (add->size() > 3) inputs.push_back(add->input(3));  // the monad
+  const auto fused = graph->NewCNode(inputs);
   fused->set_abstract(add->abstract());
   fused->set_scope(product.node->scope());
   fused->set_primal_attrs(product.node->primal_attrs());  // which forward operator it is the gradient of
