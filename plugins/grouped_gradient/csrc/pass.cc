@@ -165,8 +165,8 @@ std::string Read(Product *product) {
   return "";
 }
 
-// The products' numbers, sorted by how many operators must run one after another before all that a product multiplies is
-// there. So no operator keeps its rows until another has got its own, and none waits for one that waits for it.
+// The products' numbers, sorted by how many operators must run one after another before all that a product multiplies
+// is there. So no operator keeps its rows until another has got its own, and none waits for one that waits for it.
 std::vector<size_t> Sorted(const std::vector<Product> &products, const CNodePtr &add) {
   std::map<AnfNodePtr, size_t> steps;
   for (const auto &node : mindspore::TopoSort(add)) {
@@ -227,8 +227,9 @@ std::string Fuse(const FuncGraphManagerPtr &manager, const CNodePtr &add, Taken 
   std::vector<CNodePtr> additions;
   std::vector<size_t> places(taken->products.size());
   for (const auto number : Sorted(taken->products, add)) {
+    const auto last = additions.empty() ? nullptr : additions.back();
     places[number] = additions.size();
-    additions.push_back(Addition(primitive, add, taken->products[number], additions.empty() ? nullptr : additions.back()));
+    additions.push_back(Addition(primitive, add, taken->products[number], last));
   }
   (void)manager->Replace(add, additions.back());
   for (const auto &[node, part] : waiting) {
