@@ -101,6 +101,7 @@ mindspore::PrimitivePtr Operation() {
   }
   const auto primitive = std::make_shared<mindspore::Primitive>(kName, true, mindspore::kPrimTypeBuiltIn, true);
   primitive->set_signatures(known->signatures_);
+  primitive->AddAttr("is_load", mindspore::MakeValue(true));  // or the validator asks for an operator of Python
   return primitive;
 }
 
@@ -188,8 +189,7 @@ std::vector<size_t> Sorted(const std::vector<Product> &products, const CNodePtr 
 
 // InplaceGroupedMatmulAdd in the place of `add`, after `last` where that is not the first. Each has the accumulator
 // itself as its input, so that it is written whether or not a kernel's result shares its memory.
-CNodePtr Addition(const mindspore::PrimitivePtr &primitive, const CNodePtr &add, const Product &product,
-                  const CNodePtr &last) {
+CNodePtr Addition(const CNodePtr &add, const Product &product, const CNodePtr &last) {
   const auto graph = add->func_graph();
   auto accumulator = add->input(1);
   if (last != nullptr) {
@@ -197,7 +197,7 @@ CNodePtr Addition(const mindspore::PrimitivePtr &primitive, const CNodePtr &add,
     after->set_abstract(accumulator->abstract());
     accumulator = after;
   }
-  std::vector<AnfNodePtr> inputs{mindspore::NewValueNode(primitive), product.x, product.gradient, product.group_list,
+  std::vector<AnfNodePtr> inputs{mindspore::NewValueNode(Operation()), product.x, product.gradient, product.group_list,
                                  accumulator};
   if (add->size() > 3) inputs.push_back(add->input(3));  // the monad
   const auto fused = graph->NewCNode(inputs);
@@ -221,19 +221,18 @@ std::string Fuse(const FuncGraphManagerPtr &manager, const CNodePtr &add, Taken 
     if (Users(manager, part.node, &of_part) != 1) return "another user of " + NameOf(part.node);
     for (const auto &node : of_part) waiting.emplace_back(node, &part);
   }
-  const auto primitive = Operation();
-  if (primitive == nullptr) return "a MindSpore whose InplaceGroupedMatmulAdd does not write its last input";
-  primitive->AddAttr("is_load", mindspore::MakeValue(true));  // or the validator asks for an operator of Python
+  if (Operation() == nullptr) return "a MindSpore whose InplaceGroupedMatmulAdd does not write its last input";
   std::vector<CNodePtr> additions;
   std::vector<size_t> places(taken->products.size());
   for (const auto number : Sorted(taken->products, add)) {
     const auto last = additions.empty() ? nullptr : additions.back();
     places[number] = additions.size();
-    additions.push_back(Addition(primitive, add, taken->products[number], last));
+    additions.push_back(Addition(add, taken->products[number], last));
   }
   (void)manager->Replace(add, additions.back());
   for (const auto &[node, part] : waiting) {
-    manager->SetEdge(node, 2, additions[*std::max_element(&places[part->first], &places[part->end])]);
+    const auto latest = std::max_element(places.begin() + part->first, places.begin() + part->end);
+    manager->SetEdge(node, 2, additions[*latest]);
   }
   return "";
 }
