@@ -32,7 +32,7 @@ STEPS = 3
 
 
 class After(nn.Cell):
-    """The rows of a chunk, whose gradient is computed before that of the chunk before it, as with `ep_overlap`."""
+    """The rows of a chunk, whose gradient is computed before that of the chunk `before`."""
 
     def construct(self, rows, before):
         return rows

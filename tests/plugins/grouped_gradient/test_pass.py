@@ -43,7 +43,7 @@ def given(found):
 
 
 def cut(x, dout, chunks):
-    """The chunks of a micro-batch, the last first: its gradient is there first, as in a backward pass."""
+    """The chunks of a micro-batch, the last first: the gradient of each needs that of the next."""
     at = np.cumsum([ends[-1] for ends in ENDS[chunks]])[:-1]
     return [*zip(np.split(x, at), np.split(dout, at), ENDS[chunks], strict=True)][::-1]
 
@@ -71,7 +71,7 @@ def test_the_sums_differ_by_the_rounding_of_each_gradient_alone(run, case, switc
 
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_chunks_are_added_in_the_order_in_which_their_gradients_are_computed(run, chunks):
-    """The last chunk's is there first, as in a backward pass; the other order has other bits."""
+    """The last chunk's is there first; the other order has other bits."""
     found = run("on", "bfloat16", chunks)
     batches = [cut(*pair, chunks)[::-1] for pair in given(found)]
     assert not np.array_equal(found["accumulator"], summed(batches, KINDS["bfloat16"], False))
