@@ -167,7 +167,7 @@ std::string Read(Product *product) {
 }
 
 // The products' numbers, sorted by how many operators must run one after another before all that a product multiplies
-// is there. So none waits for one that waits for it, and one that needs the other's work comes after it.
+// is there: the first can run first, and none waits for one that waits for it.
 std::vector<size_t> Sorted(const std::vector<Product> &products, const CNodePtr &add) {
   std::map<AnfNodePtr, size_t> steps;
   for (const auto &node : mindspore::TopoSort(add)) {
