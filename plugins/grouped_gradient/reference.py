@@ -19,14 +19,14 @@ def summed(batches: Iterable[Sequence[Chunk]], kind: np.dtype, rounded: bool) ->
         rounded: whether each gradient, and the sum of a micro-batch's, is rounded to `kind` before it is added
             (GroupedMatmul, AddN, then AssignAdd) or not (InplaceGroupedMatmulAdd).
     """
-    total = np.float32(0)
+    total = np.zeros((), np.float32)
     for chunks in batches:
         gradients = [_gradient(*chunk) for chunk in chunks]
         if rounded:
-            gradients = [_rounded(sum(_rounded(each, kind) for each in gradients), kind)]
+            gradients = [_rounded(np.sum([_rounded(each, kind) for each in gradients], axis=0), kind)]
         for gradient in gradients:
             total = total + gradient
-    return np.asarray(total)
+    return total
 
 
 def _gradient(x: np.ndarray, dout: np.ndarray, ends: Sequence[int]) -> np.ndarray:
