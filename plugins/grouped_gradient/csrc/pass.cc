@@ -28,6 +28,7 @@ constexpr char kWords[] = "plugins.grouped_gradient: ";
 constexpr size_t kFirstUnused = 3, kLastUnused = 7, kGroupList = 8, kSplitItem = 9, kGroupType = 10, kTransposeB = 12;
 constexpr int64_t kOneOutput = 3, kInner = 2;
 constexpr int64_t kAccumulator = 3;  // of InplaceGroupedMatmulAdd(x, weight, group_list, out)
+constexpr char kRecomputed[] = "duplicated";  // MindSpore's mark on an operator that runs again before the backward pass
 
 std::string NameOf(const AnfNodePtr &node) {
   const auto cnode = node == nullptr ? nullptr : node->cast<CNodePtr>();
@@ -166,16 +167,17 @@ std::string Read(Product *product) {
   return "";
 }
 
-// The products' numbers, sorted by how many operators must run one after another before all that a product multiplies
-// is there: the first can run first, and none waits for one that waits for it.
+// The products' numbers, sorted by how many operators of the backward pass must run one after another before all that a
+// product multiplies is there: the first can run first, and none waits for one that waits for it. What is recomputed for
+// them does not count: the chunks' backward passes follow each other in the order of their collectives.
 std::vector<size_t> Sorted(const std::vector<Product> &products, const CNodePtr &add) {
   std::map<AnfNodePtr, size_t> steps;
   for (const auto &node : mindspore::TopoSort(add)) {
     auto &longest = steps[node];
     const auto cnode = node->cast<CNodePtr>();
-    for (size_t i = 0; cnode != nullptr && i < cnode->size(); ++i) {
-      longest = std::max(longest, steps[cnode->input(i)] + 1);
-    }
+    if (cnode == nullptr) continue;
+    for (const auto &input : cnode->inputs()) longest = std::max(longest, steps[input]);
+    longest += !cnode->HasAttr(kRecomputed);
   }
   std::multimap<size_t, size_t> sorted;
   for (size_t i = 0; i < products.size(); ++i) {
