@@ -3,7 +3,8 @@
 A micro-batch's gradient of grouped weights is GroupedMatmul, [experts, k, n] in bfloat16. MindFormers' weights have two
 dimensions, so a Reshape follows, and MindSpore's pipeline adds the result to a float32 sum by AssignAdd. MindSpore has
 one operator for the three, InplaceGroupedMatmulAdd (`ops.auto_generate.grouped_matmul_add_`: Ascend, kernel by kernel),
-which takes a sum of two dimensions, too; its own pass to it is stopped by the Reshape (docs/grouped-gradient.md).
+which takes a sum of two dimensions, too; its own pass to it is stopped by the Reshape (docs/grouped-gradient.md). Where
+`plugins.ep_overlap` cuts a micro-batch into chunks, each chunk's gradient is added by an operator of its own.
 """
 
 from __future__ import annotations
@@ -63,6 +64,4 @@ def _unfit(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
         found.append(("model.model_config.compute_dtype", f"the operator multiplies {LOW[0]} or {LOW[2]}, not {dtype}"))
     if jit_level == NOT_BY_KERNEL:
         found.append(("context.jit_config.jit_level", f"the operator runs kernel by kernel, not with {jit_level}"))
-    if value_at(recipe, "plugins.ep_overlap") not in (None, False):
-        found.append(("plugins.ep_overlap", "the gradients of its chunks are added to each other first"))
     return found

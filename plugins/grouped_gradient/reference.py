@@ -6,23 +6,34 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+Chunk = tuple[np.ndarray, np.ndarray, Sequence[int]]
 
-def summed(
-    batches: Iterable[tuple[np.ndarray, np.ndarray]], ends: Sequence[int], kind: np.dtype, rounded: bool
-) -> np.ndarray:
+
+def summed(batches: Iterable[Sequence[Chunk]], kind: np.dtype, rounded: bool) -> np.ndarray:
     """float32 [groups * k, n].
 
     Args:
-        batches: of each micro-batch the rows that the weights were multiplied with, [m, k], and the gradient of what
-            came of it, [m, n]; both of type `kind`.
-        ends: where each group's rows end.
-        rounded: whether each micro-batch's gradient is rounded to `kind` before it is added (GroupedMatmul, then
-            AssignAdd) or not (InplaceGroupedMatmulAdd).
+        batches: of each micro-batch its chunks of rows, in the order in which their gradients are added. A chunk is the
+            rows that the weights were multiplied with, [m, k], the gradient of what came of it, [m, n], both of type
+            `kind`, and where each group's rows end.
+        rounded: whether each gradient, and the sum of a micro-batch's, is rounded to `kind` before it is added
+            (GroupedMatmul, AddN, then AssignAdd) or not (InplaceGroupedMatmulAdd).
     """
-    total = np.float32(0)
-    for x, dout in batches:
-        x, dout = x.astype(np.float32), dout.astype(np.float32)
-        groups = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
-        gradient = np.concatenate([x[rows].T @ dout[rows] for rows in groups])
-        total = total + (gradient.astype(kind).astype(np.float32) if rounded else gradient)
-    return np.asarray(total)
+    total = np.zeros((), np.float32)
+    for chunks in batches:
+        gradients = [_gradient(*chunk) for chunk in chunks]
+        if rounded:
+            gradients = [_rounded(np.sum([_rounded(each, kind) for each in gradients], axis=0), kind)]
+        for gradient in gradients:
+            total = total + gradient
+    return total
+
+
+def _gradient(x: np.ndarray, dout: np.ndarray, ends: Sequence[int]) -> np.ndarray:
+    x, dout = x.astype(np.float32), dout.astype(np.float32)
+    groups = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+    return np.concatenate([x[rows].T @ dout[rows] for rows in groups])
+
+
+def _rounded(values: np.ndarray, kind: np.dtype) -> np.ndarray:
+    return values.astype(kind).astype(np.float32)

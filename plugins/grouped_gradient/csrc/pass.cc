@@ -1,12 +1,17 @@
-// AssignAdd(accumulator, Reshape(GroupedMatmul(TransposeExtView(x), gradient))) as one InplaceGroupedMatmulAdd.
+// AssignAdd(accumulator, Reshape(GroupedMatmul(TransposeExtView(x), gradient))) as one InplaceGroupedMatmulAdd, and
+// where AssignAdd takes the sum of several such products, as many of them one after the other.
 //
 // MindSpore's own grouped_matmul_assignadd_fusion does the same without the Reshape, which MindFormers' experts have
 // because their weights are of two dimensions; the operator takes an accumulator of two dimensions, too.
+#include <algorithm>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "ir/graph_utils.h"
 #include "mindspore/include/custom_pass_api.h"
 #include "ops/op_def.h"
 
@@ -23,6 +28,7 @@ constexpr char kWords[] = "plugins.grouped_gradient: ";
 constexpr size_t kFirstUnused = 3, kLastUnused = 7, kGroupList = 8, kSplitItem = 9, kGroupType = 10, kTransposeB = 12;
 constexpr int64_t kOneOutput = 3, kInner = 2;
 constexpr int64_t kAccumulator = 3;  // of InplaceGroupedMatmulAdd(x, weight, group_list, out)
+constexpr char kRecomputed[] = "duplicated";  // MindSpore's mark on an operator that runs again before the backward pass
 
 std::string NameOf(const AnfNodePtr &node) {
   const auto cnode = node == nullptr ? nullptr : node->cast<CNodePtr>();
@@ -96,54 +102,141 @@ mindspore::PrimitivePtr Operation() {
   }
   const auto primitive = std::make_shared<mindspore::Primitive>(kName, true, mindspore::kPrimTypeBuiltIn, true);
   primitive->set_signatures(known->signatures_);
+  primitive->AddAttr("is_load", mindspore::MakeValue(true));  // or the validator asks for an operator of Python
   return primitive;
 }
 
-// What stands in the way of one AssignAdd(accumulator, Reshape(TupleGetItem(GroupedMatmul))); "" where it was replaced.
-std::string Fuse(const FuncGraphManagerPtr &manager, const CNodePtr &add, const std::vector<CNodePtr> &way) {
-  const auto &product = way.back();
-  for (size_t i = kFirstUnused; i <= kLastUnused; ++i) {
-    if (!IsNone(product->input(i))) return "a GroupedMatmul with biases or scales";
+// The gradient of grouped weights, and what it is the product of.
+struct Product {
+  CNodePtr node;
+  AnfNodePtr x, gradient, group_list;
+};
+
+// What an AssignAdd takes: the sum of the gradients of a micro-batch's chunks of tokens, or the gradient of all tokens.
+struct Taken {
+  struct Part {
+    CNodePtr node;
+    size_t first, end;  // of the products that it is made of
+  };
+  std::vector<Product> products;
+  std::vector<Part> parts;  // the products, and what stands between them and the AssignAdd
+  std::string other;        // what is added to them besides
+};
+
+void Take(const AnfNodePtr &node, Taken *taken) {
+  const auto name = NameOf(node);
+  const auto cnode = name.empty() ? nullptr : node->cast<CNodePtr>();
+  const auto first = taken->products.size();
+  const auto is_this = [&cnode](const Taken::Part &part) { return part.node == cnode; };
+  if (std::any_of(taken->parts.begin(), taken->parts.end(), is_this)) {
+    taken->other = "the same " + name + " again";
+    return;
   }
-  if (Constant<bool>(product->input(kTransposeB - 1)) != false || Constant<bool>(product->input(kTransposeB)) != false) {
+  if (name == "GroupedMatmul" && IsWeightGradient(cnode)) {
+    taken->products.push_back({cnode, nullptr, nullptr, cnode->input(kGroupList)});
+  } else if (name == "Reshape" || name == "Cast" || name == "AddN" ||  // a Cast to float32 loses nothing
+             (name == "TupleGetItem" && NameOf(cnode->input(1)) == "GroupedMatmul")) {
+    Take(cnode->input(1), taken);
+  } else if (name == "Add" || name == "MakeTuple") {
+    for (size_t i = 1; i < cnode->size(); ++i) Take(cnode->input(i), taken);
+  } else {
+    taken->other = name.empty() ? "what is no operator" : name;
+    return;
+  }
+  taken->parts.push_back({cnode, first, taken->products.size()});
+}
+
+// Finds what a product multiplies; returns what stands in the way of adding it in place, "" where nothing does.
+std::string Read(Product *product) {
+  const auto &node = product->node;
+  for (size_t i = kFirstUnused; i <= kLastUnused; ++i) {
+    if (!IsNone(node->input(i))) return "a GroupedMatmul with biases or scales";
+  }
+  if (Constant<bool>(node->input(kTransposeB - 1)) != false || Constant<bool>(node->input(kTransposeB)) != false) {
     return "a GroupedMatmul that transposes by itself";
   }
-  const auto rows = Only(product->input(1)), gradient = Only(product->input(2));
-  const auto x = rows == nullptr ? nullptr : Untransposed(rows);
-  if (x == nullptr || gradient == nullptr) return "a GroupedMatmul of other inputs than one transposed view";
-  const auto &group_list = product->input(kGroupList), &accumulator = add->input(1);
-  if (!IsLow(TypeOf(x)) || TypeOf(gradient) != TypeOf(x)) return "rows that are not bfloat16 or float16";
-  if (TypeOf(group_list) != mindspore::kNumberTypeInt64) return "a group_list that is not int64";
-  if (TypeOf(accumulator) != mindspore::kNumberTypeFloat32) return "an accumulator that is not float32";
-  std::vector<CNodePtr> waiting;
-  for (const auto &node : way) {
-    if (Users(manager, node, &waiting) != 1) return "another user of " + NameOf(node);
+  const auto rows = Only(node->input(1));
+  product->x = rows == nullptr ? nullptr : Untransposed(rows);
+  product->gradient = Only(node->input(2));
+  if (product->x == nullptr || product->gradient == nullptr) {
+    return "a GroupedMatmul of other inputs than one transposed view";
   }
-  const auto primitive = Operation();
-  if (primitive == nullptr) return "a MindSpore whose InplaceGroupedMatmulAdd does not write its last input";
-  primitive->AddAttr("is_load", mindspore::MakeValue(true));  // or the validator asks for an operator of Python
-  std::vector<AnfNodePtr> inputs{mindspore::NewValueNode(primitive), x, gradient, group_list, accumulator};
-  if (add->size() > 3) inputs.push_back(add->input(3));  // the monad
-  const auto fused = add->func_graph()->NewCNode(inputs);
-  fused->set_abstract(add->abstract());
-  fused->set_scope(product->scope());
-  fused->set_primal_attrs(product->primal_attrs());  // which forward operator it is the gradient of
-  fused->set_debug_info(product->debug_info());
-  (void)manager->Replace(add, fused);
-  for (const auto &node : waiting) manager->SetEdge(node, 2, fused);
+  const auto type = TypeOf(product->x);
+  if (!IsLow(type) || TypeOf(product->gradient) != type) return "rows that are not bfloat16 or float16";
+  if (TypeOf(product->group_list) != mindspore::kNumberTypeInt64) return "a group_list that is not int64";
   return "";
 }
 
-// TupleGetItem, Reshape and Cast down to the weight's gradient that an AssignAdd takes; empty where it takes something else.
-std::vector<CNodePtr> WayOf(const CNodePtr &add) {
-  std::vector<CNodePtr> way;
-  for (auto node = add->input(2)->cast<CNodePtr>(); node != nullptr; node = node->input(1)->cast<CNodePtr>()) {
-    way.push_back(node);
-    const auto name = NameOf(node);
-    if (name == "GroupedMatmul") return IsWeightGradient(node) ? way : std::vector<CNodePtr>{};
-    if (name != "TupleGetItem" && name != "Reshape" && name != "Cast") return {};  // a Cast to float32 loses nothing
+// The products' numbers, sorted by how many operators of the backward pass must run one after another before all that a
+// product multiplies is there: the first can run first, and none waits for one that waits for it. What is recomputed for
+// them does not count: the chunks' backward passes follow each other in the order of their collectives.
+std::vector<size_t> Sorted(const std::vector<Product> &products, const CNodePtr &add) {
+  std::map<AnfNodePtr, size_t> steps;
+  for (const auto &node : mindspore::TopoSort(add)) {
+    auto &longest = steps[node];
+    const auto cnode = node->cast<CNodePtr>();
+    if (cnode == nullptr) continue;
+    for (const auto &input : cnode->inputs()) longest = std::max(longest, steps[input]);
+    longest += !cnode->HasAttr(kRecomputed);
   }
-  return {};
+  std::multimap<size_t, size_t> sorted;
+  for (size_t i = 0; i < products.size(); ++i) {
+    const auto &product = products[i];
+    sorted.emplace(std::max({steps[product.x], steps[product.gradient], steps[product.group_list]}), i);
+  }
+  std::vector<size_t> numbers;
+  for (const auto &[step, number] : sorted) numbers.push_back(number);
+  return numbers;
+}
+
+// InplaceGroupedMatmulAdd in the place of `add`, after `last` where that is not the first. Each has the accumulator
+// itself as its input, so that it is written whether or not a kernel's result shares its memory.
+CNodePtr Addition(const CNodePtr &add, const Product &product, const CNodePtr &last) {
+  const auto graph = add->func_graph();
+  auto accumulator = add->input(1);
+  if (last != nullptr) {
+    const auto after = graph->NewCNode({mindspore::NewValueNode(mindspore::prim::kPrimDepend), accumulator, last});
+    after->set_abstract(accumulator->abstract());
+    accumulator = after;
+  }
+  std::vector<AnfNodePtr> inputs{mindspore::NewValueNode(Operation()), product.x, product.gradient, product.group_list,
+                                 accumulator};
+  if (add->size() > 3) inputs.push_back(add->input(3));  // the monad
+  const auto fused = graph->NewCNode(inputs);
+  fused->set_abstract(add->abstract());
+  fused->set_scope(product.node->scope());
+  fused->set_primal_attrs(product.node->primal_attrs());  // which forward operator it is the gradient of
+  fused->set_debug_info(product.node->debug_info());
+  return fused;
+}
+
+// What stands in the way of adding in place all that one AssignAdd takes; "" where it was replaced.
+std::string Fuse(const FuncGraphManagerPtr &manager, const CNodePtr &add, Taken *taken) {
+  if (!taken->other.empty()) return "a sum with " + taken->other;
+  for (auto &product : taken->products) {
+    if (const auto problem = Read(&product); !problem.empty()) return problem;
+  }
+  if (TypeOf(add->input(1)) != mindspore::kNumberTypeFloat32) return "an accumulator that is not float32";
+  std::vector<std::pair<CNodePtr, const Taken::Part *>> waiting;
+  for (const auto &part : taken->parts) {
+    std::vector<CNodePtr> of_part;
+    if (Users(manager, part.node, &of_part) != 1) return "another user of " + NameOf(part.node);
+    for (const auto &node : of_part) waiting.emplace_back(node, &part);
+  }
+  if (Operation() == nullptr) return "a MindSpore whose InplaceGroupedMatmulAdd does not write its last input";
+  std::vector<CNodePtr> additions;
+  std::vector<size_t> places(taken->products.size());
+  for (const auto number : Sorted(taken->products, add)) {
+    const auto last = additions.empty() ? nullptr : additions.back();
+    places[number] = additions.size();
+    additions.push_back(Addition(add, taken->products[number], last));
+  }
+  (void)manager->Replace(add, additions.back());
+  for (const auto &[node, part] : waiting) {
+    const auto latest = std::max_element(places.begin() + part->first, places.begin() + part->end);
+    manager->SetEdge(node, 2, additions[*latest]);
+  }
+  return "";
 }
 
 class GroupedGradient : public mindspore::opt::Pass {
@@ -162,10 +255,14 @@ class GroupedGradient : public mindspore::opt::Pass {
     }
     std::string found = "no AssignAdd of it";
     for (const auto &add : additions) {
-      const auto way = WayOf(add);
-      if (way.empty()) continue;
-      const auto problem = Fuse(manager, add, way);
-      problem.empty() ? ++fused : (found = problem, fused);
+      Taken taken;
+      Take(add->input(2), &taken);
+      if (taken.products.empty()) continue;
+      if (const auto problem = Fuse(manager, add, &taken); !problem.empty()) {
+        found = problem;
+      } else {
+        fused += taken.products.size();
+      }
     }
     if (fused < gradients) {
       MS_LOG(EXCEPTION) << kWords << gradients - fused << " of " << gradients

@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
@@ -10,72 +11,119 @@ import pytest
 from plugins.grouped_gradient.reference import summed
 
 KINDS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-ENDS = (3, 3, 8, 16)
+# of each number of chunks: where each expert's rows end in each chunk. Each has an expert without rows
+ENDS = {
+    1: ((3, 3, 8, 16),),
+    2: ((3, 3, 8, 9), (2, 4, 4, 7)),
+    3: ((3, 3, 5, 6), (1, 2, 4, 4), (0, 3, 4, 6)),
+}
+SUMS = [("float16", 1), *(("bfloat16", chunks) for chunks in ENDS)]
+ADDED = "InplaceGroupedMatmulAdd"
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def run(forks, tmp_path_factory):
-    """(switch, case) -> what the process found, run once."""
+    """(switch, case, chunks) -> what the process found, run once."""
 
     @cache
-    def run_once(switch, case):
+    def run_once(switch, case, chunks=1):
         words = [tmp_path_factory.mktemp("graphs")] if case == "whole" else []
-        done = forks.python("-m", "tests.plugins.grouped_gradient.one_process", switch, case, *words)
+        done = forks.python("-m", "tests.plugins.grouped_gradient.one_process", switch, case, str(chunks), *words)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
     return run_once
 
 
-@pytest.mark.parametrize("case", KINDS)
-def test_one_operator_adds_what_three_did(run, case):
-    with_pass, without = run("on", case), run("off", case)
-    assert with_pass["asked"]["InplaceGroupedMatmulAdd"] == len(with_pass["rows"])
-    assert "InplaceGroupedMatmulAdd" not in without["asked"]
-    # one GroupedMatmul less a step: the gradient of the rows remains, bit by bit
+def given(found):
+    """Of each step: rows, and the gradient of what came of them."""
+    return [[np.array(each, np.float32) for each in pair] for pair in found["given"]]
+
+
+def cut(x, dout, chunks):
+    """The chunks of a micro-batch, the last first: the gradient of each needs that of the next."""
+    at = np.cumsum([ends[-1] for ends in ENDS[chunks]])[:-1]
+    return [*zip(np.split(x, at), np.split(dout, at), ENDS[chunks], strict=True)][::-1]
+
+
+@pytest.mark.parametrize(("case", "chunks"), SUMS)
+def test_one_operator_adds_what_three_did(run, case, chunks):
+    with_pass, without = run("on", case, chunks), run("off", case, chunks)
+    assert with_pass["asked"][ADDED] == chunks * len(with_pass["rows"])
+    assert ADDED not in without["asked"]
+    # one GroupedMatmul less a chunk: the gradient of the rows remains, bit by bit
     assert with_pass["asked"]["GroupedMatmul"] * 2 == without["asked"]["GroupedMatmul"]
     assert with_pass["rows"] == without["rows"] and with_pass["given"] == without["given"]
 
 
-@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize(("case", "chunks"), SUMS)
 @pytest.mark.parametrize(("switch", "rounded"), [("on", False), ("off", True)])
-def test_the_sums_differ_by_the_rounding_of_each_gradient_alone(run, case, switch, rounded):
-    found = run(switch, case)
-    batches = [[np.array(each, np.float32) for each in given] for given in found["given"]]
-    wanted, other = (summed(batches, ENDS, KINDS[case], each) for each in (rounded, not rounded))
+def test_the_sums_differ_by_the_rounding_of_each_gradient_alone(run, case, switch, rounded, chunks):
+    found = run(switch, case, chunks)
+    batches = [cut(*pair, chunks) for pair in given(found)]
+    wanted, other = (summed(batches, KINDS[case], each) for each in (rounded, not rounded))
     sums = np.array(found["accumulator"], np.float32)
     np.testing.assert_array_equal(sums, wanted)
     assert not np.array_equal(sums, other)
 
 
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_chunks_are_added_in_the_order_in_which_their_gradients_are_computed(run, chunks):
+    """The last chunk's is there first; the other order has other bits."""
+    found = run("on", "bfloat16", chunks)
+    batches = [cut(*pair, chunks)[::-1] for pair in given(found)]
+    assert not np.array_equal(found["accumulator"], summed(batches, KINDS["bfloat16"], False))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize(("switch", "rounded"), [("on", False), ("off", True)])
-def test_a_sum_is_read_after_both_were_added_and_before_it_is_zero(run, switch, rounded):
+def test_a_sum_is_read_after_all_were_added_and_before_it_is_zero(run, switch, rounded, chunks):
     """In another order a step would read a sum that is not finished, or one that has lost what was added."""
-    found = run(switch, "whole")
-    assert found["asked"].get("InplaceGroupedMatmulAdd", 0) == (0 if rounded else 2 * len(found["rows"]))
-    for given, read in zip(found["given"], found["rows"], strict=True):
-        x, dout = (np.array(each, np.float32) for each in given)
-        wanted = summed([(x, dout), (x + x, dout)], ENDS, KINDS["bfloat16"], rounded)
+    found = run(switch, "whole", chunks)
+    assert found["asked"].get(ADDED, 0) == (0 if rounded else 2 * chunks * len(found["rows"]))
+    for (x, dout), read in zip(given(found), found["rows"], strict=True):
+        batches = [cut(x, dout, chunks), cut(x + x, dout, chunks)]
+        wanted = summed(batches, KINDS["bfloat16"], rounded)
         np.testing.assert_array_equal(np.array(read, np.float32), wanted)
     assert not np.any(found["accumulator"])
 
 
-def test_both_additions_stand_where_the_additions_stood(run):
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_all_additions_stand_where_the_additions_stood(run, chunks):
     """MindSpore orders what writes and what reads by states: each takes the last and is waited for by the next."""
-    graph = {name: (op, words.split(", ")) for name, op, words in run("on", "whole")["graph"]}
-    first, second = (name for name, (op, _) in graph.items() if op == "TC3_InplaceGroupedMatmulAdd")
+    graph = {name: (op, words.split(", ")) for name, op, words in run("on", "whole", chunks)["graph"]}
+    added = [name for name, (op, _) in graph.items() if op == f"TC3_{ADDED}"]
+    batches = [added[:chunks], added[chunks:]]
     (read,) = (words for op, words in graph.values() if op == "Load")
-    states = [graph[first][1][-1], graph[second][1][-1], read[-1]]
+    assert len(added) == 2 * chunks
+    states = [graph[names[0]][1][-1] for names in batches] + [read[-1]]
     assert states[0] == "UMonad[U]"
-    assert graph[states[1]] == ("UpdateState", [states[0], first])
-    assert graph[states[2]] == ("UpdateState", [states[1], second])
-    assert graph[first][1][3] == graph[second][1][3] == read[0]  # the sum
+    for names, (state, following) in zip(batches, pairwise(states), strict=True):
+        assert {graph[name][1][-1] for name in names} == {state}
+        assert graph[following] == ("UpdateState", [state, names[-1]])
+        assert graph[names[0]][1][3] == read[0]  # the sum
+        for last, name in pairwise(names):
+            assert graph[graph[name][1][3]] == ("Depend", [read[0], last])
+
+
+def test_what_waits_for_one_gradient_waits_for_its_addition(run):
+    """Otherwise it would wait for the sum of all, which waits for what waits."""
+    found = run("on", "waits")
+    assert found["asked"][ADDED] == 2 * len(found["rows"])
+    batches = [[(x, dout, ENDS[1][0]), (x + x, dout, ENDS[1][0])] for x, dout in given(found)]
+    sums = np.array(found["accumulator"], np.float32)
+    np.testing.assert_array_equal(sums, summed(batches, KINDS["bfloat16"], False))
 
 
 @pytest.mark.parametrize(
-    ("case", "words"), [("float32", "rows that are not bfloat16 or float16"), ("twice", "no AssignAdd of it")]
+    ("case", "words"),
+    [
+        ("float32", "rows that are not bfloat16 or float16"),
+        ("used", "another user of Reshape"),
+        ("other", "a sum with Mul"),
+    ],
 )
 def test_what_it_cannot_replace_ends_the_compile(run, case, words):
     error = run("on", case)["error"]
