@@ -1,4 +1,5 @@
-"""The one way into what MindSpore, MindFormers and msprobe keep private: nothing else in this repository patches them.
+"""This module is the only way to private code of MindSpore, MindFormers and msprobe: nothing else in this repository
+patches them.
 
 A patch stands in for a line of their source, and a subclass may rely on one that calls what it overrides. Either line
 is named here, and where it is gone the patch refuses: another version may have taken the need away, or moved it, and a
@@ -14,11 +15,11 @@ from typing import Any
 
 
 class OutdatedHookError(RuntimeError):
-    """Code of MindSpore or MindFormers that a hook into their private functions relies on has changed."""
+    """Private code of MindSpore or MindFormers on which a hook relies has changed."""
 
 
 def relies_on(function: Any, line: str) -> None:
-    """Hold that the source of a function or class still has `line` in it.
+    """Check that the source of a function or class still contains `line`.
 
     Raises:
         OutdatedHookError: when it has not.
@@ -31,7 +32,8 @@ def relies_on(function: Any, line: str) -> None:
 
 
 def replace(owner: Any, name: str, line: str, replacement: Callable[..., Any]) -> None:
-    """Set `owner.name` (of a module or a class) to `replacement` for good; a second call leaves the first one's.
+    """Set `owner.name` (of a module or a class) to `replacement` permanently; a second call keeps the first
+    replacement.
 
     Raises:
         OutdatedHookError: the source of the original does not hold `line`.
@@ -46,7 +48,7 @@ def replace(owner: Any, name: str, line: str, replacement: Callable[..., Any]) -
 
 @contextmanager
 def replaced(owner: Any, name: str, line: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """As `replace`, until the block ends.
+    """Replace as `replace` does, until the block ends.
 
     Raises:
         OutdatedHookError: as `replace`.

@@ -1,4 +1,4 @@
-"""This module decides what follows an attempt: another start, a spare, fewer hosts, or the end of the run.
+"""This module decides what happens after an attempt: another start, a spare, fewer hosts, or the end of the run.
 
 It is pure: it reads no file and starts no process. `initiator` finds the host that began the end of an attempt,
 `verdict` says what follows, and `next_hosts` names the hosts of the next attempt.
@@ -59,7 +59,9 @@ _EARLY = ("start", "compile", "first step")  # phases in their order; those of a
 
 @dataclass(frozen=True)
 class Began:
-    """This says that `host` began it with `end`; without a host nobody can be named, and `why` says what there was."""
+    """This says that `host` caused the failure with `end`; without a host no host can be named, and `why` says what was
+    seen.
+    """
 
     why: str
     host: str | None = None
@@ -68,7 +70,9 @@ class Began:
 
 
 def initiator(attempt: Attempt, now: float = math.inf) -> Began:
-    """Return who began the end of an attempt that failed; `attempt.plan` is there. `now` by the disk's clock."""
+    """Return which host caused the end of a failed attempt; `attempt.plan` must exist. `now` is a time of the disk's
+    clock.
+    """
     known = _of_all_hosts(attempt, now)
     failed = {host: end for host, end in known.items() if end.outcome == "failed"}
     deaths = {host: end for host, end in failed.items() if not _complains(end)}
@@ -83,7 +87,7 @@ def initiator(attempt: Attempt, now: float = math.inf) -> Began:
 
 
 def silent(attempt: Attempt, now: float) -> list[str]:
-    """Return the hosts of the plan that wrote no end and are gone."""
+    """Return the hosts of the plan that are gone and wrote no end."""
     assert attempt.plan
     hosts = [host for host in attempt.plan.hosts if host not in attempt.ends]
     return [host for host in hosts if host not in attempt.beats or now - attempt.beats[host].time > SILENT]
@@ -121,7 +125,7 @@ def _killed(end: End) -> bool:
 
 
 def is_sure(end: End) -> bool:
-    """Return whether no other host's end brings about one like this."""
+    """Return whether no other host's end can have caused an end like this one."""
     return end.cause in _SURE_CAUSES or end.cause == "hang" or _killed(end)
 
 
@@ -170,7 +174,7 @@ def _progress(end: End) -> tuple[int, int]:
 
 
 def words(end: End) -> str:
-    """Return an end in a clause: who, what, where."""
+    """Return an end as a clause: which host and worker, what happened, and in which phase."""
     what = end.message or {"lost node": "no sign of life"}.get(end.cause or "", end.cause or "failed")
     return f"{end.host}: {what} ({_where(end)})"
 
@@ -181,7 +185,7 @@ def _where(end: End) -> str:
 
 @dataclass(frozen=True)
 class Smaller:
-    """A recipe runs on fewer hosts in this way: on the first `hosts` of those offered, with `overrides`."""
+    """This says how a recipe runs on fewer hosts: on the first `hosts` of those offered, with `overrides`."""
 
     hosts: int
     overrides: list[str]
@@ -193,7 +197,9 @@ Can = Callable[[list[str]], Smaller | str | None]  # hosts -> how the recipe run
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules say when to give up, and how long to wait. `hosts`: all that the run may use, in the order of use."""
+    """The rules say when to give up, and how long to wait. `hosts` are all hosts that the run may use, in the order of
+    use.
+    """
 
     restarts: int = 3  # failures without progress between them that are followed by another attempt
     same_step: int = 3  # failures in a row at one step of the training: the step's fault, whoever takes it
@@ -203,7 +209,7 @@ class Rules:
     hosts: list[str] = field(default_factory=list)
 
     def wait(self, failures: int) -> float:
-        """Return the seconds to wait after so many failures without progress (>= 1)."""
+        """Return the seconds to wait after this many failures without progress (>= 1)."""
         return float(min(self.most, self.first * 2.0 ** min(failures - 1, 60)))
 
 
@@ -216,7 +222,7 @@ def verdict(
     now: float = math.inf,
     saved: int | None = None,
 ) -> Verdict:
-    """Return who began the end of `attempt`, and what follows.
+    """Return which host caused the end of `attempt`, and what happens next.
 
     Args:
         attempt: a plan is there, and the ends of its hosts as far as they came.
@@ -245,7 +251,8 @@ def verdict(
 def next_hosts(
     attempt: Attempt, verdict: Verdict, there: list[str], earlier: Sequence[Attempt] = (), rules: Rules | None = None
 ) -> list[str]:
-    """Return the hosts of the next attempt by node rank, of those that are `there`: as many as `attempt` had.
+    """Return the hosts of the next attempt by node rank, chosen from the hosts that are `there`: as many as `attempt`
+    had.
 
     Who took part and is not left out comes first, in the same order; then the plan's spares, then others; last who is
     left out for the failures that it began, if nobody else is there. After an attempt that was smaller these are all
@@ -273,7 +280,7 @@ class _Failed:
     saved: int | None
 
     def follows(self) -> tuple[Decision, str, float]:
-        """(decision, why, seconds to wait)."""
+        """Return (decision, why, seconds to wait)."""
         if self.began.cause == "user error":
             return "give up", "That is to be mended first: another attempt would end alike", 0.0
         if self.began.cause == "not finite":
@@ -303,7 +310,7 @@ class _Failed:
 
     @cached_property
     def fruitless(self) -> list[Attempt]:
-        """Return the failed attempts since the last progress, the oldest first, this one last."""
+        """Return the failed attempts since the last progress, the oldest first and this one last."""
         found, begin = [self.attempt], _plan(self.attempt).step
         if self.saved is not None and self.saved > begin:
             return found

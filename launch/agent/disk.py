@@ -1,4 +1,5 @@
-"""This module is what agents ask of the disk that they share: whole files, one winner a name, one clock, bounded waits.
+"""This module provides what agents need from their shared disk: files that are complete or absent, claims that only one
+agent wins, one clock, and operations with time limits.
 
 `Disk` reads, replaces and publishes files. It relies on the following, which holds for NFS (versions 3 and 4), Lustre,
 GPFS, CephFS and local disks:
@@ -51,19 +52,23 @@ Answer = TypeVar("Answer")
 
 
 class LostDiskError(StoppedError):
-    """The shared disk does not answer, or cannot be written: this node must end, for nobody hears of it any more."""
+    """The shared disk does not answer or cannot be written: this node must end, because no other node can see its files
+    any more.
+    """
 
 
 @dataclass(frozen=True)
 class Found:
-    """This is a file as it was read: its text, and a mark that differs as soon as anybody has written it anew."""
+    """This is a file as it was read: its text, and a mark that changes as soon as anybody writes the file again."""
 
     text: str
     mark: tuple[int, ...]
 
 
 class Disk:
-    """One agent uses the shared disk by this. `bound`: seconds after which a disk that does not answer is lost."""
+    """One agent uses the shared disk through this object. `bound` is the number of seconds after which a disk that does
+    not answer counts as lost.
+    """
 
     def __init__(self, bound: float):
         self.bound = bound
@@ -76,7 +81,7 @@ class Disk:
         self._clock: tuple[float, float] | None = None  # the disk's time, and ours when it was that
 
     def read(self, path: Path) -> Found | None:
-        """Return the file at `path`; None where there is none.
+        """Return the file at `path`; None if it does not exist.
 
         Raises:
             LostDiskError: the disk does not answer within the bound. So do all methods.
@@ -84,11 +89,13 @@ class Disk:
         return self._bounded(path, lambda: _read(path))
 
     def replace(self, path: Path, text: str) -> None:
-        """Write `path`, whole, in the place of what stood there. On a full disk only the file's time changes."""
+        """Write the file at `path` completely, and replace an existing one. If the disk is full, only the file's time
+        changes.
+        """
         self._bounded(path, lambda: self._replace(path, text))
 
     def publish(self, path: Path, text: str) -> bool:
-        """Write `path`, whole, unless it exists: False, and nothing changes.
+        """Write the file at `path` completely, unless it exists; return False if it exists, and change nothing.
 
         Raises:
             ClusterError: the disk has no hard links.
@@ -96,11 +103,15 @@ class Disk:
         return self._bounded(path, lambda: self._publish(path, text), PATIENCE)
 
     def keep_room(self, path: Path) -> None:
-        """Keep a few blocks, in a file of their own, for what is published after a checkpoint has filled the disk."""
+        """Reserve a few blocks in a separate file, so that this host can still publish after a checkpoint has filled
+        the disk.
+        """
         self._bounded(path, lambda: self._keep_room(path))
 
     def names(self, folder: Path) -> list[str]:
-        """Return what lies in a folder; for one agent at a time, as its cost grows with the hosts."""
+        """Return the names in a folder; only one agent at a time should call this, because its cost grows with the
+        number of hosts.
+        """
         return self._bounded(folder, lambda: sorted(os.listdir(folder)))
 
     def folder(self, path: Path) -> None:
@@ -108,7 +119,9 @@ class Disk:
         self._bounded(path, lambda: path.mkdir(parents=True, exist_ok=True))
 
     def now(self, folder: Path) -> float:
-        """Return the disk's clock, in seconds since 1970: that of the last write, and what has passed since."""
+        """Return the disk's clock, in seconds since 1970: the time of the last write plus the time that has passed
+        since.
+        """
         if self._clock is None or self.ticks() - self._clock[1] > FRESH:
             part = folder / f".clock.{self.name}"
             self.folder(folder)
@@ -118,11 +131,11 @@ class Disk:
         return self._clock[0] + self.ticks() - self._clock[1]
 
     def ticks(self) -> float:
-        """Return the seconds that pass here, from any start: for how long, never for when."""
+        """Return seconds since an arbitrary start: use them for durations, never for times."""
         return time.monotonic()
 
     def pause(self, seconds: float) -> None:
-        """Let time pass."""
+        """Wait for a number of seconds."""
         time.sleep(seconds)
 
     def _keep_room(self, path: Path) -> None:
@@ -248,18 +261,20 @@ def _read(path: Path) -> Found | None:
 
 @dataclass(frozen=True)
 class Holder:
-    """This names an agent: its host's name, and what sets this process apart from others of the same name."""
+    """This identifies an agent by its host's name and a part that distinguishes this process from others of the same
+    name.
+    """
 
     host: str
     process: str
 
     def text(self) -> str:
-        """Return it as it stands in a file."""
+        """Return the identity as it is written into a file."""
         return json.dumps({"host": self.host, "process": self.process}) + "\n"
 
     @staticmethod
     def of(found: Found | None) -> Holder | None:
-        """Return who a file names; None where it is not there, nobody where it is broken."""
+        """Return the agent that a file names; None if the file does not exist, and nobody if it is broken."""
         if found is None:
             return None
         try:
@@ -286,7 +301,9 @@ class Claim:
         self.holder: Holder | None = None  # as of the last look
 
     def hold(self) -> bool:
-        """Return whether the claim is ours now; take it where it is free, or its holder dead. A handful of opens."""
+        """Return whether the claim is ours now; take it if it is free, or if its holder is dead. A call opens a few
+        files.
+        """
         while True:
             file = self.folder / f"claim-{self.what}-{self.turn}"
             self.holder = Holder.of(self.disk.read(file))
@@ -303,5 +320,5 @@ class Claim:
                 self.turn += 1
 
     def lost(self) -> bool:
-        """Return whether the holder of the newest file known has been followed by another one. One open."""
+        """Return whether another agent has taken over from the holder of the newest known file. One open."""
         return self.disk.read(self.folder / f"claim-{self.what}-{self.turn + 1}") is not None

@@ -1,4 +1,4 @@
-"""This module is the agent of one node, from its coming to a run until the run is through or this node leaves.
+"""This module is the agent of one node, from the time when it joins a run until the run is done or this node leaves.
 
 `Agent` goes round in a loop: it comes to an attempt, waits for its plan, starts the workers (`launch.agent.part`) or
 stands by as a spare, says how they ended, follows the verdict, and comes to the next attempt. Signals to an agent
@@ -40,7 +40,7 @@ UNFIT = 60.0  # seconds until a node that was not fit is tried again
 
 
 class Interrupted(Exception):
-    """A signal has told us to leave."""
+    """A signal has told this agent to leave."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -77,7 +77,7 @@ class Agent:
         self.leaving = False  # a signal has told us to
 
     def run(self, number: int) -> Outcome:
-        """Take part from attempt `number` on, until the run is through, given up, or we are told to leave."""
+        """Take part from attempt `number` on, until the run is done or given up, or a signal tells this agent to leave."""
         with collected_signals(self.notices):
             try:
                 while True:

@@ -1,4 +1,4 @@
-"""This module is where the agents of a run meet: in files of an attempt's folder, on the disk that they share.
+"""This module lets the agents of a run communicate through files in an attempt's folder, on the disk that they share.
 
 `Meeting` is the meeting as one agent takes part in it. Beside the files of `tools.runs.attempts` there are, in the same
 folder,
@@ -55,7 +55,7 @@ LONGEST = 180  # bytes of a host's name in a file's
 
 
 class Watch:
-    """A watch knows for how long each thing has not changed. `most`: seconds that one look can add.
+    """A watch knows how long each thing has not changed. `most` is the largest number of seconds that one look can add.
 
     A look after a long pause of our own (the disk stalled, this process was stopped, a clock was set) says little of
     the others: they may have been held up by the same thing, and must get the time to write. So a look never adds
@@ -67,7 +67,7 @@ class Watch:
         self._seen: dict[Hashable, tuple[object, float, float]] = {}  # its mark, the last look, seconds without change
 
     def unchanged(self, key: Hashable, mark: object, now: float) -> float:
-        """Return for how many seconds `key`, which is `mark` at time `now`, has been that; 0 at the first look."""
+        """Return for how many seconds `key` has had the value `mark` at time `now`; 0 at the first look."""
         before = self._seen.get(key)
         if before is None or before[0] != mark:
             quiet = 0.0
@@ -78,7 +78,7 @@ class Watch:
 
 
 class Meeting:
-    """The agent of one host takes part in the meeting of a run by this.
+    """The agent of one host takes part in the meeting of a run through this object.
 
     Args:
         run_dir: the run's folder, on the shared disk.
@@ -103,7 +103,7 @@ class Meeting:
         return self.disk.now(self.run_dir / FOLDER)
 
     def come(self, number: int) -> None:
-        """Say that this host is there, and fit, for attempt `number`.
+        """Announce that this host is present and fit for attempt `number`.
 
         Where an agent of this host's name was there before, this waits until it is sure to be gone, at most about
         twice `lost_after`. If the attempt counts on that one, this host's part in it has ended badly, and that is said.
@@ -131,18 +131,23 @@ class Meeting:
             self.lost(number, self.host, "its agent was restarted in the middle of the attempt")
 
     def gone(self, number: int) -> None:
-        """Say that this host leaves attempt `number`, and is not to be counted on; nothing where it never came."""
+        """Announce that this host leaves attempt `number` and must not be counted; do nothing if the host never
+        announced itself.
+        """
         if (number, self._place) in self._claims:
             self._say_there(number, gone=True)
 
     def there(self, number: int) -> list[str]:
-        """Return the hosts that came to attempt `number`, did not leave and live. It costs opens for each host."""
+        """Return the hosts that came to attempt `number`, did not leave and are alive. A call opens several files for
+        each host.
+        """
         names = self.disk.names(folder_of(self.run_dir, number))
         hosts = [unquote(name.removeprefix(THERE).removesuffix(".json")) for name in names if name.startswith(THERE)]
         return [host for host in hosts if not self._gone_or_quiet(number, host)]
 
     def plan(self, number: int, wanted: Callable[[list[str]], Plan | None]) -> Plan | None:
-        """Return the plan of attempt `number`; None while there is none. `come` before; call it in a loop.
+        """Return the plan of attempt `number`; None as long as there is none. Call `come` before, and call this in a
+        loop.
 
         Args:
             number: the attempt.
@@ -156,35 +161,41 @@ class Meeting:
         return self._form(number, PLAN, Plan)
 
     def plans(self, number: int) -> bool:
-        """Return whether we still plan attempt `number`: who took long, or was stopped, may have been followed."""
+        """Return whether this agent still plans attempt `number`: if it took long or was stopped, another agent may
+        have taken over.
+        """
         return self._claim(number, "plan").hold()
 
     def beat(self, number: int, beat: Beat) -> None:
-        """Give a sign of life; about once a second while this host takes part, or waits as a spare."""
+        """Give a sign of life; call this about once a second while this host takes part or waits as a spare."""
         self._check_place(number)
         self.disk.replace(file_of(folder_of(self.run_dir, number), BEAT, self.host), text_of(beat))
 
     def stale(self, number: int, host: str) -> bool:
-        """Return whether `host`, of the plan, has given no beat for `lost_after` seconds in which we looked."""
+        """Return whether `host`, which is in the plan, has given no sign of life for `lost_after` seconds in which this
+        agent looked.
+        """
         folder = folder_of(self.run_dir, number)
         found = self.disk.read(file_of(folder, BEAT, host))
         quiet = self._watch.unchanged((number, "beat", host), found and found.mark, self.disk.now(folder))
         return quiet >= self.lost_after and self.ended(number, host) is None
 
     def end(self, number: int, end: End) -> None:
-        """Say how a host's part ended, unless that was said before; and that all is over, if it ended badly."""
+        """Write how a host's part ended, unless this was written before, and that the attempt is over if the part ended
+        badly.
+        """
         self._publish(number, file_of(folder_of(self.run_dir, number), END, end.host).name, text_of(end))
         stands = self.ended(number, end.host)
         if stands and _is_bad(stands):
             self._publish(number, OVER, json.dumps({"host": stands.host, "time": stands.time}) + "\n")
 
     def ended(self, number: int, host: str) -> End | None:
-        """Return how a host's part ended, once that is said."""
+        """Return how a host's part ended; None as long as this was not written."""
         found = self.disk.read(file_of(folder_of(self.run_dir, number), END, host))
         return parse(found.text, End) if found else None
 
     def lost(self, number: int, host: str, why: str) -> None:
-        """Say of a host that cannot any more that its part has ended, in the phase of its last beat."""
+        """Write, for a host that cannot write any more, that its part has ended in the phase of its last sign of life."""
         folder = folder_of(self.run_dir, number)
         found = self.disk.read(file_of(folder, BEAT, host))
         beat = (parse(found.text, Beat) if found else None) or Beat(host, 0.0, "start", 0.0)
@@ -192,12 +203,13 @@ class Meeting:
         self.end(number, End(host, now, "failed", beat.phase, beat.step, "lost node", message=why, by=self.host))
 
     def over(self, number: int) -> str | None:
-        """Return the host whose part was the first to end badly; None while all goes well."""
+        """Return the host whose part was the first to end badly; None if no part did."""
         found = self.disk.read(folder_of(self.run_dir, number) / OVER)
         return str(json.loads(found.text)["host"]) if found else None
 
     def verdict(self, number: int, decide: Callable[[Attempt], Verdict]) -> Verdict | None:
-        """Return the verdict on attempt `number`, or None while there is none; call it in a loop, once our part ended.
+        """Return the verdict on attempt `number`, or None as long as there is none; call this in a loop after this
+        host's part has ended.
 
         One host asks its `decide`, as soon as all hosts of the plan said how their parts ended; where one ended badly,
         or was lost, the others get a moment for it. Who gives no sign of life any more is written down as lost.

@@ -1,4 +1,5 @@
-"""Going on with fewer hosts: the same recipe at a smaller data-parallel size, with the same global batch.
+"""This module lets a run go on with fewer hosts: the same recipe at a smaller data-parallel size, with the same global
+batch.
 
 Tensor, pipeline, context and expert groups stay whole: only copies of the model are given up, and those that are left
 take the samples of the lost ones. In a pipeline they take more micro-batches (`micro_batch_num`); without one they
@@ -27,7 +28,8 @@ _STRATEGY = ("parallel", "dataset_strategy")
 
 
 def smaller(recipe: Recipe, hosts: int, slots: int, step: int) -> Smaller | str:
-    """Return how `recipe` goes on from `step` with at most `hosts` hosts of `slots` workers each; else why it cannot.
+    """Return how `recipe` goes on from `step` with at most `hosts` hosts of `slots` workers each; otherwise return why
+    it cannot.
 
     With as many hosts as the recipe wants it is the recipe itself.
 

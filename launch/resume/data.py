@@ -1,4 +1,5 @@
-"""This module keeps a run that goes on to the data that it has: what is left out, what a corpus held, in which order.
+"""This module makes sure that a resumed run trains the same data: the samples left out, the content of each corpus, and
+the order.
 
 What is left out (`apply_ledger`, `guilty`). A launch follows the ledger of left-out samples
 (`plugins/spike_guard/ledger.py`). The worker that ends a run for a spike has written the ledger. Whoever plans the next
@@ -70,7 +71,7 @@ _OTHER_KEYS = ((("train_dataset", "shuffle"), None), (("seed",), None))
 
 
 def guard_is_on(recipe: Recipe) -> bool:
-    """Return whether the recipe's run is guarded."""
+    """Return whether the recipe's run has a spike guard."""
     return View(recipe).get(SECTION) not in (None, False)
 
 
@@ -80,7 +81,7 @@ def left_out(recipe: Recipe) -> Ranges:
 
 
 def apply_ledger(recipe: Recipe, run_dir: Path, before: Ranges = ()) -> None:
-    """Let `recipe` (in place) leave out what the ledger in `run_dir` says, beside what it says itself.
+    """Change `recipe` in place so that it also leaves out the samples that `RUN/skipped.json` in `run_dir` lists.
 
     Whoever plans an attempt calls this first: another node may have planned, or met, what came before.
 
@@ -101,7 +102,8 @@ def apply_ledger(recipe: Recipe, run_dir: Path, before: Ranges = ()) -> None:
 
 
 def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
-    """Return why a checkpoint (folder, its step) of the run is not to be gone on from: its samples are left out since.
+    """Return why the run must not go on from a checkpoint (folder, its step): samples that it has trained are left out
+    since.
 
     A checkpoint's seals say what the run left out that made it; of one that does not say so, what RUN/recipe.yaml
     leaves out counts, so ask before that is written anew.
@@ -137,7 +139,8 @@ def put_guilty_aside(recipe: Recipe, run_dir: Path, root: Path) -> None:
 
 
 def digests(recipe: Recipe) -> list[dict[str, Any]]:
-    """Return of each corpus of `data_path` in turn: prefix, bytes of .idx and .bin, sha256 of what is covered.
+    """Return for each corpus of `data_path` in turn its prefix, the bytes of .idx and .bin, and the sha256 of the
+    covered part.
 
     For HFDataLoader of each of its files, and of the tokenizers that make ids of them: file, bytes, sha256 of what is
     covered. Empty for loaders of other kinds.
@@ -153,7 +156,7 @@ def digests(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def tokenizer_folders(recipe: Recipe) -> list[str]:
-    """Return the folders of tokenizers that make ids of HFDataLoader's files, as its handlers name them."""
+    """Return the folders of the tokenizers that encode the files of HFDataLoader, as its handlers name them."""
     view = View(recipe)
     handlers = view.get((*LOADER, "handler"))
     sections = [item.get("tokenizer") for item in handlers if isinstance(item, dict)] if view.instruction_files else []
@@ -187,7 +190,7 @@ def _digest(prefix: str) -> dict[str, Any]:
 
 
 def keep_digests(recipe: Recipe, run_dir: Path) -> None:
-    """Write down what the recipe's data holds now. Data that cannot be read is left to the loader to complain of."""
+    """Record digests of the data of a recipe as it is now. If data cannot be read, the loader reports this later."""
     try:
         write_atomically(run_dir / DIGESTS, json.dumps(digests(recipe), indent=1) + "\n")
     except DataError as error:
@@ -195,7 +198,7 @@ def keep_digests(recipe: Recipe, run_dir: Path) -> None:
 
 
 def replaced(run_dir: Path, recipe: Recipe) -> list[str]:
-    """Return the corpora of `recipe` that do not hold what those of the run in `run_dir` held, each in words.
+    """Return in words which corpora of `recipe` differ from those of the run in `run_dir`.
 
     A run that has written nothing down (of an earlier version, or of MindFormers alone) is said, and taken.
     """
@@ -224,14 +227,14 @@ def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 class Shuffle(NamedTuple):
-    """The order of one corpus depends on this much of the number of wanted samples."""
+    """The order of one corpus depends on the number of wanted samples only through these values."""
 
     epochs: int
     last_apart: bool
 
 
 def shuffle_of(tokens: int, samples: int, sequence_length: int) -> Shuffle:
-    """Return how GPTDataset shuffles a corpus of `tokens` tokens if asked for `samples` samples (and a last label)."""
+    """Return how GPTDataset shuffles a corpus of `tokens` tokens if asked for `samples` samples (and one last label)."""
     epochs = max(1, -(-(samples * sequence_length + 1) // tokens))
     if epochs == 1:
         return Shuffle(1, False)
@@ -275,7 +278,8 @@ def _training_tokens(prefix: str, share: float) -> int:
 
 
 def differences(before: Recipe, after: Recipe, step: int) -> list[str]:
-    """Return what makes the data's order of `after` another than that of `before`, of which `step` steps are trained.
+    """Return in words why the data of `after` has another order than that of `before`, of which `step` steps are
+    trained.
 
     Each difference says what it was and what it would be; none means that the run can go on.
     """
@@ -423,13 +427,15 @@ def _shuffle_in_words(shuffle: Shuffle) -> str:
 
 
 def all_steps(recipe: Recipe) -> int:
-    """Return the steps that the recipe trains in all; 0 where it does not say."""
+    """Return the total number of steps that the recipe trains; 0 if it does not say."""
     view = View(recipe)
     return view.number((*RUNNER, "epochs"), 1) * (view.samples // view.global_batch)
 
 
 def most_steps(recipe: Recipe, wanted: int) -> int | None:
-    """Return how many of `wanted` steps the recipe can be trained for in the order it has; None: nobody can tell."""
+    """Return for how many of `wanted` steps the recipe can train with unchanged order of its data; None if this cannot
+    be determined.
+    """
     view = View(recipe)
     own = view.samples // view.global_batch
     if wanted <= own or not view.megatron or view.number((*RUNNER, "epochs"), 1) > 1:

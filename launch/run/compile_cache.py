@@ -1,4 +1,5 @@
-"""MindSpore's compile cache, made safe: folders by key, digests of what is in them, published whole.
+"""This module makes MindSpore's compile cache safe: one folder for each key, digests of its files, and graphs that are
+published completely or not at all.
 
 The folder of all caches is `output/compile_cache` of the checkout, or `TC3_COMPILE_CACHE`; with several nodes it must
 be one that they share. A key's folder (`cache_key`) has a folder `rank_N` for each rank, as MindSpore makes them, with
@@ -44,7 +45,7 @@ AGREE, LOOK = 60.0, 0.2  # seconds until nodes that have not heard of all others
 
 
 def refuse_own(recipe: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse MindSpore's own compile cache, which trains the graph of another recipe in silence.
+    """Refuse MindSpore's own compile cache, which may silently train the graph of another recipe.
 
     Raises:
         ClusterError: a variable turns it on, or says where it is.
@@ -64,7 +65,7 @@ def refuse_own(recipe: Mapping[str, Any], environ: Mapping[str, str] = os.enviro
 
 
 def unfit(recipe: Recipe, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Why a recipe's graph cannot be loaded by another process, or not be told from others; None where it can."""
+    """Return why another process cannot load a recipe's graph, or cannot tell it from others; None if it can."""
     view = View(recipe)
     if not view.megatron and not view.instruction_files:
         return "how long data of this loader is, and so the schedule in the graph, is not known to the key"
@@ -82,7 +83,7 @@ def _has_key(value: Any, key: str) -> bool:
 
 @dataclass
 class CompileCache:
-    """The compile cache of one attempt on this node.
+    """This is the compile cache of one attempt on this node.
 
     `environment`: what its workers get (nothing: they compile without a cache). `said`: a line for the user, or "".
     """
@@ -98,7 +99,8 @@ class CompileCache:
     _kept: set[int] = field(default_factory=set)
 
     def keep(self) -> None:
-        """Publish what a rank of this node has compiled, once a later step was made with it; call it now and then.
+        """Publish what a rank of this node has compiled once a later step was made with it; call this from time to
+        time.
 
         One rank a call, for who calls has other things to look after. Never raises: a cache that cannot be kept
         costs the next start its time.
@@ -109,8 +111,9 @@ class CompileCache:
             self._publish(rank)
 
     def close(self, ended_well: bool) -> None:
-        """After the workers: publish what is not yet, if they `ended_well` or the graph was in use, so that the next
-        attempt loads what one that failed has compiled; remove the attempt's own folder."""
+        """After the workers have ended, publish what is not published yet if they `ended_well` or the graph was in use,
+        so that the next attempt can load what a failed attempt has compiled; remove the attempt's own folder.
+        """
         if self.environment:
             for rank in self.ranks:
                 if ended_well or self._is_due(rank):
@@ -145,7 +148,8 @@ def prepare(
     environ: Mapping[str, str] = os.environ,
     over: Callable[[], object] = lambda: None,
 ) -> CompileCache:
-    """Return the compile cache of an attempt that starts now on this node; of several nodes all load, or none does.
+    """Return the compile cache of an attempt that starts now on this node; among several nodes either all load or none
+    does.
 
     Args:
         recipe: flat and effective.
@@ -192,7 +196,7 @@ def _prepare(
 
 
 def root(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of all caches."""
+    """Return the folder that holds the caches of all keys."""
     return Path(environ.get(FOLDER) or ROOT / "output" / "compile_cache").absolute()
 
 

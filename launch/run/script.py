@@ -1,4 +1,5 @@
-"""This module writes a recipe's launch as plain bash: one script for all nodes, started by hand, by Slurm or otherwise.
+"""This module writes a recipe's launch as plain bash: one script for all nodes, to be started by hand, by Slurm or by
+another manager.
 
 The upper part of a script says what runs where and is written here; the lower part is `launch/script_body.sh`.
 `tc3 train --script` prints both as one file that stands by itself. `python -m launch.run.script` writes the scripts of
@@ -62,7 +63,7 @@ _OTHER_PATHS = ("checkpoint.load_path", "checkpoint.save_path", "load_checkpoint
 
 
 def outside(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path | None) -> list[str]:
-    """Return a sentence for each path of a script that is not in the checkout; relative ones start there."""
+    """Return a sentence for each path of a script that is not in the checkout; relative paths start at the checkout."""
     return [
         f"{name}: {path} is outside the checkout ({ROOT}): every node needs it there"
         for name, path in _paths(recipe_file, recipe, resume, run_dir)
@@ -88,7 +89,8 @@ def _paths(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path 
 
 
 def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[int], None]:
-    """Check what every worker can see at once; return a check of the rest, to be called with each worker's rank.
+    """Check everything that all workers can see in the same way; return a check of the rest, to be called with each
+    worker's rank.
 
     The rest waits until the cluster stands, for it fails on some ranks only: each reads its share of a sealed
     checkpoint; rank 0, which alone may have to read an index, compares the data and its order, and keeps the recipe and
@@ -121,7 +123,9 @@ def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[i
 
 @dataclass(frozen=True)
 class Cluster:
-    """A run has these nodes, the first one the master, with `slots` workers each; bash writes them as `names`."""
+    """These are the nodes of a run, the first one the master, with `slots` workers each; `names` is how bash writes
+    them.
+    """
 
     nodes: int
     slots: int
@@ -131,7 +135,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Launch:
-    """A script starts this: `settings` are overrides for launch/train.py; relative paths start at the checkout.
+    """This is what a script starts: `settings` are overrides for launch/train.py; relative paths start at the checkout.
 
     `bind`: whether workers get cores of their own.
     """
@@ -145,7 +149,8 @@ class Launch:
 
 
 def cluster_for(workers: int, hosts_file: Path | None = None) -> Cluster:
-    """Return the nodes of `hosts_file` (a line each: name, and its workers unless 8), or names to be edited.
+    """Return the nodes of `hosts_file` (each line has a name and its number of workers, 8 by default), or names to be
+    edited.
 
     Raises:
         ClusterError: the file does not give exactly `workers` workers, the same number on each of its hosts.
@@ -179,7 +184,7 @@ def launch_script(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | 
 
 
 def sourcing_script(launch: Launch, recipe: Mapping[str, Any]) -> str:
-    """Return the same as `launch_script`, with the body sourced from the checkout: what lies in launch/scripts/."""
+    """Return the same script as `launch_script`, but with the body sourced from the checkout, as in launch/scripts/."""
     workers, cluster, port = _sizes(launch, recipe, None)
     size = size_in_words(workers, cluster.nodes)
     head = ["#!/usr/bin/env bash", f"# {size}. How to start it: docs/train.md", "set -euo pipefail"]
@@ -199,12 +204,12 @@ def _sizes(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | None) -
 
 
 def size_in_words(workers: int, nodes: int) -> str:
-    """Return how much a run takes."""
+    """Return in words how many nodes and workers a run takes."""
     return f"{workers:,} worker{'s' * (workers > 1)} on {nodes:,} node{'s' * (nodes > 1)}"
 
 
 def one_line(command: Sequence[str]) -> str:
-    """Return a command as a comment has it."""
+    """Return a command in the form of a comment."""
     return " ".join(shlex.join(command).splitlines())
 
 
@@ -300,13 +305,15 @@ def body(path: Path) -> str:
 
 
 def in_checkout(path: Path) -> str:
-    """Return a path as scripts write it: relative to the checkout where it lies in it, to fit any machine."""
+    """Return a path as scripts write it: relative to the checkout if it lies inside, so that the script fits any
+    machine.
+    """
     path = path.absolute()
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def reference_scripts() -> dict[Path, str]:
-    """Return file -> text of launch/scripts/."""
+    """Return file -> text for launch/scripts/."""
     scripts = {}
     for pattern in REFERENCES:
         for path in sorted((ROOT / "recipes").glob(pattern)):

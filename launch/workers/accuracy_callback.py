@@ -1,4 +1,6 @@
-"""msprobe's debugger around every training step, as a MindFormers callback: no edit to model or recipe."""
+"""This module runs msprobe's debugger around every training step, as a MindFormers callback, without changes to model
+or recipe.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ WITHOUT_WEIGHTS = ("L1", "L2")  # levels at which msprobe hooks no cell
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class AccuracyDump(Callback):
-    """Start msprobe's `PrecisionDebugger` before each step, stop it behind.
+    """This starts msprobe's `PrecisionDebugger` before each step and stops it after the step.
 
     Args:
         run_dir: where the dump goes: `stepN/rankM/`.
@@ -30,7 +32,7 @@ class AccuracyDump(Callback):
         self.steps = 0
 
     def on_train_step_begin(self, run_context):
-        """Hook the network that the train step differentiates; the optimizer's cells are not msprobe's."""
+        """Hook the network that the train step differentiates; the optimizer's cells are not msprobe's concern."""
         network = run_context.original_args().train_network.network
         if not self.steps and self.level in WITHOUT_WEIGHTS:
             self._dump_weights(network)
@@ -46,7 +48,7 @@ class AccuracyDump(Callback):
         self.steps += 1
 
     def on_train_end(self, run_context):
-        """The weights that the last step has made."""
+        """Return the weights after the last step."""
         self._dump_weights(run_context.original_args().train_network.network)
 
     def _dump_weights(self, network):

@@ -17,7 +17,7 @@ FOR_MINDSPORE = "MSRUN_CPU_LIST"  # MindSpore binds the thread that calls it to 
 
 
 def stay_on_own_cores(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Bind this process, if it is a worker that a launch has cores for; where that fails it says so and goes on.
+    """Bind this process to its cores, if a launch gave it some; if binding fails, print this and go on.
 
     MindFormers asks MindSpore to bind every worker (`build_context._setup_affinity`). On control groups of version 1
     MindSpore would then move the main thread to its own choice of cores, so it is told ours.
@@ -36,7 +36,8 @@ def stay_on_own_cores(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def with_bind_file(recipe: dict[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the recipe, binding threads by the file by which msrun has bound the process, unless it says itself how.
+    """Return the recipe with threads bound by the file by which msrun has bound the process, unless the recipe has its
+    own binding.
 
     Without it MindFormers lets MindSpore move the main thread elsewhere. It takes a string for a file by its ending.
     """
@@ -47,6 +48,6 @@ def with_bind_file(recipe: dict[str, Any], environ: Mapping[str, str] = os.envir
 
 
 def binds_itself(recipe: Mapping[str, Any]) -> bool:
-    """Return whether a recipe has its own idea of cores, which a launch then leaves alone."""
+    """Return whether a recipe binds cores itself; then a launch does not bind its workers."""
     context = recipe.get("context") or {}
     return any(context.get(key) for key in ("affinity_config", "affinity_cpu_list"))

@@ -1,4 +1,5 @@
-"""`plugins.attention_balance` of a recipe: MindFormers' Megatron loader, with its samples in the order of the plan.
+"""This module enables `plugins.attention_balance` of a recipe: MindFormers' Megatron loader delivers its samples in the
+order of the plan.
 
 The loader keeps its name, by which MindFormers' trainer knows it, and everything around it: sharding, batches, `take`,
 skipping to a step on resume, empty data on ranks that do not read. Only the index at which a rank reads changes. Every
@@ -29,7 +30,7 @@ _DOCUMENTS_LOOKED_AT = 16
 
 
 class Reordered:
-    """A view of a random-access dataset: item i is `source[order[i]]`.
+    """This is a view of a random-access dataset: item i is `source[order[i]]`.
 
     Columns are tuples; a class of its own so that MindSpore's reader processes can be handed it.
     """
@@ -46,7 +47,7 @@ class Reordered:
 
 
 class BalancedMegatronDataLoader(BlendedMegatronDatasetDataLoader):
-    """The registered loader while the plugin is on; without `schedule` it is MindFormers' own.
+    """This is the registered loader while the plugin is on; without `schedule` it is MindFormers' own.
 
     Args:
         schedule: only in the section of the recipe that is trained on, so that other data sets keep their order.
@@ -84,7 +85,7 @@ def enable(config, settings) -> None:
 
 
 def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
-    """int64 [len(source)]: the item of `source` to deliver at each position.
+    """Return int64 [len(source)]: the item of `source` to deliver at each position.
 
     Args:
         source: MindFormers' BlendedDataset or GPTDataset.
@@ -113,7 +114,7 @@ def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
 
 
 def index_of(dataset: Any) -> GPTIndex:
-    """Return the arrays of MindFormers' GPTDataset, not copied."""
+    """Return the arrays of MindFormers' GPTDataset without copying them."""
     return GPTIndex(
         dataset.dataset.sequence_lengths,
         dataset.document_index,

@@ -1,4 +1,4 @@
-"""The sum over micro-batches of a gradient of grouped weights, in NumPy: an oracle for tests."""
+"""This module computes the sum over micro-batches of a gradient of grouped weights in NumPy, as a reference for tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 def summed(
     batches: Iterable[tuple[np.ndarray, np.ndarray]], ends: Sequence[int], kind: np.dtype, rounded: bool
 ) -> np.ndarray:
-    """float32 [groups * k, n].
+    """Return the sum as float32 [groups * k, n].
 
     Args:
         batches: of each micro-batch the rows that the weights were multiplied with, [m, k], and the gradient of what
