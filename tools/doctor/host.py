@@ -253,7 +253,7 @@ def shared_memory(patient: Patient) -> Answer:
     mend="swapoff -a",
 )
 def swap(patient: Patient) -> Answer:
-    """Nothing is paged out."""
+    """No memory is swapped out."""
     text = told(patient.root.read("/proc/swaps"), "/proc/swaps cannot be read")
     areas = [line.split()[0] for line in text.splitlines()[1:]]
     return Answer("warn" if areas else "ok", ", ".join(areas) or "no swap")
@@ -282,7 +282,7 @@ def clock(patient: Patient) -> Answer:
     mend="an output_dir with more room (--set output_dir=...)",
 )
 def disk(patient: Patient) -> Answer:
-    """There is room where checkpoints go."""
+    """There is room on the disk of the checkpoints."""
     found = told(free_space(patient, str(patient.folder)), f"df does not show the file system of {patient.folder}")
     mount, _, free = found
     verdict: Verdict = "ok" if free >= 10 * GIB else "fail" if free < GIB else "warn"
@@ -295,7 +295,7 @@ def disk(patient: Patient) -> Answer:
     mend="another output_dir; then look at the file system (mount, dmesg)",
 )
 def disk_write(patient: Patient) -> Answer:
-    """Four MiB are written and synchronised where checkpoints go, into a file without a name."""
+    """Four MiB are written and synchronised on the disk of the checkpoints, into a file without a name."""
     if not patient.root.live:
         return Answer("unknown", "a recorded host cannot be written to")
     above = next(folder for folder in (patient.folder, *patient.folder.parents) if folder.exists())

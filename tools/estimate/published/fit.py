@@ -1,4 +1,5 @@
-"""Fit the efficiencies of all device types at once to published step times, and judge them by groups left out.
+"""This module fits the efficiencies of all device types together to published step times, and judges them by groups
+left out.
 
 Minimised is, over the logarithms r of predicted over measured step time and the parameters x of all types,
 
@@ -48,7 +49,7 @@ from tools.model.architecture import Model
 
 
 class Group(NamedTuple):
-    """A model, by its sizes, on a cluster."""
+    """This is a model, by its sizes, on a cluster."""
 
     model: str
     cluster: str
@@ -58,7 +59,7 @@ class Group(NamedTuple):
 
 
 def sizes(model: Model) -> str:
-    """Return what tells one model from another, but for its depth."""
+    """Return the sizes that distinguish models, except their depth."""
     attention = f"{model.heads}/{model.kv_heads} heads"
     if not model.experts:
         return f"{model.hidden} wide, {attention}, MLP {model.ffn}, vocabulary {model.vocab}"
@@ -92,7 +93,7 @@ Sets = dict[str, Efficiency]
 
 @dataclass(frozen=True)
 class Run:
-    """One configuration on one cluster, and the seconds that its step was measured to take, once or several times."""
+    """This is one configuration on one cluster, with the measured seconds of its step, measured once or several times."""
 
     cluster: str
     config: Configuration
@@ -105,12 +106,12 @@ class Run:
 
 
 def usable(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that a fit reads: with a configuration and a step time, and not for context only."""
+    """Return the rows that a fit reads: those with a configuration and a step time that are not for context only."""
     return [row for row in rows if row.use == "fit" and row.config and measured_seconds(row) is not None]
 
 
 def runs_of(rows: Iterable[Row]) -> list[Run]:
-    """Usable rows, those of one configuration together."""
+    """Return the usable rows, grouped by configuration."""
     found: dict[tuple[str, Configuration], list[float]] = {}
     for row in rows:
         seconds = measured_seconds(row)
@@ -126,7 +127,9 @@ def predicted(run: Run, sets: Mapping[str, Efficiency]) -> float:
 
 @dataclass(frozen=True)
 class Point:
-    """Where a search stands: parameters, logarithms of predicted seconds there, derivatives made there or nearby."""
+    """This is the state of a fit: parameters, logarithms of predicted seconds there, and derivatives made there or
+    nearby.
+    """
 
     x: np.ndarray
     logs: np.ndarray
@@ -134,7 +137,7 @@ class Point:
 
 
 class Problem:
-    """The runs as residuals of one long vector of parameters [types x NAMES]."""
+    """These are the runs as residuals of one long vector of parameters [types x NAMES]."""
 
     def __init__(self, runs: Sequence[Run], kinds: Sequence[str]):
         self.kinds, self.runs = list(kinds), list(runs)
@@ -251,7 +254,7 @@ class Problem:
 
 
 def fit(rows: Iterable[Row], start: Mapping[str, Efficiency] | None = None) -> Sets:
-    """Return a set for every device type.
+    """Return a set of efficiencies for every device type.
 
     Args:
         start: where the search begins; it has no part in what is minimised.
@@ -262,7 +265,7 @@ def fit(rows: Iterable[Row], start: Mapping[str, Efficiency] | None = None) -> S
 
 @dataclass(frozen=True)
 class Judged:
-    """A row that had no part in the fit that predicts it; `error` is predicted over measured - 1."""
+    """This is a row that was not part of the fit that predicts it; `error` is predicted over measured - 1."""
 
     row: Row
     group: Group
@@ -270,7 +273,7 @@ class Judged:
 
 
 def errors_of(rows: Iterable[Row], sets: Mapping[str, Efficiency]) -> list[float]:
-    """Predicted over measured - 1 of usable rows."""
+    """Return predicted over measured - 1 for usable rows."""
     runs = [run for row in rows for run in runs_of([row])]
     return [predicted(run, sets) / run.seconds[0] - 1 for run in runs]
 
@@ -299,7 +302,7 @@ TELLING = 0.10  # a spread below it is what runs differ by
 
 @dataclass(frozen=True)
 class Contradiction:
-    """Rows of one configuration on one cluster, from the fastest to the slowest.
+    """These are rows of one configuration on one cluster, from the fastest to the slowest.
 
     Args:
         seconds: of each row's step.
