@@ -79,7 +79,9 @@ def refuse_unknown(
 
 
 def not_json(error: Exception) -> str:
-    """Return why a text is not JSON, from the exception of `json.loads`, as the end of a sentence that names the file."""
+    """Return why a text is not JSON, from the exception of `json.loads`, as the end of a sentence that names the
+    file.
+    """
     if isinstance(error, json.JSONDecodeError):
         if not error.doc.strip():
             return "is empty: JSON was expected"

@@ -68,7 +68,9 @@ class Allocation:
 
     @property
     def name(self) -> str:
-        """Return a name, made from the run's folder, that Slurm and Kubernetes accept: lower case, digits and hyphens."""
+        """Return a name, made from the run's folder, that Slurm and Kubernetes accept: lower case, digits and
+        hyphens.
+        """
         words = re.sub(r"[^a-z0-9]+", "-", Path(self.run_dir).name.lower()).strip("-")
         return (words if words[:1].isalpha() else f"tc3-{words}")[:40].strip("-")
 

@@ -195,7 +195,9 @@ class Meeting:
         return parse(found.text, End) if found else None
 
     def lost(self, number: int, host: str, why: str) -> None:
-        """Write, for a host that cannot write any more, that its part has ended in the phase of its last sign of life."""
+        """Write, for a host that cannot write any more, that its part has ended in the phase of its last sign of
+        life.
+        """
         folder = folder_of(self.run_dir, number)
         found = self.disk.read(file_of(folder, BEAT, host))
         beat = (parse(found.text, Beat) if found else None) or Beat(host, 0.0, "start", 0.0)

@@ -259,7 +259,9 @@ def make_plan(
 
 
 def read_skipped(job: Job) -> None:
-    """Change the recipe of `job` in place so that it leaves out all samples that any attempt of the run has left out."""
+    """Change the recipe of `job` in place so that it leaves out all samples that any attempt of the run has left
+    out.
+    """
     before: Ranges = ()
     if data.guard_is_on(job.recipe) and (known := numbers(job.run_dir)):
         plans = (read_attempt(job.run_dir, number).plan for number in reversed(known))

@@ -1,4 +1,6 @@
-"""This module starts a model in a separate process, asks it for logits, and ends that process together with this one."""
+"""This module starts a model in a separate process, asks it for logits, and ends that process together with this
+one.
+"""
 
 from __future__ import annotations
 

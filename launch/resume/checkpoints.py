@@ -167,7 +167,9 @@ def _listed(wrong: Sequence[str]) -> str:
 
 
 def weights_of(recipe: Recipe) -> int | None:
-    """Return the number of trained parameters of the recipe's model; None for a model that `tc3 check` does not count."""
+    """Return the number of trained parameters of the recipe's model; None for a model that `tc3 check` does not
+    count.
+    """
     try:
         return parameters(model_of(convert(View(recipe), load_schema()).fields))
     except (TypeError, KeyError, ValueError):
@@ -350,7 +352,9 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
 
 
 def complete(recipe: Recipe, checkpoint: CheckpointInfo) -> str | None:
-    """Return in words that `checkpoint` leaves nothing to train; None if steps remain, or if this cannot be determined."""
+    """Return in words that `checkpoint` leaves nothing to train; None if steps remain, or if this cannot be
+    determined.
+    """
     wanted, done = all_steps(recipe), checkpoint.step
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         common = json.loads((checkpoint.path / "common.json").read_text(encoding="utf-8"))

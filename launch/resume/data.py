@@ -234,7 +234,9 @@ class Shuffle(NamedTuple):
 
 
 def shuffle_of(tokens: int, samples: int, sequence_length: int) -> Shuffle:
-    """Return how GPTDataset shuffles a corpus of `tokens` tokens if asked for `samples` samples (and one last label)."""
+    """Return how GPTDataset shuffles a corpus of `tokens` tokens if asked for `samples` samples (and one last
+    label).
+    """
     epochs = max(1, -(-(samples * sequence_length + 1) // tokens))
     if epochs == 1:
         return Shuffle(1, False)

@@ -168,7 +168,9 @@ def refuse_other_port(port: int) -> None:
 
 
 def check_port(port: int) -> None:
-    """Raise ClusterError if `port` cannot be the scheduler's port: msrun would take 44 s to report this, and vaguely."""
+    """Raise ClusterError if `port` cannot be the scheduler's port: msrun would take 44 s to report this, and
+    vaguely.
+    """
     refuse_other_port(port)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

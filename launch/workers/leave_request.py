@@ -98,7 +98,9 @@ def agree(attempt: Path, rank: int, world: int, patience: float = PATIENCE) -> b
 
 
 def saved_at(attempt: Path) -> int | None:
-    """Return the step at which all ranks of a successfully ended attempt saved and left; None if nobody requested this."""
+    """Return the step at which all ranks of a successfully ended attempt saved and left; None if nobody requested
+    this.
+    """
     with contextlib.suppress(OSError):
         if (attempt / FOLDER / DECISION).read_text() == SAVE:
             return requested(attempt / FILE)

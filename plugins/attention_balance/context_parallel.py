@@ -32,7 +32,9 @@ class ContextPlan:
 
 
 def contiguous(segments: np.ndarray, ranks: int) -> ContextPlan:
-    """Give rank r the r-th part; segments is int64 [documents], the tokens of each, whose sum is a multiple of `ranks`."""
+    """Give rank r the r-th part; segments is int64 [documents], the tokens of each, whose sum is a multiple of
+    `ranks`.
+    """
     return _strided(segments, ranks, np.arange(ranks))
 
 

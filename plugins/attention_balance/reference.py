@@ -25,7 +25,9 @@ Scheduler = Callable[[np.ndarray, int, int, int], np.ndarray]
 
 
 def segments_of_tokens(tokens: list[int], end_of_document: int) -> list[int]:
-    """Return the segment lengths of one sample by walking its tokens: a segment ends after each end-of-document token."""
+    """Return the segment lengths of one sample by walking its tokens: a segment ends after each end-of-document
+    token.
+    """
     lengths = [0]
     for token in tokens:
         lengths[-1] += 1

@@ -1,4 +1,6 @@
-"""This module enables `plugins.ep_overlap` of a recipe: the tokens of a micro-batch go through the experts in chunks."""
+"""This module enables `plugins.ep_overlap` of a recipe: the tokens of a micro-batch go through the experts in
+chunks.
+"""
 
 from __future__ import annotations
 

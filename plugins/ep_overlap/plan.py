@@ -147,7 +147,9 @@ class Choice:
 
     @property
     def cutting(self) -> Passes[float]:
-        """Return the additional seconds of computation in chunks: smaller matmuls, more launches, weights read again."""
+        """Return the additional seconds of computation in chunks: smaller matmuls, more launches, weights read
+        again.
+        """
         busy, uncut = self.after.map(lambda timeline: timeline.busy("compute")), self.compute
         return Passes(busy.forward - uncut.forward, busy.backward - uncut.backward, busy.replayed - uncut.replayed)
 

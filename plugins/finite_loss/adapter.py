@@ -81,7 +81,9 @@ def _watching(monitor: Any, watch, end):
 
         def print_output_info(self, cb_params, cur_epoch_num, origin_epochs, throughput, cur_step_num, steps_per_epoch,
                               *more):  # fmt: skip
-            """Store what only this callback knows: the number of the step, and the parts of the loss (the last four)."""
+            """Store what only this callback knows: the number of the step, and the parts of the loss (the last
+            four).
+            """
             self.parts, self.logged = more[-4:], more[0]
             self.done_before = (cur_epoch_num - 1) * steps_per_epoch + cur_step_num - cb_params.cur_step_num
             super().print_output_info(

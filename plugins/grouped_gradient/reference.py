@@ -1,4 +1,6 @@
-"""This module computes the sum over micro-batches of a gradient of grouped weights in NumPy, as a reference for tests."""
+"""This module computes the sum over micro-batches of a gradient of grouped weights in NumPy, as a reference for
+tests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""This module enables `plugins.hierarchical_ep` of a recipe: MindFormers' routed experts with this plugin's dispatch."""
+"""This module enables `plugins.hierarchical_ep` of a recipe: MindFormers' routed experts with this plugin's
+dispatch.
+"""
 
 from __future__ import annotations
 

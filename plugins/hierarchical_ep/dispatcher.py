@@ -169,7 +169,9 @@ class Select(nn.Cell):
         self.rows = rows
 
     def construct(self, rows, meta, turn):
-        """Send rows [N, h] and meta [N, 2k]; return those that arrive, [R, h] and [R, 2k], with those of the own node."""
+        """Send rows [N, h] and meta [N, 2k]; return those that arrive, [R, h] and [R, 2k], with those of the own
+        node.
+        """
         tokens = rows.shape[0]
         ids = ops.cast(ops.stop_gradient(meta[:, : self.top_k]), ms.int32) - 1
         ids = ops.reshape(ids, (tokens, self.top_k, 1))

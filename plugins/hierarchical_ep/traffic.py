@@ -172,7 +172,9 @@ def per_rank_bytes(plan: Plan, hidden: int, itemsize: int, direction: str = "for
 
 
 def backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """Return the adjoint of each forward step, in reverse order: the same bytes in the other direction, without counts."""
+    """Return the adjoint of each forward step, in reverse order: the same bytes in the other direction, without
+    counts.
+    """
     return tuple(
         replace(
             step,

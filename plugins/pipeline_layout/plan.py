@@ -50,7 +50,9 @@ def by_turns(forward: np.ndarray, backward: np.ndarray, warm_up: int) -> np.ndar
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> np.ndarray:
-    """Return what `stage` of `stages` runs: int64 [2 * micro_batches, 2] of `FORWARD` or `BACKWARD`, and micro-batch."""
+    """Return what `stage` of `stages` runs: int64 [2 * micro_batches, 2] of `FORWARD` or `BACKWARD`, and
+    micro-batch.
+    """
     numbers = np.arange(micro_batches)
     forward, backward = (np.stack([np.full(micro_batches, kind), numbers], axis=1) for kind in (FORWARD, BACKWARD))
     return by_turns(forward, backward, stages - 1 - stage)

@@ -47,7 +47,9 @@ def iterations(root: Path) -> list[Path]:
 
 
 def unfinished(root: Path) -> list[Path]:
-    """Return the iterations that attempts have begun to save for `root` and not yet moved to their place, newest first."""
+    """Return the iterations that attempts have begun to save for `root` and not yet moved to their place, newest
+    first.
+    """
     return sorted(root.glob(f"{SAVING}*/iteration_*"), key=iteration, reverse=True)
 
 

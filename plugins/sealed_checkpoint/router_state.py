@@ -42,7 +42,9 @@ def copied_like(layout: Any) -> Any:
 
 
 def enable() -> None:
-    """Make MindFormers list this state wherever it asks MindSpore; the CPU backend's own answers are already complete."""
+    """Make MindFormers list this state wherever it asks MindSpore; the CPU backend's own answers are already
+    complete.
+    """
     from mindformers.checkpoint import sharded_tensor
 
     of_all, of_this = sharded_tensor.get_strategy_metadata, sharded_tensor.get_current_strategy_metadata

@@ -52,7 +52,9 @@ def enable_checkpoints(ranks: Ranks) -> None:
 
 
 def compile_without_sink(model: Any, dataset: Any, **_: Any) -> None:
-    """Compile the train step of a `mindspore.train.Model`, because the layout of slices is known only after a compile."""
+    """Compile the train step of a `mindspore.train.Model`, because the layout of slices is known only after a
+    compile.
+    """
     batch = next(iter(dataset.create_tuple_iterator(num_epochs=1)))
     model._train_network.set_train()
     model._train_network.compile(*batch)

@@ -1,4 +1,6 @@
-"""This module reads `parallel.parallel_mode`: which recipes split their model, and which of them this plugin executes."""
+"""This module reads `parallel.parallel_mode`: which recipes split their model, and which of them this plugin
+executes.
+"""
 
 from __future__ import annotations
 

@@ -211,7 +211,9 @@ class Library:
         self._host, self.rank = function, rank
 
     def register(self, name: str) -> bool:
-        """Let Python compute the operator `name` of MindSpore's graph; return whether MindSpore could compute it, too."""
+        """Let Python compute the operator `name` of MindSpore's graph; return whether MindSpore could compute it,
+        too.
+        """
         return bool(self._loaded.tc3_register(name.encode()))
 
     def registered(self) -> list[str]:

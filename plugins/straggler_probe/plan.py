@@ -295,7 +295,9 @@ def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray,
 
 
 def above_others(values: np.ndarray) -> np.ndarray:
-    """Return [K, N] minus the median of the other values of a row; NaN where a value, or every other one, is missing."""
+    """Return [K, N] minus the median of the other values of a row; NaN where a value, or every other one, is
+    missing.
+    """
     out = np.full(values.shape, np.nan)
     for place, row in enumerate(values):
         here = np.flatnonzero(~np.isnan(row))

@@ -29,6 +29,8 @@ class CountedBias(TopkBiasBalanceCallback):
 
 
 def of_routers(run_context: Any, end: str) -> dict[str, np.ndarray]:
-    """Return router -> copy of its parameter whose name ends in this way, because `asnumpy` returns a view of a buffer."""
+    """Return router -> copy of its parameter whose name ends in this way, because `asnumpy` returns a view of a
+    buffer.
+    """
     parameters = run_context.original_args().train_network.network.get_parameters()
     return {item.name.removesuffix(end): np.array(item.asnumpy()) for item in parameters if item.name.endswith(end)}

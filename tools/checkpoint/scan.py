@@ -50,7 +50,9 @@ def scan_checkpoints(
 
 
 def is_sealed(folder: Path) -> bool:
-    """Return whether any rank has sealed its part, which shows that a run of this repository saved it at least in part."""
+    """Return whether any rank has sealed its part, which shows that a run of this repository saved it at least in
+    part.
+    """
     return any(folder.glob("seal_rank_*.json"))
 
 

@@ -115,7 +115,9 @@ class Stored:
         return found
 
     def read(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return one whole tensor, and the ranks whose copy of a slice differs in any bit from that of the first rank."""
+        """Return one whole tensor, and the ranks whose copy of a slice differs in any bit from that of the first
+        rank.
+        """
         tensor = self.tensors[name]
         whole, differing = None, set()
         for place, copies in enumerate(tensor.copies):

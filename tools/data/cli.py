@@ -1,4 +1,6 @@
-"""This module is `tc3 data`: it prepares or verifies a corpus, and shows how the corpus loads the devices of a recipe."""
+"""This module is `tc3 data`: it prepares or verifies a corpus, and shows how the corpus loads the devices of a
+recipe.
+"""
 
 from __future__ import annotations
 

@@ -80,7 +80,9 @@ class IndexWriter:
         return self._sha256.hexdigest()
 
     def add(self, lengths: np.ndarray, tokens: np.ndarray) -> None:
-        """Append whole documents; lengths is int32 [documents], the tokens of each; tokens is dtype [sum of lengths]."""
+        """Append whole documents; lengths is int32 [documents], the tokens of each; tokens is dtype [sum of
+        lengths].
+        """
         assert tokens.dtype == self.dtype and lengths.dtype == np.int32
         self._bin.write(tokens.data)
         self._sha256.update(tokens.data)
@@ -231,7 +233,9 @@ class IndexReader:
 
 
 class Blend(NamedTuple):
-    """These are corpora by their prefixes, with one weight each, or weights None if corpora are taken by their sizes."""
+    """These are corpora by their prefixes, with one weight each, or weights None if corpora are taken by their
+    sizes.
+    """
 
     prefixes: list[str]
     weights: list[float] | None

@@ -1,4 +1,6 @@
-"""This module is the pipeline of `tc3 data prepare`: corpus -> tokenizer -> `.bin/.idx` per split -> check -> publish."""
+"""This module is the pipeline of `tc3 data prepare`: corpus -> tokenizer -> `.bin/.idx` per split -> check ->
+publish.
+"""
 
 from __future__ import annotations
 

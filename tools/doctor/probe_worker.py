@@ -55,7 +55,9 @@ def timed(work: Callable[[], float], seconds: float) -> Piece:
 
 
 def waiting(work: Callable[[], Result]) -> tuple[Result, float]:
-    """Return the result of `work`, and the share of its time in which this process was ready, but others had its cores."""
+    """Return the result of `work`, and the share of its time in which this process was ready, but others had its
+    cores.
+    """
     began, (_, before) = time.perf_counter(), scheduled()
     result = work()
     waited = max(0.0, scheduled()[1] - before)

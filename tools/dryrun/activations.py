@@ -98,7 +98,9 @@ def forward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
 
 
 def backward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
-    """Return (part, place after its last operator): a layer's backward ends with the last gradient that it accumulates."""
+    """Return (part, place after its last operator): a layer's backward ends with the last gradient that it
+    accumulates.
+    """
     ends: dict[int, int] = {}
     head = 0
     for number, node in enumerate(nodes):

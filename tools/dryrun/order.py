@@ -67,7 +67,9 @@ def _tensor(item: Mapping) -> str:
 
 
 def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Return what would hang or mix up messages, one line for each error; empty if the compiled ranks can run together."""
+    """Return what would hang or mix up messages, one line for each error; empty if the compiled ranks can run
+    together.
+    """
     found: list[str] = []
     by_group: dict[tuple[str, tuple[int, ...]], dict[int, list[Call]]] = {}
     for rank, program in programs.items():
@@ -83,7 +85,9 @@ def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
 
 
 def count_groups(programs: Mapping[int, Sequence[Call]]) -> dict[str, int]:
-    """Return the groups that the compiled ranks call ("all"), and those with several of them as members ("compared")."""
+    """Return the groups that the compiled ranks call ("all"), and those with several of them as members
+    ("compared").
+    """
     groups = {call.members for program in programs.values() for call in program if call.op != "p2p"}
     return {"all": len(groups), "compared": sum(len(programs.keys() & set(members)) > 1 for members in groups)}
 

@@ -104,7 +104,9 @@ def of_the_host(error: Exception) -> bool:
 
 
 def parameters_of(cell: Any) -> dict[str, tuple[str, str, bool]]:
-    """Return kind and type of each parameter, and whether the optimizer updates it; compiling cuts shapes, not types."""
+    """Return kind and type of each parameter, and whether the optimizer updates it; compiling cuts shapes, not
+    types.
+    """
     trained = {item.name for item in cell.optimizer.parameters}
     kinds = kinds_of(cell)
     return {item.name: (kinds[item.name], str(item.dtype), item.name in trained) for item in cell.get_parameters()}

@@ -407,7 +407,9 @@ def shard_group(weight: Weight, config: Configuration) -> int:
 
 
 def weight_shards(weight: Weight, config: Configuration) -> int:
-    """Return over how many ranks the optimizer spreads the weight: its group, or 1 if it does not divide or is small."""
+    """Return over how many ranks the optimizer spreads the weight: its group, or 1 if it does not divide or is
+    small.
+    """
     sharing = shard_group(weight, config)
     rows = weight.rows // (1 if weight.split == "columns" else weight_cut(weight, config))
     small = 4 * weight.size // weight_cut(weight, config) < config.shard_threshold

@@ -337,7 +337,9 @@ def not_empty(table: Table | None) -> Table | None:
 
 
 def has_counts(value: Any) -> bool:
-    """Return whether a recompute key holds numbers of layers, which are valid only for one number of stages and chunks."""
+    """Return whether a recompute key holds numbers of layers, which are valid only for one number of stages and
+    chunks.
+    """
     if isinstance(value, dict):
         return any(map(has_counts, value.values()))
     return isinstance(value, list) and not patterns_of(value)

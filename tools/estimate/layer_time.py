@@ -257,14 +257,18 @@ class Parts:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """These are forward and backward of a layer without recomputation, and what each recompute option adds to backward."""
+    """These are forward and backward of a layer without recomputation, and what each recompute option adds to
+    backward.
+    """
 
     forward: Parts
     backward: Parts
     recomputed: Mapping[str, Parts]
 
     def again(self, option: str) -> Parts:
-        """Return what an option of a layer adds to its backward; the option is one of `recomputed`, or several joined."""
+        """Return what an option of a layer adds to its backward; the option is one of `recomputed`, or several
+        joined.
+        """
         if option in self.recomputed:
             return self.recomputed[option]
         every = [self.recomputed[name] for name in parts_of(option)]

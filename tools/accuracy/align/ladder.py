@@ -58,7 +58,9 @@ MOST = 8  # rows of a failed rung that are printed
 
 @dataclass(frozen=True)
 class Sides:
-    """This is what is trained; about says in one sentence how it differs from the recipes, and is empty if it does not."""
+    """This is what is trained; about says in one sentence how it differs from the recipes, and is empty if it does
+    not.
+    """
 
     recipes: list[Recipe]
     about: str = ""

@@ -254,7 +254,9 @@ def _snapped(step: np.ndarray, want: np.ndarray, weight: np.ndarray) -> np.ndarr
 
 
 def trimmed(got: np.ndarray, want: np.ndarray) -> float:
-    """Return `relative` without the worst thousandth of the elements; with fewer than a thousand, all elements count."""
+    """Return `relative` without the worst thousandth of the elements; with fewer than a thousand, all elements
+    count.
+    """
     if got.shape != want.shape or not np.isfinite(got).all():  # NaN would be among the worst, and left out
         return float("inf")
     squares = np.sort(np.square(got.astype(np.float64) - want), axis=None)

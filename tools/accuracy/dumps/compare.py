@@ -44,7 +44,9 @@ THREADS = min(8, os.cpu_count() or 1)  # NumPy and the reads let go of the inter
 
 
 def first_findings(findings: Iterable[Row]) -> dict[str, Row | None]:
-    """Return phase -> its first finding; among several ranks, the finding that comes earliest in its rank's own order."""
+    """Return phase -> its first finding; among several ranks, the finding that comes earliest in its rank's own
+    order.
+    """
     found: dict[str, Row | None] = dict.fromkeys(PHASES)
     for row in sorted(findings, key=lambda row: (row.step, row.order, row.rank)):
         found[row.phase] = found[row.phase] or row

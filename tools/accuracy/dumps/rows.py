@@ -262,7 +262,9 @@ def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
 
 
 def phase_of(entry: Entry, item: Item | None, trained: Trained) -> str:
-    """Return parameters apart from the pass that reads them, and parameters that no gradient trains apart from weights."""
+    """Return parameters apart from the pass that reads them, and parameters that no gradient trains apart from
+    weights.
+    """
     if item and item.role == "parameters":
         return WEIGHTS if trained.has(entry, item) else STATE
     return BACKWARD if entry.name.phase == GRADIENT else entry.name.phase

@@ -37,7 +37,9 @@ class Job:
 
 
 def mark(folder: Path, complete: bool, **facts: Any) -> None:
-    """Record that `folder` is (or is becoming) a dump; the record is complete or absent, even if the process is killed."""
+    """Record that `folder` is (or is becoming) a dump; the record is complete or absent, even if the process is
+    killed.
+    """
     write_atomically(folder / MARKER, json.dumps({"complete": complete, **facts}, indent=1))
 
 
@@ -101,7 +103,9 @@ def use_numpy_statistics() -> None:
 
 
 def statistics(values: np.ndarray) -> tuple[Any, ...]:
-    """Return (largest, smallest, mean, L2 norm) of an array; only the first two for booleans, none for an empty array."""
+    """Return (largest, smallest, mean, L2 norm) of an array; only the first two for booleans, none for an empty
+    array.
+    """
     if not values.size:
         return ()
     if values.dtype == np.bool_:

@@ -47,7 +47,9 @@ def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], positi
 
 
 def hold(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return the nearest values of MindSpore's `dtype`, as float32 where they have 16 bits; other types are unchanged."""
+    """Return the nearest values of MindSpore's `dtype`, as float32 where they have 16 bits; other types are
+    unchanged.
+    """
     if not np.issubdtype(values.dtype, np.floating) or dtype == "Float64":
         return values
     return np.asarray(rounded(values, dtype.lower())).astype(np.float32)

@@ -25,7 +25,9 @@ class NotRunnableError(Exception):
 
 
 class MindSporeDevice:
-    """This is MindSpore's own device. It is a context manager: mode and synchronisation are global, and are restored."""
+    """This is MindSpore's own device. It is a context manager: mode and synchronisation are global, and are
+    restored.
+    """
 
     def __init__(self) -> None:
         os.environ.setdefault("GLOG_v", "3")  # its log is about its own kernels; errors reach the report

@@ -105,7 +105,9 @@ BASE = 10000.0
 
 
 def angles(sequence: int, dim: int, offset: int = 0) -> Array:
-    """Return the angles [S, 1, 1, D] of positions offset .. offset + S - 1, both halves alike; float32 as in the model."""
+    """Return the angles [S, 1, 1, D] of positions offset .. offset + S - 1, both halves alike; float32 as in the
+    model.
+    """
     frequencies = BASE ** (-np.arange(0, dim, 2) / dim)
     half = np.outer(np.arange(offset, offset + sequence), frequencies)
     return np.concatenate([half, half], -1).astype(np.float32)[:, None, None]

@@ -1,4 +1,6 @@
-"""This module holds specs of operators that work on a whole row: sums and maxima, sorting, norms and softmax, losses."""
+"""This module holds specs of operators that work on a whole row: sums and maxima, sorting, norms and softmax,
+losses.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def _distinct(rng, rows, n):
 
 
 def prod_grad(x: Array, dout: Array) -> tuple[Array]:
-    """Return dout times the product of the others, without dividing by x, which would magnify errors where x is tiny."""
+    """Return dout times the product of the others, without dividing by x, which would magnify errors where x is
+    tiny.
+    """
     others = np.stack([np.delete(x, i, -1).prod(-1) for i in range(x.shape[-1])], -1)
     return (dout[..., None] * others,)
 

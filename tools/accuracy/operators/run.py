@@ -51,7 +51,9 @@ def specials(dtype: str) -> np.ndarray:
 
 
 def grid(dtype: str, inputs: int) -> list[np.ndarray]:
-    """Return every combination of special values, as vectors, for an elementwise operator with this number of inputs."""
+    """Return every combination of special values, as vectors, for an elementwise operator with this number of
+    inputs.
+    """
     return [np.array(column) for column in zip(*product(specials(dtype), repeat=inputs), strict=True)]
 
 
@@ -243,7 +245,9 @@ def _special(spec: Spec, dtype: str, device: MindSporeDevice, seed: int) -> Iter
 
 
 def special_inputs(spec: Spec, dtype: str, seed: int) -> tuple[Array, ...]:
-    """Return all combinations of special values for spec.special "each"; the first case with one in each row for "row"."""
+    """Return all combinations of special values for spec.special "each"; the first case with one in each row for
+    "row".
+    """
     case = make_case(spec, spec.shapes[0], dtype, seed)
     if spec.special == "each":
         return tuple(grid(dtype, len(case.inputs)))

@@ -36,7 +36,9 @@ def tokens() -> np.ndarray:
 
 
 def compute(folder: Path) -> np.ndarray:
-    """Return the logits [B, S, v] of `tokens` by transformers' model of a folder, loaded by transformers, in float32."""
+    """Return the logits [B, S, v] of `tokens` by transformers' model of a folder, loaded by transformers, in
+    float32.
+    """
     import torch
     from transformers import DeepseekV3ForCausalLM
 

@@ -31,7 +31,9 @@ SAMPLES = 32  # elements kept of each gradient and update
 
 
 def write_corpus(prefix: Path, vocabulary: int) -> None:
-    """Write the golden corpus as a Megatron .bin/.idx: 400 documents of a seeded random walk, which a model can learn."""
+    """Write the golden corpus as a Megatron .bin/.idx: 400 documents of a seeded random walk, which a model can
+    learn.
+    """
     random = np.random.default_rng(7)
     lengths = random.integers(20, 120, 400).astype(np.int32)
     steps = random.choice([1, 2, 3, 17], size=int(lengths.sum()))

@@ -213,7 +213,9 @@ class Imbalance:
 
     @property
     def uneven(self) -> tuple[float, float] | None:
-        """Return the predicted seconds of a step of this corpus (without, with) the plugin, if they can be predicted."""
+        """Return the predicted seconds of a step of this corpus (without, with) the plugin, if they can be
+        predicted.
+        """
         if self.result is None or isinstance(self.seconds, str):
             return None
         model = self.result.steps.model

@@ -221,7 +221,9 @@ def mtp_option(config: Configuration) -> str:
 
 
 def working(config: Configuration, kinds: list[str]) -> float:
-    """Return the most bytes that one pass of a chunk needs beside kept tensors: for a layer run again, or for the loss."""
+    """Return the most bytes that one pass of a chunk needs beside kept tensors: for a layer run again, or for the
+    loss.
+    """
     return fullest_pass(config, kinds)[1]
 
 

@@ -93,7 +93,9 @@ Sets = dict[str, Efficiency]
 
 @dataclass(frozen=True)
 class Run:
-    """This is one configuration on one cluster, with the measured seconds of its step, measured once or several times."""
+    """This is one configuration on one cluster, with the measured seconds of its step, measured once or several
+    times.
+    """
 
     cluster: str
     config: Configuration
