@@ -1,4 +1,4 @@
-"""This module reads a run's folder as data: what the run writes while it trains. It needs no MindSpore.
+"""This module reads a run's folder as data: the files that the run writes while it trains. It needs no MindSpore.
 
 `read_metrics` and `read_held_out` read metrics/rank_N.jsonl and metrics/held_out.jsonl, and `Follower` follows such a
 file while it grows. `slow_of` and `Probes` find the ranks of a run that are slower than their peers, by its probes
@@ -37,7 +37,8 @@ _MOST_STEPS = 10**12
 
 
 def loss_rank(recipe: Recipe) -> int:
-    """Return the rank whose loss is the run's: with pipeline stages the last one's, says MindFormers' MFLossMonitor.
+    """Return the rank whose loss is the run's: with pipeline stages that of the last stage, as in MindFormers'
+    MFLossMonitor.
 
     Other ranks than those of the last stage have no loss there; zero_bubble_v brings the last chunk back to rank 0.
     """
@@ -79,7 +80,7 @@ class Readings:
 
 
 def read_metrics(file: Path) -> Readings:
-    """Return everything in one rank's metrics file; nothing when there is none."""
+    """Return the whole content of one rank's metrics file; nothing if there is none."""
     readings = Readings()
     for record in Follower(file).new_records():
         readings.add(record)
@@ -87,13 +88,13 @@ def read_metrics(file: Path) -> Readings:
 
 
 def read_held_out(run_dir: Path) -> dict[int, float]:
-    """Return step -> loss on the held-back documents; a repeated step counts as last written."""
+    """Return step -> loss on the held-out documents; for a repeated step the last record counts."""
     records = Follower(run_dir / "metrics" / "held_out.jsonl").new_records()
     return {record["step"]: record["held_out_loss"] for record in records if "held_out_loss" in record}
 
 
 class Follower:
-    """This reads the complete lines that a JSON-lines file has gained since the last look."""
+    """This reads the complete lines that a JSON-lines file has gained since the last call."""
 
     def __init__(self, file: Path, from_end: bool = False):
         """Follow `file`, which need not exist yet; `from_end` skips what it holds now."""
@@ -120,7 +121,7 @@ class Follower:
 
 
 class Steps(Follower):
-    """This follows a metrics file; lines that no run writes are left out, and said in `faults`.
+    """This follows a metrics file; lines that no run writes are left out, and listed in `faults`.
 
     A number that is text, a negative time or one in the future would make confident tables of nothing.
     """

@@ -103,7 +103,7 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """Return its device type."""
+        """Return the configuration's device type."""
         return type_of(self.cluster)
 
 
@@ -184,16 +184,18 @@ class Problem:
         }
 
     def vector(self, sets: Mapping[str, Efficiency]) -> np.ndarray:
-        """Return the sets as a vector."""
+        """Return the sets of efficiencies as a vector."""
         return np.concatenate([coordinates(sets[kind], NAMES) for kind in self.kinds])
 
     def logs(self, x: np.ndarray) -> np.ndarray:
-        """Logarithm of each run's predicted seconds."""
+        """Return the logarithm of each run's predicted seconds."""
         sets = self.sets(x)
         return np.log([predicted(run, sets) for run in self.runs])
 
     def slopes(self, x: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """[measurements, parameters] of the logarithms, whose value is `at`; a run depends on its own type's."""
+        """Return the derivatives [measurements, parameters] of the logarithms, whose value is `at`; a run depends only
+        on its own type's parameters.
+        """
         found, size = np.zeros((len(self.runs), len(x))), len(NAMES)
         moved = np.where(x + _STEP <= self.high, _STEP, -_STEP)
         columns = np.array([self.kinds.index(run.kind) * size for run in self.runs])
@@ -204,13 +206,13 @@ class Problem:
         return found[self.owner]
 
     def cost(self, logs: np.ndarray, x: np.ndarray, weight: np.ndarray) -> float:
-        """Return what is minimised; `weight` of each measurement."""
+        """Return the cost to be minimised; `weight` is that of each measurement."""
         off = np.abs(logs[self.owner] - self.measured) / NOISE
         huber = np.where(off <= OUTLIER, off**2, OUTLIER * (2 * off - OUTLIER))
         return float((weight * huber).sum() + ((self.pull @ x - self.home) ** 2).sum())
 
     def solve(self, at: Point, kept: np.ndarray) -> Point:
-        """Return the least cost of the measurements that are `kept`, from `at`."""
+        """Return the least cost of the measurements that are `kept`, starting at `at`."""
         weight, damping, made = self.weight * kept, 1e-3, at.logs
         for _ in range(_ROUNDS):
             if np.abs(at.logs - made).max(initial=0.0) > _FAR:
@@ -237,13 +239,15 @@ class Problem:
         return at
 
     def begin(self, sets: Mapping[str, Efficiency]) -> Point:
-        """Return where a search begins."""
+        """Return the start of a fit."""
         x = np.clip(self.vector(sets), self.low, self.high)
         logs = self.logs(x)
         return Point(x, logs, self.slopes(x, logs))
 
     def settled(self, sets: Mapping[str, Efficiency]) -> Point:
-        """The least cost of all measurements: searched for anew, with new derivatives, until nothing is won by it."""
+        """Return the least cost of all measurements: the fit is repeated with new derivatives until it no longer
+        improves.
+        """
         kept = np.ones(len(self.measured))
         at, before = self.begin(sets), np.inf
         for _ in range(_SEARCHES):
@@ -315,25 +319,25 @@ class Contradiction:
 
     @property
     def spread(self) -> float:
-        """Return the slowest over the fastest - 1."""
+        """Return the slowest divided by the fastest, minus 1."""
         return self.seconds[-1] / self.seconds[0] - 1
 
     @property
     def floor(self) -> float:
-        """Return the least that the worst of them can be off, whatever is predicted."""
+        """Return the smallest possible worst error of the rows for any single prediction."""
         fast, slow = self.seconds[0], self.seconds[-1]
         return (slow - fast) / (slow + fast)
 
     @property
     def least_errors(self) -> list[float]:
-        """Absolute errors of the one number that is least off on average."""
+        """Return the absolute errors for the single prediction with the smallest mean error."""
         every = np.array(self.seconds)
         errors = [np.abs(candidate / every - 1) for candidate in every]
         return [float(error) for error in min(errors, key=lambda found: found.sum())]
 
 
 def same_configuration(rows: Iterable[Row]) -> list[Contradiction]:
-    """Rows with a step time, those of one configuration together; a configuration measured once stands alone."""
+    """Return rows with a step time, grouped by configuration; a configuration measured once stands alone."""
     found: dict[object, list[tuple[float, Row]]] = {}
     for row in rows:
         seconds = measured_seconds(row)
@@ -345,13 +349,13 @@ def same_configuration(rows: Iterable[Row]) -> list[Contradiction]:
 
 
 def contradictions(rows: Iterable[Row]) -> list[Contradiction]:
-    """Return those that differ by more than `TELLING`, the widest first."""
+    """Return the groups that differ by more than `TELLING`, the widest first."""
     wide = [found for found in same_configuration(rows) if found.spread > TELLING]
     return sorted(wide, key=lambda found: -found.spread)
 
 
 def floor(rows: Iterable[Row]) -> tuple[float, float]:
-    """(mean, worst) absolute error that no model of configurations can go below.
+    """Return the (mean, worst) absolute error below which no model of configurations can go.
 
     The mean is of predictions that make it least, the worst of those that make that least.
     """
