@@ -267,7 +267,9 @@ class TimeModel(GradientTimes):
     """This gives the time of runs on one cluster."""
 
     def chunks(self, config: Configuration) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """Return forward and backward seconds [chunks, stages] of one micro-batch, and the parts of their sum [stages]."""
+        """Return forward and backward seconds [chunks, stages] of one micro-batch, and the parts of their sum
+        [stages].
+        """
         names = tuple(Parts.__dataclass_fields__)
         forward, backward = np.zeros((config.chunks, config.pp)), np.zeros((config.chunks, config.pp))
         parts = {name: np.zeros(config.pp) for name in (*names, "recompute")}

@@ -171,7 +171,9 @@ class Merged:
             self.last[first] = max(self.last[first], self.last[group])
 
     def walk(self, start: int, follow: Callable[[int], bool]) -> None:
-        """Walk against the edges, depth first, through groups for which `follow` returns True; each group is seen once."""
+        """Walk against the edges, depth first, through groups for which `follow` returns True; each group is seen
+        once.
+        """
         seen: set[int] = set()
         stack = [self.find(start)]
         while stack:

@@ -296,7 +296,9 @@ def users_of(nodes: Sequence[Node]) -> list[list[int]]:
 
 
 def read_outside(nodes: Sequence[Node], users: Sequence[Sequence[int]], kernel: Collection[int]) -> set[int]:
-    """Return the places of a kernel whose results are taken outside; an operator that writes a parameter always counts."""
+    """Return the places of a kernel whose results are taken outside; an operator that writes a parameter always
+    counts.
+    """
     inside = set(kernel)
     return {
         place

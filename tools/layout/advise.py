@@ -77,7 +77,9 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
 
 @dataclass(frozen=True)
 class ModeReport:
-    """This is one dispatch mode. Bytes and `choice` are those of the busiest rank, for each MoE layer and micro-batch."""
+    """This is one dispatch mode. Bytes and `choice` are those of the busiest rank, for each MoE layer and
+    micro-batch.
+    """
 
     mode: str
     inter_bytes: float  # over each class of links, forward and backward, with what recomputation repeats
@@ -94,7 +96,9 @@ class ModeReport:
 
     @property
     def exposed(self) -> tuple[float, float]:
-        """Return the seconds of a step in which the slowest stage waits for EP communication, without and with overlap."""
+        """Return the seconds of a step in which the slowest stage waits for EP communication, without and with
+        overlap.
+        """
         return self.whole.by_part["ep"], self.cut.by_part["ep"]
 
     @property

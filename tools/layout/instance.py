@@ -35,7 +35,9 @@ CAP_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Option:
-    """This is a way to recompute a layer: time added to its backward, and activation memory of a micro-batch in flight."""
+    """This is a way to recompute a layer: time added to its backward, and activation memory of a micro-batch in
+    flight.
+    """
 
     name: str
     extra_backward: float
@@ -105,7 +107,9 @@ class Instance:
 
     @cached_property
     def peaks(self) -> tuple[np.ndarray, ...]:
-        """Return for each stage [vectors, chunks]: micro-batches in flight that no other moment of the stage exceeds."""
+        """Return for each stage [vectors, chunks]: micro-batches in flight that no other moment of the stage
+        exceeds.
+        """
         return tuple(peak_vectors(order, self.chunks) for order in self.table.orders)
 
     @cached_property
@@ -176,7 +180,9 @@ class Instance:
         return memory <= self.cap + CAP_TOLERANCE
 
     def well_formed(self, plans: np.ndarray) -> np.ndarray:
-        """Return [N]: whether every layer is placed once, the types keep the model's order and no inner chunk is empty."""
+        """Return [N]: whether every layer is placed once, the types keep the model's order and no inner chunk is
+        empty.
+        """
         layers = np.stack([plans[:, self.type_columns(t)].sum(axis=1) for t in range(len(self.types))], axis=1)
         counts = np.array([kind.count for kind in self.types])
         good = (plans >= 0).all(axis=(1, 2)) & (layers.sum(axis=2) == counts).all(axis=1)

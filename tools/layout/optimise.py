@@ -87,7 +87,9 @@ _SECOND, _THIRD, _SAME_STAGE, _STAYS, _NEXT_CHUNK = 0.45, 0.2, 0.6, 0.45, 0.25
 
 
 def anneal(incumbent: Incumbent, starts: np.ndarray, budget: Budget, rng: np.random.Generator) -> None:
-    """Search from `starts` [S, K, C], plans that satisfy the rules, until `budget` is spent; offer every better plan."""
+    """Search from `starts` [S, K, C], plans that satisfy the rules, until `budget` is spent; offer every better
+    plan.
+    """
     instance = incumbent.instance
     changes = Changes(instance, rng)
     plans = starts[np.arange(CHAINS) % len(starts)].copy()

@@ -31,7 +31,9 @@ def solution_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def report_json(outcome: Outcome) -> dict[str, Any]:
-    """Return the solution with its time and bounds; without a plan `solution` is null and `why` says what is missing."""
+    """Return the solution with its time and bounds; without a plan `solution` is null and `why` says what is
+    missing.
+    """
     known = {
         "lower_bound": _finite(outcome.bound),
         "work_bound": outcome.work_bound,

@@ -261,7 +261,9 @@ def last_full(instance: Instance, plan: np.ndarray) -> np.ndarray:
 
 
 def in_order(instance: Instance, plan: np.ndarray) -> np.ndarray | None:
-    """Return the plan [K, C] with each chunk's options in MindFormers' order: the fastest that fits; None if none does."""
+    """Return the plan [K, C] with each chunk's options in MindFormers' order: the fastest that fits; None if none
+    does.
+    """
     order = order_of(instance)
     for chunk in range(plan.shape[1]):
         strengths = [order.index(name) for name in _options_of(instance, plan, chunk)]

@@ -201,7 +201,9 @@ def modelled(config: Configuration, hardware: Hardware, efficiency: Efficiency, 
 
 
 def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
-    """Return the seconds of all micro-batches of a stage by part, with recomputation added to the part that it repeats."""
+    """Return the seconds of all micro-batches of a stage by part, with recomputation added to the part that it
+    repeats.
+    """
     total = dict.fromkeys(Parts.__dataclass_fields__, 0.0)
     layers = {kind: times.layer(config, kind) for kinds in config.stage_kinds(stage) for kind in set(kinds)}
     for chunk, every in enumerate(config.stage_kinds(stage)):

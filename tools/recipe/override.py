@@ -240,7 +240,9 @@ SECTION = "plugins"
 
 
 def is_new(recipe: Mapping[str, Any], name: str) -> bool:
-    """Return whether a dotted name belongs to a plugin or one of its settings, is not in the recipe and is not a typo."""
+    """Return whether a dotted name belongs to a plugin or one of its settings, is not in the recipe and is not a
+    typo.
+    """
     words = name.split(".")
     if words[0] != SECTION or len(words) not in (2, 3):
         return False

@@ -38,7 +38,9 @@ def look(recipe: Any, path: KeyPath, default: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class View:
-    """These are the sizes of a recipe. A value of the wrong type counts as its default, because `keys` has reported it."""
+    """These are the sizes of a recipe. A value of the wrong type counts as its default, because `keys` has reported
+    it.
+    """
 
     recipe: Recipe
 

@@ -70,7 +70,9 @@ class Beat:
 
 @dataclass(frozen=True)
 class End:
-    """This is how a node's part ended. `rank` is the worker's rank in the whole run; `code` is negative for a signal."""
+    """This is how a node's part ended. `rank` is the worker's rank in the whole run; `code` is negative for a
+    signal.
+    """
 
     host: str
     time: float
@@ -101,7 +103,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Attempt:
-    """This is the content of one attempt's folder; a file that does not exist (yet), or is broken, is None or missing."""
+    """This is the content of one attempt's folder; a file that does not exist (yet), or is broken, is None or
+    missing.
+    """
 
     folder: Path
     number: int

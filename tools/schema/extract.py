@@ -1,4 +1,4 @@
-"""Make `schema.json`: every key that the installed MindFormers knows, read from MindFormers' own sources of truth.
+"""This module makes `schema.json`: every key that the installed MindFormers knows, read from MindFormers' own sources.
 
     python -m tools.schema.extract          # rewrite tools/schema/schema.json and recipe.schema.json
 
