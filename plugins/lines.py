@@ -32,7 +32,7 @@ Record = TypeVar("Record", bound=Stepped)
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append a line to a file. It becomes a line of its own, even if a killed run left an incomplete line.
+    """Append a line to a file. The new line stands by itself, even if a killed run left an incomplete line.
 
     Everything that a run appends to goes through here (tests/plugins/test_lines.py): a record that is glued to half of
     another one is lost with it, and where it is the header of a resumed part, the steps before it count as this part's.

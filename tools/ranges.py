@@ -16,7 +16,7 @@ import click
 
 
 class Range(NamedTuple):
-    """This is the range of a number. Both bounds are allowed values; with `above` the lower one is not.
+    """This is the range of a number. Both bounds are allowed values; with `above` the lower bound is not allowed.
 
     Attributes:
         low, high: the bounds, in the unit of the number.

@@ -55,7 +55,8 @@ LONGEST = 180  # bytes of a host's name in a file's
 
 
 class Watch:
-    """A watch knows how long each thing has not changed. `most` is the largest number of seconds that one look can add.
+    """A watch knows how long each observed value has not changed. `most` is the largest number of seconds that one look
+    can add.
 
     A look after a long pause of our own (the disk stalled, this process was stopped, a clock was set) says little of
     the others: they may have been held up by the same thing, and must get the time to write. So a look never adds

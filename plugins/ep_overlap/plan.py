@@ -1,5 +1,5 @@
-"""This module chooses into how many chunks to cut a micro-batch, and in which order to issue their steps. It implements
-section 4.4 of the report.
+"""This module chooses into how many chunks to cut a micro-batch, and in which order to issue their steps. The module
+implements section 4.4 of the report.
 
 One MoE layer is a chain of steps: dispatch between nodes, dispatch inside the node, the experts, and the same way
 back. Cut into chunks, one chunk's AllGather between nodes, another's All-to-All inside a node and a third's experts

@@ -1,4 +1,4 @@
-"""This module decides when a run whose values are no longer finite must end. It is pure Python and NumPy.
+"""This module decides when a run whose values are no longer finite must end. The module uses only Python and NumPy.
 
 A step counts when a part of its loss, its loss or its global norm is NaN or infinite. One case is none: gradients that
 overflow under a loss scale that can still fall. The optimizer skips such a step, the scale falls, and training goes on.

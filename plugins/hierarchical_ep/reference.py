@@ -1,5 +1,5 @@
-"""This module computes the obvious MoE layer: every expert on the tokens that chose it, one expert at a time. It uses
-NumPy, with any float type.
+"""This module computes the obvious MoE layer: every expert on the tokens that chose it, one expert at a time. The
+computation is in NumPy, with any float type.
 """
 
 from __future__ import annotations

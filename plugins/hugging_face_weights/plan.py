@@ -1,5 +1,5 @@
-"""This module finds which Hugging Face tensors make up which parameter of TeleChat3. It uses only names, and no
-MindFormers.
+"""This module finds which Hugging Face tensors make up which parameter of TeleChat3. The module works with names only,
+without MindFormers.
 
 MTP is named as in DeepSeek-V3's checkpoints: one more layer, beside the `copies` of embedding and head there.
 `tools/weights/hugging_face_names.py` adds shapes, and what is done to arrays.

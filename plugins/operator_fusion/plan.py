@@ -1,5 +1,5 @@
-"""This module turns `plugins.operator_fusion` of a recipe into the flags of MindSpore's graph kernels. It is pure
-Python (report section 4.5).
+"""This module turns `plugins.operator_fusion` of a recipe into the flags of MindSpore's graph kernels. The module is
+pure Python (report section 4.5).
 
 MindSpore 2.9.0 has graph kernels on where the target is Ascend and `jit_level` is O1, with `fusion_ops_level` 0
 (vector operators only), and reads any other wish from one environment variable when it compiles.

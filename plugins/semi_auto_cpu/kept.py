@@ -199,8 +199,8 @@ def weights(cell: Any) -> Entry:
 
 
 def registered() -> list[str]:
-    """Return the operators that Python computes in this process. The pass may have added operators; a load runs no
-    pass.
+    """Return the operators that Python computes in this process. The compiler pass may have added operators; a process
+    that loads a graph runs no pass.
     """
     return library.load().registered()
 

@@ -1,5 +1,5 @@
-"""This module decides what a spike is and what happens after one, and reads `plugins.spike_guard` of a recipe. It is
-pure Python and NumPy.
+"""This module decides what a spike is and what happens after one, and reads `plugins.spike_guard` of a recipe. The
+module uses only Python and NumPy.
 
 Loss and global norm are compared on a logarithmic scale, on which their noise is about even, with the last good steps.
 These have a trend, the median of the slopes between any two of them (Theil and Sen), which is followed where it falls:

@@ -25,8 +25,8 @@ _NUMBERS, _PASSES = 1 << 15, 24  # 128 KiB, which stay in a core's own cache: so
 
 
 def device_products(side: int = DEVICE_SIDE) -> Callable[[], float]:
-    """This computes products in float16 by MindSpore on the device of this process; it returns GFLOP. It has never run
-    on an NPU.
+    """This computes products in float16 by MindSpore on the device of this process; it returns GFLOP. This work has
+    never run on an NPU.
     """
     import mindspore as ms
 

@@ -22,8 +22,8 @@ _MARKS = digits + ascii_lowercase
 
 
 def isolation(plan: Plan) -> list[tuple[str, str]]:
-    """Return (what it does, the line) for each command; these commands need root. There are none if no core is left for
-    the system.
+    """Return (what it does, the line) for each command; these commands need root. The list is empty if no core is left
+    for the system.
     """
     workers = [core for worker in plan.workers for core in worker.cores]
     interrupts = [core for cores in plan.interrupts.values() for core in cores]

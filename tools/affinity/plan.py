@@ -1,5 +1,5 @@
-"""This module plans a host: the cores of each worker by role, and the cores left for interrupts and the system. It has
-no side effects.
+"""This module plans a host: the cores of each worker by role, and the cores left for interrupts and the system. The
+module has no side effects.
 
 Workers have cores of their own, and what else runs has others (report, section 6: isolation). `make_plan` deals out the
 cores. `shares` says how many each worker takes from each NUMA node: a transport problem, solved by HiGHS.

@@ -91,7 +91,7 @@ def card_sizes(root: Root) -> dict[str, str]:
     mend="ip link set CARD mtu 9000 (as the switch, on every host)",
 )
 def packet_size(patient: Patient) -> Answer:
-    """Network cards have one packet size; whether other hosts have the same, tc3 doctor --nodes says."""
+    """All network cards have the same packet size; tc3 doctor --nodes compares it with that of other hosts."""
     sizes = told(card_sizes(patient.root) or None, "no network card is seen (in a container: ask its host)")
     seen = ", ".join(f"{card} {size}" for card, size in sizes.items())
     return Answer("warn" if len(set(sizes.values())) > 1 else "ok", seen)
@@ -130,7 +130,7 @@ def _npu_smi_table(patient: Patient) -> str:
     npu=True,
 )
 def npus(patient: Patient) -> Answer:
-    """As many NPUs are seen as the recipe has workers on a node."""
+    """The host has as many NPUs as the recipe has workers on a node."""
     count = len(_npu_files(patient))
     if not count and patient.recipe is None:
         return Answer("unknown", "no /dev/davinci*, and no recipe says whether NPUs are wanted")

@@ -46,7 +46,7 @@ def governor(patient: Patient) -> Answer:
     mend="cpupower idle-set -D 10",
 )
 def idle_states(patient: Patient) -> Answer:
-    """No enabled idle state takes long to leave."""
+    """No enabled idle state of a core takes long to leave."""
     read, worst = patient.root.read, 0
     states = patient.root.find(f"{_CPU}/cpu0/cpuidle/state[0-9]*")
     for state in told(states or None, "no cpuidle: a virtual machine, or states are off"):
@@ -61,7 +61,7 @@ def idle_states(patient: Patient) -> Answer:
     mend="boot with iommu.passthrough=1 (arm64) or iommu=pt (x86)",
 )
 def iommu(patient: Patient) -> Answer:
-    """The IOMMU is off or passes through."""
+    """The IOMMU is off or in passthrough mode."""
     line = patient.root.read("/proc/cmdline")
     kinds = {patient.root.read(path) or "?" for path in patient.root.find("/sys/kernel/iommu_groups/*/type")}
     asked = line is not None and re.search(r"\biommu(\.passthrough=1|=pt|=off)\b", line)

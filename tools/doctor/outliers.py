@@ -1,5 +1,5 @@
-"""This module finds which workers, links and disks are slower than their peers, on one host or many. It has no side
-effects.
+"""This module finds which workers, links and disks are slower than their peers, on one host or many. The module has no
+side effects.
 
 `Probe` is what a probe found, as it stands in JSON: lists hold one number for each round. `outliers` names who is slow.
 `gate` says whether a run may start on probed hosts, for a launch and for whoever restarts one; `findings` says it as

@@ -1,5 +1,5 @@
-"""This module counts the memory of one device of a compiled stage, in bytes, by owner. It is exact except for
-activations.
+"""This module counts the memory of one device of a compiled stage, in bytes, by owner. The numbers are exact, except
+those of activations.
 
 A layout is what MindSpore's front end decided for one parameter: the slice that tensor and expert parallelism leave,
 and the group over which the optimizer shards that slice again (ZeRO). Elements of a rank = slice / group. From layouts

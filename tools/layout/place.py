@@ -99,7 +99,7 @@ class Placement:
 def place(
     config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, seed: int = 0, groups: bool = False
 ) -> Placement:
-    """Find the fastest placement of `config`'s layers, with recomputation for each, that keeps `cap_bytes` on every
+    """Return the fastest placement of `config`'s layers, with recomputation for each, that keeps `cap_bytes` on every
     stage.
 
     The configuration's own tables are one of the candidates, and the only one for models whose dense and MoE layers

@@ -160,8 +160,8 @@ class _Stage:
 
 
 class TerminalReporter(_OnStderr, Reporter):
-    """This prints lines on stderr. On a terminal it also shows a progress bar by rich; elsewhere it prints a line for
-    work that takes long.
+    """This prints lines on stderr. A terminal also shows a progress bar by rich; other outputs get a line for work that
+    takes long.
     """
 
     COLUMNS = ("DownloadColumn", "TimeRemainingColumn")

@@ -37,9 +37,7 @@ _idents = itertools.count()
 
 
 class Mark(NamedTuple):
-    """This says where a value was written. If two key paths have the same `ident`, they are one value that an anchor
-    shares.
-    """
+    """This says where a value was written. Two key paths with the same `ident` are one value that an anchor shares."""
 
     file: str
     line: int

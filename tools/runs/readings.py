@@ -1,4 +1,5 @@
-"""This module reads a run's folder as data: the files that the run writes while it trains. It needs no MindSpore.
+"""This module reads a run's folder as data: the files that the run writes while it trains. The module needs no
+MindSpore.
 
 `read_metrics` and `read_held_out` read metrics/rank_N.jsonl and metrics/held_out.jsonl, and `Follower` follows such a
 file while it grows. `slow_of` and `Probes` find the ranks of a run that are slower than their peers, by its probes

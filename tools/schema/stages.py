@@ -18,8 +18,8 @@ Layers = list[list[int]]
 
 
 def layers_of(view: View, built: Built) -> Layers | None:
-    """Return MindFormers' layer_list [chunk][stage]; None if the offset does not fit. Without a pipeline it is ``[[all
-    layers]]``.
+    """Return MindFormers' layer_list [chunk][stage]; None if the offset does not fit. Without a pipeline the list is
+    ``[[all layers]]``.
 
     Not always where layers run: see `stage_layers_of`.
     """

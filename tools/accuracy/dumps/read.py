@@ -111,7 +111,8 @@ def parse(text: str) -> Name:
 
 
 class NpyFile:
-    """This is one open array with `dtype`, `shape` and `size`; `pieces` gives its values. It is a context manager.
+    """This is one open array with `dtype`, `shape` and `size`; `pieces` gives its values. The open array is a context
+    manager.
 
     Raises:
         DataError: the file is missing, is no .npy, or is shorter than its header says.

@@ -1,4 +1,4 @@
-"""This module runs operators on the device that MindSpore has here, in PyNative mode. It is the only module that
+"""This module runs operators on the device that MindSpore has here, in PyNative mode. No other module of this package
 imports mindspore.
 """
 
@@ -25,8 +25,8 @@ class NotRunnableError(Exception):
 
 
 class MindSporeDevice:
-    """This is MindSpore's own device. It is a context manager: mode and synchronisation are global, and are
-    restored.
+    """This is MindSpore's own device. The device is a context manager, because mode and synchronisation are global and
+    must be restored.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""This module runs the reference as a process: `python -m tools.accuracy.reference.run JOB.npz OUT.npz`. It needs
-torch, transformers and NumPy.
+"""This module runs the reference as a process: `python -m tools.accuracy.reference.run JOB.npz OUT.npz`. The process
+needs torch, transformers and NumPy.
 
 JOB holds `job`, the JSON of `sizes` and `hyper`; `weights/<Hugging Face name>`; `batch/input_ids|labels|loss_mask`
 [steps, B, S]; optionally `state/<step>/weight|moment|square/<name>` and `load/<step>/<layer>`, the other side's, for

@@ -1,4 +1,5 @@
-"""This module trains the reference model and records its forward, backward and AdamW. It needs torch and transformers.
+"""This module trains the reference model and records its forward, backward and AdamW. The module needs torch and
+transformers.
 
 The model is Hugging Face's DeepseekV3ForCausalLM with what its configuration cannot say (MTP layers, loads of experts,
 a trace of every module).
