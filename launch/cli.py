@@ -185,8 +185,8 @@ def tc3() -> None:
 
 
 def main() -> None:
-    """Run `tc3`. Run `tc3`: a user error prints one line and gives exit code 2, an interrupt gives 130, a reader that
-    left gives 141.
+    """Run `tc3`: a user error prints one line and gives exit code 2, an interrupt gives 130, a reader that left gives
+    141.
     """
     if sys.stdout is not None:
         sys.stdout = cast(TextIO, Output(sys.stdout))

@@ -114,8 +114,8 @@ def lower_bound() -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One tensor. This is a judgement: `error` is the largest one, `outside` the number of elements over the tolerance,
-    `detail` the worst element.
+    """This is the judgement of one tensor: `error` is the largest error, `outside` the number of elements over the
+    tolerance, `detail` the worst element.
     """
 
     passed: bool

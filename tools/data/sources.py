@@ -102,7 +102,7 @@ class Skips:
             self.reporter.log("skipped ... more: only counted from here on")
 
     def summary(self) -> str:
-        """Return e.g. Return a text such as "skipped 2 empty, 1 invalid_utf8", or an empty string."""
+        """Return a text such as "skipped 2 empty, 1 invalid_utf8", or an empty string."""
         counted = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.items() if count)
         return f"skipped {counted}" if counted else ""
 

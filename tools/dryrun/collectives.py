@@ -88,7 +88,9 @@ def attributes_of(text: str, section: str = "primitive_attrs") -> dict[str, Attr
 
 
 def role_of(node: Node, graph: str) -> str:
-    """See `Collective`. Return how MindSpore marks the graphs that it derives, and the gradients in them."""
+    """Return the role of an operator (see `Collective`): MindSpore marks the graphs that it derives, and the gradients
+    that it derives in them.
+    """
     if "▸" in graph:
         return "forward"
     if "◂" in graph:

@@ -152,7 +152,7 @@ def _shards(group: str, cluster: VirtualCluster, view: View) -> int:
 
 
 def even_rows(view: View) -> int:
-    """Return the product of a rank's and micro-batch's tokens and the number of experts to which each goes."""
+    """Return the tokens of a rank in one micro-batch, times the number of experts to which each token goes."""
     tokens = view.batch * model_number(view, "seq_length") // (view.tp * view.cp)
     return tokens * (model_number(view, "num_experts_per_tok") if model_default(view, "num_experts_per_tok") else 1)
 

@@ -76,7 +76,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A run. This is one training run; it raises RecipeError if its degrees or layers do not fit together.
+    """This is one training run; RecipeError is raised if its degrees or layers do not fit together.
 
     Args:
         layers: [chunks][stages] layers of each chunk on each stage.

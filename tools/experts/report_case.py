@@ -71,8 +71,8 @@ class Case:
 
 
 def cases(hardware: Hardware, skew: float = DEFAULT_SKEW) -> list[Case]:
-    """All rows. Return the recipe for an EP degree; if data x tensor parallel ranks cannot hold an EP group, data
-    parallelism grows until they can.
+    """Return all rows; if data x tensor parallel ranks do not hold an EP group, data parallelism grows until they
+    do.
     """
     return [_case(model, ep, hardware, skew) for model in MODELS for ep in DEGREES]
 

@@ -172,7 +172,7 @@ class HostLink:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One cluster. These are a cluster's figures: sizes in bytes, times in seconds, dense FLOP/s.
+    """These are the figures of one cluster: sizes in bytes, times in seconds, dense FLOP/s.
 
     Args:
         peak_flops: dtype ("bf16", "fp16", "fp32", "fp8", "fp4") -> FLOP/s; the dtypes that the file names.

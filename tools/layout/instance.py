@@ -63,7 +63,7 @@ class LayerType:
 
 @dataclass(frozen=True)
 class Instance:
-    """One problem. This is a problem; times and memory are in the file's units.
+    """This is one problem; times and memory are in the file's units.
 
     static      [stages] memory of a stage that no layer causes
     head, tail  (forward, backward) added to the first and the last chunk

@@ -23,7 +23,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer. These are a model's sizes, in elements.
+    """These are the sizes of a transformer, in elements.
 
     Args:
         pattern: for each layer, in order, "dense" or "moe".

@@ -128,7 +128,7 @@ class Progressing(_OnStderr):
 
 
 class Reporter:
-    """Says nothing. This reporter is silent; library callers and tests use it."""
+    """This reporter is silent; library callers and tests use it."""
 
     def log(self, message: str) -> None:
         """Report one line."""

@@ -98,9 +98,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """One difference. This is one change; `words` is the key path, with the `type` of a list entry instead of its
-    index.
-    """
+    """This is one difference; `words` is the key path, with the `type` of a list entry instead of its index."""
 
     words: tuple[str, ...]
     before: Any

@@ -207,7 +207,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Study:
-    """One run. This is the study of one run; `ledger` is a sentence if its time is not known."""
+    """This is the study of one run; `ledger` is a sentence if its time is not known."""
 
     run: Run
     state: str

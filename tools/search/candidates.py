@@ -157,7 +157,7 @@ class Block:
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors, ascending."""
+    """Return all divisors of a number, ascending."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 

@@ -143,7 +143,7 @@ class Request:
 
     @property
     def site(self) -> Site:
-        """Return the keys of overlays that describe the machine."""
+        """Return the machine as overlays describe it."""
         return Site(self.node, self.hardware_file, None if self.own_cap else self.cap)
 
     @property

@@ -262,8 +262,8 @@ def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
 
 
 def phase_of(entry: Entry, item: Item | None, trained: Trained) -> str:
-    """Return parameters apart from the pass that reads them, and parameters that no gradient trains apart from
-    weights.
+    """Return the phase of a row: parameters have a phase of their own, apart from the pass that reads them, and so have
+    parameters that no gradient trains.
     """
     if item and item.role == "parameters":
         return WEIGHTS if trained.has(entry, item) else STATE

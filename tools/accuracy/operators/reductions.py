@@ -132,7 +132,7 @@ def softmax_grad(x: Array, dout: Array) -> Array:
 
 
 def log_softmax(x: Array) -> Array:
-    """Return the result over the last axis."""
+    """Return the logarithm of the softmax over the last axis."""
     shifted = x - x.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 

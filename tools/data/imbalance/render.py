@@ -22,9 +22,7 @@ BELOW_ONE = "; a pipeline can stay below 1, for it waits less where its first an
 
 
 def as_json(found: Imbalance) -> dict[str, Any]:
-    """One object. Return JSON values; pairs are [without, with] the plugin, and loads are divided by the mean of a
-    step.
-    """
+    """Return one JSON object; pairs are [without, with] the plugin, and loads are divided by the mean of a step."""
     rows = [dict(zip(("from", "below", "documents", "tokens"), row, strict=True)) for row in found.documents.octaves()]
     tokens = {str(share): found.documents.weighted_quantile(share) for share in QUANTILES}
     return {
