@@ -1,7 +1,7 @@
 """This module is the command `tc3 agent`: one process on each node, which starts the node's workers, and starts them
 again after a failure.
 
-With the agents of the other nodes it starts the workers together, and starts them anew when a node or a worker fails.
+The agents of all nodes start the workers together, and start them anew when a node or a worker fails.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RESTARTS = Rules.restarts  # failures in a row after which a run goes on, unless
 def unfit(slots: int, folder: Path) -> list[str]:
     """Return why a run should not start on this host; none if nothing speaks against it, or if this cannot be checked.
 
-    The host's workers are held against each other, so one worker alone is never unfit.
+    The host's workers are compared with each other, so a single worker is never unfit.
     """
     from tools.doctor.probe import probe  # brings the solver of the plan
 
@@ -64,8 +64,8 @@ def unfit(slots: int, folder: Path) -> list[str]:
 class Start:
     """Agents start or join this run.
 
-    `resume` is what --resume says; `otherwise`, the folder that is given beside `auto`, to begin from while the run has
-    saved nothing; `chosen`, what that was found to be.
+    `resume` is the value of --resume; `otherwise` is the folder that is given beside `auto`, from which the run begins
+    as long as it has saved nothing; `chosen` is the checkpoint that was found for it.
     """
 
     recipe: Recipe
@@ -96,7 +96,8 @@ class Start:
         all.
 
         Raises:
-            CheckpointError: that is not whole; or there is none, and the run has gone on from one before.
+            CheckpointError: the checkpoint is not complete; or there is none, although the run has started from one
+                before.
         """
         if not self.resume:
             return None

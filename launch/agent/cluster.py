@@ -1,9 +1,9 @@
 """This module writes the files of `tc3 agent --slurm` and `--volcano`, with which a cluster manager starts an agent on
 every node of a run.
 
-`Allocation` is what either manager is asked for. `sbatch_file` writes it as a script for Slurm, `volcano_job` as a job
-of Volcano (https://volcano.sh, a batch scheduler for Kubernetes). The parts that are the same in every file are the
-shell and YAML files beside this module.
+`Allocation` describes the request to either manager. `sbatch_file` writes it as a script for Slurm, `volcano_job` as a
+job of Volcano (https://volcano.sh, a batch scheduler for Kubernetes). The shell and YAML files beside this module hold
+the parts that are the same in every file.
 
 Agents restart a failed run inside the job. Slurm requeues the job when the agents cannot go on: no node is left, the
 job was preempted, or its time is over. Volcano brings back single pods.

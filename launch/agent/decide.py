@@ -1,32 +1,35 @@
 """This module decides what happens after an attempt: another start, a spare, fewer hosts, or the end of the run.
 
-It is pure: it reads no file and starts no process. `initiator` finds the host that began the end of an attempt,
-`verdict` says what follows, and `next_hosts` names the hosts of the next attempt.
+The module reads no file and starts no process. `initiator` finds the host that caused the end of an attempt, `verdict`
+says what happens next, and `next_hosts` names the hosts of the next attempt.
 
-Who began it. One failure ends all hosts: the others lose their connections, or are told to end. So the initiator is
-told apart from its victims by the ends and beats that the hosts wrote. What a host says of its end is worth
+Who caused the end. One failure ends the workers of all hosts: the other hosts lose their connections, or are told to
+end. So the host that caused it is distinguished from its victims by the ends and beats that the hosts wrote. What a
+host reports about its end has this weight:
 
-* most, where nothing elsewhere brings it about: a worker killed (SIGKILL), stopped or known to hang, a message of the
-  worker that ended itself, a port taken, a disk or link gone, the whole host gone (then it was alive at its last beat);
-* less, where it may be an answer to another host's end: any other signal or exit code;
-* nothing about itself, where it complains of others: a connection lost, a wait that was too long, a collective that
-  failed. A worker ended by SIGTERM complains, too: MindSpore's workers end themselves so when msrun's scheduler tells
-  them that another one is lost.
+* most weight, if no failure of another host can cause it: a worker killed (SIGKILL), stopped or known to hang, a
+  message of the worker that ended itself, a port taken, a disk or link gone, the whole host gone (then it was alive at
+  its last beat);
+* less weight, if it may be a consequence of another host's end: any other signal or exit code;
+* no weight against this host, if it reports a failure of others: a connection lost, a wait that was too long, a
+  collective that failed. A worker ended by SIGTERM also counts here: MindSpore's workers end themselves in this way
+  when msrun's scheduler tells them that another worker is lost.
 
-The earliest by the disk's clock began it; a host whose link is gone, or whose worker is stopped, has held the others
-up since its last step, which may be long before anybody noticed. Agents look a few times a second, so that ends within
-MARGIN of each other have no order: then what is worth more goes first, and of equals nobody is named. A hang is of the
-one host that knows which of its workers is stuck, whoever saw the hang first; else it is of the one that is behind all
-others, by its phase and step. Nothing else is guessed from.
+The host with the earliest end by the disk's clock is blamed. A host whose link is gone, or whose worker is stopped, has
+held the others up since its last step, which may be long before any agent noticed. Agents look a few times a second, so
+ends within MARGIN of each other count as simultaneous: then the end with more weight is blamed, and among equal ends no
+host is named. A hang is blamed on the one host that knows which of its workers is stuck, whichever host noticed the
+hang first; otherwise on the one host that is behind all others, by its phase and step. The module guesses from nothing
+else.
 
-What follows. Failures are counted since the last progress. Progress is a newer checkpoint to go on from: an attempt
-that begins from a later step than the one before it (by their plans), or one whose run holds a checkpoint of a later
-step than it began from (`saved`). Steps that were made and not saved are none: they are made again. So a run may fail
-any number of times in months, and `Rules.restarts` bounds how often it fails without coming any further.
+What happens next. Failures are counted since the last progress. Progress means a newer checkpoint to go on from: an
+attempt begins from a later step than the one before it (by their plans), or its run holds a checkpoint of a later step
+than it began from (`saved`). Steps that were made and not saved are not progress, because they are made again. So a run
+may fail any number of times in months, and `Rules.restarts` bounds how often it fails without progress.
 
-A user's error is not tried again, nor is a loss that is not finite: the same weights and data come to the same loss. A
-loss that plugins.spike_guard goes back for is another matter ("spike"): its samples are left out, and the guard counts
-by itself how often. So such an attempt is not a failure here, and `Rules` does not count it.
+After a user's error, or a loss that is not finite, there is no further attempt: the same weights and data give the same
+loss. A loss for which plugins.spike_guard goes back ("spike") is different: its samples are left out, and the guard
+itself counts how often this happens. So such an attempt is not a failure here, and `Rules` does not count it.
 """
 
 from __future__ import annotations
@@ -225,11 +228,11 @@ def verdict(
     """Return which host caused the end of `attempt`, and what happens next.
 
     Args:
-        attempt: a plan is there, and the ends of its hosts as far as they came.
+        attempt: it has a plan, and the ends of its hosts as far as they were written.
         earlier: the attempts before it, the oldest first, with their verdicts.
-        can: how the recipe runs on these hosts only (`launch.agent.smaller`); else why it cannot.
-        now: the disk's clock; without it hosts that have written no end are gone.
-        saved: step of the newest whole checkpoint; None where that is not known.
+        can: how the recipe runs on only these hosts (`launch.agent.smaller`), or why it cannot.
+        now: the disk's clock; without it hosts that have written no end count as gone.
+        saved: the step of the newest complete checkpoint; None if it is not known.
     """
     hosts = _plan(attempt).hosts
     ends = [end for host, end in attempt.ends.items() if host in hosts]
@@ -254,9 +257,10 @@ def next_hosts(
     """Return the hosts of the next attempt by node rank, chosen from the hosts that are `there`: as many as `attempt`
     had.
 
-    Who took part and is not left out comes first, in the same order; then the plan's spares, then others; last who is
-    left out for the failures that it began, if nobody else is there. After an attempt that was smaller these are all
-    that are there, for some may be back; `launch.agent.smaller` says how many of them the recipe takes.
+    Hosts that took part and are not left out come first, in the same order; then the plan's spares, then other hosts.
+    Hosts that are left out because of the failures that they caused come last, if there are no others. After a smaller
+    attempt the list holds all hosts that are present, because some may be back; `launch.agent.smaller` says how many of
+    them the recipe takes.
     """
     plan, rules = _plan(attempt), rules or Rules()
     bad = _repeated([*earlier, replace(attempt, verdict=verdict)], rules)

@@ -4,25 +4,26 @@ agent wins, one clock, and operations with time limits.
 `Disk` reads, replaces and publishes files. It relies on the following, which holds for NFS (versions 3 and 4), Lustre,
 GPFS, CephFS and local disks:
 
-* `rename` puts a whole file in another one's place; who opens the name reads the old one or the new one.
-* `link` fails where the name exists: of all who publish one name, on whatever hosts, exactly one succeeds. Where an
-  answer of the server got lost, the link count of the writer's own file tells who won.
-* `open` asks the server whether what is cached still stands (close-to-open), so files are opened to be looked at, never
-  only `stat`ed. That a name was *absent* is remembered by NFS clients for up to a minute, unless they
-  change the folder themselves: who waits for a name must write into that folder now and then, as all agents do.
-* The time of a file that was set to "now" is the server's on NFS. Lustre and GPFS take the client's: so times of
-  different hosts order events for people, while nobody's life is judged by them (see `launch.agent.meeting.Watch`).
+* `rename` replaces a file by another complete file; a process that opens the name reads the old file or the new one.
+* `link` fails if the name exists: of all processes that publish one name, on any hosts, exactly one succeeds. If an
+  answer of the server got lost, the link count of the writer's own file shows whether it succeeded.
+* `open` asks the server whether the cached content is still valid (close-to-open), so files are always opened, never
+  only `stat`ed. NFS clients remember for up to a minute that a name was *absent*, unless they change the folder
+  themselves: a process that waits for a name must write into that folder now and then, as all agents do.
+* The time of a file that was set to "now" is the server's on NFS. Lustre and GPFS take the client's time: so times of
+  different hosts order events for people, but are never used to judge whether a host is alive (see
+  `launch.agent.meeting.Watch`).
 
-A disk that is gone lets a process hang inside a call that nothing but SIGKILL ends. So each call is made by a thread
-that may hang, while the caller waits for a bounded time.
+If the disk is gone, a process hangs inside a call that only SIGKILL ends. So each call is made by a thread that may
+hang, while the caller waits for a bounded time.
 
-`Claim` settles who does what only one may do, and how the claims of the dead are taken over, each time by exactly one.
-A claim is a row of files `claim-WHAT-0`, `claim-WHAT-1`, ... of which each is published once and never changed or
-removed: whoever published the newest one holds it. It is taken over when its holder has given no sign of life for
-`lost_after` seconds, by publishing the next file, in which one succeeds. A holder that was only slow finds out at its
-next look. A look and what follows it are two things, so a slow holder may still do the work of a claim that it has just
-lost: the outcome must be published (`Disk.publish`), too, and then there is one outcome. The claim saves work, and
-settles who must do it.
+`Claim` decides which agent does work that only one may do, and how the claim of a dead agent is taken over, each time
+by exactly one agent. A claim is a row of files `claim-WHAT-0`, `claim-WHAT-1`, ... of which each is published once and
+never changed or removed: the agent that published the newest file holds the claim. If the holder has given no sign of
+life for `lost_after` seconds, another agent takes the claim over by publishing the next file, in which only one
+succeeds. A holder that was only slow notices this at its next look. Between this look and its next action, a slow
+holder may still do the work of a claim that it has just lost: therefore the outcome must be published (`Disk.publish`),
+too, and then there is only one outcome. The claim saves work, and decides who must do it.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Disk:
         """Return the file at `path`; None if it does not exist.
 
         Raises:
-            LostDiskError: the disk does not answer within the bound. So do all methods.
+            LostDiskError: the disk does not answer within the bound. All methods raise this error.
         """
         return self._bounded(path, lambda: _read(path))
 
@@ -290,9 +291,9 @@ class Claim:
     Args:
         disk: the shared one.
         folder: the attempt's.
-        what: is claimed; part of a file's name.
-        me: who claims.
-        dead: whether a holder has given no sign of life for too long.
+        what: the work that is claimed; part of a file's name.
+        me: the agent that claims.
+        dead: a function that says whether a holder has given no sign of life for too long.
     """
 
     def __init__(self, disk: Disk, folder: Path, what: str, me: Holder, dead: Callable[[Holder], bool]):

@@ -1,22 +1,22 @@
 """This module watches an attempt from one node while its workers run: it gives signs of life, and notices hangs, lost
 hosts and a lost disk.
 
-`Around` looks at the other nodes: the attempt is over, or a neighbour is gone. Each node looks after the next one by
-rank, so that its share is the same among 2 and among 4,096, and a dead one always has a living one before it, while one
-lives. Spares look after one each, too: all others may die at once.
+`Around` watches the other nodes: whether the attempt is over, or a neighbour is gone. Each node watches the next one by
+rank, so its work is the same among 2 and among 4,096 nodes, and a dead node always has a living one before it, as long
+as one lives. Each spare watches one node, too, because all others may die at once.
 
 `Link` is the network interface by which this node reaches the others. A link that is gone stops the workers of all
-nodes alike: each waits for the others, and none can say whose it is. Its own node can: the interface has lost its
-carrier. (A switch in between is seen by nobody.)
+nodes: each waits for the others, and no worker can say whose link it is. The node of that link can, because its
+interface has lost its carrier. (No node can see a failed switch in between.)
 
-`stopped_worker` and `worker_places` find which of this node's workers holds the others up in a hang: one that is
-stopped, or that is not where they wait. In a hang all workers wait for one, and their steps are the same. Where each of
-them is tells them apart: those that wait are in MindSpore, which runs the graph or a collective; the one that they wait
-for may be elsewhere: in the data, in a save, in a callback. One that hangs in MindSpore itself looks like all others,
-and is not named.
+`stopped_worker` and `worker_places` find which of this node's workers holds the others up in a hang: a worker that is
+stopped, or that is not at the place where the others wait. In a hang all workers wait for one worker, and their steps
+are the same. Their places distinguish them: workers that wait are in MindSpore, which runs the graph or a collective;
+the worker for which they wait may be elsewhere: in the data, in a save, in a callback. A worker that hangs in MindSpore
+itself looks like all others, and is not named.
 
-`Lookout` puts these together. All of it touches the shared disk, which may stand still. So a thread of its own does it,
-and the supervisor, which must be able to end the workers whatever the disk does, only reads what the thread has found.
+`Lookout` combines these parts. All of them touch the shared disk, which may not answer. So a separate thread does this
+work, and the supervisor, which must be able to end the workers whatever the disk does, only reads the thread's results.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Around:
         """Return in words why this node's workers have to end; None if there is no reason. Call this about once a
         second.
 
-        Who finds a neighbour lost writes its end for it.
+        An agent that finds its neighbour lost writes the neighbour's end.
         """
         number = self.plan.attempt
         if first := self.meeting.over(number):
@@ -207,7 +207,7 @@ class Lookout(threading.Thread):
     """A lookout watches one attempt from this node while it is used as a context.
 
     Attributes:
-        told: whether the workers end for another node's sake.
+        told: whether the workers end because of another node.
     """
 
     def __init__(

@@ -1,22 +1,23 @@
 """This module lets the agents of a run communicate through files in an attempt's folder, on the disk that they share.
 
-`Meeting` is the meeting as one agent takes part in it. Beside the files of `tools.runs.attempts` there are, in the same
-folder,
+`Meeting` is one agent's side of the meeting. Beside the files of `tools.runs.attempts` the same folder holds these
+files:
 
-* `there-HOST.json`: this host's agent waits, or works; the file is written anew about once a second while it waits;
-* `claim-WHAT-N`: it says who writes the plan or the verdict, and which process is the agent of a host
+* `there-HOST.json` says that this host's agent waits or works; the file is written anew about once a second while it
+  waits;
+* `claim-WHAT-N` says which agent writes the plan or the verdict, and which process is the agent of a host
   (`launch.agent.disk.Claim`);
-* `over.json`: it names the host whose part was the first to end badly.
+* `over.json` names the host whose part was the first to end badly.
 
-Plan, verdict, ends and `over.json` are published: the first one stays, whoever else writes. So all agents go by one
-plan and one verdict, whatever dies when. Nobody lists the folder in a loop, but the one who holds a claim.
+Plan, verdict, ends and `over.json` are published: the first version stays, whichever other agent writes. So all agents
+follow one plan and one verdict, whichever agents die. Only an agent that holds a claim lists the folder in a loop.
 
-A call asks a handful of files, whatever the number of hosts, and returns at once; loops call it again. Each may raise
-`LostDiskError`, after `lost_after` seconds without an answer, or `ClusterError`, where another process is this host.
-`launch.agent.disk` says what holds on which disk.
+A call reads a few files, whatever the number of hosts, and returns at once; callers call it again in a loop. Each call
+may raise `LostDiskError`, after `lost_after` seconds without an answer, or `ClusterError`, if another process acts as
+this host. `launch.agent.disk` says what each kind of disk guarantees.
 
-`Watch` tells who gives no sign of life any more, from changes that this host has seen itself: no two clocks are ever
-compared.
+`Watch` finds hosts that give no sign of life any more, from changes that this host has seen itself, so clocks of two
+hosts are never compared.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class Watch:
     """A watch knows how long each observed value has not changed. `most` is the largest number of seconds that one look
     can add.
 
-    A look after a long pause of our own (the disk stalled, this process was stopped, a clock was set) says little of
-    the others: they may have been held up by the same thing, and must get the time to write. So a look never adds
-    more than `most`, and nothing where the clock went back.
+    A look after a long pause of this process (the disk stalled, the process was stopped, a clock was set) says little
+    about the others: the same cause may have held them up, and they must get the time to write. So a look never adds
+    more than `most`, and adds nothing if the clock went back.
     """
 
     def __init__(self, most: float):
@@ -84,8 +85,8 @@ class Meeting:
     Args:
         run_dir: the run's folder, on the shared disk.
         host: this host's name, which no other agent has.
-        lost_after: seconds without a sign of life after which a host, or the disk, is lost.
-        disk: in the place of a `Disk` of its own.
+        lost_after: seconds without a sign of life after which a host, or the disk, counts as lost.
+        disk: used instead of a `Disk` of its own.
     """
 
     def __init__(self, run_dir: Path, host: str, *, lost_after: float = LOST_AFTER, disk: Disk | None = None):
@@ -106,8 +107,9 @@ class Meeting:
     def come(self, number: int) -> None:
         """Announce that this host is present and fit for attempt `number`.
 
-        Where an agent of this host's name was there before, this waits until it is sure to be gone, at most about
-        twice `lost_after`. If the attempt counts on that one, this host's part in it has ended badly, and that is said.
+        If an earlier agent had this host's name, this call waits until that agent is surely gone, at most about twice
+        `lost_after`. If the attempt includes that agent, this host's part in it has ended badly, and the call writes
+        this.
 
         Raises:
             ClusterError: an agent of this host's name is at work.
@@ -152,8 +154,9 @@ class Meeting:
 
         Args:
             number: the attempt.
-            wanted: asked, on one host at a time, for the plan: given the hosts that are there, None to wait for more.
-                It should be quick: another host asks its own once this one has taken `lost_after` seconds.
+            wanted: called, on one host at a time, with the hosts that are present; returns the plan, or None to wait
+                for more hosts. It should be quick: another host calls its own after this one has taken `lost_after`
+                seconds.
         """
         if not self._form(number, PLAN, Plan) and self._chosen(number, "plan"):
             plan = wanted(self.there(number))
@@ -214,8 +217,9 @@ class Meeting:
         """Return the verdict on attempt `number`, or None as long as there is none; call this in a loop after this
         host's part has ended.
 
-        One host asks its `decide`, as soon as all hosts of the plan said how their parts ended; where one ended badly,
-        or was lost, the others get a moment for it. Who gives no sign of life any more is written down as lost.
+        One host calls its `decide` as soon as all hosts of the plan have written how their parts ended; if one ended
+        badly or was lost, the others get a moment to write. Hosts that give no sign of life any more are recorded as
+        lost.
         """
         if not self._form(number, VERDICT, Verdict) and self._chosen(number, "verdict"):
             attempt = self._attempt(number)

@@ -1,9 +1,8 @@
 """This module runs one node's part of an attempt: it starts msrun, supervises its workers, and reports how they ended.
 
 `command_of` makes what this node starts for the plan of an attempt: the msrun command, and the environment and cores of
-its workers. `Part` runs the workers under the supervisor and the lookout, publishes what they have compiled in a thread
-of its own, for copies take as long as they take, lets them save when notice of an end is given, and writes down how
-they ended.
+its workers. `Part` runs the workers under the supervisor and the lookout. It publishes what they have compiled in a
+separate thread, because copying takes time; it lets them save when an end is announced, and writes how they ended.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """This module determines which phase a node's workers are in, and how long a phase may last before it counts as a hang.
 
-`Limits` learns from the run how long each phase may last; it is pure. With fewer than ENOUGH durations seen of a phase,
-the limit is the phase's default, or LONGEST times the longest seen, whichever is more. From then on it is the largest
-of
+`Limits` learns from the run how long each phase may last; it has no side effects. As long as fewer than ENOUGH
+durations of a phase were seen, its limit is the phase's default, or LONGEST times the longest duration if that is more.
+From then on the limit is the largest of
 
 * the phase's floor,
 * TYPICAL times the median of the last WINDOW durations,
 * LONGEST times the longest of them.
 
-A deviation from the median (such as the median absolute one) adds nothing: of durations, which are above 0, it is at
-most the median itself.
+A deviation from the median (such as the median absolute deviation) would add nothing: for durations, which are above 0,
+it is at most the median itself.
 
 So a false alarm takes one step that lasts 10 times the usual, 3 times the longest of the last 200, and longer than the
 floor, all at once; what it costs is a restart. How often, where steps are alike and independent: the next one is the
@@ -18,9 +18,11 @@ t**-a), it is LONGEST times the longest before with LONGEST**-a / (n + 1), in th
 5,400 steps; then it has to be above the other two bounds as well. A hang is seen after the limit: 10 steps, or the
 floor. benchmarks/RESULTS.md says what the rule makes of recorded steps.
 
-Phases are kept apart: the first step after a start compiles or warms up, evaluations and saves stop the steps.
+Phases have separate limits: the first step after a start compiles or warms up, and evaluations and saves stop the
+steps.
 
-`Phases` finds the phase from what the workers write: metrics, logs, checkpoints. It reads, and decides nothing.
+`Phases` finds the phase from the files that the workers write: metrics, logs, checkpoints. It only reads, and decides
+nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """This module plans an attempt: it decides which hosts take part, from which checkpoint, with which recipe, and on
 which port.
 
-`Job` is what a node's agent trains and how, the same in every attempt. `Planning` and `make_plan` are what the one
-agent that plans an attempt decides; `follow` lets the run's folder follow a plan once it counts. The rest names the
-folders of attempts, and reads what earlier ones have left.
+`Job` describes what a node's agent trains and how; it is the same in every attempt. `Planning` and `make_plan` make the
+decisions of the one agent that plans an attempt; `follow` prepares the run's folder for a valid plan. The other
+functions name the folders of attempts, and read the files that earlier attempts have left.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ class Job:
     Attributes:
         recipe: effective; a plan may override more of it.
         host: this node, by its name in `hosts`.
-        hosts: all that the run may use, spares too, in the order of use.
-        nodes: that take part in an attempt.
-        port: of msrun's scheduler in the first attempt; None: a free one.
-        resume: the checkpoint to begin from, where none is saved since.
-        choose: finds that checkpoint, by who plans; in the place of `resume`.
-        first: the earliest attempt that can be of this launch.
+        hosts: all hosts that the run may use, including spares, in the order of use.
+        nodes: the number of nodes that take part in an attempt.
+        port: the port of msrun's scheduler in the first attempt; None means a free one.
+        resume: the checkpoint to begin from, as long as no later one is saved.
+        choose: finds that checkpoint on the planning host; used instead of `resume`.
+        first: the earliest attempt that can belong to this launch.
         bind: whether workers get cores of their own.
         lost_after: seconds without a sign of life after which a node, or the disk, is lost.
-        patience: seconds until hosts that never came are given up.
+        patience: seconds after which hosts that never came are given up.
         watchful: whether hangs and a lost disk end an attempt, and SIGTERM is notice of an end that is to come.
         cached: whether workers load, and write, the compile cache (launch/run/compile_cache.py).
-        show: a context that shows the steps of an attempt, and what it wants to be called for it.
-        say: says a sentence to the user.
+        show: returns a context that shows the steps of an attempt, and yields a function to be called now and then.
+        say: prints a sentence for the user.
         worker: the file that every worker runs.
     """
 
@@ -159,8 +159,9 @@ class Planning:
     """This is an attempt that has no plan yet. `began` is the time when this node joined the attempt; `came` holds the
     time when it first saw each host.
 
-    Whoever plans may be followed by another planner at any moment, and learn of it late. So nothing of a run is changed
-    here: what goes with a plan has the plan's own name, and the rest is for `follow`, once the plan counts.
+    Another agent may take over the planning at any moment, and this agent may learn of it late. So planning changes
+    nothing of a run: files of a plan have the plan's own name, and all other changes are made by `follow` once the plan
+    is valid.
 
     `prepare` checks what a plan goes on from, and returns the recipe of the attempt (None: that of the job).
     """
@@ -176,7 +177,7 @@ class Planning:
     def wanted(self, there: list[str]) -> Plan | None:
         """Return the plan with the hosts that are present; None if they are too few, or others may still come.
 
-        Only who is to plan the attempt asks: the plan's checkpoint is read as a whole, to see whether it is one.
+        Only the agent that plans the attempt calls this, because the plan's checkpoint is read completely to verify it.
         """
         now = time.monotonic()
         for host in there:
@@ -227,7 +228,7 @@ def make_plan(
     one.
 
     Raises:
-        CheckpointError: there is none, and the run has gone on from one before.
+        CheckpointError: there is none, although the run has started from one before.
     """
     best, own = None, job.resume if job.resume and job.resume.path.exists() else None
     if again:
@@ -273,8 +274,8 @@ def read_skipped(job: Job) -> None:
 def follow(job: Job, plan: Plan) -> None:
     """Prepare the run's folder for a valid plan; each host of the plan calls this before its workers start.
 
-    So no checkpoint of this attempt is there yet. A host that was held up since may find those of later attempts: what
-    made a checkpoint is read in its seals, and only what is of before is renamed.
+    So no checkpoint of this attempt exists yet. A host that was delayed may find checkpoints of later attempts: the
+    seals of a checkpoint say which attempt made it, and only checkpoints of earlier attempts are renamed.
     """
     recipe = recipe_of(job, plan)
     data.put_guilty_aside(recipe, job.run_dir, job.saves)
