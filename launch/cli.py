@@ -53,7 +53,7 @@ class Output:
 def exit_code_of(failed: OutputFailed) -> int:
     """Return the exit code of a run whose output failed; print a line first, unless the reader of the output has left.
 
-    What is still buffered goes nowhere: the interpreter would try once more at its end, and complain.
+    Buffered output is discarded, because the interpreter would try to write it again at its end, and fail.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)

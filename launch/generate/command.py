@@ -62,11 +62,11 @@ def choose(path: Path, recipe_file: Path | None) -> Chosen:
 
     Args:
         path: a run's folder, an iteration, other weights in MindFormers' names, or a Hugging Face folder.
-        recipe_file: of the model; None for that of the run which `path` is of.
+        recipe_file: the model's recipe; None for that of the run to which `path` belongs.
 
     Raises:
-        CheckpointError: no weights there, not whole ones, or of another model. RecipeError: no recipe, or of a model
-            that one CPU process cannot run.
+        CheckpointError: there are no weights, incomplete ones, or those of another model. RecipeError: there is no
+            recipe, or its model cannot run in one CPU process.
     """
     if (path / RECIPE).is_file() and not any(path.glob("*.safetensors")):
         recipe_file = recipe_file or path / RECIPE
@@ -131,8 +131,8 @@ def _weights_held(source: Source) -> int | None:
 def forward_recipe(recipe: Recipe) -> dict[str, Any]:
     """Return the part of `recipe` on which logits depend, in float32; devices and layout are removed.
 
-    The MTP layer goes: it reads what the decoder made, and no logit reads it. So do plugins: they change where and how
-    fast things are computed, not what. A text is one document.
+    The MTP layer is removed: it reads the decoder's output, and no logit depends on it. Plugins are removed, too: they
+    change where and how fast values are computed, not the values. A text counts as one document.
     """
     flat = copy.deepcopy(dict(recipe))
     leave_ascend(flat)

@@ -48,9 +48,9 @@ def continuation(
     """Yield the ids that follow `prompt`: at most `most` ids, up to and including `end`.
 
     Args:
-        logits: of the token behind ids [n], 1 <= n <= `window`: float [V].
-        choose: a token's id from its logits. window: how many tokens the model sees: those further back are forgotten.
-        end: the id that ends a document; None where nothing does.
+        logits: returns the logits, float [V], of the token after ids [n], 1 <= n <= `window`.
+        choose: returns a token's id from logits. window: how many tokens the model sees; older tokens are dropped.
+        end: the id that ends a document; None if no id does.
     """
     ids = list(prompt)
     for _ in range(most):

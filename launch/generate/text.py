@@ -25,9 +25,10 @@ class Sampling:
     """These settings say how tokens are sampled.
 
     Args:
-        temperature: logits are divided by it, above 0; below 1 the likely get likelier.
-        top_k: of so many likeliest tokens; 0 of all.
-        top_p: of the fewest likeliest tokens that have this share of the probability together, above 0; 1.0: of all.
+        temperature: logits are divided by this number, above 0; below 1 probable tokens become more probable.
+        top_k: only this number of most probable tokens can be drawn; 0 means all.
+        top_p: only the fewest most probable tokens with this share of the probability can be drawn, above 0; 1.0 means
+            all.
     """
 
     temperature: float = 1.0
@@ -43,8 +44,8 @@ def likeliest(logits: np.ndarray) -> int:
 def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
     """Return the probability with which each token is sampled: float64 [V], adding up to 1.
 
-    First temperature, then top-k, then top-p of what is left, as Hugging Face's `generate` has them. Of equally likely
-    tokens the one with the smaller id counts as likelier, so that k tokens are k.
+    Temperature is applied first, then top-k, then top-p to the remaining tokens, as in Hugging Face's `generate`. Of
+    equally probable tokens the one with the smaller id counts as more probable, so that exactly k tokens remain.
     """
     scaled = (logits.astype(np.float64) - logits.max()) / how.temperature  # the largest is 0: no overflow
     chances = np.exp(scaled)
@@ -68,7 +69,7 @@ def tokenizer_of(recipe: Recipe, weights: Path, given: Path | None) -> Tokenizer
     """Return the tokenizer that is `given`, that lies beside `weights`, or that `recipe` or its corpus names.
 
     Raises:
-        DataError: none of them is there, it cannot be loaded or does not give text back, or it is not the corpus' own.
+        DataError: no tokenizer exists, it cannot be loaded, it does not reproduce text, or it is not the corpus's own.
     """
     paths = look(recipe, (*LOADER, "config", "data_path"))
     prefixes = data_prefixes(paths) if paths else []
@@ -113,7 +114,7 @@ class Spoken:
     """This makes text from ids that come one by one; the bytes of a character wait until the character is complete.
 
     Args:
-        coder: of the ids. before: ids that the text goes on from, which are not repeated.
+        coder: the tokenizer of the ids. before: ids after which the text begins; they are not repeated.
     """
 
     def __init__(self, coder: Coder, before: Sequence[int]):

@@ -3,7 +3,8 @@
     python launch/generate/worker.py RECIPE WEIGHTS FD
 
 RECIPE is one of `launch.generate.command.forward_recipe`, WEIGHTS a checkpoint or Hugging Face folder, FD one end of a
-pipe. Through it goes first `Ready` or `Refused`; then, for each list of ids that comes, the logits behind it.
+pipe. The worker first sends `Ready` or `Refused`; then, for each list of ids that it receives, the logits of the next
+token.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Model:
         """Return the logits of the token after `ids`, float32 [V]; `ids` holds at most as many ids as a training
         sample.
 
-        What stands to the right of a position does not reach it, so the graph has one shape: ids and then zeros.
+        Tokens to the right of a position do not affect it, so the graph has one shape: ids and then zeros.
         """
         from mindspore import Tensor
 

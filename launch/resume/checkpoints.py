@@ -1,13 +1,13 @@
 """This module finds the checkpoint that a run goes on from, checks it, and keeps checkpoints of different runs apart.
 
-`check_model` says before any worker starts whether a checkpoint is whole and of the recipe's model, by the headers of
-its files. MindFormers 1.9.0 skips what it does not find (`checkpoint/reshard.py`: "No source parameters found ...,
-skipping") and leaves out what it does not know: a run would go on with fresh weights, experts or moments, and say so in
-a log alone.
+`check_model` checks before any worker starts whether a checkpoint is complete and belongs to the recipe's model, from
+the headers of its files. MindFormers 1.9.0 skips tensors that it does not find (`checkpoint/reshard.py`: "No source
+parameters found ..., skipping") and leaves out tensors that it does not know: a run would go on with fresh weights,
+experts or moments, and only a log would say so.
 
-`find_checkpoint` finds which checkpoint a run goes on from: the newest whole one, or the one that the user names.
-`check_data_order` and `complete` say whether it may go on from there, and whether anything is left to train. The rest
-is about what of other runs the folder of checkpoints may hold: `check_save_path`, `clear_save_path`, `leave_behind`.
+`find_checkpoint` finds the checkpoint from which a run goes on: the newest complete one, or the one that the user
+names. `check_data_order` and `complete` check whether the run may go on from it, and whether any step is left to train.
+`check_save_path`, `clear_save_path` and `leave_behind` keep checkpoints of other runs apart.
 """
 
 from __future__ import annotations
@@ -63,13 +63,14 @@ Shapes = dict[str, tuple[int, ...]]  # name -> shape of the whole tensor
 def check_model(recipe: Recipe, folder: Path) -> None:
     """Raise CheckpointError if resuming `recipe` from `folder` would lose, mix up or invent a tensor.
 
-    That is: its experts have moved and the recipe does not know of it; a slice is not there, or a file is cut short; a
-    weight, or AdamW's state of one, is missing, of another shape, or one that the model has not.
+    The error is raised if experts have moved and the recipe does not record placements; if a slice is missing, or a
+    file is cut short; or if a weight, or its AdamW state, is missing, has another shape, or does not belong to the
+    model.
 
-    Biases of routers that stock MindFormers has saved in a sharded graph, and will not load, are said.
+    A line reports routers' biases that stock MindFormers has saved from a sharded graph, and will not load.
 
-    Models whose tensors are not known by name are compared by their number of weights, and where that is not known
-    either (a model that `tc3 check` does not count), by nothing. Their sealed files were compared with checksums.
+    Models whose tensors are not known by name are compared by their number of weights; a model that `tc3 check` does
+    not count is not compared. Their sealed files were compared with checksums.
     """
     refuse_moved(folder, View(recipe).keeps_placements)
     wanted = _shapes_of(recipe)
@@ -214,10 +215,10 @@ def find_checkpoint(
 
     Args:
         resume: `auto`, or a folder; root: of the run's own iterations; unfit: see `scan_checkpoints`.
-        otherwise: the folder that the run began from, which `auto` falls back to.
+        otherwise: the folder from which the run began, which `auto` takes if there is no other checkpoint.
 
     Raises:
-        CheckpointError: a folder is to be taken that is not there, is none of one iteration, or is not whole.
+        CheckpointError: the folder does not exist, is not that of one iteration, or is not complete.
     """
     if resume != "auto":
         return _named_checkpoint(resume, root)
@@ -247,7 +248,7 @@ def beginning(run_dir: Path, root: Path) -> str | None:
 def refuse_scratch(run_dir: Path, root: Path) -> None:
     """Raise CheckpointError if a run that has started from a checkpoint before would now begin with random weights.
 
-    A run may be started again without anybody looking on, so who wants that says so with a new folder. Only
+    A run may be started again while nobody watches, so a user who wants random weights must name a new folder. Only
     plugins.spike_guard goes back to the beginning by itself, after a spike before the first good checkpoint.
     """
     if read_ledger(run_dir):
@@ -368,7 +369,7 @@ def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:
     """Raise CheckpointError if this worker's part of a sealed checkpoint is damaged; together the workers read every
     file once.
 
-    One that nobody has sealed is taken on the user's word.
+    A checkpoint without seals is accepted, because the user named it.
     """
     reason = fault(checkpoint.path, (worker, workers)) if is_sealed(checkpoint.path) else None
     if reason:
@@ -414,7 +415,7 @@ def leave_behind(root: Path, checkpoint: Path, attempt: int) -> None:
     """Set aside the checkpoints that belong to another branch of the run than `checkpoint`, from which `attempt` goes
     on.
 
-    What that attempt and those after it have saved stays: this may be done by several nodes, one of them late.
+    Checkpoints of that attempt and of later ones stay, because several nodes may do this, one of them late.
     """
 
     def earlier(folder: Path) -> bool:

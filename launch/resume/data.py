@@ -1,21 +1,22 @@
 """This module makes sure that a resumed run trains the same data: the samples left out, the content of each corpus, and
 the order.
 
-What is left out (`apply_ledger`, `guilty`). A launch follows the ledger of left-out samples
-(`plugins/spike_guard/ledger.py`). The worker that ends a run for a spike has written the ledger. Whoever plans the next
-attempt puts its samples into the effective recipe, and goes on from the newest checkpoint that holds no guilty step;
-those that do are set aside once the plan counts. All of it is read from the disk before each plan: no node knows what
-another one has planned.
+Samples that are left out (`apply_ledger`, `guilty`). A launch follows the list of left-out samples
+(`plugins/spike_guard/ledger.py`), which the worker that ends a run after a spike has written. The agent that plans the
+next attempt puts these samples into the effective recipe, and goes on from the newest checkpoint that has trained no
+guilty step; checkpoints that have are set aside once the plan is valid. All of this is read from the disk before each
+plan, because no node knows what another node has planned.
 
-What a corpus held (`keep_digests`, `replaced`). A resume notices a corpus that was prepared anew at the same path.
-Corpora have terabytes, so `RUN/data.json` covers of each: the whole .idx, that is the length and place of every
-document; the size of the .bin, and 256 blocks of it, evenly spread, first and last included (up to 16 MiB: all of it).
-Other text practically always has other lengths; tokens changed in place, between those blocks, are not seen.
+The content of a corpus (`keep_digests`, `replaced`). A resume notices a corpus that was prepared anew at the same path.
+Corpora have terabytes, so `RUN/data.json` covers for each corpus the whole .idx, that is the length and place of every
+document, the size of the .bin, and 256 evenly spread blocks of it, including the first and the last (a file of up to 16
+MiB is covered completely). Other text practically always has other lengths; tokens that were changed in place, between
+those blocks, are not noticed.
 
-In which order (`differences`, `most_steps`). A resumed run skips what it has trained by count, so another order, by
-another recipe or for more steps, repeats samples and leaves others out. MindFormers' GPTDataset shuffles all epochs of
-the corpus that the wanted samples need at once: more samples keep the order as long as they need as many epochs (and,
-of several, as long as the last is shuffled apart from the others, or is not).
+The order (`differences`, `most_steps`). A resumed run skips trained samples by their number, so another order, by
+another recipe or for more steps, would repeat samples and leave others out. MindFormers' GPTDataset shuffles together
+all epochs of the corpus that the wanted samples need: more samples keep the order as long as they need the same number
+of epochs (and, with several epochs, as long as it does not change whether the last epoch is shuffled separately).
 """
 
 from __future__ import annotations
@@ -83,10 +84,11 @@ def left_out(recipe: Recipe) -> Ranges:
 def apply_ledger(recipe: Recipe, run_dir: Path, before: Ranges = ()) -> None:
     """Change `recipe` in place so that it also leaves out the samples that `RUN/skipped.json` in `run_dir` lists.
 
-    Whoever plans an attempt calls this first: another node may have planned, or met, what came before.
+    The agent that plans an attempt calls this first, because another node may have planned the attempts before.
 
     Args:
-        before: what an earlier attempt has left out. A late rank may have written an older ledger over a newer one.
+        before: the samples that an earlier attempt has left out. A late rank may have written an older list over a
+            newer one.
 
     Raises:
         DataError: the ledger cannot be read.
@@ -105,8 +107,8 @@ def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
     """Return why the run must not go on from a checkpoint (folder, its step): samples that it has trained are left out
     since.
 
-    A checkpoint's seals say what the run left out that made it; of one that does not say so, what RUN/recipe.yaml
-    leaves out counts, so ask before that is written anew.
+    A checkpoint's seals record which samples its run left out. For a checkpoint whose seals do not, the samples that
+    RUN/recipe.yaml leaves out count, so call this before that file is written anew.
     """
     entries = read_ledger(run_dir) if guard_is_on(recipe) else []
     stored = run_dir / "recipe.yaml"
@@ -200,7 +202,7 @@ def keep_digests(recipe: Recipe, run_dir: Path) -> None:
 def replaced(run_dir: Path, recipe: Recipe) -> list[str]:
     """Return in words which corpora of `recipe` differ from those of the run in `run_dir`.
 
-    A run that has written nothing down (of an earlier version, or of MindFormers alone) is said, and taken.
+    A run without recorded digests (of an earlier version, or of MindFormers only) is reported, and accepted.
     """
     stored = run_dir / DIGESTS
     try:
@@ -247,7 +249,8 @@ def shuffle_of(tokens: int, samples: int, sequence_length: int) -> Shuffle:
 def shuffles(recipe: Recipe, samples: int) -> list[Shuffle]:
     """Return the shuffle of each corpus of a recipe's `data_path` when the recipe is asked for `samples` samples.
 
-    Corpora without weights are read once, whatever is asked for; one alone is asked for the samples exactly.
+    Corpora without weights are read once, whatever number is wanted; a single corpus is asked for exactly the wanted
+    samples.
 
     Raises:
         DataError: an index is missing or broken.

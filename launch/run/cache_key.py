@@ -1,9 +1,9 @@
 """This module computes the key of everything on which a compiled graph depends: runs with the same key may load each
 other's graphs.
 
-MindSpore's compile cache compares source files that it finds from the script that was started, and nothing else: with
-another `routed_scaling_factor` it trains the graph of the old one, in silence. So everything that is not known to stay
-out of the graph belongs into the key; what is too much in it costs a compilation, what is missing a wrong model.
+MindSpore's compile cache compares only source files that it finds from the started script: if `routed_scaling_factor`
+changes, it silently trains the old graph. So everything that is not known to stay out of the graph belongs into the
+key: an unnecessary part costs a compilation, a missing part a wrong model.
 """
 
 from __future__ import annotations

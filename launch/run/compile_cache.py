@@ -3,9 +3,9 @@ published completely or not at all.
 
 The folder of all caches is `output/compile_cache` of the checkout, or `TC3_COMPILE_CACHE`; with several nodes it must
 be one that they share. A key's folder (`cache_key`) has a folder `rank_N` for each rank, as MindSpore makes them, with
-`SEAL` in it: sha256 of each file. MindSpore itself only ever sees a folder of this attempt: a copy, checked, of all its
-ranks, or an empty one that it fills. What it has written is published by one rename a rank, once steps have been made
-with it. So a run that is killed while MindSpore writes, or a full disk, leaves nothing that another one loads.
+`SEAL` in it: sha256 of each file. MindSpore itself sees only a folder of this attempt: a verified copy for all ranks,
+or an empty folder that it fills. Its files are published by one rename for each rank, once steps have been made with
+them. So if a run is killed while MindSpore writes, or the disk is full, no other run loads these files.
 
 `KEPT` keys stay, those used last; of others the folders are removed when a new one is published.
 """
@@ -102,8 +102,8 @@ class CompileCache:
         """Publish what a rank of this node has compiled once a later step was made with it; call this from time to
         time.
 
-        One rank a call, for who calls has other things to look after. Never raises: a cache that cannot be kept
-        costs the next start its time.
+        Each call publishes one rank, so that the caller can go on with its other work. This never raises an error: if a
+        graph cannot be kept, the next start compiles again.
         """
         rank = next((each for each in self.ranks if self.environment and self._is_due(each)), None)
         if rank is not None:
@@ -157,7 +157,7 @@ def prepare(
         world: workers of all nodes; `ranks`: those that this node starts.
         over: whether the attempt has ended, while this node waits for what the others can load.
 
-    Never raises: where the cache cannot be used, `said` tells why, and the workers compile without.
+    This never raises an error: if the cache cannot be used, `said` says why, and the workers compile without it.
     """
     cache = _prepare(recipe, run_dir, attempt, world, ranks, environ)
     can = cache.key.name if cache.loaded else ""
@@ -203,7 +203,7 @@ def root(environ: Mapping[str, str] = os.environ) -> Path:
 def _load(key: Path, own: Path, world: int, ranks: Sequence[int]) -> bool:
     """Copy the ranks of this node; False, and none, unless all ranks of the world are there and these are whole.
 
-    With some ranks that load and others that compile, they might not do the same things in the same order.
+    If some ranks loaded and others compiled, they might not run the same operations in the same order.
     """
     if not all((key / f"rank_{rank}" / SEAL).exists() for rank in range(world)):
         return False
@@ -225,8 +225,8 @@ def _empty(own: Path, ranks: Sequence[int]) -> None:
 def _all_load(folder: Path, world: int, ranks: Sequence[int], can: str, over: Callable[[], object]) -> bool:
     """Whether all nodes of an attempt load, and from one key; each node gets the same answer.
 
-    Each node writes the key that it `can` load ("": none) into `folder`. The first one answers when all have done so;
-    any node does that cannot load, or has waited for `AGREE` seconds. The first answer that is published holds.
+    Each node writes the key that it `can` load ("": none) into `folder`. The first node answers when all have written;
+    any node answers that cannot load, or that has waited for `AGREE` seconds. The first published answer is valid.
     """
     vote, answer = folder / f"rank_{ranks[0]}", folder / ANSWER
     until = time.monotonic() + AGREE

@@ -1,7 +1,7 @@
 """This module applies the plan of `tc3 affinity` to the workers that a launch starts on this host (docs/affinity.md).
 
-Where msrun takes the plan it gets a file of it, and MindSpore binds threads by their role. Elsewhere each worker binds
-itself to its cores (launch/workers/cores.py). A plan that fails is said and stops nothing.
+If msrun accepts the plan, it gets the plan as a file, and MindSpore binds threads by their role. Otherwise each worker
+binds itself to its cores (launch/workers/cores.py). A plan that fails is reported and does not stop the launch.
 
     python -m launch.run.cores WORKERS TARGET FILE     # for launch/script_body.sh: the same as assignments of bash
 """

@@ -80,7 +80,7 @@ def effective_recipe(
 ) -> Recipe:
     """Return the flat recipe that will run, with overrides, number of steps and this run's folders filled in.
 
-    `make_layout`: search for the layout of a recipe with `offset: auto`, and keep it, where nobody has.
+    With `make_layout`, the layout of a recipe with `offset: auto` is searched and stored if there is none yet.
     """
     flat = chosen_recipe(path, overrides, size)
     flat = resolved(apply_overrides(flat, steps_overrides(flat, steps, overrides)), make_layout)
@@ -124,8 +124,8 @@ def steps_overrides(recipe: Recipe, steps: int | None, given: tuple[str, ...] = 
     """Return the overrides that make a recipe train `steps` steps: number of samples, one pass over them, and the
     schedule.
 
-    A warm-up that is longer than all steps becomes the share of them that it was of the recipe's; a word on stderr says
-    so. One that the user's own overrides set stays unchanged, and is refused like that of a recipe.
+    If the warm-up is longer than all steps, it is shortened so that it keeps its share of the recipe's steps; a line on
+    stderr says so. A warm-up that the user's own overrides set stays unchanged, and is refused like that of a recipe.
 
     Args:
         given: the user's overrides, which `recipe` has.

@@ -95,7 +95,7 @@ def telling_lines(lines: list[str]) -> list[str]:
     """Return the innermost calls of the last traceback and its error; without a traceback, the last lines that mention
     an error.
 
-    What MindSpore adds for its own developers (calls in C++), warnings and rules are left out.
+    MindSpore's information for its own developers (calls in C++), warnings and rulers are left out.
     """
     starts = [number for number, line in enumerate(lines) if _TRACEBACK in line or _FATAL.search(line)]
     if not starts:

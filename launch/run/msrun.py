@@ -121,9 +121,9 @@ def worker_environment(
     """Return `environ` with the variables that `workers` workers on this host need, and with their binding to `cores`;
     variables that the user set are kept.
 
-    msrun starts the first `python` on PATH, so ours is put there. The threads of all workers together do not
-    exceed the cores. MindSpore logs errors only; MindFormers' log goes into the run's folder. MindFormers takes a
-    node for one of 8 devices unless told, and refuses to save the checkpoint of more.
+    msrun starts the first `python` on PATH, so the running Python is put first. The threads of all workers together do
+    not exceed the cores. MindSpore logs only errors; MindFormers' log goes into the run's folder. MindFormers assumes a
+    node of 8 devices unless a variable says otherwise, and refuses to save the checkpoint of more.
     """
     logs = logs or run_dir / "logs"
     threads = max(1, len(os.sched_getaffinity(0)) // workers)

@@ -74,8 +74,8 @@ def check_sound(recipe: Recipe) -> None:
     """Raise RecipeError with the errors of `tc3 check`: the run would fail, or would not be the one that the recipe
     describes.
 
-    Raise ClusterError where the ranks of an expert-parallel group would wait for each other for ever. What a card says
-    against training a recipe is printed: at toy size, or with its plugins, one may want it all the same.
+    Raise ClusterError if the ranks of an expert-parallel group would wait for each other for ever. A card's warning
+    against training a recipe is only printed, because one may want to train it at toy size or with its plugins.
     """
     if said := modelled(recipe):
         click.echo(said, err=True)
@@ -256,8 +256,8 @@ def only_run_in(*folders: Path, together: bool = False) -> Iterator[None]:
 
     `together`: with the agents of other nodes, which keep others out, not each other.
 
-    A start that fails in the block leaves neither the locks nor folders that were made for them. A file system without
-    locks (Lustre without `-o flock`, some of FUSE) is said, and does not stop the run.
+    If a start fails in the block, neither the locks nor folders that were made for them are left. A file system without
+    locks (Lustre without `-o flock`, some of FUSE) is reported, and does not stop the run.
     """
     with ExitStack() as held:
         for folder in dict.fromkeys(map(real_path, folders)):

@@ -1,12 +1,14 @@
 """This module writes a recipe's launch as plain bash: one script for all nodes, to be started by hand, by Slurm or by
 another manager.
 
-The upper part of a script says what runs where and is written here; the lower part is `launch/script_body.sh`.
-`tc3 train --script` prints both as one file that stands by itself. `python -m launch.run.script` writes the scripts of
-the reference layouts into launch/scripts/, which hold only the upper part and source the lower one.
+The upper part of a script says what runs where and is written by this module; the lower part is
+`launch/script_body.sh`. `tc3 train --script` prints both as one file that needs no other. `python -m launch.run.script`
+writes the scripts of the reference layouts into launch/scripts/, which hold only the upper part and source the lower
+one.
 
-`outside` finds the paths of a script that lie outside the checkout: every node needs what stands there, at the same
-place. `of_script` is what the workers of a script check and write, as `tc3 train` does before it starts any.
+`outside` finds the paths of a script that lie outside the checkout: every node needs these files at the same place.
+`of_script` makes the checks of a script's workers and writes their files, as `tc3 train` does before it starts a
+worker.
 """
 
 from __future__ import annotations
@@ -92,9 +94,10 @@ def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[i
     """Check everything that all workers can see in the same way; return a check of the rest, to be called with each
     worker's rank.
 
-    The rest waits until the cluster stands, for it fails on some ranks only: each reads its share of a sealed
-    checkpoint; rank 0, which alone may have to read an index, compares the data and its order, and keeps the recipe and
-    the data's digests in the run's folder. Where nothing is left to train, the worker says so and ends, with code 0.
+    The rest waits until all ranks are connected, because it may fail on only some ranks: each rank reads its share of a
+    sealed checkpoint; rank 0, the only one that may have to read an index, compares the data and its order, and writes
+    the recipe and the data's digests into the run's folder. If nothing is left to train, the worker says so and ends
+    with code 0.
 
     Raises:
         CheckpointError: as `tc3 train`, here or later.
@@ -172,7 +175,7 @@ def cluster_for(workers: int, hosts_file: Path | None = None) -> Cluster:
 def launch_script(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | None = None) -> str:
     """Return the bash script that trains `recipe`, the effective recipe of `launch`, on every node of its cluster.
 
-    It stands by itself: it sources no other file.
+    The script sources no other file.
 
     Raises:
         ClusterError: the hosts do not fit the recipe, or the port is outside msrun's range.

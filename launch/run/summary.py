@@ -203,7 +203,8 @@ def words_to_go_on(
 def _next_command(recipe: Recipe, total: int, weights: Path, resume_command: ResumeCommand) -> list[str]:
     """What goes on with a run that has ended: to twice its steps, or to as many as keep its data's order.
 
-    After the last such step it is a new run from the weights: GPTDataset would shuffle what is trained already anew.
+    After the last such step the command starts a new run from the weights, because GPTDataset would shuffle trained
+    samples anew.
     """
     most = most_steps(recipe, 2 * total)
     if most is not None and most <= total:

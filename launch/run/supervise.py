@@ -51,7 +51,8 @@ class Family:
     """A family is the set of all descendants of the process `root`, also of those that change session or lose their
     parent.
 
-    While a family exists this process is the kernel's "subreaper": orphans become its children and stay findable.
+    While a family exists, this process is the kernel's "subreaper": orphans become its children, so that they can be
+    found.
     """
 
     root: int
@@ -302,7 +303,7 @@ class _Watch:
     def _sign(self) -> object:
         """Something that differs after each write to a log or a metrics file.
 
-        Times of files are a file server's, whose clock may be hours off: they are held against each other only.
+        Times of files come from a file server, whose clock may be hours off, so they are compared only with each other.
         """
         files = [*self.logs.glob("worker_*.log"), *self.metrics.glob("*")]
         return {file: (status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]}

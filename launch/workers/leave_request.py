@@ -1,13 +1,14 @@
 """This module lets all ranks, or none, save at one step and end on request, through files in the attempt's folder.
 
-Where a node is to go soon (SIGTERM), its agent names a step that no rank can have passed by then. Ranks look at the
-end of each step, in a file that is there from the beginning (what an NFS client remembers as absent it may not look for
-again; what it opens is fresh). No step costs a collective.
+If a node has to go soon (SIGTERM), its agent names a step that no rank can have passed yet. At the end of each step
+ranks read a file that exists from the beginning (an NFS client may not look again for a file that it remembers as
+absent, but a file that it opens is up to date). No step needs a collective for this.
 
-A rank may still hear of it too late, when a disk is slow. To save takes collectives, in which the others would wait for
-it for ever. So ranks that have reached the step first put a file each, and wait for one decision, which is a file too,
-and by a hard link only one: "save", by rank 0 once all ranks are there, or "go on", by anyone after `PATIENCE` seconds.
-The rank that was late meanwhile waits in its next step's collectives, where the others then join it.
+On a slow disk a rank may still learn of the request too late. Saving takes collectives, in which the other ranks would
+wait for that rank for ever. So ranks that have reached the step first write a file each, and wait for one decision,
+which is also a file, and which a hard link makes unique: "save", by rank 0 once all ranks have reached the step, or "go
+on", by any rank after `PATIENCE` seconds. The late rank meanwhile waits in its next step's collectives, where the
+others then join it.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ def environment(attempt: Path) -> dict[str, str]:
 def request(run_dir: Path, attempt: Path, ranks: Iterable[int]) -> int | None:
     """Ask all ranks to save at a step and end; return the step, which may be that of another node's request.
 
-    `ranks`: of this node, whose newest step is known here; no rank is more than a step ahead of another.
+    `ranks` are those of this node, whose newest step is known here; no rank is more than a step ahead of another.
 
-    None where there is nothing to save, for no step has been made in this attempt, or nobody can be asked.
+    Return None if there is nothing to save, because no step has been made in this attempt, or if no worker can be
+    asked.
     """
     file = attempt / FILE
     try:

@@ -32,8 +32,8 @@ def metrics_file(run_dir: str | Path, rank: int) -> Path:
 class FirstStep:
     """This records the first step of this process's part of a sharded CPU run, for `tc3 accuracy collectives`.
 
-    Each such run does: noting a call takes a microsecond, and a later step makes the same calls. Beside them stands
-    which place MindSpore was told that the rank has in each group, by which it cuts weights.
+    Every such run records its first step: recording a call takes a microsecond, and later steps make the same calls.
+    The record also holds the rank's place in each group as MindSpore was given it, by which MindSpore slices weights.
 
     Args:
         collectives: of this rank. file: for the record.

@@ -1,7 +1,7 @@
 """This module records the norm of a rank's own gradient of one weight at each step, for `tc3 accuracy equivalence`.
 
-Of a copy that no checkpoint holds: of a model with an MTP layer the last stage of a pipeline has one of the embedding
-(docs/stock-differences.md). A recipe names the callback (`auto_register: own_gradient.OwnGradient`, with
+The weight is a copy that no checkpoint holds: with an MTP layer, the last stage of a pipeline has a copy of the
+embedding (docs/stock-differences.md). A recipe names the callback (`auto_register: own_gradient.OwnGradient`, with
 `REGISTER_PATH` this folder); nothing in the training changes.
 """
 

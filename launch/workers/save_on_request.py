@@ -1,8 +1,8 @@
 """This module is a checkpoint monitor that saves at the step which a request names, and then ends the worker (see
 `leave_request`).
 
-MindSpore's `OnRequestExit` does not serve: it puts a collective into the graph of every step, and saves `.ckpt` files
-of the old format, without seals and without the state of several ranks. MindFormers 1.9.0 offers nothing of the kind.
+MindSpore's `OnRequestExit` cannot be used: it puts a collective into the graph of every step, and saves `.ckpt` files
+of the old format, without seals and without the state of several ranks. MindFormers 1.9.0 has no such function.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def enable() -> None:
     """Make the run's checkpoint monitor, as the plugins have set it up, follow requests to save. Call this after the
     plugins are enabled.
 
-    Without a launch that may ask, and for MindFormers' legacy format, all stays unchanged.
+    Without a launch that can make requests, and for MindFormers' legacy format, nothing changes.
     """
     monitor = MindFormerRegister.get_cls(MindFormerModuleType.CALLBACK, "CheckpointMonitor")
     if VARIABLE in os.environ and issubclass(monitor, SealingCheckpointMonitor):

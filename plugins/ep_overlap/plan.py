@@ -1,11 +1,11 @@
 """This module chooses into how many chunks to cut a micro-batch, and in which order to issue their steps. The module
 implements section 4.4 of the report.
 
-One MoE layer is a chain of steps: dispatch between nodes, dispatch inside the node, the experts, and the same way
-back. Cut into chunks, one chunk's AllGather between nodes, another's All-to-All inside a node and a third's experts
-run at once. More chunks hide more and cost more: launches, latencies of messages and the reading of expert weights do
-not shrink with the chunk, and small matmuls are slower. `choose` weighs the two by simulation; how long a step of a
-chunk takes is the caller's knowledge.
+One MoE layer is a chain of steps: dispatch between nodes, dispatch inside the node, the experts, and the same way back.
+With chunks, one chunk's AllGather between nodes, another's All-to-All inside a node and a third's experts run at once.
+More chunks hide more communication and cost more time: launches, latencies of messages and the reading of expert
+weights do not shrink with the chunk, and small matmuls are slower. `choose` finds the best number by simulation; the
+caller provides the duration of each step of a chunk.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """This module ends a run whose loss, gradients or saved weights are not finite (see `plan`), before such a step is
 saved.
 
-MindFormers sorts callbacks it does not know behind its CheckpointMonitor, which would have saved the step by then. So
-this looks where MFLossMonitor, the first of all, has read the loss and its parts, which that reading clears.
+MindFormers sorts unknown callbacks after its CheckpointMonitor, which would already have saved the step. So this module
+reads the loss and its parts in MFLossMonitor, the first callback, whose reading clears them.
 
-Every rank decides for itself, and no step costs a collective. In data parallel the numbers are reduced already, so
-that all ranks stop at one step. In a pipeline only the last stage knows the loss; the global norm is everybody's. A
-rank that stops alone ends the run as any worker does that fails.
+Every rank decides for itself, and no step needs a collective for this. With data parallelism the values are already
+reduced, so all ranks stop at the same step. In a pipeline only the last stage knows the loss, and all ranks know the
+global norm. If a single rank stops, it ends the run as any failed worker does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """This module decides when a run whose values are no longer finite must end. The module uses only Python and NumPy.
 
-A step counts when a part of its loss, its loss or its global norm is NaN or infinite. One case is none: gradients that
-overflow under a loss scale that can still fall. The optimizer skips such a step, the scale falls, and training goes on.
+A step counts as not finite if a part of its loss, its loss or its global norm is NaN or infinite. One case does not
+count: gradients that overflow under a loss scale that can still fall. The optimizer skips such a step, the scale falls,
+and training goes on.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def _words(value: float | None) -> str:
 def not_finite(file: Path) -> str | None:
     """Return the name of the first tensor in a safetensors file that holds a NaN or an infinity; None if none does.
 
-    Read from the file, in pieces: what is on disk is what a resume gets, in whatever type it was written.
+    The file is read in pieces, because a resume gets the values on disk, in the type in which they were written.
     """
     with file.open("rb") as data:
         size = int.from_bytes(data.read(8), "little")

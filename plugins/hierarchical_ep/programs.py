@@ -2,7 +2,7 @@
 
 A collective waits for every member of its group. It hangs when the members do not make the same calls on the group in
 the same order, when their split lists disagree, or when two groups that share ranks are called in orders that wait for
-each other. All of this can be read off the ranks' programs without running them.
+each other. All of this can be found from the ranks' programs without running them.
 """
 
 from __future__ import annotations
