@@ -1,9 +1,9 @@
 """This module writes and reads the JSON files of a run: appended lines, whole files, and the spans in which training
 stood still.
 
-The first half is shared by every plugin that keeps such a file. The second half is `RUN/metrics/spans.jsonl`: for how
-long a run's training stood still for a save or an evaluation, one line each, beside its steps. The plugins that save
-and evaluate write it, rank 0 only; `tc3 runs` reads it. Pure.
+Every plugin that writes such a file uses the first half. The second half is `RUN/metrics/spans.jsonl`, with one line
+for each time that a run's training stood still for a save or an evaluation. On rank 0 the plugins that save and
+evaluate write this file; `tc3 runs` reads it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """This module is the only way to private code of MindSpore, MindFormers and msprobe: nothing else in this repository
 patches them.
 
-A patch stands in for a line of their source, and a subclass may rely on one that calls what it overrides. Either line
-is named here, and where it is gone the patch refuses: another version may have taken the need away, or moved it, and a
-patch that is never called fails in silence. `docs/upgrade-mindformers.md` lists every use.
+A patch replaces a line of their source, and a subclass may rely on a line that calls the overridden method. The caller
+names this line, and if it no longer exists the patch refuses to work: another version may not need the patch any more,
+or may need it elsewhere, and a patch that is never called fails silently. `docs/upgrade-mindformers.md` lists every
+use.
 """
 
 from __future__ import annotations

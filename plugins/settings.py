@@ -1,9 +1,9 @@
 """This module describes a plugin's settings as a dataclass: type, default, range and meaning of each key are defined
 once, at its field. Pure.
 
-What follows from the class: what a recipe may write (`Section.read`, which `tc3 check` and the plugin itself ask), the
+These follow from the class: what a recipe may write (`Section.read`, which `tc3 check` and the plugin itself call), the
 editors' schema (`tools/schema`), what a change of a key means (`tc3 recipe diff`), and the tables of docs/, which
-tests/plugins/test_settings.py holds to it.
+tests/plugins/test_settings.py compares with the class.
 """
 
 from __future__ import annotations

@@ -2,14 +2,15 @@
 those of Qwen3.
 
 MindFormers 1.9.0 looks for `network.template`, a `WeightTemplate` of conversions by name, which it has for qwen3 and
-qwen3_moe (`checkpoint/converter/template.py`). Its decorator makes one of patterns that stand in the class; those
-cannot say what TeleChat3-MoE needs, so the template below is made of every parameter's own name. Why, and what it
-changes of its parent:
+qwen3_moe (`checkpoint/converter/template.py`). MindFormers' decorator makes a template from patterns in the class.
+Patterns cannot express TeleChat3-MoE, so the template below is made from every parameter's own name, and changes its
+parent for these reasons:
 
-* whatever has "experts" in its name is taken for routed experts, the shared one too, which no pattern then fits;
-* how far the optimizer shards is asked of layer 0, which has no experts here;
+* every tensor with "experts" in its name is taken for routed experts, including the shared expert, which then fits no
+  pattern;
+* the optimizer's sharding is read from layer 0, which has no experts here;
 * `model.layers.N` of the MTP layer is `mtp.layers.0`, whose number a pattern does not know;
-* a tensor that is missing or unknown is a line in a log: the parameter keeps its random start.
+* a missing or unknown tensor is only a line in a log, and the parameter keeps its random initial value.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """This module finds which Hugging Face tensors make up which parameter of TeleChat3. The module works with names only,
 without MindFormers.
 
-MTP is named as in DeepSeek-V3's checkpoints: one more layer, beside the `copies` of embedding and head there.
-`tools/weights/hugging_face_names.py` adds shapes, and what is done to arrays.
+MTP is named as in DeepSeek-V3's checkpoints: it is one more layer, and these checkpoints also hold the `copies` of
+embedding and head. `tools/weights/hugging_face_names.py` adds shapes, and the conversion of arrays.
 """
 
 from __future__ import annotations

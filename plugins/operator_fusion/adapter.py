@@ -1,8 +1,8 @@
 """This module passes `plugins.operator_fusion` to MindSpore.
 
-MindFormers passes no flags of graph kernels on, and MindSpore 2.9.0 takes them from the environment only: so the hook
-is a variable, which must be there before MindSpore compiles. `tc3 train`, `tc3 agent` and `--script` export it;
-`before_mindspore` also serves who starts msrun by hand.
+MindFormers passes no flags to graph kernels, and MindSpore 2.9.0 reads them only from the environment. So the plugin
+sets a variable, which must be set before MindSpore compiles. `tc3 train`, `tc3 agent` and `--script` export it;
+`before_mindspore` also sets it when a user starts msrun by hand.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """This module turns `plugins.operator_fusion` of a recipe into the flags of MindSpore's graph kernels. The module is
 pure Python (report section 4.5).
 
-MindSpore 2.9.0 has graph kernels on where the target is Ascend and `jit_level` is O1, with `fusion_ops_level` 0
-(vector operators only), and reads any other wish from one environment variable when it compiles.
+MindSpore 2.9.0 enables graph kernels if the target is Ascend and `jit_level` is O1, with `fusion_ops_level` 0 (vector
+operators only), and reads all other settings from one environment variable when it compiles.
 
 The first part lists the operators that the graph kernels may fuse for DVM, by the level of `fusion_ops_level` that
-takes them in. It is from MindSpore's public sources: `clusterable_ops_with_level_dvm` of graph_kernel_cluster_cloud.cc
-and `expand_ops_with_level_dvm` of graph_kernel_expander_cloud.cc. The compiled lists of a wheel cannot be asked. Of
-the vector operators, 25 were seen in clusters of 2.9.0's passes (docs/fusion.md).
+takes them in. The list is taken from MindSpore's public sources: `clusterable_ops_with_level_dvm` of
+graph_kernel_cluster_cloud.cc and `expand_ops_with_level_dvm` of graph_kernel_expander_cloud.cc. The compiled lists of a
+wheel cannot be read. 25 of the vector operators were seen in clusters of 2.9.0's passes (docs/fusion.md).
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 Python.
 
 MindFormers 1.9.0's PackingHandler moves labels by one place (`dataset/handler/packing_handler.py`), although
-AlpacaInstructDataHandler has done so before: the model is trained to say the token after the next. And what it puts
-behind the last label is the padding token, not the ignored one: each conversation ends in training token 0.
+AlpacaInstructDataHandler has already done so: the model is trained to predict the token after the next. PackingHandler
+also puts the padding token behind the last label instead of the ignored label, so at the end of each conversation the
+model is trained to predict token 0.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ a chunk; chunk 0 of all stages comes first, then chunk 1 (vpp-major, as in MindF
 last.
 
 MindFormers' offset says how many decoder layers chunk v of stage p holds: num_layers // (stages * chunks) +
-offset[v][p]. Embedding and loss are where they are; MTP layers run where the last decoder layer does (MindFormers
-1.9.0, multi_token_prediction.py, `_build_layers`).
+offset[v][p]. Embedding and loss do not move; MTP layers run where the last decoder layer runs (MindFormers 1.9.0,
+multi_token_prediction.py, `_build_layers`).
 
 The order of work in a stage is 1F1B, that of PipeDream-flush (arXiv 2006.09503, figure 2, with a flush at the end of
 the step), as in Megatron-LM: here for 3 stages and 4 micro-batches, a column for each time, forwards as 0 1 2 3 and

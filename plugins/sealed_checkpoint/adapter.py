@@ -1,11 +1,11 @@
 """This module is MindFormers' CheckpointMonitor, which also seals the saved files (see `plan`) and can resume with
 another global batch.
 
-Imported for its registration. `load_scaled_step` is about the optimizer's count of steps, which the learning rate and
-Adam's bias correction follow. MindFormers 1.9.0 scales it as it scales the step of the data
-(`trainer/base_trainer.py`: "Scaled global step"), and hands it to `load_checkpoint`, which takes it only where the
-checkpoint lists none: a sharded graph's. One process, and data parallelism on CPU, list it, and would go on with the
-learning rate of another step.
+This module is imported for its registration. `load_scaled_step` corrects the optimizer's count of steps, on which the
+learning rate and Adam's bias correction depend. MindFormers 1.9.0 scales this count as it scales the step of the data
+(`trainer/base_trainer.py`: "Scaled global step"), and passes it to `load_checkpoint`, which uses it only if the
+checkpoint lists no count, as with a sharded graph. Checkpoints of one process, and of data parallelism on CPU, list the
+count, and would go on with the learning rate of another step.
 """
 
 from __future__ import annotations

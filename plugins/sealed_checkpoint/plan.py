@@ -1,17 +1,17 @@
 """This module writes and reads seals, which say whether a checkpoint folder is complete, and which attempt of a run
 made it. Pure Python.
 
-MindFormers writes an iteration's files in place and names the newest iteration in a tracker file; a run killed
-in the middle of a save leaves a folder that looks like a checkpoint. Here every rank, after its files are on
-disk, writes `seal_rank_N.json` with their sizes and checksums. A checkpoint is complete when the seals of all
-ranks are there, all by one attempt, and every sealed file matches.
+MindFormers writes an iteration's files in place and names the newest iteration in a tracker file; a run killed in the
+middle of a save leaves a folder that looks like a checkpoint. Here every rank, after its files are on disk, writes
+`seal_rank_N.json` with their sizes and checksums. A checkpoint is complete when the seals of all ranks exist, all by
+one attempt, and every sealed file matches.
 
-A run that is started again after a failure saves the same steps again, while a rank of the attempt before may still
-be alive: on a host that was cut off, or in a write that its disk has held up for minutes. So each attempt saves into a
-folder of its own, `saving_ATTEMPT/iteration_N`, which no other one writes to; a save that all ranks have sealed is
-renamed to `iteration_N`. A late rank only spoils what its own attempt never finished. Attempts are told apart by
-`NUMBER-TOKEN`, which a launch gives to its workers in $TC3_ATTEMPT. Workers without it (msrun by hand, a script) save
-in place, and seals without it, of before attempts had names, are as good as ever.
+A run that is started again after a failure saves the same steps again, while a rank of the attempt before may still be
+alive: on a host that was cut off, or in a write that its disk has delayed for minutes. So each attempt saves into a
+folder of its own, `saving_ATTEMPT/iteration_N`, to which no other attempt writes; a save that all ranks have sealed is
+renamed to `iteration_N`. A late rank damages only the unfinished save of its own attempt. Attempts are identified by
+`NUMBER-TOKEN`, which a launch passes to its workers in $TC3_ATTEMPT. Workers without this variable (msrun by hand, a
+script) save in place, and seals from before attempts had names remain valid.
 """
 
 from __future__ import annotations

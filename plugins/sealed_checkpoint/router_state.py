@@ -2,9 +2,9 @@
 resume loads them.
 
 MindFormers 1.9.0 writes metadata.json from MindSpore's list of sharded parameters, and loads by it
-(`checkpoint/sharded_tensor.py`). The biases of aux-loss-free balancing are no part of that list: every rank saves them,
-none loads them, and training goes on from biases of zero. The placements of plugins.expert_balance fare alike: tokens
-would go to other experts than before. All of these are copies on all ranks of a stage.
+(`checkpoint/sharded_tensor.py`). The biases of aux-loss-free balancing are not in that list: every rank saves them, no
+rank loads them, and training goes on from biases of zero. The same holds for the placements of plugins.expert_balance,
+so tokens would go to other experts than before. All of these tensors are replicated on all ranks of a stage.
 """
 
 from __future__ import annotations

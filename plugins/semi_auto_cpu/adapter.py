@@ -1,8 +1,9 @@
 """This module makes MindFormers' Trainer train a sharded recipe on CPU. `launch/train.py` calls this module for recipes
 that `chosen` accepts.
 
-`Host` is what MindSpore's graph asks of this process: collectives with the other workers, and operators that CPU
-lacks. `enable_checkpoints` patches lines of MindFormers 1.9.0 that keep a sharded run on CPU from saving and resuming.
+`Host` serves the calls of MindSpore's graph in this process: collectives with the other workers, and operators that
+have no CPU kernel. `enable_checkpoints` patches lines of MindFormers 1.9.0 that keep a sharded run on CPU from saving
+and resuming.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """This module compiles a plugin's `csrc/` against the headers of MindSpore's wheel. Run it as `python -m
 plugins.semi_auto_cpu.build`.
 
-The result is kept in the user's cache folder under a name made of all that it depends on: the installed MindSpore, the
-sources and the flags. Another MindSpore therefore never meets a library that was made for this one.
+The library is kept in the user's cache folder under a name made of everything on which it depends: the installed
+MindSpore, the sources and the flags. Therefore another version of MindSpore never loads a library that was made for
+this one.
 """
 
 from __future__ import annotations

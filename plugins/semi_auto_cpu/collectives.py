@@ -4,8 +4,8 @@
     collectives = Collectives(mesh, ranks)
     collectives.run("AllReduce", {"group": "2-77", "op": "sum", "group_rank_ids": "(0, 1)"}, [x], [out])
 
-Results are the same whatever comes first. Members of a group that are not at the same call, a Send without its Receive
-and ranks that wait for each other are errors that name operator, group and ranks (ClusterError). The parts:
+Results do not depend on the order of arrival. If members of a group are not at the same call, a Send has no Receive, or
+ranks wait for each other, a ClusterError names operator, group and ranks. The module has these parts:
 
 * `Calls`: what a rank called in a step, in order, to be compared with what `tc3 dryrun` says that it would call.
 * `Disturbance`, for tests only: delays before collectives, and faults that a run must notice. `TC3_COLLECTIVES_TEST`

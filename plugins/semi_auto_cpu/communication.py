@@ -1,8 +1,8 @@
 """This module gives MindSpore's front end what it needs to shard a graph for Ascend: the rank and the device target.
 
-The front end for Ascend wants to know who it is and how large a group is; no communication library is there to ask, so
-a rank's `Ranks` answers in the place of MindSpore's C++. And it shards a graph for Ascend only: `target_ascend` and
-`target_cpu` change the device that MindSpore compiles for underneath it.
+The front end for Ascend needs its rank and the sizes of groups. There is no communication library for this, so a rank's
+`Ranks` answers instead of MindSpore's C++. The front end also shards a graph only for Ascend: `target_ascend` and
+`target_cpu` change the device for which MindSpore compiles.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """This module runs one collective as one member of its group: every member gives every other member a part.
 
-Each part carries a note: which operator, the how manieth of the group, of what. Members that are not at the same
-operator are told apart by it, at once and by name. Each function of `OPERATORS` is a collective: inputs of this rank
--> outputs of this rank, written in place. Sums and the like have the same bits whatever comes first.
+Each part carries a note with the operator, its number within the group, and its tensors. The note shows at once, and by
+name, if members are not at the same operator. Each function of `OPERATORS` is a collective: inputs of this rank ->
+outputs of this rank, written in place. Sums and similar results have the same bits in any order of arrival.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """This module keeps what MindSpore's compile cache leaves out of a sharded graph in a file beside the graph, and
 restores it when the graph is loaded.
 
-A process that loads a graph runs no front end, and so never learns where the slices of its weights lie (the layouts
-that checkpoints are cut by), which parameters are its own, what MindFormers writes into a checkpoint's metadata, and
-which kernels the compiler pass asked for. MindSpore's file has the slices' shapes only. Beside it, `sharding.json` has
-one entry for each compile of the process, in order, for MindSpore knows its files by their number and by nothing else:
+A process that loads a graph runs no front end, so it does not know the places of its weights' slices (the layouts by
+which checkpoints are cut), which parameters are its own, what MindFormers writes into a checkpoint's metadata, and
+which kernels the compiler pass needs. MindSpore's file has only the slices' shapes. Beside that file, `sharding.json`
+has one entry for each compile of the process, in order, because MindSpore identifies its files only by their number:
 
     {"cell": what was compiled, "layouts": ..., "names": ..., "strategies": ..., "groups": ..., "weights": ...,
      "sliced": ..., "kernels": ...}
 
-A graph is loaded for the same compile only: the same cell, inputs, and parameters with their shapes. Where anything is
-missing or another, its file is removed, and the graph is compiled anew. What the slices are after a load is compared
-with what they were after the compile: another shape or group ends the run, because nothing else would.
+A graph is loaded only for the same compile: the same cell, inputs, and parameters with their shapes. If anything is
+missing or differs, its file is removed, and the graph is compiled anew. The slices after a load are compared with those
+after the compile: another shape or group ends the run, because nothing else would notice it.
 """
 
 from __future__ import annotations

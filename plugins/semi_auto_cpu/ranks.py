@@ -1,10 +1,11 @@
 """This module is a rank's view of its cluster: its rank, the number of ranks, and the ranks of each communication
 group.
 
-Python creates some groups, with their ranks. MindSpore's C++ makes up others, of which Python only learns a
-name, "<size>-<hash of the ranks>". The hash is that of the C++ standard library over "0-2-4-6", so that a name proves
-the ranks it was made of (`made_up_name`): the parts of a device mesh that a rank lies in are tried until one has it
-(`parts_of_meshes`). A group whose ranks nothing proves has no answer: a wrong one would cut weights wrongly.
+Python creates some groups, with their ranks. MindSpore's C++ creates others, of which Python gets only a name,
+"<size>-<hash of the ranks>". The hash is that of the C++ standard library over "0-2-4-6", so a name identifies its
+ranks (`made_up_name`): the parts of a device mesh that contain a rank are tried until one has this name
+(`parts_of_meshes`). If no ranks match a group's name, the group is unknown, because wrong ranks would slice weights
+wrongly.
 """
 
 from __future__ import annotations

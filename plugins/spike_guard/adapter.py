@@ -1,14 +1,14 @@
 """This module enables `plugins.spike_guard` of a recipe: monitors that end the run at a spike, and a loader that leaves
 samples out.
 
-Nothing is rolled back in the process. A rank that sees a spike writes the ledger (`ledger.py`) and ends the run, as
-`plugins.finite_loss` does, whose place this takes; the launch starts it again from the newest good checkpoint, with
-what the ledger leaves out in `plugins.spike_guard.skipped` of the effective recipe.
+Nothing is rolled back in the process. A rank that sees a spike writes `RUN/skipped.json` (`ledger.py`) and ends the
+run, as `plugins.finite_loss` does, which this plugin replaces. The launch starts the run again from the newest good
+checkpoint, with the left-out samples in `plugins.spike_guard.skipped` of the effective recipe.
 
-No step costs a collective. With data parallelism the loss and the norm are everybody's, so all ranks write the same
-ledger; in a pipeline the ranks that have the loss decide for it, all for the norm, and one that ends alone ends the
-run. The good steps before this part of the run are read from the rank's own metrics, so the verdict on a step does not
-depend on where the run was interrupted.
+No step needs a collective for this. With data parallelism all ranks have the loss and the norm, so all write the same
+file. In a pipeline the ranks that have the loss judge it, and all ranks judge the norm; if a single rank ends, it ends
+the run. The good steps before this part of the run are read from the rank's own metrics, so the verdict on a step does
+not depend on where the run was interrupted.
 """
 
 from __future__ import annotations

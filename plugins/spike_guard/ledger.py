@@ -1,10 +1,10 @@
 """This module handles the samples that a run leaves out: how they are counted, and `RUN/skipped.json`, which records
 the spikes. Pure.
 
-Samples are counted in the order in which the loader would deliver them if none were left out: 0 is the first one of
-the first step. What is left out are ranges (first, stop) of that count. The samples behind each range move up, those
-behind the last one that the recipe trains fill the end: the run keeps its number of steps, and with it its learning
-rates. (`reference.py` has the obvious way.) The ledger:
+Samples are counted in the order in which the loader would deliver them if none were left out: 0 is the first one of the
+first step. The left-out samples are ranges (first, stop) of that count. The samples after each range take its place,
+and samples after the last one that the recipe trains fill the end: the run keeps its number of steps, and with it its
+learning rates. (`reference.py` has the obvious way.) The ledger:
 
     {"skipped": [{"step": 12, "first": 12, "why": "step 12: loss is NaN", "samples": [[44, 48]]}]}
 

@@ -2,14 +2,14 @@
 module uses only Python and NumPy.
 
 Loss and global norm are compared on a logarithmic scale, on which their noise is about even, with the last good steps.
-These have a trend, the median of the slopes between any two of them (Theil and Sen), which is followed where it falls:
-a loss that rises is not what a step is expected to go on with. A value is a spike when it lies more than `threshold`
-robust standard deviations (1.4826 times the median absolute deviation from the trend) above it; values below never
-are. Until the window is full nothing is.
+These steps have a trend, the median of the slopes between any two of them (Theil and Sen), which is extrapolated only
+if it falls, because a loss is not expected to go on rising. A value is a spike when it lies more than `threshold`
+robust standard deviations (1.4826 times the median absolute deviation from the trend) above it; values below it are
+never spikes. Until the window is full no step is judged.
 
-`SPIKE` and `NO_MORE` are the words of a run's end by which a launch knows that it was for a spike, and whether it is
-to go on. `read` and `check` read the settings, and refuse what of the rest of the recipe does not go together with
-them.
+`SPIKE` and `NO_MORE` are words in a run's last message, by which a launch recognises that the run ended after a spike,
+and whether it may go on. `read` and `check` read the settings, and refuse other settings of the recipe that do not go
+together with them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """This module enables `plugins.straggler_probe` of a recipe: a callback that probes its own rank every few steps,
 without a collective.
 
-No hook of MindFormers tells what a rank waits for its batches; but MindSpore's loop fetches a batch between two steps,
-and calls callbacks at the end of the one and the beginning of the other. MindFormers sorts callbacks that it does not
-know behind all others, so that saving and evaluating come before the end of a step that is seen here.
+No hook of MindFormers reports how long a rank waits for its batches; but MindSpore's loop fetches a batch between two
+steps, and calls callbacks at the end of the first and the beginning of the second. MindFormers sorts callbacks that it
+does not know behind all others, so that saving and evaluating come before the end of a step that is seen here.
 """
 
 from __future__ import annotations

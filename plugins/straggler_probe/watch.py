@@ -1,7 +1,7 @@
 """This module measures what happens on a rank between probes, and the probe itself: a fixed piece of work, timed.
 
-The adapter calls `Watch` at the beginning and end of each step. A probe's time is taken without what other processes
-took of the core. MindSpore is imported only for an NPU.
+The adapter calls `Watch` at the beginning and end of each step. A probe's time does not include the time in which other
+processes had the core. MindSpore is imported only for an NPU.
 """
 
 from __future__ import annotations

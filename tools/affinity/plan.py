@@ -1,8 +1,9 @@
 """This module plans a host: the cores of each worker by role, and the cores left for interrupts and the system. The
 module has no side effects.
 
-Workers have cores of their own, and what else runs has others (report, section 6: isolation). `make_plan` deals out the
-cores. `shares` says how many each worker takes from each NUMA node: a transport problem, solved by HiGHS.
+Workers have cores of their own, and other processes have other cores (report, section 6: isolation). `make_plan`
+assigns the cores. `shares` computes how many cores each worker takes from each NUMA node: a transport problem, solved
+by HiGHS.
 
     minimise    sum over workers w and nodes n of  distance(w, n) * x[w, n]      and, among those plans, the largest
                                                                                  sum of a single worker

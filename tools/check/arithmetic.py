@@ -1,10 +1,10 @@
 """This module checks numbers that must fit each other: devices, divisions, shapes, batches, heads. Each rule names the
 MindFormers line behind it.
 
-Attention heads have widths, and tensor and context parallelism divide them. Of context parallelism by exchanging heads
-(`ulysses_degree_in_cp`) dry runs found that MindFormers 1.9.0 does not tell flash attention of the degree: keys and
-values are gathered over the whole of context parallelism all the same, with the exchange of heads on top; and most
-models do not compile.
+Attention heads have widths, and tensor and context parallelism divide the heads. For context parallelism by exchanging
+heads (`ulysses_degree_in_cp`) dry runs found that MindFormers 1.9.0 does not pass the degree to flash attention: keys
+and values are still gathered over all context-parallel ranks, in addition to the exchange of heads; and most models do
+not compile.
 """
 
 from __future__ import annotations

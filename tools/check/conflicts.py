@@ -1,7 +1,7 @@
 """This module checks settings that do not go together, each with the MindFormers line that would fail, or would not
 notice.
 
-Among them are what a recipe of the CPU cannot have, data parallel (plugins/cpu_backend) or sharded
+The rules also cover settings that a recipe for CPU cannot have, data parallel (plugins/cpu_backend) or sharded
 (plugins/semi_auto_cpu), and MindFormers' own balancing of experts: where it refuses to start, and where it moves
 experts to a wrong place.
 """

@@ -10,8 +10,8 @@ metadata.json. `read_whole` reads all tensors at once, every element once, and c
 
 `read_placements` and `refuse_moved` are about experts that have moved (plugins/expert_balance): in which order a
 checkpoint holds them. Each layer of experts then has `<layer>.experts.placement`, int [E]: logical expert -> slot. The
-rows of its weights and of their moments stand in the order of slots. Who reads them without the placement has the
-experts mixed up.
+rows of its weights and of their moments are in the order of slots. A reader without the placement would mix up the
+experts.
 
 All of it is pure NumPy.
 """

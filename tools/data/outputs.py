@@ -4,9 +4,9 @@ PREFIX.bin  PREFIX.idx  PREFIX.json          the training split
 PREFIX_heldout.bin  .idx  .json              the held-out split, if asked for
 PREFIX_tokenizer/                            the tokenizer, if trained here
 
-MindFormers adds PREFIX/cache/GPTDataset_indices/: which tokens make up which sample. It finds a cache by path, seed,
-sample length and sample count, not by content, so one made for an earlier .bin of the same name would be used in
-silence: publishing deletes it.
+MindFormers adds PREFIX/cache/GPTDataset_indices/, which says which tokens make up which sample. It finds a cache by
+path, seed, sample length and sample count, not by content, so a cache of an earlier .bin of the same name would be used
+silently; therefore publishing deletes it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """This module finds what differs between hosts: hosts without a report, failing checks, and versions or clocks that
 differ from those of most hosts.
 
-Pure: answers in, outliers out. What most hosts have is taken for right, for nobody else says what would be; where no
-value has more than half of the hosts, all values are shown.
+The module turns answers into outliers, without side effects. The value of most hosts counts as right, because there is
+no other reference; if no value has more than half of the hosts, all values are shown.
 """
 
 from __future__ import annotations

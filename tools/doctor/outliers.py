@@ -1,13 +1,13 @@
 """This module finds which workers, links and disks are slower than their peers, on one host or many. The module has no
 side effects.
 
-`Probe` is what a probe found, as it stands in JSON: lists hold one number for each round. `outliers` names who is slow.
-`gate` says whether a run may start on probed hosts, for a launch and for whoever restarts one; `findings` says it as
-the doctor reports it.
+`Probe` is the result of a probe, as in its JSON: lists hold one number for each round. `outliers` names slow workers,
+links and disks. `gate` says whether a run may start on probed hosts, for launches and restarts; `findings` gives the
+same result in the form of the doctor's report.
 
-Workers of one kind are compared by the time that a unit of work took. Slow is who lies above the limit both with the
-median of its rounds and with its best round: a neighbour's load comes and goes, and leaves a best round alone; what is
-worn, throttled or shaped is slow in all of them.
+Workers of one kind are compared by the time that a unit of work took. A worker is slow if both the median of its rounds
+and its best round lie above the limit: a neighbour's load comes and goes, and does not affect the best round; worn or
+throttled hardware is slow in all rounds.
 
     limit = 1 + max(floor, z * 1.4826 * MAD / centre)
 

@@ -1,7 +1,7 @@
 """This module probes this host: it measures workers in rounds, on the cores on which they would train.
 
-In a round all workers multiply at once, then copy, then write; then the links, one at a time. So each round finds every
-worker beside the same neighbours, and what a load of a few seconds spoils is the same rounds of all.
+In a round all workers multiply at once, then copy, then write; then the links, one at a time. So in each round every
+worker has the same neighbours, and a load of a few seconds disturbs the same rounds of all workers.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 host.
 
 `gather` collects the facts of a host: what has to be the same on every host of a run, which is versions, packet sizes,
-recipe and data. A fact is a text, or None where the host does not tell; a name and its value say everything, so that
-hosts are compared by looking at texts alone. Facts are no checks: on one host alone nothing is wrong with any of them.
+recipe and data. A fact is a text, or None if the host does not report it; a name and its value say everything, so hosts
+are compared only by these texts. Facts are not checks: on a single host none of them can be wrong.
 
-`Report` holds the findings, the facts and the probe of a host; `read_report` reads one, and refuses what is none.
+`Report` holds the findings, the facts and the probe of a host; `read_report` reads a report, and refuses other texts.
 """
 
 from __future__ import annotations

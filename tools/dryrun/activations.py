@@ -1,9 +1,10 @@
 """This module estimates activation memory from the graph, by layer: what the forward leaves for the backward, and what
 is alive.
 
-MindSpore's forward subgraph hands its backward a list of tensors: that is what recomputation and everything else left
-to be kept, and its bytes are exact up to tensors that share memory. What is alive inside a subgraph is counted in the
-order of the text; a device runs another order, reuses and fragments: that part is an estimate.
+MindSpore's forward subgraph passes a list of tensors to its backward: the tensors that are kept after recomputation and
+all other changes. Their bytes are exact, except for tensors that share memory. Tensors that are alive inside a subgraph
+are counted in the order of the text; a device runs another order, and reuses and fragments memory, so that part is an
+estimate.
 
 A pass is also taken apart by layer, so that stages of other layers can be composed from the parts. MindSpore writes a
 pass in the order of its layers and keeps the path of cells on most operators. What comes before the first layer (the

@@ -3,12 +3,13 @@ cycle of waits.
 
 A collective starts when all its members have come to it. Ranks that call a group's collectives in different orders, or
 that pass each other Sends without Receives, wait for ever: on thousands of devices this shows as a time-out without a
-reason. Here the programs of the compiled ranks are laid side by side. Ranks that were not compiled are taken to come
-when they are needed.
+reason. This module compares the programs of the compiled ranks with each other. Ranks that were not compiled are
+assumed to arrive when they are needed.
 
 Of a pipeline link whose ends were not both compiled, the ranks that stand for its ends are compared: what one sends a
-stage on must be what the other receives from a stage back, and the reverse. Tags name the very stages and are left
-out. In zero_bubble_v the chunks of a link come in an order of each stage's own: there a stage cannot speak for another.
+stage on must be what the other receives from a stage back, and the reverse. Tags contain the numbers of the stages and
+are not compared. In zero_bubble_v each stage has its own order of a link's chunks, so there a stage cannot represent
+another.
 """
 
 from __future__ import annotations

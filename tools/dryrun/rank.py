@@ -3,9 +3,9 @@ graph says.
 
 `python -m launch.workers.dryrun_rank` runs it: a process compiles once. MindFormers' Trainer runs as in a real
 training, from `build_context` to the call of `Model.train`, where the step is taken from it: model, loss, wrappers,
-recompute, clipping, learning-rate groups and optimizer are its own. What is left out needs data or a file system and
-adds nothing to the graph: data loading, callbacks, checkpoints. Parameters have shapes but no memory, and the columns
-of the recipe's loader have the shapes that one rank reads for a step. The report is plain data.
+recompute, clipping, learning-rate groups and optimizer are its own. Data loading, callbacks and checkpoints are left
+out, because they need data or a file system and add nothing to the graph. Parameters have shapes but no memory, and the
+columns of the recipe's loader have the shapes that one rank reads for a step. The report is plain data.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """This module describes one training run in neutral terms: model, parallel layout, batch, recomputation and types.
 
-Made from a MindFormers recipe (`tools.estimate.from_recipe`) or from a row of a measurements file
-(`tools.estimate.published.rows`); everything that predicts memory or time reads this and nothing else.
+A `Configuration` is made from a MindFormers recipe (`tools.estimate.from_recipe`) or from a row of a measurements file
+(`tools.estimate.published.rows`); all code that predicts memory or time reads only the configuration.
 
-Groups of a layer's operators are what MindFormers recomputes by pattern (`recompute_config.select_recompute`).
+MindFormers recomputes groups of a layer's operators by pattern (`recompute_config.select_recompute`).
 
 Which operators a pattern must name for memory to be freed was found by compiling (`tc3 dryrun --quick` of the 105B,
 MindFormers 1.9.0). A cell's name recomputes what is inside of it and keeps its result, so that a projection's own name

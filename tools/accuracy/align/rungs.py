@@ -1,11 +1,11 @@
 """This module defines what each rung of an alignment compares, and finds where a failed rung first goes wrong. NumPy
 only.
 
-Two records are compared rung by rung (report, Figure 1): forward, backward, one update, the curve. Each rung is a flat
-tolerance. Beside it stands what rounding alone does to the reference: the distance between two of its runs whose
-weights differ in the last place. Where that exceeds the tolerance a difference proves nothing; such a row is
-`undecided`, which is neither passed nor failed. So is one that a moved choice of an expert explains, within what such a
-choice can do. What is not finite fails, on whichever side.
+Two records are compared rung by rung (report, Figure 1): forward, backward, one update, the curve. Each rung has a
+fixed tolerance. It is compared with the effect of rounding on the reference: the distance between two of its runs whose
+weights differ in the last place. If this effect exceeds the tolerance, a difference proves nothing, and the row is
+`undecided`, which is neither passed nor failed. A row is also undecided if a changed choice of an expert explains the
+difference. Values that are not finite fail, on either side.
 
 For a rung that failed, `explain_*` name the first module, gradient or group of parameters that differs, and what that
 usually means (section 3.2.1).

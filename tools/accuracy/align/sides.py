@@ -1,10 +1,9 @@
 """This module holds the two sides of an alignment: the recipe as it is aligned, the processes that run it, and their
 records.
 
-A recipe is cut to one CPU worker and a few steps, without what only watches. MindFormers' trainer with the recorder and
-the reference run as processes of their own, which exchange .npz files. A `Record` holds what one side did as named
-arrays: weights, the trace of the forward pass, gradients, updates, and the curve of losses and norms, in either side's
-names.
+A recipe is reduced to one CPU worker and a few steps, without monitoring. MindFormers' trainer with the recorder and
+the reference run as separate processes, which exchange .npz files. A `Record` holds what one side did as named arrays:
+weights, the trace of the forward pass, gradients, updates, and the curve of losses and norms, in either side's names.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """This module lists changes of a run that reduce its memory on a device, each change by itself or two together.
 
-A change keeps the devices and the global batch. What it frees is not a matter of opinion: the changed run's memory is
-predicted anew. `tools.memory` says which keys of a recipe it is and what it costs in step time.
+A change keeps the devices and the global batch. To find how much memory it frees, the changed run's memory is predicted
+anew. `tools.memory` finds the recipe's keys for a change, and its cost in step time.
 
-`tc3 dryrun` advises with the same function where a recipe does not fit: what the memory model finds, not a rule of
-thumb.
+If a recipe does not fit, `tc3 dryrun` gives advice by the same function.
 """
 
 from __future__ import annotations
