@@ -1,8 +1,8 @@
 """This module defines sane ranges of numbers once, for options of commands and keys of recipes.
 
-A number outside its range is a slip of the keyboard or a unit mistaken (bytes for GiB), and some of them would keep a
-tool busy for hours or end it out of memory. The ranges are wide: the largest cluster that anybody has built fits in ten
-times over. NaN and infinity are in none of them.
+A number outside its range is a typing error or has a wrong unit (bytes for GiB), and some such numbers would keep a
+tool busy for hours or exhaust its memory. The ranges are wide: they allow ten times the largest cluster that anybody
+has built. No range contains NaN or infinity.
 """
 
 from __future__ import annotations

@@ -1,27 +1,28 @@
 """This module predicts the seconds of a training step: layers, the pipeline, gradients and weights, the optimizer.
 
-The only model of a step's time: `tc3 search`, `tc3 ep-report`, `mode: auto` and `tc3 data imbalance` all ask it.
+This is the only model of a step's time: `tc3 search`, `tc3 ep-report`, `mode: auto` and `tc3 data imbalance` all use
+it.
 
 A stage's micro-batch is the sum over its layers (`layer_time`); the step is the slowest stage's work for all
 micro-batches, filling and draining by schedule, then gradients and weights as far as nothing hides them
 (below), and the optimizer. `simulated` replays the schedule instead. Data stalls are taken as zero.
 
-Gradients and weights travel once a step, and so does the optimizer's work.
+Gradients and weights are sent once a step, and the optimizer runs once a step.
 
-Weights travel during the first forward and gradients during the last backward, FSDP's all the time. With
-`gradient_accumulation_shard` every micro-batch's gradients are reduced to the shards as they are added up (MindSpore's
-documentation of the key: "additional communication (ReduceScatter) at each step when accumulate the gradients"), not
-once a step, as published runs of others are taken to. As of other communication that overlaps, the share
-`Efficiency.hidden` of it is taken to run beside the micro-batch that made them (assumed: no published run has it).
-Where `optimizer_weight_shard_size` makes groups, the groups' shards are summed once a step.
+Weights are sent during the first forward and gradients during the last backward; with FSDP they are sent in every pass.
+With `gradient_accumulation_shard` every micro-batch's gradients are reduced to the shards as they are added up
+(MindSpore's documentation of the key: "additional communication (ReduceScatter) at each step when accumulate the
+gradients"), not once a step, as published runs of others are taken to. As of other communication that overlaps, the
+share `Efficiency.hidden` of it is taken to run beside the micro-batch that made them (assumed: no published run has
+it). Where `optimizer_weight_shard_size` makes groups, the groups' shards are summed once a step.
 
 A pair is the forward of one micro-batch and the backward of another, run together through a chunk's layers.
 
 An MoE layer alternates computation and expert parallel communication: attention, dispatch, experts, combine; a backward
-runs through it the other way round. Alone, each waits for its own communication. Side by side, one's communication runs
-under the other's computation (DeepSeek-V3, arXiv 2412.19437, figure 4; report section 4.1; Pangu Ultra MoE's adaptive
-pipe overlap). Two streams, each in its order of issue, as in `plugins.ep_overlap.timeline`: the two passes take turns,
-and weight gradients, on which no other operator waits, come last.
+runs through it the other way round. By itself, each pass waits for its own communication. Together, the communication
+of one runs under the computation of the other (DeepSeek-V3, arXiv 2412.19437, figure 4; report section 4.1; Pangu Ultra
+MoE's adaptive pipe overlap). Two streams, each in its order of issue, as in `plugins.ep_overlap.timeline`: the two
+passes take turns, and weight gradients, on which no other operator waits, come last.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The report gives two numbers: at EP 16 the hierarchical dispatch trains about 15 % faster than the global All-to-All,
 and overlap cuts EP's share of communication time from 30 % to 5 %. It does not say for which model, mesh, micro-batch
-or sequence length. Here are the recipes' meshes with EP 16, 32, 64 and 128, and what the model says of each.
+or sequence length. This module lists the recipes' meshes with EP 16, 32, 64 and 128, and the model's prediction for
+each.
 """
 
 from __future__ import annotations

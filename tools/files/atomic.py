@@ -1,9 +1,9 @@
 """This module reads and writes files of commands: they are written completely or not at all, with digests; it also
 reads the ends of logs.
 
-Nobody reads half a report, plan or picture as the whole of it. `what_is` says what stands at a path that a user gave,
-links followed, also those that lead back to themselves. Digests are of all of a file, or of blocks spread over one that
-may have terabytes.
+Therefore no reader takes an incomplete report, plan or picture for a complete one. `what_is` says what exists at a path
+that a user gave; it follows links, also those that form a cycle. Digests cover a whole file, or blocks spread over a
+file that may have terabytes.
 """
 
 from __future__ import annotations

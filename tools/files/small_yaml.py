@@ -1,9 +1,9 @@
 """This module reads YAML that people write, within limits that no recipe reaches, so that an alias bomb is refused
 before it expands.
 
-A page of aliases of aliases stands for more values than any memory holds, ten thousand brackets for a stack overflow, a
-file of 100 MB for minutes in the parser. The composer counts what it has read, aliases and merge keys written out, and
-stops at the first value too many.
+A page of aliases of aliases can expand to more values than any memory holds, ten thousand brackets overflow the stack,
+and a file of 100 MB takes minutes in the parser. The composer counts the values that it has read, with aliases and
+merge keys expanded, and stops at the first value beyond the limit.
 """
 
 from __future__ import annotations

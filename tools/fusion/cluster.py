@@ -1,14 +1,15 @@
 """This module is step 1 of fusing: it gathers operators that DVM takes into convex clusters, in MindSpore's greedy
 order.
 
-From the last operator back to the first, each that is in no cluster yet gathers those before it that DVM takes, as far
-as they hang together. What a path through another operator comes back to is dropped again, with all that it stands on:
-fused, the two would wait for each other. Sources in MindSpore: GraphKernelCluster of graph_kernel_cluster.cc, and for
-which operators DVM takes (by name and types) DvmSupportChecker of graph_kernel_cluster_cloud.cc; where 2.9.0 differs
-from what is public (it mixes types), its passes were asked.
+From the last operator back to the first, each operator that is in no cluster yet gathers the connected operators before
+it that DVM takes. An operator that is also reached by a path through an operator outside the cluster is dropped again,
+with everything on which it depends: if they were fused, the two would wait for each other. Sources in MindSpore:
+GraphKernelCluster of graph_kernel_cluster.cc, and for which operators DVM takes (by name and types) DvmSupportChecker
+of graph_kernel_cluster_cloud.cc; where 2.9.0 differs from the public sources (it mixes types), its passes were run to
+find out.
 
 `operators` gives a graph as both steps see it: operators in an order in which they can run, their types and edges.
-`Rules` holds the rules of both steps with their numbers, so that a test can leave one out and see what it was good for.
+`Rules` holds the rules of both steps with their limits, so that a test can leave one out and show its effect.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """This module asks MindSpore's own passes about a graph on the CPU wheel: the DVM mode of graph kernels, up to the
 kernel build.
 
-The passes run and write what they made of the graph; then the build fails, for there is no DVM on a CPU. Kernels are
-split by the CPU's model (`cluster.CPU`), whatever the generator.
+The passes run and write the resulting graph; then the build fails, because a CPU has no DVM. Kernels are split by the
+rules for CPUs (`cluster.CPU`), whatever the generator is.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 split_model_factory's models).
 
 Kernels grow from areas of operators, each with a pattern, and edges between them (area.cc). Each pattern goes over all
-areas until none matches any more, then the next one. Forward, an area takes in what it takes from; backward, what takes
-from it. With `depth` the two have only each other (a chain); with width others hold on to them, too.
+areas until none matches any more, then the next one. Forward, an area takes in an area whose result it uses; backward,
+an area that uses its result. With `depth` the two areas are connected only to each other (a chain); with width other
+areas are connected to them, too.
 
 MindSpore has both kinds of all three patterns. For reductions depth is left out, because it changes nothing: what only
 one reduction takes, and it nothing else, no other can take, and the reduction's own turn takes it first; until then it

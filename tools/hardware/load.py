@@ -1,8 +1,8 @@
 """This module reads hardware files, which describe what the devices and links of a cluster can do.
 
-Each number of a file is `{value, certainty, source}`, and whoever passes a file of their own must give all three.
-Publications call devices by many names ("Atlas 800T A2", "DGX-H100", "910B"); `name_of` and `device_in` find the
-device that is meant. `read_yaml` reads any YAML file that a user wrote, a cluster or measurements.
+Each number of a file is `{value, certainty, source}`, and a user's own file must give all three. Publications call
+devices by many names ("Atlas 800T A2", "DGX-H100", "910B"); `name_of` and `device_in` find the device that is meant.
+`read_yaml` reads any YAML file that a user wrote, a cluster or measurements.
 """
 
 from __future__ import annotations

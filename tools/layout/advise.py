@@ -1,9 +1,9 @@
 """This module finds which dispatch mode and how many chunks a recipe should use on a cluster, and what each mode would
 cost.
 
-Pure: a recipe and a hardware file in, numbers out, all of them from `tools.estimate`. `tc3 ep-report` prints them;
-where `plugins.hierarchical_ep` or `plugins.ep_overlap` says `auto`, the cheapest of these modes and chunks takes its
-place.
+The module turns a recipe and a hardware file into predictions of `tools.estimate`, without side effects. `tc3
+ep-report` prints them; if `plugins.hierarchical_ep` or `plugins.ep_overlap` has `auto`, the fastest of these modes and
+chunks replaces it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """This module limits how long a search may run: effort, counted in work; a deadline as a safety limit; Ctrl-C as a
 request to stop.
 
-A unit of effort is about a second of one quiet core, but counted: simulated operations, looks at the solver's tree,
-simplex iterations. The same effort so gives the same plan on a fast and on a slow machine, alone or beside other
-jobs. Only a deadline and Ctrl-C can cut it short, and `Budget.cut` says when a deadline did.
+A unit of effort takes about a second of one quiet core, but it is counted in work: simulated operations, nodes of the
+solver's tree, simplex iterations. So the same effort gives the same plan on a fast and on a slow machine, with or
+without other jobs. Only a deadline or Ctrl-C can end a search earlier, and `Budget.cut` says when a deadline did.
 """
 
 from __future__ import annotations

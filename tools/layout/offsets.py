@@ -1,12 +1,13 @@
 """This module makes tables for `model.model_config.offset`: from a Megatron layout string, from the file of `auto`, or
 by an even spread.
 
-A layout string says where the layers run and is translated. `auto` stands for an answer of the pipeline optimiser that
-is kept beside the recipe (`LayoutFile`), with the tables of `recompute_config`, which `auto` takes over.
+A layout string says where the layers run, and is translated to an offset. `auto` stands for a result of the pipeline
+optimiser that is stored beside the recipe (`LayoutFile`), with the tables of `recompute_config`, which `auto` also
+determines.
 
-Like a lock file the layout file is made once and read at every launch. `pretrain.yaml` has `pretrain.layout.yaml`. It
-holds what the answer depends on (`inputs`, and their digest), the answer in MindFormers' own shapes, and what the model
-predicted for it. A launch whose recipe has other inputs refuses it.
+Like a lock file, the layout file is made once and read at every launch. `pretrain.yaml` has `pretrain.layout.yaml`. The
+file holds the inputs of the result (`inputs`, and their digest), the result in MindFormers' own shapes, and the model's
+predictions for it. A launch whose recipe has other inputs refuses the file.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ has its recipe.
        which is for the dispatch of step 2.
     4. What `plugins.attention_balance` weighs samples by, where the recipe gives no costs.
 
-Values depend on the recipe, the hardware file that it names and the layout file only: every rank, node, day and
-command sees the same ones. `tools.recipe.view` refuses a recipe that has not come by here.
+Values depend only on the recipe, the hardware file that it names and the layout file, so every rank, node and command
+gets the same values. `tools.recipe.view` refuses a recipe that is not resolved.
 
 To `plugins.attention_balance` a sample of n tokens costs `per_token` x n, and `per_pair` for each pair of its tokens
 that attend. It deals samples to ranks by these two numbers, and with `window` above 1 to steps. They are computed from

@@ -1,8 +1,8 @@
 """This module finds which keys of a recipe free how much memory at what cost in step time: predicted, checked and
 ranked.
 
-A proposal is a child of the recipe: it is written as keys, read again, predicted from these keys and given to
-`tc3 check`. What the model does not predict (swapping to the host, `optimizer_level: level3`) is not a proposal.
+A proposal is a child of the recipe: it is written as keys, read again, predicted from these keys and given to `tc3
+check`. Changes that the model does not predict (swapping to the host, `optimizer_level: level3`) are not proposed.
 """
 
 from __future__ import annotations

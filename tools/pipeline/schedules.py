@@ -1,8 +1,8 @@
 """This module lists pipeline schedules by name: the order of each stage, the sizes that a schedule needs, and who can
 run it.
 
-MindSpore's (`SCHEDULES`, see `tools.pipeline.orders`) are what a recipe can ask for. The others
-(`PAPER_SCHEDULES`) are published by leaders, and only simulated here:
+MindSpore's schedules (`SCHEDULES`, see `tools.pipeline.orders`) are those that a recipe can ask for. The others
+(`PAPER_SCHEDULES`) are published, and only simulated here:
 
 zb_h1, zb_h2             weight gradients fill the bubble (arXiv 2401.10241)
 zb_v, v_half, v_min      the model in a V, memory as one likes (arXiv 2405.15362)

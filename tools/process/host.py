@@ -7,8 +7,8 @@ stand in for real ones in tests.
 
 `npu-smi` is read leniently, because columns and words differ between generations of the driver. Read so far: tables of
 drivers 22.0 to 26.0 (910A and Atlas A2, one chip a card; Atlas A3, two), and the layout of Ascend 950, whose columns
-are others (tests/tools/process/outputs/SOURCES.md). A table that is not understood is None or empty, and whoever asks
-says so.
+are others (tests/tools/process/outputs/SOURCES.md). If a table is not understood, the result is None or empty, and the
+caller says so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """This module shows progress while a command works: no command is silent for long, on a terminal or in a log.
 
-What takes more than two seconds says what it is. A reporter writes log lines, and a progress bar or a line now and
-then, all on stderr.
+Work that takes more than two seconds prints what it is. A reporter writes log lines, and a progress bar or a line now
+and then, all on stderr.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """This module represents a profiled run as MindSpore's profiler recorded it, on any device, with the estimator's term
 of each kernel.
 
-All times in seconds. Shapes are the profiler's, one tuple for each tensor; () where it did not record them.
+All times are in seconds. Shapes are those of the profiler, one tuple for each tensor; () if it did not record them.
 
 The term to which a kernel's time belongs follows from its type, its scope and its communication group; the sizes of a
 matrix product follow from the shapes of its tensors.

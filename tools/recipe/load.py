@@ -1,11 +1,11 @@
 """This module reads a recipe exactly as MindFormers would, without importing it, and remembers where each value was
 written.
 
-Semantics follow `MindFormerConfig._file2dict` (mindformers 1.9.0, tools/register/config.py): `base_config:` names
-files relative to the recipe; they are merged shallowly among themselves, then the recipe deeply on top. What is read
-has the sections that every tool takes apart (mappings, the callbacks a list of them) and no number that a training
-cannot mean: NaN, infinity, what lies outside `tools.ranges`. Some of those would keep every tool busy for hours (a
-billion layers); the rest train something else in silence.
+Semantics follow `MindFormerConfig._file2dict` (mindformers 1.9.0, tools/register/config.py): `base_config:` names files
+relative to the recipe; they are merged shallowly among themselves, then the recipe deeply on top. A recipe that was
+read has the sections that every tool uses (as mappings, the callbacks as a list of mappings), and no number that makes
+no sense for a training: NaN, infinity, or a number outside `tools.ranges`. Some such numbers would keep every tool busy
+for hours (a billion layers); others would silently train something else.
 """
 
 from __future__ import annotations

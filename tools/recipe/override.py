@@ -1,8 +1,8 @@
 """This module changes single values of a recipe from the command line: `a.b.c=value`, checked against the present
 value.
 
-Only below `plugins` may keys be new (`--set plugins.NAME...`): a plugin is off where its name is not written, and a
-setting has its default, so that neither is there to be overridden.
+Keys may be new only below `plugins` (`--set plugins.NAME...`): a plugin whose name is not written is off, and a setting
+that is not written has its default, so neither exists in the recipe.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """This module reads a recipe for arithmetic: typed look-ups that survive a broken recipe, and the sizes that rules use.
 
-A recipe may leave values open that `tools.layout.resolve` puts in. Such a recipe is for people: MindFormers cannot read
-it and no number can be told from it, so `require_resolved` refuses it.
+A recipe may leave values open that `tools.layout.resolve` fills in. MindFormers cannot read such a recipe, and no sizes
+can be computed from it, so `require_resolved` refuses it.
 """
 
 from __future__ import annotations

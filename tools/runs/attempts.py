@@ -1,8 +1,8 @@
 """This module handles the folder of each attempt of a run, `RUN/attempts/0000/` and on: who took part, how it ended,
 what followed.
 
-Both halves of the form: launches write it, `tc3 runs` reads it. An attempt is one start of a run's workers on all of
-its nodes. Its folder holds
+Launches write these files, and `tc3 runs` reads them. An attempt is one start of a run's workers on all of its nodes.
+Its folder holds
 
 * `plan.json`: what the attempt was given, by one writer, before anything starts;
 * `recipe-NAME.yaml`: the recipe that goes with the plan of that name, which the workers read;
@@ -11,7 +11,7 @@ its nodes. Its folder holds
 * `verdict.json`: which node began the end, and what was decided, by one writer;
 * `logs/`: msrun's and the workers' logs; `RUN/logs` is a link to those of the newest attempt.
 
-Each file is whole or not there. Times are seconds since 1970 by the clock of the shared disk, which all nodes share.
+Each file is complete or absent. Times are seconds since 1970 by the clock of the shared disk, which all nodes share.
 """
 
 from __future__ import annotations

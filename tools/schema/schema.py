@@ -1,8 +1,8 @@
 """This module holds the tree of everything that a recipe may contain, from `schema.json` (MindFormers' keys) and
 `values` (what it omits).
 
-`json_schema` writes it for editors (draft 2020-12): completion, types and choices while typing. An editor knows one
-file at a time, so nothing is required there, and only `tc3 check` has rules about several values.
+`json_schema` writes it for editors (draft 2020-12): completion, types and choices while typing. An editor sees only one
+file at a time, so the schema requires no key, and only `tc3 check` has rules about several values.
 """
 
 from __future__ import annotations

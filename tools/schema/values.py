@@ -2,7 +2,7 @@
 code reads by hand.
 
 Each entry names, by its key in `tools.schema.extract.SNIPPETS`, the line of MindFormers that refuses the value, if
-there is one. `of_plugin` has the same of a plugin from its settings, whose reader says the rest.
+there is one. `of_plugin` gives the same for a plugin, from the class of its settings.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """This module says which MindSpore and MindFormers were verified and which are installed, and whether a command goes on
 with others.
 
-What this repository says of a recipe was read from the sources of one pair of versions (`versions` of schema.json) and
-tried with it, private hooks and compiled graphs included. A command that speaks for the MindFormers of this machine, or
-runs it, asks `require_verified` first. The packages' metadata is read; nothing of them is imported.
+The facts that this repository uses were read from the sources of one pair of versions (`versions` of schema.json) and
+tested with it, including private hooks and compiled graphs. A command that describes or runs the installed MindFormers
+calls `require_verified` first. The packages' metadata is read; nothing of them is imported.
 """
 
 from __future__ import annotations

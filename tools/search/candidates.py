@@ -5,10 +5,10 @@ A candidate is a mesh dp x tp x pp x cp of all devices, vpp chunks a stage (1 ..
 experts), samples of a micro-batch (a divisor of the global batch; their number follows), a dispatch mode, what
 data-parallel ranks shard, and what is recomputed. Degrees are divisors, powers of two or not.
 
-A candidate counts for the first rule that it breaks (`mesh_rules`, then `_Axes`): what MindFormers cannot build (each
-is an error of `tc3 check`), what would say the same twice (dispatch modes differ only where an EP group covers several
-whole nodes), what the report excludes (section 5.1: "constraining TP to intra-node communication"), the user's limits.
-Sequence parallelism is on wherever tp > 1: experts need it, and it moves the same bytes and holds fewer.
+A candidate is counted under the first rule that it breaks (`mesh_rules`, then `_Axes`): rules on what MindFormers
+cannot build (each is an error of `tc3 check`), on duplicates (dispatch modes differ only if an EP group covers several
+whole nodes), on what the report excludes (section 5.1: "constraining TP to intra-node communication"), and the user's
+limits. Sequence parallelism is on wherever tp > 1: experts need it, and it moves the same bytes and holds fewer.
 
 A funnel counts how many candidates each rule dropped. For ranking, layers go to stages and chunks as evenly as they
 can, the head and MTP layers counted by their FLOPs; the best candidates are placed by the pipeline optimiser

@@ -1,8 +1,8 @@
 """This module describes how a recipe lays out each tensor: the estimator's cuts and shards, under MindFormers' names.
 
-Over how many ranks a weight is cut and its optimizer's state spread stands only in `tools.estimate.configuration`.
-Here it is said which ranks those are, as MindSpore 2.9.0 orders them: a stage's ranks are a matrix dp x cp x tp, for
-experts one of groups x ep, and the optimizer's shards lie inside a tensor-parallel slice, in the order of ranks.
+`tools.estimate.configuration` says over how many ranks a weight is cut and its optimizer's state spread. This module
+says which ranks those are, as MindSpore 2.9.0 orders them: a stage's ranks are a matrix dp x cp x tp, for experts one
+of groups x ep, and the optimizer's shards lie inside a tensor-parallel slice, in the order of ranks.
 """
 
 from __future__ import annotations

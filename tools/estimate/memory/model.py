@@ -4,15 +4,15 @@ schedule, buffers.
 Weights are kept in fp32 with two Adam moments, over the ranks that hold copies where the optimizer is sharded.
 Gradients add up in fp32 and weights compute in the compute precision; both are only cut by tp and ep, unless gradients
 (`shard_gradients`) or the computing weights (`shard_weights`) are sharded, too. For MindFormers recipes these four
-equal what MindSpore's compiled graph holds (`tc3 dryrun`). Megatron's 18 bytes per parameter are the same sum.
-A MindFormers recipe may keep weights in another type (`params_dtype`): it has no fp32 copy of them then. AdamW makes
-its moments in fp32 all the same (core/optim/adamw.py, `clone_state`), and the accumulated gradients are clones of the
-weights (wrapper.py, `accu_grads`).
+equal what MindSpore's compiled graph holds (`tc3 dryrun`). Megatron's 18 bytes per parameter are the same sum. A
+MindFormers recipe may keep weights in another type (`params_dtype`); then there is no fp32 copy of them. AdamW still
+makes its moments in fp32 (core/optim/adamw.py, `clone_state`), and the accumulated gradients are clones of the weights
+(wrapper.py, `accu_grads`).
 
 Bytes of an element are set where a recipe is read (`tools.estimate.from_recipe`); this module multiplies them.
 
-Activations are counted tensor by tensor (`tools.estimate.memory.activations`) and held as the schedule's own order of
-operations says. Fragments of the allocator are not counted.
+Activations are counted tensor by tensor (`tools.estimate.memory.activations`) and held according to the schedule's
+order of operations. Fragmentation by the allocator is not counted.
 """
 
 from __future__ import annotations

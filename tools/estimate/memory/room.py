@@ -1,10 +1,10 @@
 """This module says how many bytes a prediction may reach on a device: the limit of the recipe or of the device, less a
 margin.
 
-The margin follows from how far predicted memory was off published runs, and so does how likely a prediction fits.
+The margin, and the number of known runs that would fit, follow from the errors of predicted memory on published runs.
 
-`errors.yaml` holds the errors of the runs of `rows.yaml`, as `tc3 search validate` computes them. None of
-the runs is one of MindFormers or on Ascend; nobody has published one with its memory.
+`errors.yaml` holds the errors of the runs of `rows.yaml`, as `tc3 search validate` computes them. No such run used
+MindFormers or Ascend, because none has been published with its memory.
 """
 
 from __future__ import annotations

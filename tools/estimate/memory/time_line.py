@@ -1,12 +1,13 @@
 """This module computes and draws the live bytes of one device over a training step.
 
-Of each moment it is said what is there for the whole step, what waits for its backward, and what the pass that runs
-needs. The analytical model and the dry run's compiled graph are stitched by the same function.
+For each moment a time line has the bytes that exist for the whole step, those that wait for their backward, and those
+that the running pass needs. The same function composes the time lines of the analytical model and of the dry run's
+compiled graph.
 
 **What is live between passes.**
 
-A pass is an operation of `tools.pipeline.schedules`. What a forward keeps is there from its start until its backward
-(or its gradients of weights, where they are a pass of their own) ends. Between passes nothing but that is there.
+A pass is an operation of `tools.pipeline.schedules`. The tensors that a forward keeps exist from its start until its
+backward (or its weight gradients, if these are a separate pass) ends. Between passes only these tensors exist.
 """
 
 from __future__ import annotations

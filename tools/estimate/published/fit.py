@@ -8,18 +8,19 @@ Minimised is, over the logarithms r of predicted over measured step time and the
 by Gauss-Newton with damping inside the bounds of `calibrate`. Runs of one configuration under several releases count
 as the square root of their number, for they are one observation of the model and several of its software.
 
-Groups are left out one at a time, whole. A fold starts from the fit of all and moves with that fit's derivatives, which
-are made anew where it goes far; what it minimises knows nothing of the group left out.
+Each group is left out whole, one at a time. A fold starts from the fit of all groups and uses that fit's derivatives,
+which are computed anew if it moves far; its cost contains nothing of the group left out.
 
 A group is one model on one device.
 
-A model is its sizes without its depth, so truncated models of one kind are one group, whatever their layout, precision
-or release. Leaving out rows instead would leave the same configuration of another release in the fit.
+A model is defined by its sizes without its depth, so truncated models of one kind form one group, whatever their
+layout, precision or release. If single rows were left out instead, the same configuration of another release would stay
+in the fit.
 
-Runs of one configuration that were measured to differ are contradictions.
+Runs of one configuration with different measured step times contradict each other.
 
-Most are one configuration under several releases of its software. A model gives one number for all of them; what it
-misses then at least is a floor under its errors.
+Most of them are one configuration under several releases of its software. A model predicts one step time for all of
+them, so its errors have a lower bound.
 """
 
 from __future__ import annotations

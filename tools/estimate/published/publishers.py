@@ -1,6 +1,6 @@
 """This module turns each publisher's rows into runs, with assumptions about their software where a row gives no value.
 
-Every source has one set of settings; what a row leaves unsaid is decided by rules that know no measurement.
+Every source has one set of settings; values that a row leaves out are chosen by rules that do not use the measurement.
 
 Sources of the settings: the papers of Megatron-LM (arXiv 2104.04473, 2205.05198), the defaults of Megatron Core and
 Megatron-Bridge, the Llama 3 and DeepSeek-V3 reports; all recalled but for what the rows themselves note.

@@ -1,10 +1,10 @@
 """This module reads a measurements file: each row as a `Configuration`, or the reason why it cannot be one.
 
 Three kinds of `config` blocks are understood: dimensions written out, the name of a public model (models.yaml), and
-what MindFormers model cards link (`model`, `parallel`, `recompute`). Rows leave much unsaid; what is filled in is
-decided by the row's group (`publishers`), never by its measurement, and listed in `assumptions`.
+what MindFormers model cards link (`model`, `parallel`, `recompute`). Rows leave many values out; these are chosen by
+the row's group (`publishers`), never by its measurement, and listed in `assumptions`.
 
-Before anything is calculated with a row, it is held against what a run can be.
+Before a row is used, its values are checked against what a run can have.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """This module finds what `tc3 search` shows beside its ranked layouts: the best layouts of other pipeline schedules,
 and swapping.
 
-1F1B and interleaved 1F1B are ranked anyway. Each other schedule is a question of its own: its legal candidates ranked
+1F1B and interleaved 1F1B are ranked in any case. Each other schedule is handled separately: its legal candidates ranked
 (by its filling of equal stages, see `tools.pipeline.simulate.filling`), the best few placed with the same effort as
 1F1B's, and judged by simulating it.
 
-What swapping a layer's activations to the host would cost is told beside recomputing them. Swapping is simulated only:
-MindFormers 1.9.0's `swap_config` reaches no model (docs/schedules.md).
+The cost of swapping a layer's activations to the host is printed beside that of recomputing them. Swapping is only
+simulated: MindFormers 1.9.0's `swap_config` reaches no model (docs/schedules.md).
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ recomputation each stage takes the cheapest mix of two uniform policies that kee
 mix, so the mix fits if the line between both does. It is what per-layer recomputation can reach with layers that may
 be cut at will; whole layers come close.
 
-`Chances` says which candidates could still beat the best that is placed, and what no layout of the space is under.
-Every candidate has a bound that costs nothing (`Ranking.bounds`). Where that leaves it a chance it gets a closer one,
-the smallest first (`least_seconds`: the pipeline with layers that may be cut at will, under every stage's memory).
-Those that could be fastest by it are placed as well; a candidate whose bound is over the best is proven not to be
-better, by the estimator.
+`Chances` says which candidates could still be faster than the best placed one, and gives a lower bound for the space.
+Every candidate has a bound that needs no further computation (`Ranking.bounds`). If that bound is below the best time,
+the candidate gets a tighter bound, the smallest first (`least_seconds`: the pipeline with layers that may be divided,
+under every stage's memory). Candidates that could be fastest by this bound are placed as well; a candidate whose bound
+is above the best time is proven not to be faster, by the estimator.
 
 Where a request has no answer, `explain_infeasible` says why and names the nearest request that has one: a smaller
 margin, no limit, other devices, more memory.

@@ -6,8 +6,8 @@ gradients and optimizer state hold. Activations are the larger of the search's o
 together for each stage from its kinds of layer; a full one compiles every kind of stage as it is, and its own estimate
 counts.
 
-What is over the limit fails. What is under it, but by less than the search's margin, is no failure and no proof either:
-both estimates are off by as much.
+A strategy above the limit fails. A strategy below the limit, but by less than the search's margin, is neither failed
+nor proven to fit, because both estimates have errors of this size.
 """
 
 from __future__ import annotations
