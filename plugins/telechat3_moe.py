@@ -71,7 +71,7 @@ def use_edited_model(model_config, plugin: str) -> None:
     """Set in `architectures` (in place) the class that builds what the plugins edit; this is not for the CPU backend.
 
     Raises:
-        RecipeError: a model that there is no such class of.
+        RecipeError: the model has no such class.
     """
     known = {**ARCHITECTURES, **{ours: ours for ours in ARCHITECTURES.values()}}
     unknown = [name for name in model_config.architectures if name not in known]

@@ -122,7 +122,7 @@ def link_to(others: Iterable[str]) -> Link:
 
 
 def _interface_of(address: str) -> str | None:
-    """The interface that has an address; loopback is none, for it needs no link."""
+    """The interface that has an address; loopback does not count, because it needs no link."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.split("%")[0] == address for each in addresses) and not address.startswith("127."):
             return name

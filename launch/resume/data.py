@@ -342,7 +342,7 @@ def _difference(path: tuple[str, ...], old: Any, new: Any) -> str:
 
 
 def _same_corpora(old: Any, new: Any) -> bool:
-    """Whether two `data_path` have the same weights and corpora; one that has moved is told by its index."""
+    """Whether two `data_path` have the same weights and corpora; a corpus that has moved is recognised by its index."""
     if old == new or not (isinstance(old, list) and isinstance(new, list)):
         return bool(old == new)
     before, after = read_blend(old), read_blend(new)

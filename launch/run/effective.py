@@ -164,7 +164,7 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
         steps: that the user asked for; these are refused if there is not enough for them.
 
     Raises:
-        DataError: a row is not a conversation, there is no tokenizer, or there are fewer samples than are asked for.
+        DataError: a row is not a conversation, there is no tokenizer, or there are fewer samples than requested.
     """
     view = View(recipe)
     handler = _conversation_handler(view)

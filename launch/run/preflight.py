@@ -184,7 +184,7 @@ def check_disk(folder: Path) -> None:
 def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path | None = None) -> None:
     """Raise CheckpointError if `run_dir` holds another run (and neither flag is given) or other files.
 
-    `force` is None where there is no such option. `saves`: where that run's checkpoints are.
+    `force` is None if the command has no such option. `saves`: where that run's checkpoints are.
 
     Raises:
         ClusterError: the run is in progress; not for agents, which may join it.

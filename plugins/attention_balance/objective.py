@@ -202,8 +202,8 @@ def _pipeline(work: np.ndarray, blocks: np.ndarray, micro_batches: int, objectiv
 
     1. The last stage works through all of them, after the first came down and before the last goes up:
        sum + (p - 1) S.
-    2. L alone goes down and up all stages; on the first stage the forwards of those before it come before, the
-       backwards of those behind it after: p L + min(f, b) * (sum of the others).
+    2. only L goes down and up all stages; on the first stage the forwards of those before it come before, the backwards
+       of those behind it after: p L + min(f, b) * (sum of the others).
     3. With X before L and Y behind it (sums): the last stage finishes X and L, L goes up, the first stage then runs
        the backwards of Y: (p - 1) f S + X + L + (p - 1) b L + b Y. Mirrored: f X + (p - 1) f L + L + Y + (p - 1) b S.
        Whatever X and Y are, b times the first plus f times the second stays below the makespan.

@@ -89,7 +89,7 @@ def epoch_plan(costs: np.ndarray, layout: Layout, first: int = 0, count: int | N
     """Return the plans of `count` steps from step `first` (None: to the end): int64 [count, ranks, micro_batches,
     slots].
 
-    They hold items of the dataset. A step's plan is the same whichever steps are asked for with it.
+    They hold items of the dataset. A step's plan does not depend on which other steps are requested.
 
     Args:
         costs: float64 [items of the dataset], in the dataset's order; may be memory-mapped.

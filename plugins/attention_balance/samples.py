@@ -304,8 +304,8 @@ def documents_of_items(index: GPTIndex) -> np.ndarray:
 def check_fits(documents: np.ndarray, eod_pad_length: int, batch: int) -> None:
     """Refuse a compressed mask that is too short for a sample that will be trained.
 
-    With `eod_pad_length` + 1 documents MindFormers 1.9.0 drops the end of the last one in silence (attention runs over
-    an unfinished mask); from + 2 on it raises in the step that meets the sample.
+    With `eod_pad_length` + 1 documents MindFormers 1.9.0 silently drops the end of the last document (attention runs
+    over an unfinished mask); from + 2 on it raises in the step that meets the sample.
 
     Args:
         documents: [samples], of each sample in the order of training. batch: samples of a step.

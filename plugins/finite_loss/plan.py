@@ -68,7 +68,7 @@ class Watch:
     Attributes:
         stop_after: so many in a row end the run; scale_falls: whether a loss-scale manager lowers the scale when
             gradients overflow; run: (step, what was wrong) of the steps in a row that were not finite, the last ones;
-        scale_before: the loss scale of the step before; undefined: parts of the loss that nobody is to judge;
+        scale_before: the loss scale of the step before; undefined: parts of the loss that are not judged;
         logged: the step's loss as the log has it, None where it is not logged.
     """
 

@@ -17,11 +17,11 @@ What differs between devices is behind two objects of a backend (`ascend.py`, on
 many rows as could ever arrive, those in use first, zeros behind; only rows in use travel. Expert ids travel as
 id + 1, so that a row of zeros has no expert.
 
-Ranks that start two collectives in different orders hang. `Depend` orders the forward pass only: its gradient knows
-nothing of the order. So every collective takes and returns a scalar, the turn (`InTurn`): it goes from collective to
-collective, each waits for it and hands it on when done. In the backward pass the turn's gradient walks the same way
-back, and the gradients wait for it. Only who waits for whom matters: the turn's value and its gradient's are never
-read.
+Ranks that start two collectives in different orders hang. `Depend` orders only the forward pass: its gradient does not
+keep the order. So every collective takes and returns a scalar, the turn (`InTurn`): it goes from collective to
+collective; each waits for it and passes it on when done. In the backward pass the turn's gradient goes the same way
+back, and the gradients wait for it. Only these dependencies matter: the values of the turn and of its gradient are
+never read.
 
 Where shapes follow the data, an All-to-All that brings a rank no row would return a scalar without meaning
 (MindSpore's documentation of `AlltoAllV`), and reshaping that stops the run. So with `rows.spare` each rank always

@@ -114,7 +114,7 @@ def enough(wanted: int, made: int) -> None:
     """Refuse to take more samples than exist.
 
     Raises:
-        DataError: `wanted` are asked for, `made` are there.
+        DataError: `wanted` samples are requested, `made` samples exist.
     """
     if wanted > made:
         raise DataError(

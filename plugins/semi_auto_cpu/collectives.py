@@ -173,7 +173,7 @@ class Groups:
         """Return the global ranks of an operator's group, in the order of the group.
 
         Raises:
-            ClusterError: nobody says which ranks these are, or this rank is none of them.
+            ClusterError: the group's ranks are not known, or this rank is not one of them.
         """
         name = attrs.get("group", "")
         created = self.ranks.groups.get(name)

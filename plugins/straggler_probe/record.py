@@ -1,6 +1,7 @@
 """This module writes and reads `RUN/metrics/probe_N.jsonl`, with one line for each probe of rank N. Pure.
 
-Each rank has a file of its own: a line costs no collective, and a rank that hangs keeps nobody else from writing.
+Each rank has a file of its own: a line needs no collective, and a rank that hangs does not keep other ranks from
+writing.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
         run_dir: of `tc3 train`. at_once: compiles at a time; as many as fit where it is None.
 
     Raises:
-        RecipeError: the folder is none of a sharded run. DataError: a rank's record is missing or broken.
+        RecipeError: the folder is not that of a sharded run. DataError: a rank's record is missing or broken.
     """
     recipe = recipe_of_run(run_dir)
     view = View(recipe)

@@ -111,7 +111,7 @@ def read_host(root: Root) -> Host:
 
 
 def _nodes(root: Root) -> dict[int, list[int]]:
-    """From /sys; from `lscpu -p` where that is not there. Nodes of memory alone have no cores and are left out."""
+    """From /sys; from `lscpu -p` where that is not there. Nodes with only memory have no cores and are left out."""
     found = {}
     for path in root.find(f"{NODES}/node[0-9]*"):
         if number := _NODE_NUMBER.search(path):

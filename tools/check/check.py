@@ -47,7 +47,7 @@ def check_recipe(
         here: the run starts on this machine: missing data is an error, not a warning.
 
     Raises:
-        RecipeError: the file cannot be read, or is no YAML mapping.
+        RecipeError: the file cannot be read, or is not a YAML mapping.
     """
     if not isinstance(recipe, dict):
         recipe = read_recipe(recipe)

@@ -89,7 +89,7 @@ def read_headers(file: Path) -> dict[str, Header]:
 
 
 def _header(entry: Mapping[str, Any], base: int) -> Header:
-    """One entry of a header. Raises ValueError, TypeError or KeyError where it is none."""
+    """One entry of a header. Raises ValueError, TypeError or KeyError if it is not such an entry."""
     dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or any(type(size) is not int or size < 0 for size in (*shape, first, last)):
         raise ValueError(f"{entry}: no tensor")

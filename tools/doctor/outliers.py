@@ -21,8 +21,8 @@ takes up to half of it for as long as a probe lasts, and nothing that can be rea
 
 A rate from which the share w of waiting was taken out, r / (1 - w), errs by dw / (1 - w): a floor grows in the same
 way, with the larger w of the worker and of the centre (of two workers, the larger of both). A message needs both of its
-ends: w is that of both, and nothing is taken out. A link whose ends had no core together for half of the time is not
-named at all: what TCP makes of that is no measure.
+ends: w is that of both, and nothing is taken out. A link is not named if its ends did not have a core at the same time
+for half of the time, because TCP then gives no useful measurement.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """This module is one worker of the probe, `python -m tools.doctor.probe_worker`: it reads commands and writes answers
 as lines of JSON.
 
-It ends with its stdin, that is with whoever started it, and by an alarm when a command takes too long.
+The worker ends with its stdin, that is with the process that started it, and by an alarm when a command takes too long.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def restore_order(folder: Path, target: Path, progress: Callable[[str], None] = 
 
     Args:
         folder: a whole checkpoint, MindFormers' `iteration_*`; target: a folder that is not there yet.
-        progress: is told the name of each file that is written.
+        progress: is called with the name of each file that is written.
 
     Raises:
         CheckpointError: `folder` is not whole or has nothing to restore; `target` exists.

@@ -84,7 +84,7 @@ def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> An
         error: to raise; shown: the file's name in it, `path` by default.
 
     Raises:
-        error: it cannot be read, is no YAML, or of a size that no such file has.
+        error: it cannot be read, is not YAML, or is too large.
     """
     name = shown or str(path)
     try:

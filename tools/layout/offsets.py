@@ -127,7 +127,7 @@ def string_values(recipe: Recipe, text: str) -> Values:
     """Return the offset for a layout string.
 
     Raises:
-        RecipeError: it is none, or does not fit the model or the pipeline.
+        RecipeError: it is not a layout string, or does not fit the model or the pipeline.
     """
     view = View(recipe)
     built = convert(View(even_layout(recipe)), load_schema())

@@ -3,7 +3,7 @@ once.
 
 An operation's level is the longest chain of operations that must come before it. A stage has at most one operation, or
 one pair, on a level, and operations of one level never wait for each other: the simulation is one step for each level,
-whatever the times are. The timetable depends on the orders alone and is kept for the next plan with the same schedule.
+whatever the times are. The timetable depends only on the orders and is kept for the next plan with the same schedule.
 
 From the same levels follows why a step takes as long as it takes: the longest chain of operations.
 

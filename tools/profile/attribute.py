@@ -252,7 +252,7 @@ class Line:
     """This is a term; measured is None if only the step's length is known.
 
     Args:
-        factor: by which the term alone would have to be off to explain the whole gap; None where it cannot.
+        factor: by which only this term would have to be off to explain the whole gap; None where it cannot.
     """
 
     term: str

@@ -10,8 +10,8 @@ of a fit.
 
 The pipeline's waiting follows from the others. What is not attributed stands in `step_s`, so that the step is whole.
 
-Of a CPU that nobody has described, a cluster file is made from what the best kernels of its profile reach: they are
-taken as its peaks.
+For a CPU without a hardware file, a cluster file is made in which the speeds of the best kernels of its profile count
+as peaks.
 """
 
 from __future__ import annotations

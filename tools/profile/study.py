@@ -129,7 +129,7 @@ def study(folder: Path, config: Configuration, steps: int | None = None) -> Stud
 
     Raises:
         DataError: there is no profile, or it is of another run.
-        RecipeError: its rank is none of the recipe's.
+        RecipeError: its rank is not one of the recipe's.
     """
     profile = read_profile(folder, steps)
     stage = stage_of(config, profile.rank)

@@ -240,7 +240,7 @@ def limit_of(recipe: Mapping[str, Any]) -> int:
     """Return `context.max_device_memory` in bytes (MindSpore counts 1 GB as 2^30).
 
     Raises:
-        RecipeError: it is no such text.
+        RecipeError: it does not have this form.
     """
     written = (recipe.get("context") or {}).get("max_device_memory")
     if written is None:

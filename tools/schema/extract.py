@@ -254,7 +254,7 @@ def extract() -> dict[str, Any]:
     """Return the whole schema of the installed MindFormers and MindSpore. Imports mindformers.
 
     Raises:
-        LookupError: a line that one of our rules stands for is no longer in MindFormers.
+        LookupError: a line on which one of our rules is based is no longer in MindFormers.
     """
     import mindformers
     import mindspore

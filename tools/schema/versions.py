@@ -69,7 +69,7 @@ def require_verified() -> None:
     A package that is not installed is not an error here: who needs it says what is missing.
 
     Raises:
-        VersionError: another version is installed, and nobody said `--unverified`.
+        VersionError: another version is installed, and `--unverified` was not given.
     """
     if not (found := others()):
         return

@@ -1,9 +1,9 @@
 """This module writes a configuration as a child of its recipe: the MindFormers keys that differ, and the file with
 them.
 
-Only what differs in effect is written, what the search was told of the machine included. Values that the recipe shares
-through anchors change at all their places, and lists are written whole: a child cannot change an entry of its base's
-list. No answer may be written over a file that the recipe is made of.
+Only keys with a different effect are written, including those of the machine that the search assumed. Values that the
+recipe shares through anchors change at all their places, and lists are written whole: a child cannot change an entry of
+its base's list. No answer may be written over a file that the recipe is made of.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def average(
 
     Args:
         sources: two or more of `Form` MindFormers, saved in one layout. target: a folder that is not there yet.
-        shares: one for each, that add up to 1; equal ones by default. progress: is told each file's name.
+        shares: one for each, that add up to 1; equal ones by default. progress: is called with each file's name.
         damaged: what is wrong with `sources` and taken all the same (`inventory.salvaged`); said in `target`.
 
     Raises:

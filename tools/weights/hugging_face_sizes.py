@@ -28,7 +28,7 @@ class Sizes:
         mtp_layers: MTP layers; the class has none, `model.Reference` adds them from its decoder layer.
         mtp_factor: weight of the MTP loss.
         aux_coefficient: of the sequence-wise balance loss (DeepSeek-V3 technical report, section 2.1.2).
-        bias_rate: step of the aux-free bias after each training step; 0 leaves the bias alone.
+        bias_rate: step of the aux-free bias after each training step; 0 leaves the bias unchanged.
     """
 
     hf: dict[str, Any]

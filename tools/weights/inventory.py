@@ -208,7 +208,7 @@ class Change:
 @dataclass(frozen=True)
 class Comparison:
     """Args:
-    only: names that one side alone has, (of A, of B). other: (name, A's type and shape, B's).
+    only: names that only one side has, (of A, of B). other: (name, A's type and shape, B's).
     same: names whose bits are equal. changes: the others, the largest relative difference first.
     """
 
@@ -227,7 +227,7 @@ def compare(a: Source, b: Source, progress: Callable[[str], None] = lambda name:
     """Read both, one tensor at a time; experts that have moved are compared in their logical order.
 
     Args:
-        progress: is told the name of each tensor that is read.
+        progress: is called with the name of each tensor that is read.
     """
     left, right = _compared_names(a), _compared_names(b)
     other: list[tuple[str, str, str]] = []

@@ -35,7 +35,7 @@ def kernel(
     """Add a function to a table, under its own name.
 
     Args:
-        table: `KERNELS` unless told otherwise.
+        table: `KERNELS` by default.
         widen: whether it shall see bfloat16 and float16 as float32, so that its result is rounded once, when it is
             stored. False for what only moves values.
         updates: the input that the operator changes in place; the function's (first) result is written there as well.

@@ -325,7 +325,7 @@ def compare_records(
 
 
 def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say) -> Rung:
-    """Rung 6: the recipes as they are, by their losses."""
+    """Rung 6: the unchanged recipes, by their losses."""
     paths = [wanted.path] if other is None else [wanted.path, Path(wanted.against)]
     sides = split_model(paths, wanted.overrides, wanted.data, wanted.steps)
     if sides is None:  # as they are; one worker beside a recipe alone

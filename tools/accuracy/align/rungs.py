@@ -152,8 +152,9 @@ def backward(ours: Record, theirs: Record, floor: Record | None) -> Rung:
 def update(ours: Record, theirs: Record, floor: Record | None) -> Rung:
     """Compare for rung 4 how the first step that moves weights changed each weight, relative to the size of the change.
 
-    Adam divides a gradient by its own size: where that is rounding alone, an element moves by a full step either way.
-    A weight that differs in its last place alone does not differ: a norm's weight near 1 moves by few such places.
+    Adam divides a gradient by its own size: where that is rounding alone, an element moves by a full step either way. A
+    weight that differs only in its last place does not count as different: a norm's weight near 1 moves by few such
+    places.
     """
     steps = [None if side is None else moved(side) for side in (ours, theirs, floor)]
     rows = []

@@ -18,8 +18,9 @@ With d = got - want and sums over the tensor:
     low  = <got, want> / <want, want> = 1 + <want, d> / <want, want>     least squares, if all errors are got's
     high = <got, got> / <got, want>                                      the same the other way, if all are want's
 
-Errors of `want` make `low` too small by their mean square, errors of `got` make `high` too large by theirs. Whoever's
-they are, the factor is between the two, so that independent errors of any size are no fault by themselves. It is one if
+Errors of `want` make `low` too small by their mean square, errors of `got` make `high` too large by theirs. On
+whichever side the errors are, the factor is between the two, so independent errors of any size are not a finding by
+themselves. It is one if
 
     distance of 1 from [low, high]  >  floor + sigmas sqrt(sum(want^2 d^2)) / sum(want^2)
 

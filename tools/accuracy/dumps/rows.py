@@ -20,8 +20,8 @@ a chain are no longer exact), is judged by `DEFAULT`: the strictest row.
 **Which parameters does a gradient train? The others are state: counters, a router's bias, running statistics, caches.**
 
 msprobe shows a parameter behind its cell's forward pass. That cannot have changed a weight, but it may just have filled
-a counter: a counter that differs in the first step is no sign of other initial weights. A parameter is trained if the
-dump holds a gradient of it, in any step, on any rank and either side, or says so itself (`requires_grad`).
+a counter: a counter that differs in the first step does not show different initial weights. A parameter is trained if
+the dump holds a gradient of it, in any step, on any rank and either side, or says so itself (`requires_grad`).
 """
 
 from __future__ import annotations

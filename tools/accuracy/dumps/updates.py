@@ -10,8 +10,8 @@ of GOLDEN, d that of BENCH less u, w the weight before, and L2 norms over the pa
     along the weight |<d, v>| / |v| |u|  <=  base + sigmas sqrt(sum(v^2 d^2)) / |v| |u|       v = w - u <w, u> / <u, u>
 
 base is the strictest row of Table 2, plus rounding: twice the unit roundoff of the weight's type times |w| / |u|. The
-other terms are no fault of the optimizer: Adam divides a gradient by its own size, so that where a gradient is smaller
-than its error the update may have either sign. With bit-identical gradients both terms vanish.
+other terms are not caused by the optimizer: Adam divides a gradient by its own size, so that where a gradient is
+smaller than its error the update may have either sign. With bit-identical gradients both terms vanish.
 
 The root is a mean over many elements. In a small parameter a single step that is turned round is more than it allows
 (one of 2,700 makes |d| / |u| 0.038), and that happens to one parameter in some hundred. So, where gradients differ, the
@@ -21,7 +21,7 @@ n e + TURNED is, as a Poisson variable, below 1e-9. A wrong value of any other s
 elements than these, still counts in full.
 
 The first has to allow for the worst. On another platform, where every gradient errs, that is more than weight decay
-moves. But noise knows nothing of the weight: its part along the weight is what independent signs leave of it, as in
+moves. But noise does not depend on the weight: its part along the weight is what independent signs leave of it, as in
 `errors.scaled`, and weight decay, which is all along the weight, stands out. v instead of w, because noise also makes
 an update shorter as a whole, and an update is not quite at right angles to its weight.
 

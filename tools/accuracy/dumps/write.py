@@ -1,9 +1,9 @@
 """This module writes a dump: the job, the file that says whether the dump is complete, msprobe's debugger, and the
 weights.
 
-`tc3 accuracy dump` states in tc3_dump.json what it was asked for, first with complete = false and again when everything
-is on disk. msprobe's `PrecisionDebugger` (the distribution mindstudio-probe) writes the calls of each step; the weights
-after the last step, and at L1 and L2 those before each step, are written in its layout beside it.
+`tc3 accuracy dump` writes its request into tc3_dump.json, first with complete = false and again when everything is on
+disk. msprobe's `PrecisionDebugger` (the distribution mindstudio-probe) writes the calls of each step; the weights after
+the last step, and at L1 and L2 those before each step, are written in its layout beside it.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class MindSporeDevice:
 
         Its worker thread may keep a complaint for whatever comes next. Operators pass that thread in order: when the
         value of a later one could be read, the failed one is over; when another ran after that, nothing was kept.
-        `mindspore.runtime.synchronize` is no help: on CPU its first call in a process only logs an error.
+        `mindspore.runtime.synchronize` does not help: on CPU its first call in a process only logs an error.
         """
         in_a_row = 0
         for _ in range(10):

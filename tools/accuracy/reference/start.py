@@ -28,9 +28,9 @@ SCHEDULES = ("ConstantWarmUpLR", "CosineWithWarmUpLR")
 def initial_weights(sizes: Sizes, seed: int) -> Arrays:
     """Return Hugging Face name -> float32.
 
-    Not quite what training starts from: norms are not 1 and biases not 0, so that leaving one out is seen. Weights
-    are small elsewhere: with unit variance throughout, rounding alone moves the twentieth loss by 1e-3, because
-    tokens change experts.
+    Not quite what training starts from: norms are not 1 and biases not 0, so that leaving one out is seen. Weights are
+    small elsewhere: with unit variance throughout, only rounding moves the twentieth loss by 1e-3, because tokens
+    change experts.
     """
     return {name: draw(name, shape, seed) for name, shape in hugging_face_shapes(sizes).items()}
 

@@ -7,8 +7,8 @@
    mean.
 
 Modelled: a device's computation takes as long as its FLOPs say, equally fast for attention and the rest, or the costs
-that the recipe's plugin section measured; what a step has beside it is the estimator's (`seconds`). Experts that get
-more tokens than others are not counted; they make the gain a smaller part of the step. Memory: for each document 4
+that the recipe's plugin section measured; the estimator predicts the other seconds of a step (`seconds`). Experts that
+get more tokens than others are not counted; they make the gain a smaller part of the step. Memory: for each document 4
 bytes of mapped lengths, 4 bytes an epoch and 4 while they are shuffled; some 28 bytes for each sample of the dataset;
 and one window of steps.
 """

@@ -214,7 +214,7 @@ def check_form(path: Path) -> None:
     """Refuse a file to which no time line can be written, before the long work.
 
     Raises:
-        DataError: the ending is none of `FORMS`, or the folder cannot be written to.
+        DataError: the ending is not in `FORMS`, or the folder cannot be written to.
     """
     if path.suffix not in FORMS:
         raise DataError(f"--time-line {path}: the file must end in {', '.join(FORMS)}")

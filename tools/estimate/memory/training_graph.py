@@ -6,8 +6,8 @@ fused kernels; it is more than the mathematics needs:
 
 * norms compute in fp32 and keep input and result; the MLP's first product is kept in fp32, in bf16 in routed experts;
 * SwiGLU repeats itself: its result is not kept, whatever is recomputed;
-* under context parallelism the whole sequence's keys and values are kept as gathered; nothing gathers them again
-  (with ulysses_degree_in_cp as well: flash attention is not told of it);
+* under context parallelism the whole sequence's keys and values are kept as gathered; nothing gathers them again (also
+  with ulysses_degree_in_cp, which is not passed to flash attention);
 * of the routed copies every permutation and exchange is kept: their number is known to the routing only, and the
   backward of each asks the tensor for its shape;
 * `select_recompute` of the norms saves their results, `select_comm_recompute` nothing that a graph shows; what other

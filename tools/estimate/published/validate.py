@@ -97,7 +97,7 @@ def _memory(row: Row) -> tuple[float | None, str | None]:
 
 
 def _step_flops(row: Row) -> float:
-    """Model FLOPs of a step; of a layer alone those of its MLP, forward and twice backward."""
+    """Model FLOPs of a step; for a single layer those of its MLP, forward and twice backward."""
     config = row.config
     assert config is not None
     if config.layer_only:

@@ -1,9 +1,9 @@
 """This module ranks the whole space by predicted step time: every legal candidate that fits, with its memory and time.
 
 A candidate is ranked with balanced layers (`candidates`) and the closed form of the pipeline. For "planned"
-recomputation each stage takes the cheapest mix of two uniform policies that keeps the cap: memory is convex in the
-mix, so the mix fits if the line between both does. It is what per-layer recomputation can reach with layers that may
-be cut at will; whole layers come close.
+recomputation each stage takes the cheapest mix of two uniform policies that keeps the cap: memory is convex in the mix,
+so the mix fits if the line between both does. This is what per-layer recomputation can reach if layers may be divided;
+whole layers come close.
 
 `Chances` says which candidates could still be faster than the best placed one, and gives a lower bound for the space.
 Every candidate has a bound that needs no further computation (`Ranking.bounds`). If that bound is below the best time,

@@ -1,4 +1,5 @@
-"""This module places layers with three choices for each: keep, recompute or swap to the host. Simulated only.
+"""This module places layers with three choices for each: keep, recompute or swap to the host. Swapping is only
+simulated.
 
 MindFormers 1.9.0 swaps by `model.model_config.swap` with `layer_swap` (whole layers) or `op_swap` (operators by
 pattern); `swap_config` reaches no model. A layer's activations leave while the layers after it run, and come back,
@@ -10,8 +11,9 @@ The model, for a stage that is never idle (bubbles hide more):
 * the first layer of a backward is fetched behind the operation before it, which is taken to be a backward, too;
 * of swapped layers only those on their way take memory, on every stage: the one whose backward runs and the one that is
   fetched ahead of it, however many micro-batches are in flight.
-Not modelled: the host's memory bandwidth, which all devices of a node share, anybody else on the link, and a
-micro-batch whose backward follows its forward at once (the last stage), which had better not be swapped.
+
+The model leaves out the host's memory bandwidth, which all devices of a node share, other traffic on the link, and a
+micro-batch whose backward directly follows its forward (the last stage), which should not be swapped.
 
 Two ways to swap are offered for each kind of layer: all but its input, and those modules' tensors that the backward
 hides, the most bytes of them.
