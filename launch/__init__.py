@@ -1,1 +1,1 @@
-"""Start training, here or on a cluster."""
+"""This package starts training, on this host or on a cluster."""

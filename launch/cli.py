@@ -1,4 +1,4 @@
-"""`tc3`: the one command line.
+"""This module is `tc3`, the only command line.
 
 Commands are imported only when they are called, so that `tc3 --help` is instant. Standard output fails as shells
 expect: if its reader has left, `tc3` ends quietly; if the disk is full, it ends with one line.
@@ -23,7 +23,9 @@ SIGPIPE_EXIT = 141  # what a shell reports of a program that SIGPIPE ended
 
 
 class OutputFailed(BaseException):
-    """Nothing can be written any more. No `Exception`: nobody on the way mistakes it for an error of their own."""
+    """The output can no longer be written. This is not an `Exception`, so that no caller catches it as an error of its
+    own.
+    """
 
     def __init__(self, reason: OSError) -> None:
         super().__init__(str(reason))
@@ -31,7 +33,7 @@ class OutputFailed(BaseException):
 
 
 class Output:
-    """Passes everything on to a stream; what cannot be written raises `OutputFailed`."""
+    """This passes all writes on to a stream; if a write fails, it raises `OutputFailed`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -49,9 +51,9 @@ class Output:
 
 
 def exit_code_of(failed: OutputFailed) -> int:
-    """Return the exit code of a run whose output failed, after a line for what is not a reader that left.
+    """Return the exit code of a run whose output failed; print a line first, unless the reader of the output has left.
 
-    What is still buffered goes nowhere: the interpreter would try once more at its end, and complain.
+    Buffered output is discarded, because the interpreter would try to write it again at its end, and fail.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -101,14 +103,14 @@ STACK = {"MindSpore": "mindspore", "MindFormers": "mindformers", "mindstudio-pro
 
 
 class LazyGroup(click.Group):
-    """A click group whose commands live in `COMMANDS`."""
+    """This is a click group whose commands are listed in `COMMANDS`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names, sorted."""
         return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the command's module; None when there is no such command."""
+        """Import the command's module; return None if there is no such command."""
         if cmd_name not in COMMANDS:
             return None
         with saying(f"tc3 {cmd_name} is being loaded", after=LOADING):
@@ -118,7 +120,7 @@ class LazyGroup(click.Group):
             return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an interrupt is one line and exit code 130."""
+        """Run the command; an interrupt prints one line and gives exit code 130."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -127,13 +129,13 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, with the nearest command in the message for a misspelt one."""
+        """Resolve a command as click does; for a misspelt command the message names the nearest one."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             ctx.fail(f"no such command {args[0]!r}{did_you_mean(args[0], list(COMMANDS))}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands by when one uses them, with the help kept in the table."""
+        """List the commands in the order in which one uses them, with the help texts of the table."""
         for stage, names in STAGES.items():
             with formatter.section(stage):
                 formatter.write_dl([(name, COMMANDS[name][1]) for name in names], col_max=12)
@@ -146,7 +148,9 @@ def _command(place: str) -> click.Command:
 
 
 def version_text() -> str:
-    """Return one line a part of the stack, and which pair the recipes and tools were verified with."""
+    """Return the installed versions, one part of the software on each line, and the pair with which recipes and tools
+    were verified.
+    """
     import platform
 
     from tools.schema.versions import installed, verified  # imported only here, so that --help stays instant
@@ -181,7 +185,9 @@ def tc3() -> None:
 
 
 def main() -> None:
-    """Run `tc3`. A user error is one line and exit code 2, an interrupt 130, a reader that left 141."""
+    """Run `tc3`: a user error prints one line and gives exit code 2, an interrupt gives 130, a reader that left gives
+    141.
+    """
     if sys.stdout is not None:
         sys.stdout = cast(TextIO, Output(sys.stdout))
     try:

@@ -1,4 +1,5 @@
-"""What msrun starts on every worker: recipe -> MindFormers config -> plugins -> MindFormers Trainer.
+"""This is what msrun starts on every worker: it reads the recipe, makes MindFormers' config, enables plugins and runs
+MindFormers' Trainer.
 
 The equivalent of MindFormers' run_mindformer.py, which its wheel does not ship. Run by hand:
     msrun --worker_num=1 --local_worker_num=1 --join=True launch/train.py --config recipes/mini/pretrain.yaml
@@ -65,9 +66,10 @@ def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | 
 
 
 def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: None) -> None:
-    """Train `recipe` on this worker; the imports wait until the target is known.
+    """Train `recipe` on this worker; the imports wait until the device target is known.
 
-    `when_together` is called with the rank once all ranks are there: one that fails later does not let them wait.
+    `when_together` is called with the rank once all ranks are connected: a rank that fails later does not make the
+    others wait.
     """
     require_verified()
     refuse_own(recipe)

@@ -1,4 +1,6 @@
-"""What MindFormers lacks or does differently. A recipe switches a plugin on under its `plugins:` key."""
+"""The plugins add what MindFormers lacks, or change what it does. A recipe switches a plugin on under its `plugins:`
+key.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ REPLACED = {"finite_loss": "spike_guard"}  # what is off where another one is on
 
 
 def enable_plugins(config) -> None:
-    """Switch on what `config.plugins` (of a MindFormerConfig) names, sealed checkpoints, and where
-    `checkpoint.load_path` holds Hugging Face's weights, what reads them.
+    """Enable the plugins that `config.plugins` (of a MindFormerConfig) names, sealed checkpoints, and, if
+    `checkpoint.load_path` holds Hugging Face's weights, the plugin that reads them.
 
     `name: False` leaves a plugin off, for a recipe that inherits it from its base, or that wants none of `UNWRITTEN`.
 

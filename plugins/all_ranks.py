@@ -1,4 +1,6 @@
-"""What callbacks ask of all ranks of the run, outside the graph: who has the loss, and the sum of a number."""
+"""This module answers what callbacks ask about all ranks of the run, outside the graph: which rank has the loss, and
+the sum of a value over ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Callable
 
 
 def has_loss(rank: int, ranks: int, stages: int, scheduler: str | None) -> bool:
-    """Return whether a rank computes the loss: the last stage does; zero_bubble_v brings it back to the first.
+    """Return whether a rank computes the loss: the ranks of the last stage do; with zero_bubble_v the first stage does.
 
     Args:
         ranks: of the run; stages, scheduler: of its pipeline.
@@ -15,7 +17,7 @@ def has_loss(rank: int, ranks: int, stages: int, scheduler: str | None) -> bool:
 
 
 def by_all_reduce(value: float) -> float:
-    """Through MindSpore's communication."""
+    """Return a sum over all ranks through MindSpore's communication."""
     from mindspore import Tensor, ops
     from mindspore.common import dtype as mstype
 
@@ -31,5 +33,5 @@ def sum_over_ranks(value: float) -> float:
 
 
 def use(way: Callable[[float], float]) -> None:
-    """Sum by `way` from now on, where MindSpore's own communication cannot."""
+    """Use `way` for these sums from now on, if MindSpore's own communication cannot compute them."""
     _way[0] = way

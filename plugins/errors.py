@@ -1,4 +1,4 @@
-"""The one exception tree: every error a user can cause, with where it is and what would be right.
+"""This module is the only exception tree: every error that a user can cause, with its place and what would be right.
 
 The command line turns each of these into one message and exit code 2; a traceback means a bug of ours.
 """
@@ -15,7 +15,7 @@ OUT_OF_REACH = "is out of reach"  # in the error of a process that has lost anot
 
 
 class TC3Error(ValueError):
-    """Base of every error that is the user's to mend (report: none; DESIGN rule 5).
+    """This is the base of every error that the user can correct.
 
     Args:
         wrong: what is wrong, and what would be right. key: the key path that it is about (after its file, where that
@@ -48,7 +48,9 @@ class VersionError(TC3Error):
 
 
 class StoppedError(Exception):
-    """A run has ended itself for what it saw: a failed run (exit code 1) that says why, no slip of the user's."""
+    """A run has ended itself because of what it saw: it is a failed run (exit code 1) with a reason, and not a mistake
+    of the user.
+    """
 
 
 def did_you_mean(word: object, known: list[str]) -> str:
@@ -60,7 +62,7 @@ def did_you_mean(word: object, known: list[str]) -> str:
 def refuse_unknown(
     place: str, keys: Iterable[object], known: Iterable[str], error: type[TC3Error] = RecipeError, what: str = "key"
 ) -> None:
-    """Refuse the first of `keys` that is not `known`: a misspelt key would be read by nobody, in silence.
+    """Refuse the first of `keys` that is not `known`, because a misspelt key would silently have no effect.
 
     Args:
         place: what stands before the key in the message, such as ``"rows.yaml: rows[3].config."``.
@@ -77,7 +79,9 @@ def refuse_unknown(
 
 
 def not_json(error: Exception) -> str:
-    """Return why a text is not JSON, for what `json.loads` has raised: as the end of a sentence that names the file."""
+    """Return why a text is not JSON, from the exception of `json.loads`, as the end of a sentence that names the
+    file.
+    """
     if isinstance(error, json.JSONDecodeError):
         if not error.doc.strip():
             return "is empty: JSON was expected"

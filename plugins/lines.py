@@ -1,8 +1,9 @@
-"""Files of JSON that a run writes: lines that it appends, and whole files; and the spans in which training stood still.
+"""This module writes and reads the JSON files of a run: appended lines, whole files, and the spans in which training
+stood still.
 
-The first half is shared by every plugin that keeps such a file. The second half is `RUN/metrics/spans.jsonl`: for how
-long a run's training stood still for a save or an evaluation, one line each, beside its steps. The plugins that save
-and evaluate write it, rank 0 only; `tc3 runs` reads it. Pure.
+Every plugin that writes such a file uses the first half. The second half is `RUN/metrics/spans.jsonl`, with one line
+for each time that a run's training stood still for a save or an evaluation. On rank 0 the plugins that save and
+evaluate write this file; `tc3 runs` reads it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Kind = Literal["save", "evaluation"]
 
 
 class Stepped(Protocol):
-    """A record of a step."""
+    """This is the record of a step."""
 
     @property
     def step(self) -> int:
@@ -31,7 +32,7 @@ Record = TypeVar("Record", bound=Stepped)
 
 
 def append_line(path: Path, text: str) -> None:
-    """Add a line. It stands on a line of its own, also where a killed run left half of one behind.
+    """Append a line to a file. The new line stands by itself, even if a killed run left an incomplete line.
 
     Everything that a run appends to goes through here (tests/plugins/test_lines.py): a record that is glued to half of
     another one is lost with it, and where it is the header of a resumed part, the steps before it count as this part's.
@@ -46,7 +47,9 @@ def append_line(path: Path, text: str) -> None:
 
 
 def write_whole(path: Path, content: Any) -> None:
-    """Write a file of JSON, atomically: it is there whole or as it was. Ranks of several hosts may write at once."""
+    """Write a file of JSON atomically: readers see the old file or the complete new one. Ranks of several hosts may
+    write at the same time.
+    """
     # open, not tempfile: the file is for whoever may read the folder, as the umask says
     part = path.with_name(f".{uuid.uuid4().hex}.{path.name}")
     with part.open("w", encoding="utf-8") as out:
@@ -62,7 +65,8 @@ def read_steps(
     parse: Callable[[Any, str], Record],
     follow: Callable[[Record, Record, str], None] = lambda before, record, place: None,
 ) -> list[Record]:
-    """The records of a file, by step; a resumed run replaces what it repeats, half a killed one's line is left out.
+    """Return the records of a file by step; a resumed run replaces the steps that it repeats, and an incomplete line of
+    a killed run is left out.
 
     Args:
         parse: makes a record of a line's content and its place, which is for errors.
@@ -86,7 +90,7 @@ def read_steps(
 
 @dataclass(frozen=True)
 class Span:
-    """From `begin` to `end` (seconds since 1970, by the worker's clock) no step was made.
+    """No step was made from `begin` to `end` (seconds since 1970, by the worker's clock).
 
     Args:
         step: the newest step made before it.
@@ -101,7 +105,7 @@ class Span:
 
 
 def spans_file(run_dir: str | Path) -> Path:
-    """Return where a run writes them."""
+    """Return the file in which a run writes its spans."""
     return Path(run_dir) / "metrics" / "spans.jsonl"
 
 

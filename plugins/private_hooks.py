@@ -1,8 +1,10 @@
-"""The one way into what MindSpore, MindFormers and msprobe keep private: nothing else in this repository patches them.
+"""This module is the only way to private code of MindSpore, MindFormers and msprobe: nothing else in this repository
+patches them.
 
-A patch stands in for a line of their source, and a subclass may rely on one that calls what it overrides. Either line
-is named here, and where it is gone the patch refuses: another version may have taken the need away, or moved it, and a
-patch that is never called fails in silence. `docs/upgrade-mindformers.md` lists every use.
+A patch replaces a line of their source, and a subclass may rely on a line that calls the overridden method. The caller
+names this line, and if it no longer exists the patch refuses to work: another version may not need the patch any more,
+or may need it elsewhere, and a patch that is never called fails silently. `docs/upgrade-mindformers.md` lists every
+use.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from typing import Any
 
 
 class OutdatedHookError(RuntimeError):
-    """Code of MindSpore or MindFormers that a hook into their private functions relies on has changed."""
+    """Private code of MindSpore or MindFormers on which a hook relies has changed."""
 
 
 def relies_on(function: Any, line: str) -> None:
-    """Hold that the source of a function or class still has `line` in it.
+    """Check that the source of a function or class still contains `line`.
 
     Raises:
         OutdatedHookError: when it has not.
@@ -31,7 +33,8 @@ def relies_on(function: Any, line: str) -> None:
 
 
 def replace(owner: Any, name: str, line: str, replacement: Callable[..., Any]) -> None:
-    """Set `owner.name` (of a module or a class) to `replacement` for good; a second call leaves the first one's.
+    """Set `owner.name` (of a module or a class) to `replacement` permanently; a second call keeps the first
+    replacement.
 
     Raises:
         OutdatedHookError: the source of the original does not hold `line`.
@@ -46,7 +49,7 @@ def replace(owner: Any, name: str, line: str, replacement: Callable[..., Any]) -
 
 @contextmanager
 def replaced(owner: Any, name: str, line: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """As `replace`, until the block ends.
+    """Replace as `replace` does, until the block ends.
 
     Raises:
         OutdatedHookError: as `replace`.

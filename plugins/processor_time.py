@@ -1,4 +1,5 @@
-"""Read how long this process ran, waited for a core, and was stopped by a limit: what the kernel counts. Pure.
+"""This module reads how long this process ran, waited for a core, and was stopped by a limit, as the kernel counts it.
+Pure.
 
 A file that is not there, as in some containers, counts as 0.
 """
@@ -22,7 +23,7 @@ def scheduled() -> tuple[float, float]:
 
 
 def thread_waited() -> float:
-    """Return the seconds in which the thread that asks was ready but did not run."""
+    """Return the seconds in which the calling thread was ready but did not run."""
     return _read(_THREAD)[1]
 
 
@@ -40,7 +41,7 @@ def _read(path: str) -> tuple[float, float]:
 
 
 def throttled(read: Callable[[str], str | None]) -> float:
-    """Return the seconds in which a limit stopped the process's control group or one above it, those that can be seen.
+    """Return the seconds in which a limit stopped the process's control group or one of its visible parents.
 
     Args:
         read: the text of a file of the host by its path, None where there is none: `text_of` for this host.
@@ -56,7 +57,7 @@ def throttled(read: Callable[[str], str | None]) -> float:
 
 
 def text_of(path: str) -> str | None:
-    """Return the text of a file of this host; None where it is not there or may not be read."""
+    """Return the text of a file of this host; None if it does not exist or may not be read."""
     try:
         return Path(path).read_text()
     except OSError:
@@ -64,12 +65,12 @@ def text_of(path: str) -> str | None:
 
 
 def groups(text: str) -> list[tuple[str, str]]:
-    """(controller, group) of /proc/self/cgroup; version 2's has no controller's name."""
+    """Return (controller, group) from /proc/self/cgroup; in version 2 the controller has no name."""
     rows = [line.split(":", 2) for line in text.splitlines() if line.count(":") >= 2]
     return [(name, path) for _, names, path in rows for name in names.split(",")]
 
 
 def upwards(path: str) -> list[str]:
-    """``/a/b`` -> ["/a/b/", "/a/", "/"]."""
+    """Return the prefixes of a path: ``/a/b`` -> ["/a/b/", "/a/", "/"]."""
     parts = [part for part in path.split("/") if part]
     return ["/" + "".join(f"{part}/" for part in parts[:depth]) for depth in range(len(parts), -1, -1)]

@@ -1,4 +1,5 @@
-"""How far numbers are spread, by a measure that outliers do not move: the ground of every rule on what stands out.
+"""This module measures the spread of values in a way that outliers do not change; every rule for outliers is based on
+it.
 
 The median of the absolute deviations from a centre (MAD), times 1.4826, is the standard deviation of normal noise, and
 up to half of the numbers may be outliers (Rousseeuw and Croux, 1993, "Alternatives to the median absolute deviation").
@@ -20,7 +21,7 @@ TO_SIGMA = 1.4826  # of normal noise: standard deviation over median absolute de
 
 
 def deviation(values: np.ndarray, centre: float | np.ndarray = 0.0, axis: int | None = None) -> np.ndarray:
-    """Return the robust standard deviation of `values` from `centre`, of all or along `axis`.
+    """Return the robust standard deviation of `values` from `centre`, of all values or along `axis`.
 
     NaN counts as missing; of no value at all it is NaN.
     """

@@ -1,8 +1,9 @@
-"""A plugin's settings as a dataclass: type, default, range and meaning of each key stand once, at its field. Pure.
+"""This module describes a plugin's settings as a dataclass: type, default, range and meaning of each key are defined
+once, at its field. Pure.
 
-What follows from the class: what a recipe may write (`Section.read`, which `tc3 check` and the plugin itself ask), the
+These follow from the class: what a recipe may write (`Section.read`, which `tc3 check` and the plugin itself call), the
 editors' schema (`tools/schema`), what a change of a key means (`tc3 recipe diff`), and the tables of docs/, which
-tests/plugins/test_settings.py holds to it.
+tests/plugins/test_settings.py compares with the class.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def setting(default: Any, meaning: str, right: str = "", **limits: Any) -> Any:
 
 @dataclass(frozen=True)
 class Section:
-    """Base of a plugin's settings: `KEY` is its key path, `RIGHT` what to write where the section is not a mapping."""
+    """This is the base of a plugin's settings: `KEY` is its key path, and `RIGHT` says what to write if the section is
+    not a mapping.
+    """
 
     KEY: ClassVar[str]
     RIGHT: ClassVar[str]
@@ -43,7 +46,7 @@ class Section:
 
     @classmethod
     def read(cls: type[S], written: Any) -> S:
-        """Return the section of a recipe, with defaults for what it does not write.
+        """Return the section of a recipe, with defaults for keys that it does not write.
 
         Raises:
             RecipeError: it is not a mapping, misses a key that must be written, or has an unknown key or a value of a
@@ -56,7 +59,7 @@ class Section:
 
     @classmethod
     def look(cls: type[S], written: Any) -> tuple[S | None, list[RecipeError]]:
-        """Return the section, or None and everything that `read` refuses in it."""
+        """Return the section, or None with everything that `read` refuses in it."""
         known = {each.name: each for each in fields(cls)}
         needed = [name for name, each in known.items() if each.default is MISSING]
         right = RecipeError(cls.RIGHT, cls.KEY)
@@ -118,7 +121,7 @@ def _plain(value: Any, kinds: list[type], limits: Mapping[str, Any]) -> Any:
 
 
 def settings_of(name: str) -> type[Section]:
-    """Return the class of a plugin's settings, which its `plan` has."""
+    """Return the class of a plugin's settings, which its `plan` defines."""
     importlib.import_module(f"plugins.{name}.plan")
     return next(each for each in Section.__subclasses__() if f"plugins.{name}" == each.KEY)
 
@@ -133,7 +136,9 @@ def value_at(recipe: Any, path: str, default: Any = None) -> Any:
 
 
 def graph_mode_only(recipe: Mapping[str, Any], key: str) -> None:
-    """Raise RecipeError where the plugin at `key`, which changes what a loader delivers, would not see the loader."""
+    """Raise RecipeError if the plugin at `key`, which changes what a loader delivers, would not be applied to the
+    loader.
+    """
     if value_at(recipe, "context.mode") in (1, "PYNATIVE_MODE"):
         wrong = f"{key} is for graph mode; PyNative builds its loader another way; write 0"
         raise RecipeError(wrong, "context.mode")

@@ -30,22 +30,26 @@ _templates: list[Callable[[Any], Any]] = []
 
 
 def use_experts(spec) -> None:
-    """Make `spec` (a ModuleSpec or class, hook: `MoESubmodules.experts`) the routed experts of models built later."""
+    """Make `spec` (a ModuleSpec or class, hook: `MoESubmodules.experts`) the routed experts of models that are built
+    later.
+    """
     _experts[:] = [spec]
 
 
 def experts():
-    """What `use_experts` was given last."""
+    """Return what `use_experts` was given last."""
     return _experts[0]
 
 
 def edit_routers(plugin: str, edit: Callable[[Any], None]) -> None:
-    """Call `edit` with each router of models built later, when all else is built: no spec reaches them."""
+    """Call `edit` with each router of models that are built later, after everything else is built, because no spec
+    reaches routers.
+    """
     _router_edits[plugin] = edit
 
 
 def apply_router_edits(model) -> None:
-    """What `edit_routers` asked for, in a built model (MTP's routers included)."""
+    """Apply what `edit_routers` asked for to a built model (including MTP's routers)."""
     for _, cell in model.cells_and_names():
         if isinstance(cell, TopKRouter):
             for edit in _router_edits.values():
@@ -53,21 +57,23 @@ def apply_router_edits(model) -> None:
 
 
 def use_template(make: Callable[[Any], Any]) -> None:
-    """Give models built later a template of Hugging Face's weights: what `make` makes of a TransformerConfig."""
+    """Give models that are built later a template of Hugging Face's weights: the one that `make` creates from a
+    TransformerConfig.
+    """
     _templates[:] = [make]
 
 
 def apply_template(model, config) -> None:
-    """What `use_template` asked for, where MindFormers' `register_hf_weight_template` would put it."""
+    """Set what `use_template` asked for where MindFormers' `register_hf_weight_template` would set it."""
     for make in _templates:
         model.template = make(config)
 
 
 def use_edited_model(model_config, plugin: str) -> None:
-    """Name the class in `architectures` (in place) that builds what the plugins edit; not for the CPU backend.
+    """Set in `architectures` (in place) the class that builds what the plugins edit; this is not for the CPU backend.
 
     Raises:
-        RecipeError: a model that there is no such class of.
+        RecipeError: the model has no such class.
     """
     known = {**ARCHITECTURES, **{ours: ours for ours in ARCHITECTURES.values()}}
     unknown = [name for name in model_config.architectures if name not in known]
@@ -105,7 +111,7 @@ def gpt_model(config, edit_layer=None) -> GPTModel:
 
 
 class EditedTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
-    """`TrainingTeleChat3MoeForCausalLM` from an edited spec, its routers edited."""
+    """This is `TrainingTeleChat3MoeForCausalLM` from an edited spec, with edited routers."""
 
     def __init__(self, config):
         # not the parent's: it builds the spec and the model in one go
@@ -118,7 +124,7 @@ class EditedTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
 
 @MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
 class EditedTeleChat3MoeForCausalLM:
-    """What `architectures:` names on Ascend when a plugin edits the model (train only)."""
+    """This is the class that `architectures:` names on Ascend when a plugin edits the model (train only)."""
 
     def __new__(cls, config, *args, **kwargs):
         """Build the training model."""

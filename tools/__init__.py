@@ -1,1 +1,1 @@
-"""Pre-flight tools: they run without a device."""
+"""The tools of this package run before a training and without a device."""

@@ -1,8 +1,8 @@
-"""The numbers that are sane, once: what an option and a recipe's key may be, however small or large it is typed.
+"""This module defines sane ranges of numbers once, for options of commands and keys of recipes.
 
-A number outside its range is a slip of the keyboard or a unit mistaken (bytes for GiB), and some of them would keep a
-tool busy for hours or end it out of memory. The ranges are wide: the largest cluster that anybody has built fits in ten
-times over. NaN and infinity are in none of them.
+A number outside its range is a typing error or has a wrong unit (bytes for GiB), and some such numbers would keep a
+tool busy for hours or exhaust its memory. The ranges are wide: they allow ten times the largest cluster that anybody
+has built. No range contains NaN or infinity.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import click
 
 
 class Range(NamedTuple):
-    """What a number may be. Both bounds are allowed values; with `above` the lower one is not.
+    """This is the range of a number. Both bounds are allowed values; with `above` the lower bound is not allowed.
 
     Attributes:
         low, high: the bounds, in the unit of the number.
@@ -30,7 +30,7 @@ class Range(NamedTuple):
     above: bool = False
 
     def refusal(self, value: Any) -> str | None:
-        """Return what is wrong with `value`, as the end of a sentence that names it; None if nothing is."""
+        """Return what is wrong with `value`, as the end of a sentence that names it; None if it is in the range."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return f"is not a number; {self.words}"
         if isinstance(value, float) and not math.isfinite(value):
@@ -45,7 +45,7 @@ class Range(NamedTuple):
 
     @property
     def words(self) -> str:
-        """``"a whole number from 1 to 1,000,000"``."""
+        """Return the range in words, such as ``"a whole number from 1 to 1,000,000"``."""
         kind = "a whole number" if self.whole else "a number"
         start = f"above {_plain(self.low)} and at most" if self.above else f"from {_plain(self.low)} to"
         return f"it must be {kind} {start} {_plain(self.high)}"
@@ -167,19 +167,19 @@ RECIPE: dict[str, Range] = {
 
 
 def recipe_range(words: Sequence[str]) -> Range | None:
-    """Return the range of a number at a recipe's key path without its list indices; None where none is known."""
+    """Return the range of a number at a recipe's key path without its list indices; None if none is known."""
     return RECIPE.get(".".join(words[-2:])) or RECIPE.get(words[-1]) if words else None
 
 
 class Number(click.ParamType):
-    """A click type: a number of `RANGES`, as an int where the range is whole."""
+    """This is a click type for a number of `RANGES`, which is an int if the range is whole."""
 
     def __init__(self, name: str) -> None:
         self.range = RANGES[name]
         self.name = "integer" if self.range.whole else "float"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
-        """Parse and hold against the range.
+        """Parse the number and check that it is in the range.
 
         Raises:
             click.BadParameter: not a number, not finite or out of range.
@@ -195,14 +195,14 @@ class Number(click.ParamType):
 
 
 class Tokens(Number):
-    """A click type: a number of tokens, also as 300M, 1.5B, 10T or 2e12."""
+    """This is a click type for a number of tokens, also written as 300M, 1.5B, 10T or 2e12."""
 
     def __init__(self) -> None:
         super().__init__("tokens")
         self.name = "tokens"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
-        """Read the unit, then as `Number`; ``1.5B`` is exactly 1,500,000,000.
+        """Read the unit, then parse as `Number`; ``1.5B`` is exactly 1,500,000,000.
 
         Raises:
             click.BadParameter: not of that form, no whole number, or out of range.

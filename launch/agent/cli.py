@@ -1,6 +1,7 @@
-"""This module is the command `tc3 agent`: one process a node, which starts the node's workers, and does so again.
+"""This module is the command `tc3 agent`: one process on each node, which starts the node's workers, and starts them
+again after a failure.
 
-With the agents of the other nodes it starts the workers together, and starts them anew when a node or a worker fails.
+The agents of all nodes start the workers together, and start them anew when a node or a worker fails.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ RESTARTS = Rules.restarts  # failures in a row after which a run goes on, unless
 
 
 def unfit(slots: int, folder: Path) -> list[str]:
-    """Return why a run had better not start on this host; none where it may, or where nobody can tell.
+    """Return why a run should not start on this host; none if nothing speaks against it, or if this cannot be checked.
 
-    The host's workers are held against each other, so one worker alone is never unfit.
+    The host's workers are compared with each other, so a single worker is never unfit.
     """
     from tools.doctor.probe import probe  # brings the solver of the plan
 
@@ -63,8 +64,8 @@ def unfit(slots: int, folder: Path) -> list[str]:
 class Start:
     """Agents start or join this run.
 
-    `resume` is what --resume says; `otherwise`, the folder that is given beside `auto`, to begin from while the run has
-    saved nothing; `chosen`, what that was found to be.
+    `resume` is the value of --resume; `otherwise` is the folder that is given beside `auto`, from which the run begins
+    as long as it has saved nothing; `chosen` is the checkpoint that was found for it.
     """
 
     recipe: Recipe
@@ -75,11 +76,11 @@ class Start:
 
     @property
     def saves(self) -> Path:
-        """Return where checkpoints go."""
+        """Return the folder in which checkpoints are saved."""
         return checkpoints.save_path(self.recipe)
 
     def check(self, slots: int, port: int | None) -> None:
-        """Check what must hold on this node, as `tc3 train` does; a run that is under way is joined.
+        """Check this node as `tc3 train` does; if a run is already in progress, the agent joins it.
 
         Raises:
             TC3Error: something is to be mended first.
@@ -91,10 +92,12 @@ class Start:
             checkpoints.one_iteration(str(self.resume))
 
     def choose(self) -> CheckpointInfo | None:
-        """Return the checkpoint that the run begins from. It is read as a whole: by one node, not by all.
+        """Return the checkpoint that the run begins from. The checkpoint is read completely, by one node and not by
+        all.
 
         Raises:
-            CheckpointError: that is not whole; or there is none, and the run has gone on from one before.
+            CheckpointError: the checkpoint is not complete; or there is none, although the run has started from one
+                before.
         """
         if not self.resume:
             return None
@@ -213,7 +216,8 @@ def agent(**given: Any) -> None:
 
 
 def resumed(given: Sequence[str]) -> tuple[str | None, str | None]:
-    """Return (what to go on from, the folder that stands in while `auto` finds nothing) of --resume, given up to twice.
+    """Return (the checkpoint to start from, the folder to use as long as `auto` finds no checkpoint) from --resume,
+    which may be given twice.
 
     Raises:
         UsageError: it is empty, or names two folders.
@@ -228,7 +232,7 @@ def resumed(given: Sequence[str]) -> tuple[str | None, str | None]:
 
 
 def conclude(job: Job, outcome: Outcome, resume_command: ResumeCommand, steps: int | None) -> None:
-    """Print, on the first host of the newest attempt, the run's numbers, its loss curve, and how to go on."""
+    """Print, on the first host of the newest attempt, the run's results, its loss curve, and how to go on."""
     known = numbers(job.run_dir)
     plan = read_attempt(job.run_dir, known[-1]).plan if known else None
     if plan is None or plan.hosts[0] != job.host:
@@ -242,7 +246,8 @@ def conclude(job: Job, outcome: Outcome, resume_command: ResumeCommand, steps: i
 
 
 def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
-    """Return this node's name in the list: the one given, or that of the node or of its addresses.
+    """Return this node's name in the list of hosts: the given name, or the one that matches the node's name or
+    addresses.
 
     Raises:
         ClusterError: it is not there.
@@ -263,7 +268,7 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
 
 
 def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, file: Path) -> int:
-    """Return how many nodes train; ClusterError when hosts, slots, spares and the recipe do not fit."""
+    """Return how many nodes train; raise ClusterError if hosts, slots, spares and the recipe do not fit together."""
     count, rest = divmod(workers, slots)
     if rest:
         raise ClusterError(f"{file}: {workers} workers do not fill whole nodes of {slots}: write NAME N for each host")
@@ -278,7 +283,7 @@ def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, fil
 
 
 def report(host: str, outcome: Outcome) -> None:
-    """Print one line on how it ended here, with a failed worker's last lines."""
+    """Print one line on how the attempt ended on this host, with a failed worker's last lines."""
     if outcome.code == 0:
         click.echo(f"tc3: {host}: the run is complete", err=True)
     elif outcome.failure:

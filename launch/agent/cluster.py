@@ -1,8 +1,9 @@
-"""`tc3 agent --slurm` and `--volcano`: the file that makes a cluster manager start an agent on every node of a run.
+"""This module writes the files of `tc3 agent --slurm` and `--volcano`, with which a cluster manager starts an agent on
+every node of a run.
 
-`Allocation` is what either manager is asked for. `sbatch_file` writes it as a script for Slurm, `volcano_job` as a job
-of Volcano (https://volcano.sh, a batch scheduler for Kubernetes). The parts that are the same in every file are the
-shell and YAML files beside this module.
+`Allocation` describes the request to either manager. `sbatch_file` writes it as a script for Slurm, `volcano_job` as a
+job of Volcano (https://volcano.sh, a batch scheduler for Kubernetes). The shell and YAML files beside this module hold
+the parts that are the same in every file.
 
 Agents restart a failed run inside the job. Slurm requeues the job when the agents cannot go on: no node is left, the
 job was preempted, or its time is over. Volcano brings back single pods.
@@ -36,7 +37,8 @@ DECISION = ROOT / "launch/agent/decision.sh"  # what both kinds of script ask af
 
 @dataclass(frozen=True)
 class Allocation:
-    """One run of agents. `options` go to each agent as they stand, apart from its hosts, host and run's folder.
+    """This describes the agents of one run. `options` are passed to each agent unchanged; its hosts, host and the run's
+    folder are passed separately.
 
     `slots` are the workers of a node; relative paths start at the checkout; `made_by` is the command that wrote it.
     """
@@ -61,18 +63,20 @@ class Allocation:
 
     @property
     def nodes(self) -> int:
-        """Nodes that train; `spares` wait beside them."""
+        """Return the number of nodes that train; `spares` wait in addition."""
         return self.workers // self.slots
 
     @property
     def name(self) -> str:
-        """Return a name that Slurm and Kubernetes take: lower case, digits and hyphens, from the run's folder."""
+        """Return a name, made from the run's folder, that Slurm and Kubernetes accept: lower case, digits and
+        hyphens.
+        """
         words = re.sub(r"[^a-z0-9]+", "-", Path(self.run_dir).name.lower()).strip("-")
         return (words if words[:1].isalpha() else f"tc3-{words}")[:40].strip("-")
 
     @property
     def size(self) -> str:
-        """Return how much it takes, in words."""
+        """Return in words how many nodes and workers the job takes."""
         spares = f" and {self.spares:,} spare{'s' * (self.spares > 1)}" if self.spares else ""
         return size_in_words(self.workers, self.nodes) + spares
 
@@ -82,7 +86,7 @@ REQUEUES = 3
 
 
 def sbatch_file(job: Allocation) -> str:
-    """Return the text of the sbatch file of `job`; options of sbatch's own command line win over those in it."""
+    """Return the text of the sbatch file of `job`; options on sbatch's own command line override those in the file."""
     return "\n".join(
         [
             *_head(job),
@@ -150,7 +154,7 @@ def volcano_job(job: Allocation, root: Path) -> str:
 
 
 def pod_script(job: Allocation) -> str:
-    """Return what a pod runs, as bash."""
+    """Return the commands that a pod runs, as bash."""
     lines = [
         "# shellcheck disable=SC2016 # words are taken as they stand",
         "set -euo pipefail",
@@ -173,8 +177,9 @@ ELSEWHERE = ("recipe", "nodes", "host", "run_dir", "spares", "resume", "slurm", 
 
 
 def print_job(given: Mapping[str, Any]) -> None:
-    """Check the recipe of `given`, the options of `tc3 agent`, and print the file; data and devices are looked at
-    where it runs."""
+    """Check the recipe of `given` and the options of `tc3 agent`, and print the file; data and devices are checked
+    where the job runs.
+    """
     recipe, run_dir, nodes, spares = (given[name] for name in ("recipe", "run_dir", "nodes", "spares"))
     if given["slurm"] and given["volcano"]:
         raise click.UsageError("--slurm and --volcano are for different cluster managers: choose one")
@@ -201,7 +206,7 @@ def print_job(given: Mapping[str, Any]) -> None:
 
 
 def passed_on() -> list[str]:
-    """Return the options of this command line that each agent gets as well."""
+    """Return the options of this command line that are passed to each agent."""
     context = click.get_current_context()
     words: list[str] = []
     for option in context.command.params:

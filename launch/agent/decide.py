@@ -1,32 +1,35 @@
-"""This module decides what follows an attempt: another start, a spare, fewer hosts, or the end of the run.
+"""This module decides what happens after an attempt: another start, a spare, fewer hosts, or the end of the run.
 
-It is pure: it reads no file and starts no process. `initiator` finds the host that began the end of an attempt,
-`verdict` says what follows, and `next_hosts` names the hosts of the next attempt.
+The module reads no file and starts no process. `initiator` finds the host that caused the end of an attempt, `verdict`
+says what happens next, and `next_hosts` names the hosts of the next attempt.
 
-Who began it. One failure ends all hosts: the others lose their connections, or are told to end. So the initiator is
-told apart from its victims by the ends and beats that the hosts wrote. What a host says of its end is worth
+Who caused the end. One failure ends the workers of all hosts: the other hosts lose their connections, or are told to
+end. So the host that caused it is distinguished from its victims by the ends and beats that the hosts wrote. What a
+host reports about its end has this weight:
 
-* most, where nothing elsewhere brings it about: a worker killed (SIGKILL), stopped or known to hang, a message of the
-  worker that ended itself, a port taken, a disk or link gone, the whole host gone (then it was alive at its last beat);
-* less, where it may be an answer to another host's end: any other signal or exit code;
-* nothing about itself, where it complains of others: a connection lost, a wait that was too long, a collective that
-  failed. A worker ended by SIGTERM complains, too: MindSpore's workers end themselves so when msrun's scheduler tells
-  them that another one is lost.
+* most weight, if no failure of another host can cause it: a worker killed (SIGKILL), stopped or known to hang, a
+  message of the worker that ended itself, a port taken, a disk or link gone, the whole host gone (then it was alive at
+  its last beat);
+* less weight, if it may be a consequence of another host's end: any other signal or exit code;
+* no weight against this host, if it reports a failure of others: a connection lost, a wait that was too long, a
+  collective that failed. A worker ended by SIGTERM also counts here: MindSpore's workers end themselves in this way
+  when msrun's scheduler tells them that another worker is lost.
 
-The earliest by the disk's clock began it; a host whose link is gone, or whose worker is stopped, has held the others
-up since its last step, which may be long before anybody noticed. Agents look a few times a second, so that ends within
-MARGIN of each other have no order: then what is worth more goes first, and of equals nobody is named. A hang is of the
-one host that knows which of its workers is stuck, whoever saw the hang first; else it is of the one that is behind all
-others, by its phase and step. Nothing else is guessed from.
+The host with the earliest end by the disk's clock is blamed. A host whose link is gone, or whose worker is stopped, has
+held the others up since its last step, which may be long before any agent noticed. Agents look a few times a second, so
+ends within MARGIN of each other count as simultaneous: then the end with more weight is blamed, and among equal ends no
+host is named. A hang is blamed on the one host that knows which of its workers is stuck, whichever host noticed the
+hang first; otherwise on the one host that is behind all others, by its phase and step. The module guesses from nothing
+else.
 
-What follows. Failures are counted since the last progress. Progress is a newer checkpoint to go on from: an attempt
-that begins from a later step than the one before it (by their plans), or one whose run holds a checkpoint of a later
-step than it began from (`saved`). Steps that were made and not saved are none: they are made again. So a run may fail
-any number of times in months, and `Rules.restarts` bounds how often it fails without coming any further.
+What happens next. Failures are counted since the last progress. Progress means a newer checkpoint to go on from: an
+attempt begins from a later step than the one before it (by their plans), or its run holds a checkpoint of a later step
+than it began from (`saved`). Steps that were made and not saved are not progress, because they are made again. So a run
+may fail any number of times in months, and `Rules.restarts` bounds how often it fails without progress.
 
-A user's error is not tried again, nor is a loss that is not finite: the same weights and data come to the same loss. A
-loss that plugins.spike_guard goes back for is another matter ("spike"): its samples are left out, and the guard counts
-by itself how often. So such an attempt is not a failure here, and `Rules` does not count it.
+After a user's error, or a loss that is not finite, there is no further attempt: the same weights and data give the same
+loss. A loss for which plugins.spike_guard goes back ("spike") is different: its samples are left out, and the guard
+itself counts how often this happens. So such an attempt is not a failure here, and `Rules` does not count it.
 """
 
 from __future__ import annotations
@@ -59,7 +62,9 @@ _EARLY = ("start", "compile", "first step")  # phases in their order; those of a
 
 @dataclass(frozen=True)
 class Began:
-    """This says that `host` began it with `end`; without a host nobody can be named, and `why` says what there was."""
+    """This says that `host` caused the failure with `end`; without a host no host can be named, and `why` says what was
+    seen.
+    """
 
     why: str
     host: str | None = None
@@ -68,7 +73,9 @@ class Began:
 
 
 def initiator(attempt: Attempt, now: float = math.inf) -> Began:
-    """Return who began the end of an attempt that failed; `attempt.plan` is there. `now` by the disk's clock."""
+    """Return which host caused the end of a failed attempt; `attempt.plan` must exist. `now` is a time of the disk's
+    clock.
+    """
     known = _of_all_hosts(attempt, now)
     failed = {host: end for host, end in known.items() if end.outcome == "failed"}
     deaths = {host: end for host, end in failed.items() if not _complains(end)}
@@ -83,7 +90,7 @@ def initiator(attempt: Attempt, now: float = math.inf) -> Began:
 
 
 def silent(attempt: Attempt, now: float) -> list[str]:
-    """Return the hosts of the plan that wrote no end and are gone."""
+    """Return the hosts of the plan that are gone and wrote no end."""
     assert attempt.plan
     hosts = [host for host in attempt.plan.hosts if host not in attempt.ends]
     return [host for host in hosts if host not in attempt.beats or now - attempt.beats[host].time > SILENT]
@@ -121,7 +128,7 @@ def _killed(end: End) -> bool:
 
 
 def is_sure(end: End) -> bool:
-    """Return whether no other host's end brings about one like this."""
+    """Return whether no other host's end can have caused an end like this one."""
     return end.cause in _SURE_CAUSES or end.cause == "hang" or _killed(end)
 
 
@@ -170,7 +177,7 @@ def _progress(end: End) -> tuple[int, int]:
 
 
 def words(end: End) -> str:
-    """Return an end in a clause: who, what, where."""
+    """Return an end as a clause: which host and worker, what happened, and in which phase."""
     what = end.message or {"lost node": "no sign of life"}.get(end.cause or "", end.cause or "failed")
     return f"{end.host}: {what} ({_where(end)})"
 
@@ -181,7 +188,7 @@ def _where(end: End) -> str:
 
 @dataclass(frozen=True)
 class Smaller:
-    """A recipe runs on fewer hosts in this way: on the first `hosts` of those offered, with `overrides`."""
+    """This says how a recipe runs on fewer hosts: on the first `hosts` of those offered, with `overrides`."""
 
     hosts: int
     overrides: list[str]
@@ -193,7 +200,9 @@ Can = Callable[[list[str]], Smaller | str | None]  # hosts -> how the recipe run
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules say when to give up, and how long to wait. `hosts`: all that the run may use, in the order of use."""
+    """The rules say when to give up, and how long to wait. `hosts` are all hosts that the run may use, in the order of
+    use.
+    """
 
     restarts: int = 3  # failures without progress between them that are followed by another attempt
     same_step: int = 3  # failures in a row at one step of the training: the step's fault, whoever takes it
@@ -203,7 +212,7 @@ class Rules:
     hosts: list[str] = field(default_factory=list)
 
     def wait(self, failures: int) -> float:
-        """Return the seconds to wait after so many failures without progress (>= 1)."""
+        """Return the seconds to wait after this many failures without progress (>= 1)."""
         return float(min(self.most, self.first * 2.0 ** min(failures - 1, 60)))
 
 
@@ -216,14 +225,14 @@ def verdict(
     now: float = math.inf,
     saved: int | None = None,
 ) -> Verdict:
-    """Return who began the end of `attempt`, and what follows.
+    """Return which host caused the end of `attempt`, and what happens next.
 
     Args:
-        attempt: a plan is there, and the ends of its hosts as far as they came.
+        attempt: it has a plan, and the ends of its hosts as far as they were written.
         earlier: the attempts before it, the oldest first, with their verdicts.
-        can: how the recipe runs on these hosts only (`launch.agent.smaller`); else why it cannot.
-        now: the disk's clock; without it hosts that have written no end are gone.
-        saved: step of the newest whole checkpoint; None where that is not known.
+        can: how the recipe runs on only these hosts (`launch.agent.smaller`), or why it cannot.
+        now: the disk's clock; without it hosts that have written no end count as gone.
+        saved: the step of the newest complete checkpoint; None if it is not known.
     """
     hosts = _plan(attempt).hosts
     ends = [end for host, end in attempt.ends.items() if host in hosts]
@@ -245,11 +254,13 @@ def verdict(
 def next_hosts(
     attempt: Attempt, verdict: Verdict, there: list[str], earlier: Sequence[Attempt] = (), rules: Rules | None = None
 ) -> list[str]:
-    """Return the hosts of the next attempt by node rank, of those that are `there`: as many as `attempt` had.
+    """Return the hosts of the next attempt by node rank, chosen from the hosts that are `there`: as many as `attempt`
+    had.
 
-    Who took part and is not left out comes first, in the same order; then the plan's spares, then others; last who is
-    left out for the failures that it began, if nobody else is there. After an attempt that was smaller these are all
-    that are there, for some may be back; `launch.agent.smaller` says how many of them the recipe takes.
+    Hosts that took part and are not left out come first, in the same order; then the plan's spares, then other hosts.
+    Hosts that are left out because of the failures that they caused come last, if there are no others. After a smaller
+    attempt the list holds all hosts that are present, because some may be back; `launch.agent.smaller` says how many of
+    them the recipe takes.
     """
     plan, rules = _plan(attempt), rules or Rules()
     bad = _repeated([*earlier, replace(attempt, verdict=verdict)], rules)
@@ -273,7 +284,7 @@ class _Failed:
     saved: int | None
 
     def follows(self) -> tuple[Decision, str, float]:
-        """(decision, why, seconds to wait)."""
+        """Return (decision, why, seconds to wait)."""
         if self.began.cause == "user error":
             return "give up", "That is to be mended first: another attempt would end alike", 0.0
         if self.began.cause == "not finite":
@@ -303,7 +314,7 @@ class _Failed:
 
     @cached_property
     def fruitless(self) -> list[Attempt]:
-        """Return the failed attempts since the last progress, the oldest first, this one last."""
+        """Return the failed attempts since the last progress, the oldest first and this one last."""
         found, begin = [self.attempt], _plan(self.attempt).step
         if self.saved is not None and self.saved > begin:
             return found

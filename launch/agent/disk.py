@@ -1,27 +1,29 @@
-"""This module is what agents ask of the disk that they share: whole files, one winner a name, one clock, bounded waits.
+"""This module provides what agents need from their shared disk: files that are complete or absent, claims that only one
+agent wins, one clock, and operations with time limits.
 
 `Disk` reads, replaces and publishes files. It relies on the following, which holds for NFS (versions 3 and 4), Lustre,
 GPFS, CephFS and local disks:
 
-* `rename` puts a whole file in another one's place; who opens the name reads the old one or the new one.
-* `link` fails where the name exists: of all who publish one name, on whatever hosts, exactly one succeeds. Where an
-  answer of the server got lost, the link count of the writer's own file tells who won.
-* `open` asks the server whether what is cached still stands (close-to-open), so files are opened to be looked at, never
-  only `stat`ed. That a name was *absent* is remembered by NFS clients for up to a minute, unless they
-  change the folder themselves: who waits for a name must write into that folder now and then, as all agents do.
-* The time of a file that was set to "now" is the server's on NFS. Lustre and GPFS take the client's: so times of
-  different hosts order events for people, while nobody's life is judged by them (see `launch.agent.meeting.Watch`).
+* `rename` replaces a file by another complete file; a process that opens the name reads the old file or the new one.
+* `link` fails if the name exists: of all processes that publish one name, on any hosts, exactly one succeeds. If an
+  answer of the server got lost, the link count of the writer's own file shows whether it succeeded.
+* `open` asks the server whether the cached content is still valid (close-to-open), so files are always opened, never
+  only `stat`ed. NFS clients remember for up to a minute that a name was *absent*, unless they change the folder
+  themselves: a process that waits for a name must write into that folder now and then, as all agents do.
+* The time of a file that was set to "now" is the server's on NFS. Lustre and GPFS take the client's time: so times of
+  different hosts order events for people, but are never used to judge whether a host is alive (see
+  `launch.agent.meeting.Watch`).
 
-A disk that is gone lets a process hang inside a call that nothing but SIGKILL ends. So each call is made by a thread
-that may hang, while the caller waits for a bounded time.
+If the disk is gone, a process hangs inside a call that only SIGKILL ends. So each call is made by a thread that may
+hang, while the caller waits for a bounded time.
 
-`Claim` settles who does what only one may do, and how the claims of the dead are taken over, each time by exactly one.
-A claim is a row of files `claim-WHAT-0`, `claim-WHAT-1`, ... of which each is published once and never changed or
-removed: whoever published the newest one holds it. It is taken over when its holder has given no sign of life for
-`lost_after` seconds, by publishing the next file, in which one succeeds. A holder that was only slow finds out at its
-next look. A look and what follows it are two things, so a slow holder may still do the work of a claim that it has just
-lost: the outcome must be published (`Disk.publish`), too, and then there is one outcome. The claim saves work, and
-settles who must do it.
+`Claim` decides which agent does work that only one may do, and how the claim of a dead agent is taken over, each time
+by exactly one agent. A claim is a row of files `claim-WHAT-0`, `claim-WHAT-1`, ... of which each is published once and
+never changed or removed: the agent that published the newest file holds the claim. If the holder has given no sign of
+life for `lost_after` seconds, another agent takes the claim over by publishing the next file, in which only one
+succeeds. A holder that was only slow notices this at its next look. Between this look and its next action, a slow
+holder may still do the work of a claim that it has just lost: therefore the outcome must be published (`Disk.publish`),
+too, and then there is only one outcome. The claim saves work, and decides who must do it.
 """
 
 from __future__ import annotations
@@ -51,19 +53,23 @@ Answer = TypeVar("Answer")
 
 
 class LostDiskError(StoppedError):
-    """The shared disk does not answer, or cannot be written: this node must end, for nobody hears of it any more."""
+    """The shared disk does not answer or cannot be written: this node must end, because no other node can see its files
+    any more.
+    """
 
 
 @dataclass(frozen=True)
 class Found:
-    """This is a file as it was read: its text, and a mark that differs as soon as anybody has written it anew."""
+    """This is a file as it was read: its text, and a mark that changes as soon as anybody writes the file again."""
 
     text: str
     mark: tuple[int, ...]
 
 
 class Disk:
-    """One agent uses the shared disk by this. `bound`: seconds after which a disk that does not answer is lost."""
+    """One agent uses the shared disk through this object. `bound` is the number of seconds after which a disk that does
+    not answer counts as lost.
+    """
 
     def __init__(self, bound: float):
         self.bound = bound
@@ -76,19 +82,21 @@ class Disk:
         self._clock: tuple[float, float] | None = None  # the disk's time, and ours when it was that
 
     def read(self, path: Path) -> Found | None:
-        """Return the file at `path`; None where there is none.
+        """Return the file at `path`; None if it does not exist.
 
         Raises:
-            LostDiskError: the disk does not answer within the bound. So do all methods.
+            LostDiskError: the disk does not answer within the bound. All methods raise this error.
         """
         return self._bounded(path, lambda: _read(path))
 
     def replace(self, path: Path, text: str) -> None:
-        """Write `path`, whole, in the place of what stood there. On a full disk only the file's time changes."""
+        """Write the file at `path` completely, and replace an existing one. If the disk is full, only the file's time
+        changes.
+        """
         self._bounded(path, lambda: self._replace(path, text))
 
     def publish(self, path: Path, text: str) -> bool:
-        """Write `path`, whole, unless it exists: False, and nothing changes.
+        """Write the file at `path` completely, unless it exists; return False if it exists, and change nothing.
 
         Raises:
             ClusterError: the disk has no hard links.
@@ -96,11 +104,15 @@ class Disk:
         return self._bounded(path, lambda: self._publish(path, text), PATIENCE)
 
     def keep_room(self, path: Path) -> None:
-        """Keep a few blocks, in a file of their own, for what is published after a checkpoint has filled the disk."""
+        """Reserve a few blocks in a separate file, so that this host can still publish after a checkpoint has filled
+        the disk.
+        """
         self._bounded(path, lambda: self._keep_room(path))
 
     def names(self, folder: Path) -> list[str]:
-        """Return what lies in a folder; for one agent at a time, as its cost grows with the hosts."""
+        """Return the names in a folder; only one agent at a time should call this, because its cost grows with the
+        number of hosts.
+        """
         return self._bounded(folder, lambda: sorted(os.listdir(folder)))
 
     def folder(self, path: Path) -> None:
@@ -108,7 +120,9 @@ class Disk:
         self._bounded(path, lambda: path.mkdir(parents=True, exist_ok=True))
 
     def now(self, folder: Path) -> float:
-        """Return the disk's clock, in seconds since 1970: that of the last write, and what has passed since."""
+        """Return the disk's clock, in seconds since 1970: the time of the last write plus the time that has passed
+        since.
+        """
         if self._clock is None or self.ticks() - self._clock[1] > FRESH:
             part = folder / f".clock.{self.name}"
             self.folder(folder)
@@ -118,11 +132,11 @@ class Disk:
         return self._clock[0] + self.ticks() - self._clock[1]
 
     def ticks(self) -> float:
-        """Return the seconds that pass here, from any start: for how long, never for when."""
+        """Return seconds since an arbitrary start: use them for durations, never for times."""
         return time.monotonic()
 
     def pause(self, seconds: float) -> None:
-        """Let time pass."""
+        """Wait for a number of seconds."""
         time.sleep(seconds)
 
     def _keep_room(self, path: Path) -> None:
@@ -248,18 +262,20 @@ def _read(path: Path) -> Found | None:
 
 @dataclass(frozen=True)
 class Holder:
-    """This names an agent: its host's name, and what sets this process apart from others of the same name."""
+    """This identifies an agent by its host's name and a part that distinguishes this process from others of the same
+    name.
+    """
 
     host: str
     process: str
 
     def text(self) -> str:
-        """Return it as it stands in a file."""
+        """Return the identity as it is written into a file."""
         return json.dumps({"host": self.host, "process": self.process}) + "\n"
 
     @staticmethod
     def of(found: Found | None) -> Holder | None:
-        """Return who a file names; None where it is not there, nobody where it is broken."""
+        """Return the agent that a file names; None if the file does not exist, and nobody if it is broken."""
         if found is None:
             return None
         try:
@@ -275,9 +291,9 @@ class Claim:
     Args:
         disk: the shared one.
         folder: the attempt's.
-        what: is claimed; part of a file's name.
-        me: who claims.
-        dead: whether a holder has given no sign of life for too long.
+        what: the work that is claimed; part of a file's name.
+        me: the agent that claims.
+        dead: a function that says whether a holder has given no sign of life for too long.
     """
 
     def __init__(self, disk: Disk, folder: Path, what: str, me: Holder, dead: Callable[[Holder], bool]):
@@ -286,7 +302,9 @@ class Claim:
         self.holder: Holder | None = None  # as of the last look
 
     def hold(self) -> bool:
-        """Return whether the claim is ours now; take it where it is free, or its holder dead. A handful of opens."""
+        """Return whether the claim is ours now; take it if it is free, or if its holder is dead. A call opens a few
+        files.
+        """
         while True:
             file = self.folder / f"claim-{self.what}-{self.turn}"
             self.holder = Holder.of(self.disk.read(file))
@@ -303,5 +321,5 @@ class Claim:
                 self.turn += 1
 
     def lost(self) -> bool:
-        """Return whether the holder of the newest file known has been followed by another one. One open."""
+        """Return whether another agent has taken over from the holder of the newest known file. One open."""
         return self.disk.read(self.folder / f"claim-{self.what}-{self.turn + 1}") is not None

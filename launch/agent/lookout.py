@@ -1,21 +1,22 @@
-"""This module watches an attempt from one node while its workers run: it beats, and sees hangs, lost hosts and disks.
+"""This module watches an attempt from one node while its workers run: it gives signs of life, and notices hangs, lost
+hosts and a lost disk.
 
-`Around` looks at the other nodes: the attempt is over, or a neighbour is gone. Each node looks after the next one by
-rank, so that its share is the same among 2 and among 4,096, and a dead one always has a living one before it, while one
-lives. Spares look after one each, too: all others may die at once.
+`Around` watches the other nodes: whether the attempt is over, or a neighbour is gone. Each node watches the next one by
+rank, so its work is the same among 2 and among 4,096 nodes, and a dead node always has a living one before it, as long
+as one lives. Each spare watches one node, too, because all others may die at once.
 
 `Link` is the network interface by which this node reaches the others. A link that is gone stops the workers of all
-nodes alike: each waits for the others, and none can say whose it is. Its own node can: the interface has lost its
-carrier. (A switch in between is seen by nobody.)
+nodes: each waits for the others, and no worker can say whose link it is. The node of that link can, because its
+interface has lost its carrier. (No node can see a failed switch in between.)
 
-`stopped_worker` and `worker_places` find which of this node's workers holds the others up in a hang: one that is
-stopped, or that is not where they wait. In a hang all workers wait for one, and their steps are the same. Where each of
-them is tells them apart: those that wait are in MindSpore, which runs the graph or a collective; the one that they wait
-for may be elsewhere: in the data, in a save, in a callback. One that hangs in MindSpore itself looks like all others,
-and is not named.
+`stopped_worker` and `worker_places` find which of this node's workers holds the others up in a hang: a worker that is
+stopped, or that is not at the place where the others wait. In a hang all workers wait for one worker, and their steps
+are the same. Their places distinguish them: workers that wait are in MindSpore, which runs the graph or a collective;
+the worker for which they wait may be elsewhere: in the data, in a save, in a callback. A worker that hangs in MindSpore
+itself looks like all others, and is not named.
 
-`Lookout` puts these together. All of it touches the shared disk, which may stand still. So a thread of its own does it,
-and the supervisor, which must be able to end the workers whatever the disk does, only reads what the thread has found.
+`Lookout` combines these parts. All of them touch the shared disk, which may not answer. So a separate thread does this
+work, and the supervisor, which must be able to end the workers whatever the disk does, only reads the thread's results.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ POLL, BEAT = 0.2, 1.0  # seconds between looks at the steps, and at the rest
 
 @dataclass
 class Around:
-    """`host` sees the other nodes of an attempt by this."""
+    """This lets `host` watch the other nodes of an attempt."""
 
     meeting: Meeting
     plan: Plan
@@ -57,9 +58,10 @@ class Around:
     finished: set[str] = field(default_factory=set)
 
     def look(self) -> str | None:
-        """Return why this node's workers are to end, in words; None while all is well. For about once a second.
+        """Return in words why this node's workers have to end; None if there is no reason. Call this about once a
+        second.
 
-        Who finds a neighbour lost writes its end for it.
+        An agent that finds its neighbour lost writes the neighbour's end.
         """
         number = self.plan.attempt
         if first := self.meeting.over(number):
@@ -76,7 +78,7 @@ class Around:
         return None
 
     def began(self) -> End | None:
-        """Return how the part of the one that ended the attempt has ended."""
+        """Return how the part of the host that ended the attempt has ended."""
         number = self.plan.attempt
         first = self.meeting.over(number)
         return self.meeting.ended(number, first) if first else None
@@ -96,12 +98,14 @@ class Around:
 
 @dataclass(frozen=True)
 class Link:
-    """This node reaches the others by `interface`; None where there is nobody else, or it is not known."""
+    """This node reaches the other nodes by `interface`; it is None if there are no other nodes, or if the interface is
+    not known.
+    """
 
     interface: str | None = None
 
     def lost(self) -> list[str]:
-        """Return in words that the interface has no link; none while it has one, or cannot be looked at."""
+        """Return in words that the interface has no link; none if it has a link, or if it cannot be checked."""
         known = psutil.net_if_stats().get(self.interface or "")
         return [f"network interface {self.interface} has no link"] if known and not known.isup else []
 
@@ -118,7 +122,7 @@ def link_to(others: Iterable[str]) -> Link:
 
 
 def _interface_of(address: str) -> str | None:
-    """The interface that has an address; loopback is none, for it needs no link."""
+    """The interface that has an address; loopback does not count, because it needs no link."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.split("%")[0] == address for each in addresses) and not address.startswith("127."):
             return name
@@ -135,7 +139,7 @@ class Place:
 
     @property
     def waits(self) -> bool:
-        """Return whether it is in MindSpore, and not for its own data."""
+        """Return whether the worker is in MindSpore's code and does not wait for its own data."""
         return "/mindspore/" in self.file and "/mindspore/dataset/" not in self.file
 
     def __str__(self) -> str:
@@ -144,7 +148,7 @@ class Place:
 
 
 def workers() -> dict[int, psutil.Process]:
-    """Return rank -> process of the workers below this process."""
+    """Return rank -> process for the workers below this process."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError, ValueError, KeyError):
@@ -155,7 +159,7 @@ def workers() -> dict[int, psutil.Process]:
 
 
 def stopped_worker() -> int | None:
-    """Return the first worker whose process was stopped (SIGSTOP, a debugger)."""
+    """Return the first worker whose process is stopped (SIGSTOP, a debugger)."""
     for rank, process in sorted(workers().items()):
         with contextlib.suppress(psutil.Error, OSError):
             if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
@@ -164,7 +168,7 @@ def stopped_worker() -> int | None:
 
 
 def worker_places(logs: Path, ranks: Sequence[int]) -> dict[int, Place]:
-    """Return where the workers are that say so within `ANSWER` seconds; they are asked all at once."""
+    """Return the places of the workers that answer within `ANSWER` seconds; all workers are asked at once."""
     sizes = {}
     for rank, process in workers().items():
         log = logs / f"worker_{rank}.log"
@@ -185,7 +189,7 @@ def worker_places(logs: Path, ranks: Sequence[int]) -> dict[int, Place]:
 
 
 def place_of(said: bytes) -> Place | None:
-    """Return the place in what `faulthandler` has written; the main thread's stack ends it."""
+    """Return the place from the output of `faulthandler`, which ends with the main thread's stack."""
     starts = [match.end() for match in _STACK_THREAD.finditer(said)]
     frame = _STACK_FRAME.match(said[starts[-1] :].decode("utf-8", "replace")) if starts else None
     return Place(frame["file"], int(frame["line"]), frame["function"]) if frame else None
@@ -200,10 +204,10 @@ def _can_say_stacks(pid: int) -> bool:
 
 
 class Lookout(threading.Thread):
-    """A lookout watches one attempt from this node, while it is used as a context.
+    """A lookout watches one attempt from this node while it is used as a context.
 
     Attributes:
-        told: whether the workers end for another node's sake.
+        told: whether the workers end because of another node.
     """
 
     def __init__(
@@ -241,7 +245,7 @@ class Lookout(threading.Thread):
             self.show()
 
     def tick(self) -> Failure | None:
-        """Return why the workers are to end; touches no disk."""
+        """Return why the workers have to end; this touches no disk."""
         if self._error:
             raise self._error
         silent = time.monotonic() - self._alive
@@ -251,7 +255,9 @@ class Lookout(threading.Thread):
         return self._reason
 
     def run(self) -> None:
-        """Watch until the workers have ended: who falls silent while it ends them would be taken for lost."""
+        """Watch until the workers have ended, because a host that gives no sign of life while it ends them would be
+        taken for lost.
+        """
         looked = 0.0
         while not self._over.wait(POLL):
             try:
@@ -288,7 +294,7 @@ class Lookout(threading.Thread):
             self._reason = self._own_fault() or self._hang(lasted, limit)
 
     def explain(self, failure: Failure) -> Failure:
-        """Return a worker's failure with what has brought it about, if known; asked before the workers are ended."""
+        """Return a worker's failure with its cause, if known; call this before the workers are ended."""
         end = End(self.around.host, 0.0, "failed", "step", cause=failure.cause or "exit", code=failure.code)
         if is_sure(end):
             return failure

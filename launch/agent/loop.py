@@ -1,8 +1,8 @@
-"""This module is the agent of one node, from its coming to a run until the run is through or this node leaves.
+"""This module is the agent of one node, from the time when it joins a run until the run is done or this node leaves.
 
-`Agent` goes round in a loop: it comes to an attempt, waits for its plan, starts the workers (`launch.agent.part`) or
-stands by as a spare, says how they ended, follows the verdict, and comes to the next attempt. Signals to an agent
-are collected while it waits, and raised where it may be interrupted.
+`Agent` runs in a loop: it joins an attempt, waits for its plan, starts the workers (`launch.agent.part`) or waits as a
+spare, writes how they ended, follows the verdict, and joins the next attempt. Signals to an agent are collected while
+it waits, and raised where it may be interrupted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UNFIT = 60.0  # seconds until a node that was not fit is tried again
 
 
 class Interrupted(Exception):
-    """A signal has told us to leave."""
+    """A signal has told this agent to leave."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -52,10 +52,11 @@ class Agent:
     """This is the agent of `job.host`.
 
     Attributes:
-        fit: why this node cannot take part now; asked before it comes to an attempt, but for its first one.
-        prepare: called by who plans an attempt, before others know of the plan; see `Planning`.
-        outcome: of our last part; `failed`: it was the part itself, not told to end for another one's sake.
-        parts: how many attempts we took part in.
+        fit: returns why this node cannot take part now; called before every attempt except the first.
+        prepare: called by the agent that plans an attempt, before others know of the plan; see `Planning`.
+        outcome: the result of this agent's last part; `failed` means that the part itself failed, and did not end
+            because of another host.
+        parts: in how many attempts this agent took part.
     """
 
     job: Job
@@ -77,7 +78,9 @@ class Agent:
         self.leaving = False  # a signal has told us to
 
     def run(self, number: int) -> Outcome:
-        """Take part from attempt `number` on, until the run is through, given up, or we are told to leave."""
+        """Take part from attempt `number` on, until the run is done or given up, or a signal tells this agent to
+        leave.
+        """
         with collected_signals(self.notices):
             try:
                 while True:

@@ -1,22 +1,23 @@
-"""This module is where the agents of a run meet: in files of an attempt's folder, on the disk that they share.
+"""This module lets the agents of a run communicate through files in an attempt's folder, on the disk that they share.
 
-`Meeting` is the meeting as one agent takes part in it. Beside the files of `tools.runs.attempts` there are, in the same
-folder,
+`Meeting` is one agent's side of the meeting. Beside the files of `tools.runs.attempts` the same folder holds these
+files:
 
-* `there-HOST.json`: this host's agent waits, or works; the file is written anew about once a second while it waits;
-* `claim-WHAT-N`: it says who writes the plan or the verdict, and which process is the agent of a host
+* `there-HOST.json` says that this host's agent waits or works; the file is written anew about once a second while it
+  waits;
+* `claim-WHAT-N` says which agent writes the plan or the verdict, and which process is the agent of a host
   (`launch.agent.disk.Claim`);
-* `over.json`: it names the host whose part was the first to end badly.
+* `over.json` names the host whose part was the first to end badly.
 
-Plan, verdict, ends and `over.json` are published: the first one stays, whoever else writes. So all agents go by one
-plan and one verdict, whatever dies when. Nobody lists the folder in a loop, but the one who holds a claim.
+Plan, verdict, ends and `over.json` are published: the first version stays, whichever other agent writes. So all agents
+follow one plan and one verdict, whichever agents die. Only an agent that holds a claim lists the folder in a loop.
 
-A call asks a handful of files, whatever the number of hosts, and returns at once; loops call it again. Each may raise
-`LostDiskError`, after `lost_after` seconds without an answer, or `ClusterError`, where another process is this host.
-`launch.agent.disk` says what holds on which disk.
+A call reads a few files, whatever the number of hosts, and returns at once; callers call it again in a loop. Each call
+may raise `LostDiskError`, after `lost_after` seconds without an answer, or `ClusterError`, if another process acts as
+this host. `launch.agent.disk` says what each kind of disk guarantees.
 
-`Watch` tells who gives no sign of life any more, from changes that this host has seen itself: no two clocks are ever
-compared.
+`Watch` finds hosts that give no sign of life any more, from changes that this host has seen itself, so clocks of two
+hosts are never compared.
 """
 
 from __future__ import annotations
@@ -55,11 +56,12 @@ LONGEST = 180  # bytes of a host's name in a file's
 
 
 class Watch:
-    """A watch knows for how long each thing has not changed. `most`: seconds that one look can add.
+    """A watch knows how long each observed value has not changed. `most` is the largest number of seconds that one look
+    can add.
 
-    A look after a long pause of our own (the disk stalled, this process was stopped, a clock was set) says little of
-    the others: they may have been held up by the same thing, and must get the time to write. So a look never adds
-    more than `most`, and nothing where the clock went back.
+    A look after a long pause of this process (the disk stalled, the process was stopped, a clock was set) says little
+    about the others: the same cause may have held them up, and they must get the time to write. So a look never adds
+    more than `most`, and adds nothing if the clock went back.
     """
 
     def __init__(self, most: float):
@@ -67,7 +69,7 @@ class Watch:
         self._seen: dict[Hashable, tuple[object, float, float]] = {}  # its mark, the last look, seconds without change
 
     def unchanged(self, key: Hashable, mark: object, now: float) -> float:
-        """Return for how many seconds `key`, which is `mark` at time `now`, has been that; 0 at the first look."""
+        """Return for how many seconds `key` has had the value `mark` at time `now`; 0 at the first look."""
         before = self._seen.get(key)
         if before is None or before[0] != mark:
             quiet = 0.0
@@ -78,13 +80,13 @@ class Watch:
 
 
 class Meeting:
-    """The agent of one host takes part in the meeting of a run by this.
+    """The agent of one host takes part in the meeting of a run through this object.
 
     Args:
         run_dir: the run's folder, on the shared disk.
         host: this host's name, which no other agent has.
-        lost_after: seconds without a sign of life after which a host, or the disk, is lost.
-        disk: in the place of a `Disk` of its own.
+        lost_after: seconds without a sign of life after which a host, or the disk, counts as lost.
+        disk: used instead of a `Disk` of its own.
     """
 
     def __init__(self, run_dir: Path, host: str, *, lost_after: float = LOST_AFTER, disk: Disk | None = None):
@@ -103,10 +105,11 @@ class Meeting:
         return self.disk.now(self.run_dir / FOLDER)
 
     def come(self, number: int) -> None:
-        """Say that this host is there, and fit, for attempt `number`.
+        """Announce that this host is present and fit for attempt `number`.
 
-        Where an agent of this host's name was there before, this waits until it is sure to be gone, at most about
-        twice `lost_after`. If the attempt counts on that one, this host's part in it has ended badly, and that is said.
+        If an earlier agent had this host's name, this call waits until that agent is surely gone, at most about twice
+        `lost_after`. If the attempt includes that agent, this host's part in it has ended badly, and the call writes
+        this.
 
         Raises:
             ClusterError: an agent of this host's name is at work.
@@ -131,23 +134,29 @@ class Meeting:
             self.lost(number, self.host, "its agent was restarted in the middle of the attempt")
 
     def gone(self, number: int) -> None:
-        """Say that this host leaves attempt `number`, and is not to be counted on; nothing where it never came."""
+        """Announce that this host leaves attempt `number` and must not be counted; do nothing if the host never
+        announced itself.
+        """
         if (number, self._place) in self._claims:
             self._say_there(number, gone=True)
 
     def there(self, number: int) -> list[str]:
-        """Return the hosts that came to attempt `number`, did not leave and live. It costs opens for each host."""
+        """Return the hosts that came to attempt `number`, did not leave and are alive. A call opens several files for
+        each host.
+        """
         names = self.disk.names(folder_of(self.run_dir, number))
         hosts = [unquote(name.removeprefix(THERE).removesuffix(".json")) for name in names if name.startswith(THERE)]
         return [host for host in hosts if not self._gone_or_quiet(number, host)]
 
     def plan(self, number: int, wanted: Callable[[list[str]], Plan | None]) -> Plan | None:
-        """Return the plan of attempt `number`; None while there is none. `come` before; call it in a loop.
+        """Return the plan of attempt `number`; None as long as there is none. Call `come` before, and call this in a
+        loop.
 
         Args:
             number: the attempt.
-            wanted: asked, on one host at a time, for the plan: given the hosts that are there, None to wait for more.
-                It should be quick: another host asks its own once this one has taken `lost_after` seconds.
+            wanted: called, on one host at a time, with the hosts that are present; returns the plan, or None to wait
+                for more hosts. It should be quick: another host calls its own after this one has taken `lost_after`
+                seconds.
         """
         if not self._form(number, PLAN, Plan) and self._chosen(number, "plan"):
             plan = wanted(self.there(number))
@@ -156,35 +165,43 @@ class Meeting:
         return self._form(number, PLAN, Plan)
 
     def plans(self, number: int) -> bool:
-        """Return whether we still plan attempt `number`: who took long, or was stopped, may have been followed."""
+        """Return whether this agent still plans attempt `number`: if it took long or was stopped, another agent may
+        have taken over.
+        """
         return self._claim(number, "plan").hold()
 
     def beat(self, number: int, beat: Beat) -> None:
-        """Give a sign of life; about once a second while this host takes part, or waits as a spare."""
+        """Give a sign of life; call this about once a second while this host takes part or waits as a spare."""
         self._check_place(number)
         self.disk.replace(file_of(folder_of(self.run_dir, number), BEAT, self.host), text_of(beat))
 
     def stale(self, number: int, host: str) -> bool:
-        """Return whether `host`, of the plan, has given no beat for `lost_after` seconds in which we looked."""
+        """Return whether `host`, which is in the plan, has given no sign of life for `lost_after` seconds in which this
+        agent looked.
+        """
         folder = folder_of(self.run_dir, number)
         found = self.disk.read(file_of(folder, BEAT, host))
         quiet = self._watch.unchanged((number, "beat", host), found and found.mark, self.disk.now(folder))
         return quiet >= self.lost_after and self.ended(number, host) is None
 
     def end(self, number: int, end: End) -> None:
-        """Say how a host's part ended, unless that was said before; and that all is over, if it ended badly."""
+        """Write how a host's part ended, unless this was written before, and that the attempt is over if the part ended
+        badly.
+        """
         self._publish(number, file_of(folder_of(self.run_dir, number), END, end.host).name, text_of(end))
         stands = self.ended(number, end.host)
         if stands and _is_bad(stands):
             self._publish(number, OVER, json.dumps({"host": stands.host, "time": stands.time}) + "\n")
 
     def ended(self, number: int, host: str) -> End | None:
-        """Return how a host's part ended, once that is said."""
+        """Return how a host's part ended; None as long as this was not written."""
         found = self.disk.read(file_of(folder_of(self.run_dir, number), END, host))
         return parse(found.text, End) if found else None
 
     def lost(self, number: int, host: str, why: str) -> None:
-        """Say of a host that cannot any more that its part has ended, in the phase of its last beat."""
+        """Write, for a host that cannot write any more, that its part has ended in the phase of its last sign of
+        life.
+        """
         folder = folder_of(self.run_dir, number)
         found = self.disk.read(file_of(folder, BEAT, host))
         beat = (parse(found.text, Beat) if found else None) or Beat(host, 0.0, "start", 0.0)
@@ -192,15 +209,17 @@ class Meeting:
         self.end(number, End(host, now, "failed", beat.phase, beat.step, "lost node", message=why, by=self.host))
 
     def over(self, number: int) -> str | None:
-        """Return the host whose part was the first to end badly; None while all goes well."""
+        """Return the host whose part was the first to end badly; None if no part did."""
         found = self.disk.read(folder_of(self.run_dir, number) / OVER)
         return str(json.loads(found.text)["host"]) if found else None
 
     def verdict(self, number: int, decide: Callable[[Attempt], Verdict]) -> Verdict | None:
-        """Return the verdict on attempt `number`, or None while there is none; call it in a loop, once our part ended.
+        """Return the verdict on attempt `number`, or None as long as there is none; call this in a loop after this
+        host's part has ended.
 
-        One host asks its `decide`, as soon as all hosts of the plan said how their parts ended; where one ended badly,
-        or was lost, the others get a moment for it. Who gives no sign of life any more is written down as lost.
+        One host calls its `decide` as soon as all hosts of the plan have written how their parts ended; if one ended
+        badly or was lost, the others get a moment to write. Hosts that give no sign of life any more are recorded as
+        lost.
         """
         if not self._form(number, VERDICT, Verdict) and self._chosen(number, "verdict"):
             attempt = self._attempt(number)

@@ -1,9 +1,8 @@
-"""This module is a node's part of one attempt: it starts msrun, supervises its workers, and says how they ended.
+"""This module runs one node's part of an attempt: it starts msrun, supervises its workers, and reports how they ended.
 
 `command_of` makes what this node starts for the plan of an attempt: the msrun command, and the environment and cores of
-its workers. `Part` runs the workers under the supervisor and the lookout, publishes what they have compiled in a thread
-of its own, for copies take as long as they take, lets them save when notice of an end is given, and writes down how
-they ended.
+its workers. `Part` runs the workers under the supervisor and the lookout. It publishes what they have compiled in a
+separate thread, because copying takes time; it lets them save when an end is announced, and writes how they ended.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ WORDS = 400  # characters of a worker's last words in an end
 
 @dataclass(frozen=True)
 class Command:
-    """A node starts this: msrun's argv, with the environment and cores of the workers."""
+    """This is what a node starts: msrun's argv, with the environment and cores of the workers."""
 
     argv: list[str]
     environment: dict[str, str]
@@ -67,7 +66,7 @@ def command_of(job: Job, plan: Plan) -> Command:
 
 
 def own_logs(job: Job, plan: Plan) -> Path:
-    """Return where this node's part of an attempt logs."""
+    """Return the folder in which this node's part of an attempt logs."""
     return logs_of(job.run_dir, plan.attempt, plan.hosts.index(job.host) if len(plan.hosts) > 1 else None)
 
 
@@ -194,7 +193,7 @@ class Part:
 
 
 def last_words(failure: Failure) -> str:
-    """Return a failure's message, and the error that its log ends with; a worker that was killed could say nothing."""
+    """Return a failure's message, and the error at the end of its log; a killed worker has no such error."""
     said = failure.error or " ".join(line.strip() for line in failure.lines[-3:])
     silent = failure.user_error or failure.stopped or not said
     return (failure.message if silent else f"{failure.message}: {said}")[:WORDS]

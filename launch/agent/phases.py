@@ -1,15 +1,15 @@
-"""This module tells which phase a node's workers are in, and for how long a phase may last before it counts as a hang.
+"""This module determines which phase a node's workers are in, and how long a phase may last before it counts as a hang.
 
-`Limits` learns from the run how long each phase may last; it is pure. With fewer than ENOUGH durations seen of a phase,
-the limit is the phase's default, or LONGEST times the longest seen, whichever is more. From then on it is the largest
-of
+`Limits` learns from the run how long each phase may last; it has no side effects. As long as fewer than ENOUGH
+durations of a phase were seen, its limit is the phase's default, or LONGEST times the longest duration if that is more.
+From then on the limit is the largest of
 
 * the phase's floor,
 * TYPICAL times the median of the last WINDOW durations,
 * LONGEST times the longest of them.
 
-A deviation from the median (such as the median absolute one) adds nothing: of durations, which are above 0, it is at
-most the median itself.
+A deviation from the median (such as the median absolute deviation) would add nothing: for durations, which are above 0,
+it is at most the median itself.
 
 So a false alarm takes one step that lasts 10 times the usual, 3 times the longest of the last 200, and longer than the
 floor, all at once; what it costs is a restart. How often, where steps are alike and independent: the next one is the
@@ -18,9 +18,11 @@ t**-a), it is LONGEST times the longest before with LONGEST**-a / (n + 1), in th
 5,400 steps; then it has to be above the other two bounds as well. A hang is seen after the limit: 10 steps, or the
 floor. benchmarks/RESULTS.md says what the rule makes of recorded steps.
 
-Phases are kept apart: the first step after a start compiles or warms up, evaluations and saves stop the steps.
+Phases have separate limits: the first step after a start compiles or warms up, and evaluations and saves stop the
+steps.
 
-`Phases` finds the phase from what the workers write: metrics, logs, checkpoints. It reads, and decides nothing.
+`Phases` finds the phase from the files that the workers write: metrics, logs, checkpoints. It only reads, and decides
+nothing.
 """
 
 from __future__ import annotations
@@ -58,14 +60,14 @@ MOST = 1 << 20  # bytes of a log read at a look
 
 @dataclass
 class Limits:
-    """One run's phases have these limits; `defaults` and `floors` can be set, in part, by whoever knows better."""
+    """These are the limits of one run's phases; a caller that knows better can set some of `defaults` and `floors`."""
 
     defaults: Mapping[Phase, float] = field(default_factory=dict)
     floors: Mapping[Phase, float] = field(default_factory=dict)
     seen: dict[Phase, deque[float]] = field(default_factory=dict)
 
     def learn(self, phase: Phase, seconds: float) -> None:
-        """Learn that a phase (of steps: one of them) has ended well after `seconds`."""
+        """Learn that a phase (for the phase of steps: one step) has ended well after `seconds`."""
         self.seen.setdefault(phase, deque(maxlen=WINDOW)).append(seconds)
 
     def limit(self, phase: Phase) -> float:
@@ -78,7 +80,7 @@ class Limits:
 
 
 def learn_steps(limits: Limits, records: Iterable[Mapping[str, Any]]) -> None:
-    """Learn from the lines of a metrics file; the first step of each attempt, which compiles, is left out."""
+    """Learn durations from the lines of a metrics file, except for the first step of each attempt, which compiles."""
     first = True
     for record in records:
         if "total_steps" in record:
@@ -105,7 +107,7 @@ class _Rank:
 
 @dataclass
 class Phases:
-    """This follows the local workers of one attempt; make it before they start.
+    """This follows the local workers of one attempt; create it before they start.
 
     Attributes:
         phase, since: of the worker that is behind; `since` by `clock`.
@@ -137,7 +139,7 @@ class Phases:
         self.evaluated = -1
 
     def look(self) -> None:
-        """Take in what was written since the last look."""
+        """Read what was written since the last call."""
         before = [worker.step for worker in self._workers]
         for worker in self._workers:
             self._read(worker)
@@ -151,7 +153,7 @@ class Phases:
 
     @property
     def behind(self) -> int | None:
-        """Return the one worker that has made fewer steps than all others here; before the first step nobody."""
+        """Return the one worker that has made fewer steps than all others on this node; None before the first step."""
         steps = sorted((worker.step, worker.rank) for worker in self._workers)
         return steps[0][1] if len(steps) > 1 and steps[0][0] < steps[1][0] else None
 

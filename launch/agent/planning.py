@@ -1,8 +1,9 @@
-"""This module plans an attempt: it decides who takes part, from which checkpoint, with which recipe, and on which port.
+"""This module plans an attempt: it decides which hosts take part, from which checkpoint, with which recipe, and on
+which port.
 
-`Job` is what a node's agent trains and how, the same in every attempt. `Planning` and `make_plan` are what the one
-agent that plans an attempt decides; `follow` lets the run's folder follow a plan once it counts. The rest names the
-folders of attempts, and reads what earlier ones have left.
+`Job` describes what a node's agent trains and how; it is the same in every attempt. `Planning` and `make_plan` make the
+decisions of the one agent that plans an attempt; `follow` prepares the run's folder for a valid plan. The other
+functions name the folders of attempts, and read the files that earlier attempts have left.
 """
 
 from __future__ import annotations
@@ -50,30 +51,30 @@ Tick = Callable[[], None]
 
 
 def own_name() -> str:
-    """Return this host's name, as files can bear it."""
+    """Return this host's name in a form that file names can contain."""
     return socket.gethostname().replace("/", "_") or "localhost"
 
 
 @dataclass(frozen=True)
 class Job:
-    """The agent of one node sees a run like this.
+    """The agent of one node holds these facts about a run.
 
     Attributes:
         recipe: effective; a plan may override more of it.
         host: this node, by its name in `hosts`.
-        hosts: all that the run may use, spares too, in the order of use.
-        nodes: that take part in an attempt.
-        port: of msrun's scheduler in the first attempt; None: a free one.
-        resume: the checkpoint to begin from, where none is saved since.
-        choose: finds that checkpoint, by who plans; in the place of `resume`.
-        first: the earliest attempt that can be of this launch.
+        hosts: all hosts that the run may use, including spares, in the order of use.
+        nodes: the number of nodes that take part in an attempt.
+        port: the port of msrun's scheduler in the first attempt; None means a free one.
+        resume: the checkpoint to begin from, as long as no later one is saved.
+        choose: finds that checkpoint on the planning host; used instead of `resume`.
+        first: the earliest attempt that can belong to this launch.
         bind: whether workers get cores of their own.
         lost_after: seconds without a sign of life after which a node, or the disk, is lost.
-        patience: seconds until hosts that never came are given up.
+        patience: seconds after which hosts that never came are given up.
         watchful: whether hangs and a lost disk end an attempt, and SIGTERM is notice of an end that is to come.
         cached: whether workers load, and write, the compile cache (launch/run/compile_cache.py).
-        show: a context that shows the steps of an attempt, and what it wants to be called for it.
-        say: says a sentence to the user.
+        show: returns a context that shows the steps of an attempt, and yields a function to be called now and then.
+        say: prints a sentence for the user.
         worker: the file that every worker runs.
     """
 
@@ -98,22 +99,24 @@ class Job:
 
     @property
     def several(self) -> bool:
-        """Return whether the run may have more than this node."""
+        """Return whether the run may use more nodes than this one."""
         return len(self.hosts) > 1
 
     @property
     def saves(self) -> Path:
-        """Return where its checkpoints go."""
+        """Return the folder in which the run's checkpoints are saved."""
         return Path(self.recipe["checkpoint"]["save_path"])
 
     @property
     def slots(self) -> int:
-        """Return the workers of each node."""
+        """Return the number of workers on each node."""
         return worker_count(self.recipe) // self.nodes
 
 
 def next_number(run_dir: Path) -> int:
-    """Return the attempt that a new launch begins with: logs of a run from before attempts count as its first one."""
+    """Return the number of the attempt that a new launch begins with; logs from before attempts existed count as the
+    first attempt.
+    """
     known = numbers(run_dir)
     if known:
         return known[-1] + 1
@@ -121,13 +124,17 @@ def next_number(run_dir: Path) -> int:
 
 
 def logs_of(run_dir: Path, number: int, rank: int | None = None) -> Path:
-    """Return where msrun and the workers of an attempt log; `rank`: of a node among several."""
+    """Return the folder in which msrun and the workers of an attempt log; `rank` is the rank of a node if there are
+    several.
+    """
     logs = folder_of(run_dir, number) / LOGS
     return logs if rank is None else logs / f"node_{rank}"
 
 
 def link_logs(run_dir: Path, number: int) -> None:
-    """Let RUN/logs lead to the logs of attempt `number`; a folder of that name goes to the attempt before."""
+    """Make RUN/logs a link to the logs of attempt `number`; a real folder of that name is moved into the attempt
+    before.
+    """
     link, logs = run_dir / LOGS, logs_of(run_dir, number)
     logs.mkdir(parents=True, exist_ok=True)
     if _is_folder(link):
@@ -149,10 +156,12 @@ def _is_folder(path: Path) -> bool:
 
 @dataclass
 class Planning:
-    """This is an attempt before its plan. `began`: when this node came to it; `came`: when it first saw each host.
+    """This is an attempt that has no plan yet. `began` is the time when this node joined the attempt; `came` holds the
+    time when it first saw each host.
 
-    Whoever plans may be followed by another planner at any moment, and learn of it late. So nothing of a run is changed
-    here: what goes with a plan has the plan's own name, and the rest is for `follow`, once the plan counts.
+    Another agent may take over the planning at any moment, and this agent may learn of it late. So planning changes
+    nothing of a run: files of a plan have the plan's own name, and all other changes are made by `follow` once the plan
+    is valid.
 
     `prepare` checks what a plan goes on from, and returns the recipe of the attempt (None: that of the job).
     """
@@ -166,9 +175,9 @@ class Planning:
     came: dict[str, float] = field(default_factory=dict)
 
     def wanted(self, there: list[str]) -> Plan | None:
-        """Return the plan with those who are there; None while they are too few, or others may still come.
+        """Return the plan with the hosts that are present; None if they are too few, or others may still come.
 
-        Only who is to plan the attempt asks: the plan's checkpoint is read as a whole, to see whether it is one.
+        Only the agent that plans the attempt calls this, because the plan's checkpoint is read completely to verify it.
         """
         now = time.monotonic()
         for host in there:
@@ -215,10 +224,11 @@ def make_plan(
     again: bool = False,
     now: float = 0.0,
 ) -> Plan:
-    """Return the plan of attempt `number` on `hosts`; `again`: from the newest complete checkpoint, if there is one.
+    """Return the plan of attempt `number` on `hosts`; with `again`, from the newest complete checkpoint if there is
+    one.
 
     Raises:
-        CheckpointError: there is none, and the run has gone on from one before.
+        CheckpointError: there is none, although the run has started from one before.
     """
     best, own = None, job.resume if job.resume and job.resume.path.exists() else None
     if again:
@@ -250,7 +260,9 @@ def make_plan(
 
 
 def read_skipped(job: Job) -> None:
-    """Let the recipe of `job` (in place) leave out what any attempt of the run has found to be left out."""
+    """Change the recipe of `job` in place so that it leaves out all samples that any attempt of the run has left
+    out.
+    """
     before: Ranges = ()
     if data.guard_is_on(job.recipe) and (known := numbers(job.run_dir)):
         plans = (read_attempt(job.run_dir, number).plan for number in reversed(known))
@@ -260,10 +272,10 @@ def read_skipped(job: Job) -> None:
 
 
 def follow(job: Job, plan: Plan) -> None:
-    """Let the run's folder follow a plan that counts; by each host of it, before its workers start.
+    """Prepare the run's folder for a valid plan; each host of the plan calls this before its workers start.
 
-    So no checkpoint of this attempt is there yet. A host that was held up since may find those of later attempts: what
-    made a checkpoint is read in its seals, and only what is of before is renamed.
+    So no checkpoint of this attempt exists yet. A host that was delayed may find checkpoints of later attempts: the
+    seals of a checkpoint say which attempt made it, and only checkpoints of earlier attempts are renamed.
     """
     recipe = recipe_of(job, plan)
     data.put_guilty_aside(recipe, job.run_dir, job.saves)
@@ -275,7 +287,7 @@ def follow(job: Job, plan: Plan) -> None:
 
 
 def recipe_of(job: Job, plan: Plan) -> Recipe:
-    """Return the recipe of an attempt, as its workers read it; while it is planned, that of the job."""
+    """Return the recipe of an attempt, as its workers read it; before the plan exists, return the job's recipe."""
     file = recipe_file(job.run_dir, plan)
     if plan.name and file.exists():
         return load_recipe(file)
@@ -283,7 +295,9 @@ def recipe_of(job: Job, plan: Plan) -> Recipe:
 
 
 def first_number(run_dir: Path) -> int:
-    """Return the attempt that an agent comes to: the newest while it goes on, a new one after a run that ended."""
+    """Return the attempt that an agent joins: the newest one while it is in progress, or a new one after a run that
+    ended.
+    """
     known = numbers(run_dir)
     if not known:
         return next_number(run_dir)
@@ -292,14 +306,18 @@ def first_number(run_dir: Path) -> int:
 
 
 def under_way(run_dir: Path) -> bool:
-    """Return whether attempts are in progress in `run_dir`, or were interrupted without a word: an agent joins them."""
+    """Return whether attempts are in progress in `run_dir`, or were interrupted without a verdict, so that an agent
+    joins them.
+    """
     known = numbers(run_dir)
     newest = read_attempt(run_dir, known[-1]).verdict if known else None
     return bool(known) and (newest is None or newest.decision not in FINAL)
 
 
 def history(job: Job, number: int) -> list[Attempt]:
-    """Return the attempts before `number` of the same launch: since the last after which the run was to end."""
+    """Return the attempts before `number` that belong to the same launch: those after the last attempt that ended a
+    run.
+    """
     found: list[Attempt] = []
     for earlier in reversed([each for each in numbers(job.run_dir) if job.first <= each < number]):
         attempt = read_attempt(job.run_dir, earlier)

@@ -1,11 +1,12 @@
-"""Going on with fewer hosts: the same recipe at a smaller data-parallel size, with the same global batch.
+"""This module lets a run go on with fewer hosts: the same recipe at a smaller data-parallel size, with the same global
+batch.
 
-Tensor, pipeline, context and expert groups stay whole: only copies of the model are given up, and those that are left
-take the samples of the lost ones. In a pipeline they take more micro-batches (`micro_batch_num`); without one they
-accumulate more gradients, where the recipe has the key; else each step's batch grows, and with it the memory that
-activations take. Steps, learning rate and the order of the data stay. Losses are the uninterrupted run's up to the
-order in which sums are added up, as long as every token counts: where a mask leaves tokens out, each micro-batch is
-averaged over its own, and other samples meet in one.
+Tensor, pipeline, context and expert groups stay whole: only copies of the model are given up, and the remaining copies
+take the samples of the lost ones. In a pipeline they take more micro-batches (`micro_batch_num`). Without a pipeline
+they accumulate gradients over more steps if the recipe has the key; otherwise each step's batch grows, and with it the
+memory of activations. Steps, learning rate and the order of the data do not change. As long as every token counts,
+losses equal those of the uninterrupted run up to the order in which sums are added. If a mask leaves tokens out, each
+micro-batch is averaged over its own tokens, and then micro-batches contain other samples.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ _STRATEGY = ("parallel", "dataset_strategy")
 
 
 def smaller(recipe: Recipe, hosts: int, slots: int, step: int) -> Smaller | str:
-    """Return how `recipe` goes on from `step` with at most `hosts` hosts of `slots` workers each; else why it cannot.
+    """Return how `recipe` goes on from `step` with at most `hosts` hosts of `slots` workers each; otherwise return why
+    it cannot.
 
-    With as many hosts as the recipe wants it is the recipe itself.
+    With as many hosts as the recipe wants, the result is the recipe itself.
 
-    `recipe` is the effective one (`auto` resolved). The overrides are for it: apply them by a call of their own, after
-    the user's.
+    `recipe` is the effective recipe (`auto` resolved). Apply the returned overrides to it in a separate call, after the
+    user's overrides.
     """
     own = -(-View(recipe).devices // slots)
     if hosts >= own:

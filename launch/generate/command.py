@@ -1,4 +1,4 @@
-"""This module is the command `tc3 generate`: it shows what a trained mini makes of a prompt, token by token."""
+"""This module is the command `tc3 generate`: it prints how a trained mini continues a prompt, token by token."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TEMPERATURE_HELP = "Draw tokens at random; below 1 is more careful, above 1 bold
 
 @dataclass(frozen=True)
 class Chosen:
-    """The user has chosen these weights; `recipe` is the resolved recipe of their model."""
+    """These are the weights that the user has chosen; `recipe` is the resolved recipe of their model."""
 
     source: Source
     recipe: Recipe
@@ -51,7 +51,9 @@ class Chosen:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Return sizes of the model: `seq_length` is as far as it looks back, `vocab_size` how many ids it knows."""
+        """Return sizes of the model: `seq_length` is the length of its context, `vocab_size` the number of its token
+        ids.
+        """
         return self.recipe["model"]["model_config"]
 
 
@@ -60,11 +62,11 @@ def choose(path: Path, recipe_file: Path | None) -> Chosen:
 
     Args:
         path: a run's folder, an iteration, other weights in MindFormers' names, or a Hugging Face folder.
-        recipe_file: of the model; None for that of the run which `path` is of.
+        recipe_file: the model's recipe; None for that of the run to which `path` belongs.
 
     Raises:
-        CheckpointError: no weights there, not whole ones, or of another model. RecipeError: no recipe, or of a model
-            that one CPU process cannot run.
+        CheckpointError: there are no weights, incomplete ones, or those of another model. RecipeError: there is no
+            recipe, or its model cannot run in one CPU process.
     """
     if (path / RECIPE).is_file() and not any(path.glob("*.safetensors")):
         recipe_file = recipe_file or path / RECIPE
@@ -127,10 +129,10 @@ def _weights_held(source: Source) -> int | None:
 
 
 def forward_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Return what of `recipe` decides the logits, in float32, whatever its devices and layout; the rest is taken out.
+    """Return the part of `recipe` on which logits depend, in float32; devices and layout are removed.
 
-    The MTP layer goes: it reads what the decoder made, and no logit reads it. So do plugins: they change where and how
-    fast things are computed, not what. A text is one document.
+    The MTP layer is removed: it reads the decoder's output, and no logit depends on it. Plugins are removed, too: they
+    change where and how fast values are computed, not the values. A text counts as one document.
     """
     flat = copy.deepcopy(dict(recipe))
     leave_ascend(flat)
@@ -146,7 +148,7 @@ def forward_recipe(recipe: Recipe) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt has become this: `ended` is `document` where the model ended it, else `tokens`."""
+    """This is the text generated for a prompt: `ended` is `document` if the model ended it, else `tokens`."""
 
     prompt: str
     text: str
@@ -205,7 +207,9 @@ def generate(
 
 
 def sampling_of(temperature: float | None, top_k: int | None, top_p: float | None, seed: int | None) -> Sampling | None:
-    """Return how the options ask to draw; None: always the likeliest. Raise UsageError where they contradict."""
+    """Return the sampling that the options ask for; None means that the most probable token is always taken. Raise
+    UsageError if the options contradict each other.
+    """
     drawing = {"--top-k": top_k, "--top-p": top_p, "--seed": seed}
     given = [name for name, value in drawing.items() if value is not None]
     if temperature == 0 and given:
@@ -226,7 +230,7 @@ def _check_tokenizer(tokenizer: Tokenizer, chosen: Chosen) -> None:
 
 
 class Voice:
-    """A model with its tokenizer goes on with texts.
+    """A model with its tokenizer continues texts.
 
     Args:
         logits: of the model. window: tokens that it looks back. most: tokens of an answer. aloud: whether prompt and
@@ -238,7 +242,7 @@ class Voice:
         self.coder = Coder(tokenizer.spec)
 
     def go_on(self, prompt: str, choose: Callable[[np.ndarray], int]) -> Text:
-        """Return the text behind `prompt`."""
+        """Return the text that follows `prompt`."""
         before = self.coder.encode([prompt])[0] or [self.tokenizer.eod_id]  # a document begins where one has ended
         if len(before) > self.window:
             click.echo(f"the prompt has {len(before)} tokens; the model sees the last {self.window}", err=True)

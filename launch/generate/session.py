@@ -1,4 +1,6 @@
-"""This module starts a model in a process of its own, asks it for logits, and ends it with us."""
+"""This module starts a model in a separate process, asks it for logits, and ends that process together with this
+one.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,12 @@ Logits = Callable[[Sequence[int]], np.ndarray]
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker says by this that the model is there and compiled."""
+    """The worker sends this when the model is built and compiled."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The worker says by this that the model is not there, for a reason that the user can mend."""
+    """The worker sends this when the model cannot be built, for a reason that the user can mend."""
 
     reason: str
 
@@ -43,12 +45,12 @@ class Refused:
 def continuation(
     logits: Logits, choose: Callable[[np.ndarray], int], prompt: Sequence[int], window: int, most: int, end: int | None
 ) -> Iterator[int]:
-    """Yield the ids that follow `prompt`, up to `most` of them, up to and with `end`.
+    """Yield the ids that follow `prompt`: at most `most` ids, up to and including `end`.
 
     Args:
-        logits: of the token behind ids [n], 1 <= n <= `window`: float [V].
-        choose: a token's id from its logits. window: how many tokens the model sees: those further back are forgotten.
-        end: the id that ends a document; None where nothing does.
+        logits: returns the logits, float [V], of the token after ids [n], 1 <= n <= `window`.
+        choose: returns a token's id from logits. window: how many tokens the model sees; older tokens are dropped.
+        end: the id that ends a document; None if no id does.
     """
     ids = list(prompt)
     for _ in range(most):
@@ -60,7 +62,8 @@ def continuation(
 
 @contextmanager
 def answering_model(recipe: Mapping[str, Any], weights: Path) -> Iterator[Logits]:
-    """Yield the logits behind ids, by the model of a `forward_recipe` with `weights`. It says so while it is built.
+    """Yield a function from ids to the logits of the next token, computed by the model of a `forward_recipe` with
+    `weights`. A line on stderr says so while the model is built.
 
     Raises:
         CheckpointError: the weights are not the model's, or the recipe not one for CPU. ClickException: the process

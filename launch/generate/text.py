@@ -1,4 +1,4 @@
-"""This module turns logits into tokens and tokens into text; what computes tokens is pure NumPy."""
+"""This module turns logits into tokens and tokens into text; the code that chooses tokens is pure NumPy."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ HALF = "\ufffd"  # what decoders write for bytes that are no whole character
 
 @dataclass(frozen=True)
 class Sampling:
-    """Tokens are drawn in this way.
+    """These settings say how tokens are sampled.
 
     Args:
-        temperature: logits are divided by it, above 0; below 1 the likely get likelier.
-        top_k: of so many likeliest tokens; 0 of all.
-        top_p: of the fewest likeliest tokens that have this share of the probability together, above 0; 1.0: of all.
+        temperature: logits are divided by this number, above 0; below 1 probable tokens become more probable.
+        top_k: only this number of most probable tokens can be drawn; 0 means all.
+        top_p: only the fewest most probable tokens with this share of the probability can be drawn, above 0; 1.0 means
+            all.
     """
 
     temperature: float = 1.0
@@ -36,15 +37,15 @@ class Sampling:
 
 
 def likeliest(logits: np.ndarray) -> int:
-    """Return the id of the largest of `logits` [V]; of equal ones the first."""
+    """Return the id of the largest of `logits` [V]; among equal logits, the first."""
     return int(np.argmax(logits))
 
 
 def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
-    """Return how likely each token is drawn: float64 [V], adding up to 1.
+    """Return the probability with which each token is sampled: float64 [V], adding up to 1.
 
-    First temperature, then top-k, then top-p of what is left, as Hugging Face's `generate` has them. Of equally likely
-    tokens the one with the smaller id counts as likelier, so that k tokens are k.
+    Temperature is applied first, then top-k, then top-p to the remaining tokens, as in Hugging Face's `generate`. Of
+    equally probable tokens the one with the smaller id counts as more probable, so that exactly k tokens remain.
     """
     scaled = (logits.astype(np.float64) - logits.max()) / how.temperature  # the largest is 0: no overflow
     chances = np.exp(scaled)
@@ -59,7 +60,7 @@ def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
 
 
 def draw(logits: np.ndarray, how: Sampling, random: np.random.Generator) -> int:
-    """Return one token's id, with the chance that `probabilities` gives it; takes one number from `random`."""
+    """Return the id of one token, sampled with `probabilities`; this takes one number from `random`."""
     sums = np.cumsum(probabilities(logits, how))
     return int(np.searchsorted(sums, random.random() * sums[-1], side="right"))
 
@@ -68,7 +69,7 @@ def tokenizer_of(recipe: Recipe, weights: Path, given: Path | None) -> Tokenizer
     """Return the tokenizer that is `given`, that lies beside `weights`, or that `recipe` or its corpus names.
 
     Raises:
-        DataError: none of them is there, it cannot be loaded or does not give text back, or it is not the corpus' own.
+        DataError: no tokenizer exists, it cannot be loaded, it does not reproduce text, or it is not the corpus's own.
     """
     paths = look(recipe, (*LOADER, "config", "data_path"))
     prefixes = data_prefixes(paths) if paths else []
@@ -110,10 +111,10 @@ def _fast_tokenizer(folder: Path, end: str | None = None) -> Tokenizer:
 
 
 class Spoken:
-    """This makes text from ids that come one by one: the bytes of a character wait until it is whole.
+    """This makes text from ids that come one by one; the bytes of a character wait until the character is complete.
 
     Args:
-        coder: of the ids. before: ids that the text goes on from, which are not repeated.
+        coder: the tokenizer of the ids. before: ids after which the text begins; they are not repeated.
     """
 
     def __init__(self, coder: Coder, before: Sequence[int]):
@@ -121,13 +122,13 @@ class Spoken:
         self._said = len(coder.decode(self._ids))
 
     def push(self, token: int) -> str:
-        """Return the text that is new with `token`; may be empty."""
+        """Return the text that `token` adds; it may be empty."""
         self._ids.append(token)
         text = self._coder.decode(self._ids)
         return "" if text.endswith(HALF) else self._new(text)
 
     def rest(self) -> str:
-        """Return what no token has completed."""
+        """Return the bytes that no token has completed, as text."""
         return self._new(self._coder.decode(self._ids))
 
     def _new(self, text: str) -> str:
@@ -136,5 +137,5 @@ class Spoken:
 
 
 def harmless(text: str) -> str:
-    """Return `text` without what a terminal would obey: control characters but line feed and tabulator."""
+    """Return `text` without control characters that a terminal would obey, except line feed and tabulator."""
     return "".join(HALF if unicodedata.category(each) == "Cc" and each not in "\n\t" else each for each in text)

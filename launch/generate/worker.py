@@ -1,9 +1,10 @@
-"""The process that computes logits: MindFormers' model as it trains on CPU, its forward pass only.
+"""This module is the process that computes logits: MindFormers' model as it trains on CPU, with only its forward pass.
 
     python launch/generate/worker.py RECIPE WEIGHTS FD
 
 RECIPE is one of `launch.generate.command.forward_recipe`, WEIGHTS a checkpoint or Hugging Face folder, FD one end of a
-pipe. Through it goes first `Ready` or `Refused`; then, for each list of ids that comes, the logits behind it.
+pipe. The worker first sends `Ready` or `Refused`; then, for each list of ids that it receives, the logits of the next
+token.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Reader = Callable[[str], np.ndarray]  # a parameter's name -> its whole value
 
 
 class Model:
-    """MindFormers' training model with the weights of a checkpoint."""
+    """This is MindFormers' training model with the weights of a checkpoint."""
 
     def __init__(self, recipe: Path, weights: Path):
         from mindspore import Tensor
@@ -50,9 +51,10 @@ class Model:
         self.logits([0])  # compile
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """Of the token behind `ids`, at most as many as a training sample: float32 [V].
+        """Return the logits of the token after `ids`, float32 [V]; `ids` holds at most as many ids as a training
+        sample.
 
-        What stands to the right of a position does not reach it, so the graph has one shape: ids and then zeros.
+        Tokens to the right of a position do not affect it, so the graph has one shape: ids and then zeros.
         """
         from mindspore import Tensor
 
@@ -63,7 +65,7 @@ class Model:
 
 
 def build(recipe: Path) -> Any:
-    """Return the network of a recipe, by the steps of launch/train.py and of MindFormers' trainer."""
+    """Return the network of a recipe, built by the steps of launch/train.py and of MindFormers' trainer."""
     import_light_nltk()
     from mindformers import MindFormerConfig, build_context
     from mindformers.models import build_network
@@ -137,7 +139,7 @@ def _from_hugging_face(source: Source, recipe: Recipe) -> Reader:
 
 
 def serve(recipe: Path, weights: Path, pipe: Connection) -> None:
-    """Answer until the other end is closed."""
+    """Answer requests until the other end of the connection is closed."""
     try:
         require_verified()
         model = Model(recipe, weights)
@@ -154,7 +156,7 @@ def serve(recipe: Path, weights: Path, pipe: Connection) -> None:
 
 
 def main() -> None:
-    """Serve what argv says."""
+    """Serve the model that argv describes."""
     die_with_parent()
     recipe, weights, number = sys.argv[1:]
     with Connection(int(number)) as pipe:

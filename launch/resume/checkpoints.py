@@ -1,13 +1,13 @@
 """This module finds the checkpoint that a run goes on from, checks it, and keeps checkpoints of different runs apart.
 
-`check_model` says before any worker starts whether a checkpoint is whole and of the recipe's model, by the headers of
-its files. MindFormers 1.9.0 skips what it does not find (`checkpoint/reshard.py`: "No source parameters found ...,
-skipping") and leaves out what it does not know: a run would go on with fresh weights, experts or moments, and say so in
-a log alone.
+`check_model` checks before any worker starts whether a checkpoint is complete and belongs to the recipe's model, from
+the headers of its files. MindFormers 1.9.0 skips tensors that it does not find (`checkpoint/reshard.py`: "No source
+parameters found ..., skipping") and leaves out tensors that it does not know: a run would go on with fresh weights,
+experts or moments, and only a log would say so.
 
-`find_checkpoint` finds which checkpoint a run goes on from: the newest whole one, or the one that the user names.
-`check_data_order` and `complete` say whether it may go on from there, and whether anything is left to train. The rest
-is about what of other runs the folder of checkpoints may hold: `check_save_path`, `clear_save_path`, `leave_behind`.
+`find_checkpoint` finds the checkpoint from which a run goes on: the newest complete one, or the one that the user
+names. `check_data_order` and `complete` check whether the run may go on from it, and whether any step is left to train.
+`check_save_path`, `clear_save_path` and `leave_behind` keep checkpoints of other runs apart.
 """
 
 from __future__ import annotations
@@ -61,15 +61,16 @@ Shapes = dict[str, tuple[int, ...]]  # name -> shape of the whole tensor
 
 
 def check_model(recipe: Recipe, folder: Path) -> None:
-    """Raise CheckpointError when training `recipe` on from `folder` would lose, mix up or make up a tensor.
+    """Raise CheckpointError if resuming `recipe` from `folder` would lose, mix up or invent a tensor.
 
-    That is: its experts have moved and the recipe does not know of it; a slice is not there, or a file is cut short; a
-    weight, or AdamW's state of one, is missing, of another shape, or one that the model has not.
+    The error is raised if experts have moved and the recipe does not record placements; if a slice is missing, or a
+    file is cut short; or if a weight, or its AdamW state, is missing, has another shape, or does not belong to the
+    model.
 
-    Biases of routers that stock MindFormers has saved in a sharded graph, and will not load, are said.
+    A line reports routers' biases that stock MindFormers has saved from a sharded graph, and will not load.
 
-    Models whose tensors are not known by name are compared by their number of weights, and where that is not known
-    either (a model that `tc3 check` does not count), by nothing. Their sealed files were compared with checksums.
+    Models whose tensors are not known by name are compared by their number of weights; a model that `tc3 check` does
+    not count is not compared. Their sealed files were compared with checksums.
     """
     refuse_moved(folder, View(recipe).keeps_placements)
     wanted = _shapes_of(recipe)
@@ -167,7 +168,9 @@ def _listed(wrong: Sequence[str]) -> str:
 
 
 def weights_of(recipe: Recipe) -> int | None:
-    """Return the trained numbers of the recipe's model; None of one that `tc3 check` does not count."""
+    """Return the number of trained parameters of the recipe's model; None for a model that `tc3 check` does not
+    count.
+    """
     try:
         return parameters(model_of(convert(View(recipe), load_schema()).fields))
     except (TypeError, KeyError, ValueError):
@@ -175,7 +178,8 @@ def weights_of(recipe: Recipe) -> int | None:
 
 
 def weights_in(folder: Path) -> int | None:
-    """Return how many trained numbers a checkpoint of MindFormers' format has, of any ranks; None: it does not say.
+    """Return the number of trained parameters in a checkpoint of MindFormers' format, over all ranks; None if the
+    checkpoint does not say.
 
     Several ranks have metadata.json with all shapes, one has none, but all weights in its file.
     """
@@ -196,7 +200,7 @@ def _count_trained(shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
 
 
 def save_path(recipe: dict[str, Any]) -> Path:
-    """Return where an effective recipe's checkpoints go."""
+    """Return the folder in which an effective recipe's checkpoints are saved."""
     return Path(recipe["checkpoint"]["save_path"]).absolute()
 
 
@@ -206,14 +210,15 @@ def find_checkpoint(
     unfit: Callable[[Path, int], str | None] = lambda folder, step: None,
     otherwise: str | None = None,
 ) -> CheckpointInfo | None:
-    """Return the iteration to go on from; None when `auto` finds no complete one. Says what it skips, and why.
+    """Return the iteration to go on from; None if `auto` finds no complete one. Print which checkpoints are skipped,
+    and why.
 
     Args:
         resume: `auto`, or a folder; root: of the run's own iterations; unfit: see `scan_checkpoints`.
-        otherwise: the folder that the run began from, which `auto` falls back to.
+        otherwise: the folder from which the run began, which `auto` takes if there is no other checkpoint.
 
     Raises:
-        CheckpointError: a folder is to be taken that is not there, is none of one iteration, or is not whole.
+        CheckpointError: the folder does not exist, is not that of one iteration, or is not complete.
     """
     if resume != "auto":
         return _named_checkpoint(resume, root)
@@ -232,7 +237,7 @@ def find_checkpoint(
 
 
 def beginning(run_dir: Path, root: Path) -> str | None:
-    """Return the checkpoint of elsewhere that the run in `run_dir` began from, by its attempts' plans; else None."""
+    """Return the checkpoint of another run from which the run in `run_dir` began, by its attempts' plans; else None."""
     for attempt in reversed(read_attempts(run_dir)):
         resume = attempt.plan.resume if attempt.plan else None
         if resume and real_path(Path(resume).parent) != real_path(root):
@@ -241,9 +246,9 @@ def beginning(run_dir: Path, root: Path) -> str | None:
 
 
 def refuse_scratch(run_dir: Path, root: Path) -> None:
-    """Raise CheckpointError where a run that has gone on from a checkpoint before would begin with random weights.
+    """Raise CheckpointError if a run that has started from a checkpoint before would now begin with random weights.
 
-    A run may be started again without anybody looking on, so who wants that says so with a new folder. Only
+    A run may be started again while nobody watches, so a user who wants random weights must name a new folder. Only
     plugins.spike_guard goes back to the beginning by itself, after a spike before the first good checkpoint.
     """
     if read_ledger(run_dir):
@@ -258,13 +263,13 @@ def refuse_scratch(run_dir: Path, root: Path) -> None:
 
 
 def newest_saved(root: Path) -> CheckpointInfo | None:
-    """Return the newest checkpoint whose files are all there in their sizes; their content is not read."""
+    """Return the newest checkpoint whose files all exist with their sizes; their content is not read."""
     whole = (folder for folder in iterations(root) if fault(folder, checksums=False) is None)
     return next((CheckpointInfo(folder, step_of(folder)) for folder in whole), None)
 
 
 def say_reading(folder: Path | None) -> None:
-    """Say, on stderr, that a checkpoint is read as a whole, where that takes a while."""
+    """Print on stderr that a checkpoint is read completely, if this takes a while."""
     size = sum(path.stat().st_size for path in folder.glob("*") if path.is_file()) if folder else 0
     if size > _SLOW_TO_READ:
         click.echo(f"{folder}: reading its {size / 1e9:,.0f} GB, to see whether it is whole", err=True)
@@ -285,7 +290,7 @@ def _named_checkpoint(resume: str, root: Path) -> CheckpointInfo:
 
 
 def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
-    """Return the folder that `resume` names; raises CheckpointError where it is none, or no single checkpoint."""
+    """Return the folder that `resume` names; raise CheckpointError if it is not exactly one checkpoint."""
     folder = Path(resume).absolute()
     try:
         if not folder.is_dir():
@@ -316,7 +321,9 @@ def _recipe_of_run(recipe: Recipe, run_dir: Path, checkpoint: Path) -> Path:
 
 
 def keep_cost(recipe: Recipe, run_dir: Path, checkpoint: Path) -> None:
-    """Let `recipe` (in place) weigh samples as the run did that saved `checkpoint`, however FLOPs are counted now."""
+    """Change `recipe` in place so that it weighs samples as the run did that saved `checkpoint`, however FLOPs are
+    counted now.
+    """
     stored = _recipe_of_run(recipe, run_dir, checkpoint)
     if stored.exists():
         for line in keep_sample_cost(recipe, load_recipe(stored)):
@@ -324,7 +331,7 @@ def keep_cost(recipe: Recipe, run_dir: Path, checkpoint: Path) -> None:
 
 
 def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) -> None:
-    """Raise CheckpointError when going on from `checkpoint` would see the data in another order than the run before.
+    """Raise CheckpointError if the run would read the data in another order after `checkpoint` than before.
 
     Other data at the same path counts, too.
     """
@@ -346,7 +353,9 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
 
 
 def complete(recipe: Recipe, checkpoint: CheckpointInfo) -> str | None:
-    """Return in words that `checkpoint` leaves nothing to train; None: there is something, or nobody can tell."""
+    """Return in words that `checkpoint` leaves nothing to train; None if steps remain, or if this cannot be
+    determined.
+    """
     wanted, done = all_steps(recipe), checkpoint.step
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         common = json.loads((checkpoint.path / "common.json").read_text(encoding="utf-8"))
@@ -357,9 +366,10 @@ def complete(recipe: Recipe, checkpoint: CheckpointInfo) -> str | None:
 
 
 def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:
-    """Raise CheckpointError when this worker's part of a sealed checkpoint is not whole: together they read all, once.
+    """Raise CheckpointError if this worker's part of a sealed checkpoint is damaged; together the workers read every
+    file once.
 
-    One that nobody has sealed is taken on the user's word.
+    A checkpoint without seals is accepted, because the user named it.
     """
     reason = fault(checkpoint.path, (worker, workers)) if is_sealed(checkpoint.path) else None
     if reason:
@@ -367,8 +377,9 @@ def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:
 
 
 def check_load_path(recipe: Recipe) -> None:
-    """Raise CheckpointError when a new run is to begin with weights of a folder that is not there, or has none, or with
-    experts in an order that it does not know."""
+    """Raise CheckpointError if a new run is to begin with weights of a folder that does not exist or holds none, or
+    with experts in an order that the recipe does not know.
+    """
     path = View(recipe).get(("checkpoint", "load_path"))
     if not isinstance(path, str) or not path or Path(path).is_file():
         return  # one file is of MindFormers' legacy format
@@ -384,7 +395,7 @@ def check_load_path(recipe: Recipe) -> None:
 
 
 def check_save_path(root: Path, resume: bool, force: bool) -> None:
-    """Raise CheckpointError when a new run would save among the checkpoints of another one."""
+    """Raise CheckpointError if a new run would save among the checkpoints of another run."""
     found = next(filter(is_sealed, iterations(root)), None)
     if found and not (resume or force):
         raise CheckpointError(
@@ -395,15 +406,16 @@ def check_save_path(root: Path, resume: bool, force: bool) -> None:
 
 
 def clear_save_path(root: Path) -> None:
-    """Remove the sealed iterations of an earlier run, what it has not finished to save, and nothing else."""
+    """Remove the sealed iterations of an earlier run and its unfinished saves, and nothing else."""
     for folder in [*filter(is_sealed, iterations(root)), *root.glob(f"{SAVING}*")]:
         shutil.rmtree(folder)
 
 
 def leave_behind(root: Path, checkpoint: Path, attempt: int) -> None:
-    """Put the checkpoints aside that are of another branch than the one that goes on from `checkpoint` in `attempt`.
+    """Set aside the checkpoints that belong to another branch of the run than `checkpoint`, from which `attempt` goes
+    on.
 
-    What that attempt and those after it have saved stays: this may be done by several nodes, one of them late.
+    Checkpoints of that attempt and of later ones stay, because several nodes may do this, one of them late.
     """
 
     def earlier(folder: Path) -> bool:

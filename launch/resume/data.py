@@ -1,20 +1,22 @@
-"""This module keeps a run that goes on to the data that it has: what is left out, what a corpus held, in which order.
+"""This module makes sure that a resumed run trains the same data: the samples left out, the content of each corpus, and
+the order.
 
-What is left out (`apply_ledger`, `guilty`). A launch follows the ledger of left-out samples
-(`plugins/spike_guard/ledger.py`). The worker that ends a run for a spike has written the ledger. Whoever plans the next
-attempt puts its samples into the effective recipe, and goes on from the newest checkpoint that holds no guilty step;
-those that do are set aside once the plan counts. All of it is read from the disk before each plan: no node knows what
-another one has planned.
+Samples that are left out (`apply_ledger`, `guilty`). A launch follows the list of left-out samples
+(`plugins/spike_guard/ledger.py`), which the worker that ends a run after a spike has written. The agent that plans the
+next attempt puts these samples into the effective recipe, and goes on from the newest checkpoint that has trained no
+guilty step; checkpoints that have are set aside once the plan is valid. All of this is read from the disk before each
+plan, because no node knows what another node has planned.
 
-What a corpus held (`keep_digests`, `replaced`). A resume notices a corpus that was prepared anew at the same path.
-Corpora have terabytes, so `RUN/data.json` covers of each: the whole .idx, that is the length and place of every
-document; the size of the .bin, and 256 blocks of it, evenly spread, first and last included (up to 16 MiB: all of it).
-Other text practically always has other lengths; tokens changed in place, between those blocks, are not seen.
+The content of a corpus (`keep_digests`, `replaced`). A resume notices a corpus that was prepared anew at the same path.
+Corpora have terabytes, so `RUN/data.json` covers for each corpus the whole .idx, that is the length and place of every
+document, the size of the .bin, and 256 evenly spread blocks of it, including the first and the last (a file of up to 16
+MiB is covered completely). Other text practically always has other lengths; tokens that were changed in place, between
+those blocks, are not noticed.
 
-In which order (`differences`, `most_steps`). A resumed run skips what it has trained by count, so another order, by
-another recipe or for more steps, repeats samples and leaves others out. MindFormers' GPTDataset shuffles all epochs of
-the corpus that the wanted samples need at once: more samples keep the order as long as they need as many epochs (and,
-of several, as long as the last is shuffled apart from the others, or is not).
+The order (`differences`, `most_steps`). A resumed run skips trained samples by their number, so another order, by
+another recipe or for more steps, would repeat samples and leave others out. MindFormers' GPTDataset shuffles together
+all epochs of the corpus that the wanted samples need: more samples keep the order as long as they need the same number
+of epochs (and, with several epochs, as long as it does not change whether the last epoch is shuffled separately).
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ _OTHER_KEYS = ((("train_dataset", "shuffle"), None), (("seed",), None))
 
 
 def guard_is_on(recipe: Recipe) -> bool:
-    """Return whether the recipe's run is guarded."""
+    """Return whether the recipe's run has a spike guard."""
     return View(recipe).get(SECTION) not in (None, False)
 
 
@@ -80,12 +82,13 @@ def left_out(recipe: Recipe) -> Ranges:
 
 
 def apply_ledger(recipe: Recipe, run_dir: Path, before: Ranges = ()) -> None:
-    """Let `recipe` (in place) leave out what the ledger in `run_dir` says, beside what it says itself.
+    """Change `recipe` in place so that it also leaves out the samples that `RUN/skipped.json` in `run_dir` lists.
 
-    Whoever plans an attempt calls this first: another node may have planned, or met, what came before.
+    The agent that plans an attempt calls this first, because another node may have planned the attempts before.
 
     Args:
-        before: what an earlier attempt has left out. A late rank may have written an older ledger over a newer one.
+        before: the samples that an earlier attempt has left out. A late rank may have written an older list over a
+            newer one.
 
     Raises:
         DataError: the ledger cannot be read.
@@ -101,10 +104,11 @@ def apply_ledger(recipe: Recipe, run_dir: Path, before: Ranges = ()) -> None:
 
 
 def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
-    """Return why a checkpoint (folder, its step) of the run is not to be gone on from: its samples are left out since.
+    """Return why the run must not go on from a checkpoint (folder, its step): samples that it has trained are left out
+    since.
 
-    A checkpoint's seals say what the run left out that made it; of one that does not say so, what RUN/recipe.yaml
-    leaves out counts, so ask before that is written anew.
+    A checkpoint's seals record which samples its run left out. For a checkpoint whose seals do not, the samples that
+    RUN/recipe.yaml leaves out count, so call this before that file is written anew.
     """
     entries = read_ledger(run_dir) if guard_is_on(recipe) else []
     stored = run_dir / "recipe.yaml"
@@ -137,7 +141,8 @@ def put_guilty_aside(recipe: Recipe, run_dir: Path, root: Path) -> None:
 
 
 def digests(recipe: Recipe) -> list[dict[str, Any]]:
-    """Return of each corpus of `data_path` in turn: prefix, bytes of .idx and .bin, sha256 of what is covered.
+    """Return for each corpus of `data_path` in turn its prefix, the bytes of .idx and .bin, and the sha256 of the
+    covered part.
 
     For HFDataLoader of each of its files, and of the tokenizers that make ids of them: file, bytes, sha256 of what is
     covered. Empty for loaders of other kinds.
@@ -153,7 +158,7 @@ def digests(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def tokenizer_folders(recipe: Recipe) -> list[str]:
-    """Return the folders of tokenizers that make ids of HFDataLoader's files, as its handlers name them."""
+    """Return the folders of the tokenizers that encode the files of HFDataLoader, as its handlers name them."""
     view = View(recipe)
     handlers = view.get((*LOADER, "handler"))
     sections = [item.get("tokenizer") for item in handlers if isinstance(item, dict)] if view.instruction_files else []
@@ -187,7 +192,7 @@ def _digest(prefix: str) -> dict[str, Any]:
 
 
 def keep_digests(recipe: Recipe, run_dir: Path) -> None:
-    """Write down what the recipe's data holds now. Data that cannot be read is left to the loader to complain of."""
+    """Record digests of the data of a recipe as it is now. If data cannot be read, the loader reports this later."""
     try:
         write_atomically(run_dir / DIGESTS, json.dumps(digests(recipe), indent=1) + "\n")
     except DataError as error:
@@ -195,9 +200,9 @@ def keep_digests(recipe: Recipe, run_dir: Path) -> None:
 
 
 def replaced(run_dir: Path, recipe: Recipe) -> list[str]:
-    """Return the corpora of `recipe` that do not hold what those of the run in `run_dir` held, each in words.
+    """Return in words which corpora of `recipe` differ from those of the run in `run_dir`.
 
-    A run that has written nothing down (of an earlier version, or of MindFormers alone) is said, and taken.
+    A run without recorded digests (of an earlier version, or of MindFormers only) is reported, and accepted.
     """
     stored = run_dir / DIGESTS
     try:
@@ -224,14 +229,16 @@ def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 class Shuffle(NamedTuple):
-    """The order of one corpus depends on this much of the number of wanted samples."""
+    """The order of one corpus depends on the number of wanted samples only through these values."""
 
     epochs: int
     last_apart: bool
 
 
 def shuffle_of(tokens: int, samples: int, sequence_length: int) -> Shuffle:
-    """Return how GPTDataset shuffles a corpus of `tokens` tokens if asked for `samples` samples (and a last label)."""
+    """Return how GPTDataset shuffles a corpus of `tokens` tokens if asked for `samples` samples (and one last
+    label).
+    """
     epochs = max(1, -(-(samples * sequence_length + 1) // tokens))
     if epochs == 1:
         return Shuffle(1, False)
@@ -242,7 +249,8 @@ def shuffle_of(tokens: int, samples: int, sequence_length: int) -> Shuffle:
 def shuffles(recipe: Recipe, samples: int) -> list[Shuffle]:
     """Return the shuffle of each corpus of a recipe's `data_path` when the recipe is asked for `samples` samples.
 
-    Corpora without weights are read once, whatever is asked for; one alone is asked for the samples exactly.
+    Corpora without weights are read once, whatever number is wanted; a single corpus is asked for exactly the wanted
+    samples.
 
     Raises:
         DataError: an index is missing or broken.
@@ -275,7 +283,8 @@ def _training_tokens(prefix: str, share: float) -> int:
 
 
 def differences(before: Recipe, after: Recipe, step: int) -> list[str]:
-    """Return what makes the data's order of `after` another than that of `before`, of which `step` steps are trained.
+    """Return in words why the data of `after` has another order than that of `before`, of which `step` steps are
+    trained.
 
     Each difference says what it was and what it would be; none means that the run can go on.
     """
@@ -333,7 +342,7 @@ def _difference(path: tuple[str, ...], old: Any, new: Any) -> str:
 
 
 def _same_corpora(old: Any, new: Any) -> bool:
-    """Whether two `data_path` have the same weights and corpora; one that has moved is told by its index."""
+    """Whether two `data_path` have the same weights and corpora; a corpus that has moved is recognised by its index."""
     if old == new or not (isinstance(old, list) and isinstance(new, list)):
         return bool(old == new)
     before, after = read_blend(old), read_blend(new)
@@ -423,13 +432,15 @@ def _shuffle_in_words(shuffle: Shuffle) -> str:
 
 
 def all_steps(recipe: Recipe) -> int:
-    """Return the steps that the recipe trains in all; 0 where it does not say."""
+    """Return the total number of steps that the recipe trains; 0 if it does not say."""
     view = View(recipe)
     return view.number((*RUNNER, "epochs"), 1) * (view.samples // view.global_batch)
 
 
 def most_steps(recipe: Recipe, wanted: int) -> int | None:
-    """Return how many of `wanted` steps the recipe can be trained for in the order it has; None: nobody can tell."""
+    """Return for how many of `wanted` steps the recipe can train with unchanged order of its data; None if this cannot
+    be determined.
+    """
     view = View(recipe)
     own = view.samples // view.global_batch
     if wanted <= own or not view.megatron or view.number((*RUNNER, "epochs"), 1) > 1:

@@ -1,4 +1,4 @@
-"""`tc3 accuracy dump`: a recipe through the path of `tc3 train`, with msprobe's debugger in every worker.
+"""This module is `tc3 accuracy dump`: it runs a recipe as `tc3 train` does, with msprobe's debugger in every worker.
 
 The command line stands in tools/accuracy/cli.py, which becomes this process:
 
@@ -40,7 +40,9 @@ _MSPROBE_PATH = re.compile(r"[A-Za-z0-9_.:/-]+")  # others it refuses, after the
 
 
 def main() -> None:
-    """Dump what argv says; exit code 0 dumped, 1 a worker failed, 2 something to mend first."""
+    """Make the dump that argv asks for; the exit code is 0 after a dump, 1 if a worker failed, 2 if something has to be
+    mended first.
+    """
     job = Job(**json.loads(sys.argv[1]))
     try:
         sys.exit(run(job))
@@ -53,7 +55,7 @@ def main() -> None:
 
 
 def run(job: Job) -> int:
-    """Check, run, mark the dump as whole; returns the exit code."""
+    """Check, run, and mark the dump as complete; return the exit code."""
     out = Path(job.out).absolute()
     check_folder(out)
     recipe = effective_recipe(Path(job.recipe), tuple(job.overrides), None, out, Size(job.mini))
@@ -89,7 +91,7 @@ def run(job: Job) -> int:
 
 
 def check_folder(out: Path) -> None:
-    """Raise DataError when `out` is no place for a new dump."""
+    """Raise DataError if `out` cannot take a new dump."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"--out {out}: exists and is not empty: a dump needs a new folder")
     if not _MSPROBE_PATH.fullmatch(str(out)):
@@ -97,7 +99,9 @@ def check_folder(out: Path) -> None:
 
 
 def full(out: Path) -> Failure | None:
-    """Why a dump has to end: it leaves less free than a run needs. A dump of values may be larger than any estimate."""
+    """Return why a dump has to end: it leaves less free space than a run needs. A dump of values may be larger than any
+    estimate.
+    """
     free = shutil.disk_usage(out).free
     if free >= preflight.MIN_FREE:
         return None
@@ -106,7 +110,7 @@ def full(out: Path) -> Failure | None:
 
 
 def dumped_bytes(out: Path) -> int:
-    """Return what msprobe and we wrote below a dump's folder, without logs and the like."""
+    """Return the files that msprobe and this module wrote below a dump's folder, without logs."""
     places = (*out.glob("step[0-9]*"), *out.glob("rank_[0-9]*"), out / WEIGHTS_FOLDER)
     return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
 
@@ -120,7 +124,7 @@ def _clear(out: Path, new: bool) -> None:
 
 
 def prepare(recipe: Recipe) -> list[str]:
-    """Make `recipe` deterministic and leave out what costs time and is not dumped; says what it changed."""
+    """Make `recipe` deterministic and switch off what costs time and is not dumped; print what was changed."""
     said = []
     if not recipe.get("train_precision_sync"):
         recipe["train_precision_sync"] = True

@@ -1,8 +1,9 @@
-"""What a compiled graph depends on, as one key: runs of the same key may load each other's graphs.
+"""This module computes the key of everything on which a compiled graph depends: runs with the same key may load each
+other's graphs.
 
-MindSpore's compile cache compares source files that it finds from the script that was started, and nothing else: with
-another `routed_scaling_factor` it trains the graph of the old one, in silence. So everything that is not known to stay
-out of the graph belongs into the key; what is too much in it costs a compilation, what is missing a wrong model.
+MindSpore's compile cache compares only source files that it finds from the started script: if `routed_scaling_factor`
+changes, it silently trains the old graph. So everything that is not known to stay out of the graph belongs into the
+key: an unnecessary part costs a compilation, a missing part a wrong model.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ OF_ONE_LAUNCH = {  # differ from start to start, or between nodes: addresses, lo
 
 
 def parts(recipe: Recipe, world: int, on_this_node: int, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return everything that goes into the key, by what it is of; what it is alike for is loaded.
+    """Return everything that goes into the key, by subject; runs in which all of it is equal load the same graph.
 
     Args:
         recipe: flat and effective, `auto` resolved.
@@ -88,7 +89,7 @@ def key_of(found: Mapping[str, Any]) -> str:
 
 
 def differences(found: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return which parts two keys differ in, with the recipe's keys and the variables by name."""
+    """Return in which parts two keys differ, with the names of the recipe's keys and of the variables."""
     said = []
     for name in found:
         mine, yours = found[name], other.get(name)

@@ -1,4 +1,6 @@
-"""`tc3 train`: recipe -> checks -> msrun, supervised -> losses, speed, checkpoint, picture, what to do next."""
+"""This module is `tc3 train`: it checks a recipe, runs and supervises msrun, and prints losses, speed, checkpoint,
+picture and what to do next.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ LOST_AFTER = 60.0  # seconds for which the disk of a run on one host may stand s
 
 @dataclass(frozen=True)
 class Asked:
-    """The command line asks for this; the options of `train` say what each is."""
+    """These are the options of the command line; the options of `train` describe each."""
 
     recipe: Path
     overrides: tuple[str, ...]
@@ -65,7 +67,7 @@ class Asked:
 
     @cached_property
     def size(self) -> Size:
-        """Return the size at which the recipe is trained; raise UsageError where the options do not go together."""
+        """Return the size at which the recipe is trained; raise UsageError if the options do not go together."""
         return Size.chosen(self.mini, self.parallel, self.workers)
 
     def refuse_conflicts(self) -> None:
@@ -179,7 +181,7 @@ def _job(asked: Asked, recipe: Recipe, run_dir: Path) -> Job:
 def checks(
     recipe: Recipe, run_dir: Path, goes_on: bool, port: int | None, force: bool | None, slots: int | None = None
 ) -> list[Callable[[], object]]:
-    """Return what must hold on this machine, in the order in which a user would want to hear of it.
+    """Return the checks of this machine, in the order in which a user would want to see their errors.
 
     Of one node among several, which has `slots` workers, `force` is None: agents have no such option.
     """

@@ -1,10 +1,11 @@
-"""MindSpore's compile cache, made safe: folders by key, digests of what is in them, published whole.
+"""This module makes MindSpore's compile cache safe: one folder for each key, digests of its files, and graphs that are
+published completely or not at all.
 
 The folder of all caches is `output/compile_cache` of the checkout, or `TC3_COMPILE_CACHE`; with several nodes it must
 be one that they share. A key's folder (`cache_key`) has a folder `rank_N` for each rank, as MindSpore makes them, with
-`SEAL` in it: sha256 of each file. MindSpore itself only ever sees a folder of this attempt: a copy, checked, of all its
-ranks, or an empty one that it fills. What it has written is published by one rename a rank, once steps have been made
-with it. So a run that is killed while MindSpore writes, or a full disk, leaves nothing that another one loads.
+`SEAL` in it: sha256 of each file. MindSpore itself sees only a folder of this attempt: a verified copy for all ranks,
+or an empty folder that it fills. Its files are published by one rename for each rank, once steps have been made with
+them. So if a run is killed while MindSpore writes, or the disk is full, no other run loads these files.
 
 `KEPT` keys stay, those used last; of others the folders are removed when a new one is published.
 """
@@ -44,7 +45,7 @@ AGREE, LOOK = 60.0, 0.2  # seconds until nodes that have not heard of all others
 
 
 def refuse_own(recipe: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse MindSpore's own compile cache, which trains the graph of another recipe in silence.
+    """Refuse MindSpore's own compile cache, which may silently train the graph of another recipe.
 
     Raises:
         ClusterError: a variable turns it on, or says where it is.
@@ -64,7 +65,7 @@ def refuse_own(recipe: Mapping[str, Any], environ: Mapping[str, str] = os.enviro
 
 
 def unfit(recipe: Recipe, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Why a recipe's graph cannot be loaded by another process, or not be told from others; None where it can."""
+    """Return why another process cannot load a recipe's graph, or cannot tell it from others; None if it can."""
     view = View(recipe)
     if not view.megatron and not view.instruction_files:
         return "how long data of this loader is, and so the schedule in the graph, is not known to the key"
@@ -82,7 +83,7 @@ def _has_key(value: Any, key: str) -> bool:
 
 @dataclass
 class CompileCache:
-    """The compile cache of one attempt on this node.
+    """This is the compile cache of one attempt on this node.
 
     `environment`: what its workers get (nothing: they compile without a cache). `said`: a line for the user, or "".
     """
@@ -98,10 +99,11 @@ class CompileCache:
     _kept: set[int] = field(default_factory=set)
 
     def keep(self) -> None:
-        """Publish what a rank of this node has compiled, once a later step was made with it; call it now and then.
+        """Publish what a rank of this node has compiled once a later step was made with it; call this from time to
+        time.
 
-        One rank a call, for who calls has other things to look after. Never raises: a cache that cannot be kept
-        costs the next start its time.
+        Each call publishes one rank, so that the caller can go on with its other work. This never raises an error: if a
+        graph cannot be kept, the next start compiles again.
         """
         rank = next((each for each in self.ranks if self.environment and self._is_due(each)), None)
         if rank is not None:
@@ -109,8 +111,9 @@ class CompileCache:
             self._publish(rank)
 
     def close(self, ended_well: bool) -> None:
-        """After the workers: publish what is not yet, if they `ended_well` or the graph was in use, so that the next
-        attempt loads what one that failed has compiled; remove the attempt's own folder."""
+        """After the workers have ended, publish what is not published yet if they `ended_well` or the graph was in use,
+        so that the next attempt can load what a failed attempt has compiled; remove the attempt's own folder.
+        """
         if self.environment:
             for rank in self.ranks:
                 if ended_well or self._is_due(rank):
@@ -145,7 +148,8 @@ def prepare(
     environ: Mapping[str, str] = os.environ,
     over: Callable[[], object] = lambda: None,
 ) -> CompileCache:
-    """Return the compile cache of an attempt that starts now on this node; of several nodes all load, or none does.
+    """Return the compile cache of an attempt that starts now on this node; among several nodes either all load or none
+    does.
 
     Args:
         recipe: flat and effective.
@@ -153,7 +157,7 @@ def prepare(
         world: workers of all nodes; `ranks`: those that this node starts.
         over: whether the attempt has ended, while this node waits for what the others can load.
 
-    Never raises: where the cache cannot be used, `said` tells why, and the workers compile without.
+    This never raises an error: if the cache cannot be used, `said` says why, and the workers compile without it.
     """
     cache = _prepare(recipe, run_dir, attempt, world, ranks, environ)
     can = cache.key.name if cache.loaded else ""
@@ -192,14 +196,14 @@ def _prepare(
 
 
 def root(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of all caches."""
+    """Return the folder that holds the caches of all keys."""
     return Path(environ.get(FOLDER) or ROOT / "output" / "compile_cache").absolute()
 
 
 def _load(key: Path, own: Path, world: int, ranks: Sequence[int]) -> bool:
     """Copy the ranks of this node; False, and none, unless all ranks of the world are there and these are whole.
 
-    With some ranks that load and others that compile, they might not do the same things in the same order.
+    If some ranks loaded and others compiled, they might not run the same operations in the same order.
     """
     if not all((key / f"rank_{rank}" / SEAL).exists() for rank in range(world)):
         return False
@@ -221,8 +225,8 @@ def _empty(own: Path, ranks: Sequence[int]) -> None:
 def _all_load(folder: Path, world: int, ranks: Sequence[int], can: str, over: Callable[[], object]) -> bool:
     """Whether all nodes of an attempt load, and from one key; each node gets the same answer.
 
-    Each node writes the key that it `can` load ("": none) into `folder`. The first one answers when all have done so;
-    any node does that cannot load, or has waited for `AGREE` seconds. The first answer that is published holds.
+    Each node writes the key that it `can` load ("": none) into `folder`. The first node answers when all have written;
+    any node answers that cannot load, or that has waited for `AGREE` seconds. The first published answer is valid.
     """
     vote, answer = folder / f"rank_{ranks[0]}", folder / ANSWER
     until = time.monotonic() + AGREE

@@ -1,7 +1,7 @@
-"""Cores of the workers that a launch starts on this host: the plan of `tc3 affinity`, applied (docs/affinity.md).
+"""This module applies the plan of `tc3 affinity` to the workers that a launch starts on this host (docs/affinity.md).
 
-Where msrun takes the plan it gets a file of it, and MindSpore binds threads by their role. Elsewhere each worker binds
-itself to its cores (launch/workers/cores.py). A plan that fails is said and stops nothing.
+If msrun accepts the plan, it gets the plan as a file, and MindSpore binds threads by their role. Otherwise each worker
+binds itself to its cores (launch/workers/cores.py). A plan that fails is reported and does not stop the launch.
 
     python -m launch.run.cores WORKERS TARGET FILE     # for launch/script_body.sh: the same as assignments of bash
 """
@@ -32,7 +32,7 @@ OWN_CHOICE = "--bind_core=True"  # msrun's, for workers on NPUs of which no plan
 
 @dataclass(frozen=True)
 class Cores:
-    """How workers get their cores.
+    """This says how workers get their cores.
 
     Attributes:
         options: of msrun.
@@ -47,7 +47,7 @@ class Cores:
     file: tuple[Path, Mapping[str, Any]] | None = None
 
     def write(self) -> None:
-        """Write the bind file, where there is one."""
+        """Write the bind file, if the binding has one."""
         if self.file is not None:
             path, content = self.file
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def of_launch(recipe: Mapping[str, Any], workers: int, file: Path) -> Cores:
 
 
 def of_host(workers: int, on_cpu: bool, file: Path, root: Root = Root()) -> Cores:  # noqa: B008 it is frozen
-    """Return the same for a number of workers; raises nothing."""
+    """Return the core binding for a number of workers; this raises nothing."""
     if on_cpu and workers == 1:
         return Cores()  # nothing to divide
     try:
@@ -97,7 +97,7 @@ def _applied(plan: Plan, by_worker: bool, file: Path) -> Cores:
 
 
 def main() -> None:
-    """Write the bind file and print what the script evaluates; sentences go to stderr."""
+    """Write the bind file and print shell assignments for the script; sentences go to stderr."""
     workers, target, file = sys.argv[1:]
     cores = of_host(int(workers), target == "CPU", Path(file))
     cores.write()

@@ -1,4 +1,6 @@
-"""Makes the effective recipe, which `tc3 train` runs: its size, the user's overrides, values in the place of `auto`."""
+"""This module makes the effective recipe that `tc3 train` runs: its size, the user's overrides, and values instead of
+`auto`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _TOKENIZER = f"{LOADER}.handler.0.tokenizer.pretrained_model_dir"
 
 @dataclass(frozen=True)
 class Size:
-    """The options --mini, --parallel and --workers say this.
+    """These are the options --mini, --parallel and --workers.
 
     Attributes:
         mini: whether it is a mini;
@@ -43,7 +45,7 @@ class Size:
 
     @classmethod
     def chosen(cls, mini: bool, parallel: bool, workers: int | None) -> Size:
-        """Return the size that the options say; raise click.UsageError where they do not go together."""
+        """Return the size that the options ask for; raise click.UsageError if they do not go together."""
         if parallel and not mini:
             raise click.UsageError("--parallel is only for minis: add --mini")
         if workers is not None and not parallel:
@@ -55,12 +57,12 @@ class Size:
         return load_mini(path, workers=self.workers) if self.mini else load_recipe(path)
 
     def run_dir(self, recipe: Path) -> Path:
-        """Return ``output/<recipe's folder>-<recipe>``, below the working folder, with the kind of mini it is."""
+        """Return ``output/<recipe's folder>-<recipe>`` below the working folder, with the kind of mini appended."""
         kind = "-mini" * self.mini + "-parallel" * bool(self.workers)
         return Path("output") / f"{recipe.absolute().parent.name}-{recipe.stem}{kind}"
 
     def words(self) -> list[str]:
-        """Return the options that say so."""
+        """Return the command-line options for this size."""
         workers = ["--workers", str(self.workers)] if self.workers not in (None, WORKERS) else []
         return ["--mini"] * self.mini + ["--parallel"] * bool(self.workers) + workers
 
@@ -76,9 +78,9 @@ def effective_recipe(
     size: Size = FULL_SIZE,
     make_layout: bool = True,
 ) -> Recipe:
-    """Return the flat recipe that will run: overrides, number of steps, and this run's folders filled in.
+    """Return the flat recipe that will run, with overrides, number of steps and this run's folders filled in.
 
-    `make_layout`: search for the layout of a recipe with `offset: auto`, and keep it, where nobody has.
+    With `make_layout`, the layout of a recipe with `offset: auto` is searched and stored if there is none yet.
     """
     flat = chosen_recipe(path, overrides, size)
     flat = resolved(apply_overrides(flat, steps_overrides(flat, steps, overrides)), make_layout)
@@ -100,7 +102,7 @@ def chosen_recipe(path: Path, overrides: tuple[str, ...], size: Size = FULL_SIZE
 def checked_recipe(
     file: Path, overrides: tuple[str, ...], steps: int | None, resume: str | None, run_dir: Path | None
 ) -> tuple[Recipe, list[str]]:
-    """Return the resolved recipe that other hosts are to train, and the overrides that `steps` makes.
+    """Return the resolved recipe that other hosts are to train, and the overrides that `steps` implies.
 
     It is checked here. Notes on stderr say which of its paths lie outside the checkout.
     """
@@ -114,15 +116,16 @@ def checked_recipe(
 
 
 def resolved(flat: Recipe, make_layout: bool) -> Recipe:
-    """Return the recipe with values in the place of `auto`; `make_layout` as in `effective_recipe`."""
+    """Return the recipe with values instead of `auto`; `make_layout` is as in `effective_recipe`."""
     return resolve(flat, partial(click.echo, err=True), "search" if make_layout else "file")
 
 
 def steps_overrides(recipe: Recipe, steps: int | None, given: tuple[str, ...] = ()) -> list[str]:
-    """Return the overrides that make a recipe train `steps` steps: samples, one pass over them, the schedule.
+    """Return the overrides that make a recipe train `steps` steps: number of samples, one pass over them, and the
+    schedule.
 
-    A warm-up that is longer than all steps becomes the share of them that it was of the recipe's; a word on stderr says
-    so. One that the user's own overrides set stays unchanged, and is refused like that of a recipe.
+    If the warm-up is longer than all steps, it is shortened so that it keeps its share of the recipe's steps; a line on
+    stderr says so. A warm-up that the user's own overrides set stays unchanged, and is refused like that of a recipe.
 
     Args:
         given: the user's overrides, which `recipe` has.
@@ -154,13 +157,14 @@ def _shorter_warmup(view: View, steps: int, given: tuple[str, ...]) -> list[str]
 
 
 def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
-    """Return the recipe with as many steps as its conversations make, where it asks for more of its own accord.
+    """Return the recipe with as many steps as its conversations allow, if the recipe itself (not the user) asks for
+    more.
 
     Args:
         steps: that the user asked for; these are refused if there is not enough for them.
 
     Raises:
-        DataError: a row is not a conversation, there is no tokenizer, or there are fewer samples than are asked for.
+        DataError: a row is not a conversation, there is no tokenizer, or there are fewer samples than requested.
     """
     view = View(recipe)
     handler = _conversation_handler(view)

@@ -1,4 +1,4 @@
-"""Find why a worker failed: its log's last traceback or user error, in a few lines."""
+"""This module finds why a worker failed: the last traceback or user error of its log, in a few lines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MSRUN_END = re.compile(r"Worker process (\d+) exit with exception. Error code: 
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a run: one message, the log to read, and that log's telling lines.
+    """This describes what ended a run: one message, the log to read, and the most informative lines of that log.
 
     `user_error`: the message is all, and the user's to mend; `stopped`: it is all, and says what was wrong in training.
     `rank` and `code` (negative: a signal) are those of the worker that failed, where one is known. `error`: the line of
@@ -92,9 +92,10 @@ def how_it_ended(code: int | None) -> str:
 
 
 def telling_lines(lines: list[str]) -> list[str]:
-    """Return the last traceback's innermost calls and its error; without one, the last lines that speak of an error.
+    """Return the innermost calls of the last traceback and its error; without a traceback, the last lines that mention
+    an error.
 
-    What MindSpore adds for its own developers (calls in C++), warnings and rules are left out.
+    MindSpore's information for its own developers (calls in C++), warnings and rulers are left out.
     """
     starts = [number for number, line in enumerate(lines) if _TRACEBACK in line or _FATAL.search(line)]
     if not starts:
@@ -136,16 +137,16 @@ def _for_users(lines: list[str]) -> list[str]:
 
 
 def error_of(shown: Sequence[str]) -> str:
-    """Return the line among `telling_lines` that is the error, and no call on the way to it; may be empty."""
+    """Return the line among `telling_lines` that is the error and not a call on the way to it; it may be empty."""
     return next((line for line in shown if line.strip() and not line[0].isspace()), "")
 
 
 def ends_in_msrun_log(log: Path) -> dict[int, int]:
-    """pid -> exit code of the workers that msrun has logged as failed (it logs the first one it sees)."""
+    """Return pid -> exit code of the workers that msrun has logged as failed (it logs the first one that it sees)."""
     found = (_MSRUN_END.search(line) for line in last_lines(log))
     return {int(match[1]): int(match[2]) for match in found if match}
 
 
 def timed_out(log: Path) -> list[int]:
-    """Return the ranks that msrun's scheduler has lost, by its log."""
+    """Return the ranks that msrun's scheduler has lost, according to its log."""
     return [int(match[1]) for line in last_lines(log) if (match := _TIMED_OUT.search(line))]

@@ -1,4 +1,6 @@
-"""The msrun command of a recipe: how many workers, which argv, which environment, which port. Starts nothing."""
+"""This module makes the msrun command of a recipe: the number of workers, its argv, its environment and its port.
+Starts nothing.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ PARALLEL_SIZES = ("data_parallel", "model_parallel", "pipeline_stage", "context_
 
 @dataclass(frozen=True)
 class Node:
-    """This node among several of a run: its rank, the workers of each, and where the scheduler of all listens."""
+    """This is one node among several of a run: its rank, the workers of each node, and the address and port of the
+    common scheduler.
+    """
 
     rank: int
     nodes: int
@@ -33,7 +37,8 @@ class Node:
 
 
 def worker_count(recipe: Mapping[str, Any]) -> int:
-    """Return the number of workers (devices) of a recipe: the product of its parallel sizes; 1 without `use_parallel`.
+    """Return the number of workers (devices) of a recipe: the product of its parallel sizes, or 1 without
+    `use_parallel`.
 
     Raises:
         RecipeError: a parallel size is not a positive integer.
@@ -60,7 +65,8 @@ def msrun_command(
     worker: Path = TRAIN,
     config: Path | None = None,
 ) -> list[str]:
-    """The exact argv that trains `config` (default: RUN/recipe.yaml) on this host; one worker as many take this path.
+    """Return the exact argv that trains `config` (default: RUN/recipe.yaml) on this host; one worker uses the same
+    command as many.
 
     `resume` is one iteration's checkpoint folder, `options` are further ones of msrun, `logs` the folder of its logs
     (default: RUN/logs), `node` this one's place where there are several, `worker` the file that every worker runs. No
@@ -101,7 +107,7 @@ def _msrun() -> Path:
 
 
 def on_ascend(recipe: Mapping[str, Any]) -> bool:
-    """Return whether a recipe trains on NPUs; MindFormers' own default."""
+    """Return whether a recipe trains on NPUs, which is also MindFormers' default."""
     return (recipe.get("context") or {}).get("device_target", "Ascend") == "Ascend"
 
 
@@ -112,11 +118,12 @@ def worker_environment(
     cores: Mapping[str, str] = NO_CORES,
     logs: Path | None = None,
 ) -> dict[str, str]:
-    """`environ` made fit for `workers` workers on this host, with what binds them to `cores`; what the user set stays.
+    """Return `environ` with the variables that `workers` workers on this host need, and with their binding to `cores`;
+    variables that the user set are kept.
 
-    msrun starts the first `python` on PATH, so ours is put there. The threads of all workers together do not
-    exceed the cores. MindSpore logs errors only; MindFormers' log goes into the run's folder. MindFormers takes a
-    node for one of 8 devices unless told, and refuses to save the checkpoint of more.
+    msrun starts the first `python` on PATH, so the running Python is put first. The threads of all workers together do
+    not exceed the cores. MindSpore logs only errors; MindFormers' log goes into the run's folder. MindFormers assumes a
+    node of 8 devices unless a variable says otherwise, and refuses to save the checkpoint of more.
     """
     logs = logs or run_dir / "logs"
     threads = max(1, len(os.sched_getaffinity(0)) // workers)
@@ -137,7 +144,9 @@ def worker_environment(
 
 
 def cluster_environment(recipe: Mapping[str, Any], run_dir: Path, logs: Path) -> dict[str, str]:
-    """Return what workers of several nodes need besides: launch/script_body.sh sets the same, and says why."""
+    """Return the additional variables that workers of several nodes need: launch/script_body.sh sets the same, and says
+    why.
+    """
     saves = (recipe.get("checkpoint") or {}).get("save_path")
     shared = {"SHARED_PATHS": ",".join(dict.fromkeys([str(run_dir), *([str(saves)] if saves else [])]))}
     if not on_ascend(recipe):
@@ -146,20 +155,22 @@ def cluster_environment(recipe: Mapping[str, Any], run_dir: Path, logs: Path) ->
 
 
 def free_port() -> int:
-    """Return a TCP port nobody listens on at this moment."""
+    """Return a TCP port on which nobody listens at this moment."""
     with socket.socket() as probe:
         probe.bind((MASTER, 0))
         return int(probe.getsockname()[1])
 
 
 def refuse_other_port(port: int) -> None:
-    """Raise ClusterError for a port that msrun does not take."""
+    """Raise ClusterError for a port that msrun does not accept."""
     if not 1024 <= port <= 65535:
         raise ClusterError(f"--port {port}: msrun needs a port from 1024 to 65535")
 
 
 def check_port(port: int) -> None:
-    """Raise ClusterError when `port` cannot be the scheduler's: msrun would take 44 s to say so, vaguely."""
+    """Raise ClusterError if `port` cannot be the scheduler's port: msrun would take 44 s to report this, and
+    vaguely.
+    """
     refuse_other_port(port)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

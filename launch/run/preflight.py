@@ -1,4 +1,4 @@
-"""What can be seen to be wrong before anything starts: devices, data, disk, the run's folder."""
+"""This module finds errors before anything starts: in devices, data, disk and the run's folder."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_machine(recipe: Mapping[str, Any], here: int | None = None) -> None:
 
 
 def check_memory(recipe: Mapping[str, Any]) -> None:
-    """Raise ClusterError when a sharded run on CPU would leave this host without memory: the kernel would kill it."""
+    """Raise ClusterError if a sharded run on CPU needs more memory than this host has: the kernel would kill it."""
     if not chosen(recipe):
         return
     wanted, free = worker_count(recipe) * WORKER_MEMORY, psutil.virtual_memory().available
@@ -71,10 +71,11 @@ def check_memory(recipe: Mapping[str, Any]) -> None:
 
 
 def check_sound(recipe: Recipe) -> None:
-    """Raise RecipeError with what `tc3 check` finds wrong: the run would fail, or be another one than was written.
+    """Raise RecipeError with the errors of `tc3 check`: the run would fail, or would not be the one that the recipe
+    describes.
 
-    Raise ClusterError where the ranks of an expert-parallel group would wait for each other for ever. What a card says
-    against training a recipe is printed: at toy size, or with its plugins, one may want it all the same.
+    Raise ClusterError if the ranks of an expert-parallel group would wait for each other for ever. A card's warning
+    against training a recipe is only printed, because one may want to train it at toy size or with its plugins.
     """
     if said := modelled(recipe):
         click.echo(said, err=True)
@@ -87,7 +88,7 @@ def check_sound(recipe: Recipe) -> None:
 
 
 def check_data(recipe: Mapping[str, Any]) -> None:
-    """Raise DataError when a Megatron dataset of the recipe has no .bin or .idx file, saying how to make it.
+    """Raise DataError if a Megatron dataset of the recipe has no .bin or .idx file; the error says how to make it.
 
     Also when two of its datasets, the held-out one among them, are known to be of different tokenizers; and when a
     file of instructions is missing.
@@ -152,7 +153,9 @@ def held_out(recipe: Mapping[str, Any]) -> list[str]:
 
 
 def data_prefixes(data_path: Any) -> list[str]:
-    """Prefixes in a `data_path`: a list of them, or weights and prefixes by turns (as MindFormers tells them apart)."""
+    """Return the prefixes in a `data_path`: a list of prefixes, or weights and prefixes by turns (as MindFormers tells
+    them apart).
+    """
     try:
         return read_blend(data_path).prefixes
     except DataError as error:
@@ -167,7 +170,7 @@ def _prepare(prefix: str, recipe: Mapping[str, Any]) -> str:
 
 
 def check_disk(folder: Path) -> None:
-    """Raise ClusterError when less than `MIN_FREE` bytes are free where `folder` is or will be, or it is read-only."""
+    """Raise ClusterError if less than `MIN_FREE` bytes are free on the disk of `folder`, or the disk is read-only."""
     existing = folder
     while not existing.exists():
         existing = existing.parent
@@ -179,9 +182,9 @@ def check_disk(folder: Path) -> None:
 
 
 def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path | None = None) -> None:
-    """Raise CheckpointError when `run_dir` holds another run (and neither flag is given) or something else.
+    """Raise CheckpointError if `run_dir` holds another run (and neither flag is given) or other files.
 
-    `force` is None where there is no such option. `saves`: where that run's checkpoints are.
+    `force` is None if the command has no such option. `saves`: where that run's checkpoints are.
 
     Raises:
         ClusterError: the run is in progress; not for agents, which may join it.
@@ -209,7 +212,7 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path |
 
 
 def clear_run_dir(run_dir: Path) -> None:
-    """Remove what an earlier run left in its folder, and nothing else; a lock stays, for it is held."""
+    """Remove the files of an earlier run from its folder, and nothing else; a lock stays, because it is held."""
     for name in PARTS:
         path = run_dir / name
         if path.is_dir() and not path.is_symlink():
@@ -248,12 +251,13 @@ def _in_progress(folder: Path, who: str) -> ClusterError:
 
 @contextmanager
 def only_run_in(*folders: Path, together: bool = False) -> Iterator[None]:
-    """Hold the locks of a run's folders, which the kernel frees even if we are killed; ClusterError when a run has one.
+    """Hold the locks of a run's folders, which the kernel frees even if this process is killed; raise ClusterError if
+    another run holds one.
 
     `together`: with the agents of other nodes, which keep others out, not each other.
 
-    A start that fails in the block leaves neither the locks nor folders that were made for them. A file system without
-    locks (Lustre without `-o flock`, some of FUSE) is said, and does not stop the run.
+    If a start fails in the block, neither the locks nor folders that were made for them are left. A file system without
+    locks (Lustre without `-o flock`, some of FUSE) is reported, and does not stop the run.
     """
     with ExitStack() as held:
         for folder in dict.fromkeys(map(real_path, folders)):

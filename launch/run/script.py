@@ -1,11 +1,14 @@
-"""This module writes a recipe's launch as plain bash: one script for all nodes, started by hand, by Slurm or otherwise.
+"""This module writes a recipe's launch as plain bash: one script for all nodes, to be started by hand, by Slurm or by
+another manager.
 
-The upper part of a script says what runs where and is written here; the lower part is `launch/script_body.sh`.
-`tc3 train --script` prints both as one file that stands by itself. `python -m launch.run.script` writes the scripts of
-the reference layouts into launch/scripts/, which hold only the upper part and source the lower one.
+The upper part of a script says what runs where and is written by this module; the lower part is
+`launch/script_body.sh`. `tc3 train --script` prints both as one file that needs no other. `python -m launch.run.script`
+writes the scripts of the reference layouts into launch/scripts/, which hold only the upper part and source the lower
+one.
 
-`outside` finds the paths of a script that lie outside the checkout: every node needs what stands there, at the same
-place. `of_script` is what the workers of a script check and write, as `tc3 train` does before it starts any.
+`outside` finds the paths of a script that lie outside the checkout: every node needs these files at the same place.
+`of_script` makes the checks of a script's workers and writes their files, as `tc3 train` does before it starts a
+worker.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ _OTHER_PATHS = ("checkpoint.load_path", "checkpoint.save_path", "load_checkpoint
 
 
 def outside(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path | None) -> list[str]:
-    """Return a sentence for each path of a script that is not in the checkout; relative ones start there."""
+    """Return a sentence for each path of a script that is not in the checkout; relative paths start at the checkout."""
     return [
         f"{name}: {path} is outside the checkout ({ROOT}): every node needs it there"
         for name, path in _paths(recipe_file, recipe, resume, run_dir)
@@ -88,11 +91,13 @@ def _paths(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path 
 
 
 def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[int], None]:
-    """Check what every worker can see at once; return a check of the rest, to be called with each worker's rank.
+    """Check everything that all workers can see in the same way; return a check of the rest, to be called with each
+    worker's rank.
 
-    The rest waits until the cluster stands, for it fails on some ranks only: each reads its share of a sealed
-    checkpoint; rank 0, which alone may have to read an index, compares the data and its order, and keeps the recipe and
-    the data's digests in the run's folder. Where nothing is left to train, the worker says so and ends, with code 0.
+    The rest waits until all ranks are connected, because it may fail on only some ranks: each rank reads its share of a
+    sealed checkpoint; rank 0, the only one that may have to read an index, compares the data and its order, and writes
+    the recipe and the data's digests into the run's folder. If nothing is left to train, the worker says so and ends
+    with code 0.
 
     Raises:
         CheckpointError: as `tc3 train`, here or later.
@@ -121,7 +126,9 @@ def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[i
 
 @dataclass(frozen=True)
 class Cluster:
-    """A run has these nodes, the first one the master, with `slots` workers each; bash writes them as `names`."""
+    """These are the nodes of a run, the first one the master, with `slots` workers each; `names` is how bash writes
+    them.
+    """
 
     nodes: int
     slots: int
@@ -131,7 +138,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Launch:
-    """A script starts this: `settings` are overrides for launch/train.py; relative paths start at the checkout.
+    """This is what a script starts: `settings` are overrides for launch/train.py; relative paths start at the checkout.
 
     `bind`: whether workers get cores of their own.
     """
@@ -145,7 +152,8 @@ class Launch:
 
 
 def cluster_for(workers: int, hosts_file: Path | None = None) -> Cluster:
-    """Return the nodes of `hosts_file` (a line each: name, and its workers unless 8), or names to be edited.
+    """Return the nodes of `hosts_file` (each line has a name and its number of workers, 8 by default), or names to be
+    edited.
 
     Raises:
         ClusterError: the file does not give exactly `workers` workers, the same number on each of its hosts.
@@ -167,7 +175,7 @@ def cluster_for(workers: int, hosts_file: Path | None = None) -> Cluster:
 def launch_script(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | None = None) -> str:
     """Return the bash script that trains `recipe`, the effective recipe of `launch`, on every node of its cluster.
 
-    It stands by itself: it sources no other file.
+    The script sources no other file.
 
     Raises:
         ClusterError: the hosts do not fit the recipe, or the port is outside msrun's range.
@@ -179,7 +187,7 @@ def launch_script(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | 
 
 
 def sourcing_script(launch: Launch, recipe: Mapping[str, Any]) -> str:
-    """Return the same as `launch_script`, with the body sourced from the checkout: what lies in launch/scripts/."""
+    """Return the same script as `launch_script`, but with the body sourced from the checkout, as in launch/scripts/."""
     workers, cluster, port = _sizes(launch, recipe, None)
     size = size_in_words(workers, cluster.nodes)
     head = ["#!/usr/bin/env bash", f"# {size}. How to start it: docs/train.md", "set -euo pipefail"]
@@ -199,12 +207,12 @@ def _sizes(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | None) -
 
 
 def size_in_words(workers: int, nodes: int) -> str:
-    """Return how much a run takes."""
+    """Return in words how many nodes and workers a run takes."""
     return f"{workers:,} worker{'s' * (workers > 1)} on {nodes:,} node{'s' * (nodes > 1)}"
 
 
 def one_line(command: Sequence[str]) -> str:
-    """Return a command as a comment has it."""
+    """Return a command in the form of a comment."""
     return " ".join(shlex.join(command).splitlines())
 
 
@@ -289,13 +297,15 @@ def body(path: Path) -> str:
 
 
 def in_checkout(path: Path) -> str:
-    """Return a path as scripts write it: relative to the checkout where it lies in it, to fit any machine."""
+    """Return a path as scripts write it: relative to the checkout if it lies inside, so that the script fits any
+    machine.
+    """
     path = path.absolute()
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def reference_scripts() -> dict[Path, str]:
-    """Return file -> text of launch/scripts/."""
+    """Return file -> text for launch/scripts/."""
     scripts = {}
     for pattern in REFERENCES:
         for path in sorted((ROOT / "recipes").glob(pattern)):

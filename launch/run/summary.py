@@ -1,4 +1,4 @@
-"""This module shows how a run of `tc3 train` goes, and says at its end what came of it and how to go on."""
+"""This module shows the progress of a run of `tc3 train`, and says at its end what the result was and how to go on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ResumeCommand = Callable[[Path | None, str], list[str]]
 
 
 class TrainingProgress:
-    """This follows `RUN/metrics/rank_N.jsonl`. Use it as a context; call `tick` a few times a second."""
+    """This follows `RUN/metrics/rank_N.jsonl`. Use it as a context, and call `tick` a few times a second."""
 
     def __init__(self, run_dir: Path, console: Console, rank: int = 0):
         """Show what rank `rank` of the run writes from now on (not the steps before a resume) on `console`."""
@@ -59,7 +59,7 @@ class TrainingProgress:
             self.bar.stop()
 
     def tick(self) -> None:
-        """Take in new steps and show them."""
+        """Read new steps and show them."""
         for record in self.follower.new_records():
             self.readings.add(record)
             if not self.bar and "step" in record:
@@ -135,7 +135,8 @@ def summarize(
     wanted: int | None = None,
     checksums: bool = True,
 ) -> dict[str, Any]:
-    """Return the run of an effective recipe in plain values, fit for JSON; draws the loss curve into `run_dir`.
+    """Return the results of an effective recipe's run as plain values, fit for JSON, and draw the loss curve into
+    `run_dir`.
 
     Keys: exit_code, error, log, run_dir, steps, total_steps, first_loss, final_loss, first_held_out_loss,
     final_held_out_loss (nats per token), tokens_per_second, checkpoint, checkpoint_step, picture, next_command.
@@ -184,7 +185,7 @@ def _finite(value: float | None) -> float | None:
 def words_to_go_on(
     begin: Sequence[str], overrides: tuple[str, ...], run_dir: Path, named: bool, weights: Path | None, change: str
 ) -> list[str]:
-    """Return the command that goes on with a run, or that starts a new run from `weights`, without `--steps`.
+    """Return the command that continues a run, or that starts a new run from `weights`, without `--steps`.
 
     Args:
         begin: the command's first words. named: whether `run_dir` has to be said, for it is not the usual one.
@@ -202,7 +203,8 @@ def words_to_go_on(
 def _next_command(recipe: Recipe, total: int, weights: Path, resume_command: ResumeCommand) -> list[str]:
     """What goes on with a run that has ended: to twice its steps, or to as many as keep its data's order.
 
-    After the last such step it is a new run from the weights: GPTDataset would shuffle what is trained already anew.
+    After the last such step the command starts a new run from the weights, because GPTDataset would shuffle trained
+    samples anew.
     """
     most = most_steps(recipe, 2 * total)
     if most is not None and most <= total:
@@ -215,13 +217,13 @@ def _resuming(resume_command: ResumeCommand, steps: int | None, change: str = ""
 
 
 def gentler(recipe: Recipe) -> str:
-    """Return an override that halves the learning rate, for instance; empty where the recipe has none."""
+    """Return an override of the learning rate, for example half of it; empty if the recipe has no learning rate."""
     rate = View(recipe).get(("lr_schedule", "learning_rate"))
     return f"lr_schedule.learning_rate={rate / 2:g}" if isinstance(rate, float | int) else ""
 
 
 def print_summary(summary: dict[str, Any]) -> None:
-    """Print the end of a run that went well, on stdout."""
+    """Print the end of a successful run on stdout."""
     rows = [("steps", f"{summary['steps']}")]
     first, final = summary["first_loss"], summary["final_loss"]
     if summary["steps"]:
@@ -244,7 +246,7 @@ def _loss(value: float | None) -> str:
 
 
 def complain(failure: Failure, where: str = "") -> None:
-    """Say on stderr what failed and `where`: in a line, then what to do, the log, and its lines that tell most."""
+    """Print on stderr what failed and `where` in one line, then what to do, the log, and its most informative lines."""
     if failure.user_error:
         click.echo(f"tc3: {failure.message}", err=True)
         return
@@ -259,7 +261,7 @@ def complain(failure: Failure, where: str = "") -> None:
 
 
 def print_failure(run_dir: Path, outcome: Outcome, summary: dict[str, Any]) -> None:
-    """Say on stderr why a run ended early: what failed where, and what to do."""
+    """Print on stderr why a run ended early: what failed where, and what to do."""
     failure = outcome.failure
     if failure is None:
         name = signal.Signals(outcome.code - 128).name

@@ -1,4 +1,5 @@
-"""This module runs msrun and stays in charge: it sees a worker fail at once, says why, and leaves no process behind.
+"""This module runs msrun and supervises it: it notices at once that a worker fails, says why, and leaves no process
+behind.
 
 msrun starts workers in sessions of their own, needs 26-54 s to notice some failures and, ended by SIGTERM, leaves them
 running. So every descendant is watched and, in the end, killed by pid.
@@ -32,7 +33,7 @@ FINISH = 15.0  # seconds msrun and its scheduler may take after the last worker
 
 @dataclass
 class Member:
-    """This is a process that msrun itself started: a worker, or the scheduler (`rank` None)."""
+    """This is a process that msrun itself started: a worker, or the scheduler (`rank` is None)."""
 
     process: psutil.Process
     rank: int | None
@@ -41,15 +42,17 @@ class Member:
 
     @property
     def failed(self) -> bool:
-        """Return whether it has ended, and is known not to have ended well."""
+        """Return whether the process has ended, and is not known to have ended well."""
         return self.ended and self.code not in (0, None)
 
 
 @dataclass
 class Family:
-    """A family is every descendant of the process `root`, also those that change session or lose their parent.
+    """A family is the set of all descendants of the process `root`, also of those that change session or lose their
+    parent.
 
-    While a family exists this process is the kernel's "subreaper": orphans become its children and stay findable.
+    While a family exists, this process is the kernel's "subreaper": orphans become its children, so that they can be
+    found.
     """
 
     root: int
@@ -58,7 +61,9 @@ class Family:
     members: dict[int, Member] = field(default_factory=dict)
 
     def scan(self) -> None:
-        """Look for new descendants, and for the role of msrun's own children. Walks /proc: for once a second."""
+        """Look for new descendants, and for the role of msrun's own children. This walks /proc, so call it about once a
+        second.
+        """
         for child in psutil.Process().children(recursive=True):
             if child.pid not in self.before:
                 self.seen.setdefault(child.pid, child)
@@ -78,7 +83,7 @@ class Family:
                 self.members[process.pid] = Member(process, None)
 
     def poll(self) -> list[Member]:
-        """Return the members that have ended since the last call. Cheap: reads one file for each."""
+        """Return the members that have ended since the last call. This is cheap: it reads one file for each member."""
         ended = []
         for member in self.members.values():
             if not member.ended and has_ended(member.process):
@@ -88,7 +93,7 @@ class Family:
         return ended
 
     def workers(self) -> list[Member]:
-        """Return the workers seen so far."""
+        """Return the workers that were seen so far."""
         return [member for member in self.members.values() if member.rank is not None]
 
     def alive(self) -> list[psutil.Process]:
@@ -98,7 +103,9 @@ class Family:
         return [process for process in self.seen.values() if not has_ended(process)]
 
     def kill(self, grace: float = 2.0, limit: float = 10.0) -> list[int]:
-        """End every descendant: SIGTERM, after `grace` seconds SIGKILL; return pids left after `limit` seconds."""
+        """End every descendant: send SIGTERM, and SIGKILL after `grace` seconds; return the pids that are left after
+        `limit` seconds.
+        """
         start = time.monotonic()
         asked: set[int] = set()
         while (left := self.alive()) and time.monotonic() - start < limit:
@@ -120,7 +127,7 @@ class Family:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Return whether a process is gone, or a zombie that nobody has collected."""
+    """Return whether a process is gone, or is a zombie that no parent has collected."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -139,7 +146,7 @@ def _exit_code(pid: int) -> int | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run ended in this way: why, what could not be killed, and the exit code.
+    """This is how a run ended: why, which processes could not be killed, and the exit code.
 
     The code is 0 for success, 1 for a failure, 2 for a user error, 128 + n for the end by signal n.
     """
@@ -221,7 +228,7 @@ class _Watch:
     all_done: float = 0.0
 
     def until_the_end(self) -> tuple[int, Failure | None]:
-        """(exit code, failure): returns at success, at the first failure, or at a signal."""
+        """Return (exit code, failure) at success, at the first failure, or at a signal."""
         while True:
             while self.received:
                 if self.ends(number := self.received.pop(0)):
@@ -296,7 +303,7 @@ class _Watch:
     def _sign(self) -> object:
         """Something that differs after each write to a log or a metrics file.
 
-        Times of files are a file server's, whose clock may be hours off: they are held against each other only.
+        Times of files come from a file server, whose clock may be hours off, so they are compared only with each other.
         """
         files = [*self.logs.glob("worker_*.log"), *self.metrics.glob("*")]
         return {file: (status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]}

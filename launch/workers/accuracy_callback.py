@@ -1,4 +1,6 @@
-"""msprobe's debugger around every training step, as a MindFormers callback: no edit to model or recipe."""
+"""This module runs msprobe's debugger around every training step, as a MindFormers callback, without changes to model
+or recipe.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ WITHOUT_WEIGHTS = ("L1", "L2")  # levels at which msprobe hooks no cell
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class AccuracyDump(Callback):
-    """Start msprobe's `PrecisionDebugger` before each step, stop it behind.
+    """This starts msprobe's `PrecisionDebugger` before each step and stops it after the step.
 
     Args:
         run_dir: where the dump goes: `stepN/rankM/`.

@@ -1,4 +1,6 @@
-"""What msrun starts on every worker of `tc3 accuracy dump`: `train.py`, with msprobe's debugger as one more plugin."""
+"""This is what msrun starts on every worker of `tc3 accuracy dump`: `train.py`, with msprobe's debugger as an
+additional plugin.
+"""
 
 from __future__ import annotations
 

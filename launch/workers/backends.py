@@ -1,4 +1,5 @@
-"""Prepare MindSpore and MindFormers for what a recipe trains on; launch/train.py calls the steps in this order.
+"""This module prepares MindSpore and MindFormers for the device target of a recipe; launch/train.py calls the steps in
+this order.
 
 An Ascend device needs nothing. A CPU process takes operators without a CPU kernel from `plugins.cpu_backend`. A CPU
 process that runs its part of a sharded graph (`parallel.parallel_mode: 1`) joins the other processes before MindFormers
@@ -15,32 +16,32 @@ from plugins.semi_auto_cpu.chosen import chosen
 
 
 class Ascend:
-    """An Ascend device: MindFormers is used unchanged."""
+    """This backend is for Ascend devices: MindFormers is used unchanged."""
 
     collectives: Any = None  # the record of executed collectives, for the metrics of a sharded run on CPU
 
     def before_mindformers(self, recipe: Mapping[str, Any]) -> None:
-        """Prepare the process; MindFormers is not imported yet."""
+        """Prepare the process before MindFormers is imported."""
 
     def after_import(self) -> None:
-        """Replace what has to be replaced in MindFormers before its context is built."""
+        """Replace parts of MindFormers before its context is built."""
 
     def after_context(self) -> None:
-        """Finish once MindFormers has built MindSpore's context."""
+        """Finish the preparation after MindFormers has built MindSpore's context."""
 
     def enable(self, config: Any) -> None:
         """Point the MindFormerConfig at the classes of this backend."""
 
     def own_errors(self) -> AbstractContextManager[Any]:
-        """Return the context to train in; it turns errors of the backend into errors with words of their own."""
+        """Return the context in which to train; it turns errors of the backend into understandable ones."""
         return nullcontext()
 
 
 class Cpu(Ascend):
-    """A CPU process with the whole model, or with its share of the data or the experts."""
+    """This backend is for a CPU process that has the whole model, or its share of the data or the experts."""
 
     def before_mindformers(self, recipe: Mapping[str, Any]) -> None:
-        """Replace what MindFormers copies while it is imported and has no CPU kernel for."""
+        """Replace functions that MindFormers copies when it is imported and that have no CPU kernel."""
         from plugins.cpu_backend import adapter
 
         adapter.before_mindformers(distributed=recipe.get("use_parallel", False))
@@ -53,25 +54,25 @@ class Cpu(Ascend):
 
 
 class ShardedCpu(Ascend):
-    """A CPU process that runs its part of MindSpore's sharded graph."""
+    """This backend is for a CPU process that runs its part of MindSpore's sharded graph."""
 
     def before_mindformers(self, recipe: Mapping[str, Any]) -> None:
-        """Join the other processes, and let every graph of this one run on CPU."""
+        """Connect to the other processes, and make every graph of this process run on CPU."""
         from plugins.semi_auto_cpu import adapter
 
         self._adapter, self._host = adapter, adapter.before_mindformers(recipe)
         self.collectives = self._host.collectives
 
     def after_import(self) -> None:
-        """Stand in for lines of MindFormers that ask for a device."""
+        """Replace the lines of MindFormers that ask for a device."""
         self._adapter.after_import()
 
     def after_context(self) -> None:
-        """Set the rank of this process, which MindSpore asks only of a communication library."""
+        """Set the rank of this process, because MindSpore would ask only a communication library for it."""
         self._adapter.after_context()
 
     def own_errors(self) -> AbstractContextManager[Any]:
-        """Return a context that raises what failed here, instead of MindSpore's words for it."""
+        """Return a context that raises the errors of this backend instead of MindSpore's consequential errors."""
         return self._host.own_errors()
 
 

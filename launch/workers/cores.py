@@ -1,6 +1,7 @@
 """Keep a worker on the cores that its host's plan gives it; `launch/run/cores.py` makes the plan.
 
-Standard library only: it runs before NumPy, OpenMP and MindSpore start threads, which stay where their parent is.
+The module uses only the standard library, because it runs before NumPy, OpenMP and MindSpore start threads, which stay
+on their parent's cores.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ FOR_MINDSPORE = "MSRUN_CPU_LIST"  # MindSpore binds the thread that calls it to 
 
 
 def stay_on_own_cores(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Bind this process, if it is a worker that a launch has cores for; where that fails it says so and goes on.
+    """Bind this process to its cores, if a launch gave it some; if binding fails, print this and go on.
 
     MindFormers asks MindSpore to bind every worker (`build_context._setup_affinity`). On control groups of version 1
-    MindSpore would then move the main thread to its own choice of cores, so it is told ours.
+    MindSpore would then move the main thread to its own choice of cores, so it is given the planned ones.
     """
     lists = environ.get(CORES, "").split()
     if not lists or environ.get("MS_ROLE") != "MS_WORKER":  # msrun starts its scheduler with the same command
@@ -36,9 +37,11 @@ def stay_on_own_cores(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def with_bind_file(recipe: dict[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the recipe, binding threads by the file by which msrun has bound the process, unless it says itself how.
+    """Return the recipe with threads bound by the file by which msrun has bound the process, unless the recipe has its
+    own binding.
 
-    Without it MindFormers lets MindSpore move the main thread elsewhere. It takes a string for a file by its ending.
+    Without this key MindFormers lets MindSpore move the main thread elsewhere. MindFormers recognises a file by the
+    ending of its name.
     """
     file, context = environ.get(BIND_FILE, ""), recipe.get("context") or {}
     if not file.endswith(".json") or binds_itself(recipe):
@@ -47,6 +50,6 @@ def with_bind_file(recipe: dict[str, Any], environ: Mapping[str, str] = os.envir
 
 
 def binds_itself(recipe: Mapping[str, Any]) -> bool:
-    """Return whether a recipe has its own idea of cores, which a launch then leaves alone."""
+    """Return whether a recipe binds cores itself; then a launch does not bind its workers."""
     context = recipe.get("context") or {}
     return any(context.get(key) for key in ("affinity_config", "affinity_cpu_list"))

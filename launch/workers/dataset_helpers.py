@@ -1,4 +1,5 @@
-"""MindFormers compiles a C++ helper of its dataset by `make` inside site-packages; this makes that work anywhere.
+"""MindFormers compiles a C++ helper of its dataset by `make` inside site-packages; this module makes that work with any
+interpreter.
 
 Its Makefile asks the `python3` and `python3-config` on PATH, which need not be the Python that trains (in a
 virtual environment there is no python3-config). Make takes both answers from the environment instead.

@@ -1,4 +1,4 @@
-"""What `tc3 dryrun` starts for each rank that it compiles, as train.py is what msrun starts for each worker.
+"""This is what `tc3 dryrun` starts for each rank that it compiles, as train.py is what msrun starts for each worker.
 
     python -m launch.workers.dryrun_rank JOB.json OUT.json [GRAPH.ir.gz]
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def enable(config: Any, on_cpu: bool) -> None:
-    """Switch on what `train.py` would: the CPU backend for a recipe of the CPU, and the recipe's plugins."""
+    """Enable what `train.py` would enable: the CPU backend for a recipe of the CPU, and the recipe's plugins."""
     if on_cpu:
         from plugins.cpu_backend import adapter
         from plugins.cpu_backend import transport as peers

@@ -1,4 +1,5 @@
-"""What a rank's training did, for `tc3 accuracy equivalence`: gradient norms by step, data, optimizer state at last.
+"""This module records a rank's training for `tc3 accuracy equivalence`: gradient norms by step, the data, and the final
+optimizer state.
 
 A recipe names the callback (`auto_register: equivalence_record.EquivalenceRecord`, with `REGISTER_PATH` this folder),
 before any other, since loading this file puts `CountedBias` in the place of MindFormers' TopkBiasBalanceCallback;
@@ -26,7 +27,8 @@ MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK, alia
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class EquivalenceRecord(Callback):
-    """Gradients are read off AdamW's first moment, m' = beta1 * m + (1 - beta1) * g: after reduction and clipping.
+    """Gradients are computed from AdamW's first moment, m' = beta1 * m + (1 - beta1) * g, so they are those after
+    reduction and clipping.
 
     Args:
         run_dir: the run's folder; betas: the optimizer's.
@@ -44,7 +46,7 @@ class EquivalenceRecord(Callback):
         self.biases: list[dict[str, np.ndarray]] = []
 
     def on_train_begin(self, run_context):
-        """The weights that training starts from, and digests of the samples that this rank will read, by batch."""
+        """Record the initial weights, and digests of the samples that this rank will read, by batch."""
         for weight in run_context.original_args().train_network.optimizer.parameters:
             self.start[START + weight.name] = np.array(weight.asnumpy())
         self.biases.append(of_routers(run_context, BIAS_END))
@@ -55,7 +57,7 @@ class EquivalenceRecord(Callback):
             )
 
     def on_train_step_end(self, run_context):
-        """The square of the norm of every weight's gradient (of this rank's part of it)."""
+        """Record the squared norm of every weight's gradient (of this rank's part of it)."""
         first, second = MOMENTS
         squares = {}
         for name, moment in self._state(run_context).items():
@@ -69,8 +71,8 @@ class EquivalenceRecord(Callback):
         self.biases.append(of_routers(run_context, BIAS_END))  # MindFormers lets the biases move before any other
 
     def on_train_end(self, run_context):
-        """Write what was seen, and every weight, what it was at the start, its moments and the
-        smallest mean square of its gradients; the routers' biases and loads of all steps.
+        """Write the record, and for every weight its value, its initial value, its moments and the smallest mean square
+        of its gradients; also write the routers' biases and loads of all steps.
 
         The json holds world_size, samples (digests of each step), squares (weight -> square of its gradient's norm, of
         each step) and split (weights of which this rank has its own part, along axis 0).

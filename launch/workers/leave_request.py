@@ -1,13 +1,14 @@
-"""A request to save at one step and leave, and how all ranks come to do so, or none: files in the attempt's folder.
+"""This module lets all ranks, or none, save at one step and end on request, through files in the attempt's folder.
 
-Where a node is to go soon (SIGTERM), its agent names a step that no rank can have passed by then. Ranks look at the
-end of each step, in a file that is there from the beginning (what an NFS client remembers as absent it may not look for
-again; what it opens is fresh). No step costs a collective.
+If a node has to go soon (SIGTERM), its agent names a step that no rank can have passed yet. At the end of each step
+ranks read a file that exists from the beginning (an NFS client may not look again for a file that it remembers as
+absent, but a file that it opens is up to date). No step needs a collective for this.
 
-A rank may still hear of it too late, when a disk is slow. To save takes collectives, in which the others would wait for
-it for ever. So ranks that have reached the step first put a file each, and wait for one decision, which is a file too,
-and by a hard link only one: "save", by rank 0 once all ranks are there, or "go on", by anyone after `PATIENCE` seconds.
-The rank that was late meanwhile waits in its next step's collectives, where the others then join it.
+On a slow disk a rank may still learn of the request too late. Saving takes collectives, in which the other ranks would
+wait for that rank for ever. So ranks that have reached the step first write a file each, and wait for one decision,
+which is also a file, and which a hard link makes unique: "save", by rank 0 once all ranks have reached the step, or "go
+on", by any rank after `PATIENCE` seconds. The late rank meanwhile waits in its next step's collectives, where the
+others then join it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TAIL = 1 << 14  # bytes at the end of a metrics file, several steps of it
 
 
 def environment(attempt: Path) -> dict[str, str]:
-    """Return what tells the workers of an attempt where a request would stand; the file is made, empty."""
+    """Return the environment that tells an attempt's workers where to look for a request; the file is created empty."""
     file = attempt / FILE
     attempt.mkdir(parents=True, exist_ok=True)
     file.touch()
@@ -40,11 +41,12 @@ def environment(attempt: Path) -> dict[str, str]:
 
 
 def request(run_dir: Path, attempt: Path, ranks: Iterable[int]) -> int | None:
-    """Ask all ranks to save at a step and leave; returns the step, which may be that of another node's request.
+    """Ask all ranks to save at a step and end; return the step, which may be that of another node's request.
 
-    `ranks`: of this node, whose newest step is known here; no rank is more than a step ahead of another.
+    `ranks` are those of this node, whose newest step is known here; no rank is more than a step ahead of another.
 
-    None where there is nothing to save, for no step has been made in this attempt, or nobody can be asked.
+    Return None if there is nothing to save, because no step has been made in this attempt, or if no worker can be
+    asked.
     """
     file = attempt / FILE
     try:
@@ -69,14 +71,14 @@ def request(run_dir: Path, attempt: Path, ranks: Iterable[int]) -> int | None:
 
 
 def requested(file: Path) -> int | None:
-    """Return the step that a request names; None while there is none, or half of one."""
+    """Return the step that a request names; None if there is no request yet, or it is incomplete."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return int(json.loads(file.read_text(encoding="utf-8"))["step"])
     return None
 
 
 def agree(attempt: Path, rank: int, world: int, patience: float = PATIENCE) -> bool:
-    """At the end of the step that was asked for: whether all ranks save now; all of them get the same answer."""
+    """Return, at the end of the requested step, whether all ranks save now; all ranks get the same answer."""
     folder = attempt / FOLDER
     decision, own = folder / DECISION, folder / f"rank_{rank}"
     missing = set(range(world))
@@ -98,7 +100,9 @@ def agree(attempt: Path, rank: int, world: int, patience: float = PATIENCE) -> b
 
 
 def saved_at(attempt: Path) -> int | None:
-    """Return the step at which all ranks of an attempt that has ended well saved and left; None where nobody asked."""
+    """Return the step at which all ranks of a successfully ended attempt saved and left; None if nobody requested
+    this.
+    """
     with contextlib.suppress(OSError):
         if (attempt / FOLDER / DECISION).read_text() == SAVE:
             return requested(attempt / FILE)

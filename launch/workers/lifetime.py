@@ -1,9 +1,10 @@
-"""This module is about the life of a worker: how it ends, how it ends with its parent, and where it hangs.
+"""This module controls the life of a worker: how it ends, that it ends with its parent, and that it shows where it
+hangs.
 
-`run_then_hard_exit` ends a worker without tearing its interpreter down, once everything that wants to run at exit has
-run. MindSpore leaves the cluster and gives its devices back in functions that it registers with `atexit`. What the
-interpreter and C++ destroy after that has nothing to give back, and may crash on the way: a worker that had trained to
-the end and left the cluster was seen to die of SIGSEGV, so that its run read as failed.
+`run_then_hard_exit` ends a worker without tearing down its interpreter, once all exit functions have run. MindSpore
+leaves the cluster and releases its devices in functions that it registers with `atexit`. What the interpreter and C++
+destroy afterwards holds no such resource, and may crash: a worker that had trained to the end and left the cluster was
+seen to end by SIGSEGV, so that its run counted as failed.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _worker_code: int | None = None
 
 
 def run_then_hard_exit(main: Callable[[], object]) -> None:
-    """Run a worker's `main`; the exit code is its own, whatever crashes on the way out.
+    """Run a worker's `main` and exit with the exit code of `main`, even if something crashes during the exit.
 
-    An exception takes its usual way, with its traceback. Import this module before MindSpore.
+    An exception is printed with its traceback as usual. Import this module before MindSpore.
     """
     global _worker_code
     try:
@@ -46,9 +47,10 @@ def _exit_hard() -> None:
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL, parent: int | None = None) -> None:
-    """Ask the kernel for `signal_number` when our parent ends, even by SIGKILL (Linux); `parent` is its pid, if known.
+    """Ask the kernel to send `signal_number` when the parent process ends, even by SIGKILL (Linux); `parent` is its
+    pid, if known.
 
-    Safe between fork and exec. The setting survives exec, not fork: each generation asks for itself.
+    This is safe between fork and exec. The setting survives exec, but not fork, so each child process must ask again.
     """
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
@@ -57,11 +59,13 @@ def die_with_parent(signal_number: int = signal.SIGKILL, parent: int | None = No
 
 
 def adopt_orphans(on: bool = True) -> None:
-    """Become the parent of every descendant whose own parent ends, so that none escapes (PR_SET_CHILD_SUBREAPER)."""
+    """Become the parent of every descendant whose own parent ends, so that none of them escapes
+    (PR_SET_CHILD_SUBREAPER).
+    """
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
 
 
 def answer_with_stacks() -> None:
-    """Write on SIGUSR2 into the log where each thread of a run that hangs is, also while it waits in C++."""
+    """On SIGUSR2, write into the log where each thread of a hanging run is, also while it waits in C++."""
     faulthandler.register(ASK_STACKS, all_threads=True)

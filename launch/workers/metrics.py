@@ -1,4 +1,6 @@
-"""One JSON line a step, in full precision, beside MindFormers' log: what the progress bar and the tests read."""
+"""This module writes one JSON line for each step, in full precision, beside MindFormers' log; the progress bar and the
+tests read these lines.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,15 @@ if TYPE_CHECKING:
 
 
 def metrics_file(run_dir: str | Path, rank: int) -> Path:
-    """Return where rank `rank` of a run writes its steps."""
+    """Return the file into which rank `rank` of a run writes its steps."""
     return Path(run_dir) / "metrics" / f"rank_{rank}.jsonl"
 
 
 class FirstStep:
-    """Records the first step of this process's part of a sharded CPU run, for `tc3 accuracy collectives`.
+    """This records the first step of this process's part of a sharded CPU run, for `tc3 accuracy collectives`.
 
-    Each such run does: noting a call takes a microsecond, and a later step makes the same calls. Beside them stands
-    which place MindSpore was told that the rank has in each group, by which it cuts weights.
+    Every such run records its first step: recording a call takes a microsecond, and later steps make the same calls.
+    The record also holds the rank's place in each group as MindSpore was given it, by which MindSpore slices weights.
 
     Args:
         collectives: of this rank. file: for the record.
@@ -43,12 +45,12 @@ class FirstStep:
         self.written = False
 
     def begin(self) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         if not self.written:
             self.collectives.begin_recording()
 
     def end(self, step: int) -> None:
-        """Its graph has run."""
+        """Note that the step's graph has run."""
         if not self.written:
             self.written = True
             calls, places = self.collectives.end_recording(), self.collectives.groups.ranks.places
@@ -56,7 +58,7 @@ class FirstStep:
 
 
 class RecordingLossMonitor(MFLossMonitor):
-    """`MFLossMonitor` that also appends to `metrics_file`.
+    """This is an `MFLossMonitor` that also appends to `metrics_file`.
 
     Registered under MindFormers' own name, because the trainer hands out constructor arguments by that name.
     The first line of a run (or of a resumed part) describes it; each further line is one step. `time`: seconds since
@@ -69,18 +71,18 @@ class RecordingLossMonitor(MFLossMonitor):
     first_step: FirstStep | None = None  # of a sharded run; MindFormers puts this callback before all others
 
     def on_train_begin(self, run_context):
-        """Remember when the training began: the first line is written after the first step only."""
+        """Remember when the training began; the first line is written only after the first step."""
         self.began = time.time()
         super().on_train_begin(run_context)
 
     def on_train_step_begin(self, run_context):
-        """Listen to the first step's collectives."""
+        """Start to record the first step's collectives."""
         super().on_train_step_begin(run_context)
         if self.first_step:
             self.first_step.begin()
 
     def on_train_step_end(self, run_context):
-        """Note them, before any callback says something to other ranks."""
+        """Write the collectives before any callback communicates with other ranks."""
         if self.first_step:
             self.first_step.end(run_context.original_args().cur_step_num)
         super().on_train_step_end(run_context)
@@ -140,7 +142,7 @@ def _scalar(value):
 
 
 def enable(config, collectives=None) -> None:
-    """Record this run's steps; of a sharded run also the first step's collectives. Call before `Trainer(config)`.
+    """Record this run's steps, and for a sharded run also the first step's collectives. Call before `Trainer(config)`.
 
     Args:
         collectives: `plugins.semi_auto_cpu.collectives.Collectives` of a sharded run.

@@ -1,7 +1,7 @@
-"""The norm of a rank's own gradient of one weight, step by step, for `tc3 accuracy equivalence`.
+"""This module records the norm of a rank's own gradient of one weight at each step, for `tc3 accuracy equivalence`.
 
-Of a copy that no checkpoint holds: of a model with an MTP layer the last stage of a pipeline has one of the embedding
-(docs/stock-differences.md). A recipe names the callback (`auto_register: own_gradient.OwnGradient`, with
+The weight is a copy that no checkpoint holds: with an MTP layer, the last stage of a pipeline has a copy of the
+embedding (docs/stock-differences.md). A recipe names the callback (`auto_register: own_gradient.OwnGradient`, with
 `REGISTER_PATH` this folder); nothing in the training changes.
 """
 
@@ -21,7 +21,8 @@ from tools.files.atomic import write_atomically
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class OwnGradient(Callback):
-    """Gradients are read off AdamW's first moment, m' = beta1 * m + (1 - beta1) * g: after reduction and clipping.
+    """Gradients are computed from AdamW's first moment, m' = beta1 * m + (1 - beta1) * g, so they are those after
+    reduction and clipping.
 
     Args:
         weight: its name. run_dir: the run's folder; a rank that has the weight writes equivalence/gradient_rank_N.json,
@@ -36,7 +37,7 @@ class OwnGradient(Callback):
         self.norms: list[float] = []
 
     def on_train_step_end(self, run_context):
-        """The norm of this step's gradient."""
+        """Record the norm of this step's gradient."""
         for item in run_context.original_args().train_network.optimizer.get_parameters():
             if item.name == self.name:
                 moment = np.array(item.asnumpy())  # a view of a buffer that the next step overwrites
@@ -44,6 +45,6 @@ class OwnGradient(Callback):
                 self.before = moment
 
     def on_train_end(self, run_context):
-        """Write what was seen."""
+        """Write the record."""
         if self.norms:
             write_atomically(self.file, json.dumps(self.norms))

@@ -1,7 +1,8 @@
-"""A checkpoint monitor that saves at the step which a request names, and ends the worker (see `leave_request`).
+"""This module is a checkpoint monitor that saves at the step which a request names, and then ends the worker (see
+`leave_request`).
 
-MindSpore's `OnRequestExit` does not serve: it puts a collective into the graph of every step, and saves `.ckpt` files
-of the old format, without seals and without the state of several ranks. MindFormers 1.9.0 offers nothing of the kind.
+MindSpore's `OnRequestExit` cannot be used: it puts a collective into the graph of every step, and saves `.ckpt` files
+of the old format, without seals and without the state of several ranks. MindFormers 1.9.0 has no such function.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ SAVED = "tc3: saved on request: "  # begins the last words of a worker that has 
 
 
 def enable() -> None:
-    """Let the run's checkpoint monitor, as plugins have made it, heed requests. Call after them.
+    """Make the run's checkpoint monitor, as the plugins have set it up, follow requests to save. Call this after the
+    plugins are enabled.
 
-    Without a launch that may ask, and for MindFormers' legacy format, all stays unchanged.
+    Without a launch that can make requests, and for MindFormers' legacy format, nothing changes.
     """
     monitor = MindFormerRegister.get_cls(MindFormerModuleType.CALLBACK, "CheckpointMonitor")
     if VARIABLE in os.environ and issubclass(monitor, SealingCheckpointMonitor):
@@ -45,7 +47,7 @@ def _heeding(monitor: Any, file: Path) -> Any:
         answered = False
 
         def step_end(self, run_context):
-            """Save when it is due; then see whether somebody asks."""
+            """Save if a save is due; then check for a request."""
             super().step_end(run_context)
             if not (self.answered or self.use_legacy_format):
                 self._heed(run_context.original_args())

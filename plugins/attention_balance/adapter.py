@@ -1,12 +1,13 @@
-"""`plugins.attention_balance` of a recipe: MindFormers' Megatron loader, with its samples in the order of the plan.
+"""This module enables `plugins.attention_balance` of a recipe: MindFormers' Megatron loader delivers its samples in the
+order of the plan.
 
-The loader keeps its name, by which MindFormers' trainer knows it, and everything around it: sharding, batches, `take`,
+The loader keeps its name, by which MindFormers' trainer finds it, and its other behaviour: sharding, batches, `take`,
 skipping to a step on resume, empty data on ranks that do not read. Only the index at which a rank reads changes. Every
-rank that reads works out the same order from the same index files; nothing is communicated. The order of a run that
-resumes is that of an uninterrupted one, and another number of ranks divides the same steps: it follows from the data.
+rank that reads computes the same order from the same index files; nothing is communicated. The order follows from the
+data, so a resumed run has the order of an uninterrupted one, and another number of ranks divides the same steps.
 
-Losses stay the same up to rounding, unless the loss takes samples together that are dealt apart: the mean over a
-micro-batch's unmasked tokens (`eod_mask_loss`), some auxiliary losses (docs/attention-balance.md).
+Losses stay the same up to rounding, unless a mean is taken over samples that the plugin separates: the mean over a
+micro-batch's unmasked tokens (`eod_mask_loss`), and some auxiliary losses (docs/attention-balance.md).
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _DOCUMENTS_LOOKED_AT = 16
 
 
 class Reordered:
-    """A view of a random-access dataset: item i is `source[order[i]]`.
+    """This is a view of a random-access dataset: item i is `source[order[i]]`.
 
-    Columns are tuples; a class of its own so that MindSpore's reader processes can be handed it.
+    Columns are tuples. This is a class so that it can be passed to MindSpore's reader processes.
     """
 
     def __init__(self, source: Any, order: np.ndarray):
@@ -46,10 +47,10 @@ class Reordered:
 
 
 class BalancedMegatronDataLoader(BlendedMegatronDatasetDataLoader):
-    """The registered loader while the plugin is on; without `schedule` it is MindFormers' own.
+    """This is the registered loader while the plugin is on; without `schedule` it is MindFormers' own.
 
     Args:
-        schedule: only in the section of the recipe that is trained on, so that other data sets keep their order.
+        schedule: given only in the section of the training data, so that other data sets keep their order.
         The others are MindFormers'.
     """
 
@@ -84,7 +85,7 @@ def enable(config, settings) -> None:
 
 
 def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
-    """int64 [len(source)]: the item of `source` to deliver at each position.
+    """Return int64 [len(source)]: the item of `source` to deliver at each position.
 
     Args:
         source: MindFormers' BlendedDataset or GPTDataset.
@@ -113,7 +114,7 @@ def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
 
 
 def index_of(dataset: Any) -> GPTIndex:
-    """Return the arrays of MindFormers' GPTDataset, not copied."""
+    """Return the arrays of MindFormers' GPTDataset without copying them."""
     return GPTIndex(
         dataset.dataset.sequence_lengths,
         dataset.document_index,

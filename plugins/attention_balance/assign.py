@@ -1,4 +1,5 @@
-"""Samples of one global batch -> (data-parallel rank, micro-batch, slot), for the shortest step. NumPy only.
+"""This module assigns the samples of one global batch to (data-parallel rank, micro-batch, slot), for the shortest
+step. NumPy only.
 
 One sample a slot, all ranks in one barrier (g = R): sort the samples and give each R consecutive ones to a
 micro-batch.
@@ -37,7 +38,8 @@ _SCALE = float(1 << 32)
 
 
 def falling_order(weights: np.ndarray) -> np.ndarray:
-    """int64 [rows, n]: indices that sort each row of `weights` (int64, at least 0) falling; equal ones by index.
+    """Return int64 [rows, n]: indices that sort each row of `weights` (int64, at least 0) in falling order; equal
+    weights are sorted by index.
 
     Weight and index are sorted as one number: all are different, so the fast unstable sort gives the stable result.
     """
@@ -54,7 +56,7 @@ def falling_order(weights: np.ndarray) -> np.ndarray:
 
 
 def taken(values: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """values [rows, n] at indices [rows, ...], row by row: the shape of `indices`."""
+    """Return values [rows, n] at indices [rows, ...], row by row, in the shape of `indices`."""
     rows, count = values.shape
     if rows == 1:
         return values[0].take(indices)
@@ -63,7 +65,7 @@ def taken(values: np.ndarray, indices: np.ndarray) -> np.ndarray:
 
 
 def partition(weights: np.ndarray, parts: int, *, by_item: bool = True, swap: bool = True) -> np.ndarray:
-    """Divide the items of each row into `parts` parts of as many items, with small heaviest part.
+    """Divide the items of each row into `parts` parts with equal numbers of items, so that the heaviest part is light.
 
     1. Sort falling. Few items, few in a part: each goes to the lightest part that is not full (LPT), so a part that
        begins with a giant ends with the lightest items of all. Else: cut into rounds of `parts` items, and each round
@@ -200,7 +202,8 @@ def _closest(heavy: np.ndarray, light: np.ndarray, wanted: np.ndarray) -> tuple[
 
 
 def unscheduled(ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """int64 [ranks, micro-batches, slots]: what MindFormers delivers, as positions in the global batch.
+    """Return int64 [ranks, micro-batches, slots]: the samples that MindFormers delivers, as positions in the global
+    batch.
 
     `GeneratorDataset` deals positions to ranks in turn; a rank's samples fill its micro-batches one after the other.
     Where the graph gathers the batches first (`plan.delivery_order`) it is another order that knows no costs either.
@@ -236,7 +239,9 @@ def assign(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, object
 
 
 def loads_of(costs: np.ndarray, plan: np.ndarray) -> np.ndarray:
-    """Cost [..., ranks, micro-batches] of each rank's micro-batches. costs: [..., samples]; plan as in `assign`."""
+    """Return the cost [..., ranks, micro-batches] of each rank's micro-batches; costs is [..., samples], and plan is as
+    in `assign`.
+    """
     rows = int(np.prod(plan.shape[:-3]))
     return taken(costs.reshape(rows, -1), plan.reshape(rows, -1)).reshape(plan.shape).sum(-1)
 

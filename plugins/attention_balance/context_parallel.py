@@ -1,4 +1,5 @@
-"""One sample's tokens over context-parallel ranks, with documents inside: equal tokens, equal attention. NumPy only.
+"""This module divides one sample's tokens over context-parallel ranks, with documents inside: equal tokens, equal
+attention. NumPy only.
 
 A rank computes the queries of its tokens; a query at offset i of its document attends to i + 1 keys. A contiguous
 split gives the last rank of a long document most of the work. Head-tail (as in ring attention: cut the sample into
@@ -17,30 +18,35 @@ _ROUNDS = 16  # strips that a rank gets of what is not cut head-tail
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """ranges: for each rank int64 [n, 2], first token and end of its ranges, rising, none adjacent to the next;
-    pairs: int64 [cp], attending pairs that each rank computes."""
+    """ranges holds for each rank int64 [n, 2], the first token and the end of its ranges, rising and not adjacent;
+    pairs is int64 [cp], the attending pairs that each rank computes.
+    """
 
     ranges: list[np.ndarray]
     pairs: np.ndarray
 
     @property
     def imbalance(self) -> float:
-        """Return the pairs of the slowest rank over the mean."""
+        """Return the pairs of the slowest rank divided by the mean."""
         return float(self.pairs.max() / self.pairs.mean())
 
 
 def contiguous(segments: np.ndarray, ranks: int) -> ContextPlan:
-    """Rank r takes the r-th part. segments: int64 [documents], tokens of each; their sum is a multiple of `ranks`."""
+    """Give rank r the r-th part; segments is int64 [documents], the tokens of each, whose sum is a multiple of
+    `ranks`.
+    """
     return _strided(segments, ranks, np.arange(ranks))
 
 
 def head_tail(segments: np.ndarray, ranks: int) -> ContextPlan:
-    """2 * ranks parts of the sample, the r-th and the r-th from the end to rank r; the sum a multiple of 2 * ranks."""
+    """Cut the sample into 2 * ranks parts and give rank r the r-th part and the r-th from the end; the sum of tokens is
+    a multiple of 2 * ranks.
+    """
     return _strided(segments, ranks, np.concatenate((np.arange(ranks), np.arange(ranks)[::-1])))
 
 
 def balanced(segments: np.ndarray, ranks: int, smallest_piece: int = 128) -> ContextPlan:
-    """Head-tail inside each long document, the rest dealt out by the work of its tokens.
+    """Give each rank the head and tail of each long document, and distribute the rest by the work of its tokens.
 
     1. A document of at least 2 * ranks * smallest_piece tokens is cut into its first `ranks` and its last `ranks`
        pieces of floor(n / (2 * ranks)) tokens; rank r takes the r-th of the first and the r-th from the end of the

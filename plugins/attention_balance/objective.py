@@ -1,4 +1,5 @@
-"""How long a training step takes, from where the devices really wait, and what no assignment can beat. NumPy only.
+"""This module computes how long a training step takes, from the points where devices wait for each other, and a lower
+bound for any assignment. NumPy only.
 
 Expert parallelism exchanges tokens in every MoE layer, so the ranks of an EP group pass each micro-batch together:
 the slowest of them sets its time. All data-parallel ranks meet at the end of the step. Context- and tensor-parallel
@@ -64,7 +65,9 @@ def _levels(stages: int, micro_batches: int) -> list[np.ndarray]:
 
 
 def makespan(times: np.ndarray, stages: int, forward_share: float) -> np.ndarray:
-    """Time [...] of 1F1B over micro-batches that take `times` [..., micro-batches] on every stage, in that order."""
+    """Return the time [...] of 1F1B over micro-batches that take `times` [..., micro-batches] on every stage, in that
+    order.
+    """
     *lead, micro_batches = times.shape
     time = np.moveaxis(times, -1, 0).reshape(micro_batches, -1)
     durations = np.concatenate((forward_share * time, (1 - forward_share) * time))
@@ -78,7 +81,7 @@ def makespan(times: np.ndarray, stages: int, forward_share: float) -> np.ndarray
 
 
 def best_order(times: np.ndarray, stages: int, forward_share: float) -> np.ndarray:
-    """int64 [rows, micro-batches]: for each row of `times` the best of a few orders, the given one among them.
+    """Return int64 [rows, micro-batches]: for each row of `times` the best of a few orders, among them the given one.
 
     The others rise and fall once, because a micro-batch waits for its slowest neighbours: rising; small ones at both
     ends, starting from the smallest or from the second smallest. Tests hold the best of these to 4 % above the best
@@ -95,7 +98,7 @@ def best_order(times: np.ndarray, stages: int, forward_share: float) -> np.ndarr
 
 @dataclass(frozen=True)
 class Objective:
-    """What a plan minimises.
+    """This is the objective that a plan minimises.
 
     ranks_per_barrier: data-parallel ranks that wait for each other in every micro-batch;
     stages: pipeline stages; forward_share: the share of a micro-batch's time that its forward pass takes.
@@ -106,7 +109,7 @@ class Objective:
     forward_share: float = 1 / 3
 
     def step_time(self, loads: np.ndarray) -> np.ndarray:
-        """Return the time of a step [...], from the loads [..., ranks, micro-batches] and in their unit."""
+        """Return the time of a step [...] from the loads [..., ranks, micro-batches], in the unit of the loads."""
         *lead, ranks, micro_batches = loads.shape
         groups = ranks // self.ranks_per_barrier
         slowest = loads.reshape(*lead, groups, self.ranks_per_barrier, micro_batches).max(-2)
@@ -128,7 +131,8 @@ def objective_of(
     pipeline_stages: int = 1,
     recomputed: float = 0.0,
 ) -> Objective:
-    """Return the objective of a recipe's `parallel_config`; `recomputed`: share of the forward pass that is repeated.
+    """Return the objective of a recipe's `parallel_config`; `recomputed` is the share of the forward pass that is
+    repeated.
 
     Raises:
         RecipeError: EP groups that do not consist of whole data-parallel ranks, equally many each.
@@ -198,8 +202,8 @@ def _pipeline(work: np.ndarray, blocks: np.ndarray, micro_batches: int, objectiv
 
     1. The last stage works through all of them, after the first came down and before the last goes up:
        sum + (p - 1) S.
-    2. L alone goes down and up all stages; on the first stage the forwards of those before it come before, the
-       backwards of those behind it after: p L + min(f, b) * (sum of the others).
+    2. only L goes down and up all stages; on the first stage the forwards of those before it come before, the backwards
+       of those behind it after: p L + min(f, b) * (sum of the others).
     3. With X before L and Y behind it (sums): the last stage finishes X and L, L goes up, the first stage then runs
        the backwards of Y: (p - 1) f S + X + L + (p - 1) b L + b Y. Mirrored: f X + (p - 1) f L + L + Y + (p - 1) b S.
        Whatever X and Y are, b times the first plus f times the second stays below the makespan.

@@ -1,4 +1,5 @@
-"""The plan of a training run: which sample each data-parallel rank trains in which micro-batch of each step.
+"""This module makes the plan of a training run: which sample each data-parallel rank trains in which micro-batch of
+each step.
 
     index = build_gpt_index(lengths, 131072, samples, seed)         # or the arrays that MindFormers cached
     costs = Cost(per_pair, per_token).of_dataset(index)             # one a sample, no token read
@@ -42,7 +43,7 @@ OWN_BATCHES = "PIPELINE_SLICE_SKIP_REDISTRIBUTION"
 
 
 def deal(costs: np.ndarray, unit: int) -> np.ndarray:
-    """Deal the samples of W global batches to W steps so that samples of like cost meet.
+    """Distribute the samples of W global batches to W steps so that samples of similar cost meet.
 
     Sorted by cost and cut into units (all samples that run at the same time, ranks * slots); the units go to the steps
     in turn, back and forth, so that every step gets its share of heavy and light ones.
@@ -62,7 +63,7 @@ def deal(costs: np.ndarray, unit: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is divided.
+    """This says how a step is divided.
 
     ranks: data-parallel ranks; micro_batches: of a step on each rank; slots: samples of a rank's micro-batch;
     objective: where ranks wait; window: global batches whose samples may change places (1: none, the default).
@@ -76,18 +77,19 @@ class Layout:
 
     @property
     def batch(self) -> int:
-        """Return the samples of a global batch."""
+        """Return the number of samples in a global batch."""
         return self.ranks * self.micro_batches * self.slots
 
     def steps(self, samples: int) -> int:
-        """Whole steps in a dataset of `samples`; what remains is dropped, as `drop_remainder` does."""
+        """Return the number of whole steps in a dataset of `samples`; the rest is dropped, as `drop_remainder` does."""
         return samples // self.batch
 
 
 def epoch_plan(costs: np.ndarray, layout: Layout, first: int = 0, count: int | None = None) -> np.ndarray:
-    """The plans of `count` steps from step `first` (None: to the end): int64 [count, ranks, micro_batches, slots].
+    """Return the plans of `count` steps from step `first` (None: to the end): int64 [count, ranks, micro_batches,
+    slots].
 
-    They hold items of the dataset. A step's plan is the same whichever steps are asked for with it.
+    They hold items of the dataset. A step's plan does not depend on which other steps are requested.
 
     Args:
         costs: float64 [items of the dataset], in the dataset's order; may be memory-mapped.
@@ -110,7 +112,8 @@ def epoch_plan(costs: np.ndarray, layout: Layout, first: int = 0, count: int | N
 
 
 def delivery_order(plan: np.ndarray, gathered: bool = False) -> np.ndarray:
-    """int64 [steps * batch]: the items in the order in which a loader must hold them so that rank r gets its own.
+    """Return int64 [steps * batch]: the items in the order in which a loader must hold them so that each rank gets its
+    own.
 
     MindSpore's sharded, unshuffled `GeneratorDataset` gives position p to rank p % ranks.
 
@@ -130,7 +133,7 @@ def delivery_order(plan: np.ndarray, gathered: bool = False) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Balance:
-    """Step times over the time of an evenly loaded step, float64 [steps]: 1 is perfect.
+    """Return the step times divided by the time of an evenly loaded step, float64 [steps]; 1 is perfect.
 
     before: without the plugin; after: with the plan; bound: no assignment of these samples to the same steps is
     shorter (with a window the samples change steps, so a step may lie below the bound of its old samples).
@@ -142,7 +145,7 @@ class Balance:
 
 
 def balance(costs: np.ndarray, plan: np.ndarray, layout: Layout, first: int = 0) -> Balance:
-    """Measure the plan [steps, ...] of the steps from `first` against no scheduling and the lower bound."""
+    """Compare the plan [steps, ...] of the steps from `first` with no scheduling and with the lower bound."""
     steps = len(plan)
     batch = np.asarray(costs[first * layout.batch : (first + steps) * layout.batch]).reshape(steps, layout.batch)
     shape = (layout.ranks, layout.micro_batches, layout.slots)
@@ -188,7 +191,9 @@ _SECONDS = "write measured seconds, 0 or more"
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """Which samples may change places, by what cost: a launch writes the model's, in FLOP; measured are seconds."""
+    """These settings say which samples may change places, and by what cost: a launch writes the model's cost in FLOP;
+    measured costs are seconds.
+    """
 
     KEY = KEY
     RIGHT = f"write `window: 1` under it, or {KEY}: False to leave it off"
@@ -211,7 +216,7 @@ class Settings(Section):
     )
 
     def agree(self) -> None:
-        """Raise RecipeError for half a cost, and for one without attention."""
+        """Raise RecipeError if only one of the two costs is given, or if attention costs nothing."""
         written = [name for name in COST if getattr(self, name) is not None]
         missing = [name for name in COST[:2] if name not in written]
         if written and missing:
@@ -222,7 +227,7 @@ class Settings(Section):
 
     @property
     def cost(self) -> Cost | None:
-        """Return the cost of a sample; None where the recipe has none yet."""
+        """Return the cost of a sample; None if the recipe has none yet."""
         if self.per_pair is None or self.per_token is None:
             return None
         return Cost(self.per_pair, self.per_token, self.unit or MEASURED)
@@ -233,7 +238,7 @@ read = Settings.read
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a loader needs to put its samples in order.
+    """This holds what a loader needs to put its samples in order.
 
     layout: how a step is divided; cost: of a sample; gathered: as in `plan.delivery_order`;
     eod_pad_length: documents that the compressed mask holds, None with a full mask.
@@ -273,7 +278,7 @@ def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Sc
 
 
 def check(recipe: Mapping[str, Any]) -> tuple[Settings, Layout]:
-    """Return what the plugin is to do in a recipe, which may lack the cost of a sample.
+    """Return the settings of the plugin in a recipe, which may lack the cost of a sample.
 
     Raises:
         RecipeError: settings that are wrong, or a recipe in which the plugin cannot work or cannot gain.
@@ -290,7 +295,7 @@ def check(recipe: Mapping[str, Any]) -> tuple[Settings, Layout]:
 
 
 def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
-    """Return how a recipe's step is divided: as MindFormers' `_check_global_batch_size_for_auto_parallel` does it.
+    """Return how a recipe's step is divided, as MindFormers' `_check_global_batch_size_for_auto_parallel` does it.
 
     Micro-batches are `micro_batch_num` with a pipeline, `gradient_accumulation_steps` without one, and one outside
     semi-auto parallel, where MindFormers switches accumulation off.

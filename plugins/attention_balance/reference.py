@@ -1,4 +1,5 @@
-"""What the plugin is compared with: obvious computations of what it does cleverly, and others' schedulers.
+"""This module holds obvious computations of what the plugin computes fast, and other schedulers, as references for
+tests.
 
 The first half goes token by token and operation by operation. The second half, `BASELINES`, are schedulers in plain
 Python as they are published. Each takes the costs [batch] of one global batch and returns [ranks, micro_batches,
@@ -24,7 +25,9 @@ Scheduler = Callable[[np.ndarray, int, int, int], np.ndarray]
 
 
 def segments_of_tokens(tokens: list[int], end_of_document: int) -> list[int]:
-    """Segment lengths of one sample, walking its tokens: a segment ends behind each end-of-document token."""
+    """Return the segment lengths of one sample by walking its tokens: a segment ends after each end-of-document
+    token.
+    """
     lengths = [0]
     for token in tokens:
         lengths[-1] += 1
@@ -34,21 +37,21 @@ def segments_of_tokens(tokens: list[int], end_of_document: int) -> list[int]:
 
 
 def sample_tokens(index: GPTIndex, documents: list[list[int]], item: int) -> list[int]:
-    """Return the tokens of the dataset's item, joining all documents in the order of `document_index`."""
+    """Return the tokens of the dataset's item by joining all documents in the order of `document_index`."""
     stream = [token for document in index.document_index for token in documents[document]]
     start = int(index.shuffle_index[item]) * index.sequence_length
     return stream[start : start + index.sequence_length]
 
 
 def pairs_of_tokens(tokens: list[int], end_of_document: int) -> int:
-    """Attending pairs of one sample, from its block-diagonal causal mask."""
+    """Return the number of attending pairs of one sample, from its block-diagonal causal mask."""
     document = np.cumsum([0] + [token == end_of_document for token in tokens[:-1]])
     position = np.arange(len(tokens))
     return int(((document[:, None] == document) & (position[:, None] >= position)).sum())
 
 
 def makespan(times: list[float], stages: int, forward_share: float) -> float:
-    """1F1B of one rank: run whatever can run, stage by stage, until nothing is left."""
+    """Return the time of 1F1B of one rank: run any operation that can run, stage by stage, until none is left."""
     waiting = [one_forward_one_backward(stage, stages, len(times)).tolist() for stage in range(stages)]
     ends: dict[tuple[bool, int, int], float] = {}
     free = [0.0] * stages
@@ -69,7 +72,7 @@ def makespan(times: list[float], stages: int, forward_share: float) -> float:
 
 
 def step_time(costs: np.ndarray, plan: np.ndarray, objective: Objective) -> float:
-    """Return the time of one step; costs: [batch], plan: [ranks, micro_batches, slots]."""
+    """Return the time of one step; costs is [batch], plan is [ranks, micro_batches, slots]."""
     ranks, micro_batches, _ = plan.shape
     times = []
     for first in range(0, ranks, objective.ranks_per_barrier):
@@ -81,7 +84,7 @@ def step_time(costs: np.ndarray, plan: np.ndarray, objective: Objective) -> floa
 
 
 def shortest_step(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> float:
-    """Return the best time over all assignments; for a handful of samples.
+    """Return the best time over all assignments; this works for a handful of samples.
 
     Bins (a rank's micro-batch) are filled in turn with every set of samples that remain. Of orders of bins that only
     rename micro-batches one is enough without a pipeline.
@@ -107,7 +110,7 @@ def shortest_pipeline(times: list[float], stages: int, forward_share: float) -> 
 
 
 def context_pairs(segments: list[int], ranges: list[np.ndarray]) -> tuple[list[int], list[int]]:
-    """Return the tokens and attending pairs of each context-parallel rank, token by token.
+    """Return the tokens and attending pairs of each context-parallel rank, counted token by token.
 
     segments: tokens of each document; ranges: for each rank [n, 2] as in `ContextPlan`.
     """
@@ -117,24 +120,24 @@ def context_pairs(segments: list[int], ranges: list[np.ndarray]) -> tuple[list[i
 
 
 def none(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """No scheduling: the order of the dataset."""
+    """Return the plan without scheduling: the order of the dataset."""
     return unscheduled(ranks, micro_batches, slots)
 
 
 def shuffled(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """Return a random order, the same for each size."""
+    """Return a random order, which is the same for each size."""
     return np.random.default_rng(0).permutation(len(costs)).reshape(ranks, micro_batches, slots)
 
 
 def sort_snake(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """Sort falling and deal to the ranks back and forth."""
+    """Sort by falling cost and deal to the ranks back and forth."""
     rounds = np.argsort(-costs, kind="stable").reshape(-1, ranks)
     rounds[1::2] = rounds[1::2, ::-1]
     return rounds.T.reshape(ranks, micro_batches, slots)
 
 
 def longest_first(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """LPT with equal counts: the heaviest sample left goes to the lightest rank that is not full."""
+    """Plan by LPT with equal counts: the heaviest sample left goes to the lightest rank that is not full."""
     size = micro_batches * slots
     heap = [(0.0, rank) for rank in range(ranks)]
     chosen: list[list[int]] = [[] for _ in range(ranks)]
@@ -148,7 +151,7 @@ def longest_first(costs: np.ndarray, ranks: int, micro_batches: int, slots: int)
 
 
 def karmarkar_karp(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """Largest differencing with equal counts.
+    """Plan by largest differencing with equal counts.
 
     Each `ranks` consecutive samples of the sorted batch begin as one state, a sample a rank. The two states with the
     largest spread (heaviest minus lightest part) are merged, heaviest part with lightest, until one is left.

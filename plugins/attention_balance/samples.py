@@ -1,4 +1,5 @@
-"""The samples of a corpus, from MindFormers' index only: which documents each one holds, and what it costs to train.
+"""This module reads the samples of a corpus from MindFormers' index only: which documents each sample holds, and what
+it costs to train.
 
 No token is read, and NumPy is all that is needed. The file has four parts:
 
@@ -39,7 +40,7 @@ CONFIG = "train_dataset.data_loader.config"
 
 @dataclass(frozen=True)
 class GPTIndex:
-    """Where every sample of one dataset lies. Arrays may be memory-mapped.
+    """This holds where every sample of one dataset lies. Arrays may be memory-mapped.
 
     lengths: int32 [documents], tokens of each, the end-of-document token included;
     document_index: int32 [epochs * documents], the order in which they are read;
@@ -142,7 +143,7 @@ def _sample_starts(lengths: np.ndarray, document_index: np.ndarray, sequence_len
 
 @dataclass(frozen=True)
 class Segments:
-    """Segment lengths of several samples in CSR form.
+    """These are the segment lengths of several samples in CSR form.
 
     values: int64 [segments], tokens of each, sample after sample; all at least 1;
     offsets: int64 [samples + 1]: sample i has values[offsets[i] : offsets[i + 1]].
@@ -162,7 +163,7 @@ class Segments:
         return self.values[self.offsets[sample] : self.offsets[sample + 1]]
 
     def counts(self) -> np.ndarray:
-        """int64 [samples], segments of each.
+        """Return int64 [samples], the number of segments of each.
 
         The compressed mask needs `counts <= eod_pad_length`. MindFormers itself raises only at eod_pad_length + 2:
         with exactly one too many its mask lacks the end of the last document.
@@ -171,7 +172,7 @@ class Segments:
 
 
 def segments_of(index: GPTIndex, start: int, stop: int) -> Segments:
-    """Segments of the items [start, stop) of the dataset, in the dataset's order.
+    """Return the segments of the items [start, stop) of the dataset, in the dataset's order.
 
     Memory: some 50 bytes a segment of that range.
 
@@ -182,7 +183,7 @@ def segments_of(index: GPTIndex, start: int, stop: int) -> Segments:
 
 
 def segments_in_stream_order(index: GPTIndex):
-    """Yield (first sample, `Segments`) over all samples before shuffling, a bounded number of segments at a time.
+    """Yield (first sample, `Segments`) over all samples before shuffling, with a bounded number of segments at a time.
 
     Sequential in the indices, so a memory-mapped corpus of 10^8 documents is read once.
     """
@@ -236,13 +237,13 @@ UNITS = MEASURED, COMPUTED = "s", "FLOP"
 
 
 def causal_pairs(segments: Segments) -> np.ndarray:
-    """int64 [samples], pairs of tokens that attend, the sum of n * (n + 1) / 2 over a sample's segments."""
+    """Return int64 [samples], the pairs of tokens that attend: the sum of n * (n + 1) / 2 over a sample's segments."""
     return np.add.reduceat(segments.values * (segments.values + 1) // 2, segments.offsets[:-1])
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What the model costs, computed from its sizes (`unit` is "FLOP") or measured ("s").
+    """This is the cost of a sample, computed from the model's sizes (`unit` is "FLOP") or measured ("s").
 
     per_pair: `unit` for each attending pair of tokens; per_token: `unit` for each token.
     """
@@ -252,17 +253,19 @@ class Cost:
     unit: str = COMPUTED
 
     def of(self, segments: Segments) -> np.ndarray:
-        """float64 [samples], in `unit`."""
+        """Return the cost float64 [samples], in `unit`."""
         tokens = np.add.reduceat(segments.values, segments.offsets[:-1])
         return self.per_pair * causal_pairs(segments) + self.per_token * tokens
 
     def of_dataset(self, index: GPTIndex) -> np.ndarray:
-        """float64 [items], in `unit`, for a dataset in its own order. Memory: 16 bytes per sample and one chunk."""
+        """Return the cost float64 [items], in `unit`, for a dataset in its own order. This needs 16 bytes of memory per
+        sample and one chunk.
+        """
         return _of_items(index, self.of, np.float64)
 
 
 def check_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Refuse a recipe whose documents see each other.
+    """Refuse a recipe whose documents attend to each other.
 
     Args:
         config: `train_dataset.data_loader.config`. model: `model.model_config`.
@@ -291,7 +294,7 @@ def check_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
 
 
 def documents_of_items(index: GPTIndex) -> np.ndarray:
-    """int32 [items]: documents (or parts of one) in each sample, in the dataset's order.
+    """Return int32 [items]: the number of documents (or parts of one) in each sample, in the dataset's order.
 
     Memory: 8 bytes per sample and one chunk of the index.
     """
@@ -301,8 +304,8 @@ def documents_of_items(index: GPTIndex) -> np.ndarray:
 def check_fits(documents: np.ndarray, eod_pad_length: int, batch: int) -> None:
     """Refuse a compressed mask that is too short for a sample that will be trained.
 
-    With `eod_pad_length` + 1 documents MindFormers 1.9.0 drops the end of the last one in silence (attention runs over
-    an unfinished mask); from + 2 on it raises in the step that meets the sample.
+    With `eod_pad_length` + 1 documents MindFormers 1.9.0 silently drops the end of the last document (attention runs
+    over an unfinished mask); from + 2 on it raises in the step that meets the sample.
 
     Args:
         documents: [samples], of each sample in the order of training. batch: samples of a step.

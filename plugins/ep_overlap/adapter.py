@@ -1,4 +1,6 @@
-"""`plugins.ep_overlap` of a recipe: the tokens of a micro-batch go through the experts in chunks."""
+"""This module enables `plugins.ep_overlap` of a recipe: the tokens of a micro-batch go through the experts in
+chunks.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from plugins.hierarchical_ep import adapter
 
 
 def enable(config, settings) -> None:
-    """Cut the work of `plugins.hierarchical_ep` into chunks; that plugin is enabled before.
+    """Cut the work of `plugins.hierarchical_ep` into chunks; that plugin must be enabled first.
 
     Raises:
         RecipeError: settings that cannot be, or no plugin to cut the work of.

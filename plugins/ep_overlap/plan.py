@@ -1,10 +1,11 @@
-"""Into how many chunks to cut a micro-batch, and in which order to issue their steps. Report section 4.4.
+"""This module chooses into how many chunks to cut a micro-batch, and in which order to issue their steps. The module
+implements section 4.4 of the report.
 
-One MoE layer is a chain of steps: dispatch between nodes, dispatch inside the node, the experts, and the same way
-back. Cut into chunks, one chunk's AllGather between nodes, another's All-to-All inside a node and a third's experts
-run at once. More chunks hide more and cost more: launches, latencies of messages and the reading of expert weights do
-not shrink with the chunk, and small matmuls are slower. `choose` weighs the two by simulation; how long a step of a
-chunk takes is the caller's knowledge.
+One MoE layer is a chain of steps: dispatch between nodes, dispatch inside the node, the experts, and the same way back.
+With chunks, one chunk's AllGather between nodes, another's All-to-All inside a node and a third's experts run at once.
+More chunks hide more communication and cost more time: launches, latencies of messages and the reading of expert
+weights do not shrink with the chunk, and small matmuls are slower. `choose` finds the best number by simulation; the
+caller provides the duration of each step of a chunk.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _chunks(written: Any) -> Chunks | str:
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """How a micro-batch is cut."""
+    """This says how a micro-batch is cut."""
 
     KEY = KEY
     RIGHT = "write `chunks:` under it, auto or [parts of the batch, parts of the sequence]"
@@ -59,7 +60,9 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of a chunk's chain: its name, its stream, and the seconds of a chunk by the share of tokens it holds."""
+    """This is one step of a chunk's chain: its name, its stream, and the seconds of a chunk as a function of its share
+    of the tokens.
+    """
 
     name: str
     stream: str
@@ -71,20 +74,20 @@ Chain = tuple[Stage, ...]
 
 @dataclass(frozen=True)
 class Passes(Generic[T]):
-    """Something of each pass: forward, backward, and a backward that replays forward first."""
+    """This holds a value for each pass: forward, backward, and a backward that replays forward first."""
 
     forward: T
     backward: T
     replayed: T
 
     def map(self, function: Callable[[T], U]) -> Passes[U]:
-        """Return the function of each."""
+        """Return the function's result for each pass."""
         return Passes(function(self.forward), function(self.backward), function(self.replayed))
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One MoE layer on one micro-batch, as the busiest rank sees it.
+    """This is one MoE layer on one micro-batch, as the busiest rank sees it.
 
     Args:
         forward, backward: what a chunk goes through, each step after the one before: dispatch, the experts, combine,
@@ -103,7 +106,7 @@ class Layer:
 
     @cached_property
     def passes(self) -> Passes[tuple[Sequence[Chain], float]]:
-        """Return the chains of each pass and its seconds of the shared expert.
+        """Return the chains of each pass and the seconds of the shared expert in it.
 
         A chain is issued for all chunks before the next: backward replays the whole layer before it takes gradients.
         """
@@ -115,7 +118,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for a layer, and what it is expected to bring. Seconds of one layer and micro-batch.
+    """This is the choice for a layer, with its expected times. Times are seconds of one layer and micro-batch.
 
     Args:
         chunks: (b, s) parts of batch and sequence.
@@ -134,17 +137,19 @@ class Choice:
 
     @property
     def waited_before(self) -> Passes[float]:
-        """Return the seconds in which nothing is computed, uncut."""
+        """Return the seconds without chunks in which nothing is computed."""
         return _waited(self.before)
 
     @property
     def waited_after(self) -> Passes[float]:
-        """Return the same in chunks."""
+        """Return the seconds with chunks in which nothing is computed."""
         return _waited(self.after)
 
     @property
     def cutting(self) -> Passes[float]:
-        """Seconds that computation takes longer in chunks: smaller matmuls, more launches, weights read again."""
+        """Return the additional seconds of computation in chunks: smaller matmuls, more launches, weights read
+        again.
+        """
         busy, uncut = self.after.map(lambda timeline: timeline.busy("compute")), self.compute
         return Passes(busy.forward - uncut.forward, busy.backward - uncut.backward, busy.replayed - uncut.replayed)
 
@@ -154,7 +159,7 @@ def _waited(timelines: Passes[Timeline]) -> Passes[float]:
 
 
 def chunk_slices(batch: int, sequence: int, chunks: Chunks) -> list[np.ndarray]:
-    """Token indices of each chunk of a batch-major token list.
+    """Return the token indices of each chunk of a batch-major token list.
 
     Args:
         batch, sequence: the list holds batch * sequence tokens, token (i, j) at i * sequence + j.
@@ -219,7 +224,8 @@ def issue_order(chunks: int, steps: Sequence[str] = FORWARD_STEPS, stride: int =
 
 
 def layer_ops(chains: Sequence[Chain], shares: Sequence[float], stride: int, shared: float = 0.0) -> list[Op]:
-    """Return one pass of a layer in chunks, in order of issue; the shared expert first, it depends on nothing.
+    """Return one pass of a layer in chunks, in order of issue; the shared expert comes first, because it depends on
+    nothing.
 
     Args:
         chains: the steps of a chunk (`Layer.passes`).
@@ -238,14 +244,15 @@ def layer_ops(chains: Sequence[Chain], shares: Sequence[float], stride: int, sha
 
 
 def uncut_ops(chains: Sequence[Chain], shared: float = 0.0, shared_beside: bool = False) -> list[Op]:
-    """Return one pass without chunks; the shared expert last, after everything, unless it runs beside."""
+    """Return one pass without chunks; the shared expert comes last, unless it runs beside the routed experts."""
     if shared_beside or not shared:
         return layer_ops(chains, (1.0,), 1, shared)
     return [*layer_ops(chains, (1.0,), 1), Op("shared", WHOLE, "compute", shared, ((0, chains[-1][-1].name),))]
 
 
 def choose(layer: Layer, batch: int, sequence: int, cuts: Sequence[Chunks] = (), stride: int | None = None) -> Choice:
-    """The cut and order with the shortest layer: forward, and the backward that replays it if the layer says how.
+    """Return the cut and order with the shortest layer: forward plus backward, which replays forward if the layer says
+    so.
 
     Args:
         batch, sequence: samples and tokens of a sequence that a rank holds of a micro-batch.
@@ -275,7 +282,7 @@ def choose(layer: Layer, batch: int, sequence: int, cuts: Sequence[Chunks] = (),
 
 
 def cut_layer(layer: Layer, chunks: Chunks, stride: int, shares: Sequence[float]) -> Choice:
-    """Return one cut of one layer in one order, which all passes share."""
+    """Return the times of one cut of one layer in one order, which all passes share."""
     passes = layer.passes
     each = (passes.forward, passes.backward, passes.replayed)
     compute, communication = [], []
@@ -301,13 +308,13 @@ def _timeline(layer: Layer, one: tuple[Sequence[Chain], float], shares: Sequence
 
 
 def read(settings: Any) -> tuple[Any, int]:
-    """Return (chunks, stride) of `plugins.ep_overlap`, see `Settings`; it raises what `Settings.read` does."""
+    """Return (chunks, stride) of `plugins.ep_overlap`, see `Settings`; this raises what `Settings.read` raises."""
     ours = Settings.read(settings)
     return ours.chunks, ours.stride
 
 
 def slices(batch: int, chunks: tuple[int, int], config: Any) -> list[np.ndarray]:
-    """Token indices of each chunk among a rank's tokens.
+    """Return the token indices of each chunk among a rank's tokens.
 
     Args:
         batch: samples of a micro-batch and data-parallel rank; chunks: (b, s).

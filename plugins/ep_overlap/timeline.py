@@ -1,4 +1,5 @@
-"""What runs when: a device's in-order streams. Standard library only. Report figure 5.
+"""This module computes what runs when on a device's in-order streams. The module needs only the standard library. The
+streams are those of figure 5 of the report.
 
 A device has three streams: `compute`, and one for each class of links, `inter` (between nodes, RoCE) and `intra`
 (inside a node, HCCS). A stream runs what was issued to it strictly in the order of issue. An operator starts when it is
@@ -17,7 +18,7 @@ Key = tuple[int, str]  # chunk and name
 
 @dataclass(frozen=True)
 class Op:
-    """One operator: what it is called, which chunk it works on, where it runs, for how long, and after which others."""
+    """This is one operator: its name, its chunk, its streams, its duration, and the operators after which it runs."""
 
     name: str
     chunk: int
@@ -27,18 +28,18 @@ class Op:
 
     @property
     def key(self) -> Key:
-        """Return its name in `after`; unique in a timeline."""
+        """Return the operator's name for `after`, which is unique in a timeline."""
         return self.chunk, self.name
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Return the streams it occupies."""
+        """Return the streams that the operator occupies."""
         return ("inter", "intra") if self.stream == "both" else (self.stream,)
 
 
 @dataclass(frozen=True)
 class Span:
-    """An operator in time, seconds from the start of the timeline."""
+    """This is an operator in time, in seconds from the start of the timeline."""
 
     op: Op
     start: float
@@ -47,7 +48,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans in order of issue."""
+    """This holds spans in order of issue."""
 
     spans: tuple[Span, ...]
 
@@ -57,16 +58,16 @@ class Timeline:
         return max((span.end for span in self.spans), default=0.0)
 
     def busy(self, stream: str) -> float:
-        """Return the seconds in which `stream` runs something."""
+        """Return the seconds in which `stream` runs an operator."""
         return sum(span.op.seconds for span in self.on(stream))
 
     def on(self, stream: str) -> list[Span]:
-        """Return what runs on `stream`, in order."""
+        """Return the spans on `stream`, in order."""
         return [span for span in self.spans if stream in span.op.streams]
 
 
 def simulate(ops: Sequence[Op]) -> Timeline:
-    """When each of `ops`, given in order of issue, starts and ends.
+    """Return when each of `ops`, given in order of issue, starts and ends.
 
     An operator starts when the one before it on each of its streams and all that it depends on have ended. In the order
     of issue each can be placed at once, but for those that wait for something issued later: they are tried again.

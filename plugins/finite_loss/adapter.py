@@ -1,11 +1,12 @@
-"""Ends a run whose loss, gradients or saved weights are not finite (see `plan`), before such a step is saved.
+"""This module ends a run whose loss, gradients or saved weights are not finite (see `plan`), before such a step is
+saved.
 
-MindFormers sorts callbacks it does not know behind its CheckpointMonitor, which would have saved the step by then. So
-this looks where MFLossMonitor, the first of all, has read the loss and its parts, which that reading clears.
+MindFormers sorts unknown callbacks after its CheckpointMonitor, which would already have saved the step. So this module
+reads the loss and its parts in MFLossMonitor, the first callback, whose reading clears them.
 
-Every rank decides for itself, and no step costs a collective. In data parallel the numbers are reduced already, so
-that all ranks stop at one step. In a pipeline only the last stage knows the loss; the global norm is everybody's. A
-rank that stops alone ends the run as any worker does that fails.
+Every rank decides for itself, and no step needs a collective for this. With data parallelism the values are already
+reduced, so all ranks stop at the same step. In a pipeline only the last stage knows the loss, and all ranks know the
+global norm. If a single rank stops, it ends the run as any failed worker does.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ relies_on(callback._get_loss_output, "loss, overflow, scaling_sens, *res = outpu
 
 
 def enable(config, settings) -> None:
-    """Put the watch into the monitors of `config` (a MindFormerConfig): those that are registered now.
+    """Add the watch to the monitors of `config` (a MindFormerConfig) that are registered now.
 
     Args:
         settings: see `plan.Settings`.
@@ -56,7 +57,7 @@ def undefined_of(config) -> tuple[str, ...]:
 
 
 def put_in(config, watch: Watch, end: Callable[[Any, int, str], None]) -> None:
-    """Let `watch` judge the steps of `config`, and keep what it finds wrong out of checkpoints.
+    """Let `watch` judge the steps of `config`, and keep steps that it refuses out of checkpoints.
 
     Args:
         end: raises what ends the run; called with the monitor that saves (or None), the step, and what was wrong.
@@ -80,7 +81,9 @@ def _watching(monitor: Any, watch, end):
 
         def print_output_info(self, cb_params, cur_epoch_num, origin_epochs, throughput, cur_step_num, steps_per_epoch,
                               *more):  # fmt: skip
-            """Note what is known here alone: the number of the step, and the parts of the loss (the last four)."""
+            """Store what only this callback knows: the number of the step, and the parts of the loss (the last
+            four).
+            """
             self.parts, self.logged = more[-4:], more[0]
             self.done_before = (cur_epoch_num - 1) * steps_per_epoch + cur_step_num - cb_params.cur_step_num
             super().print_output_info(
@@ -101,7 +104,7 @@ def _watching(monitor: Any, watch, end):
                 _stop(params, step, wrong, end)
 
         def on_train_end(self, run_context):
-            """A run whose last step is not finite has not ended well, however many are allowed."""
+            """End with a failure if the run's last step is not finite, however many such steps are allowed."""
             if watch.run:
                 _stop(run_context.original_args(), watch.run[-1][0], watch.verdict, end)
             super().on_train_end(run_context)
@@ -118,12 +121,12 @@ def _stop(params, step, wrong, end):
 
 
 def end(saver, step, wrong):
-    """Say what was `wrong`, and what to go on from."""
+    """Print what was `wrong`, and from which checkpoint to go on."""
     raise StoppedError(f"{wrong}; {way_on(saver)}")
 
 
 def way_on(saver):
-    """What to do, in words."""
+    """Return in words what to do."""
     change = "with a lower learning rate or other data: as it was, it would come to the same"
     newest = newest_of_rank(Path(saver.directory), get_real_rank()) if saver and not saver.use_legacy_format else None
     if newest is None:
@@ -140,7 +143,7 @@ def _withholding(watch, end):
                 super()._save_megatron_ckpt_file_format(cb_params)
 
         def write_seal(self, folder, expected):
-            """Refuse instead, for good, where the update of this step has spoilt the weights."""
+            """Seal the checkpoint as refused for good if the update of this step has spoilt the weights."""
             for name in expected:
                 wrong = not_finite(folder / name) if name.endswith(".safetensors") else None
                 if wrong:

@@ -1,7 +1,8 @@
-"""When a run whose numbers are no longer finite must end. Pure Python and NumPy.
+"""This module decides when a run whose values are no longer finite must end. The module uses only Python and NumPy.
 
-A step counts when a part of its loss, its loss or its global norm is NaN or infinite. One case is none: gradients that
-overflow under a loss scale that can still fall. The optimizer skips such a step, the scale falls, and training goes on.
+A step counts as not finite if a part of its loss, its loss or its global norm is NaN or infinite. One case does not
+count: gradients that overflow under a loss scale that can still fall. The optimizer skips such a step, the scale falls,
+and training goes on.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _CHUNK = 1 << 22  # numbers looked at together
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """When a run ends."""
+    """This says when a run ends."""
 
     KEY = KEY
     RIGHT = f"write `stop_after: 1` under it, or {KEY}: False to train on whatever the loss is"
@@ -48,7 +49,7 @@ class Settings(Section):
 
 
 def undefined_parts(stages: int, micro_steps: int, aux_loss_scale: float) -> tuple[str, ...]:
-    """Return the parts of the loss that MindFormers computes as 0/0, though training is sound.
+    """Return the parts of the loss that MindFormers computes as 0/0 although the training is correct.
 
     `MFPipelineWithLossScaleCell` (`wrapper/wrapper.py`) divides the auxiliary loss by `aux_loss_scale`, also by 0; the
     wrapper of other runs looks whether that is above 0. It is taken for a pipeline and for gradient accumulation.
@@ -62,12 +63,12 @@ def undefined_parts(stages: int, micro_steps: int, aux_loss_scale: float) -> tup
 
 @dataclass
 class Watch:
-    """Counts steps that are not finite.
+    """This counts steps that are not finite.
 
     Attributes:
         stop_after: so many in a row end the run; scale_falls: whether a loss-scale manager lowers the scale when
             gradients overflow; run: (step, what was wrong) of the steps in a row that were not finite, the last ones;
-        scale_before: the loss scale of the step before; undefined: parts of the loss that nobody is to judge;
+        scale_before: the loss scale of the step before; undefined: parts of the loss that are not judged;
         logged: the step's loss as the log has it, None where it is not logged.
     """
 
@@ -81,7 +82,7 @@ class Watch:
     def see(
         self, step: int, losses: Mapping[str, float | None], norm: float | None, overflow: bool, scale: float
     ) -> str | None:
-        """Take in a step; what ends the run, in words, if it must end now.
+        """Count a step; return in words why the run must end now, or None.
 
         Args:
             step: its number, from 1 on; losses: by name, see `METRICS`, None where not known; norm: of all gradients,
@@ -126,7 +127,7 @@ def _words(value: float | None) -> str:
 def not_finite(file: Path) -> str | None:
     """Return the name of the first tensor in a safetensors file that holds a NaN or an infinity; None if none does.
 
-    Read from the file, in pieces: what is on disk is what a resume gets, in whatever type it was written.
+    The file is read in pieces, because a resume gets the values on disk, in the type in which they were written.
     """
     with file.open("rb") as data:
         size = int.from_bytes(data.read(8), "little")

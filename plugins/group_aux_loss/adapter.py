@@ -1,4 +1,5 @@
-"""`plugins.group_aux_loss` of a recipe: balance the tokens of an EP group together (Pangu Ultra MoE).
+"""This module enables `plugins.group_aux_loss` of a recipe: the auxiliary loss balances the tokens of an EP group
+together (Pangu Ultra MoE).
 
 With p the mean of the router's normalised scores over tokens, f the share of choices that falls on an expert, and E
 experts, the loss of a layer is coefficient x E x sum(p f). It is linear in p, and f has no gradient: so it is enough
@@ -36,7 +37,7 @@ for _line in (
 
 
 class GroupMean(nn.Cell):
-    """The mean over all workers, of a tensor without gradient; in the place of `reduce_mean_sp`."""
+    """This computes the mean over all workers of a tensor without gradient; it replaces `reduce_mean_sp`."""
 
     def __init__(self, workers):
         super().__init__(auto_prefix=False)
@@ -44,7 +45,7 @@ class GroupMean(nn.Cell):
         self.sum = ops.AllReduce().recompute(False)
 
     def construct(self, f, axis):
-        """f: [1, 1, E], this rank's shares; axis: of one entry, not used."""
+        """f is [1, 1, E], this rank's shares; axis, which has one entry, is not used."""
         return ops.stop_gradient(self.sum(f) / self.workers)
 
 
@@ -73,14 +74,18 @@ def enable(config, settings) -> None:
 
 
 def over_workers(router, mean=None) -> None:
-    """On CPU, data parallel: the tokens of this worker together, and f by `mean` (a cell as `GroupMean`), if any."""
+    """Compute the loss on CPU, data parallel, over all tokens of this worker, and f by `mean` (a cell as `GroupMean`),
+    if given.
+    """
     router.dp = 1
     if mean is not None:
         router.reduce_mean_sp = mean
 
 
 def over_ranks(router, ranks) -> None:
-    """In a sharded graph: f over the `ranks` ranks of an EP group, which lie side by side (MoeLayoutManager)."""
+    """Compute the loss in a sharded graph, with f over the `ranks` ranks of an EP group, which are consecutive
+    (MoeLayoutManager).
+    """
     groups = router.dp // ranks
     router.original_tp = ranks
     router.ones_sp = Tensor(np.ones((1, ranks, 1), np.float32), mstype.float32)

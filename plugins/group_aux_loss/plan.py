@@ -1,4 +1,4 @@
-"""Reading `plugins.group_aux_loss`, and where there is no such loss. Pure."""
+"""This module reads `plugins.group_aux_loss`, and refuses recipes that cannot have this loss. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_KIND = "sub_seq_aux_loss"  # MindFormers', where a recipe names none
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """The loss has nothing to set: the section is `True`."""
+    """The loss has no settings: the section is `True`."""
 
     KEY = KEY
     RIGHT = "write True, or False to leave the loss to MindFormers"
@@ -28,7 +28,7 @@ class Settings(Section):
 
 
 def check(kind: Any, coefficient: float | None, expert_parallel: int, tensor_parallel: int) -> None:
-    """Refuse what the loss cannot be taken over.
+    """Refuse recipes for which the loss cannot be computed.
 
     Args:
         kind: `moe_router_load_balancing_type`; coefficient: `moe_aux_loss_coeff`; expert_parallel: ranks of an EP

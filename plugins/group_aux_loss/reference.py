@@ -1,4 +1,4 @@
-"""The loss and its gradient in NumPy, from the tokens of all ranks of a group at once."""
+"""This module computes the loss and its gradient in NumPy, from the tokens of all ranks of a group together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import numpy as np
 
 
 def loss(scores: np.ndarray, chosen: np.ndarray, coefficient: float) -> float:
-    """Of one process that holds all tokens: coefficient x E x sum over experts of (share of choices x mean score).
+    """Return the loss of one process that holds all tokens: coefficient x E x sum over experts of (share of choices x
+    mean score).
 
     Args:
         scores: [N, E], the router's normalised scores; chosen: int [N, k], the experts of each token.
@@ -15,11 +16,11 @@ def loss(scores: np.ndarray, chosen: np.ndarray, coefficient: float) -> float:
 
 
 def gradient(scores: np.ndarray, chosen: np.ndarray, coefficient: float) -> np.ndarray:
-    """Of `loss` by the scores, [N, E]; which experts are chosen does not change with a small step."""
+    """Return the gradient of `loss` by the scores, [N, E]; a small step does not change which experts are chosen."""
     tokens, experts = scores.shape
     return np.broadcast_to(coefficient * experts * shares(chosen, experts) / tokens, scores.shape).copy()
 
 
 def shares(chosen: np.ndarray, experts: int) -> np.ndarray:
-    """[E], the part of all choices that falls on each expert."""
+    """Return [E], the share of all choices that falls on each expert."""
     return np.bincount(chosen.reshape(-1), minlength=experts) / chosen.size

@@ -1,4 +1,5 @@
-"""Hands `plugins.grouped_gradient` over to MindSpore: a compiler pass of ours, by its hook for them.
+"""This module passes `plugins.grouped_gradient` to MindSpore: a compiler pass of this repository, registered by
+MindSpore's hook for custom passes.
 
 `mindspore.graph.register_custom_pass` (experimental in 2.9.0) runs the pass of `csrc/` on each graph that is compiled
 later, between the pipeline scheduler and the validator. `tc3 dryrun` compiles with it, too, and shows what it did.
@@ -20,7 +21,8 @@ WITHOUT = f"until then write {plan.KEY}: False"
 
 
 def enable(config, settings) -> None:
-    """Have graphs that are compiled later add their grouped weights' gradients in place; nothing on a CPU.
+    """Make graphs that are compiled later add the gradients of their grouped weights in place; on a CPU this does
+    nothing.
 
     Raises:
         RecipeError: see `plan.check`.
@@ -31,7 +33,7 @@ def enable(config, settings) -> None:
 
 
 def add_pass() -> None:
-    """Compile the pass if need be, and register it for this process; a pass that cannot do its work ends a compile.
+    """Compile the pass if needed, and register it for this process; a pass that cannot do its work ends a compile.
 
     Raises:
         ClusterError: it cannot be compiled, or MindSpore does not take it.

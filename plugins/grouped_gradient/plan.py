@@ -1,4 +1,5 @@
-"""`plugins.grouped_gradient` of a recipe: where one operator can add the experts' weight gradients in place. Pure.
+"""This module says for `plugins.grouped_gradient` of a recipe where one operator can add the experts' weight gradients
+in place. Pure.
 
 A micro-batch's gradient of grouped weights is GroupedMatmul, [experts, k, n] in bfloat16. MindFormers' weights have two
 dimensions, so a Reshape follows, and MindSpore's pipeline adds the result to a float32 sum by AssignAdd. MindSpore has
@@ -23,7 +24,7 @@ NOT_BY_KERNEL = "O2"  # the jit level that hands the whole graph to CANN
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """There is nothing to set."""
+    """The plugin has no settings."""
 
     KEY = KEY
     RIGHT = f"write {KEY}: {{}}, or False"

@@ -1,4 +1,6 @@
-"""The sum over micro-batches of a gradient of grouped weights, in NumPy: an oracle for tests."""
+"""This module computes the sum over micro-batches of a gradient of grouped weights in NumPy, as a reference for
+tests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`plugins.hierarchical_ep` of a recipe: MindFormers' routed experts with this plugin's dispatch."""
+"""This module enables `plugins.hierarchical_ep` of a recipe: MindFormers' routed experts with this plugin's
+dispatch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _current: list[reader.Part] = []
 
 
 def enable(config, settings) -> None:
-    """Make the model's routed experts dispatch as `settings` say; call before the model is built.
+    """Make the model's routed experts dispatch as `settings` say; call this before the model is built.
 
     The groups of this rank are created here, early and in one order on every rank.
 
@@ -48,7 +50,7 @@ def enable(config, settings) -> None:
 
 
 def current() -> reader.Part:
-    """Return the settings that models built from now on take; `enable` comes first."""
+    """Return the settings that models built from now on use; call `enable` first."""
     return _current[0]
 
 

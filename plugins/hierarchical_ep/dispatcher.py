@@ -1,4 +1,4 @@
-"""Tokens to experts and back in three ways (report section 4.3), written once for Ascend and CPU.
+"""This module sends tokens to experts and back in three ways (report section 4.3), written once for Ascend and CPU.
 
 A dispatch has two legs. The first crosses nodes, between the ranks of one inter-node group:
 
@@ -17,11 +17,11 @@ What differs between devices is behind two objects of a backend (`ascend.py`, on
 many rows as could ever arrive, those in use first, zeros behind; only rows in use travel. Expert ids travel as
 id + 1, so that a row of zeros has no expert.
 
-Ranks that start two collectives in different orders hang. `Depend` orders the forward pass only: its gradient knows
-nothing of the order. So every collective takes and returns a scalar, the turn (`InTurn`): it goes from collective to
-collective, each waits for it and hands it on when done. In the backward pass the turn's gradient walks the same way
-back, and the gradients wait for it. Only who waits for whom matters: the turn's value and its gradient's are never
-read.
+Ranks that start two collectives in different orders hang. `Depend` orders only the forward pass: its gradient does not
+keep the order. So every collective takes and returns a scalar, the turn (`InTurn`): it goes from collective to
+collective; each waits for it and passes it on when done. In the backward pass the turn's gradient goes the same way
+back, and the gradients wait for it. Only these dependencies matter: the values of the turn and of its gradient are
+never read.
 
 Where shapes follow the data, an All-to-All that brings a rank no row would return a scalar without meaning
 (MindSpore's documentation of `AlltoAllV`), and reshaping that stops the run. So with `rows.spare` each rank always
@@ -84,7 +84,7 @@ class _Pass(nn.Cell):
 
 
 class InTurn(nn.Cell):
-    """A collective that waits for its turn, forward and backward."""
+    """This is a collective that waits for its turn, forward and backward."""
 
     def __init__(self, collective):
         super().__init__(auto_prefix=False)
@@ -92,12 +92,12 @@ class InTurn(nn.Cell):
         self.enter, self.leave = _Enter(), _Leave()
 
     def construct(self, rows, turn, *rest):
-        """What the collective makes of (rows, *rest), and the turn for the next."""
+        """Return the collective's result for (rows, *rest), and the turn for the next collective."""
         return self.leave(self.collective(self.enter(rows, turn), *rest), turn)
 
 
 class InTurnOnce(nn.Cell):
-    """A collective without gradient: it waits for its turn in the forward pass, and the backward pass has none."""
+    """This is a collective without gradient: it waits for its turn in the forward pass, and has no backward pass."""
 
     def __init__(self, collective):
         super().__init__(auto_prefix=False)
@@ -105,34 +105,34 @@ class InTurnOnce(nn.Cell):
         self.through = _Pass()
 
     def construct(self, rows, turn, *rest):
-        """What the collective makes of (rows, *rest), and the turn for the next."""
+        """Return the collective's result for (rows, *rest), and the turn for the next collective."""
         waiting = ops.stop_gradient(turn)
         out = ops.stop_gradient(self.collective(ops.depend(ops.stop_gradient(rows), waiting), *rest))
         return out, self.through(turn, ops.depend(waiting, out))
 
 
 def first_turn(rows):
-    """The turn of whoever comes first: a scalar that the compiler cannot fold away."""
+    """Return the first turn: a scalar that the compiler cannot fold away."""
     return ops.stop_gradient(ops.cast(ops.reshape(rows, (-1,))[0], mstype.float32))
 
 
 class Stay(nn.Cell):
-    """No first leg (global mode)."""
+    """This is the first leg of the global mode, which does nothing."""
 
     def __init__(self):
         super().__init__(auto_prefix=False)
 
     def construct(self, rows, meta, turn):
-        """rows: [N, h], meta: [N, 2k] -> the same, and nothing to remember."""
+        """Return rows [N, h] and meta [N, 2k] unchanged, with nothing to remember."""
         return rows, meta, (), turn
 
     def back(self, rows, route, turn):
-        """[N, h] -> [N, h]."""
+        """Return [N, h] unchanged."""
         return rows, turn
 
 
 class Gather(nn.Cell):
-    """First leg by AllGather, back by ReduceScatter (hierarchical mode)."""
+    """The first leg is an AllGather, and its way back a ReduceScatter (hierarchical mode)."""
 
     def __init__(self, group, net):
         super().__init__(auto_prefix=False)
@@ -141,18 +141,18 @@ class Gather(nn.Cell):
         self.scatter = InTurn(net.reduce_scatter(group))
 
     def construct(self, rows, meta, turn):
-        """rows: [N, h], meta: [N, 2k] -> [nodes * N, h], [nodes * N, 2k]."""
+        """Send rows [N, h] and meta [N, 2k]; return [nodes * N, h] and [nodes * N, 2k]."""
         meta, turn = self.gather_meta(meta, turn)
         rows, turn = self.gather(rows, turn)
         return rows, meta, (), turn
 
     def back(self, rows, route, turn):
-        """Partial sums [nodes * N, h] -> [N, h]."""
+        """Reduce partial sums [nodes * N, h] to [N, h]."""
         return self.scatter(rows, turn)
 
 
 class Select(nn.Cell):
-    """First leg by All-to-All of the rows that a node needs, each once (deduplicated mode)."""
+    """The first leg is an All-to-All of the rows that a node needs, each sent once (deduplicated mode)."""
 
     def __init__(self, topology: Topology, rank, hidden, top_k, net, rows):
         super().__init__(auto_prefix=False)
@@ -169,7 +169,9 @@ class Select(nn.Cell):
         self.rows = rows
 
     def construct(self, rows, meta, turn):
-        """rows: [N, h], meta: [N, 2k] -> those that arrive, [R, h] and [R, 2k], own node's rows among them."""
+        """Send rows [N, h] and meta [N, 2k]; return those that arrive, [R, h] and [R, 2k], with those of the own
+        node.
+        """
         tokens = rows.shape[0]
         ids = ops.cast(ops.stop_gradient(meta[:, : self.top_k]), ms.int32) - 1
         ids = ops.reshape(ids, (tokens, self.top_k, 1))
@@ -189,14 +191,14 @@ class Select(nn.Cell):
         return rows, meta, (source, send, receive, tokens), turn
 
     def back(self, rows, route, turn):
-        """Partial sums [R, h] -> [N, h]."""
+        """Reduce partial sums [R, h] to [N, h]."""
         source, send, receive, tokens = route
         returned, turn = self.return_rows(rows, turn, receive, send, self.nodes * tokens)
         return self.rows.add(returned, source, tokens), turn
 
 
 class Beside(nn.Cell):
-    """Two columns from two vectors; the first has no gradient.
+    """This makes two columns from two vectors; the first has no gradient.
 
     Its gradient is written out because MindSpore's recompute pass takes a slice or reshape behind the gradient of a CPU
     collective for the cell's first one, lets what is recomputed wait for it, and has built a cycle.
@@ -206,16 +208,16 @@ class Beside(nn.Cell):
         super().__init__(auto_prefix=False)
 
     def construct(self, first, second):
-        """[n], [n] -> [n, 2]."""
+        """Return [n, 2] for two vectors [n]."""
         return ops.concat((ops.reshape(first, (-1, 1)), ops.reshape(second, (-1, 1))), 1)
 
     def bprop(self, first, second, out, dout):
-        """Of the second alone."""
+        """Return the gradient of the second vector only."""
         return ops.zeros_like(first), dout[:, 1]
 
 
 class Exchange(nn.Cell):
-    """Second leg: pairs to the ranks of `group` that own their experts, and back.
+    """The second leg sends pairs to the ranks of `group` that own their experts, and back.
 
     Args:
         group: ranks, in the order of their experts.
@@ -247,7 +249,9 @@ class Exchange(nn.Cell):
         self.rows = rows
 
     def construct(self, rows, meta, turn):
-        """rows: [M, h], meta: [M, 2k] -> copies [R, h] sorted by local expert, cumulative counts [E_local], route."""
+        """Return for rows [M, h] and meta [M, 2k] the copies [R, h] sorted by local expert, the cumulative counts
+        [E_local], and the route.
+        """
         count, top_k = rows.shape[0], self.top_k
         ids = ops.reshape(ops.cast(ops.stop_gradient(meta[:, :top_k]), ms.int32), (-1,)) - 1 - self.first
         weights = ops.reshape(meta[:, top_k:], (-1,))
@@ -278,7 +282,7 @@ class Exchange(nn.Cell):
         return self.rows.take(copies, by_expert), ends, (source, inverse, weights, send, receive, count), turn
 
     def back(self, copies, route, turn):
-        """[R, h] sorted by expert -> weighted sums of each row's pairs [M, h]."""
+        """Return for [R, h], sorted by expert, the weighted sums of each row's pairs [M, h]."""
         source, inverse, weights, send, receive, count = route
         copies = ops.cast(ops.cast(copies, ms.float32) * weights, copies.dtype)
         # the index is cut, not the rows, for the same reason
@@ -288,7 +292,7 @@ class Exchange(nn.Cell):
 
 
 class Dispatcher(nn.Cell):
-    """Both legs of one mode.
+    """This runs both legs of one mode.
 
     Args:
         mode: "global", "hierarchical" or "deduplicated".
@@ -312,29 +316,29 @@ class Dispatcher(nn.Cell):
         self.second = Exchange(group, rank, experts, hidden, top_k, net, rows, pad)
 
     def to_nodes(self, rows, meta, turn):
-        """First leg: [N, h], [N, 2k] -> rows [M, h], meta [M, 2k], route, turn."""
+        """Run the first leg of [N, h] and [N, 2k]; return rows [M, h], meta [M, 2k], route and turn."""
         return self.first(rows, meta, turn)
 
     def to_experts(self, rows, meta, turn):
-        """Second leg: -> copies sorted by expert [R, h], cumulative counts [E_local], route, turn."""
+        """Run the second leg; return copies sorted by expert [R, h], cumulative counts [E_local], route and turn."""
         return self.second(rows, meta, turn)
 
     def from_experts(self, copies, route, turn):
-        """Second leg back: [R, h] -> [M, h], turn."""
+        """Run the second leg back: [R, h] -> [M, h], turn."""
         return self.second.back(copies, route, turn)
 
     def from_nodes(self, rows, route, turn):
-        """First leg back: [M, h] -> [N, h], turn."""
+        """Run the first leg back: [M, h] -> [N, h], turn."""
         return self.first.back(rows, route, turn)
 
 
 def pack(probs, ids):
-    """probs [N, k] and ids int [N, k] as one float32 [N, 2k]: ids + 1, then probabilities."""
+    """Pack probs [N, k] and ids int [N, k] into one float32 [N, 2k]: ids + 1, then probabilities."""
     return ops.concat((ops.cast(ops.stop_gradient(ids), ms.float32) + 1, ops.cast(probs, ms.float32)), 1)
 
 
 class RoutedLayer(nn.Cell):
-    """The chunks of a rank's tokens, each with a dispatcher of its own, their steps issued as `order` says.
+    """This holds the chunks of a rank's tokens, each with its own dispatcher, whose steps are issued as `order` says.
 
     The router has chosen experts for all tokens before, and its auxiliary loss is taken over all of them: cutting
     changes neither. Collectives of one link class wait for each other in the order of issue, so that every rank
@@ -362,7 +366,7 @@ class RoutedLayer(nn.Cell):
         self.join = ops.Concat(0).add_prim_attr("parallel_branch", 1)
 
     def construct(self, tokens, probs, ids, w1, w2):
-        """tokens: [N, h], probs and ids: [N, k], weights of this rank's experts -> [N, h]."""
+        """Return [N, h] for tokens [N, h], probs and ids [N, k], and the weights of this rank's experts."""
         meta = pack(probs, ids)
         start = first_turn(tokens)
         turns = (start, start)
@@ -390,7 +394,7 @@ class RoutedLayer(nn.Cell):
         return self.rows.take(self.join(tuple([chunk[0] for chunk in chunks])), self.whole)
 
     def start(self, tokens, meta):
-        """For each chunk: rows, metadata (later counts), what the first leg and what the second leg remember."""
+        """These are, for each chunk, rows, metadata (later counts), and what the first and the second leg remember."""
         if self.count == 1:
             return ((tokens, meta, (), ()),)
         return tuple([
@@ -399,6 +403,6 @@ class RoutedLayer(nn.Cell):
 
 
 def cut(slices):
-    """Token indices of the chunks -> (pieces, whole) as `RoutedLayer` takes them."""
+    """Return (pieces, whole), as `RoutedLayer` takes them, for the token indices of the chunks."""
     whole = np.argsort(np.concatenate(slices))
     return tuple(Tensor(piece, mstype.int32) for piece in slices), Tensor(whole, mstype.int32)

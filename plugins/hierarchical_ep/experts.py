@@ -1,4 +1,4 @@
-"""MindFormers' routed experts with this plugin's dispatch (hook: `MoESubmodules.experts`)."""
+"""This module gives MindFormers' routed experts this plugin's dispatch (hook: `MoESubmodules.experts`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plugins.hierarchical_ep.settings import Part, check_room
 
 
 class RoutedExperts(FFNGroupedGEMM):
-    """`FFNGroupedGEMM` whose Morph runs `RoutedLayer`.
+    """This is an `FFNGroupedGEMM` whose Morph runs `RoutedLayer`.
 
     Args:
         config: TransformerConfig.
@@ -44,7 +44,7 @@ class RoutedExperts(FFNGroupedGEMM):
         self.layer = RoutedLayer(dispatchers, pieces, whole, order, self.experts_forward, rows, streams)
 
     def forward_func(self, tokens, probs, routing_map, w1, w2, num_tokens_per_expert=None):
-        """The body of the Morph: one rank's tokens.
+        """This is the body of the Morph: it computes one rank's tokens.
 
         Args:
             tokens: [1, N, h]; probs: [1, N, k]; routing_map: int [1, N, k], the chosen experts.
@@ -57,8 +57,9 @@ class RoutedExperts(FFNGroupedGEMM):
         return self.routed(tokens, probs, routing_map, w1, w2)
 
     def routed(self, tokens, probs, routing_map, w1, w2):
-        """As `forward_func`; subclasses call it by name: MindSpore's parser takes `super()` by the class of the object,
-        so that a method which calls its parent's could not be inherited."""
+        """This is `forward_func`, which subclasses call by this name: MindSpore's parser takes `super()` by the class
+        of the object, so a method that calls its parent's could not be inherited.
+        """
         hidden, top_k = tokens.shape[2], probs.shape[2]
         w1 = ops.reshape(w1, (-1, hidden, 2 * self.moe_ffn_hidden_size))
         w2 = ops.reshape(w2, (-1, self.moe_ffn_hidden_size, hidden))

@@ -1,4 +1,5 @@
-"""The exact sends and receives of each rank for one MoE layer, in three dispatch modes. NumPy only. Report 4.3.
+"""This module plans the exact sends and receives of each rank for one MoE layer, in three dispatch modes. NumPy only.
+Report 4.3.
 
 All modes are the same two moves and differ in the first:
 
@@ -44,7 +45,7 @@ MODES = ("global", "hierarchical", "deduplicated")
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """How tokens reach their experts."""
+    """A mode says how tokens reach their experts."""
 
     KEY = "plugins.hierarchical_ep"
     RIGHT = f"write `mode:` under it, one of auto, {', '.join(MODES)}"
@@ -58,7 +59,7 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective step.
+    """This is one collective step.
 
     Attributes:
         step: "dispatch.inter", "dispatch.intra", "combine.intra", "combine.inter"; global mode "dispatch", "combine".
@@ -80,7 +81,9 @@ class Transfer:
         return next(group for group in self.groups if rank in group)
 
     def adjoint(self) -> Transfer:
-        """The transfer of the gradients: every row goes back where it came from; copies of one row are summed."""
+        """Return the transfer of the gradients: every row goes back where it came from, and copies of one row are
+        summed.
+        """
         kinds = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_to_all_v": "all_to_all_v"}
         return replace(self, kind=kinds[self.kind], rows=self.rows.T)
 
@@ -90,13 +93,13 @@ class Transfer:
 
 
 def row_transfer(mode: str, topology: Topology, rows: np.ndarray) -> Transfer:
-    """Step 1 of the hierarchical and deduplicated modes, with `rows` [ep, ep]."""
+    """Return step 1 of the hierarchical and deduplicated modes, with `rows` [ep, ep]."""
     kind = "all_gather" if mode == "hierarchical" else "all_to_all_v"
     return Transfer("dispatch.inter", kind, topology.inter_groups, rows, "token")
 
 
 def copy_transfer(mode: str, topology: Topology, rows: np.ndarray) -> Transfer:
-    """Step 2 (the only one of global mode), with `rows` [ep, ep]."""
+    """Return step 2 (the only step of the global mode), with `rows` [ep, ep]."""
     if mode == "global":
         return Transfer("dispatch", "all_to_all_v", (topology.ep_group,), rows, "copy")
     return Transfer("dispatch.intra", "all_to_all_v", topology.intra_groups, rows, "copy")
@@ -125,18 +128,20 @@ def move(step: Transfer, buffers: list[np.ndarray]) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes of one step, pair by pair. inter, intra: [ep, ep] bytes from rank s to rank d; zero on the diagonal."""
+    """These are the bytes of one step, pair by pair: inter and intra are [ep, ep] bytes from rank s to rank d, with
+    zero on the diagonal.
+    """
 
     name: str
     inter: np.ndarray
     intra: np.ndarray
 
     def sent(self, link: str) -> np.ndarray:
-        """[ep] bytes that each rank sends over `link` ("inter" or "intra")."""
+        """Return [ep], the bytes that each rank sends over `link` ("inter" or "intra")."""
         return getattr(self, link).sum(1)
 
     def received(self, link: str) -> np.ndarray:
-        """[ep] bytes that each rank receives over `link`."""
+        """Return [ep], the bytes that each rank receives over `link`."""
         return getattr(self, link).sum(0)
 
     def busiest(self, link: str) -> float:
@@ -145,7 +150,8 @@ class StepBytes:
 
 
 def row_bytes(transfer: Transfer, top_k: int, hidden: int, itemsize: int) -> int:
-    """Bytes of one row of a step with its metadata: a token's k ids and probabilities, a copy's id and probability.
+    """Return the bytes of one row of a step with its metadata: a token's k ids and probabilities, or a copy's id and
+    probability.
 
     They travel in one buffer, and so do their gradients, with zeros for the ids.
     """
@@ -158,7 +164,7 @@ def row_bytes(transfer: Transfer, top_k: int, hidden: int, itemsize: int) -> int
 def step_bytes(
     topology: Topology, transfer: Transfer, top_k: int, hidden: int, itemsize: int, gradient: bool = False
 ) -> StepBytes:
-    """Return the bytes of a forward step from rank s to rank d (`gradient`: only those that also travel back)."""
+    """Return the bytes of a forward step from rank s to rank d (with `gradient`, only those that also travel back)."""
     moved = transfer.rows * row_bytes(transfer, top_k, hidden, itemsize)
     if not gradient:
         moved = moved + _count_bytes(topology, transfer)
@@ -180,7 +186,8 @@ def _count_bytes(topology: Topology, transfer: Transfer) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The indices of one rank. N own tokens, S rows sent, G rows held, C copies sent, M copies computed here.
+    """These are the indices of one rank. The rank has N own tokens, sends S rows, holds G rows, sends C copies, and
+    computes M copies.
 
     Attributes:
         send_token: [S] own token of each row, in the order the rows enter the inter-node step (by destination node in
@@ -206,13 +213,13 @@ class RankPlan:
 
     @property
     def ends(self) -> np.ndarray:
-        """[local experts] cumulative counts: the group list of a grouped matmul."""
+        """Return [local experts], the cumulative counts: the group list of a grouped matmul."""
         return np.cumsum(self.counts)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What each rank does for one layer and one micro-batch.
+    """This is what each rank does for one layer and one micro-batch.
 
     Attributes:
         dispatch: the steps forward, in order; `combine` undoes them from last to first.
@@ -229,25 +236,25 @@ class Plan:
 
     @property
     def combine(self) -> tuple[Transfer, ...]:
-        """Return the steps back, in order."""
+        """Return the combine steps, in order."""
         return tuple(step.returning() for step in reversed(self.dispatch))
 
     @property
     def forward(self) -> tuple[Transfer, ...]:
-        """Dispatch and combine."""
+        """Return the dispatch and combine steps."""
         return self.dispatch + self.combine
 
     @property
     def backward(self) -> tuple[Transfer, ...]:
-        """Return the gradients' way: the adjoint of each forward step, from last to first."""
+        """Return the steps of the gradients: the adjoint of each forward step, from last to first."""
         return tuple(step.adjoint() for step in reversed(self.forward))
 
     def send_counts(self, step: Transfer, rank: int) -> np.ndarray:
-        """[group] rows that `rank` hands to each member of its group (its own entry stays)."""
+        """Return [group], the rows that `rank` sends to each member of its group (its own entry stays)."""
         return step.rows[rank, list(step.group_of(rank))]
 
     def recv_counts(self, step: Transfer, rank: int) -> np.ndarray:
-        """[group] rows that `rank` gets from each member of its group."""
+        """Return [group], the rows that `rank` receives from each member of its group."""
         return step.rows[list(step.group_of(rank)), rank]
 
 
@@ -343,7 +350,7 @@ def _arrivals(topology, group, copies, rank) -> tuple[np.ndarray, np.ndarray]:
 
 
 def execute(plan: Plan, tokens: list[np.ndarray], probs: list[np.ndarray], expert_fn: ExpertFn) -> list[np.ndarray]:
-    """Run the plan on simulated ranks, moving nothing but the planned rows.
+    """Run the plan on simulated ranks, moving only the planned rows.
 
     Args:
         plan: of these tokens' routing.
@@ -368,7 +375,8 @@ def execute_backward(
     expert_vjp: Callable[[int, np.ndarray, np.ndarray, np.ndarray], np.ndarray],
     d_out: list[np.ndarray],
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Gradients of `execute` with respect to tokens and probs: each planned step's adjoint, from last to first.
+    """Return the gradients of `execute` with respect to tokens and probs, by each planned step's adjoint, from last to
+    first.
 
     Args:
         plan, tokens, probs, expert_fn: as in `execute`, whose forward is recomputed.

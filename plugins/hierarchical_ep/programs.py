@@ -1,8 +1,8 @@
-"""A static check, before launch, that the collectives of a set of ranks cannot hang. Pure Python.
+"""This module checks statically, before launch, that the collectives of a set of ranks cannot hang. Pure Python.
 
 A collective waits for every member of its group. It hangs when the members do not make the same calls on the group in
 the same order, when their split lists disagree, or when two groups that share ranks are called in orders that wait for
-each other. All of this can be read off the ranks' programs without running them.
+each other. All of this can be found from the ranks' programs without running them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plugins.hierarchical_ep.topology import Topology
 
 @dataclass(frozen=True)
 class Call:
-    """One collective call of one rank.
+    """This is one collective call of one rank.
 
     Attributes:
         op: "all_gather", "all_to_all", "all_to_all_v", "reduce_scatter", "create_group".
@@ -92,7 +92,9 @@ def _call(step: Transfer, rank: int, tag: str) -> Call:
 
 
 def creation_orders(topology: Topology) -> list[list[tuple[int, ...]]]:
-    """The groups that each rank creates, in the one order that all ranks share: EP group, inter-node, intra-node."""
+    """Return the groups that each rank creates, in the one order that all ranks share: EP group, inter-node,
+    intra-node.
+    """
     groups = dict.fromkeys((topology.ep_group, *topology.inter_groups, *topology.intra_groups))
     return [[group for group in groups if rank in group and len(group) > 1] for rank in range(topology.ep)]
 
@@ -113,7 +115,8 @@ def check_groups(orders: Sequence[Sequence[tuple[int, ...]]]) -> None:
 
 
 def check_programs(programs: Sequence[Program]) -> None:
-    """Check that ranks 0 .. len(programs) - 1, each blocking in every call until its group has come, all finish.
+    """Check that the ranks 0 .. len(programs) - 1 all finish, if each blocks in every call until all of the call's
+    group have come.
 
     Raises ClusterError naming the first rank and call that cannot be, and what differs: a rank outside the group it
     calls; members that order or fill a group differently; an n-th call on a group that is another operation, or has

@@ -1,4 +1,6 @@
-"""The obvious MoE layer: every expert on the tokens that chose it, one expert at a time. NumPy, any float type."""
+"""This module computes the obvious MoE layer: every expert on the tokens that chose it, one expert at a time. The
+computation is in NumPy, with any float type.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +8,20 @@ import numpy as np
 
 
 def swiglu(gate_up: np.ndarray) -> np.ndarray:
-    """silu(gate) * up of [..., 2H], gate first -> [..., H]."""
+    """Return silu(gate) * up for [..., 2H], gate first, as [..., H]."""
     gate, up = np.split(gate_up, 2, -1)
     return gate / (1 + np.exp(-gate)) * up
 
 
 def swiglu_backward(gate_up: np.ndarray, d_out: np.ndarray) -> np.ndarray:
-    """Gradient of `swiglu`: d_out [..., H] -> [..., 2H]."""
+    """Return the gradient of `swiglu`: d_out [..., H] -> [..., 2H]."""
     gate, up = np.split(gate_up, 2, -1)
     sigmoid = 1 / (1 + np.exp(-gate))
     return np.concatenate([d_out * up * sigmoid * (1 + gate * (1 - sigmoid)), d_out * gate * sigmoid], -1)
 
 
 def expert(rows: np.ndarray, w1: np.ndarray, w2: np.ndarray) -> np.ndarray:
-    """One SwiGLU expert: rows [M, h], w1 [h, 2H] (gate, then up), w2 [H, h] -> [M, h]."""
+    """Compute one SwiGLU expert: rows [M, h], w1 [h, 2H] (gate, then up), w2 [H, h] -> [M, h]."""
     return swiglu(rows @ w1) @ w2
 
 
@@ -33,7 +35,7 @@ def expert_backward(
 
 
 def moe(tokens: np.ndarray, probs: np.ndarray, ids: np.ndarray, w1: np.ndarray, w2: np.ndarray) -> np.ndarray:
-    """out[n] = sum over j of probs[n, j] * expert_{ids[n, j]}(tokens[n]).
+    """Return out[n] = sum over j of probs[n, j] * expert_{ids[n, j]}(tokens[n]).
 
     Args:
         tokens: [N, h]; probs, ids: [N, k]; w1: [E, h, 2H]; w2: [E, H, h].

@@ -1,4 +1,5 @@
-"""`plugins.hierarchical_ep` of a recipe: what the experts of a rank are built with, and the room there must be. Pure.
+"""This module reads `plugins.hierarchical_ep` of a recipe: the values with which the experts of a rank are built, and
+the largest sort. Pure.
 
 `Part` is topology, mode and chunks. `largest_sorts` says how many rows can meet at one rank, and `check_room`
 refuses more than its device can sort.
@@ -22,7 +23,7 @@ DEFAULT_DISPATCHER = "alltoall"  # which leaves its place to this plugin
 
 
 def uncut(batch: int, config: Any) -> list[np.ndarray]:
-    """A rank's token indices in one piece; arguments as in `plugins.ep_overlap.plan.slices`."""
+    """Return a rank's token indices in one piece; arguments are as in `plugins.ep_overlap.plan.slices`."""
     return [np.arange(batch * config.seq_length // (config.tensor_model_parallel_size * config.context_parallel_size))]
 
 
@@ -36,7 +37,7 @@ def _no_order(chunks: int):
 
 @dataclass
 class Part:
-    """One rank's part in expert parallelism.
+    """This is one rank's part in expert parallelism.
 
     Attributes:
         mode: one of `plan.MODES`; topology: of its EP group; rank: its index there; ranks: the group's global ranks;
@@ -53,7 +54,7 @@ class Part:
 
 
 def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: int, rank: int) -> Part:
-    """`plugins.hierarchical_ep` of a recipe for the global rank `rank`.
+    """Return `plugins.hierarchical_ep` of a recipe for the global rank `rank`.
 
     Raises:
         RecipeError: an unknown key or mode, or EP groups that do not fit the nodes.
@@ -70,7 +71,7 @@ def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: in
 
 
 def largest_sorts(mode: str, topology: Topology, tokens: int, top_k: int, spare: int = 0) -> list[tuple[int, int]]:
-    """(kinds, count) of each sort of `dispatcher.py` at its largest: `count` keys of `kinds` values.
+    """Return (kinds, count) for each sort of `dispatcher.py` at its largest: `count` keys of `kinds` values.
 
     Args:
         mode: one of `plan.MODES`.
@@ -89,7 +90,7 @@ def largest_sorts(mode: str, topology: Topology, tokens: int, top_k: int, spare:
 
 
 def check_room(mode: str, topology: Topology, tokens: int, top_k: int, rows: Any) -> None:
-    """Refuse more rows than the device sorts without mistakes, were all tokens of the EP group to meet at one rank.
+    """Refuse more rows than the device sorts correctly, in case all tokens of the EP group go to one rank.
 
     Args:
         mode, topology, tokens, top_k: as in `largest_sorts`.

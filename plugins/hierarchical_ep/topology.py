@@ -1,4 +1,5 @@
-"""Decide who owns which expert, and which ranks share a machine, inside one expert-parallel (EP) group. NumPy only.
+"""This module decides which rank owns which expert, and which ranks share a machine, inside one expert-parallel (EP)
+group. NumPy only.
 
 Ranks of an EP group are 0 .. ep - 1, node-major, as MindFormers lays them out: rank = node * devices_per_node + local.
 MindFormers calls the number of nodes `oep` (outer expert parallel) and the ranks of a node `iep` (inner).
@@ -17,7 +18,7 @@ DEVICES_PER_NODE = 8  # where a recipe has no `npu_nums_per_device`, as in MindF
 
 @dataclass(frozen=True)
 class Topology:
-    """One EP group.
+    """This is one EP group.
 
     Attributes:
         nodes: machines that the group spans (oep).
@@ -43,7 +44,7 @@ class Topology:
 
     @property
     def expert_bounds(self) -> np.ndarray:
-        """[ep + 1] rank r owns experts bounds[r] .. bounds[r + 1] - 1.
+        """Return [ep + 1]: rank r owns experts bounds[r] .. bounds[r + 1] - 1.
 
         Blocks are contiguous. The first `experts % ep` ranks own one expert more; with fewer experts than ranks the
         last ranks own none.
@@ -54,16 +55,16 @@ class Topology:
 
     @property
     def experts_per_rank(self) -> np.ndarray:
-        """[ep] number of experts that each rank owns."""
+        """Return [ep], the number of experts that each rank owns."""
         return np.diff(self.expert_bounds)
 
     @property
     def experts_per_node(self) -> np.ndarray:
-        """[nodes] number of experts that each node owns."""
+        """Return [nodes], the number of experts that each node owns."""
         return self.experts_per_rank.reshape(self.nodes, -1).sum(1)
 
     def owner(self, experts: np.ndarray) -> np.ndarray:
-        """Return the rank that owns each expert id; same shape as `experts`."""
+        """Return the rank that owns each expert id, in the shape of `experts`."""
         return np.searchsorted(self.expert_bounds, experts, side="right") - 1
 
     def node_of(self, ranks: np.ndarray | int) -> np.ndarray:
@@ -99,13 +100,13 @@ class Topology:
         return tuple(self.intra_group(node * self.devices_per_node) for node in range(self.nodes))
 
     def experts_of_node(self, node: int) -> tuple[int, int]:
-        """(first, last): the node owns experts first .. last - 1."""
+        """Return (first, last): the node owns experts first .. last - 1."""
         bounds = self.expert_bounds
         return int(bounds[node * self.devices_per_node]), int(bounds[(node + 1) * self.devices_per_node])
 
     @property
     def same_node(self) -> np.ndarray:
-        """[ep, ep] True where two ranks share a machine."""
+        """Return [ep, ep]: True where two ranks share a machine."""
         node = self.node_of(np.arange(self.ep))
         return node[:, None] == node[None, :]
 

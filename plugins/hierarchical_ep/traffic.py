@@ -1,4 +1,5 @@
-"""Bytes of one MoE layer's dispatch and combine on each class of link: exact from a plan, or expected in closed form.
+"""This module counts the bytes of one MoE layer's dispatch and combine on each class of link: exact from a plan, or
+expected in closed form.
 
 `inter` links join machines (RoCE), `intra` links join the devices of one machine (HCCS). `transfer` says what is
 counted for a row.
@@ -30,7 +31,7 @@ LINKS = ("inter", "intra")
 
 @dataclass(frozen=True)
 class Step:
-    """One step as the busiest rank sees it.
+    """This is one step as the busiest rank sees it.
 
     Attributes:
         name: "dispatch.inter", "dispatch.intra", "combine.intra", "combine.inter"; global mode "dispatch", "combine".
@@ -52,7 +53,7 @@ class Step:
 
 
 def hit_probability(experts: int, experts_on_node: int, top_k: int) -> float:
-    """Probability that a token has an expert on a node: 1 - C(E - n, k) / C(E, k) (hypergeometric)."""
+    """Return the probability that a token has an expert on a node: 1 - C(E - n, k) / C(E, k) (hypergeometric)."""
     return 1 - comb(experts - experts_on_node, top_k) / comb(experts, top_k)
 
 
@@ -65,7 +66,7 @@ def expected_steps(
     itemsize: int,
     skew: float = 1.0,
 ) -> tuple[Step, ...]:
-    """Forward of one MoE layer on one micro-batch, expected under uniform routing without replacement.
+    """Return the forward steps of one MoE layer on one micro-batch, expected under uniform routing without replacement.
 
     With N `tokens` a rank, E experts, k `top_k`, E_d experts on rank d and n_d on its node, rank s hands to rank d
 
@@ -107,7 +108,7 @@ def expected_steps(
 
 
 def check_routing(topology: Topology, top_k: int, skew: float) -> None:
-    """Raise RecipeError where k distinct experts do not exist or the busiest rank has less than the mean."""
+    """Raise RecipeError if k distinct experts do not exist, or if the busiest rank has less than the mean."""
     if not 1 <= top_k <= topology.experts:
         raise RecipeError(
             f"hierarchical_ep: {top_k} experts per token (num_experts_per_tok) of {topology.experts} routed experts; "
@@ -149,7 +150,7 @@ def _expected_step(topology, transfer, busy, top_k, hidden, itemsize) -> Step:
 
 
 def planned_steps(plan: Plan, hidden: int, itemsize: int) -> tuple[Step, ...]:
-    """Return the forward steps of an exact plan; arguments as `expected_steps`."""
+    """Return the forward steps of an exact plan; arguments are as in `expected_steps`."""
     steps = []
     for transfer in plan.forward:
         parts = [step_bytes(plan.topology, transfer, plan.top_k, hidden, itemsize, g) for g in (False, True)]
@@ -158,7 +159,9 @@ def planned_steps(plan: Plan, hidden: int, itemsize: int) -> tuple[Step, ...]:
 
 
 def per_rank_bytes(plan: Plan, hidden: int, itemsize: int, direction: str = "forward") -> tuple[StepBytes, ...]:
-    """Exact bytes between all pairs of ranks, step by step as executed; direction: "forward" or "backward"."""
+    """Return the exact bytes between all pairs of ranks, step by step as executed; direction is "forward" or
+    "backward".
+    """
     forward = [
         step_bytes(plan.topology, step, plan.top_k, hidden, itemsize, gradient=direction == "backward")
         for step in plan.forward
@@ -169,7 +172,9 @@ def per_rank_bytes(plan: Plan, hidden: int, itemsize: int, direction: str = "for
 
 
 def backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """Return the adjoint of each forward step, in reverse order: the same bytes the other way, less counts."""
+    """Return the adjoint of each forward step, in reverse order: the same bytes in the other direction, without
+    counts.
+    """
     return tuple(
         replace(
             step,
@@ -205,7 +210,7 @@ def _step(topology: Topology, transfer: Transfer, whole: dict[str, float], gradi
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Inter-node bytes of the three modes against each other, forward (dispatch and combine) of one layer.
+    """This compares the inter-node bytes of the three modes, for the forward pass (dispatch and combine) of one layer.
 
     Attributes:
         metadata_ratio: m, how much larger an AllGathered row is than a copy, both ways: row with k ids and k
@@ -226,12 +231,12 @@ class BreakEven:
 
     @property
     def deduplicated_over_global(self) -> float:
-        """Return the bytes of deduplicated dispatch and combine over those of the global All-to-All."""
+        """Return the bytes of deduplicated dispatch and combine divided by those of the global All-to-All."""
         return self.hierarchical_over_global * self.deduplicated_over_hierarchical
 
 
 def break_even(topology: Topology, top_k: int, hidden: int, itemsize: int, skew: float = 1.0) -> BreakEven:
-    """When the AllGather of rows moves fewer inter-node bytes than the global All-to-All of copies.
+    """Return when the AllGather of rows moves fewer inter-node bytes than the global All-to-All of copies.
 
     With N tokens per rank, P nodes, D ranks per node, h b bytes per row, the busiest rank moves over inter-node links
 

@@ -1,14 +1,16 @@
-"""A weight template for TeleChat3-MoE, so that MindFormers loads Hugging Face's weights as it does those of Qwen3.
+"""This module is a weight template for TeleChat3-MoE, so that MindFormers loads Hugging Face's weights as it loads
+those of Qwen3.
 
 MindFormers 1.9.0 looks for `network.template`, a `WeightTemplate` of conversions by name, which it has for qwen3 and
-qwen3_moe (`checkpoint/converter/template.py`). Its decorator makes one of patterns that stand in the class; those
-cannot say what TeleChat3-MoE needs, so the template below is made of every parameter's own name. Why, and what it
-changes of its parent:
+qwen3_moe (`checkpoint/converter/template.py`). MindFormers' decorator makes a template from patterns in the class.
+Patterns cannot express TeleChat3-MoE, so the template below is made from every parameter's own name, and changes its
+parent for these reasons:
 
-* whatever has "experts" in its name is taken for routed experts, the shared one too, which no pattern then fits;
-* how far the optimizer shards is asked of layer 0, which has no experts here;
+* every tensor with "experts" in its name is taken for routed experts, including the shared expert, which then fits no
+  pattern;
+* the optimizer's sharding is read from layer 0, which has no experts here;
 * `model.layers.N` of the MTP layer is `mtp.layers.0`, whose number a pattern does not know;
-* a tensor that is missing or unknown is a line in a log: the parameter keeps its random start.
+* a missing or unknown tensor is only a line in a log, and the parameter keeps its random initial value.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ for _line in (
 
 
 class Halves(ConcatConvertOp):
-    """Gate over up, where MindFormers' own operator lets their rows alternate."""
+    """Concatenate gate and up by rows; MindFormers' own operator would alternate their rows."""
 
     def _hf_to_mf(self, weights: list) -> list:
         return [np.concatenate([np.asarray(weight) for weight in weights])]
 
 
 class TeleChat3MoeTemplate(WeightTemplate):
-    """Conversions of one model's parameters, by their full names."""
+    """These are the conversions of one model's parameters, by their full names."""
 
     def __init__(self, config: Any):
         """config: MindFormers' TransformerConfig."""
@@ -61,7 +63,7 @@ class TeleChat3MoeTemplate(WeightTemplate):
         self.set_model_config(config)
 
     def get_mf_name(self, hf_name: str) -> list[str]:
-        """Return the parameter that a tensor goes into; raises CheckpointError for one that is of no parameter."""
+        """Return the parameter that a tensor goes into; raise CheckpointError if it belongs to no parameter."""
         if hf_name in copies(self.model):
             return [""]  # of no parameter of its own: MindFormers goes on without it
         if hf_name not in self.parameters:
@@ -69,11 +71,11 @@ class TeleChat3MoeTemplate(WeightTemplate):
         return [self.parameters[hf_name]]
 
     def check_weights_for_experts(self, weight_name: str) -> bool:
-        """Return whether it is one of the routed experts, under either name."""
+        """Return whether a tensor is one of the routed experts, under either name."""
         return ".mlp.experts." in weight_name
 
     def check_weights_for_qkv(self, weight_name: str) -> bool:
-        """Latent attention has no merged projection."""
+        """Return that latent attention has no merged projection."""
         return False
 
     def get_num_moe_experts(self, dst_name: str, src_names_num: int) -> int:
@@ -83,7 +85,7 @@ class TeleChat3MoeTemplate(WeightTemplate):
     def preprocess_hf_weights(
         self, src_name: str, parameter: Any, experts_weights: dict, qkv_weights: dict, num_moe_experts: int
     ) -> tuple[str | None, Any]:
-        """All experts of a kind, one over the other, under their common name; (None, None) until the last one comes."""
+        """Stack all experts of a kind, under their common name; return (None, None) until the last expert comes."""
         words = src_name.split(".")
         number = words.index("experts") + 1
         index, words[number] = int(words[number]), "stack"
@@ -96,7 +98,9 @@ class TeleChat3MoeTemplate(WeightTemplate):
         return stack, np.concatenate([waiting[each].asnumpy() for each in range(num_moe_experts)])
 
     def get_mf_state_dict(self, hf_state_dict: dict) -> dict:
-        """The parameters of this rank; raises CheckpointError where one is missing, or cut as it cannot be made."""
+        """Return the parameters of this rank; raise CheckpointError if one is missing, or is cut in a way that cannot
+        be assembled.
+        """
         wanted = [name for name in self.network_tensor_info if name in self.mf_name_to_converter]
         missing = [name for name in wanted if not hf_state_dict.keys() >= set(self.mf_name_to_converter[name].hf_names)]
         if missing:  # looked at here: MindFormers' own words of it end in a TypeError
@@ -113,7 +117,7 @@ class TeleChat3MoeTemplate(WeightTemplate):
 
 
 def enable(config: Any) -> None:
-    """Give the model that is built later the template; `checkpoint.load_path` is a Hugging Face folder.
+    """Give the template to the model that is built later; `checkpoint.load_path` is a Hugging Face folder.
 
     Raises:
         RecipeError: another model, or an optimizer state that is not there.

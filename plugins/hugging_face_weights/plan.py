@@ -1,7 +1,8 @@
-"""Find which Hugging Face tensors make up which parameter of TeleChat3. Names only, without MindFormers.
+"""This module finds which Hugging Face tensors make up which parameter of TeleChat3. The module works with names only,
+without MindFormers.
 
-MTP is named as in DeepSeek-V3's checkpoints: one more layer, beside the `copies` of embedding and head there.
-`tools/weights/hugging_face_names.py` adds shapes, and what is done to arrays.
+MTP is named as in DeepSeek-V3's checkpoints: it is one more layer, and these checkpoints also hold the `copies` of
+embedding and head. `tools/weights/hugging_face_names.py` adds shapes, and the conversion of arrays.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _LATENT_QUERY = (
 
 @dataclass(frozen=True)
 class Row:
-    """A parameter: its name, the tensors that it is made of, and how.
+    """This is a parameter: its name, the tensors from which it is made, and how.
 
     how: `same`; `gate_up` (rows that alternate, or halves, as the model has it); `qkv` (of each group its queries, its
         key, its value); `experts` (each turned, one over the other; of two kinds side by side), whose `parts` name
@@ -42,7 +43,7 @@ class Row:
 
     @property
     def stacks(self) -> tuple[str, ...]:
-        """`parts` with experts as one: a name for each kind."""
+        """Return `parts` with all experts of a kind under one name."""
         if self.how != "experts":
             return self.parts
         return tuple(dict.fromkeys(".".join(_without_number(part)) for part in self.parts))
@@ -56,7 +57,7 @@ def _without_number(part: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Model:
-    """What names depend on. layers: without MTP. dense: how many layers, from the first, have no experts.
+    """Names depend on these values: layers (without MTP) and dense (the number of first layers that have no experts).
 
     latent_query: whether latent attention has it; grouped: grouped-query attention in its place.
     """
@@ -86,7 +87,9 @@ def rows(model: Model) -> list[Row]:
 
 
 def copies(model: Model) -> dict[str, str]:
-    """Return what DeepSeek's MTP layers repeat -> the tensor that it repeats; MindFormers has one of each."""
+    """Return each tensor that DeepSeek's MTP layers repeat -> the tensor that it repeats; MindFormers has only one of
+    each.
+    """
     ends = (("embed_tokens.weight", EMBEDDING), ("shared_head.head.weight", HEAD))
     layers = range(model.layers, model.layers + model.mtp_layers)
     return {f"model.layers.{layer}.{end}": original for layer in layers for end, original in ends}
@@ -125,7 +128,7 @@ def _dense(ours: str, theirs: str) -> list[Row]:
 
 
 def is_hugging_face(folder: Any) -> bool:
-    """Return whether MindFormers takes a `checkpoint.load_path` for Hugging Face's (its `is_hf_checkpoint`)."""
+    """Return whether MindFormers takes a `checkpoint.load_path` for a Hugging Face folder (its `is_hf_checkpoint`)."""
     if not isinstance(folder, str) or not folder or not Path(folder).is_dir():
         return False
     return (Path(folder) / "model.safetensors").exists() or any(Path(folder).glob("*model.safetensors.index.json"))

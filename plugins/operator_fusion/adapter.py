@@ -1,8 +1,8 @@
-"""Hands `plugins.operator_fusion` over to MindSpore.
+"""This module passes `plugins.operator_fusion` to MindSpore.
 
-MindFormers passes no flags of graph kernels on, and MindSpore 2.9.0 takes them from the environment only: so the hook
-is a variable, which must be there before MindSpore compiles. `tc3 train`, `tc3 agent` and `--script` export it;
-`before_mindspore` also serves who starts msrun by hand.
+MindFormers passes no flags to graph kernels, and MindSpore 2.9.0 reads them only from the environment. So the plugin
+sets a variable, which must be set before MindSpore compiles. `tc3 train`, `tc3 agent` and `--script` export it;
+`before_mindspore` also sets it when a user starts msrun by hand.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from plugins.operator_fusion import plan
 
 
 def before_mindspore(recipe: Mapping[str, Any], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Put the flags of `recipe` into this worker's environment.
+    """Set the flags of `recipe` in this worker's environment.
 
     Raises:
         RecipeError, ClusterError: see `plan.environment`.
@@ -24,7 +24,7 @@ def before_mindspore(recipe: Mapping[str, Any], environ: MutableMapping[str, str
 
 
 def enable(config, settings) -> None:
-    """Refuse what cannot be read; `before_mindspore` has done the rest.
+    """Refuse invalid settings; `before_mindspore` has done the rest.
 
     Raises:
         RecipeError: see `plan.Fusion`.

@@ -1,12 +1,13 @@
-"""`plugins.operator_fusion` of a recipe as the flags of MindSpore's graph kernels. Pure (report section 4.5).
+"""This module turns `plugins.operator_fusion` of a recipe into the flags of MindSpore's graph kernels. The module is
+pure Python (report section 4.5).
 
-MindSpore 2.9.0 has graph kernels on where the target is Ascend and `jit_level` is O1, with `fusion_ops_level` 0
-(vector operators only), and reads any other wish from one environment variable when it compiles.
+MindSpore 2.9.0 enables graph kernels if the target is Ascend and `jit_level` is O1, with `fusion_ops_level` 0 (vector
+operators only), and reads all other settings from one environment variable when it compiles.
 
 The first part lists the operators that the graph kernels may fuse for DVM, by the level of `fusion_ops_level` that
-takes them in. It is from MindSpore's public sources: `clusterable_ops_with_level_dvm` of graph_kernel_cluster_cloud.cc
-and `expand_ops_with_level_dvm` of graph_kernel_expander_cloud.cc. The compiled lists of a wheel cannot be asked. Of
-the vector operators, 25 were seen in clusters of 2.9.0's passes (docs/fusion.md).
+takes them in. The list is taken from MindSpore's public sources: `clusterable_ops_with_level_dvm` of
+graph_kernel_cluster_cloud.cc and `expand_ops_with_level_dvm` of graph_kernel_expander_cloud.cc. The compiled lists of a
+wheel cannot be read. 25 of the vector operators were seen in clusters of 2.9.0's passes (docs/fusion.md).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _meant(name: str, known: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Fusion(Section):
-    """What is fused: up to `level`, but for the operators of `disable`."""
+    """These settings say what is fused: all that `level` fuses, except the operators of `disable`."""
 
     KEY = KEY
     RIGHT = f"write level: {', '.join(LEVELS)} under it, or {KEY}: False"
@@ -82,7 +83,7 @@ class Fusion(Section):
 
     @property
     def flags(self) -> str:
-        """Return the value of `VARIABLE`: all that the level means is written out, whatever the defaults are."""
+        """Return the value of `VARIABLE`; it writes out everything that the level means, whatever the defaults are."""
         if self.level == "off":
             return "--opt_level=0"
         flags = ["--opt_level=2", f"--fusion_ops_level={LEVELS.index(self.level) - 1}"]
@@ -93,7 +94,7 @@ class Fusion(Section):
 
 
 def chosen(recipe: Mapping[str, Any]) -> Fusion | None:
-    """Return what a recipe asks for; None where it leaves MindSpore its defaults.
+    """Return the settings of a recipe; None if it leaves MindSpore its defaults.
 
     Raises:
         RecipeError: see `Fusion.read`.
@@ -103,7 +104,7 @@ def chosen(recipe: Mapping[str, Any]) -> Fusion | None:
 
 
 def check(recipe: Mapping[str, Any]) -> Fusion | None:
-    """`chosen`, if the rest of the recipe goes with it.
+    """Return `chosen` if it fits the rest of the recipe.
 
     Raises:
         RecipeError: see `Fusion.read`; on Ascend another jit level, and MindSpore's own switches beside this one.
@@ -123,7 +124,7 @@ def check(recipe: Mapping[str, Any]) -> Fusion | None:
 
 
 def environment(recipe: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that the workers of `recipe` need; none where the plugin is off, or the target is no Ascend.
+    """Return the variable that the workers of `recipe` need; none if the plugin is off, or the target is not Ascend.
 
     Args:
         environ: where the recipe is launched.

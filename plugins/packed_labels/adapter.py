@@ -1,4 +1,4 @@
-"""Has MindFormers' PackingHandler pack as `plan` does."""
+"""This module makes MindFormers' PackingHandler pack as `plan` does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _shifted = False
 
 
 def enable(config, settings) -> None:
-    """Pack the conversations of `config` (a MindFormerConfig), those that are held out among them.
+    """Pack the conversations of `config` (a MindFormerConfig), including the held-out ones.
 
     Raises:
         RecipeError: a loader whose packing the plugin does not know.
@@ -27,14 +27,16 @@ def enable(config, settings) -> None:
 
 
 def pack_examples(dataset, config):
-    """Stand in for MindFormers' function of this name: a `datasets.Dataset` of packed samples."""
+    """Return a `datasets.Dataset` of packed samples; this replaces MindFormers' function of the same name."""
     from datasets import Dataset
 
     return Dataset.from_dict(pack(dataset, _shifted, config.seq_length, config.pad_token, config.ignore_token))
 
 
 def process_source(process_name, dataset, **kwargs):
-    """Stand in for HFDataLoader's: a method of `datasets.Dataset`, of which `take` says in words what is too much."""
+    """Replace HFDataLoader's function: apply a method of `datasets.Dataset`; an error says in words if `take` asks for
+    too many samples.
+    """
     if process_name == "take":
         enough(kwargs.get("n", 0), len(dataset))
     return getattr(dataset, process_name)(**kwargs)

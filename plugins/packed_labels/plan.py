@@ -1,8 +1,10 @@
-"""Conversations packed into samples of full length, each token's label the one that follows it. Pure Python.
+"""This module packs conversations into samples of full length, in which each token's label is the next token. Pure
+Python.
 
 MindFormers 1.9.0's PackingHandler moves labels by one place (`dataset/handler/packing_handler.py`), although
-AlpacaInstructDataHandler has done so before: the model is trained to say the token after the next. And what it puts
-behind the last label is the padding token, not the ignored one: each conversation ends in training token 0.
+AlpacaInstructDataHandler has already done so: the model is trained to predict the token after the next. PackingHandler
+also puts the padding token behind the last label instead of the ignored label, so at the end of each conversation the
+model is trained to predict token 0.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ SHIFTED = {"AlpacaInstructDataHandler": True, "CodeAlpacaInstructDataHandler": F
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """There is nothing to set."""
+    """The plugin has no settings."""
 
     KEY = KEY
     RIGHT = f"write {KEY}: {{}}, or False"
@@ -31,7 +33,8 @@ class Settings(Section):
 
 
 def read(settings: Any, loader: Mapping[str, Any]) -> bool:
-    """Whether labels arrive at the packing as those of the next token, by a recipe's `train_dataset.data_loader`.
+    """Return whether labels are already those of the next token before packing, by a recipe's
+    `train_dataset.data_loader`.
 
     Raises:
         RecipeError: a setting, or a loader whose packing this plugin does not know.
@@ -61,14 +64,16 @@ def read(settings: Any, loader: Mapping[str, Any]) -> bool:
 
 
 def next_token_labels(labels: Sequence[int], shifted: bool, ignore: int) -> list[int]:
-    """Labels of one conversation, [tokens], as those of the next token; the last has none unless text was cut off."""
+    """Return the labels of one conversation, [tokens], as those of the next token; the last token has none unless text
+    was cut off.
+    """
     return list(labels) if shifted else [*labels[1:], ignore]
 
 
 def pack(
     conversations: Iterable[Mapping[str, Sequence[int]]], shifted: bool, seq_length: int, pad: int, ignore: int
 ) -> dict[str, list[list[int]]]:
-    """Samples of whole conversations in the order in which they come, as the columns that HFDataLoader reads.
+    """Return samples of whole conversations in the order in which they come, as the columns that HFDataLoader reads.
 
     A conversation that is longer than a sample is left out, and one without a label: its answer was cut away.
 
@@ -106,10 +111,10 @@ def pack(
 
 
 def enough(wanted: int, made: int) -> None:
-    """Refuse to take more samples than there are.
+    """Refuse to take more samples than exist.
 
     Raises:
-        DataError: `wanted` are asked for, `made` are there.
+        DataError: `wanted` samples are requested, `made` samples exist.
     """
     if wanted > made:
         raise DataError(

@@ -1,4 +1,5 @@
-"""Megatron-Core's pipeline layout strings <-> MindFormers' `offset`, and the order of work in a pipeline stage.
+"""This module converts Megatron-Core's pipeline layout strings to MindFormers' `offset` and back, and gives the order
+of work in a 1F1B stage.
 
 A layout string names what each chunk of each stage holds: E embedding, t decoder layer, m MTP layer, L loss. `|` ends
 a chunk; chunk 0 of all stages comes first, then chunk 1 (vpp-major, as in MindFormers). `x*n` repeats a letter,
@@ -6,8 +7,8 @@ a chunk; chunk 0 of all stages comes first, then chunk 1 (vpp-major, as in MindF
 last.
 
 MindFormers' offset says how many decoder layers chunk v of stage p holds: num_layers // (stages * chunks) +
-offset[v][p]. Embedding and loss are where they are; MTP layers run where the last decoder layer does (MindFormers
-1.9.0, multi_token_prediction.py, `_build_layers`).
+offset[v][p]. Embedding and loss do not move; MTP layers run where the last decoder layer runs (MindFormers 1.9.0,
+multi_token_prediction.py, `_build_layers`).
 
 The order of work in a stage is 1F1B, that of PipeDream-flush (arXiv 2006.09503, figure 2, with a flush at the end of
 the step), as in Megatron-LM: here for 3 stages and 4 micro-batches, a column for each time, forwards as 0 1 2 3 and
@@ -36,7 +37,7 @@ Counts = list[list[int]]  # [chunks][stages]
 
 
 def by_turns(forward: np.ndarray, backward: np.ndarray, warm_up: int) -> np.ndarray:
-    """`warm_up` forwards, then one forward and one backward by turns, then the backwards that are left.
+    """Return `warm_up` forwards, then one forward and one backward by turns, then the remaining backwards.
 
     Args:
         forward, backward: [operations, columns] each in its own order, equally many.
@@ -49,7 +50,9 @@ def by_turns(forward: np.ndarray, backward: np.ndarray, warm_up: int) -> np.ndar
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> np.ndarray:
-    """What `stage` of `stages` runs: int64 [2 * micro_batches, 2] of `FORWARD` or `BACKWARD`, and micro-batch."""
+    """Return what `stage` of `stages` runs: int64 [2 * micro_batches, 2] of `FORWARD` or `BACKWARD`, and
+    micro-batch.
+    """
     numbers = np.arange(micro_batches)
     forward, backward = (np.stack([np.full(micro_batches, kind), numbers], axis=1) for kind in (FORWARD, BACKWARD))
     return by_turns(forward, backward, stages - 1 - stage)
@@ -88,7 +91,7 @@ def is_layout(value: object) -> bool:
 
 
 def counts_of(text: str, stages: int) -> tuple[Counts, int]:
-    """Decoder layers [chunks][stages] of a layout string, and the number of MTP layers.
+    """Return the decoder layers [chunks][stages] of a layout string, and the number of MTP layers.
 
     Raises:
         RecipeError: as `parse`; chunks that do not fill `stages`; or what MindFormers cannot express.
@@ -120,12 +123,14 @@ def _check_ends(text: str, chunks: list[str]) -> None:
 
 
 def text_count(chunks: list[str], letter: str) -> int:
-    """Return how often a letter stands in all chunks."""
+    """Return how often a letter occurs in all chunks."""
     return sum(chunk.count(letter) for chunk in chunks)
 
 
 def offset_of(counts: Counts) -> int | list[int] | Counts:
-    """MindFormers' `offset` of decoder layers [chunks][stages]; a row for one chunk a stage, 0 for one in all."""
+    """Return MindFormers' `offset` for decoder layers [chunks][stages]; one row for one chunk on each stage, 0 for one
+    chunk in all.
+    """
     size = len(counts) * len(counts[0])
     if size == 1:
         return 0
@@ -135,7 +140,7 @@ def offset_of(counts: Counts) -> int | list[int] | Counts:
 
 
 def counts_of_offset(offset: int | list[int] | Counts, layers: int, stages: int, chunks: int = 1) -> Counts:
-    """Decoder layers [chunks][stages] of an offset.
+    """Return the decoder layers [chunks][stages] of an offset.
 
     Raises:
         RecipeError: an offset of another shape, or one that does not place `layers` layers, or leaves a chunk empty.
@@ -155,7 +160,7 @@ def counts_of_offset(offset: int | list[int] | Counts, layers: int, stages: int,
 
 
 def layout_of(counts: Counts, mtp: int = 0) -> str:
-    """Return the shortest-looking layout string of decoder layers [chunks][stages]: repeated chunks as groups."""
+    """Return the shortest layout string of decoder layers [chunks][stages], with repeated chunks as groups."""
     flat = list(itertools.chain(*counts))
     last = max((index for index, count in enumerate(flat) if count), default=len(flat) - 1)
     chunks = []

@@ -1,4 +1,6 @@
-"""Slow and obvious: where each layer runs, by a layout string read letter by letter, and by MindFormers' own words."""
+"""This module finds where each layer runs in a slow and obvious way: by a layout string read letter by letter, and by
+MindFormers' own numbers.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def unroll(text: str) -> str:
 
 
 def places_of_layout(text: str, stages: int) -> list[tuple[int, int]]:
-    """(chunk, stage) of each decoder layer, in model order, as Megatron-Core numbers them."""
+    """Return (chunk, stage) of each decoder layer, in model order, as Megatron-Core numbers them."""
     found, index = [], 0
     for letter in unroll(text):
         if letter == "|":
@@ -34,7 +36,7 @@ def places_of_layout(text: str, stages: int) -> list[tuple[int, int]]:
 
 
 def places_of_offset(offset: list[list[int]], layers: int, stages: int, chunks: int) -> list[tuple[int, int]]:
-    """(chunk, stage) of each layer: MindFormers counts up stage by stage, then goes on with the next chunk."""
+    """Return (chunk, stage) of each layer: MindFormers counts up stage by stage, then goes on with the next chunk."""
     found = []
     for chunk in range(chunks):
         for stage in range(stages):

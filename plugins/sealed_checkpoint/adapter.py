@@ -1,10 +1,11 @@
-"""MindFormers' CheckpointMonitor, sealing what it saved (see `plan`), and resuming with another global batch.
+"""This module is MindFormers' CheckpointMonitor, which also seals the saved files (see `plan`) and can resume with
+another global batch.
 
-Imported for its registration. `load_scaled_step` is about the optimizer's count of steps, which the learning rate and
-Adam's bias correction follow. MindFormers 1.9.0 scales it as it scales the step of the data
-(`trainer/base_trainer.py`: "Scaled global step"), and hands it to `load_checkpoint`, which takes it only where the
-checkpoint lists none: a sharded graph's. One process, and data parallelism on CPU, list it, and would go on with the
-learning rate of another step.
+This module is imported for its registration. `load_scaled_step` corrects the optimizer's count of steps, on which the
+learning rate and Adam's bias correction depend. MindFormers 1.9.0 scales this count as it scales the step of the data
+(`trainer/base_trainer.py`: "Scaled global step"), and passes it to `load_checkpoint`, which uses it only if the
+checkpoint lists no count, as with a sharded graph. Checkpoints of one process, and of data parallelism on CPU, list the
+count, and would go on with the learning rate of another step.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from plugins.sealed_checkpoint.plan import (
 
 
 def load_scaled_step() -> None:
-    """Have MindFormers' trainer load the count that it has computed, wherever the checkpoint keeps it."""
+    """Make MindFormers' trainer load the step count that it has computed, wherever the checkpoint stores the count."""
     import mindspore as ms
     from mindformers.trainer import base_trainer
 
@@ -65,7 +66,7 @@ relies_on(CheckpointMonitor, "save_checkpoint_path=self.directory")  # an attemp
 
 
 class SealingCheckpointMonitor(CheckpointMonitor):
-    """Seals each new-format checkpoint once its files are written (with `async_save`, once the thread is done).
+    """This seals each new-format checkpoint when its files are written (with `async_save`, when the thread is done).
 
     Registered under MindFormers' own name, because the trainer hands out constructor arguments by that name.
     The legacy format is left unchanged: it cannot be resumed on one worker anyway.
@@ -109,7 +110,7 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         self._note(began, self.common_info.step_num)
 
     def on_train_step_begin(self, run_context):
-        """Seal a background save that has finished since."""
+        """Seal a background save that has finished meanwhile."""
         super().on_train_step_begin(run_context)
         if self._config.async_save and self.async_save_manager.is_finalized:
             self._seal_and_note()
@@ -136,7 +137,7 @@ class SealingCheckpointMonitor(CheckpointMonitor):
             note(self.run_dir, Span("save", int(step), began, time.time(), sealed=self.unsealed is None))
 
     def seal_alone(self):
-        """Seal this rank's part of a save in the background, for the run ends here; other ranks are not waited for."""
+        """Seal this rank's part of a background save, because the run ends here; this does not wait for other ranks."""
         if self.unsealed is not None:
             self.async_save_manager.check_async_save_alive(wait_finish=True)
             self._seal()
@@ -181,7 +182,7 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         write_seal(folder, get_real_rank(), get_real_group_size(), self.unsealed, expected, made=made)
 
     def refuse(self, folder, reason):
-        """Mark `folder` as one that nobody is to go on from."""
+        """Mark `folder` as a checkpoint from which no run may go on."""
         write_refusal(folder, get_real_rank(), reason)
 
 

@@ -1,16 +1,17 @@
-"""Seals: how a reader knows that a checkpoint folder is whole, and which attempt of a run made it. Pure Python.
+"""This module writes and reads seals, which say whether a checkpoint folder is complete, and which attempt of a run
+made it. Pure Python.
 
-MindFormers writes an iteration's files in place and names the newest iteration in a tracker file; a run killed
-in the middle of a save leaves a folder that looks like a checkpoint. Here every rank, after its files are on
-disk, writes `seal_rank_N.json` with their sizes and checksums. A checkpoint is complete when the seals of all
-ranks are there, all by one attempt, and every sealed file matches.
+MindFormers writes an iteration's files in place and names the newest iteration in a tracker file; a run killed in the
+middle of a save leaves a folder that looks like a checkpoint. Here every rank, after its files are on disk, writes
+`seal_rank_N.json` with their sizes and checksums. A checkpoint is complete when the seals of all ranks exist, all by
+one attempt, and every sealed file matches.
 
-A run that is started again after a failure saves the same steps again, while a rank of the attempt before may still
-be alive: on a host that was cut off, or in a write that its disk has held up for minutes. So each attempt saves into a
-folder of its own, `saving_ATTEMPT/iteration_N`, which no other one writes to; a save that all ranks have sealed is
-renamed to `iteration_N`. A late rank only spoils what its own attempt never finished. Attempts are told apart by
-`NUMBER-TOKEN`, which a launch gives to its workers in $TC3_ATTEMPT. Workers without it (msrun by hand, a script) save
-in place, and seals without it, of before attempts had names, are as good as ever.
+A run that is started again after a failure saves the same steps again, while a rank of the attempt before may still be
+alive: on a host that was cut off, or in a write that its disk has delayed for minutes. So each attempt saves into a
+folder of its own, `saving_ATTEMPT/iteration_N`, to which no other attempt writes; a save that all ranks have sealed is
+renamed to `iteration_N`. A late rank damages only the unfinished save of its own attempt. Attempts are identified by
+`NUMBER-TOKEN`, which a launch passes to its workers in $TC3_ATTEMPT. Workers without this variable (msrun by hand, a
+script) save in place, and seals from before attempts had names remain valid.
 """
 
 from __future__ import annotations
@@ -41,17 +42,21 @@ def iteration(folder: Path) -> int:
 
 
 def iterations(root: Path) -> list[Path]:
-    """Return the iterations under `root`, newest first, whole or not."""
+    """Return the iterations under `root`, newest first, complete or not."""
     return sorted(root.glob("iteration_*"), key=iteration, reverse=True)
 
 
 def unfinished(root: Path) -> list[Path]:
-    """Return the iterations that attempts have begun to save for `root` and not put in their place, newest first."""
+    """Return the iterations that attempts have begun to save for `root` and not yet moved to their place, newest
+    first.
+    """
     return sorted(root.glob(f"{SAVING}*/iteration_*"), key=iteration, reverse=True)
 
 
 def saving_folder(root: Path, attempt: str | None) -> Path:
-    """Where an attempt saves its iterations, until they are whole; `root` itself for workers of no named attempt."""
+    """Return the folder in which an attempt saves its iterations until they are complete; it is `root` itself for
+    workers without an attempt.
+    """
     return root / f"{SAVING}{attempt}" if attempt else root
 
 
@@ -67,7 +72,7 @@ def seal_file(folder: Path, rank: int) -> Path:
 
 
 def files_of_rank(folder: Path, rank: int, world_size: int) -> list[Path]:
-    """Return the files that rank `rank` answers for: its safetensors, and for rank 0 the shared json files.
+    """Return the files for which rank `rank` is responsible: its safetensors, and for rank 0 the shared json files.
 
     MindFormers' names end in `-<rank>-<world size>.safetensors`, seven digits each.
     """
@@ -77,7 +82,8 @@ def files_of_rank(folder: Path, rank: int, world_size: int) -> list[Path]:
 
 
 def expected_files(prefix: str, rank: int, world_size: int, optimizer: bool) -> list[str]:
-    """Return the names of all that rank `rank` writes in a whole save (MindFormers 1.9.0, `checkpoint/checkpoint.py`).
+    """Return the names of all files that rank `rank` writes in a complete save (MindFormers 1.9.0,
+    `checkpoint/checkpoint.py`).
 
     Weights, the optimizer's state where `optimizer` (not `checkpoint.no_save_optim`), and for rank 0 common.json and,
     with several ranks, metadata.json. `checkpoint.save_remove_redundancy` changes what is in the files, not their
@@ -97,7 +103,7 @@ def write_seal(
     known: Mapping[str, str] = MappingProxyType({}),
     made: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
-    """Seal what rank `rank` wrote into `folder`; atomic. Returns the seal's path.
+    """Seal atomically what rank `rank` wrote into `folder`. Return the seal's path.
 
     Args:
         folder: of one iteration.
@@ -132,7 +138,7 @@ def write_seal(
 
 
 def write_refusal(folder: Path, rank: int, reason: str) -> Path:
-    """Instead of a seal, why this checkpoint is not to be gone on from; atomic. Returns the file's path."""
+    """Write atomically, instead of a seal, why no run may go on from this checkpoint. Return the file's path."""
     return _write({"rank": rank, "refused": reason}, folder, rank)
 
 
@@ -142,7 +148,7 @@ def _write(seal: dict, folder: Path, rank: int) -> Path:
 
 
 def publish(saved: Path, root: Path) -> Path | None:
-    """Put a save that all ranks have sealed in its place among the checkpoints of `root`; returns the new path.
+    """Move a save that all ranks have sealed to its place among the checkpoints of `root`; return the new path.
 
     An iteration of that name makes room: it is of an attempt before. None where it is of a later one, or somebody else
     has published this one meanwhile. Who saves in place is done already.
@@ -168,7 +174,7 @@ def publish(saved: Path, root: Path) -> Path | None:
 
 
 def adopt(root: Path) -> list[Path]:
-    """Put the whole saves of attempts that ended before they could do so in their place; returns the new paths.
+    """Move complete saves of attempts that ended before they could do so to their place; return the new paths.
 
     For a launch, between attempts; several nodes may do so at once. What is whole already stays.
     """
@@ -183,7 +189,8 @@ def _say_newest(root: Path, place: Path) -> None:
 
 
 def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None) -> list[Path]:
-    """Remove the oldest checkpoints of a run but `keep`, whichever of its attempts saved them; returns their paths.
+    """Remove the oldest checkpoints of a run and keep `keep` of them, whichever attempts saved them; return their
+    paths.
 
     None while ranks have yet to seal the newest. What is older than it and was sealed by some ranks only goes, too, and
     what earlier attempts have begun and not finished. A rank of an attempt that another one has followed removes
@@ -226,7 +233,7 @@ def _complete(folder: Path) -> bool:
 
 
 def made(folder: Path) -> dict[str, Any]:
-    """How a checkpoint was made, see `write_seal`; empty of one that does not say, or has no seal that can be read."""
+    """Return how a checkpoint was made, see `write_seal`; empty if it does not say, or has no readable seal."""
     try:
         seal = _read_seal(folder, 0)
         return {key: seal[key] for key in ("attempt", "skipped") if key in seal}
@@ -235,7 +242,7 @@ def made(folder: Path) -> dict[str, Any]:
 
 
 def checksum(path: Path) -> str:
-    """sha256 of a file, in hexadecimal."""
+    """Return the sha256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as data:
         while chunk := data.read(CHUNK):
@@ -244,7 +251,7 @@ def checksum(path: Path) -> str:
 
 
 def fault(folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True) -> str | None:
-    """Return what keeps `folder` from being a complete checkpoint, in a few words; None when it is complete.
+    """Return in a few words why `folder` is not a complete checkpoint; None when it is complete.
 
     Args:
         share: (worker, number of workers) where each reads a part, all of them the whole.
@@ -277,7 +284,8 @@ def fault(folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True)
 
 
 def newest_of_rank(root: Path, rank: int) -> Path | None:
-    """The newest iteration below `root` that this rank has sealed, whatever the others have; None if there is none.
+    """Return the newest iteration below `root` that this rank has sealed, whatever the other ranks have; None if there
+    is none.
 
     One that is not in its place yet is named by where it will be.
     """
@@ -289,7 +297,7 @@ def newest_of_rank(root: Path, rank: int) -> Path | None:
 
 
 class RefusedError(Exception):
-    """A rank has said why nobody is to go on from its checkpoint."""
+    """A rank has recorded why no run may go on from its checkpoint."""
 
 
 def _read_seal(folder: Path, rank: int) -> dict:

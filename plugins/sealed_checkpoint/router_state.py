@@ -1,9 +1,10 @@
-"""The routers' biases and where experts live in the metadata of a sharded checkpoint, so that a resume finds them.
+"""This module adds the routers' biases and the placement of experts to the metadata of a sharded checkpoint, so that a
+resume loads them.
 
 MindFormers 1.9.0 writes metadata.json from MindSpore's list of sharded parameters, and loads by it
-(`checkpoint/sharded_tensor.py`). The biases of aux-loss-free balancing are no part of that list: every rank saves them,
-none loads them, and training goes on from biases of zero. The placements of plugins.expert_balance fare alike: tokens
-would go to other experts than before. All of these are copies on all ranks of a stage.
+(`checkpoint/sharded_tensor.py`). The biases of aux-loss-free balancing are not in that list: every rank saves them, no
+rank loads them, and training goes on from biases of zero. The same holds for the placements of plugins.expert_balance,
+so tokens would go to other experts than before. All of these tensors are replicated on all ranks of a stage.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Entries = dict[str, list]  # name -> [layout, type, whole shape], as MindSpore l
 
 
 def add_router_state(entries: Entries, parameters: Iterable[Any]) -> Entries:
-    """`entries` of a rank, and the state of the routers and experts that it has: those whose weight is listed."""
+    """Return `entries` of a rank with the state of its routers and experts added: of those whose weight is listed."""
     added = {}
     for item in parameters:
         cell, _, name = item.name.rpartition(".")
@@ -32,7 +33,7 @@ def add_router_state(entries: Entries, parameters: Iterable[Any]) -> Entries:
 
 
 def copied_like(layout: Any) -> Any:
-    """Return the layout of a vector of which each rank of `layout` has a copy."""
+    """Return the layout of a vector that is replicated on every rank of `layout`."""
     from mindspore import Layout
 
     known = layout.to_dict()
@@ -41,7 +42,9 @@ def copied_like(layout: Any) -> Any:
 
 
 def enable() -> None:
-    """Have MindFormers list them, wherever it asks MindSpore; what the CPU backend answers itself is whole already."""
+    """Make MindFormers list this state wherever it asks MindSpore; the CPU backend's own answers are already
+    complete.
+    """
     from mindformers.checkpoint import sharded_tensor
 
     of_all, of_this = sharded_tensor.get_strategy_metadata, sharded_tensor.get_current_strategy_metadata

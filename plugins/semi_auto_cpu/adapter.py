@@ -1,7 +1,9 @@
-"""Make MindFormers' Trainer train a sharded recipe on CPU. Called by `launch/train.py` where `chosen` says so.
+"""This module makes MindFormers' Trainer train a sharded recipe on CPU. `launch/train.py` calls this module for recipes
+that `chosen` accepts.
 
-`Host` is what MindSpore's graph asks of this process: collectives with the other workers, and operators that CPU
-lacks. `enable_checkpoints` patches lines of MindFormers 1.9.0 that keep a sharded run on CPU from saving and resuming.
+`Host` serves the calls of MindSpore's graph in this process: collectives with the other workers, and operators that
+have no CPU kernel. `enable_checkpoints` patches lines of MindFormers 1.9.0 that keep a sharded run on CPU from saving
+and resuming.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _host: list[Host] = []
 
 
 def enable_checkpoints(ranks: Ranks) -> None:
-    """Let MindFormers save and resume the slices of this rank; call after importing it.
+    """Let MindFormers save and resume the slices of this rank; call this after importing MindFormers.
 
     * `checkpoint/utils.py:compile_model` compiles before it loads slices, in sink mode only, which CPU has not.
     * `checkpoint/sharded_tensor.py` asks MindSpore for the layouts of this rank, and gets those of rank 0 where no
@@ -44,7 +46,7 @@ def enable_checkpoints(ranks: Ranks) -> None:
     from mindformers.trainer import base_trainer
 
     def of_this_rank(network: Any) -> dict[int, Any]:
-        """As `mindspore.parallel.strategy.get_current_strategy_metadata`: the key is always 0."""
+        """Return metadata like `mindspore.parallel.strategy.get_current_strategy_metadata`; the key is always 0."""
         return {0: sharded_tensor.get_strategy_metadata(network)[ranks.rank]}
 
     replace(base_trainer, "compile_model", "'sink_mode' must be set to True", compile_without_sink)
@@ -52,14 +54,16 @@ def enable_checkpoints(ranks: Ranks) -> None:
 
 
 def compile_without_sink(model: Any, dataset: Any, **_: Any) -> None:
-    """Compile the train step of a `mindspore.train.Model`: where slices lie is known after any compile."""
+    """Compile the train step of a `mindspore.train.Model`, because the layout of slices is known only after a
+    compile.
+    """
     batch = next(iter(dataset.create_tuple_iterator(num_epochs=1)))
     model._train_network.set_train()
     model._train_network.compile(*batch)
 
 
 class Host:
-    """The Python side of the library, for one process.
+    """This is the Python side of the library, for one process.
 
     Args:
         ranks: who this is; mesh: connected to all of them;
@@ -100,7 +104,7 @@ class Host:
             raise
 
     def sum_over_ranks(self, value: float) -> float:
-        """Return the float32 sum of every rank's `value`; outside a graph."""
+        """Return the float32 sum of every rank's `value`; call this outside a graph."""
         total = np.zeros(1, np.float32)
         self.collectives.run(
             "AllReduce", {"group": WORLD, "op": "sum"}, [np.array([value], np.float32)], [total], record=False
@@ -108,12 +112,12 @@ class Host:
         return float(total[0])
 
     def barrier(self, group: str | None = None) -> None:
-        """Wait for every rank of a group; outside a graph."""
+        """Wait for every rank of a group; call this outside a graph."""
         self.collectives.run("Barrier", {"group": group or WORLD}, [], [], record=False)
 
     @contextmanager
     def own_errors(self) -> Iterator[None]:
-        """MindSpore tells what failed here in words of its own; raise what it was instead."""
+        """Raise the original error of a kernel instead of MindSpore's error that follows from it."""
         try:
             yield
         except Exception:
@@ -123,14 +127,17 @@ class Host:
 
 
 def refuse_missing(nodes: dict[str, int]) -> None:
-    """Name operators that nothing here computes, and how many nodes of the graph need each, before anything runs."""
+    """Before anything runs, name the operators that the plugin cannot compute, and how many nodes of the graph need
+    each.
+    """
     if nodes:
         told = ", ".join(f"{name} ({count} node{'s' * (count > 1)})" for name, count in sorted(nodes.items()))
         raise RecipeError(f"device_target CPU: no kernel for {told}; see docs/semi-auto-cpu.md")
 
 
 def before_mindformers(recipe: Mapping[str, Any]) -> Host:
-    """Join the other workers, and have every graph of this process run on CPU; call before importing mindformers.
+    """Connect to the other workers, and make every graph of this process run on CPU; call this before importing
+    mindformers.
 
     Raises:
         ClusterError: a worker cannot be reached, or the library of kernels cannot be built or loaded.
@@ -152,7 +159,7 @@ def before_mindformers(recipe: Mapping[str, Any]) -> Host:
 
 
 def after_import() -> None:
-    """What stands in for lines of MindFormers itself; call after importing it, before `build_context`."""
+    """Replace lines of MindFormers itself; call this after importing it, before `build_context`."""
     from mindformers.core.callback import callback
     from mindformers.core.context import parallel
 
@@ -167,7 +174,9 @@ def after_import() -> None:
 
 
 def after_context() -> None:
-    """MindSpore's Python sets no rank that it has not asked of a communication library; call after `build_context`."""
+    """Set the rank in MindSpore's Python, which would ask only a communication library; call this after
+    `build_context`.
+    """
     from mindspore._c_expression import AutoParallelContext
 
     AutoParallelContext.get_instance().set_global_rank(_host[0].ranks.rank)

@@ -1,7 +1,9 @@
-"""Compile a plugin's `csrc/` against the headers of MindSpore's wheel. Run as `python -m plugins.semi_auto_cpu.build`.
+"""This module compiles a plugin's `csrc/` against the headers of MindSpore's wheel. Run it as `python -m
+plugins.semi_auto_cpu.build`.
 
-The result is kept in the user's cache folder under a name made of all that it depends on: the installed MindSpore, the
-sources and the flags. Another MindSpore therefore never meets a library that was made for this one.
+The library is kept in the user's cache folder under a name made of everything on which it depends: the installed
+MindSpore, the sources and the flags. Therefore another version of MindSpore never loads a library that was made for
+this one.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ WITHOUT = "until then recipes with `device_target: CPU` and `parallel_mode: semi
 
 
 def ensure(sources: Path | None = None, without: str = WITHOUT) -> Path:
-    """Return the library, compiled now if it is not there; several processes may ask at once, and one compiles.
+    """Return the library, which is compiled now if it does not exist; if several processes call this at once, one
+    compiles.
 
     Args:
         sources: folder `csrc` of the plugin that the library is of; this plugin's where none is given.
@@ -74,7 +77,7 @@ def ensure(sources: Path | None = None, without: str = WITHOUT) -> Path:
 
 
 def cache_folder(sources: Path | None = None) -> Path:
-    """Return where the compiled libraries of a plugin are kept."""
+    """Return the folder in which the compiled libraries of a plugin are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / _owner(sources or SOURCES)
 
 
@@ -95,7 +98,7 @@ def mindspore_folder() -> Path:
 
 
 def key(package: Path, sources: Path | None = None) -> str:
-    """Name all that a library depends on, as 16 letters.
+    """Return 16 letters that identify everything on which a library depends.
 
     Args:
         package: folder of the installed MindSpore; the library finds MindSpore's own libraries there.

@@ -1,4 +1,6 @@
-"""What `parallel.parallel_mode` says: which recipes split their model, and which of them this plugin executes."""
+"""This module reads `parallel.parallel_mode`: which recipes split their model, and which of them this plugin
+executes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ SECTIONS = ("context", "parallel")
 
 
 def is_semi_auto(mode: Any) -> bool:
-    """Return whether a value of the key, a number or a name in any case, is semi-auto parallel."""
+    """Return whether a value of the key (a number, or a name in any case) means semi-auto parallel."""
     return _plain(mode) in SEMI_AUTO
 
 
@@ -21,7 +23,7 @@ def splits_model(mode: Any) -> bool:
 
 
 def chosen(recipe: Mapping[str, Any]) -> bool:
-    """True for a recipe (or MindFormerConfig) of the CPU with `parallel.parallel_mode: 1`.
+    """Return whether a recipe (or MindFormerConfig) is for CPU and has `parallel.parallel_mode: 1`.
 
     A section that is not a mapping counts as empty: `tc3 check`, which asks, too, has its own word for it.
     """

@@ -1,10 +1,11 @@
-"""Every collective of MindSpore's sharded graph, between processes over `plugins.cpu_backend.transport`.
+"""This module runs every collective of MindSpore's sharded graph between processes, over
+`plugins.cpu_backend.transport`.
 
     collectives = Collectives(mesh, ranks)
     collectives.run("AllReduce", {"group": "2-77", "op": "sum", "group_rank_ids": "(0, 1)"}, [x], [out])
 
-Results are the same whatever comes first. Members of a group that are not at the same call, a Send without its Receive
-and ranks that wait for each other are errors that name operator, group and ranks (ClusterError). The parts:
+Results do not depend on the order of arrival. If members of a group are not at the same call, a Send has no Receive, or
+ranks wait for each other, a ClusterError names operator, group and ranks. The module has these parts:
 
 * `Calls`: what a rank called in a step, in order, to be compared with what `tc3 dryrun` says that it would call.
 * `Disturbance`, for tests only: delays before collectives, and faults that a run must notice. `TC3_COLLECTIVES_TEST`
@@ -73,14 +74,14 @@ class CallRecord(NamedTuple):
 
 
 class Calls:
-    """Calls between `begin` and `end`; none are kept otherwise."""
+    """This keeps the calls between `begin` and `end`, and no others."""
 
     def __init__(self) -> None:
         self._calls: list[CallRecord] = []
         self._on = False
 
     def begin(self) -> None:
-        """Keep what follows."""
+        """Start to keep calls."""
         self._calls, self._on = [], True
 
     def add(
@@ -92,7 +93,7 @@ class Calls:
         peer: int | None = None,
         sr_tag: int | None = None,
     ) -> None:
-        """Remember one call, if asked to."""
+        """Keep one call if recording is on."""
         if not self._on:
             return
         side = outputs if op in _FROM_OUTPUT else inputs
@@ -102,14 +103,14 @@ class Calls:
         self._calls.append(CallRecord(op, ranks, size, shape, dtype, peer, sr_tag))
 
     def end(self) -> list[CallRecord]:
-        """Return what was called since `begin`, in order."""
+        """Return the calls since `begin`, in order."""
         self._on = False
         return self._calls
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong: `kind` at an operator's call of this number on this rank; None is each of them."""
+    """This is an inserted fault: `kind` at an operator's call of this number on this rank; None stands for any."""
 
     kind: str
     operator: str
@@ -118,7 +119,7 @@ class Fault:
 
 
 class Disturbance:
-    """Delays and faults of one rank.
+    """These are the delays and faults of one rank.
 
     Args:
         text: see the module; "" is none.
@@ -141,7 +142,7 @@ class Disturbance:
         self._calls: defaultdict[str, int] = defaultdict(int)
 
     def begin(self, operator: str) -> str:
-        """Wait; return the kind of fault that this call of the operator has, or "" for none."""
+        """Wait for the set delay; return the kind of fault that this call of the operator has, or "" for none."""
         if self._most:
             time.sleep(self._random.uniform(0, self._most))
         if not self._faults:
@@ -158,7 +159,7 @@ def _fault(match: re.Match[str]) -> Fault:
 
 
 class Groups:
-    """The groups of one rank.
+    """These are the groups of one rank.
 
     Args:
         ranks: who this is, and the groups that Python created.
@@ -169,10 +170,10 @@ class Groups:
         self._known: dict[tuple[str, ...], tuple[int, ...]] = {}
 
     def members(self, operator: str, attrs: Mapping[str, str]) -> tuple[int, ...]:
-        """Global ranks of an operator's group, in the order of the group.
+        """Return the global ranks of an operator's group, in the order of the group.
 
         Raises:
-            ClusterError: nobody says which ranks these are, or this rank is none of them.
+            ClusterError: the group's ranks are not known, or this rank is not one of them.
         """
         name = attrs.get("group", "")
         created = self.ranks.groups.get(name)
@@ -220,7 +221,7 @@ class Groups:
 
 
 class PointToPoint:
-    """The Sends and Receives of one rank.
+    """These are the Sends and Receives of one rank.
 
     Args:
         synchronous: a Send waits for its Receive, as `tc3 dryrun`'s deadlock check assumes; the same on all ranks.
@@ -231,7 +232,7 @@ class PointToPoint:
         self._numbers: defaultdict[int, int] = defaultdict(int)
 
     def send(self, attrs: Attrs, peer: int, members: tuple[int, ...], x: np.ndarray, dropped: bool = False) -> None:
-        """Leave `x` for a peer; `dropped` is for tests: it is never sent.
+        """Send `x` to a peer; with `dropped`, which is for tests, it is never sent.
 
         Raises:
             ClusterError: only where it is synchronous: the peer is lost or late.
@@ -244,7 +245,7 @@ class PointToPoint:
             self.mesh.receive(peer, tag_of("taken", tag), where)
 
     def receive(self, attrs: Attrs, peer: int, members: tuple[int, ...], out: np.ndarray) -> None:
-        """Wait for what a peer sends, and write it to `out`.
+        """Wait for the tensor that a peer sends, and write it to `out`.
 
         Raises:
             ClusterError: the peer is lost, late or sends another type or shape.
@@ -272,7 +273,7 @@ def _micro(attrs: Attrs) -> str:
 
 
 class Collectives:
-    """The collectives of one rank.
+    """These are the collectives of one rank.
 
     Args:
         mesh: connected to all ranks.
@@ -320,7 +321,7 @@ class Collectives:
             raise
 
     def begin_recording(self) -> None:
-        """Keep a record of the calls from here on; nothing is recorded otherwise."""
+        """Record the calls from now on; without this nothing is recorded."""
         self._calls.begin()
 
     def end_recording(self) -> list[CallRecord]:

@@ -1,8 +1,8 @@
-"""What MindSpore's front end is told so that it shards a graph for Ascend: who the rank is, and which device it is for.
+"""This module gives MindSpore's front end what it needs to shard a graph for Ascend: the rank and the device target.
 
-The front end for Ascend wants to know who it is and how large a group is; no communication library is there to ask, so
-a rank's `Ranks` answers in the place of MindSpore's C++. And it shards a graph for Ascend only: `target_ascend` and
-`target_cpu` change the device that MindSpore compiles for underneath it.
+The front end for Ascend needs its rank and the sizes of groups. There is no communication library for this, so a rank's
+`Ranks` answers instead of MindSpore's C++. The front end also shards a graph only for Ascend: `target_ascend` and
+`target_cpu` change the device for which MindSpore compiles.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from plugins.semi_auto_cpu.ranks import WORLD, Ranks
 
 
 class CollectiveManager:
-    """Stands in for `mindspore._c_expression.CollectiveManager`, class and instance."""
+    """This replaces `mindspore._c_expression.CollectiveManager`, both class and instance."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
 
     def get_instance(self) -> CollectiveManager:
-        """The manager is a singleton."""
+        """Return the manager, which is a singleton."""
         return self
 
     def initialized(self) -> bool:
-        """Communication is up."""
+        """Return that communication is initialised."""
         return True
 
     def get_rank_id(self, group: str) -> int:
-        """Rank in a group."""
+        """Return this rank's place in a group."""
         return self.ranks.rank_in(group)
 
     def get_group_size(self, group: str) -> int:
@@ -38,12 +38,12 @@ class CollectiveManager:
         return self.ranks.size_of(group)
 
     def create_group(self, group: str, ranks: list[int], options: Any = None) -> bool:
-        """Create a group; the answer is success."""
+        """Create a group and report success."""
         self.ranks.create(group, ranks)
         return True
 
     def get_group_ranks(self, group: str) -> list[int]:
-        """Global ranks of a group."""
+        """Return the global ranks of a group."""
         return list(self.ranks.known(group))
 
     def get_group_map(self) -> dict[str, list[int]]:
@@ -51,18 +51,19 @@ class CollectiveManager:
         return {group: list(ranks) for group, ranks in self.ranks.groups.items()}
 
     def get_world_rank_from_group_rank(self, group: str, rank: int) -> int:
-        """Global rank of a member."""
+        """Return the global rank of a member."""
         return self.get_group_ranks(group)[rank]
 
     def get_group_rank_from_world_rank(self, rank: int, group: str) -> int:
-        """Place of a global rank in a group."""
+        """Return the place of a global rank in a group."""
         return self.get_group_ranks(group).index(rank)
 
     get_local_rank_id, get_local_group_size = get_rank_id, get_group_size  # all ranks are on this host
 
 
 def stand_in(ranks: Ranks, stack: ExitStack | None = None) -> None:
-    """Answer MindSpore's questions about communication from `ranks`; undone when `stack` closes, for good without one.
+    """Answer MindSpore's questions about communication from `ranks` until `stack` closes, or permanently without a
+    stack.
 
     Raises:
         ClusterError: another `Ranks` answers them already.
@@ -91,7 +92,7 @@ def stand_in(ranks: Ranks, stack: ExitStack | None = None) -> None:
 
 
 def target_ascend() -> None:
-    """Compile for Ascend from here on; eager operators crash until `target_cpu`.
+    """Compile for Ascend from now on; eager operators crash until `target_cpu` is called.
 
     `set_device_target_inner` would look for the Ascend plugin, and a world of another size than the (absent)
     communication library's would be refused (`GetCommInfo` in step_parallel_utils.cc).
@@ -103,7 +104,7 @@ def target_ascend() -> None:
 
 
 def target_cpu() -> None:
-    """Back to CPU."""
+    """Set the target back to CPU."""
     from mindspore._c_expression import AutoParallelContext, DeviceManagerConf
 
     DeviceManagerConf.get_instance().set_device("CPU", 0, True)

@@ -1,4 +1,4 @@
-"""Every sharded graph is compiled for Ascend and run on CPU: what happens around MindSpore's compile."""
+"""This module controls MindSpore's compile: every sharded graph is compiled for Ascend and run on CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHARDED = ("semi_auto_parallel", "auto_parallel")
 
 @dataclass
 class Turn:
-    """One call of MindSpore's compile, which returns at once for a graph that it has.
+    """This is one call of MindSpore's compile, which returns at once for a graph that it already has.
 
     Attributes:
         what: of what it is; None: nothing was compiled, nor loaded.
@@ -41,7 +41,7 @@ class Turn:
 
 
 class FrontEnd:
-    """Turns the target to Ascend before each compile of a sharded graph; `done` turns it back.
+    """This sets the target to Ascend before each compile of a sharded graph; `done` sets it back.
 
     The library's pass calls `done` when the front end is through: the rest of the compile is for CPU. A graph of the
     compile cache is one for CPU already and goes through no front end: for that one the target stays.
@@ -54,19 +54,19 @@ class FrontEnd:
         self._turn: Turn | None = None
 
     def begin(self) -> None:
-        """Compile for Ascend, as the rank that this is."""
+        """Compile for Ascend, as this process's rank."""
         self._tell_rank()
         target_ascend()
         self.running = True
 
     def done(self) -> None:
-        """The front end is through."""
+        """Note that the front end is done."""
         if self._turn is not None:
             self._turn.passed = True
         self._back_to_cpu()
 
     def around_compiles(self) -> None:
-        """Have every compile of this process begin and end so."""
+        """Make every compile of this process begin and end in this way."""
         executor = api._CellGraphExecutor
         compile_graph, before_compile = executor.compile, executor._set_compile_cache_dep_files
 
@@ -135,7 +135,7 @@ class FrontEnd:
 
 
 def initialise_by_name(cell: Any) -> None:
-    """Draw the initial values of every weight whole, from a seed that its name and the run's seed give.
+    """Draw the initial values of every weight whole, from a seed made of its name and the run's seed.
 
     MindSpore draws each slice by itself, so that another layout would start from other weights. A graph that is
     compiled cuts its slices out of the whole.
@@ -153,7 +153,7 @@ def initialise_by_name(cell: Any) -> None:
 
 
 def refuse_wrong_slices(cell: Any, whole: Mapping[str, np.ndarray], rank: int) -> None:
-    """Compare what a rank holds of each weight after a compile with what its layout says.
+    """Compare a rank's slice of each weight after a compile with the weight's layout.
 
     MindSpore cuts with what a communication library tells it of groups. Here `Ranks` tells it: were that wrong,
     training would start from other weights, and nothing else would say so.
@@ -179,7 +179,7 @@ def refuse_wrong_slices(cell: Any, whole: Mapping[str, np.ndarray], rank: int) -
 
 
 def slice_of(whole: np.ndarray, layout: tuple[Any, ...], rank: int, size: int) -> np.ndarray:
-    """Return what `rank` holds of a weight.
+    """Return the slice of a weight that `rank` holds.
 
     Args:
         layout: as MindSpore's `parameter_layout_dict` has it: [0] the mesh of a stage's devices, [1] for each axis of

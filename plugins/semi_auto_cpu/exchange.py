@@ -1,8 +1,8 @@
-"""One collective as one member of its group takes part in it: a meeting, in which everybody gives everybody a part.
+"""This module runs one collective as one member of its group: every member gives every other member a part.
 
-Each part carries a note: which operator, the how manieth of the group, of what. Members that are not at the same
-operator are told apart by it, at once and by name. Each function of `OPERATORS` is a collective: inputs of this rank
--> outputs of this rank, written in place. Sums and the like have the same bits whatever comes first.
+Each part carries a note with the operator, its number within the group, and its tensors. The note shows at once, and by
+name, if members are not at the same operator. Each function of `OPERATORS` is a collective: inputs of this rank ->
+outputs of this rank, written in place. Sums and similar results have the same bits in any order of arrival.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SMALL = 1 << 16
 
 
 def combine(parts: Sequence[np.ndarray], operation: str, out: np.ndarray) -> None:
-    """Combine the parts one by one, in the order of the group, into `out`, which may be one of them.
+    """Combine the parts one by one, in the order of the group, into `out`, which may be one of the parts.
 
     Args:
         parts: [members] arrays of one shape and dtype.
@@ -65,12 +65,12 @@ def combine(parts: Sequence[np.ndarray], operation: str, out: np.ndarray) -> Non
 
 
 def tag_of(*what: object) -> int:
-    """Return the same number on every rank for the same words."""
+    """Return a number that is the same on every rank for the same words."""
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=7).digest(), "little")
 
 
 def describe(array: np.ndarray) -> str:
-    """Return the type and shape for messages and to compare."""
+    """Return the type and shape, for messages and comparisons."""
     return f"{array.dtype.name} {list(array.shape)}"
 
 
@@ -81,7 +81,7 @@ def name_ranks(members: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Members of a group at one collective.
+    """These are the members of a group at one collective.
 
     Attributes:
         operator, group: names for messages; members: global ranks in the order of the group;
@@ -101,7 +101,7 @@ class Meeting:
 
     @property
     def me(self) -> int:
-        """This rank's place in the group."""
+        """Return this rank's place in the group."""
         return self.members.index(self.mesh.rank)
 
     @property
@@ -114,7 +114,8 @@ class Meeting:
         return f"{self.operator}, call {self.number} of {name_ranks(self.members)}"
 
     def swap(self, parts: Sequence[np.ndarray], what: str) -> list[np.ndarray]:
-        """Give part j to member j; return what each member gave, in the order of the group. The own is not copied.
+        """Give part j to member j; return what each member gave, in the order of the group. This rank's own part is not
+        copied.
 
         Args:
             parts: [size] arrays of one dtype and one axis.
@@ -136,7 +137,7 @@ class Meeting:
 
 
 def all_reduce(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """The sum (max, ...) over all members, for each tensor.
+    """Return the sum (max, ...) over all members, for each tensor.
 
     Small tensors, and those of two members, go to every member whole. Of others each member adds up one piece and gives
     it to all: the same bits, and 2 (n - 1) / n of a tensor to move in place of n - 1.
@@ -157,7 +158,7 @@ def all_reduce(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 
 def all_gather(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Tensors of all members, one behind the other. Further inputs (of `_MicroStepAllGather`) say nothing."""
+    """Return the tensors of all members, concatenated. Further inputs (of `_MicroStepAllGather`) are ignored."""
     for x, out in zip(inputs, outputs, strict=False):
         _fits(meeting, out, x.size * meeting.size)
         parts = meeting.swap([_flat(x)] * meeting.size, describe(x))
@@ -166,7 +167,7 @@ def all_gather(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 
 def reduce_scatter(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """This member's part of axis 0 of the sum (max, ...)."""
+    """Return this member's part along axis 0 of the sum (max, ...)."""
     operation = attrs.get("op", "sum")
     for x, out in zip(inputs, outputs, strict=True):
         _fits(meeting, x, out.size * meeting.size)
@@ -175,7 +176,9 @@ def reduce_scatter(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arra
 
 
 def all_to_all(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Part j of axis split_dim to member j; what arrives is laid along concat_dim in the order of the group."""
+    """Send part j of axis split_dim to member j; concatenate the received parts along concat_dim in the order of the
+    group.
+    """
     count, split, concat = (int(attrs[name]) for name in ("split_count", "split_dim", "concat_dim"))
     (x,), (out,) = inputs[:1], outputs[:1]
     if count != meeting.size or x.shape[split] % count:
@@ -192,7 +195,9 @@ def all_to_all(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 
 def all_to_all_v(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """As many blocks to each member as the second input says; as many arrive as the third says. Zeros behind them."""
+    """Send each member as many blocks as the second input says; receive as many as the third input says. Zeros follow
+    the received blocks.
+    """
     block = int(attrs.get("block_size", 1))
     x, out = _flat(inputs[0]), _result(outputs[0])
     send, due = (_counts(meeting, numbers, block) for numbers in inputs[1:3])
@@ -211,7 +216,7 @@ def all_to_all_v(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays
 
 
 def broadcast(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """The tensors of root_rank, a global rank, or a place in the group where it is no member's."""
+    """Return the tensors of root_rank, which is a global rank, or a place in the group if it is not a member's rank."""
     root = int(attrs.get("root_rank", 0))
     place = meeting.members.index(root) if root in meeting.members else root
     if not 0 <= place < meeting.size:

@@ -1,16 +1,17 @@
-"""What MindSpore's compile cache leaves out of a sharded graph, kept in a file beside it and restored at a load.
+"""This module keeps what MindSpore's compile cache leaves out of a sharded graph in a file beside the graph, and
+restores it when the graph is loaded.
 
-A process that loads a graph runs no front end, and so never learns where the slices of its weights lie (the layouts
-that checkpoints are cut by), which parameters are its own, what MindFormers writes into a checkpoint's metadata, and
-which kernels the compiler pass asked for. MindSpore's file has the slices' shapes only. Beside it, `sharding.json` has
-one entry for each compile of the process, in order, for MindSpore knows its files by their number and by nothing else:
+A process that loads a graph runs no front end, so it does not know the places of its weights' slices (the layouts by
+which checkpoints are cut), which parameters are its own, what MindFormers writes into a checkpoint's metadata, and
+which kernels the compiler pass needs. MindSpore's file has only the slices' shapes. Beside that file, `sharding.json`
+has one entry for each compile of the process, in order, because MindSpore identifies its files only by their number:
 
     {"cell": what was compiled, "layouts": ..., "names": ..., "strategies": ..., "groups": ..., "weights": ...,
      "sliced": ..., "kernels": ...}
 
-A graph is loaded for the same compile only: the same cell, inputs, and parameters with their shapes. Where anything is
-missing or another, its file is removed, and the graph is compiled anew. What the slices are after a load is compared
-with what they were after the compile: another shape or group ends the run, because nothing else would.
+A graph is loaded only for the same compile: the same cell, inputs, and parameters with their shapes. If anything is
+missing or differs, its file is removed, and the graph is compiled anew. The slices after a load are compared with those
+after the compile: another shape or group ends the run, because nothing else would notice it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Entry = dict[str, Any]
 
 
 class KeptGraphs:
-    """The graphs that this process loads from the compile cache, or keeps there.
+    """These are the graphs that this process loads from the compile cache, or keeps there.
 
     Args:
         ranks: who this is, and the groups that Python created.
@@ -62,7 +63,9 @@ class KeptGraphs:
         self._loads = bool(self._there)
 
     def to_load(self, what: Entry) -> Entry | None:
-        """What was kept of the next compile, which is of `what` (see `described`); None: MindSpore must compile it."""
+        """Return what was kept for the next compile, which is of `what` (see `described`); None means that MindSpore
+        must compile.
+        """
         number = len(self._entries)
         there = self._there[number]["cell"] if number < len(self._there) else {}
         if there == what and self._has_file(number):
@@ -75,7 +78,7 @@ class KeptGraphs:
         return None
 
     def restore(self, cell: Any, entry: Entry) -> None:
-        """Tell `cell`, whose graph was loaded, what its compile would have told it.
+        """Give `cell`, whose graph was loaded, the information that its compile would have given.
 
         Raises:
             ClusterError: its slices or its groups are not those of the compile.
@@ -101,7 +104,7 @@ class KeptGraphs:
         _say(f"rank {self.ranks.rank} has loaded {type(cell).__name__}")
 
     def keep(self, cell: Any, what: Entry) -> None:
-        """Write down what a process that loads the graph of `cell`, just compiled, will need.
+        """Write what a process that loads the graph of `cell`, just compiled, will need.
 
         Nothing is kept where MindSpore could not write the graph (its file holds not every kind of attribute).
         """
@@ -181,7 +184,7 @@ def _cut_zeros(cell: Any, wanted: Mapping[str, list[Any]]) -> None:
 
 
 def described(cell: Any, inputs: tuple[Any, ...], phase: str) -> Entry:
-    """Return what is compiled: a cell with inputs, and its parameters before they are sliced."""
+    """Return a description of what is compiled: a cell with its inputs, and its parameters before they are sliced."""
     return {
         "class": type(cell).__name__,
         "phase": phase,
@@ -191,17 +194,19 @@ def described(cell: Any, inputs: tuple[Any, ...], phase: str) -> Entry:
 
 
 def weights(cell: Any) -> Entry:
-    """Return the type and shape of a cell's parameters; after a compile, of their slices."""
+    """Return the type and shape of a cell's parameters; after a compile, those of their slices."""
     return {item.name: _tensor(item) for item in cell.get_parameters()}
 
 
 def registered() -> list[str]:
-    """The operators that Python computes in this process. The pass may have added to them, and a load has no pass."""
+    """Return the operators that Python computes in this process. The compiler pass may have added operators; a process
+    that loads a graph runs no pass.
+    """
     return library.load().registered()
 
 
 def register(names: Iterable[str]) -> None:
-    """Have Python compute these operators, too."""
+    """Make Python compute these operators, too."""
     for name in sorted(set(names) - set(registered())):
         library.load().register(name)
 
@@ -215,7 +220,7 @@ def _groups(ranks: Ranks) -> dict[str, list[int]]:
 
 
 def strategies(phase: str) -> Entry:
-    """Return what MindSpore knows of the parameters of all ranks and of this rank, after the compile of `phase`."""
+    """Return what MindSpore knows about the parameters of all ranks and of this rank, after the compile of `phase`."""
     from mindspore.parallel.strategy import StrategyLayout
 
     known = StrategyLayout.get_instance()

@@ -1,7 +1,9 @@
-"""The C++ library of this plugin (`csrc/`) as Python sees it: who computes which operators, and what a launch brings.
+"""This module is the Python side of the plugin's C++ library (`csrc/`): which operators Python computes, and the
+arguments of each launch.
 
-A launch of an operator comes as JSON text (csrc/text.h) and as the addresses of its tensors. The text changes with
-shapes only, so it is parsed once (`parse`); the arrays are views of MindSpore's memory, good until the launch ends.
+A launch of an operator comes as JSON text (csrc/text.h) and as the addresses of its tensors. The text changes only with
+shapes, so it is parsed once (`parse`); the arrays are views of MindSpore's memory, which are valid until the launch
+ends.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ _CALLBACK = ctypes.CFUNCTYPE(
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output in MindSpore's memory; `buffer` is the ctypes array that its bytes are."""
+    """This is an input or output in MindSpore's memory; `buffer` is the ctypes array of its bytes."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -66,14 +68,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Constant:
-    """An input that is not a tensor."""
+    """This is an input that is not a tensor."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Call:
-    """One operator with its shapes.
+    """This is one operator with its shapes.
 
     Attributes:
         name: the operator as MindSpore's front end knows it;
@@ -97,7 +99,7 @@ class Call:
         return [_argument(argument, inputs) for argument in self.arguments]
 
     def results(self, addresses: Sequence[int | None]) -> list[np.ndarray]:
-        """Return where the operator's outputs go."""
+        """Return the arrays of the operator's outputs."""
         return [_at(place, address) for place, address in zip(self.outputs, addresses, strict=False)]
 
 
@@ -113,7 +115,7 @@ def _argument(argument: int | range | Constant, inputs: list[Any]) -> Any:
 
 @lru_cache(maxsize=8192)
 def parse(text: bytes) -> Call:
-    """Read what csrc/kernel.cc writes.
+    """Read a launch as csrc/kernel.cc writes it.
 
     Raises:
         TypeError: a tensor of a type that NumPy and ml_dtypes do not have.
@@ -155,7 +157,7 @@ def _constant(told: Any) -> Any:
 
 
 def store(results: Any, outputs: Sequence[np.ndarray]) -> None:
-    """Write what a kernel returned into MindSpore's memory, rounded to its types; None leaves an output untouched.
+    """Write a kernel's results into MindSpore's memory, rounded to its types; None leaves an output unchanged.
 
     Args:
         results: an array, or a tuple with one array or None for each output.
@@ -176,7 +178,7 @@ def store(results: Any, outputs: Sequence[np.ndarray]) -> None:
 
 
 class Library:
-    """The loaded library; there is one in a process, from `load`.
+    """This is the loaded library; each process has one, from `load`.
 
     Attributes:
         path: its file;
@@ -202,7 +204,7 @@ class Library:
         self._loaded.tc3_registered.restype = ctypes.c_char_p
 
     def set_host(self, function: Host, rank: int = 0) -> None:
-        """From now on `function(name, attrs, inputs, outputs)` computes every operator that Python computes.
+        """Let `function(name, attrs, inputs, outputs)` compute every operator that Python computes, from now on.
 
         It is called in threads of MindSpore. Inputs are the operator's own, in their order: arrays, lists of arrays
         and constants; outputs are arrays to be written. The arrays share MindSpore's memory during the call only.
@@ -210,11 +212,13 @@ class Library:
         self._host, self.rank = function, rank
 
     def register(self, name: str) -> bool:
-        """Let Python compute the operator `name` as MindSpore's graph has it; returns whether MindSpore could, too."""
+        """Let Python compute the operator `name` of MindSpore's graph; return whether MindSpore could compute it,
+        too.
+        """
         return bool(self._loaded.tc3_register(name.encode()))
 
     def registered(self) -> list[str]:
-        """Return the names of the operators that Python computes on CPU, those of the compiler pass among them."""
+        """Return the names of the operators that Python computes on CPU, including those of the compiler pass."""
         return json.loads(self._loaded.tc3_registered())
 
     def replace(self, name: str, low: bool = False) -> None:
@@ -225,7 +229,7 @@ class Library:
         self._loaded.tc3_replace(name.encode(), int(low))
 
     def add_pass(self, front_end_done: Callable[[], None], missing: Callable[[dict[str, int]], None]) -> None:
-        """Have the pass run in every later compilation, at the end of MindSpore's front end.
+        """Make the pass run in every later compilation, at the end of MindSpore's front end.
 
         Args:
             front_end_done: called first; sets MindSpore's target back to CPU.
@@ -242,7 +246,7 @@ class Library:
             raise ClusterError(f"MindSpore does not take the compiler pass {PASS} of {self.path}; see its log")
 
     def set_cluster(self, ranks: Ranks) -> None:
-        """Tell MindSpore's C++ how many ranks a group has, and which this one is, while it compiles for Ascend.
+        """Tell MindSpore's C++ how many ranks a group has, and this process's rank in it, while it compiles for Ascend.
 
         Otherwise it takes 2,048 for every size. An AllReduce of a constant becomes a product with that number, so that
         the gradient of a plain mean over data-parallel ranks would be too large by 2,048 over their number.
@@ -295,7 +299,7 @@ def _nothing(*told: Any) -> None:
 
 @lru_cache(maxsize=1)
 def load() -> Library:
-    """Return the library of this process, compiled first if need be.
+    """Return the library of this process, which is compiled first if needed.
 
     Raises:
         ClusterError: it cannot be compiled or loaded; the message says why and what helps.

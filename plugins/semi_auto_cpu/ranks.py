@@ -1,9 +1,11 @@
-"""A rank's view of its cluster: who it is, how many there are, and which ranks a communication group has.
+"""This module is a rank's view of its cluster: its rank, the number of ranks, and the ranks of each communication
+group.
 
-Python creates some groups, with their ranks. MindSpore's C++ makes up others, of which Python only learns a
-name, "<size>-<hash of the ranks>". The hash is that of the C++ standard library over "0-2-4-6", so that a name proves
-the ranks it was made of (`made_up_name`): the parts of a device mesh that a rank lies in are tried until one has it
-(`parts_of_meshes`). A group whose ranks nothing proves has no answer: a wrong one would cut weights wrongly.
+Python creates some groups, with their ranks. MindSpore's C++ creates others, of which Python gets only a name,
+"<size>-<hash of the ranks>". The hash is that of the C++ standard library over "0-2-4-6", so a name identifies its
+ranks (`made_up_name`): the parts of a device mesh that contain a rank are tried until one has this name
+(`parts_of_meshes`). If no ranks match a group's name, the group is unknown, because wrong ranks would slice weights
+wrongly.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ MADE_UP = re.compile(r"(\d+)-\d+")
 
 
 class Ranks:
-    """Rank `rank` of `devices`.
+    """This is rank `rank` of `devices`.
 
     Attributes:
         groups: name -> global ranks of the created ones, in order; the world is not among them.
@@ -40,7 +42,7 @@ class Ranks:
         self.places: dict[str, int] = {}
 
     def create(self, group: str, ranks: list[int]) -> None:
-        """Remember a group, as every member does on a real cluster.
+        """Remember a group, as every member of a real cluster does.
 
         Raises:
             ClusterError: this rank is not a member (a real cluster would hang), or a rank does not exist.
@@ -53,7 +55,7 @@ class Ranks:
         self.groups[group] = tuple(ranks)
 
     def ranks_of(self, group: str) -> tuple[int, ...] | None:
-        """Global ranks of a group in the order of their ranks in it; None where nothing says which they are."""
+        """Return the global ranks of a group in the order of their ranks in it; None if they are not known."""
         if group == WORLD:
             return tuple(range(self.devices))
         return self.groups.get(group) or members_of(group, self.devices, self.rank)
@@ -62,14 +64,14 @@ class Ranks:
         """Return the number of ranks in a group.
 
         Raises:
-            ClusterError: nobody created it.
+            ClusterError: no rank created it.
         """
         if group != WORLD and group not in self.groups and (made_up := MADE_UP.fullmatch(group)):
             return int(made_up[1])
         return len(self.known(group))
 
     def rank_in(self, group: str) -> int:
-        """This rank's place in a group: which slice of a weight it holds, where the group shards the optimizer.
+        """Return this rank's place in a group, which selects its slice of a weight if the group shards the optimizer.
 
         Raises:
             ClusterError: nothing says which ranks the group has.
@@ -78,7 +80,7 @@ class Ranks:
         return self.places[group]
 
     def known(self, group: str) -> tuple[int, ...]:
-        """`ranks_of` a group whose ranks must be known.
+        """Return `ranks_of` a group whose ranks must be known.
 
         Raises:
             ClusterError: nothing says which ranks the group has.
@@ -101,7 +103,8 @@ def made_up_name(ranks: tuple[int, ...]) -> str:
 
 @lru_cache(maxsize=4096)
 def members_of(group: str, devices: int, rank: int) -> tuple[int, ...] | None:
-    """Return the ranks of a group that MindSpore's C++ made up and `rank` is in; None where no such group has the name.
+    """Return the ranks of a group that MindSpore's C++ created and that contains `rank`; None if no such group has the
+    name.
 
     They ascend.
     """
@@ -115,7 +118,8 @@ def members_of(group: str, devices: int, rank: int) -> tuple[int, ...] | None:
 
 
 def parts_of_meshes(devices: int, rank: int, size: int) -> Iterator[tuple[int, ...]]:
-    """Yield every group of `size` ranks with `rank` that varies some axes of a device mesh and keeps the others.
+    """Yield every group of `size` ranks that contains `rank` and that varies some axes of a device mesh and keeps the
+    others.
 
     Then, where `optimizer_weight_shard_size` cuts such a group of more ranks into equal parts, the part with `rank`.
     Axes of any mesh are products of the axes of one whose lengths are primes: these are tried in each order.

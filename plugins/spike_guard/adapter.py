@@ -1,13 +1,14 @@
-"""`plugins.spike_guard` of a recipe: monitors that end the run at a spike, and a loader that leaves samples out.
+"""This module enables `plugins.spike_guard` of a recipe: monitors that end the run at a spike, and a loader that leaves
+samples out.
 
-Nothing is rolled back in the process. A rank that sees a spike writes the ledger (`ledger.py`) and ends the run, as
-`plugins.finite_loss` does, whose place this takes; the launch starts it again from the newest good checkpoint, with
-what the ledger leaves out in `plugins.spike_guard.skipped` of the effective recipe.
+Nothing is rolled back in the process. A rank that sees a spike writes `RUN/skipped.json` (`ledger.py`) and ends the
+run, as `plugins.finite_loss` does, which this plugin replaces. The launch starts the run again from the newest good
+checkpoint, with the left-out samples in `plugins.spike_guard.skipped` of the effective recipe.
 
-No step costs a collective. With data parallelism the loss and the norm are everybody's, so all ranks write the same
-ledger; in a pipeline the ranks that have the loss decide for it, all for the norm, and one that ends alone ends the
-run. The good steps before this part of the run are read from the rank's own metrics, so the verdict on a step does not
-depend on where the run was interrupted.
+No step needs a collective for this. With data parallelism all ranks have the loss and the norm, so all write the same
+file. In a pipeline the ranks that have the loss judge it, and all ranks judge the norm; if a single rank ends, it ends
+the run. The good steps before this part of the run are read from the rank's own metrics, so the verdict on a step does
+not depend on where the run was interrupted.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ relies_on(BlendedDataset, "dataset_sample_id = self.dataset_sample_index[idx]")
 
 
 def enable(config, settings) -> None:
-    """Guard the run of `config` (a MindFormerConfig), and leave out what it has been told to.
+    """Guard the run of `config` (a MindFormerConfig), and leave out the samples that its settings list.
 
     Raises:
         RecipeError: settings that are wrong, or a recipe in which the plugin cannot work.
@@ -65,7 +66,7 @@ def _pipeline(config) -> tuple[int, Any]:
 
 
 class Guard(Watch):
-    """Watches for spikes beside what is not finite, and knows what follows.
+    """This watches for spikes and for values that are not finite, and decides what happens next.
 
     Args:
         settings: see `plan.Settings`; run_dir: the run's folder; undefined: as in `Watch`; has_loss: whether the
@@ -81,7 +82,7 @@ class Guard(Watch):
         self.spare: Callable[[int], int] | None = None  # see `spare_of`; None on a rank that reads no data
 
     def begin(self, batch: int, done: int) -> None:
-        """Training begins, of `batch` samples a step, after `done` steps.
+        """Note that training begins, with `batch` samples a step, after `done` steps.
 
         Raises:
             DataError: the data has too few samples to go back as often as the settings say.
@@ -101,7 +102,7 @@ class Guard(Watch):
             self._spike(readings)
 
     def see(self, step, losses, norm, overflow, scale):
-        """As `Watch.see`; then whether the step is a spike."""
+        """Judge a step as `Watch.see` does, and then whether it is a spike."""
         wrong = super().see(step, losses, norm, overflow, scale)
         if wrong is None and not overflow and (spike := self._spike({"loss": self.logged, NORM: norm})):
             self.run.append((step, spike))
@@ -112,7 +113,7 @@ class Guard(Watch):
         return self.window.see(readings if self.has_loss else {NORM: readings[NORM]})
 
     def end(self, saver, step: int, wrong: str) -> None:
-        """Write the ledger, if the run is to go back, and end it: raises StoppedError."""
+        """Write `RUN/skipped.json` if the run is to go back, and end the run with StoppedError."""
         entry, words = what_follows(step, wrong, self.before, self.settings, self.batch, self.settings.skipped)
         if entry is None:
             raise StoppedError(f"{words}; {finite_loss.way_on(saver)}")
@@ -150,7 +151,9 @@ def _skipping(loader: Any, guard: Guard):
 
 
 class Skipping:
-    """A view of a random-access dataset without the samples of `skipped`; those behind its last one fill the end."""
+    """This is a view of a random-access dataset without the samples of `skipped`; samples after its last one fill the
+    end.
+    """
 
     def __init__(self, source: Any, skipped: Ranges):
         self.source, self.skipped = source, skipped
@@ -168,7 +171,8 @@ class Skipping:
 
 
 def behind(source: Any, wanted: int) -> tuple[np.ndarray, list[Any]]:
-    """Up to `wanted` samples behind the last of a blend, int64 [n, 2] of (data set, item), and its data sets.
+    """Return up to `wanted` samples after the last of a blend, int64 [n, 2] of (data set, item), and the blend's data
+    sets.
 
     A data set alone has no more than it says.
     """
@@ -181,7 +185,7 @@ def behind(source: Any, wanted: int) -> tuple[np.ndarray, list[Any]]:
 
 
 def spare_of(source: Any, skipped: Ranges, trained: int, wanted: int) -> int:
-    """Return how many samples, up to `wanted`, are left behind the `trained` ones of `source` without `skipped`."""
+    """Return how many samples, up to `wanted`, are left after the `trained` samples of `source` without `skipped`."""
     have = len(source) - count(skipped) - trained
     if have < wanted:
         have += len(behind(source, count(skipped) + wanted)[0])

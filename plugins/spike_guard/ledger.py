@@ -1,9 +1,10 @@
-"""The samples that a run leaves out: how they are counted, and `RUN/skipped.json`, which says for which spikes. Pure.
+"""This module handles the samples that a run leaves out: how they are counted, and `RUN/skipped.json`, which records
+the spikes. Pure.
 
-Samples are counted in the order in which the loader would deliver them if none were left out: 0 is the first one of
-the first step. What is left out are ranges (first, stop) of that count. The samples behind each range move up, those
-behind the last one that the recipe trains fill the end: the run keeps its number of steps, and with it its learning
-rates. (`reference.py` has the obvious way.) The ledger:
+Samples are counted in the order in which the loader would deliver them if none were left out: 0 is the first one of the
+first step. The left-out samples are ranges (first, stop) of that count. The samples after each range take its place,
+and samples after the last one that the recipe trains fill the end: the run keeps its number of steps, and with it its
+learning rates. (`reference.py` has the obvious way.) The ledger:
 
     {"skipped": [{"step": 12, "first": 12, "why": "step 12: loss is NaN", "samples": [[44, 48]]}]}
 
@@ -28,7 +29,7 @@ FILE = "skipped.json"
 
 
 def normal(ranges: Iterable[Sequence[int]]) -> Ranges:
-    """Return the same samples as ranges that are sorted and neither overlap nor touch."""
+    """Return the same samples as sorted ranges that neither overlap nor touch."""
     found: list[tuple[int, int]] = []
     for first, stop in sorted((int(first), int(stop)) for first, stop in ranges):
         if found and first <= found[-1][1]:
@@ -39,12 +40,12 @@ def normal(ranges: Iterable[Sequence[int]]) -> Ranges:
 
 
 def count(skipped: Ranges) -> int:
-    """Return the samples that are left out."""
+    """Return the number of samples that are left out."""
     return sum(stop - first for first, stop in skipped)
 
 
 def original(position: int, skipped: Ranges) -> int:
-    """Return which sample the run gets at `position`. `skipped` is `normal`."""
+    """Return which sample the run gets at `position`. `skipped` must be normalised by `normal`."""
     for first, stop in skipped:
         if position < first:
             break
@@ -58,12 +59,12 @@ def originals(first: int, stop: int, skipped: Ranges) -> Ranges:
 
 
 def reached(done: int, skipped: Ranges) -> int:
-    """Return how far a run has come that has trained `done` samples: the sample behind the last one of them."""
+    """Return the position in the data of a run that has trained `done` samples: the sample after the last of them."""
     return original(done - 1, skipped) + 1 if done else 0
 
 
 def same_until(done: int, one: Ranges, two: Ranges) -> bool:
-    """Return whether two runs of `done` samples have trained the same ones, in the same order."""
+    """Return whether two runs of `done` samples have trained the same samples in the same order."""
     end = reached(done, one)
     return end == reached(done, two) and _until(end, one) == _until(end, two)
 
@@ -73,7 +74,8 @@ def _until(end: int, skipped: Ranges) -> Ranges:
 
 
 def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence[int], wanted: int) -> np.ndarray:
-    """The items that a blend of data sets would have next, as MindFormers' `build_blending_indices` chooses them.
+    """Return the items that a blend of data sets would have next, as MindFormers' `build_blending_indices` chooses
+    them.
 
     Args:
         weights: of each data set, as the blend has them; counts: items that it has of each; lengths: of the data sets;
@@ -95,7 +97,9 @@ def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence
 
 @dataclass(frozen=True)
 class Entry:
-    """One time that a run goes back. step: of the spike; first: the first guilty step; samples: see `skip`."""
+    """This records that a run goes back: step is that of the spike, first is the first guilty step, and for samples see
+    `skip`.
+    """
 
     step: int
     first: int
@@ -104,12 +108,12 @@ class Entry:
 
 
 def ledger_file(run_dir: str | Path) -> Path:
-    """Return where a run keeps it."""
+    """Return the path of a run's `skipped.json`."""
     return Path(run_dir) / FILE
 
 
 def read_ledger(run_dir: str | Path) -> list[Entry]:
-    """Return the entries of a run, the oldest first; none where it has no ledger.
+    """Return the entries of a run, the oldest first; none if it has no `skipped.json`.
 
     Raises:
         DataError: the file cannot be read, or is of another form.
@@ -135,12 +139,14 @@ def write_ledger(run_dir: str | Path, entries: Sequence[Entry]) -> None:
 
 
 def add_entry(run_dir: str | Path, entry: Entry) -> None:
-    """Add `entry` to what stands in the ledger now, unless another rank has. A late rank takes nothing away."""
+    """Add `entry` to the current entries, unless another rank has added it. A rank that comes late removes no entry of
+    another rank.
+    """
     entries = read_ledger(run_dir)
     if not any((each.step, each.samples) == (entry.step, entry.samples) for each in entries):
         write_ledger(run_dir, [*entries, entry])
 
 
 def samples_of(entries: Sequence[Entry]) -> Ranges:
-    """Return all samples that they leave out."""
+    """Return all samples that the entries leave out."""
     return normal(pair for entry in entries for pair in entry.samples)

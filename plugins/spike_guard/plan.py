@@ -1,14 +1,15 @@
-"""What is a spike, what follows from one, and `plugins.spike_guard` of a recipe. Pure Python and NumPy.
+"""This module decides what a spike is and what happens after one, and reads `plugins.spike_guard` of a recipe. The
+module uses only Python and NumPy.
 
 Loss and global norm are compared on a logarithmic scale, on which their noise is about even, with the last good steps.
-These have a trend, the median of the slopes between any two of them (Theil and Sen), which is followed where it falls:
-a loss that rises is not what a step is expected to go on with. A value is a spike when it lies more than `threshold`
-robust standard deviations (1.4826 times the median absolute deviation from the trend) above it; values below never
-are. Until the window is full nothing is.
+These steps have a trend, the median of the slopes between any two of them (Theil and Sen), which is extrapolated only
+if it falls, because a loss is not expected to go on rising. A value is a spike when it lies more than `threshold`
+robust standard deviations (1.4826 times the median absolute deviation from the trend) above it; values below it are
+never spikes. Until the window is full no step is judged.
 
-`SPIKE` and `NO_MORE` are the words of a run's end by which a launch knows that it was for a spike, and whether it is
-to go on. `read` and `check` read the settings, and refuse what of the rest of the recipe does not go together with
-them.
+`SPIKE` and `NO_MORE` are words in a run's last message, by which a launch recognises that the run ended after a spike,
+and whether it may go on. `read` and `check` read the settings, and refuse other settings of the recipe that do not go
+together with them.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def _skipped(value: Any) -> Ranges:
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """What is a spike, and what follows. How rarely clean runs alarm: `benchmarks/cluster/spike_guard.py`."""
+    """These settings say what a spike is, and what happens after one. `benchmarks/cluster/spike_guard.py` measures how
+    rarely clean runs raise an alarm.
+    """
 
     KEY = KEY
     RIGHT = f"write `rollbacks: 3` under it, or {KEY}: False to leave it off"
@@ -124,7 +127,8 @@ def check(recipe: Mapping[str, Any]) -> Settings:
 
 
 def spreads_above(value: float, good: Sequence[float]) -> tuple[float, float]:
-    """How many robust standard deviations log `value` lies above what follows `good`, and the value that would follow.
+    """Return how many robust standard deviations log `value` lies above the extrapolation of `good`, and the
+    extrapolated value.
 
     Args:
         good: of the last steps, the newest last; all are above 0.
@@ -140,7 +144,7 @@ def spreads_above(value: float, good: Sequence[float]) -> tuple[float, float]:
 
 
 class Window:
-    """The last good steps, and whether a step is like them.
+    """This holds the last good steps, and judges whether a step is like them.
 
     Args:
         size: how many; threshold: see above.
@@ -151,7 +155,7 @@ class Window:
         self.good: dict[str, deque[float]] = {name: deque(maxlen=size) for name in JUDGED}
 
     def see(self, readings: Mapping[str, float | None]) -> str | None:
-        """Take in a step's numbers, by the names of `JUDGED`; what of them is a spike, in words.
+        """Judge a step's values, which have the names of `JUDGED`; return in words which of them is a spike.
 
         A spike is not taken in. What is not known, not finite or not above 0 is not judged.
         """
@@ -190,7 +194,7 @@ def good_steps(lines: Iterable[str], done: int, size: int) -> list[dict[str, flo
 def what_follows(
     step: int, wrong: str, before: Sequence[Entry], settings: Settings, batch: int, skipped: Ranges
 ) -> tuple[Entry | None, str]:
-    """Return what a run does that has met a spike at `step`: the samples to leave out, and the whole in words.
+    """Return what a run does after a spike at `step`: the samples to leave out, and a sentence about it.
 
     Args:
         wrong: what was seen; before: the spikes for which this run has gone back; batch: samples of a step;

@@ -1,4 +1,4 @@
-"""The obvious computation of what this plugin does cleverly: sample by sample, step by step."""
+"""This module computes in an obvious way what the plugin computes fast: sample by sample, step by step."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Iterable, Sequence
 
 
 def samples(total: int, skipped: Iterable[Sequence[int]]) -> list[int]:
-    """Return the samples of a run in its order, of data with `total` samples."""
+    """Return the samples of a run in its order, from data with `total` samples."""
     out = {sample for first, stop in skipped for sample in range(first, stop)}
     return [sample for sample in range(total) if sample not in out]
 
 
 def spreads_above(value: float, good: Sequence[float], least: float) -> float:
-    """How many robust standard deviations log `value` lies above the trend of log `good`, by sorting; see `plan`."""
+    """Return how many robust standard deviations log `value` lies above the trend of log `good`, by sorting; see
+    `plan`.
+    """
 
     def middle(values: Iterable[float]) -> float:
         values = sorted(values)

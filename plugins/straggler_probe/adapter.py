@@ -1,8 +1,9 @@
-"""`plugins.straggler_probe` of a recipe: a callback that probes its own rank every few steps, without a collective.
+"""This module enables `plugins.straggler_probe` of a recipe: a callback that probes its own rank every few steps,
+without a collective.
 
-No hook of MindFormers tells what a rank waits for its batches; but MindSpore's loop fetches a batch between two steps,
-and calls callbacks at the end of the one and the beginning of the other. MindFormers sorts callbacks that it does not
-know behind all others, so that saving and evaluating come before the end of a step that is seen here.
+No hook of MindFormers reports how long a rank waits for its batches; but MindSpore's loop fetches a batch between two
+steps, and calls callbacks at the end of the first and the beginning of the second. MindFormers sorts callbacks that it
+does not know behind all others, so that saving and evaluating come before the end of a step that is seen here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ relies_on(model.Model._train_dataset_sink_process, "for inputs in dataset_helper
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class StragglerProbe(Callback):
-    """Records probes of this rank, see `watch.Watch`.
+    """This records probes of this rank, see `watch.Watch`.
 
     Args:
         settings: `plugins.straggler_probe.watch.Settings`. device: its type. run_dir: the run's folder.
@@ -38,7 +39,7 @@ class StragglerProbe(Callback):
         self.settings, self.device, self.run_dir = settings, device, run_dir
 
     def on_train_begin(self, run_context):
-        """Prepare the work, which compiles on an NPU, and find out how many steps were done before."""
+        """Prepare the work, which compiles on an NPU, and find how many steps were made before."""
         params = run_context.original_args()
         monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
         self.done = monitors[0].initial_step or 0 if monitors else 0
@@ -49,11 +50,11 @@ class StragglerProbe(Callback):
         )  # fmt: skip
 
     def on_train_step_begin(self, run_context):
-        """The batch is there."""
+        """Note that the batch has arrived."""
         self.watch.begin()
 
     def on_train_step_end(self, run_context):
-        """Probe when due."""
+        """Probe if a probe is due."""
         self.watch.end(self.done + run_context.original_args().cur_step_num)
 
 

@@ -1,4 +1,4 @@
-"""Find which ranks are slower than their peers, and by what. Pure.
+"""This module finds which ranks are slower than their peers, and by how much. Pure.
 
 Peers are ranks of one group, such as a pipeline stage, with the same type of device and the same work in a probe. Four
 measures of a rank are compared with those of its peers at the same step (`KINDS`):
@@ -55,7 +55,7 @@ from plugins.straggler_probe.record import Record
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """When a rank is probed, and with how much work."""
+    """These settings say when a rank is probed, and with how much work."""
 
     KEY = "plugins.straggler_probe"
     RIGHT = f"write every, work under it (or {{}} for the defaults), or {KEY}: False"
@@ -83,7 +83,9 @@ FLOORS_ON_CPU: dict[Kind, float] = {"device": 0.75, "data": 0.25, "host": 0.35, 
 
 
 class Level(NamedTuple):
-    """A limit in standard deviations; how often a healthy rank lies above it at most, and how often a slow one does."""
+    """This is a limit in standard deviations, with the largest share of probes of a healthy rank above it, and the
+    share of a slow rank.
+    """
 
     limit: float
     usual: float
@@ -95,7 +97,7 @@ LEVELS = (Level(1.5, 0.08, 0.6), Level(3.0, 0.004, 0.7))
 
 
 def threshold(tests: int, probes: int, alarm: float) -> float:
-    """ln A: what the evidence must reach.
+    """Return ln A, which the evidence must reach.
 
     Args:
         tests: series that are tested. probes: of each. alarm: chance that any of them is named though it is healthy.
@@ -104,14 +106,14 @@ def threshold(tests: int, probes: int, alarm: float) -> float:
 
 
 def ratios(values: np.ndarray, limit: float, level: Level) -> np.ndarray:
-    """ln L of `values` [K, N] against `limit`; 0 where a value is missing (NaN)."""
+    """Return ln L of `values` [K, N] against `limit`; 0 where a value is missing (NaN)."""
     above = math.log(level.slow / level.usual)
     below = math.log((1 - level.slow) / (1 - level.usual))
     return np.where(np.isnan(values), 0.0, np.where(values > limit, above, below))
 
 
 def evidence(values: np.ndarray, limits: Sequence[float]) -> np.ndarray:
-    """ln R [K, N] of `values` [K, N], the mean over `LEVELS`, of which `limits` has each one's limit."""
+    """Return ln R [K, N] of `values` [K, N], the mean over `LEVELS`; `limits` has the limit of each level."""
     parts = []
     for level, limit in zip(LEVELS, limits, strict=True):
         ratio = ratios(values, limit, level)
@@ -124,7 +126,8 @@ def evidence(values: np.ndarray, limits: Sequence[float]) -> np.ndarray:
 
 
 def span(values: np.ndarray, limit: float, level: Level, alarm: int) -> tuple[int, int]:
-    """The first and the last probe of the change in one series `values` [K] that raised an alarm at probe `alarm`.
+    """Return the first and the last probe of the change in one series `values` [K] that raised an alarm at probe
+    `alarm`.
 
     They are the most likely ones: between them the product of all L is the largest.
     """
@@ -138,7 +141,7 @@ FIRST, ENOUGH = 24, 8  # probes that tell what differs for good; ranks whose spr
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that is slower than its peers.
+    """This is a rank that is slower than its peers.
 
     Args:
         slower: by which share of its peers' time of the work (device: 0.05 is 5 % slower), or which share of all its
@@ -158,7 +161,7 @@ class SlowRank:
 
 @dataclass(frozen=True)
 class Unknown:
-    """Ranks of which a measure says nothing, neither good nor bad, and why."""
+    """These are ranks about which a measure says nothing, neither good nor bad, with the reason."""
 
     kind: Kind
     ranks: tuple[int, ...]
@@ -166,7 +169,9 @@ class Unknown:
 
 
 class Verdict(NamedTuple):
-    """The slow ranks, the slowest of each kind first; of what nothing is known; and how many ranks were compared."""
+    """These are the slow ranks, the slowest of each kind first, the ranks of which nothing is known, and the number of
+    compared ranks.
+    """
 
     slow: list[SlowRank]
     unknown: list[Unknown]
@@ -174,12 +179,13 @@ class Verdict(NamedTuple):
 
 
 def by_stage(ranks: int, stages: int) -> dict[int, int]:
-    """Rank -> its pipeline stage: MindSpore gives a stage successive ranks."""
+    """Return rank -> its pipeline stage: MindSpore gives a stage consecutive ranks."""
     return {rank: rank * stages // ranks for rank in range(ranks)}
 
 
 def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None = None) -> Verdict:
-    """Return the ranks of a run that are slower than their peers. A healthy run names any with a chance of `ALARM`.
+    """Return the ranks of a run that are slower than their peers. The probability that a healthy run names any rank is
+    `ALARM`.
 
     That holds for one look at a run, and for any number of looks within its first `LEAST` probes; who looks all the
     time has that chance once more whenever the number of probes has doubled.
@@ -215,7 +221,7 @@ def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None 
 
 
 class Own(NamedTuple):
-    """Whose series of probes it is: a rank on one host. A rank that moved to a spare one begins anew."""
+    """This identifies a series of probes: a rank on one host. A rank that moved to a spare host starts a new series."""
 
     rank: int
     host: str
@@ -275,7 +281,8 @@ def _of_group(kind: Kind, floor: float, series: Series, enough: float) -> list[S
 
 
 def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray, float, np.ndarray]:
-    """Steps 1 to 4: what `values` [K, N] have above the others', the lowest limit, and where the evidence is enough.
+    """Compute steps 1 to 4: how far `values` [K, N] are above the others', the lowest limit, and where the evidence is
+    enough.
 
     Args:
         floor: no limit is below it. enough: see `threshold`.
@@ -288,7 +295,9 @@ def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray,
 
 
 def above_others(values: np.ndarray) -> np.ndarray:
-    """[K, N] -> minus the median of the others of a row; NaN where a value, or every other one, is missing."""
+    """Return [K, N] minus the median of the other values of a row; NaN where a value, or every other one, is
+    missing.
+    """
     out = np.full(values.shape, np.nan)
     for place, row in enumerate(values):
         here = np.flatnonzero(~np.isnan(row))
@@ -304,7 +313,8 @@ def above_others(values: np.ndarray) -> np.ndarray:
 
 
 def without_lasting(excess: np.ndarray, spread: float) -> tuple[np.ndarray, float]:
-    """[K, N] -> without what differs for good among healthy ranks, and what that may err by for any of them.
+    """Return [K, N] without the lasting differences among healthy ranks, and the possible error of these differences
+    for each rank.
 
     Of few ranks nobody can tell what differs for good, and nothing is taken out.
     """
@@ -318,7 +328,7 @@ def without_lasting(excess: np.ndarray, spread: float) -> tuple[np.ndarray, floa
 
 
 def noise(excess: np.ndarray) -> float:
-    """Standard deviation of the noise of `excess` [K, N]."""
+    """Return the standard deviation of the noise of `excess` [K, N]."""
     changes = np.abs(np.diff(excess, axis=0))
     return TO_SIGMA / math.sqrt(2) * _median(changes[~np.isnan(changes)])
 

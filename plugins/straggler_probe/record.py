@@ -1,6 +1,7 @@
-"""`RUN/metrics/probe_N.jsonl`, a line a probe of rank N: both halves of its form, writing and reading. Pure.
+"""This module writes and reads `RUN/metrics/probe_N.jsonl`, with one line for each probe of rank N. Pure.
 
-Each rank has a file of its own: a line costs no collective, and a rank that hangs keeps nobody else from writing.
+Each rank has a file of its own: a line needs no collective, and a rank that hangs does not keep other ranks from
+writing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _START, _END = "probe_", ".jsonl"
 
 @dataclass(frozen=True)
 class Record:
-    """One probe of one rank, and what passed since the one before it. Times are seconds.
+    """This is one probe of one rank, and what happened since the probe before it. Times are seconds.
 
     Args:
         step: after which it was made. device: type of device, as in `context.device_target`.
@@ -47,17 +48,17 @@ class Record:
 
 
 def probe_file(run_dir: str | Path, rank: int) -> Path:
-    """Return where rank `rank` of a run records its probes."""
+    """Return the file in which rank `rank` of a run records its probes."""
     return Path(run_dir) / "metrics" / f"{_START}{rank}{_END}"
 
 
 def append(path: Path, record: Record) -> None:
-    """Add a line, on a line of its own also where a killed run left half of one."""
+    """Append a line, as a line of its own even if a killed run left an incomplete one."""
     append_line(path, json.dumps({name: _short(value) for name, value in asdict(record).items()}))
 
 
 def read_run(run_dir: str | Path) -> list[Record]:
-    """Return the records of all ranks of a run, by rank and step; none where it was not probed.
+    """Return the records of all ranks of a run, by rank and step; none if the run was not probed.
 
     Raises:
         DataError: see `read`.
@@ -68,7 +69,8 @@ def read_run(run_dir: str | Path) -> list[Record]:
 
 
 def read(path: Path) -> list[Record]:
-    """The records of one file, by step; a resumed run replaces what it repeats, half a killed one's line is left out.
+    """Return the records of one file by step; a resumed run replaces the steps that it repeats, and an incomplete line
+    of a killed run is left out.
 
     Raises:
         DataError: a line that is not a record.

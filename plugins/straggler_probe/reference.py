@@ -1,4 +1,6 @@
-"""`plan.slow_ranks`, slow and obvious: one rank, one probe and one possible beginning at a time, in plain numbers."""
+"""This module computes `plan.slow_ranks` in a slow and obvious way: one rank, one probe and one possible beginning at a
+time, in plain numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from plugins.straggler_probe.record import Record
 
 
 def slow_ranks(records: Sequence[Record], groups: Mapping[int, Hashable]) -> set[tuple[int, str, str]]:
-    """(rank, host, kind) of each rank that is named."""
+    """Return (rank, host, kind) of each rank that is named."""
     who = {(record.rank, record.host, groups[record.rank], record.device, record.work) for record in records}
     probes = max(plan.LEAST, len({record.step for record in records}))
     enough = len(plan.KINDS) * len(who) * probes / plan.ALARM

@@ -1,7 +1,7 @@
-"""What a rank notes between probes, and the probe itself: a fixed piece of work, timed.
+"""This module measures what happens on a rank between probes, and the probe itself: a fixed piece of work, timed.
 
-The adapter calls `Watch` at the beginning and end of each step. A probe's time is taken without what other processes
-took of the core. MindSpore is imported only for an NPU.
+The adapter calls `Watch` at the beginning and end of each step. A probe's time does not include the time in which other
+processes had the core. MindSpore is imported only for an NPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _NUMBERS, _PASSES = 1 << 15, 24  # 128 KiB, which stay in a core's own cache: so
 
 
 def device_products(side: int = DEVICE_SIDE) -> Callable[[], float]:
-    """Products in float16 by MindSpore on the device of this process; it returns GFLOP. Never run on an NPU."""
+    """This computes products in float16 by MindSpore on the device of this process; it returns GFLOP. This work has
+    never run on an NPU.
+    """
     import mindspore as ms
 
     left = ms.Tensor(np.full((side, side), 0.01), ms.float16)
@@ -41,7 +43,7 @@ def device_products(side: int = DEVICE_SIDE) -> Callable[[], float]:
 
 
 def processor_work() -> Callable[[], float]:
-    """Square roots by one thread of this process; it returns billions of them.
+    """This computes square roots by one thread of this process; it returns billions of them.
 
     Neither MindSpore's operators nor a product by NumPy's BLAS: both spread over as many threads as they like, which
     then wait for the cores of others.
@@ -65,7 +67,8 @@ def of_device(device: str) -> Callable[[], float]:
 
 
 def seconds_of(work: Callable[[], float], pieces: int) -> float:
-    """Time of so many pieces of `work`: the median of `ROUNDS`, each without what the thread waited for a core.
+    """Return the time of this many pieces of `work`: the median of `ROUNDS`, each without the time in which the thread
+    waited for a core.
 
     Time in which a limit or a signal stopped the process stays in, as far as the kernel counts it as no waiting.
     """
@@ -80,7 +83,7 @@ def seconds_of(work: Callable[[], float], pieces: int) -> float:
 
 
 class Watch:
-    """One rank's probes and what passed between them.
+    """These are one rank's probes and what happened between them.
 
     The first step of a part of a run compiles and is not counted. The time between the end of a step and the beginning
     of the next one is the wait for its batch: nothing else happens there.
@@ -108,12 +111,12 @@ class Watch:
         self.steps, self.data = 0, 0.0
 
     def begin(self) -> None:
-        """A step begins: its batch is there."""
+        """Note that a step begins, because its batch has arrived."""
         if self.left is not None:
             self.data += time.perf_counter() - self.left
 
     def end(self, step: int) -> None:
-        """Step number `step`, from 1 on, has ended; probe when it is time."""
+        """Note that step number `step`, counted from 1, has ended; probe when a probe is due."""
         self.steps += 1
         if self.before is None or step % self.settings.every == 0:
             now = _clocks()

@@ -1,4 +1,5 @@
-"""`tc3 accuracy`: its group, and the commands ops, dump, compare and collectives; the others have a cli of their own.
+"""This module is `tc3 accuracy`: its group, and the commands ops, dump, compare and collectives; each other command has
+its own module.
 
 Exit codes: 0 everything passes, 1 something fails or differs, 2 a wrong input or an unknown result.
 """
@@ -182,7 +183,7 @@ def _tell(what: Path, verdict: Verdict, as_json: bool) -> NoReturn:
 
 
 class DtypeName(click.ParamType):
-    """``bf16`` or ``bfloat16``, as the latter."""
+    """This is a data type, ``bf16`` or ``bfloat16``, converted to the full name."""
 
     name = "dtype"
 

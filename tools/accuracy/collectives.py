@@ -1,4 +1,4 @@
-"""Whether the collectives that a sharded run executes are those that its dry run reports.
+"""This module checks whether the collectives that a sharded run executes are those that its dry run reports.
 
 A few steps of a recipe's sharded graph are trained on CPU processes, which note the collectives of their first step.
 Every rank of the same recipe is compiled, and each rank's record is compared with what its compile reports.
@@ -33,7 +33,7 @@ EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "unknown"
 
 
 def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
-    """Return the recipe, or of one for Ascend the mini that keeps its parallel strategy.
+    """Return the recipe; for an Ascend recipe, return the mini that keeps its parallel strategy.
 
     Raises:
         RecipeError: the file or an override is wrong, or MindSpore shards nothing of it.
@@ -47,7 +47,7 @@ def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
 
 
 def refuse_unsharded(recipe: Recipe) -> None:
-    """Raise RecipeError for a recipe that is not executed as a sharded graph, on two processes or more."""
+    """Raise RecipeError for a recipe that is not executed as a sharded graph on at least two processes."""
     if not chosen(recipe):
         wants = "context.device_target: CPU and parallel.parallel_mode: 1 (semi-auto parallel; docs/semi-auto-cpu.md)"
         raise RecipeError(f"{recipe.source}: on CPU MindSpore inserts collectives into a recipe only with {wants}")
@@ -57,7 +57,7 @@ def refuse_unsharded(recipe: Recipe) -> None:
 
 
 def train(recipe: Recipe, folder: Path) -> Path:
-    """Train `STEPS` steps on a made-up corpus; returns the run's folder.
+    """Train `STEPS` steps on a made-up corpus; return the run's folder.
 
     Raises:
         RunFailedError: the training failed, or was refused.
@@ -77,7 +77,7 @@ def train(recipe: Recipe, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class RankCalls:
-    """One rank's step.
+    """This is one rank's step.
 
     Args:
         calls, bytes: executed, and how large their tensors were. by_name: calls of each operator.
@@ -93,7 +93,7 @@ class RankCalls:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`EQUAL`, `DIFFERS`, or `UNKNOWN` with the reason."""
+    """The result is `EQUAL`, `DIFFERS`, or `UNKNOWN` with the reason."""
 
     word: str
     why: str = ""
@@ -111,7 +111,7 @@ def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
         run_dir: of `tc3 train`. at_once: compiles at a time; as many as fit where it is None.
 
     Raises:
-        RecipeError: the folder is none of a sharded run. DataError: a rank's record is missing or broken.
+        RecipeError: the folder is not that of a sharded run. DataError: a rank's record is missing or broken.
     """
     recipe = recipe_of_run(run_dir)
     view = View(recipe)
@@ -127,7 +127,8 @@ def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
 
 
 def recipe_of_run(run_dir: Path) -> Recipe:
-    """Return what a run trained, without what is not in its graph, so that runs of one recipe share their compiles.
+    """Return the recipe of a run without the keys that are not in its graph, so that runs of one recipe share their
+    compiles.
 
     Raises:
         RecipeError: there is none, or it is not sharded.
@@ -145,14 +146,14 @@ def recipe_of_run(run_dir: Path) -> Recipe:
 
 
 class Executed(NamedTuple):
-    """What a rank noted of its first step: as `calls_file` says."""
+    """This is what a rank recorded of its first step, as `calls_file` describes."""
 
     calls: list[CallRecord]
     places: dict[str, int]
 
 
 def read_record(run_dir: Path, rank: int) -> Executed:
-    """Return what a rank noted of its first step.
+    """Return what a rank recorded of its first step.
 
     Raises:
         DataError: nothing, or not what it should be.
@@ -169,7 +170,7 @@ def read_record(run_dir: Path, rank: int) -> Executed:
 
 
 def rank_calls(result: Mapping[str, Any], executed: Executed) -> RankCalls:
-    """Return one rank: result of its compile, and what it did."""
+    """Return one rank: the result of its compile, and what it executed."""
     calls, rank = executed.calls, result["rank"]
     found = compare_calls(result["graph"], calls)
     return RankCalls(

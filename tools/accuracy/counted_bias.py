@@ -1,4 +1,6 @@
-"""Count how many choices each expert got in every step: MindFormers forgets it before a recorder's turn comes."""
+"""This module records how many choices each expert got in every step, because MindFormers resets the counters before a
+recorder can read them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ LOAD_END, BIAS_END = ".expert_load", ".expert_bias"  # ends of names; the rest i
 
 
 class CountedBias(TopkBiasBalanceCallback):
-    """`TopkBiasBalanceCallback` that notes this rank's counters of every step, then moves the biases and resets them.
+    """This is `TopkBiasBalanceCallback` that records this rank's counters of every step, then moves the biases and
+    resets the counters.
 
     Attributes:
         loads: for each step, router -> share of the choices that each expert got, float32 [experts].
@@ -20,12 +23,14 @@ class CountedBias(TopkBiasBalanceCallback):
     loads: ClassVar[list[dict[str, np.ndarray]]] = []
 
     def on_train_step_end(self, run_context: Any) -> None:
-        """Note the counters, then move the biases."""
+        """Record the counters, then move the biases."""
         self.loads.append(of_routers(run_context, LOAD_END))
         super().on_train_step_end(run_context)
 
 
 def of_routers(run_context: Any, end: str) -> dict[str, np.ndarray]:
-    """Router -> copy of its parameter with this end of a name; `asnumpy` alone is a view of a buffer."""
+    """Return router -> copy of its parameter whose name ends in this way, because `asnumpy` returns a view of a
+    buffer.
+    """
     parameters = run_context.original_args().train_network.network.get_parameters()
     return {item.name.removesuffix(end): np.array(item.asnumpy()) for item in parameters if item.name.endswith(end)}

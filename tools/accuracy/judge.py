@@ -1,4 +1,4 @@
-"""Whether a result is near enough to its golden baseline: data types, tolerances and the judgement by them.
+"""This module judges whether a result is near enough to its golden baseline: data types, tolerances and errors.
 
 The golden baseline computes in a wider type than the one that is tested (report, section 3.1 (1)):
 
@@ -44,7 +44,7 @@ LARGEST["bfloat16"] = 2.0**127 * (2 - 2.0**-7)
 
 
 def golden_dtype(dtype: str, wide: bool = True) -> type[np.floating]:
-    """Return what the golden baseline of inputs of `dtype` is computed in."""
+    """Return the type in which the golden baseline of inputs of `dtype` is computed."""
     return np.float64 if dtype == "float32" and wide else np.float32
 
 
@@ -58,7 +58,9 @@ def round_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Values as `dtype` holds them: float16 as such, all others as float32; integers and booleans as they are."""
+    """Return values as `dtype` holds them: float16 as such, all other floats as float32, integers and booleans
+    unchanged.
+    """
     if not np.issubdtype(values.dtype, np.floating):
         return values
     with np.errstate(over="ignore", under="ignore"):
@@ -69,7 +71,7 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def promoted(values: np.ndarray, dtype: str, wide: bool = True) -> np.ndarray:
-    """Return the values of a test input in the golden baseline's type; integers and booleans as they are."""
+    """Return the values of a test input in the golden baseline's type; integers and booleans are unchanged."""
     return values.astype(golden_dtype(dtype, wide)) if np.issubdtype(values.dtype, np.floating) else values
 
 
@@ -99,7 +101,7 @@ def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
 
 
 def systematic(dtype: str) -> tuple[float, float]:
-    """(floor, sigmas) of the factor that all elements of a tensor share: see tools/accuracy/dumps/errors.py."""
+    """Return (floor, sigmas) for the factor that all elements of a tensor share: see tools/accuracy/dumps/errors.py."""
     content = table()
     found = content["systematic"]
     return found["floor"][content["alias"].get(dtype, dtype)], found["sigmas"]
@@ -112,7 +114,9 @@ def lower_bound() -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One tensor. `error`: the largest; `outside`: elements over the tolerance; `detail`: the worst element."""
+    """This is the judgement of one tensor: `error` is the largest error, `outside` the number of elements over the
+    tolerance, `detail` the worst element.
+    """
 
     passed: bool
     error: float
@@ -121,7 +125,9 @@ class Verdict:
 
 
 def errors(got: np.ndarray, want: np.ndarray, smallest: float) -> np.ndarray:
-    """The error of each element, float64, shape of `want`; inf where one of the two is not finite and they differ."""
+    """Return the error of each element, float64, in the shape of `want`; inf where one of the two is not finite and
+    they differ.
+    """
     got, want = got.astype(np.float64), want.astype(np.float64)
     finite = np.isfinite(want)
     rms = np.sqrt(np.mean(np.square(want[finite]))) if finite.any() else 0.0
@@ -148,7 +154,7 @@ def _verdict(error: np.ndarray, got: np.ndarray, want: np.ndarray, tolerance: fl
 def judge_special(
     got: np.ndarray, wants: list[np.ndarray], tolerance: float, dtype: str, floor: float = 0.0
 ) -> Verdict:
-    """Compare results of special inputs: each element relative to itself, NaN and infinities where they belong.
+    """Compare results for special inputs: each element relative to itself, with NaN and infinities in the same places.
 
     Args:
         wants: golden results that are right, for a device that keeps denormals and for one that does not. They are

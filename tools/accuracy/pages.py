@@ -1,4 +1,4 @@
-"""HTML reports replace older reports and nothing else, which is looked at first."""
+"""HTML reports replace only older reports; this module checks the place before anything is written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tools.files.page import BEGINS
 
 
 def check_page(page: Path | None, option: str = "--html") -> None:
-    """Raise DataError where a page cannot be written, or would replace what is not a page."""
+    """Raise DataError if a page cannot be written, or would replace a file that is not a report."""
     if page is None or not (page.exists() or page.is_symlink()):
         _check_folder(page, option)
         return
@@ -23,7 +23,7 @@ def check_page(page: Path | None, option: str = "--html") -> None:
 
 
 def check_out(out: Path | None, *dumps: Path) -> None:
-    """Raise DataError where the files of a comparison cannot be written, or would lie in a dump."""
+    """Raise DataError if the files of a comparison cannot be written, or would lie in a dump."""
     if out is None:
         return
     for dump in dumps:

@@ -22,7 +22,9 @@ _MARKS = digits + ascii_lowercase
 
 
 def isolation(plan: Plan) -> list[tuple[str, str]]:
-    """Return (what it does, the line) of each; they need root. There are none where no core is left to the system."""
+    """Return (what it does, the line) for each command; these commands need root. The list is empty if no core is left
+    for the system.
+    """
     workers = [core for worker in plan.workers for core in worker.cores]
     interrupts = [core for cores in plan.interrupts.values() for core in cores]
     rest = sorted({*interrupts, *plan.system, *plan.idle})
@@ -84,7 +86,7 @@ def affinity(recipe: Path | None, workers: int | None, root: Path, bind_file: Pa
 
 
 def as_dict(plan: Plan, numactl: bool) -> dict[str, Any]:
-    """Return the plan for machines; lists of cores in Linux's form."""
+    """Return the plan as JSON values, with lists of cores in Linux's form."""
     host, devices = plan.host, [worker.npu for worker in plan.workers]
     words = msrun.prefixes(plan, numactl) if plan.binds else [[] for _ in devices]
     theirs = msrun.own_plan(host, devices)

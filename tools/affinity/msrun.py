@@ -1,4 +1,4 @@
-"""What `msrun` of MindSpore 2.9.0 makes of a host: the file that it reads, and what it would do by itself.
+"""This module knows how `msrun` of MindSpore 2.9.0 treats a host: the file that it reads, and its own choice of cores.
 
 Sources, below the installed `mindspore`: `parallel/cluster/process_entity/_bind.py` (prefixes, checks),
 `runtime/thread_bind_core.py` (its own plan, cores by module), `parallel/cluster/run.py` (the option).
@@ -24,7 +24,8 @@ _VISIBLE = re.compile(r"\d+(?:,\d+)*")
 
 
 def bind_file(plan: Plan, numactl: bool) -> dict[str, Any]:
-    """For `msrun --bind_numa FILE`, and for `context.affinity_config: FILE`, which binds threads by module.
+    """Return the file for `msrun --bind_numa FILE`, and for `context.affinity_config: FILE`, which binds threads by
+    module.
 
     msrun refuses a file that wants memory bound where `numactl` is not installed, so it is left out there.
     """
@@ -46,7 +47,7 @@ def bind_file(plan: Plan, numactl: bool) -> dict[str, Any]:
 
 
 def _binds_memory(plan: Plan, numactl: bool) -> bool:
-    """Memory of the nodes of a worker's cores; one node alone could be too small for the two workers near it."""
+    """Memory of the nodes of a worker's cores; a single node could be too small for the two workers near it."""
     return numactl and len(plan.host.nodes) > 1 and all(worker.memory for worker in plan.workers)
 
 
@@ -55,7 +56,7 @@ def _key(npu: int | None, rank: int) -> str:
 
 
 def prefixes(plan: Plan, numactl: bool) -> list[list[str]]:
-    """Words before each worker's command, for launchers other than msrun or where msrun cannot bind."""
+    """Return the words before each worker's command, for other launchers than msrun, or if msrun cannot bind."""
     words = []
     for worker in plan.workers:
         cores = compress(worker.cores)
@@ -67,7 +68,7 @@ def prefixes(plan: Plan, numactl: bool) -> list[list[str]]:
 
 
 def obstacle(host: Host, plan: Plan) -> str | None:
-    """Return why msrun would not take the file; None if it would."""
+    """Return why msrun would not accept the file; None if it would."""
     if not host.msrun:
         return (
             "msrun of MindSpore 2.9.0 reads the cpuset of control groups of version 1 only; here it refuses every bind "
@@ -80,7 +81,7 @@ def obstacle(host: Host, plan: Plan) -> str | None:
 
 
 def own_plan(host: Host, devices: Sequence[int | None]) -> list[list[int]]:
-    """Return the cores of each worker under `msrun --bind_core=True`; none where it would bind nothing.
+    """Return the cores of each worker under `msrun --bind_core=True`; none if it would bind nothing.
 
     It cuts the cores into equal parts, fills a device from its own NUMA node and then from the nodes that are nobody's,
     in order and however far. Where `npu-smi` does not answer, or a node's cores are not all ranges, it deals them out
@@ -122,7 +123,7 @@ def _by_node(host: Host, npus: Sequence[int], share: int) -> dict[int, list[int]
 
 
 def visible(environ: Mapping[str, str], npus: Sequence[int]) -> tuple[list[int], list[str]]:
-    """Return the NPUs that workers get, first worker first, and what is wrong with ASCEND_RT_VISIBLE_DEVICES.
+    """Return the NPUs that workers get, first worker first, and errors of ASCEND_RT_VISIBLE_DEVICES.
 
     MindSpore sorts the list before it names a device (`_get_physical_device_id`), and CANN takes ascending lists only.
     """
@@ -145,7 +146,8 @@ def visible(environ: Mapping[str, str], npus: Sequence[int]) -> tuple[list[int],
 
 
 def plan_for(host: Host, recipe: Path | None, workers: int | None) -> Plan:
-    """Return the plan for the workers of a recipe on one node, for so many, or for one on each NPU.
+    """Return the plan for the workers of a recipe on one node, for a given number of workers, or for one worker on each
+    NPU.
 
     Raises:
         ClusterError: neither says how many; more workers than NPUs. RecipeError: the recipe cannot be read.

@@ -1,7 +1,9 @@
-"""This module plans a host: cores of each worker by role, cores left to interrupts and to the system. It is pure.
+"""This module plans a host: the cores of each worker by role, and the cores left for interrupts and the system. The
+module has no side effects.
 
-Workers have cores of their own, and what else runs has others (report, section 6: isolation). `make_plan` deals out the
-cores. `shares` says how many each worker takes from each NUMA node: a transport problem, solved by HiGHS.
+Workers have cores of their own, and other processes have other cores (report, section 6: isolation). `make_plan`
+assigns the cores. `shares` computes how many cores each worker takes from each NUMA node: a transport problem, solved
+by HiGHS.
 
     minimise    sum over workers w and nodes n of  distance(w, n) * x[w, n]      and, among those plans, the largest
                                                                                  sum of a single worker
@@ -29,7 +31,8 @@ DATA = 4  # of a worker's cores, at most, for the threads of the dataset
 
 
 def shares(near: Sequence[int], free: Mapping[int, int], distance: Mapping[tuple[int, int], int]) -> np.ndarray:
-    """Return the cores [W, N] of each worker from each node, in the order of `free`; every worker gets as many.
+    """Return the number of cores [W, N] of each worker from each node, in the order of `free`; every worker gets
+    equally many.
 
     Args:
         near: [W] the node nearest to each worker's NPU.
@@ -86,7 +89,9 @@ class Worker:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan says what each worker gets, and what is left: for interrupts (by node), for the system, for nobody."""
+    """A plan says what each worker gets, and which cores are left: for interrupts (by node), for the system, and
+    unused.
+    """
 
     host: Host
     workers: list[Worker]
@@ -110,7 +115,7 @@ def how_far(host: Host, home: int, cores: Sequence[int]) -> dict[str, int]:
 
 
 def make_plan(host: Host, count: int, npus: Sequence[int] | None) -> Plan:
-    """Return a plan that shares the cores among `count` workers, the first on the first of `npus`; None: on CPU.
+    """Return a plan that divides the cores among `count` workers, the first on the first of `npus`; None is for CPU.
 
     Raises:
         ClusterError: there are fewer NPUs than workers.
@@ -177,7 +182,7 @@ def _workers(host: Host, devices: list[int | None], homes: list[int], free: Mapp
 
 
 def roles(cores: list[int]) -> dict[str, list[int]]:
-    """Return a worker's cores by what MindSpore calls its modules, from near to far.
+    """Return a worker's cores by MindSpore's module names, from near to far.
 
     `main` is wide, for msrun starts the process on it, and every thread that has no module of its own (the pool of CPU
     kernels, the communication library) stays there. The first two of it are free of the runtime's fixed threads. With

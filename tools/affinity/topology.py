@@ -22,7 +22,7 @@ _HOST_FOLDERS = ("proc", "sys", "etc", "usr", OUTPUTS)  # of a host, of which a 
 
 
 def allowed(root: Root) -> list[int] | None:
-    """Return the cores of the process's cpuset, cut to those that it may be scheduled on; None where nothing says.
+    """Return the cores of the process's cpuset on which it may be scheduled; None if no file says.
 
     Control groups of version 1 and of version 2 are read; in a container the process's own group is mounted as the
     top one, so a group's path is tried from the deepest folder upwards.
@@ -40,7 +40,7 @@ def _status(root: Root, name: str) -> str:
 
 
 def msrun_sees(root: Root) -> list[int]:
-    """Return the cores for `msrun --bind_core` and `--bind_numa FILE`: version 1's only, none with version 2."""
+    """Return the cores for `msrun --bind_core` and `--bind_numa FILE`: only version 1 has them."""
     return sorted(set(expand(root.read(MSRUN_READS) or "")))
 
 
@@ -58,7 +58,7 @@ def _group_cores(root: Root) -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """A plan is made of this.
+    """This is the host from which a plan is made.
 
     Attributes:
         nodes: NUMA node -> all of its cores.
@@ -111,7 +111,7 @@ def read_host(root: Root) -> Host:
 
 
 def _nodes(root: Root) -> dict[int, list[int]]:
-    """From /sys; from `lscpu -p` where that is not there. Nodes of memory alone have no cores and are left out."""
+    """From /sys; from `lscpu -p` where that is not there. Nodes with only memory have no cores and are left out."""
     found = {}
     for path in root.find(f"{NODES}/node[0-9]*"):
         if number := _NODE_NUMBER.search(path):

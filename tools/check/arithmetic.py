@@ -1,9 +1,10 @@
-"""Numbers that must fit each other: devices, divisions, shapes, batches, heads. Each rule names the line behind it.
+"""This module checks numbers that must fit each other: devices, divisions, shapes, batches, heads. Each rule names the
+MindFormers line behind it.
 
-Attention heads have widths, and tensor and context parallelism divide them. Of context parallelism by exchanging heads
-(`ulysses_degree_in_cp`) dry runs found that MindFormers 1.9.0 does not tell flash attention of the degree: keys and
-values are gathered over the whole of context parallelism all the same, with the exchange of heads on top; and most
-models do not compile.
+Attention heads have widths, and tensor and context parallelism divide the heads. For context parallelism by exchanging
+heads (`ulysses_degree_in_cp`) dry runs found that MindFormers 1.9.0 does not pass the degree to flash attention: keys
+and values are still gathered over all context-parallel ranks, in addition to the exchange of heads; and most models do
+not compile.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _STRATEGY = ("parallel", "dataset_strategy")
 
 
 def check_arithmetic(view: View, built: Built, found: Findings) -> None:
-    """Every rule that follows from sizes only."""
+    """Check every rule that follows only from sizes."""
     _experts(view, built, found)
     _router(view, built, found)
     check_heads(view, built, found)
@@ -319,7 +320,7 @@ _ALGORITHM = (*PARALLEL, "context_parallel_algo")
 
 
 def check_heads(view: View, built: Built, found: Findings) -> None:
-    """Every rule about heads."""
+    """Check every rule about heads."""
     heads, hidden = built.number("num_attention_heads"), built.number("hidden_size")
     tp = view.tp if view.parallel else 1
     ulysses = view.number(DEGREE, 1) if view.parallel else 1

@@ -1,4 +1,4 @@
-"""MindFormers' own build of a recipe against what was written: a key that did not arrive is an error.
+"""This module compares a recipe with MindFormers' own build of it: a key that did not arrive is an error.
 
 The checks emulate what MindFormers does (`tools.schema.converter`, `tools.schema.stages`); this asks MindFormers
 itself for its TransformerConfig and layer split, on CPU, without building a network. It runs as
@@ -83,7 +83,7 @@ def _inert(view: View, schema: Schema, built: Built, found: Findings) -> None:
 
 
 def same(written: Any, arrived: Any) -> bool:
-    """Equality as a recipe's author sees it: 1 is 1.0, bf16 is bfloat16, a tuple is a list."""
+    """Return equality as a recipe's author sees it: 1 is 1.0, bf16 is bfloat16, a tuple is a list."""
     if isinstance(written, (list, tuple)) and isinstance(arrived, (list, tuple)):
         return len(written) == len(arrived) and all(same(*pair) for pair in zip(written, arrived, strict=True))
     if isinstance(written, str) and isinstance(arrived, str):
@@ -99,7 +99,7 @@ _DERIVED = {
 
 
 def check_built(reports: list[Report]) -> str:
-    """Add to each report what MindFormers' build says; returns a note when MindFormers could not be asked."""
+    """Add the findings of MindFormers' build to each report; return a note if MindFormers could not be asked."""
     if not reports:
         return ""
     results = built_by_mindformers([report.recipe for report in reports])
@@ -135,7 +135,7 @@ _MARK = "tc3-built "  # MindFormers prints on stdout too
 
 
 def built_by_mindformers(recipes: list[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """For each recipe ``{"fields": ..., "layers": ...}`` or ``{"error": text}``; None without MindFormers."""
+    """Return for each recipe ``{"fields": ..., "layers": ...}`` or ``{"error": text}``; None without MindFormers."""
     command = [sys.executable, "-m", "tools.check.build"]
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
@@ -148,7 +148,7 @@ def built_by_mindformers(recipes: list[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def main() -> None:
-    """Read recipes on stdin, print what MindFormers builds of them."""
+    """Read recipes on stdin, and print what MindFormers builds from them."""
     results: list[dict[str, Any]] = []
     for recipe in json.load(sys.stdin):
         try:
@@ -159,7 +159,9 @@ def main() -> None:
 
 
 def build(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the TransformerConfig that MindFormers builds, and its layers [chunk][stage]. Imports mindformers."""
+    """Return the fields of the TransformerConfig that MindFormers builds, and its layers [chunk][stage]. Imports
+    mindformers.
+    """
     import copy
     import dataclasses
 

@@ -1,4 +1,4 @@
-"""Run all checks of one recipe, in the order in which an engineer would want to mend what they find.
+"""This module runs all checks of one recipe, in the order in which an engineer would want to mend the findings.
 
 `table_of` makes the one table of a recipe that passes: parameters, tokens per step, layers and parameters by stage,
 FLOPs and steps.
@@ -39,7 +39,7 @@ _SECTIONS = (
 def check_recipe(
     recipe: str | os.PathLike[str] | dict[str, Any], token_budget: int | None = None, here: bool = False
 ) -> Report:
-    """Check a recipe (a file, or a recipe that is loaded already) without MindFormers and without a device.
+    """Check a recipe (a file, or a recipe that is already loaded) without MindFormers and without a device.
 
     Args:
         recipe: path, `Recipe`, or a plain dict (whose findings then have no line).
@@ -47,7 +47,7 @@ def check_recipe(
         here: the run starts on this machine: missing data is an error, not a warning.
 
     Raises:
-        RecipeError: the file cannot be read, or is no YAML mapping.
+        RecipeError: the file cannot be read, or is not a YAML mapping.
     """
     if not isinstance(recipe, dict):
         recipe = read_recipe(recipe)
@@ -79,7 +79,7 @@ def check_recipe(
 
 
 def require_sound(recipe: Recipe) -> None:
-    """Refuse a recipe that MindFormers would not run as it is written: no answer about it would be one.
+    """Refuse a recipe that MindFormers would not run as it is written, because results about it would be wrong.
 
     Raises:
         RecipeError: the first error that `tc3 check` finds, in one line, and how many more there are.
@@ -125,7 +125,7 @@ def _sections(view: View, found: Findings) -> None:
 
 
 def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[str, Any] | None:
-    """Sizes of the recipe; None when its model makes no sense, no stages when its offset makes none.
+    """Return the sizes of the recipe; None if its model is invalid, and no stages if its offset is invalid.
 
     Keys in units: parameters, layers, tokens, FLOPs; lists are per pipeline stage.
     """

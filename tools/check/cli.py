@@ -1,4 +1,6 @@
-"""`tc3 check`: findings on stderr or stdout as lines, one table, exit code 0 clean, 1 findings, 2 usage."""
+"""This module is `tc3 check`: findings as lines on stderr or stdout, one table, exit code 0 for clean, 1 for findings,
+2 for usage.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Features that do not go together, each with the MindFormers line that would fail, or that would not notice.
+"""This module checks settings that do not go together, each with the MindFormers line that would fail, or would not
+notice.
 
-Among them are what a recipe of the CPU cannot have, data parallel (plugins/cpu_backend) or sharded
+The rules also cover settings that a recipe for CPU cannot have, data parallel (plugins/cpu_backend) or sharded
 (plugins/semi_auto_cpu), and MindFormers' own balancing of experts: where it refuses to start, and where it moves
 experts to a wrong place.
 """
@@ -32,7 +33,7 @@ _FLAGS = 127  # ranks that an int8 can count
 
 
 def check_conflicts(view: View, built: Built, found: Findings) -> None:
-    """Every rule about two settings."""
+    """Check every rule about two settings."""
     _attention(view, built, found)
     _router(view, built, found)
     _masks(view, built, found)

@@ -1,4 +1,5 @@
-"""What MindFormers computes otherwise than one may expect, where a recipe meets it: notes, for nothing is to be mended.
+"""This module notes where MindFormers computes something other than one may expect for a recipe; these are notes,
+because nothing has to be mended.
 
 Each was shown by running the sharded graph on CPU processes beside one process; docs/stock-differences.md has the
 numbers.
@@ -18,13 +19,13 @@ _PAGE = "docs/stock-differences.md"
 
 
 def modelled(recipe: Recipe) -> str:
-    """What the card of a recipe, or of one that it takes values from, says against training it; empty where none."""
+    """Return what the card of a recipe, or of one of its base recipes, says against training it; empty if nothing."""
     why = why_modelled({recipe.source, *(mark.file for mark in recipe.marks.values())} - {""})
     return f"modelled, for search, estimates and check; not to be trained: {why}" if why else ""
 
 
 def check_differences(view: View, built: Built, found: Findings) -> None:
-    """Every difference that this recipe meets."""
+    """Note every difference that this recipe has."""
     if said := modelled(view.recipe):  # what would be trained is another model, or nothing
         found.note(("model",), said, "see card.yaml")
     _shared_embedding(view, built, found)

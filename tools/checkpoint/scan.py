@@ -1,4 +1,4 @@
-"""Find the newest complete checkpoint of a run, and put those of an abandoned branch aside."""
+"""This module finds the newest complete checkpoint of a run, and sets checkpoints of an abandoned branch aside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ASIDE = "set_aside_"  # before an iteration's name: no reader takes it for a che
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A complete checkpoint: its folder, the training step that it holds, and whether a user has named it."""
+    """This is a complete checkpoint: its folder, the training step that it holds, and whether a user has named it."""
 
     path: Path
     step: int
@@ -28,7 +28,7 @@ class CheckpointInfo:
 def scan_checkpoints(
     root: Path, unfit: Callable[[Path, int], str | None] = lambda folder, step: None
 ) -> tuple[CheckpointInfo | None, list[tuple[Path, str]]]:
-    """Look at the iterations under `root`, newest first, and stop at the first complete one.
+    """Search the iterations under `root`, newest first, for the first complete one.
 
     Args:
         root: the folder that holds MindFormers' `iteration_*` folders (`checkpoint.save_path`); may not exist.
@@ -50,12 +50,14 @@ def scan_checkpoints(
 
 
 def is_sealed(folder: Path) -> bool:
-    """Return whether any rank has sealed its part: a run of this repository wrote it, and got that far."""
+    """Return whether any rank has sealed its part, which shows that a run of this repository saved it at least in
+    part.
+    """
     return any(folder.glob("seal_rank_*.json"))
 
 
 def later_than(root: Path, taken: Path) -> list[Path]:
-    """Return the iterations under `root` that a run which goes on from `taken` leaves behind, newest first.
+    """Return the iterations under `root` that a run which goes on from `taken` abandons, newest first.
 
     Those after it, if it is one of them; else all, for they are another run's.
     """
@@ -64,7 +66,7 @@ def later_than(root: Path, taken: Path) -> list[Path]:
 
 
 def set_aside(folder: Path, sure: Callable[[Path], bool] = lambda moved: True) -> Path | None:
-    """Rename an iteration so that nobody finds it as one; returns the new path. Nothing is deleted.
+    """Rename an iteration so that it is not found as a checkpoint any more; return the new path. Nothing is deleted.
 
     None where it is gone, or where what was renamed is not the one that was meant (`sure` says so): who looked at it
     and was held up since may have found the next attempt's under its name. That one gets its name back.

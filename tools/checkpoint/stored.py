@@ -1,4 +1,4 @@
-"""This module reads a checkpoint that many ranks wrote, as whole tensors that are read when they are asked for.
+"""This module reads a checkpoint that many ranks wrote as whole tensors, which are read on demand.
 
 `open_stored` opens it by the headers of its files. MindFormers 1.9.0 (`checkpoint/metadata.py`, `sharded_tensor.py`)
 writes for every rank a safetensors file of weights and one of the optimizer's state, and a metadata.json:
@@ -10,8 +10,8 @@ metadata.json. `read_whole` reads all tensors at once, every element once, and c
 
 `read_placements` and `refuse_moved` are about experts that have moved (plugins/expert_balance): in which order a
 checkpoint holds them. Each layer of experts then has `<layer>.experts.placement`, int [E]: logical expert -> slot. The
-rows of its weights and of their moments stand in the order of slots. Who reads them without the placement has the
-experts mixed up.
+rows of its weights and of their moments are in the order of slots. A reader without the placement would mix up the
+experts.
 
 All of it is pure NumPy.
 """
@@ -47,7 +47,7 @@ _OPTIMIZER_PREFIXES = ("adam_", "moment", "exp_avg", BUFFERS)  # of names that e
 
 @dataclass(frozen=True)
 class Tensor:
-    """This is a tensor of a checkpoint, by where its slices lie.
+    """This is a tensor of a checkpoint, with the places of its slices.
 
     Args:
         dtype: as safetensors writes it; shape: of the whole; cuts: into how many parts each axis is cut.
@@ -66,20 +66,20 @@ class Tensor:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return those that hold a part of it."""
+        """Return the files that hold a part of the tensor."""
         return tuple(sorted({rank for copies in self.copies for rank, _ in copies}))
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One iteration's folder holds this: what each file holds, by name."""
+    """This is the folder of one iteration: what each file holds, by name."""
 
     folder: Path
     files: Mapping[str, Mapping[str, Header]]
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor of which the checkpoint says how it lies, every slice of it there.
+        """Return every tensor whose layout the checkpoint lists, if all its slices exist.
 
         Raises:
             CheckpointError: a slice or a tensor is missing, or has another shape than the metadata say.
@@ -105,7 +105,9 @@ class Stored:
 
     @cached_property
     def unlisted(self) -> dict[str, dict[int, str]]:
-        """Return name -> rank -> file of what ranks wrote without saying how it lies: counters, biases of routers."""
+        """Return name -> rank -> file for tensors that ranks wrote without a listed layout: counters, biases of
+        routers.
+        """
         found: dict[str, dict[int, str]] = {}
         for file, headers in self.files.items():
             for name in headers.keys() - self.tensors.keys():
@@ -113,7 +115,9 @@ class Stored:
         return found
 
     def read(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return the whole of one tensor, and the ranks whose copy of a slice is not, bit by bit, that of the first."""
+        """Return one whole tensor, and the ranks whose copy of a slice differs in any bit from that of the first
+        rank.
+        """
         tensor = self.tensors[name]
         whole, differing = None, set()
         for place, copies in enumerate(tensor.copies):
@@ -130,7 +134,7 @@ class Stored:
         return whole, tuple(sorted(differing))
 
     def read_from(self, file: str, name: str) -> np.ndarray:
-        """Return what one file holds of a tensor."""
+        """Return the part of a tensor that one file holds."""
         with safe_open(self.folder / file, "np") as tensors:
             array: np.ndarray = tensors.get_tensor(name)
         return array
@@ -168,7 +172,7 @@ class Stored:
 
 
 def open_stored(folder: Path) -> Stored:
-    """Return a checkpoint by the headers of its files.
+    """Return a checkpoint from the headers of its files.
 
     Args:
         folder: MindFormers' `iteration_*`.
@@ -242,7 +246,9 @@ def _slice_number(chunk: Mapping[str, Any]) -> int:
 
 
 def kind_of(name: str) -> Kind:
-    """Return a trained weight, the optimizer's state of one, or another number: counters, the balance of routers."""
+    """Return the kind of a tensor: a trained weight, its optimizer state, or something else (counters, the balance of
+    routers).
+    """
     if name.startswith(_OPTIMIZER_PREFIXES):
         return "optimizer"
     return "weights" if name.rsplit(".", 1)[-1] in _TRAINED_ENDINGS else "other"
@@ -266,7 +272,7 @@ class Whole:
 
 
 def read_whole(folder: Path) -> Whole:
-    """Return all tensors of one iteration, in whole.
+    """Return all tensors of one iteration as whole tensors.
 
     Args:
         folder: MindFormers' `iteration_*`.
@@ -288,7 +294,7 @@ def read_whole(folder: Path) -> Whole:
 
 
 class UnreadableError(CheckpointError):
-    """This is raised where a file is damaged, or no safetensors."""
+    """A file is damaged, or is not a safetensors file."""
 
 
 def read_placements(folder: Path) -> dict[str, np.ndarray]:
@@ -322,12 +328,12 @@ def _placements_in(file: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def moved(placements: dict[str, np.ndarray]) -> list[str]:
-    """Return the modules whose experts do not stand in logical order."""
+    """Return the modules whose experts are not in logical order."""
     return [module for module, slots in placements.items() if (slots != np.arange(len(slots))).any()]
 
 
 def refuse_moved(folder: Path, balanced: bool) -> None:
-    """Raise CheckpointError when a run without plugins.expert_balance is to begin with experts that have moved.
+    """Raise CheckpointError if a run without plugins.expert_balance is to begin with experts that have moved.
 
     Args:
         folder: an iteration, or a folder of iterations, of which MindFormers takes the newest.

@@ -1,4 +1,4 @@
-"""This module reads the headers of safetensors files, and writes such files as their tensors are made.
+"""This module reads the headers of safetensors files, and writes such files while their tensors are made.
 
 `TYPES` has safetensors' names of types, widest aligned first: that is the order in which the package writes tensors.
 `read_headers` says what a file says of its tensors, without reading them. `save_file` writes a file piece by piece, and
@@ -48,7 +48,9 @@ _MOST_WAITING = 4  # pieces that the thread that hashes may be behind
 
 @dataclass(frozen=True)
 class Header:
-    """A file says this of a tensor: its type as safetensors writes it (F32, BF16), its shape, its bytes, its place."""
+    """This is a file's entry for a tensor: its type as safetensors writes it (F32, BF16), its shape, its bytes, its
+    place.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,7 +59,7 @@ class Header:
 
 
 def read_headers(file: Path) -> dict[str, Header]:
-    """Return name -> what the file says of that tensor.
+    """Return name -> the file's entry for that tensor.
 
     Raises:
         CheckpointError: no such file, no safetensors, or one whose tensors do not fill it without gap or overlap.
@@ -87,7 +89,7 @@ def read_headers(file: Path) -> dict[str, Header]:
 
 
 def _header(entry: Mapping[str, Any], base: int) -> Header:
-    """One entry of a header. Raises ValueError, TypeError or KeyError where it is none."""
+    """One entry of a header. Raises ValueError, TypeError or KeyError if it is not such an entry."""
     dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or any(type(size) is not int or size < 0 for size in (*shape, first, last)):
         raise ValueError(f"{entry}: no tensor")
@@ -103,7 +105,9 @@ def _width(header: Header, file: Path, name: str) -> int:
 
 @dataclass(frozen=True)
 class Made:
-    """This tensor is to be written: its type as safetensors names it, its shape, its numbers in row-major pieces."""
+    """This is a tensor to be written: its type as safetensors names it, its shape, and its elements in row-major
+    pieces.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -111,17 +115,17 @@ class Made:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of its numbers."""
+        """Return the number of bytes of the tensor's elements."""
         return math.prod(self.shape) * TYPES[self.dtype].itemsize
 
 
 def in_order(tensors: Mapping[str, Made]) -> list[str]:
-    """Return the names in the order of the file."""
+    """Return the names of tensors in the order of the file."""
     return sorted(tensors, key=lambda name: (_ORDER.index(tensors[name].dtype), name))
 
 
 def save_file(tensors: Mapping[str, Made], path: Path, metadata: Mapping[str, str]) -> str:
-    """Write `path`, all of it on the disk when this returns; returns its SHA-256, in hexadecimal.
+    """Write `path`, which is completely on the disk when this returns; return its SHA-256, in hexadecimal.
 
     Raises:
         OSError: it cannot be written.
@@ -136,7 +140,7 @@ def save_file(tensors: Mapping[str, Made], path: Path, metadata: Mapping[str, st
 
 
 def save_arrays(arrays: Mapping[str, np.ndarray], path: Path) -> str:
-    """Write arrays that are in memory as `save_file` does, for MindSpore; returns the file's SHA-256.
+    """Write arrays from memory as `save_file` does, for MindSpore; return the file's SHA-256.
 
     The `safetensors` package writes the same bytes, but its error for a full disk is not an OSError.
 
@@ -190,11 +194,11 @@ class _Hash:
         self._thread.join()
 
     def update(self, piece: Any) -> None:
-        """Go on with `piece`, whose bytes must stay as they are."""
+        """Hash `piece`, whose bytes must not change meanwhile."""
         self._pieces.put(piece)
 
     def hexdigest(self) -> str:
-        """Of all, when the thread has ended."""
+        """Return the digest of all pieces after the thread has ended."""
         return self._digest.hexdigest()
 
     def _work(self) -> None:

@@ -1,4 +1,6 @@
-"""`tc3 data`: prepare a corpus, verify one, see how it loads the devices of a recipe."""
+"""This module is `tc3 data`: it prepares or verifies a corpus, and shows how the corpus loads the devices of a
+recipe.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The Megatron index format: `.bin` holds the token ids end to end, `.idx` says where documents begin.
+"""This module handles the Megatron index format: `.bin` holds the token ids end to end, `.idx` says where documents
+begin.
 
 `.idx`, little endian: `HEADER` (MMIDIDX and two zero bytes), uint64 version 1, uint8 dtype code, uint64 sequences,
 uint64 documents + 1, then int32[sequences] lengths in tokens, int64[sequences] byte offsets into `.bin`,
@@ -55,11 +56,11 @@ def choose_dtype(requested: str, vocab_size: int) -> str:
 
 
 class BrokenIndexError(DataError):
-    """A pair whose files are there but contradict the format or each other."""
+    """The files of a pair exist but contradict the format or each other."""
 
 
 class IndexWriter:
-    """Writes `.bin` as documents arrive and `.idx` at the end."""
+    """This writes `.bin` as documents arrive and `.idx` at the end."""
 
     def __init__(self, bin_path: Path, dtype: str) -> None:
         self.dtype = np.dtype(dtype)
@@ -70,16 +71,18 @@ class IndexWriter:
 
     @property
     def documents(self) -> int:
-        """Return the documents added so far."""
+        """Return the number of documents added so far."""
         return len(self._lengths)
 
     @property
     def sha256(self) -> str:
-        """Hex digest of `.bin` so far."""
+        """Return the hex digest of `.bin` so far."""
         return self._sha256.hexdigest()
 
     def add(self, lengths: np.ndarray, tokens: np.ndarray) -> None:
-        """Append whole documents. lengths: int32 [documents], tokens each; tokens: dtype [sum of lengths]."""
+        """Append whole documents; lengths is int32 [documents], the tokens of each; tokens is dtype [sum of
+        lengths].
+        """
         assert tokens.dtype == self.dtype and lengths.dtype == np.int32
         self._bin.write(tokens.data)
         self._sha256.update(tokens.data)
@@ -121,7 +124,7 @@ def _pointers(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarray]:
 
 
 def map_lengths(prefix: str | Path) -> np.ndarray:
-    """Map the document lengths of PREFIX.idx, int32 [documents], read-only; PREFIX.bin need not be there.
+    """Map the document lengths of PREFIX.idx, int32 [documents], read-only; PREFIX.bin need not exist.
 
     For corpora whose offsets nobody asks for: costs no memory of this process but pages of the file, 4 bytes a
     document. The lengths themselves are not checked. Raises as `IndexReader`.
@@ -169,7 +172,7 @@ def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
 
 
 class IndexReader:
-    """Reads a pair back without mapping it into memory; checks that both files are whole.
+    """This reads a pair back without mapping it into memory, and checks that both files are complete.
 
     Raises `DataError` when a file is missing, `BrokenIndexError` when it has another format or contradicts its counts.
     """
@@ -191,7 +194,7 @@ class IndexReader:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens in `.bin`, end-of-document ids included."""
+        """Return the number of tokens in `.bin`, including end-of-document ids."""
         return int(self.lengths.sum(dtype=np.int64))
 
     def blocks(self, size: int = 1 << 20) -> Iterator[np.ndarray]:
@@ -230,14 +233,16 @@ class IndexReader:
 
 
 class Blend(NamedTuple):
-    """Corpora by their prefixes; weights: one each, None where corpora are taken by their sizes."""
+    """These are corpora by their prefixes, with one weight each, or weights None if corpora are taken by their
+    sizes.
+    """
 
     prefixes: list[str]
     weights: list[float] | None
 
 
 def read_blend(data_path: Any) -> Blend:
-    """Take a `data_path` apart.
+    """Split a `data_path` into prefixes and weights.
 
     Raises:
         DataError: it is not a list of texts and numbers, or MindFormers could not read it. The message does not say
@@ -270,7 +275,9 @@ def _weight(word: str) -> float | None:
 
 @dataclass(frozen=True)
 class Source:
-    """One kind of document. share: of the corpus's tokens; median: tokens; sigma: of the log; longest: tokens."""
+    """This is one kind of document: share is its share of the corpus's tokens, median and longest are tokens, and sigma
+    is that of the logarithm.
+    """
 
     share: float
     median: float
@@ -278,7 +285,7 @@ class Source:
     longest: int = 1 << 21
 
     def mean(self) -> float:
-        """Return the mean tokens of a document, before clipping."""
+        """Return the mean number of tokens of a document, before clipping."""
         return self.median * float(np.exp(self.sigma**2 / 2))
 
 
@@ -301,7 +308,7 @@ CORPORA = {
 
 
 def document_lengths(tokens: int, sources: tuple[Source, ...], seed: int) -> np.ndarray:
-    """int32 [documents], at least `tokens` together, each at least 2 (one token and the end of the document).
+    """Return int32 [documents], together at least `tokens`, each at least 2 (one token and the end of the document).
 
     The sources are mixed document by document. The result depends on the arguments only.
     """
@@ -322,7 +329,7 @@ def document_lengths(tokens: int, sources: tuple[Source, ...], seed: int) -> np.
 
 
 def synthetic_index(samples: int, sequence_length: int, seed: int) -> GPTIndex:
-    """Return the index of a dataset of at least `samples` samples, one epoch of a corpus made for `sequence_length`.
+    """Return the index of a dataset of at least `samples` samples: one epoch of a corpus made for `sequence_length`.
 
     sequence_length: 4,096, 32,768 or 131,072 (the keys of `CORPORA`).
     """
@@ -331,7 +338,8 @@ def synthetic_index(samples: int, sequence_length: int, seed: int) -> GPTIndex:
 
 
 def write_corpus(prefix: Path, lengths: np.ndarray, vocab_size: int, end_of_document: int, seed: int) -> None:
-    """Write a corpus of these lengths as PREFIX.bin and PREFIX.idx: random ids, each document ends with its end id.
+    """Write a corpus with these lengths as PREFIX.bin and PREFIX.idx: ids are random, and each document ends with its
+    end id.
 
     lengths: int32 [documents]; ids are drawn from [0, vocab_size) without `end_of_document`.
     """

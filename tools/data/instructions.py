@@ -1,4 +1,4 @@
-"""Instructions: made of Python sources, and what anybody's make once they are packed.
+"""This module makes instructions from Python sources, and counts the samples of packed conversations.
 
 Of sources a function's signature is the question, and what its docstring says first the answer.
 
@@ -50,7 +50,7 @@ WITHOUT_INPUT = (
 
 @dataclass(frozen=True)
 class Options:
-    """What `tc3 data instructions` is asked for: as `tc3 data prepare`'s options of these names."""
+    """These are the options of `tc3 data instructions`, as those of `tc3 data prepare` with the same names."""
 
     corpus: Corpus
     output: Path
@@ -59,7 +59,7 @@ class Options:
     force: bool = False
 
     def files(self) -> dict[str, Path]:
-        """Return where each split goes.
+        """Return the path of each split.
 
         Raises:
             DataError: the output is a folder.
@@ -79,7 +79,7 @@ class _Found:
 
 
 def write(options: Options, skips: Skips) -> dict[str, Any]:
-    """Write the instructions as JSON lines of `instruction`, `input` and `output`; returns the counts.
+    """Write the instructions as JSON lines of `instruction`, `input` and `output`; return the counts.
 
     The order is a shuffle that depends on the instructions and the seed only. An answer that training data has word
     for word is not a held-out one.
@@ -135,7 +135,8 @@ def _place(row: dict[str, str], seed: int) -> bytes:
 
 
 def instructions_of(source: str, module: str) -> Iterator[dict[str, str]]:
-    """An instruction for each public function and method of a module whose docstring begins with a usable paragraph.
+    """Yield an instruction for each public function and method of a module whose docstring begins with a usable
+    paragraph.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: `source` cannot be parsed as Python here.
@@ -203,7 +204,8 @@ def _parsed(key: str, file: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) -> int | None:
-    """Samples of `length` tokens of (key, file) packed one behind the other; None for more than `MOST` conversations.
+    """Return the samples of `length` tokens of (key, file) packed one after the other; None for more than `MOST`
+    conversations.
 
     Raises:
         DataError: a row is not a conversation, or no answer fits in a sample.
@@ -222,7 +224,9 @@ def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) ->
 
 
 def samples(rows: list[dict[str, str]], length: int, tokenizer: Any) -> int:
-    """How many samples of `length` tokens the conversations make, as `plugins.packed_labels.plan.pack` packs them."""
+    """Return how many samples of `length` tokens the conversations make when `plugins.packed_labels.plan.pack` packs
+    them.
+    """
 
     def tokens(text: str) -> int:
         return len(tokenizer.encode(text).ids)
@@ -241,7 +245,7 @@ def samples(rows: list[dict[str, str]], length: int, tokenizer: Any) -> int:
 
 
 def read_tokenizer(key: str, folder: Path) -> Any:
-    """Return the tokenizer of a folder as its own library reads it; None where that has no tokenizer.json.
+    """Return the tokenizer of a folder as its own library reads it; None if the folder has no tokenizer.json.
 
     Raises:
         DataError: there is no such folder, or its file cannot be read.

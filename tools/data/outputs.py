@@ -1,12 +1,12 @@
-"""The files that one prefix stands for, and how they appear: all at once, or not at all.
+"""This module handles the files that belong to one prefix, which appear all at once or not at all.
 
 PREFIX.bin  PREFIX.idx  PREFIX.json          the training split
 PREFIX_heldout.bin  .idx  .json              the held-out split, if asked for
 PREFIX_tokenizer/                            the tokenizer, if trained here
 
-MindFormers adds PREFIX/cache/GPTDataset_indices/: which tokens make up which sample. It finds a cache by path, seed,
-sample length and sample count, not by content, so one made for an earlier .bin of the same name would be used in
-silence: publishing deletes it.
+MindFormers adds PREFIX/cache/GPTDataset_indices/, which says which tokens make up which sample. It finds a cache by
+path, seed, sample length and sample count, not by content, so a cache of an earlier .bin of the same name would be used
+silently; therefore publishing deletes it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _WORDS: dict[type, str] = {
 
 
 def check_form(path: Path, sidecar: dict[str, Any]) -> None:
-    """Hold the sidecar in `path` against what `tc3 data prepare` writes.
+    """Compare the sidecar in `path` with the form that `tc3 data prepare` writes.
 
     Raises:
         DataError: a key is missing or of another kind.
@@ -116,7 +116,7 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any]:
 
 
 def check_prefix(prefix: Path, splits: tuple[str, ...], trains_tokenizer: bool, force: bool) -> None:
-    """Refuse a prefix that cannot be one or whose files exist (unless `force`).
+    """Refuse a prefix that is invalid or whose files exist (unless `force`).
 
     Raises `DataError`.
     """
@@ -149,7 +149,7 @@ def _is_cache(prefix: Path) -> bool:
 
 @contextmanager
 def staged(prefix: Path) -> Iterator[Path]:
-    """Yield a new hidden folder beside `prefix`, on the same file system; it is gone after the block.
+    """Yield a new hidden folder beside `prefix`, on the same file system, which is removed after the block.
 
     Creates the output folder when it is missing. Raises `DataError` when it cannot be written.
     """
@@ -166,7 +166,7 @@ def staged(prefix: Path) -> Iterator[Path]:
 
 
 def publish(stage: Path, prefix: Path, splits: tuple[str, ...], force: bool) -> None:
-    """Rename what `stage` holds to its place beside `prefix`, replacing what was there if `force`.
+    """Rename the files in `stage` to their place beside `prefix`, replacing existing files if `force`.
 
     At no moment is there an .idx beside a .bin that it does not belong to: old .idx files go first, new ones come
     last, each after its .bin and .json. A power cut leaves the old pair, the new pair, or no readable pair.

@@ -1,4 +1,6 @@
-"""The pipeline of `tc3 data prepare`: corpus -> tokenizer -> `.bin/.idx` per split -> check -> publish."""
+"""This module is the pipeline of `tc3 data prepare`: corpus -> tokenizer -> `.bin/.idx` per split -> check ->
+publish.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _JOB_CHARACTERS = 1 << 18  # text handed to a worker at a time
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """One run of `tc3 data prepare`.
+    """This is one run of `tc3 data prepare`.
 
     output: the prefix. tokenizer: "bytes" (train one of `vocab_size` ids) or a Hugging Face folder.
     held_out: fraction of documents, 0 for none, chosen by `seed`. dtype: "auto", "uint16" or "int32".
@@ -52,7 +54,7 @@ class PrepareOptions:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """ "train", and "heldout" when one is asked for."""
+        """Return "train", and "heldout" if one is requested."""
         return ("train", outputs.HELD_OUT) if self.held_out else ("train",)
 
     def split_of(self, index: int) -> str:

@@ -1,4 +1,5 @@
-"""Documents from files: text, JSON lines, `.gz` of both, folders of them, and Python's standard library.
+"""This module reads documents from files: text, JSON lines, `.gz` of both, folders of them, and Python's standard
+library.
 
 Everything streams: memory holds one document (one line of JSON lines, one whole text file) at a time.
 """
@@ -32,7 +33,7 @@ _RANGE = float(1 << 64)
 
 
 def chosen(salt: str, index: int, fraction: float) -> bool:
-    """Return True for about `fraction` of all indices: the same ones in every run, on every machine.
+    """Return True for about `fraction` of all indices; they are the same indices in every run, on every machine.
 
     `index` counts from 0; of documents, those of the corpus that are kept (skipped ones have no index).
     """
@@ -46,7 +47,7 @@ def held_out(seed: int, index: int, fraction: float) -> bool:
 
 
 def spread(texts: Iterable[str], total: int, budget: int) -> Iterator[str]:
-    """Yield about `budget` bytes of `texts`, spread over all of them: some of their pieces of `PIECE` characters.
+    """Yield about `budget` bytes of `texts`, spread over all texts: some of their pieces of `PIECE` characters.
 
     total: the bytes of UTF-8 that `texts` hold; within the budget, every text is yielded whole. Else the first piece
     is among the chosen, and what they hold differs from the budget by less than the largest piece.
@@ -74,7 +75,7 @@ SHOWN = 10
 
 @dataclass
 class Skips:
-    """Counts of skipped documents by kind: `empty`, `invalid_utf8`, `broken_lines`.
+    """These are counts of skipped documents by kind: `empty`, `invalid_utf8`, `broken_lines`.
 
     strict: raise at the first that is not merely empty. reporter: where the first `SHOWN` of them are named.
     """
@@ -86,7 +87,7 @@ class Skips:
     _faults: int = 0
 
     def add(self, kind: str, where: str, why: str) -> None:
-        """Count one skipped document; raises `DataError` when strict and it is faulty, not just empty."""
+        """Count one skipped document; with strict, raise `DataError` if it is faulty and not just empty."""
         message = f"{where}: {why}"
         self.first = self.first or message
         self.counts[kind] += 1
@@ -101,7 +102,7 @@ class Skips:
             self.reporter.log("skipped ... more: only counted from here on")
 
     def summary(self) -> str:
-        """Return e.g. "skipped 2 empty, 1 invalid_utf8", or an empty string."""
+        """Return a text such as "skipped 2 empty, 1 invalid_utf8", or an empty string."""
         counted = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.items() if count)
         return f"skipped {counted}" if counted else ""
 
@@ -120,7 +121,7 @@ _STDLIB_SKIPPED_FILES = ("_sysconfigdata*", "sitecustomize.py", "usercustomize.p
 
 
 class Document(NamedTuple):
-    """One training document and where it came from."""
+    """This is one training document with its source."""
 
     text: str
     where: str  # "file", or "file:line"
@@ -129,7 +130,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """The inputs of one run, in order; iterating twice gives the same documents in the same order.
+    """These are the inputs of one run, in order; iterating twice gives the same documents in the same order.
 
     inputs: files, folders or "stdlib". jsonl_key: the field of a JSON line that holds the text.
     globs: file name patterns that a folder contributes (empty: `FOLDER_SUFFIXES`).
@@ -140,7 +141,7 @@ class Corpus:
     globs: tuple[str, ...] = ()
 
     def files(self) -> Iterator[Path]:
-        """Yield every file, in input order; a folder's files come sorted, before those of its sub-folders.
+        """Yield every file, in input order; the files of a folder come sorted, before those of its sub-folders.
 
         Raises `DataError` for an input that does not exist or a folder without a matching file.
         """
@@ -148,7 +149,7 @@ class Corpus:
             yield from _files_of(name, self.globs)
 
     def documents(self, skips: Skips) -> Iterator[Document]:
-        """Yield the documents of every file; what cannot be one is added to `skips`.
+        """Yield the documents of every file; text that cannot be a document is counted in `skips`.
 
         Raises `DataError` for a file that cannot be read, a truncated gzip, or, when strict, the first skip.
         """
@@ -157,14 +158,14 @@ class Corpus:
             yield from read(path, self.jsonl_key, skips)
 
     def measure(self) -> tuple[int, int]:
-        """Return the number of files and their size in bytes on disk; finds missing inputs before any work."""
+        """Return the number of files and their size in bytes on disk; this finds missing inputs before any work."""
         count = size = 0
         for path in self.files():
             count, size = count + 1, size + path.stat().st_size
         return count, size
 
     def describe(self) -> list[dict[str, str]]:
-        """Return the sidecar's `sources`: an absolute path each, or "stdlib" and the Python it belongs to."""
+        """Return the sidecar's `sources`: an absolute path for each, or "stdlib" and its Python version."""
         return [
             {"input": STDLIB_NAMES[0], "python": platform.python_version()}
             if name in STDLIB_NAMES

@@ -1,4 +1,4 @@
-"""Tokenizers: a byte-level BPE trained on the spot, or a Hugging Face folder.
+"""This module provides tokenizers: a byte-level BPE trained on the corpus, or a Hugging Face folder.
 
 A tokenizer travels to worker processes as a `TokenizerSpec` and is rebuilt there as a `Coder`.
 """
@@ -24,7 +24,7 @@ SMALLEST_VOCAB = 256 + 1  # every byte, and EOD_TOKEN
 
 
 class TokenizerSpec(NamedTuple):
-    """What a process needs to rebuild a tokenizer."""
+    """This is what a process needs to rebuild a tokenizer."""
 
     backend: str | None  # tokenizer.json; None for a slow Hugging Face tokenizer, which is loaded from `folder`
     folder: str
@@ -33,7 +33,7 @@ class TokenizerSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A loaded tokenizer's facts.
+    """These are a loaded tokenizer's facts.
 
     vocab_size: largest id + 1, what a model's embedding must at least hold.
     lossless: decoding gives back the exact text. fingerprint: equal for tokenizers that give equal ids.
@@ -48,7 +48,9 @@ class Tokenizer:
 
 
 class Coder:
-    """Text to ids and back. Nothing is added to a text, and text that looks like a special token stays text."""
+    """This converts text to ids and back. Nothing is added to a text, and text that looks like a special token stays
+    text.
+    """
 
     def __init__(self, spec: TokenizerSpec) -> None:
         if spec.backend is None:

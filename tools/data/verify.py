@@ -1,4 +1,6 @@
-"""Reading a pair back: is it whole, is it what was written, does it hold the text of its sources?"""
+"""This module reads a pair back and checks whether it is complete, unchanged since it was written, and equal to the
+text of its sources.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _BATCH_CHARACTERS = 1 << 18
 
 @dataclass
 class Verification:
-    """The outcome. `findings` (at most about 10 are kept) is empty when all is right.
+    """The outcome. `findings` (at most about 10 are kept) is empty if no error was found.
 
     compared: documents whose content was compared with the source. method: "text" (decoded ids equal the source's
     text), "ids" (the tokenizer loses text, so the source was encoded again and the ids are equal), or "none".
@@ -40,7 +42,7 @@ class Verification:
     notes: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
-        """Return one line: what was compared, and how."""
+        """Return one line that says what was compared, and how."""
         how = {
             "text": "decoded text equals the source",
             "ids": "ids equal those of the source encoded again (this tokenizer does not keep all text)",

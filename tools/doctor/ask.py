@@ -1,4 +1,5 @@
-"""`tc3 doctor --json` on many hosts by ssh: many at once, each with a limit, and no process left behind.
+"""This module runs `tc3 doctor --json` on many hosts by ssh, many at once, each with a time limit, and leaves no
+process behind.
 
 The same ssh session measures the clock first: we send a line, the host answers with its time. Its clock then stood
 between our sending and our receiving; of several rounds the shortest one is the most exact. The start of a connection
@@ -32,7 +33,9 @@ _MOST = 1 << 22  # bytes that are taken of a report; a real one has some 20 thou
 
 @dataclass(frozen=True)
 class Skew:
-    """Seconds that a host's clock is ahead of ours, and by how much that may be wrong: half of the round trip."""
+    """This is the number of seconds by which a host's clock is ahead of ours, and the possible error: half of the round
+    trip.
+    """
 
     ahead: float
     error: float
@@ -40,7 +43,7 @@ class Skew:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why there is no report of a host: what failed (`ssh`, `report`), in words, and what to do."""
+    """This says why there is no report of a host: what failed (`ssh`, `report`), in words, and what to do."""
 
     what: str
     words: str
@@ -49,14 +52,14 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one host; `skew` is None where nobody measured."""
+    """This is the answer of one host; `skew` is None if it was not measured."""
 
     told: Report | Trouble
     skew: Skew | None = None
 
 
 def parsed(text: str) -> Report | Trouble:
-    """Return a report, or why a text is none."""
+    """Return a report, or why a text is not one."""
     if len(text) > _MOST:
         return Trouble("report", f"{len(text):,} characters: no report", "look what prints there when a shell starts")
     try:
@@ -66,7 +69,7 @@ def parsed(text: str) -> Report | Trouble:
 
 
 def read_folder(folder: Path) -> Mapping[str, Answer]:
-    """Host -> its answer, of a folder with a file HOST.json for each.
+    """Return host -> its answer, from a folder with a file HOST.json for each host.
 
     Raises:
         ClusterError: there is no such file, or the folder cannot be listed.
@@ -105,7 +108,7 @@ _START = "from launch.cli import main; main()"
 
 
 def ask_all(hosts: Sequence[str], words: Sequence[str], limit: float = LIMIT) -> dict[str, Answer]:
-    """Host -> answer, in the order of `hosts`; `words` follow ``tc3 doctor --json``.
+    """Return host -> answer, in the order of `hosts`; `words` follow ``tc3 doctor --json``.
 
     The checkout, Python and the working folder are expected where they are here, as the launch scripts do.
 
@@ -130,7 +133,7 @@ def ask_all(hosts: Sequence[str], words: Sequence[str], limit: float = LIMIT) ->
 
 
 def remote_command(words: Sequence[str]) -> str:
-    """Return what a host's shell is given, whichever shell that is."""
+    """Return the command for a host's shell, in a form that every shell understands."""
     environment = [f"PYTHONPATH={CHECKOUT}", f"PATH={_TOOLS}:{os.environ.get('PATH', '')}"]
     environment += [f"{name}={os.environ[name]}" for name in _PASSED_ON if name in os.environ]
     doctor = [sys.executable, "-c", _START, "doctor", "--json", *words]
@@ -155,7 +158,7 @@ class _Sessions:
         self._stopped = False
 
     def start(self, words: Sequence[str], errors: int) -> Popen[bytes] | None:
-        """Return a process in a session of its own, which Ctrl-C does not reach; None after `stop`."""
+        """Return a process in a session of its own, which Ctrl-C does not reach; None after `stop` was called."""
         with self._lock:
             if self._stopped:
                 return None
@@ -164,7 +167,7 @@ class _Sessions:
             return process
 
     def end(self, process: Popen[bytes]) -> bool:
-        """End a process, if it has not; whether its time was over."""
+        """End a process that still runs; return whether its time was over."""
         with self._lock:
             del self._ends[process]
             kill(process)
@@ -175,7 +178,7 @@ class _Sessions:
         return process in self._late
 
     def end_late_ones(self) -> None:
-        """End those whose time is over; who waits for their output sees it end."""
+        """End the processes whose time is over; their readers then see the end of the output."""
         with self._lock:
             late = {process for process, end in self._ends.items() if time.monotonic() > end} - self._late
             self._late |= late
@@ -183,7 +186,7 @@ class _Sessions:
                 kill(process)
 
     def stop(self) -> None:
-        """End all of them, and start no more."""
+        """End all processes, and start no more."""
         with self._lock:
             self._stopped = True
             for process in self._ends:
@@ -260,5 +263,5 @@ def _told(host: str, code: int, text: bytes, errors: str) -> Report | Trouble:
 
 
 def skews(answers: Mapping[str, Answer]) -> dict[str, Skew]:
-    """Of the hosts whose clock was measured."""
+    """Return the clock differences of the hosts whose clock was measured."""
     return {host: answer.skew for host, answer in answers.items() if answer.skew is not None}

@@ -1,4 +1,4 @@
-"""What a check is: what it looks at, why that matters and by which source, and the command that mends it.
+"""This module defines a check: what it looks at, why this matters with its source, and the command that mends it.
 
 A check changes nothing. It is a function from a host to an `Answer`; `check` adds the words and enters it in `CHECKS`.
 """
@@ -22,14 +22,14 @@ REPORT = "report, section 6"
 
 @dataclass(frozen=True)
 class Patient:
-    """The host, and the recipe that is to run on it, if one was named."""
+    """These are the host, and the recipe that is to run on it, if one was named."""
 
     root: Root
     recipe: View | None = None
 
     @property
     def on_cpu(self) -> bool:
-        """Return whether the recipe wants no NPU."""
+        """Return whether the recipe needs no NPU."""
         return self.recipe is not None and self.recipe.on_cpu
 
     @property
@@ -39,25 +39,25 @@ class Patient:
 
     @property
     def workers(self) -> int:
-        """Return the workers of the recipe on this host."""
+        """Return the number of workers of the recipe on this host."""
         if self.recipe is None:
             return 1
         return self.recipe.devices if self.on_cpu else min(self.recipe.devices, self.recipe.node)
 
     def find(self, pattern: str, path: str, otherwise: str) -> re.Match[str]:
-        """Return where a line of the host's file matches; raises UntoldError(`otherwise`) where none does."""
+        """Return the match of a line of the host's file; raise UntoldError(`otherwise`) if no line matches."""
         return told(re.search(pattern, self.root.read(path) or "", re.MULTILINE), otherwise)
 
     @property
     def folder(self) -> Path:
-        """Return where checkpoints go."""
+        """Return the folder in which checkpoints are saved."""
         written = self.recipe.get(("output_dir",)) if self.recipe is not None else None
         return Path(written if isinstance(written, str) else ".").absolute()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a check found: the verdict, and what was seen."""
+    """This is the result of a check: the verdict, and what was seen."""
 
     verdict: Verdict
     seen: str
@@ -65,7 +65,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Check:
-    """One check; `npu` for those that a recipe on CPU does not need."""
+    """This is one check; `npu` marks checks that a recipe on CPU does not need."""
 
     name: str
     look: Callable[[Patient], Answer]
@@ -77,7 +77,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Finding:
-    """One check of one host, as it is reported."""
+    """This is one check of one host, as it is reported."""
 
     check: str
     verdict: Verdict
@@ -93,18 +93,18 @@ Told = TypeVar("Told")
 
 
 class UntoldError(ValueError):
-    """A host does not tell what a check looks at: the check is unknown, and the message is what was seen."""
+    """A host does not provide what a check looks at: the check is unknown, and the message says what was seen."""
 
 
 def told(value: Told | None, otherwise: str) -> Told:
-    """Return what a host told; raises UntoldError(`otherwise`) where it told nothing."""
+    """Return what a host provided; raise UntoldError(`otherwise`) if it provided nothing."""
     if value is None:
         raise UntoldError(otherwise)
     return value
 
 
 def check(why: str, source: str, mend: str, npu: bool = False) -> Callable[[Looker], Looker]:
-    """Enter a function in `CHECKS`, under its name. What cannot be read is unknown."""
+    """Add a function to `CHECKS`, under its name. If something cannot be read, the check is unknown."""
 
     def enter(look: Looker) -> Looker:
         @wraps(look)

@@ -1,4 +1,4 @@
-"""`tc3 doctor`: is this host fit to train, or which of many is not."""
+"""This module is `tc3 doctor`: it says whether this host is fit to train, or which of many hosts is not."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What sets hosts apart: whom nobody could ask, whose checks fail, whose versions or clocks are not most hosts'.
+"""This module finds what differs between hosts: hosts without a report, failing checks, and versions or clocks that
+differ from those of most hosts.
 
-Pure: answers in, outliers out. What most hosts have is taken for right, for nobody else says what would be; where no
-value has more than half of the hosts, all values are shown.
+The module turns answers into outliers, without side effects. The value of most hosts counts as right, because there is
+no other reference; if no value has more than half of the hosts, all values are shown.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _MEANING: dict[str, tuple[Verdict, str]] = {
 
 @dataclass(frozen=True)
 class Outlier:
-    """Hosts that are not as the others, in one respect: what they say, what is usual, and what to do."""
+    """These hosts differ from the others in one respect: what they report, what is usual, and what to do."""
 
     what: str
     verdict: Verdict
@@ -56,7 +57,9 @@ class Outlier:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outliers, worst first; checks by the verdict that they have on every host; what all hosts have in common."""
+    """These are the outliers, worst first; checks by the verdict that they have on every host; and facts that all hosts
+    share.
+    """
 
     outliers: Sequence[Outlier]
     everywhere: Mapping[Verdict, Sequence[str]] = field(default_factory=dict)
@@ -64,7 +67,7 @@ class Comparison:
 
 
 def compare(answers: Mapping[str, Answer]) -> Comparison:
-    """Return what sets hosts apart."""
+    """Return what differs between hosts."""
     reports = {host: answer.told for host, answer in answers.items() if isinstance(answer.told, Report)}
     names = dict.fromkeys(name for report in reports.values() for name in report.facts)
     facts = [item for name in names for item in _fact(name, reports)]
@@ -195,7 +198,7 @@ def _probes(reports: Mapping[str, Report]) -> list[Outlier]:
 
 
 def text(answers: Mapping[str, Answer], comparison: Comparison) -> str:
-    """Outliers only, worst first; one line each for what all hosts have in common."""
+    """Return only outliers, worst first, with one line each for what all hosts have in common."""
     reported = sum(isinstance(answer.told, Report) for answer in answers.values())
     lines = [f"{len(answers)} host{'s' * (len(answers) > 1)}, {reported} with a report"]
     width = max([len(item.what) for item in comparison.outliers], default=0)
@@ -218,7 +221,7 @@ def _lines(item: Outlier, width: int) -> list[str]:
 
 
 def as_json(answers: Mapping[str, Answer], comparison: Comparison) -> dict[str, Any]:
-    """Everything, hosts written out, and the measured clocks in seconds."""
+    """Return the whole comparison, with hosts by name and the measured clocks in seconds."""
     return {
         "hosts": {host: isinstance(answer.told, Report) for host, answer in answers.items()},
         "clocks": {host: asdict(answer.skew) for host, answer in answers.items() if answer.skew is not None},

@@ -1,4 +1,4 @@
-"""This module checks what connects a host to others and what it trains on: its network, its NPUs, and a recipe's needs.
+"""This module checks a host's network, its NPUs, and the needs of a recipe.
 
 The first checks look at ports, names and packet sizes between hosts. Those of NPUs ask whether they are seen, healthy,
 free, linked, at their clock, and under software that fits together; formats differ by driver and are read leniently.
@@ -51,7 +51,7 @@ def _hccl_ports() -> range:
     npu=True,
 )
 def reserved_ports(patient: Patient) -> Answer:
-    """No client is given a port that HCCL wants."""
+    """No client of the network is given a port that HCCL needs."""
     span = patient.root.read("/proc/sys/net/ipv4/ip_local_port_range")
     low, high = map(int, told(span, "the range of clients' ports cannot be read").split())
     reserved = set(expand(patient.root.read("/proc/sys/net/ipv4/ip_local_reserved_ports") or ""))
@@ -66,7 +66,7 @@ def reserved_ports(patient: Patient) -> Answer:
     mend="ss -ltnp shows who listens; end it, or choose MASTER_PORT, HCCL_IF_BASE_PORT",
 )
 def free_ports(patient: Patient) -> Answer:
-    """Nobody listens on the ports of a launch; for the scheduler tc3 train and tc3 agent take a free one."""
+    """Nobody listens on the ports of a launch; tc3 train and tc3 agent choose a free port for the scheduler."""
     tables = [patient.root.read(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
     if all(table is None for table in tables):
         return Answer("unknown", "/proc/net/tcp cannot be read")
@@ -80,7 +80,7 @@ def free_ports(patient: Patient) -> Answer:
 
 
 def card_sizes(root: Root) -> dict[str, str]:
-    """Return network card -> its packet size; devices of software only (bridges, lo) are left out."""
+    """Return network card -> its packet size; software devices (bridges, lo) are left out."""
     paths = [path for path in root.find("/sys/class/net/*/mtu") if root.find(f"{path.removesuffix('/mtu')}/device*")]
     return {path.split("/")[-2]: root.read(path) or "?" for path in paths}
 
@@ -91,7 +91,7 @@ def card_sizes(root: Root) -> dict[str, str]:
     mend="ip link set CARD mtu 9000 (as the switch, on every host)",
 )
 def packet_size(patient: Patient) -> Answer:
-    """Network cards have one packet size; whether other hosts have the same, tc3 doctor --nodes says."""
+    """All network cards have the same packet size; tc3 doctor --nodes compares it with that of other hosts."""
     sizes = told(card_sizes(patient.root) or None, "no network card is seen (in a container: ask its host)")
     seen = ", ".join(f"{card} {size}" for card, size in sizes.items())
     return Answer("warn" if len(set(sizes.values())) > 1 else "ok", seen)
@@ -103,7 +103,7 @@ def packet_size(patient: Patient) -> Answer:
     mend="write the host's own address into /etc/hosts, or give msrun an address (MASTER_ADDR)",
 )
 def host_name(patient: Patient) -> Answer:
-    """The host's name leads to an address that others reach."""
+    """The host's name resolves to an address that others can reach."""
     name = told(patient.root.read("/proc/sys/kernel/hostname") or None, "the host does not say its name")
     rows = [line.split("#")[0].split() for line in (patient.root.read("/etc/hosts") or "").splitlines()]
     addresses = [row[0] for row in rows if name in row[1:]]
@@ -130,7 +130,7 @@ def _npu_smi_table(patient: Patient) -> str:
     npu=True,
 )
 def npus(patient: Patient) -> Answer:
-    """As many NPUs are seen as the recipe has workers on a node."""
+    """The host has as many NPUs as the recipe has workers on a node."""
     count = len(_npu_files(patient))
     if not count and patient.recipe is None:
         return Answer("unknown", "no /dev/davinci*, and no recipe says whether NPUs are wanted")
@@ -144,7 +144,7 @@ def npus(patient: Patient) -> Answer:
     npu=True,
 )
 def npu_health(patient: Patient) -> Answer:
-    """npu-smi calls every NPU OK."""
+    """npu-smi reports every NPU as OK."""
     text = _npu_smi_table(patient)
     unknown = f"npu-smi {host.npu_smi_version(text) or ''}: a table of a form that is not known here"
     chips = told(host.chips(text) or None, unknown)
@@ -161,7 +161,7 @@ def npu_health(patient: Patient) -> Answer:
     npu=True,
 )
 def npu_processes(patient: Patient) -> Answer:
-    """Nobody uses the NPUs."""
+    """No process uses the NPUs."""
     found = host.npu_processes(_npu_smi_table(patient))
     if found is None:
         return Answer("unknown", "npu-smi shows no table of processes in a form that is known here")
@@ -176,7 +176,7 @@ def npu_processes(patient: Patient) -> Answer:
     npu=True,
 )
 def npu_clock(patient: Patient) -> Answer:
-    """AI cores that work run at their rated clock; of those without work, a lower one says nothing."""
+    """AI cores that work run at their rated clock; a lower clock of idle cores does not matter."""
     table = _npu_smi_table(patient)
     chips = host.chips(table)
     seen, slow, resting = [], False, False
@@ -227,7 +227,7 @@ def _first_value(root: Root, patterns: Sequence[str], key: str) -> str | None:
 
 
 def ascend_versions(root: Root) -> dict[str, str | None]:
-    """Return versions of the driver, its firmware and CANN, as their files say; None for what is not seen."""
+    """Return the versions of the driver, its firmware and CANN from their files; None for what is not found."""
     return {name: _first_value(root, places, "version") for name, places in _VERSION_FILES.items()}
 
 
@@ -238,7 +238,9 @@ def ascend_versions(root: Root) -> dict[str, str | None]:
     npu=True,
 )
 def ascend_software(patient: Patient) -> Answer:
-    """Driver and CANN are installed, and the driver takes the firmware; whether CANN takes both is not known here."""
+    """Driver and CANN are installed, and the driver supports the firmware; whether CANN supports both is not known
+    here.
+    """
     found = ascend_versions(patient.root)
     seen = ", ".join(f"{name} {version}" if version else f"no {name} seen" for name, version in found.items())
     taken = _first_value(patient.root, _VERSION_FILES["driver"], "compatible_version_fw")
@@ -267,7 +269,7 @@ def _numbers(version: str) -> list[int]:
     mend="an output_dir with more room (--set output_dir=...), or fewer kept checkpoints",
 )
 def checkpoint_room(patient: Patient) -> Answer:
-    """A whole checkpoint fits."""
+    """The disk has room for a whole checkpoint."""
     if patient.recipe is None:
         return Answer("unknown", "no recipe was named")
     table = table_of(patient.recipe, convert(patient.recipe, load_schema()))
@@ -285,7 +287,7 @@ def checkpoint_room(patient: Patient) -> Answer:
     mend="fewer workers, or end what else uses memory",
 )
 def memory(patient: Patient) -> Answer:
-    """There is memory for the workers; of those that drive an NPU it is not known how much they need."""
+    """The host has enough memory for the workers; the need of workers that drive an NPU is not known."""
     row = patient.find(r"^MemAvailable:\s+(\d+) kB", "/proc/meminfo", "/proc/meminfo does not tell")
     free, need = int(row[1]) * 1024, patient.workers * WORKER
     seen = f"{free / GIB:.0f} GiB available for {patient.workers} worker{'s' * (patient.workers > 1)}"

@@ -46,7 +46,7 @@ def governor(patient: Patient) -> Answer:
     mend="cpupower idle-set -D 10",
 )
 def idle_states(patient: Patient) -> Answer:
-    """No enabled idle state takes long to leave."""
+    """No enabled idle state of a core takes long to leave."""
     read, worst = patient.root.read, 0
     states = patient.root.find(f"{_CPU}/cpu0/cpuidle/state[0-9]*")
     for state in told(states or None, "no cpuidle: a virtual machine, or states are off"):
@@ -61,7 +61,7 @@ def idle_states(patient: Patient) -> Answer:
     mend="boot with iommu.passthrough=1 (arm64) or iommu=pt (x86)",
 )
 def iommu(patient: Patient) -> Answer:
-    """The IOMMU is off or passes through."""
+    """The IOMMU is off or in passthrough mode."""
     line = patient.root.read("/proc/cmdline")
     kinds = {patient.root.read(path) or "?" for path in patient.root.find("/sys/kernel/iommu_groups/*/type")}
     asked = line is not None and re.search(r"\biommu(\.passthrough=1|=pt|=off)\b", line)
@@ -253,7 +253,7 @@ def shared_memory(patient: Patient) -> Answer:
     mend="swapoff -a",
 )
 def swap(patient: Patient) -> Answer:
-    """Nothing is paged out."""
+    """No memory is swapped out."""
     text = told(patient.root.read("/proc/swaps"), "/proc/swaps cannot be read")
     areas = [line.split()[0] for line in text.splitlines()[1:]]
     return Answer("warn" if areas else "ok", ", ".join(areas) or "no swap")
@@ -282,7 +282,7 @@ def clock(patient: Patient) -> Answer:
     mend="an output_dir with more room (--set output_dir=...)",
 )
 def disk(patient: Patient) -> Answer:
-    """There is room where checkpoints go."""
+    """There is room on the disk of the checkpoints."""
     found = told(free_space(patient, str(patient.folder)), f"df does not show the file system of {patient.folder}")
     mount, _, free = found
     verdict: Verdict = "ok" if free >= 10 * GIB else "fail" if free < GIB else "warn"
@@ -295,7 +295,7 @@ def disk(patient: Patient) -> Answer:
     mend="another output_dir; then look at the file system (mount, dmesg)",
 )
 def disk_write(patient: Patient) -> Answer:
-    """Four MiB are written and synchronised where checkpoints go, into a file without a name."""
+    """Four MiB are written and synchronised on the disk of the checkpoints, into a file without a name."""
     if not patient.root.live:
         return Answer("unknown", "a recorded host cannot be written to")
     above = next(folder for folder in (patient.folder, *patient.folder.parents) if folder.exists())

@@ -1,4 +1,4 @@
-"""What a worker measures by itself: matrix products, the host's memory, the disk."""
+"""This module holds a worker's own measurements: matrix products, the host's memory, the disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COPY = 128 << 20  # bytes, more than a last-level cache holds of both copies
 
 
 def cpu_matmul(threads: int) -> Callable[[], float]:
-    """Return a product in float32 by NumPy's BLAS, as much for each thread; it returns GFLOP."""
+    """Return a product in float32 by NumPy's BLAS, with equal work for each thread; the product returns GFLOP."""
     side = round(_SIDE * threads ** (1 / 3) / 64) * 64
     left, right = (np.full((side, side), 0.5, np.float32) for _ in range(2))
     out = np.empty_like(left)
@@ -30,7 +30,7 @@ def cpu_matmul(threads: int) -> Callable[[], float]:
 
 
 def device_matmul(target: str = "Ascend", side: int = DEVICE_SIDE) -> Callable[[], float]:
-    """Return the products in float16 by MindSpore on the worker's device; it returns GFLOP.
+    """Return the products in float16 by MindSpore on the worker's device; they return GFLOP.
 
     Never run on an NPU; tests run it with `target` CPU.
     """
@@ -41,7 +41,7 @@ def device_matmul(target: str = "Ascend", side: int = DEVICE_SIDE) -> Callable[[
 
 
 def memory_copy() -> Callable[[], float]:
-    """Return a copy by one thread in the host's memory; it returns GB, read and written."""
+    """Return a copy by one thread in the host's memory; the copy returns GB, read and written."""
     source, target = (np.ones(_COPY // 8) for _ in range(2))
 
     def work() -> float:
@@ -53,7 +53,7 @@ def memory_copy() -> Callable[[], float]:
 
 
 def disk_write(folder: str, size: int) -> float:
-    """MB/s of a synchronised write of `size` bytes below `folder`, into a file without a name.
+    """Return MB/s of a synchronised write of `size` bytes below `folder`, into a file without a name.
 
     Raises:
         OSError: it cannot be written to.

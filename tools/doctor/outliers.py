@@ -1,12 +1,13 @@
-"""This module finds which workers, links and disks are slower than their peers, on one host or many. It is pure.
+"""This module finds which workers, links and disks are slower than their peers, on one host or many. The module has no
+side effects.
 
-`Probe` is what a probe found, as it stands in JSON: lists hold one number for each round. `outliers` names who is slow.
-`gate` says whether a run may start on probed hosts, for a launch and for whoever restarts one; `findings` says it as
-the doctor reports it.
+`Probe` is the result of a probe, as in its JSON: lists hold one number for each round. `outliers` names slow workers,
+links and disks. `gate` says whether a run may start on probed hosts, for launches and restarts; `findings` gives the
+same result in the form of the doctor's report.
 
-Workers of one kind are compared by the time that a unit of work took. Slow is who lies above the limit both with the
-median of its rounds and with its best round: a neighbour's load comes and goes, and leaves a best round alone; what is
-worn, throttled or shaped is slow in all of them.
+Workers of one kind are compared by the time that a unit of work took. A worker is slow if both the median of its rounds
+and its best round lie above the limit: a neighbour's load comes and goes, and does not affect the best round; worn or
+throttled hardware is slow in all rounds.
 
     limit = 1 + max(floor, z * 1.4826 * MAD / centre)
 
@@ -20,8 +21,8 @@ takes up to half of it for as long as a probe lasts, and nothing that can be rea
 
 A rate from which the share w of waiting was taken out, r / (1 - w), errs by dw / (1 - w): a floor grows in the same
 way, with the larger w of the worker and of the centre (of two workers, the larger of both). A message needs both of its
-ends: w is that of both, and nothing is taken out. A link whose ends had no core together for half of the time is not
-named at all: what TCP makes of that is no measure.
+ends: w is that of both, and nothing is taken out. A link is not named if its ends did not have a core at the same time
+for half of the time, because TCP then gives no useful measurement.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ Ends = tuple[str, tuple[int, int]]  # host, (source, target)
 
 
 class Worker(TypedDict):
-    """A probe says this of one worker.
+    """This is a probe's result for one worker.
 
     Attributes:
         place: where it runs; "" for this host.
@@ -88,7 +89,7 @@ class Worker(TypedDict):
 
 
 class Link(TypedDict):
-    """A link leads from one worker to another, which are indices into the workers.
+    """This is a link from one worker to another, which are indices into the workers.
 
     Attributes:
         bandwidth: GB/s of the fastest message of 1 MiB, with its acknowledgement.
@@ -106,7 +107,7 @@ class Link(TypedDict):
 
 
 class Probe(TypedDict):
-    """This is the probe of one host, or of several places driven from one."""
+    """This is the probe of one host, or of several places driven from one host."""
 
     device: str
     rounds: int
@@ -117,7 +118,7 @@ class Probe(TypedDict):
 
 
 class Times(NamedTuple):
-    """A unit of work takes this time: the median of the rounds, and the best."""
+    """This is the time of a unit of work: the median of the rounds, and the best."""
 
     typical: float
     best: float
@@ -125,7 +126,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Outlier:
-    """This says who stands out on which host, by which measure ("worker" for one that ended), and what was seen."""
+    """This says who is slow on which host, by which measure ("worker" for one that ended), and what was seen."""
 
     host: str
     who: str
@@ -135,7 +136,8 @@ class Outlier:
 
 
 def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, tuple[float, float]]:
-    """Return key -> (times the centre's time, limit) of those above the limit with their median and their best.
+    """Return key -> (time divided by the centre's time, limit) for those whose median and best are both above the
+    limit.
 
     Args:
         floors: key -> its floor, as a share of the centre.
@@ -155,7 +157,7 @@ def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, t
 
 
 def floors(measure: str, waited: Mapping[Key, float], on_cores: bool = False) -> dict[Key, float]:
-    """Return key -> floor, from the shares of waiting of all that are compared."""
+    """Return key -> floor, from the shares of waiting of all workers that are compared."""
     centre, least = median_high(waited.values()), ON_CORES.get(measure, 0.0) if on_cores else 0.0
     return {
         key: max(least, FLOORS[measure] / (1 - min(max(share, centre), _MOST_WAITED))) for key, share in waited.items()
@@ -182,13 +184,13 @@ def outliers(reports: Mapping[str, Probe]) -> list[Outlier]:
 
 
 def compared(reports: Mapping[str, Probe]) -> int:
-    """Return how many workers have another one of their kind to be compared with."""
+    """Return how many workers have at least one other of their kind to be compared with."""
     kinds = [worker["kind"] for report in reports.values() for worker in report["workers"] if worker["matmul"]]
     return sum(kinds.count(kind) > 1 for kind in kinds)
 
 
 def name(worker: Worker) -> str:
-    """Return how a worker is called beside its host."""
+    """Return the name of a worker on its host."""
     return f"{worker['place']} worker {worker['rank']}".strip()
 
 
@@ -318,14 +320,14 @@ def _slow_ends(
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate has a verdict and its reasons: fail keeps a run from starting; warn and unknown are told."""
+    """A gate has a verdict and its reasons: fail keeps a run from starting; warn and unknown are only reported."""
 
     verdict: Verdict
     reasons: list[str]
 
 
 def gate(reports: Mapping[str, Probe]) -> Gate:
-    """Return what the probes of hosts (name -> probe) say when they are held against each other.
+    """Return the gate for the probes of hosts (name -> probe), compared with each other.
 
     fail: somebody is slower than their peers, or ended. unknown: nobody has a peer, so slow cannot be told. warn: a
     worker waited for its cores or was stopped by a limit, as others may have been. Otherwise ok.
@@ -337,7 +339,7 @@ def gate(reports: Mapping[str, Probe]) -> Gate:
 
 
 def findings(reports: Mapping[str, Probe]) -> list[Finding]:
-    """Return the outliers as the doctor reports them, failing ones first; where none fails, what was compared."""
+    """Return the outliers as the doctor reports them, failing ones first; if none fails, return what was compared."""
     found = outliers(reports)
     rows = [
         Finding("probe", item.verdict, f"{item.host}, {item.who}: {item.seen}".removeprefix(", "), WHY, SOURCE, mend)

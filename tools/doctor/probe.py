@@ -1,7 +1,7 @@
-"""A probe of this host: its workers, on the cores that they would train on, measured in rounds.
+"""This module probes this host: it measures workers in rounds, on the cores on which they would train.
 
-In a round all workers multiply at once, then copy, then write; then the links, one at a time. So each round finds every
-worker beside the same neighbours, and what a load of a few seconds spoils is the same rounds of all.
+In a round all workers multiply at once, then copy, then write; then the links, one at a time. So in each round every
+worker has the same neighbours, and a load of a few seconds disturbs the same rounds of all workers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a worker runs.
+    """This is the place where a worker runs.
 
     Attributes:
         cores: to bind it to; none where there are fewer cores than workers.
@@ -62,11 +62,11 @@ class Seat:
     address: str = "127.0.0.1"
 
     def command(self) -> list[str]:
-        """Return what starts the worker."""
+        """Return the command that starts the worker."""
         return [*self.prefix, sys.executable, "-m", "tools.doctor.probe_worker"]
 
     def environment(self) -> dict[str, str]:
-        """With as many threads as cores, and the one NPU in sight."""
+        """Return an environment with as many threads as cores, in which only the worker's NPU is visible."""
         threads = dict.fromkeys(_THREADS, str(max(1, len(self.cores))))
         npu = {} if self.npu is None else {"ASCEND_RT_VISIBLE_DEVICES": str(self.npu)}
         return {**os.environ, **threads, **npu, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
@@ -74,7 +74,7 @@ class Seat:
 
 @dataclass
 class Member:
-    """A worker's process, and why it gives no more answers."""
+    """This is a worker's process, and why it gives no more answers."""
 
     process: subprocess.Popen[bytes]
     errors: IO[bytes]
@@ -89,7 +89,7 @@ class Member:
             self.process.stdin.flush()
 
     def read(self) -> list[dict[str, Any]] | None:
-        """Answers that have come; None at the end."""
+        """Yield the answers that have come, and None at the end."""
         assert self.process.stdout is not None
         text = os.read(self.process.stdout.fileno(), 1 << 16)
         *lines, self.rest = (self.rest + text).split(b"\n")
@@ -97,7 +97,7 @@ class Member:
         return found if text or found else None
 
     def ended(self) -> str:
-        """Return why, with the last line that it said."""
+        """Return why the worker gives no more answers, with the last line of its output."""
         code = self.process.wait(5)
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
@@ -106,7 +106,7 @@ class Member:
 
 
 class Team:
-    """Workers on their seats. As a context manager it leaves no process behind, also after Ctrl-C."""
+    """These are workers on their seats. As a context manager this leaves no process behind, also after Ctrl-C."""
 
     def __init__(self, seats: Sequence[Seat]):
         self.seats = seats
@@ -130,7 +130,7 @@ class Team:
         self.close()
 
     def close(self) -> None:
-        """End them: what they do is of no use to anybody else."""
+        """End the workers; their results are of no use to anybody else."""
         for member in self.members:
             member.process.kill()
         for member in self.members:
@@ -141,7 +141,7 @@ class Team:
                         stream.close()
 
     def ask(self, commands: Mapping[int, Mapping[str, Any]], patience: float = PATIENCE) -> dict[int, Any]:
-        """Send a command to some workers at once: index -> value of those that answered.
+        """Send a command to some workers at once; return index -> value for those that answered.
 
         Who gives an error, ends, or takes longer than `patience` seconds has failed; it is ended and asked no more.
         """
@@ -188,7 +188,8 @@ MOST = 8  # workers of a host of which neither a recipe, NPUs nor --workers say 
 
 
 def probe(recipe: Path | None, workers: int | None, folder: Path) -> Probe:
-    """Probe this host with the workers of a recipe, with so many, with one for each NPU, or with one for each core.
+    """Probe this host with the workers of a recipe, with a given number, with one for each NPU, or with one for each
+    core.
 
     Raises:
         ClusterError: the cores cannot be told; more workers than NPUs. RecipeError: the recipe cannot be read.
@@ -207,7 +208,7 @@ def probe(recipe: Path | None, workers: int | None, folder: Path) -> Probe:
 
 
 def measure(seats: Sequence[Seat], folder: Path, rounds: int, notes: Sequence[str] = ()) -> Probe:
-    """Start a worker on each seat, and measure in so many rounds; files are written below `folder`.
+    """Start a worker on each seat, and measure in the given number of rounds; files are written below `folder`.
 
     Ctrl-C and SIGTERM end the workers first.
     """
@@ -231,7 +232,7 @@ def measure(seats: Sequence[Seat], folder: Path, rounds: int, notes: Sequence[st
 
 
 class Course:
-    """The rounds of a team, and what they found."""
+    """These are the rounds of a team, with their results."""
 
     def __init__(self, team: Team, folder: str):
         self.team = team
@@ -254,7 +255,7 @@ class Course:
         self._note()
 
     def round(self) -> None:
-        """One round of every measure."""
+        """Run one round of every measure."""
         for index, (rate, waited, throttled) in self._all(do="matmul", seconds=MATMUL).items():
             row = self.workers[index]
             row["matmul"].append(rate)
@@ -295,7 +296,9 @@ class Course:
 
 
 def pairs(count: int) -> list[tuple[int, int]]:
-    """Each worker with those 1, 2, 4, ... places further round a ring: all pairs of up to five, n log n of many."""
+    """Yield each worker with those 1, 2, 4, ... places further round a ring: all pairs for up to five workers, n log n
+    for many.
+    """
     steps = [1 << power for power in range(count.bit_length()) if 1 << power <= count // 2]
     return sorted({(min(a, b), max(a, b)) for step in steps for a in range(count) for b in [(a + step) % count]})
 
@@ -325,7 +328,7 @@ def probe_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def probe_if(wanted: bool, patient: Patient, recipe: Path | None, workers: int | None) -> Probe | None:
-    """Return the probe of this host if it is wanted.
+    """Return the probe of this host if it was requested.
 
     Raises:
         ClusterError: the options do not go together, or the host cannot be probed.

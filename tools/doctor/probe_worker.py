@@ -1,6 +1,7 @@
-"""One worker of the probe: `python -m tools.doctor.probe_worker`, commands in and answers out as lines of JSON.
+"""This module is one worker of the probe, `python -m tools.doctor.probe_worker`: it reads commands and writes answers
+as lines of JSON.
 
-It ends with its stdin, that is with whoever started it, and by an alarm when a command takes too long.
+The worker ends with its stdin, that is with the process that started it, and by an alarm when a command takes too long.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class Piece(NamedTuple):
-    """One round of a measure.
+    """This is one round of a measure.
 
     Attributes:
         rate: amount a second of the time in which the worker was let run.
@@ -54,7 +55,9 @@ def timed(work: Callable[[], float], seconds: float) -> Piece:
 
 
 def waiting(work: Callable[[], Result]) -> tuple[Result, float]:
-    """What `work` returns, and the share of its time in which this process was ready, but others had its cores."""
+    """Return the result of `work`, and the share of its time in which this process was ready, but others had its
+    cores.
+    """
     began, (_, before) = time.perf_counter(), scheduled()
     result = work()
     waited = max(0.0, scheduled()[1] - before)
@@ -74,7 +77,7 @@ def listen(address: str) -> socket.socket:
 
 
 def serve(listener: socket.socket) -> None:
-    """Take one connection, and answer each of its messages with a byte until it ends.
+    """Accept one connection, and answer each of its messages with a byte until it ends.
 
     A message is its length in 8 bytes, and as many bytes. A connection without one was given up by a round before.
     Raises OSError (a time-out is one).
@@ -102,7 +105,7 @@ def _answer(connection: socket.socket) -> int:
 
 
 def measure(address: str, port: int, seconds: float) -> tuple[float, float]:
-    """(GB/s, microseconds one way) to whoever serves there.
+    """Return (GB/s, microseconds one way) to the worker that serves at an address.
 
     Messages of 1 MiB follow each other for `seconds`, at least three of them. The fastest counts: other processes on
     the cores of either end delay some, a slow link delays all. Raises OSError.
@@ -137,10 +140,10 @@ MARK = "tc3-probe "  # what libraries print on stdout has no such mark
 
 
 class Desk:
-    """The state between commands; each public method is one, its arguments and its answer being JSON."""
+    """This is the state between commands; each public method is a command, whose arguments and answer are JSON."""
 
     def start(self, cores: list[int], npu: bool, folder: str, kind: str) -> dict[str, Any]:
-        """Bind to cores (none: stay where the host puts it) and get the work ready."""
+        """Bind to cores (with none, stay where the host puts it) and prepare the work."""
         if cores:
             os.sched_setaffinity(0, cores)
         from tools.doctor import measures  # NumPy's threads stay on the cores that it finds
@@ -152,11 +155,11 @@ class Desk:
         return {"kind": kind or f"{processor()}, {threads} core{'s' * (threads > 1)}"}
 
     def matmul(self, seconds: float) -> list[float]:
-        """Rate (GFLOP/s), share waited, share throttled."""
+        """Return the rate (GFLOP/s), the share of time waited, and the share throttled."""
         return list(timed(self.matmul_work, seconds))
 
     def memory(self, seconds: float) -> list[float]:
-        """Rate (GB/s), share waited, share throttled."""
+        """Return the rate (GB/s), the share of time waited, and the share throttled."""
         return list(timed(self.copy, seconds))
 
     def disk(self, size: int) -> float:
@@ -169,14 +172,16 @@ class Desk:
         return int(self.listener.getsockname()[1])
 
     def serve(self) -> float | str:
-        """Answer one connection; the share of the time waited for a core, or why there was none."""
+        """Answer one connection; return the share of the time waited for a core, or why there was no connection."""
         try:
             return waiting(lambda: serve(self.listener))[1]
         except OSError as error:  # the link's, not the worker's
             return str(error)
 
     def connect(self, address: str, port: int, seconds: float) -> list[float] | str:
-        """GB/s and microseconds to who serves there, and the share waited for a core; or why there are none."""
+        """Return GB/s and microseconds to the worker that serves there, and the share of time waited for a core; or why
+        there are none.
+        """
         try:
             found, share = waiting(lambda: measure(address, port, seconds))
         except OSError as error:  # the link's, not the worker's
@@ -185,7 +190,7 @@ class Desk:
 
 
 def processor() -> str:
-    """Return the model of the processor as /proc/cpuinfo has it; its numbers where, as on Arm, it has no name."""
+    """Return the model of the processor from /proc/cpuinfo, or its numbers if, as on Arm, it has no name."""
     rows: dict[str, str] = {}
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
         for line in lines:

@@ -1,10 +1,11 @@
-"""This module is what `tc3 doctor --json` prints of one host, and how it is read again, possibly on another one.
+"""This module makes the report of one host that `tc3 doctor --json` prints, and reads it again, possibly on another
+host.
 
 `gather` collects the facts of a host: what has to be the same on every host of a run, which is versions, packet sizes,
-recipe and data. A fact is a text, or None where the host does not tell; a name and its value say everything, so that
-hosts are compared by looking at texts alone. Facts are no checks: on one host alone nothing is wrong with any of them.
+recipe and data. A fact is a text, or None if the host does not report it; a name and its value say everything, so hosts
+are compared only by these texts. Facts are not checks: on a single host none of them can be wrong.
 
-`Report` holds the findings, the facts and the probe of a host; `read_report` reads one, and refuses what is none.
+`Report` holds the findings, the facts and the probe of a host; `read_report` reads a report, and refuses other texts.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def gather(patient: Patient) -> Facts:
 
 
 def tool_version() -> str:
-    """Return the version of the tool: reports of another one may mean other things by the same words."""
+    """Return the version of the tool, because another version may mean other things by the same words."""
     return installed("telechat3-moe-recipes") or "not installed"
 
 
@@ -112,12 +113,12 @@ def _data_fact(prefix: str) -> str | None:
 
 
 class ReportError(ValueError):
-    """A text is no report, or not of this tool's version; the message goes after the host's name."""
+    """A text is not a report, or not one of this tool's version; the message goes after the host's name."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """One host reports this: its findings, its facts, and what its probe measured, if it was asked to."""
+    """This is the report of one host: its findings, its facts, and the results of its probe, if one was requested."""
 
     findings: Sequence[Finding]
     facts: Facts

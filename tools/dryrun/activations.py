@@ -1,8 +1,10 @@
-"""Estimate activation memory from the graph: what the forward leaves for the backward, and what is alive, by layer.
+"""This module estimates activation memory from the graph, by layer: what the forward leaves for the backward, and what
+is alive.
 
-MindSpore's forward subgraph hands its backward a list of tensors: that is what recomputation and everything else left
-to be kept, and its bytes are exact up to tensors that share memory. What is alive inside a subgraph is counted in the
-order of the text; a device runs another order, reuses and fragments: that part is an estimate.
+MindSpore's forward subgraph passes a list of tensors to its backward: the tensors that are kept after recomputation and
+all other changes. Their bytes are exact, except for tensors that share memory. Tensors that are alive inside a subgraph
+are counted in the order of the text; a device runs another order, and reuses and fragments memory, so that part is an
+estimate.
 
 A pass is also taken apart by layer, so that stages of other layers can be composed from the parts. MindSpore writes a
 pass in the order of its layers and keeps the path of cells on most operators. What comes before the first layer (the
@@ -34,7 +36,9 @@ _FIRST, _LAST = -1, 1 << 30  # of `FRONT` and `BACK` among numbers of layers
 
 
 class Moment(NamedTuple):
-    """Bytes alive while an operator runs, and after what it was the last to read is gone."""
+    """These are the bytes alive while an operator runs, and the bytes alive after it has freed the tensors that it read
+    last.
+    """
 
     most: int
     left: int
@@ -46,7 +50,7 @@ def name_of(place: int) -> str:
 
 
 def places_of(nodes: list[Node]) -> list[int]:
-    """For each operator of a forward its layer, by its path of cells, else that of the operators in front of it."""
+    """Return for each operator of a forward its layer, by its path of cells, else that of the operators before it."""
     found, current = [], _FIRST
     for node in nodes:
         place = _place(node)
@@ -69,7 +73,7 @@ def _place(node: Node) -> int | None:
 
 
 def owner_place(own: int, readers: Iterable[int]) -> str:
-    """Return the part to which a kept tensor belongs: what only a later layer reads is that layer's input.
+    """Return the part to which a kept tensor belongs: a tensor that only a later layer reads is that layer's input.
 
     Args:
         own: place of the operator that makes it.
@@ -83,7 +87,7 @@ def owner_place(own: int, readers: Iterable[int]) -> str:
 
 
 def forward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
-    """(part, place behind its last operator) in the order in which a forward runs them."""
+    """Return (part, place after its last operator) in the order in which a forward runs the parts."""
     found: list[tuple[str, int]] = []
     current = _FIRST
     for number, node in enumerate(nodes):
@@ -95,7 +99,9 @@ def forward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
 
 
 def backward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
-    """(part, place behind its last operator): a layer's backward ends with the last gradient that it adds up."""
+    """Return (part, place after its last operator): a layer's backward ends with the last gradient that it
+    accumulates.
+    """
     ends: dict[int, int] = {}
     head = 0
     for number, node in enumerate(nodes):
@@ -110,7 +116,9 @@ def backward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
 def parts_of(
     saved: Mapping[str, int], forward: list[Node], backward: list[Node], moments: Callable[[list[Node]], list[Moment]]
 ) -> dict[str, dict[str, int]]:
-    """Part -> what it leaves ("saved"), and the most alive in its "forward", above its start, and in its "backward"."""
+    """Return part -> the bytes that it leaves ("saved"), the most alive in its "forward", above its start, and in its
+    "backward".
+    """
     found = {name: {"saved": size, "forward": 0, "backward": 0} for name, size in saved.items()}
     for key, segments, seen in (
         ("forward", forward_segments(forward), moments(forward)),
@@ -127,7 +135,9 @@ def parts_of(
 
 
 def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Most bytes alive in each part of a forward ("F") and, from the last part to the first, of a backward ("B")."""
+    """Return the most bytes alive in each part of a forward ("F") and, from the last part to the first, of a backward
+    ("B").
+    """
     alive, forward = 0, []
     for part in parts:
         forward.append(alive + part["forward"])
@@ -136,7 +146,7 @@ def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
 
 
 def put_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """ "saved", "forward" and "backward" of a chunk of such parts, in the order of its forward.
+    """Return "saved", "forward" and "backward" of a chunk with these parts, in the order of its forward.
 
     A forward piles up what its parts leave; a backward hands back what it took and adds its gradients up as it goes,
     so that its fullest part counts.
@@ -154,7 +164,8 @@ VIEWS = frozenset(("Reshape", "TupleGetItem", "Depend", "ExpandDims", "Squeeze",
 
 
 def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
-    """For each chunk: bytes "saved" for a micro-batch's backward, and most bytes alive in "forward" and "backward".
+    """Return for each chunk the bytes "saved" for a micro-batch's backward, and the most bytes alive in "forward" and
+    "backward".
 
     "parts" holds the same by layer (see `FRONT`), "modules" what is saved by module, and "curves" the most bytes
     alive in each of at most `POINTS` stretches of a pass. Without a pipeline the whole step counts as one "backward".
@@ -188,7 +199,7 @@ def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
 
 
 def added(modules: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Sums by module."""
+    """Return sums by module."""
     found: Counter[str] = Counter()
     for own in modules:
         found.update(own)
@@ -196,14 +207,16 @@ def added(modules: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def curve_of(nodes: list[Node], rows: int) -> list[int]:
-    """Most bytes alive in each of at most `POINTS` stretches of about as many operators, in the order of the text."""
+    """Return the most bytes alive in each of at most `POINTS` stretches with about equally many operators, in the order
+    of the text.
+    """
     most = [moment.most for moment in moments_of(nodes, rows)]
     ends = [len(most) * point // POINTS for point in range(POINTS + 1)]
     return [max(most[first:end]) for first, end in pairwise(ends) if end > first]
 
 
 def routed_rows(graph: GraphText, even: int) -> int:
-    """Return the rows of a rank's dispatch: the padded number that it sends, where the graph knows it, else `even`.
+    """Return the rows of a rank's dispatch: the padded number that it sends, if the graph knows it, else `even`.
 
     `even` is tokens x top-k of a rank: what each rank gets when routing is even.
     """
@@ -217,7 +230,7 @@ def routed_rows(graph: GraphText, even: int) -> int:
 
 
 def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, Counter[str]]:
-    """Part -> module -> bytes that it hands from forward to backward; parameters are counted elsewhere."""
+    """Return part -> module -> bytes that it hands from forward to backward; parameters are counted elsewhere."""
     bound = next((node for node in nodes if node.binds == backward), None)
     if bound is None:
         return {}
@@ -240,7 +253,7 @@ def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, Coun
 
 
 def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> dict[str, int]:
-    """Part -> bytes that a chunk takes from the stage in front of it and binds to its backward as they came.
+    """Return part -> bytes that a chunk takes from the previous stage and hands to its backward unchanged.
 
     They are parameters of the forward subgraph, one of their own for each micro-batch: a layer that is recomputed
     starts from them.
@@ -268,7 +281,7 @@ def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> 
 
 
 def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
-    """Weight -> bytes that the root graph computes of it once and hands to the passes of all micro-batches.
+    """Return weight -> bytes that the root graph computes from it once and hands to the passes of all micro-batches.
 
     These are the weights in compute precision, gathered from the optimizer's shards: they stay for the whole step.
     """
@@ -296,7 +309,7 @@ def peak_bytes(nodes: list[Node], rows: int) -> int:
 
 
 def moments_of(nodes: list[Node], rows: int) -> list[Moment]:
-    """Return the bytes alive while each operator runs and behind it, in the order of the text; views cost nothing."""
+    """Return the bytes alive while each operator runs and after it, in the order of the text; views cost nothing."""
     last = {
         owner: place
         for place, node in enumerate(nodes)
@@ -317,7 +330,7 @@ def moments_of(nodes: list[Node], rows: int) -> list[Moment]:
 
 
 def output_bytes(node: Node, rows: int) -> int:
-    """Return the bytes of what an operator gives."""
+    """Return the bytes of an operator's results."""
     block = attributes_of(node.text).get("block_size", 1) if -1 in {d for t in node.outputs for d in t.shape} else 1
     return sum(tensor_bytes(item, rows * (block if isinstance(block, int) else 1)) for item in node.outputs)
 

@@ -1,4 +1,6 @@
-"""`tc3 dryrun`: compile a recipe for its devices on this CPU; exit code 0, 1 for what is wrong with it, 2 for usage."""
+"""This module is `tc3 dryrun`: it compiles a recipe for its devices on this CPU; the exit code is 0, 1 for errors of
+the recipe, 2 for usage.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,12 @@ _WIDTH = 130  # of tables in a file or pipe
 
 
 class Ranks(click.ParamType):
-    """`all-stages`, or `0,512` as a tuple of integers."""
+    """This is an option's value: `all-stages`, or `0,512` as a tuple of integers."""
 
     name = f"{ALL}|R,R"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...] | None:
-        """Split and check; None for all stages."""
+        """Split and check the value; return None for all stages."""
         if value == ALL or not isinstance(value, str):
             return None if value == ALL else value
         words = [word.strip() for word in value.split(",")]

@@ -1,4 +1,5 @@
-"""What one rank communicates and computes: collectives in program order and FLOPs, from MindSpore's final graph.
+"""This module reads what one rank communicates and computes from MindSpore's final graph: collectives in program order,
+and FLOPs.
 
 The root of the graph is walked and its calls are expanded. MindSpore's backend may swap collectives that no edge
 orders, so each carries which earlier ones it waits for, and whether that takes a `Depend`. FLOPs are those of one
@@ -31,7 +32,7 @@ _NOT_KEPT = ("group", "group_ranks", "rank_list", "group_rank_ids", "rank_size")
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of one rank's step.
+    """This is one collective of one rank's step.
 
     `role` is forward, recompute (a forward one, repeated in the backward), gradient or step (around them: weights
     gathered before the forward, gradients reduced, norms, the optimizer). `after` and `after_depend` hold places in the
@@ -87,7 +88,9 @@ def attributes_of(text: str, section: str = "primitive_attrs") -> dict[str, Attr
 
 
 def role_of(node: Node, graph: str) -> str:
-    """See `Collective`. MindSpore marks the graphs that it derives, and the gradients that it derives in them."""
+    """Return the role of an operator (see `Collective`): MindSpore marks the graphs that it derives, and the gradients
+    that it derives in them.
+    """
     if "▸" in graph:
         return "forward"
     if "◂" in graph:
@@ -196,7 +199,7 @@ _LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")  # MindSpore's numbers of them
 
 
 def flops_of(graph: GraphText, rows: int) -> list[dict[str, int]]:
-    """For each chunk: FLOPs of one micro-batch on this rank, "forward", "recompute" and "gradient".
+    """Return for each chunk the FLOPs of one micro-batch on this rank: "forward", "recompute" and "gradient".
 
     Args:
         rows: what stands for dimensions that only routing decides.
@@ -213,7 +216,9 @@ def flops_of(graph: GraphText, rows: int) -> list[dict[str, int]]:
 
 
 def node_flops(node: Node, rows: int) -> int:
-    """Return the FLOPs of one operator: 2 for each multiply-add; attention is causal, its documents are not known."""
+    """Return the FLOPs of one operator: 2 for each multiply-add; attention counts as causal, because its documents are
+    not known.
+    """
     if node.op in _PRODUCTS:
         taken, given = node.inputs[0], node.outputs[0]
         return 2 * _size(taken, rows) * _size(TensorType("", given.shape[-1:]), rows)

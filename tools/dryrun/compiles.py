@@ -1,4 +1,4 @@
-"""Compile the jobs of a plan, each in a process of its own, and keep the results by content.
+"""This module compiles the jobs of a plan, each in a separate process, and keeps the results by content.
 
 As many processes run at once as cores and free memory allow, and none outlives its parent. The same recipe, rank, code
 and versions are compiled once. A refusal by MindSpore or MindFormers is a result, too: `diagnose` finds the key of the
@@ -56,7 +56,7 @@ Progress = Callable[[Job, str, float, dict[str, Any] | None], None]  # job, what
 
 
 def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = False) -> list[dict[str, Any]]:
-    """Return the results of the plan's jobs in their order, from the cache where it has them.
+    """Return the results of the plan's jobs in their order, from the cache if it has them.
 
     Args:
         texts: the texts of the final graphs are wanted, too; they lie at `text_of`.
@@ -109,7 +109,7 @@ def _compile(jobs: Sequence[Job], at_once: int | None, texts: bool = False) -> l
 def run_jobs(
     jobs: Sequence[Job], progress: Progress, at_once: int | None = None, texts: Sequence[Path] = ()
 ) -> list[dict[str, Any]]:
-    """Compile all jobs; results in their order.
+    """Compile all jobs; return the results in their order.
 
     After the first refusal no further job is started: its message is the answer. Ctrl-C and SIGTERM end all processes.
 
@@ -171,7 +171,7 @@ class _Run:
         self.started = self._told = time.monotonic()
 
     def due(self) -> bool:
-        """Return whether it is time to say that it still runs."""
+        """Return whether it is time to report that the compile still runs."""
         now = time.monotonic()
         if now - self._told < _TOLD:
             return False
@@ -179,7 +179,7 @@ class _Run:
         return True
 
     def result(self) -> dict[str, Any]:
-        """Return what it found."""
+        """Return the compile's result."""
         if self.out.exists():
             return json.loads(self.out.read_text(encoding="utf-8"))
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -189,18 +189,18 @@ class _Run:
         raise ClusterError(f"the compile of rank {self.job.rank} left no result ({why}){last}")
 
     def end(self) -> None:
-        """Kill it, whatever it started as well."""
+        """Kill the compile with every process that it started."""
         kill(self.process)
         self.process.wait()
 
 
 def cache_folder() -> Path:
-    """Return where results lie: the user's cache folder."""
+    """Return the folder of the results: the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / "dryrun"
 
 
 def kept_result(job: Job) -> dict[str, Any] | None:
-    """Return the result of an equal job, if there is one."""
+    """Return the result of an equal job, if one exists."""
     try:
         return json.loads(gzip.decompress((cache_folder() / _name(job)).read_bytes()))
     except (OSError, EOFError, ValueError):
@@ -208,7 +208,7 @@ def kept_result(job: Job) -> dict[str, Any] | None:
 
 
 def keep_result(job: Job, result: dict[str, Any]) -> None:
-    """Store a result, whole or not at all; refusals too are results, but for those of the host."""
+    """Store a result completely or not at all; refusals are stored, too, except those caused by the host."""
     if result.get("of_the_host"):
         return
     with atomic_file(cache_folder() / _name(job)) as part:
@@ -216,7 +216,7 @@ def keep_result(job: Job, result: dict[str, Any]) -> None:
 
 
 def text_of(job: Job) -> Path:
-    """Return where the text of an equal job's final graph lies, if somebody asked for it (`tc3 fusion`); gzip."""
+    """Return the path of the text (gzip) of an equal job's final graph, if it was requested (`tc3 fusion`)."""
     return cache_folder() / _name(job).replace(".json.gz", ".ir.gz")
 
 

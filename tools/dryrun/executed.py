@@ -1,4 +1,5 @@
-"""Whether the collectives that a rank executed are those that its compile reported: names, groups, bytes and order.
+"""This module checks whether the collectives that a rank executed are those that its compile reported: names, groups,
+bytes and order.
 
 MindSpore's backend may swap collectives that no data joins, so the order is judged by what needs whose result, and on
 each link of a pipeline by the order of its messages. Executed graphs keep operators that the last passes for Ascend
@@ -33,16 +34,16 @@ class _Call:
 
     @property
     def kind(self) -> tuple:
-        """Return what must agree but for shapes."""
+        """Return everything that must agree, except shapes."""
         return self.op, self.ranks, self.dtype, self.tag
 
     @property
     def is_message(self) -> bool:
-        """Return a Send or a Receive."""
+        """Return whether the call is a Send or a Receive."""
         return self.op in ("Send", "Receive")
 
     def fits(self, executed: _Call) -> bool:
-        """Return whether that may be this one."""
+        """Return whether the other call may be this one."""
         return self.kind == executed.kind and self.shape in (None, executed.shape)
 
     def __str__(self) -> str:
@@ -53,7 +54,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs, one line each.
+    """Return what differs, one line for each difference.
 
     Args:
         calls: calls that one side has not, or has more often.
@@ -66,7 +67,7 @@ class Comparison:
 
 
 def calls_file(run_dir: str | Path, rank: int) -> Path:
-    """Return where rank `rank` of a sharded CPU run writes the calls of its first step.
+    """Return the file in which rank `rank` of a sharded CPU run writes the calls of its first step.
 
     {"step", "calls": `CallRecord`s, "places": {group: the place in it that MindSpore was told}}.
     """
@@ -74,7 +75,8 @@ def calls_file(run_dir: str | Path, rank: int) -> Path:
 
 
 def wrong_places(graph: Mapping[str, Any], rank: int, places: Mapping[str, int]) -> list[str]:
-    """Groups in which a rank was told another place than it has, one line each: it cut other slices of weights.
+    """Return the groups in which a rank was given another place than it has, one line each: it sliced weights
+    differently.
 
     Args:
         graph: "graph" of a compile's result, which has the ranks of each group. places: of `calls_file`.
@@ -88,7 +90,7 @@ def wrong_places(graph: Mapping[str, Any], rank: int, places: Mapping[str, int])
 
 
 def compare_calls(graph: Mapping[str, Any], executed: Sequence[CallRecord]) -> Comparison:
-    """Compare what the dry run reports for a rank's step with what that rank executed in one.
+    """Compare the collectives that the dry run reports for a rank's step with those that the rank executed in one step.
 
     Args:
         graph: "graph" of a compile's result, with as many micro-batches as the step had.

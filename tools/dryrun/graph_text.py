@@ -1,4 +1,5 @@
-"""Read MindSpore's final graph from its text: operators of each subgraph, what they take and give, and what they call.
+"""This module reads MindSpore's final graph from its text: the operators of each subgraph, their inputs and outputs,
+and their calls.
 
 The text lists a subgraph's operators so that each stands behind its operands, which is an order in which they can run.
 `passes_of` says in which order the root of the graph runs the forward and backward passes of a stage's micro-batches.
@@ -36,7 +37,7 @@ _GROUP = re.compile(r"\(([-\d, ]*)\)")
 
 
 class TensorType(NamedTuple):
-    """MindSpore's name of the type, and the shape on one rank (-1: known at run time only)."""
+    """This is MindSpore's name of the type, and the shape on one rank (-1: known only at run time)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,7 +45,7 @@ class TensorType(NamedTuple):
 
 @dataclass
 class Node:
-    """One operator of a subgraph.
+    """This is one operator of a subgraph.
 
     Args:
         op: its name, "" for calls.
@@ -70,24 +71,24 @@ class Node:
 
     @property
     def value(self) -> int | None:
-        """Return the node that its first argument is; None when that is a parameter or a constant."""
+        """Return the node of the operator's first argument; None if that is a parameter or a constant."""
         first = _FIRST.match(self.head)
         return int(first[1]) if first else None
 
     @property
     def inputs(self) -> tuple[TensorType, ...]:
-        """Return the tensors that it takes."""
+        """Return the operator's input tensors."""
         return tensors(self.types[0])
 
     @property
     def outputs(self) -> tuple[TensorType, ...]:
-        """Return the tensors that it gives, those of a tuple one by one."""
+        """Return the operator's output tensors, those of a tuple one by one."""
         return tensors(self.types[1])
 
 
 @dataclass(frozen=True)
 class GraphText:
-    """All subgraphs by name, and the name of the one that runs; the parameters ("para1" ...) that each takes."""
+    """These are all subgraphs by name, the name of the root graph, and the parameters ("para1" ...) of each."""
 
     root: str
     graphs: dict[str, list[Node]]
@@ -114,7 +115,7 @@ def read_graph(file: Path) -> GraphText:
 
 
 def tensors(text: str) -> tuple[TensorType, ...]:
-    """`<Tensor[BFloat16], (256, -1)>, ...` as types, members of tuples included."""
+    """Return `<Tensor[BFloat16], (256, -1)>, ...` as types, including members of tuples."""
     found = [(match.start(), TensorType(match[1], _shape(match[2]))) for match in _TENSOR.finditer(text)]
     for match in _TUPLE.finditer(text):
         dtypes = [dtype for dtype, count in re.findall(_MEMBER, match[1]) for _ in range(int(count or 1))]
@@ -128,12 +129,12 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def arguments_of(head: str) -> list[str]:
-    """Return what a call hands over, as text: ``"call @f(%1, (1, 2))"`` gives ``["%1", "(1, 2)"]``."""
+    """Return the arguments of a call, as text: ``"call @f(%1, (1, 2))"`` gives ``["%1", "(1, 2)"]``."""
     return listed(head.partition("(")[2].rpartition(")")[0])
 
 
 def listed(text: str, opening: str = "([{", closing: str = ")]}") -> list[str]:
-    """Return what stands between the commas of a text that are in no brackets."""
+    """Return the parts of a text between commas that are not in brackets."""
     found, depth = [""], 0
     for letter in text:
         depth += (letter in opening) - (letter in closing)
@@ -197,7 +198,7 @@ def _complete(node: Node, line: str) -> None:
 
 
 class Pass(NamedTuple):
-    """One forward ("F") or backward ("B") of a micro-batch through a chunk of the stage's layers."""
+    """This is one forward ("F") or backward ("B") of a micro-batch through a chunk of the stage's layers."""
 
     kind: str
     micro_batch: int
@@ -234,13 +235,13 @@ def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
 
 
 def most_saved(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
-    """Bytes that wait for their backward at the fullest moment, when a micro-batch leaves `sizes[chunk]` in a chunk."""
+    """Return the most bytes that wait for their backward, if a micro-batch leaves `sizes[chunk]` in a chunk."""
     own = ((sizes[item.chunk] if item.kind == "F" else 0) for item in passes)
     return max(map(sum, zip(waiting(passes, sizes), own, strict=True)), default=0)
 
 
 def waiting(passes: Sequence[Pass], sizes: Sequence[int]) -> list[int]:
-    """Return the bytes that wait for their backward in front of each pass.
+    """Return the bytes that wait for their backward before each pass.
 
     Where the gradients of weights are a pass of their own ("W"), they are the last to need what is kept.
     """

@@ -1,4 +1,5 @@
-"""Memory of one device of a compiled stage, in bytes, by what holds it. It is exact except for activations.
+"""This module counts the memory of one device of a compiled stage, in bytes, by owner. The numbers are exact, except
+those of activations.
 
 A layout is what MindSpore's front end decided for one parameter: the slice that tensor and expert parallelism leave,
 and the group over which the optimizer shards that slice again (ZeRO). Elements of a rank = slice / group. From layouts
@@ -36,7 +37,7 @@ _AVERAGES = "pma_weight_"  # and the way of averaging
 
 @dataclass(frozen=True)
 class Held:
-    """One parameter as a rank holds it.
+    """This is one parameter as a rank holds it.
 
     Args:
         name: MindSpore's.
@@ -58,27 +59,29 @@ class Held:
 
     @property
     def elements(self) -> int:
-        """Return the elements that the rank keeps."""
+        """Return the number of elements that the rank keeps."""
         return math.prod(self.slice) // self.shards
 
     @property
     def bytes(self) -> int:
-        """Return the bytes that the rank keeps."""
+        """Return the number of bytes that the rank keeps."""
         return self.elements * BYTES[self.dtype]
 
     def copies(self, ranks: int) -> float:
-        """Return how often the `ranks` devices of the stage keep each number."""
+        """Return how often the `ranks` devices of the stage keep each element."""
         return self.elements * ranks / math.prod(self.shape)
 
 
 def kinds_of(step: Any) -> dict[str, str]:
-    """What each parameter of a training step is: what its optimizer holds beside the weights it trains is state."""
+    """This classifies the parameters of a training step: what the optimizer holds besides the weights that it trains is
+    state.
+    """
     state = {item.name for item in step.optimizer.get_parameters()} - {item.name for item in step.optimizer.parameters}
     return {item.name: STATE if item.name in state else kind_of(item.name) for item in step.get_parameters()}
 
 
 def kind_of(name: str) -> str:
-    """Return what a parameter of a training step is, by its name."""
+    """Return the kind of a training step's parameter, by its name."""
     prefix = name.partition(".")[0]
     return STATE if prefix.startswith(_AVERAGES) else _PREFIXES.get(prefix, WEIGHT)
 
@@ -90,7 +93,7 @@ def total(held: Iterable[Held], kind: str) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device.
+    """These are bytes on one device.
 
     Args:
         weights: parameters in the type they are kept in, and buffers that no optimizer updates.
@@ -112,12 +115,12 @@ class Memory:
 
     @property
     def exact(self) -> int:
-        """Return what the compiled layouts and graph state."""
+        """Return the bytes that the compiled layouts and graph state."""
         return self.weights + self.state + self.accumulated + self.gathered
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Return the sum of all parts."""
         return self.exact + self.saved + self.working
 
     def as_json(self) -> dict[str, Any]:
@@ -126,7 +129,8 @@ class Memory:
 
 
 def memory_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], limit: int) -> Memory:
-    """Return the memory of a stage whose layers are those of the compiled `graph` and whose passes run in this order.
+    """Return the memory of a stage whose layers are those of the compiled `graph` and whose passes run in the given
+    order.
 
     Its total is the peak of `line_of`.
     """
@@ -137,7 +141,8 @@ def memory_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[P
 
 
 def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> int:
-    """Bytes of activations at the fullest moment: what waits for its backward, and what is alive in the pass that runs.
+    """Return the most bytes of activations at one moment: those that wait for their backward, and those alive in the
+    running pass.
 
     A forward's own part of what waits is among what is alive in it, and counts once; what it received from the stage
     in front and keeps is there, too, though no operator of its own makes it.
@@ -173,7 +178,9 @@ def unsure(stages: Sequence[Mapping[str, Any]], limit: int, error: float) -> lis
 
 
 def over_limit(stages: Sequence[Mapping[str, Any]], limit: int, error: float = 0.0) -> list[str]:
-    """Stages of a report that do not fit, with the keys that would mend it; one line for those that need the same."""
+    """Return the stages of a report that do not fit, with the keys that would mend this; stages with the same need
+    share a line.
+    """
     needs: dict[tuple[str, str, str], list[str]] = {}
     for stage in stages if limit else ():
         memory = stage["memory"]
@@ -207,7 +214,7 @@ _MEND = {  # part of memory -> its name, and the keys that make it smaller
 
 
 def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass]) -> TimeLine:
-    """Return the line of a stage, whose peak is the total of `memory_of`.
+    """Return the row of a stage, whose peak is the total of `memory_of`.
 
     Args:
         held, graph, passes: as `memory_of`; without known passes every chunk's backward counts

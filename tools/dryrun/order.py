@@ -1,13 +1,15 @@
-"""Check whether the compiled ranks can run together: equal calls in equal order on every group, no circle of waits.
+"""This module checks whether the compiled ranks can run together: equal calls in equal order on every group, and no
+cycle of waits.
 
 A collective starts when all its members have come to it. Ranks that call a group's collectives in different orders, or
 that pass each other Sends without Receives, wait for ever: on thousands of devices this shows as a time-out without a
-reason. Here the programs of the compiled ranks are laid side by side. Ranks that were not compiled are taken to come
-when they are needed.
+reason. This module compares the programs of the compiled ranks with each other. Ranks that were not compiled are
+assumed to arrive when they are needed.
 
 Of a pipeline link whose ends were not both compiled, the ranks that stand for its ends are compared: what one sends a
-stage on must be what the other receives from a stage back, and the reverse. Tags name the very stages and are left
-out. In zero_bubble_v the chunks of a link come in an order of each stage's own: there a stage cannot speak for another.
+stage on must be what the other receives from a stage back, and the reverse. Tags contain the numbers of the stages and
+are not compared. In zero_bubble_v each stage has its own order of a link's chunks, so there a stage cannot represent
+another.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _KEY = "parallel.pipeline_config.pipeline_scheduler"
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of one rank.
+    """This is one collective of one rank.
 
     Args:
         op: "AllGather"...; "p2p" for a Send and its Receive.
@@ -41,7 +43,7 @@ class Call:
 
     @property
     def key(self) -> str:
-        """Return the key of the recipe that put it into the graph; a plugin's, where it comes from one."""
+        """Return the key of the recipe that put the call into the graph; a plugin's key, if a plugin did."""
         return _KEY if self.op == "p2p" else source_key(self.where) or "parallel"
 
     def __str__(self) -> str:
@@ -50,7 +52,7 @@ class Call:
 
 
 def programs_of(reports: Sequence[Mapping]) -> dict[int, list[Call]]:
-    """Rank -> its calls, from what the compiles report."""
+    """Return rank -> its calls, from the results of the compiles."""
     return {report["rank"]: [_call(report, item) for item in report["graph"]["collectives"]] for report in reports}
 
 
@@ -66,7 +68,9 @@ def _tensor(item: Mapping) -> str:
 
 
 def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Return what would hang or mix up messages, one line each; empty when the compiled ranks run through together."""
+    """Return what would hang or mix up messages, one line for each error; empty if the compiled ranks can run
+    together.
+    """
     found: list[str] = []
     by_group: dict[tuple[str, tuple[int, ...]], dict[int, list[Call]]] = {}
     for rank, program in programs.items():
@@ -82,7 +86,9 @@ def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
 
 
 def count_groups(programs: Mapping[int, Sequence[Call]]) -> dict[str, int]:
-    """Groups that the compiled ranks call ("all"), and those with more than one of them as members ("compared")."""
+    """Return the groups that the compiled ranks call ("all"), and those with several of them as members
+    ("compared").
+    """
     groups = {call.members for program in programs.values() for call in program if call.op != "p2p"}
     return {"all": len(groups), "compared": sum(len(programs.keys() & set(members)) > 1 for members in groups)}
 
@@ -139,7 +145,7 @@ def _name(members: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Links:
-    """How the pairs of stages that send to each other were compared.
+    """This says how the pairs of stages that send to each other were compared.
 
     Args:
         exact: pairs of which both ends were compiled.
@@ -154,7 +160,7 @@ class Links:
     problems: list[str]
 
     def as_json(self) -> dict[str, int]:
-        """Return the numbers of pairs."""
+        """Return the numbers of pairs that were compared in each way."""
         return {"exact": len(self.exact), "alike": len(self.alike), "unknown": len(self.unknown)}
 
 
@@ -171,12 +177,12 @@ class _Rank:
                 self.calls.setdefault(key, []).append(item)
 
     def stream(self, op: str, distance: int, with_chunk: bool) -> list[str]:
-        """Return its Sends to, or Receives from, the stage that many stages on, as text to compare."""
+        """Return the stage's Sends to, or Receives from, the stage at this distance, as text to compare."""
         return [_text(item, with_chunk) for item in self.calls.get((op, distance), ())]
 
 
 def check_links(plan: Plan, results: Sequence[Mapping[str, Any]], per_stage: int, alike: bool) -> Links:
-    """Compare each link, by its own ends where they were compiled.
+    """Compare each link, by its own ends if they were compiled.
 
     Args:
         results: of the plan's jobs; a quick plan, whose stages are not the pipeline's, compares none.

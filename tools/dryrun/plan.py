@@ -1,4 +1,4 @@
-"""Plan a dry run: which ranks of a recipe to compile, and which pipeline stages each of them stands for.
+"""This module plans a dry run: which ranks of a recipe to compile, and which pipeline stages each rank represents.
 
 Stages that hold the same layers, chunk by chunk, recomputed and swapped alike have the same graph. One rank of each
 such kind of stage is compiled, with two micro-batches a stage. A `Job` is one compile in a process of its own, and a
@@ -26,7 +26,7 @@ from tools.schema.stages import EXCLUDE, RECOMPUTE, layers_of, runs_back, swaps
 
 @dataclass(frozen=True)
 class Job:
-    """What a process of its own compiles.
+    """This is what one process compiles.
 
     Args:
         recipe: flat; with the number of micro-batches (and in a quick run the layers) to compile.
@@ -44,7 +44,7 @@ SWAP = tuple((*MODEL, key) for key in ("layer_swap", "op_swap"))
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage.
+    """This is one pipeline stage.
 
     Args:
         number: place in the pipeline.
@@ -60,12 +60,14 @@ class Stage:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Stages with equal signatures compile to the same graph, but for layer numbers, ranks and order of passes."""
+        """Return the stage's signature: stages with equal signatures compile to the same graph, except for layer
+        numbers, ranks and order of passes.
+        """
         return tuple(kinds for _, kinds in self.chunks), self.ends, self.recompute
 
     @property
     def kinds(self) -> list[str]:
-        """Return the kinds of all its layers."""
+        """Return the kinds of all layers of the stage."""
         return [kind for _, kinds in self.chunks for kind in kinds]
 
 
@@ -140,7 +142,7 @@ ROUNDS = 2  # micro-batches to compile, in numbers of stages: each schedule reac
 
 @dataclass(frozen=True)
 class Plan:
-    """What to compile.
+    """This says what to compile.
 
     Args:
         stages: of the pipeline.
@@ -156,7 +158,7 @@ class Plan:
 
 
 def plan_jobs(recipe: Recipe, ranks: tuple[int, ...] | None = None, micro_batches: int | None = None) -> Plan:
-    """Return the compiles of a recipe.
+    """Return the compiles for a recipe.
 
     Args:
         ranks: global ranks to compile; by default the first of each stage that no earlier stage equals, and the last
@@ -210,7 +212,7 @@ def resized(recipe: Recipe, devices: int | None) -> Recipe:
 
 
 def without_files(recipe: Recipe) -> Recipe:
-    """Return the recipe without what it says of files of the host.
+    """Return the recipe without the keys that name files of the host.
 
     That is where graphs are dumped, which the dry run decides, and the settings file of Ascend hosts, which
     MindFormers' public recipes name and do not ship: of what it sets, the graph knows the data's broadcast level only.

@@ -1,4 +1,5 @@
-"""The quick dry run: compile each kind of layer once, on few stages, and compose the real stages from the results.
+"""This module makes the quick dry run: it compiles each kind of layer once, on few stages, and composes the real stages
+from the results.
 
 A kind of layer is dense or MoE, with how it is recomputed and how it is swapped. What a recipe says by stage, by chunk
 or by number of layer (`recompute`, `select_recompute`, `select_comm_recompute`, what is excluded of them, `layer_swap`,
@@ -33,7 +34,7 @@ _FULL: KeyPath = ("recompute_config", RECOMPUTE[0])
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting that is not the same for all layers.
+    """This is a setting that is not the same for all layers.
 
     Args:
         path: its keys, and places in lists.
@@ -48,7 +49,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of layer.
+    """This is a kind of layer.
 
     Args:
         block: "dense" or "moe".
@@ -119,8 +120,8 @@ def _counted(value: list[Any], stages: Sequence[Stage]) -> frozenset[int]:
 
 
 def groups_of(kinds: Sequence[Kind], numbered: bool) -> list[list[Kind]]:
-    """Each kind once, in as few stages as the recipe can say: dense layers first, and on a stage a setting that is off
-    for a layer is off for those behind it.
+    """Return each kind once, in as few stages as a recipe can express: dense layers come first, and on a stage a
+    setting that is off for a layer is off for the layers after it.
 
     Args:
         numbered: settings list numbers of layers, so that one stage can hold any of them.
@@ -146,7 +147,7 @@ def _falls(group: Sequence[Kind]) -> bool:
 
 
 def write_settings(recipe: Recipe, settings: Sequence[Setting], groups: Sequence[Sequence[Kind]]) -> None:
-    """Say of the recipe's layers, which are now `groups` by stage, what they are."""
+    """Write the settings of the recipe's layers, which are now `groups` by stage."""
     layers = [kind for group in groups for kind in group]
     for place, setting in enumerate(settings):
         value: list[int] = [sum(kind.on[place] for kind in group) for group in groups]
@@ -165,7 +166,7 @@ _LEAST = 2  # layers of a stage in front: what two of them share belongs to none
 
 
 class Small(NamedTuple):
-    """What is compiled instead of the model.
+    """This is compiled instead of the model.
 
     Args:
         groups: kinds of layers by stage.
@@ -179,7 +180,9 @@ class Small(NamedTuple):
 
 
 def quick_plan(recipe: Recipe) -> Plan:
-    """The few compiles that stand for all stages: `compose` takes them apart. One stage alone is compiled as it is."""
+    """Return the few compiles from whose results `compose` builds all stages. A pipeline of one stage is compiled
+    unchanged.
+    """
     view = View(recipe)
     if view.pp == 1:
         return plan_jobs(recipe)
@@ -190,7 +193,9 @@ def quick_plan(recipe: Recipe) -> Plan:
 
 
 def small_of(recipe: Recipe) -> Small:
-    """A layer of each kind in front; behind, one like the last with the head, whose MTP layers are set up as it is."""
+    """Put a layer of each kind in front; behind them, one like the last with the head, whose MTP layers are
+    unchanged.
+    """
     view = View(recipe)
     stages = stages_of(view)
     settings = settings_of(view, stages)
@@ -231,7 +236,7 @@ def _set_layers(small: Recipe, groups: Sequence[Sequence[Kind]]) -> None:
 def compose(
     recipe: Recipe, stages: Sequence[Stage], results: Sequence[Mapping[str, Any]]
 ) -> list[tuple[list[Held], dict[str, Any]]]:
-    """For each stage of the real pipeline: what it holds, and a graph's summary without traffic.
+    """Return for each stage of the real pipeline its memory, and a graph's summary without traffic.
 
     Args:
         recipe: the real one.
@@ -285,7 +290,7 @@ class _Compiled:
         return _Layer(held, kept, self._parts[job].get(str(number), _NOTHING))
 
     def of(self, kind: Kind) -> _Layer:
-        """Return what was found of a kind of layer."""
+        """Return the results of a kind of layer."""
         return self._layers[kind]
 
     def _common(self, kinds: Sequence[Kind], head: bool) -> Mapping[str, Any]:
@@ -296,7 +301,7 @@ class _Compiled:
         return max(found, key=lambda part: part["saved"], default=_NOTHING)
 
     def chunk(self, kinds: Sequence[Kind], embedding: bool, head: bool) -> dict[str, Any]:
-        """Return a micro-batch's passes through a chunk of such layers, with what stands at the model's ends."""
+        """Return a micro-batch's passes through a chunk of such layers, with the parts at the model's ends."""
         front, back = self._parts[0], self._parts[-1]
         parts = [self._common(kinds, head)]
         parts += [front.get(FRONT, _NOTHING)] if embedding else []

@@ -1,10 +1,11 @@
-"""Compile one rank's training step by MindSpore's own front end in this process, and report what the graph says.
+"""This module compiles one rank's training step by MindSpore's own front end in this process, and reports what the
+graph says.
 
 `python -m launch.workers.dryrun_rank` runs it: a process compiles once. MindFormers' Trainer runs as in a real
 training, from `build_context` to the call of `Model.train`, where the step is taken from it: model, loss, wrappers,
-recompute, clipping, learning-rate groups and optimizer are its own. What is left out needs data or a file system and
-adds nothing to the graph: data loading, callbacks, checkpoints. Parameters have shapes but no memory, and the columns
-of the recipe's loader have the shapes that one rank reads for a step. The report is plain data.
+recompute, clipping, learning-rate groups and optimizer are its own. Data loading, callbacks and checkpoints are left
+out, because they need data or a file system and add nothing to the graph. Parameters have shapes but no memory, and the
+columns of the recipe's loader have the shapes that one rank reads for a step. The report is plain data.
 """
 
 from __future__ import annotations
@@ -90,18 +91,22 @@ def compile_job(
 
 
 def keep_text(graph: Path, text: Path) -> None:
-    """Compress the text of a graph to where it is kept."""
+    """Compress the text of a graph into the file in which it is kept."""
     with atomic_file(text) as part, graph.open("rb") as plain, gzip.open(part, "wb", compresslevel=3) as packed:
         shutil.copyfileobj(plain, packed)
 
 
 def of_the_host(error: Exception) -> bool:
-    """Whether an error may be one of this machine at this moment: a full disk, too little memory, a broken package."""
+    """Return whether an error may be caused by the machine at this moment: a full disk, too little memory, a broken
+    package.
+    """
     return isinstance(error, (OSError, MemoryError, ImportError)) or _HOST.search(str(error)) is not None
 
 
 def parameters_of(cell: Any) -> dict[str, tuple[str, str, bool]]:
-    """Kind and type of each parameter, and whether the optimizer updates it; compiling cuts shapes, not types."""
+    """Return kind and type of each parameter, and whether the optimizer updates it; compiling cuts shapes, not
+    types.
+    """
     trained = {item.name for item in cell.optimizer.parameters}
     kinds = kinds_of(cell)
     return {item.name: (kinds[item.name], str(item.dtype), item.name in trained) for item in cell.get_parameters()}
@@ -147,7 +152,7 @@ def _shards(group: str, cluster: VirtualCluster, view: View) -> int:
 
 
 def even_rows(view: View) -> int:
-    """Return the tokens of a rank and micro-batch x experts that each goes to."""
+    """Return the tokens of a rank in one micro-batch, times the number of experts to which each token goes."""
     tokens = view.batch * model_number(view, "seq_length") // (view.tp * view.cp)
     return tokens * (model_number(view, "num_experts_per_tok") if model_default(view, "num_experts_per_tok") else 1)
 
@@ -174,7 +179,7 @@ class _NoData:
 
 
 def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], None]) -> Any:
-    """Return the cell that the Trainer was about to train with; call it inside an open `virtual_cluster`.
+    """Return the cell that the Trainer is about to train; call this inside an open `virtual_cluster`.
 
     Args:
         recipe: flat; for Ascend or for CPU. It is not changed.
@@ -264,7 +269,7 @@ def _stop_at_training() -> Iterator[list[Any]]:
 
 
 def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Column -> (shape, NumPy type) of what one rank reads for one step, in the order of the arguments.
+    """Return column -> (shape, NumPy type) of the data that one rank reads for one step, in the order of the arguments.
 
     All micro-batches of the step come at once: the first dimension is batch size x micro-batches x accumulated steps,
     and with full_batch those of all data-parallel ranks.
@@ -292,7 +297,8 @@ _LARGER_SIDE = {"AllGather": "outputs", "AllGatherV": "outputs", "Receive": "out
 def report_graph(
     graph: GraphText, rank: int, ranks_of: Callable[[str], tuple[int, ...] | None], even_rows: int
 ) -> dict[str, Any]:
-    """Collectives in program order, order of the passes, activations and FLOPs of each chunk, what all passes share.
+    """Return the collectives in program order, the order of the passes, the activations and FLOPs of each chunk, and
+    what all passes share.
 
     "groups" are lists of ranks; a collective names its group by place. "routed" marks bytes that depend on routing and
     stand for an even one. "after" are places of those, of the same subgraph, whose results a collective needs: no

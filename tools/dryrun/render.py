@@ -1,4 +1,4 @@
-"""Show a dry run in the terminal, a row for each stage, and draw its memory and its traffic by stage."""
+"""This module shows a dry run in the terminal, a row for each stage, and draws its memory and its traffic by stage."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _together(report: Mapping[str, Any]) -> str:
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
-    """Return what was not compiled but concluded."""
+    """Return which results were not compiled but concluded."""
     if report["quick"]:
         return [
             "quick: each kind of layer (dense or MoE, recomputed and swapped alike) was compiled once, on few stages; "
@@ -157,7 +157,7 @@ _PARTS = {
 
 
 def draw(report: Mapping[str, Any], path: Path) -> Path:
-    """Draw to an .svg or .png, traffic below where the report has any; returns `path`."""
+    """Draw to an .svg or .png, with traffic below if the report has any; return `path`."""
     sent = any(stage["traffic"] for stage in report["stages"])  # --quick gives none
     figure = new_figure(11, 6 if sent else 4)
     axes = figure.subplots(1 + sent, 1, sharex=True, squeeze=False)[:, 0]

@@ -1,4 +1,5 @@
-"""Put together what a dry run found, as plain data: memory, traffic and FLOPs by stage, and whether the stages fit.
+"""This module puts the results of a dry run together as plain data: memory, traffic and FLOPs by stage, and whether the
+stages fit.
 
 Traffic is what a device sends in a step, in bytes: its collectives by kind of group and of link.
 """
@@ -42,7 +43,7 @@ NOTHING: dict[str, Any] = {  # of a recipe of the CPU, which is built and not co
 
 
 class Found(NamedTuple):
-    """What is known of one stage.
+    """These are the results for one stage.
 
     Args:
         rank: that was compiled for it; None where it is put together from layers.
@@ -215,7 +216,7 @@ Stream = tuple[str, int, tuple[int, ...], str, int]  # operator, peer, shape, ty
 
 
 def traffic_of(graph: Mapping[str, Any], step: int, compiled: int, node: int) -> list[dict[str, Any]]:
-    """Calls and bytes of a step, largest first, by operator, role, size of group and link.
+    """Return calls and bytes of a step, largest first, by operator, role, size of group and link.
 
     "bytes" is what leaves the device, by the textbook volume of each operator: for a tensor of B bytes on its larger
     side and n ranks, AllGather and ReduceScatter B (n - 1) / n, AllReduce twice that, All-to-All B (n - 1) / n,

@@ -1,7 +1,7 @@
-"""N devices that are not there: MindSpore's semi-auto-parallel front end compiles for them on the CPU wheel.
+"""This module makes MindSpore's semi-auto-parallel front end compile for N virtual devices on the CPU wheel.
 
-MindSpore's own dry run needs CANN. What its front end asks of a cluster is little: who am I, how large is a group,
-which target is it. `virtual_cluster` answers that, stops the compile before the backend, and puts everything back:
+MindSpore's own dry run needs CANN. Its front end needs to know only little about a cluster: its rank, the sizes of
+groups, and the target. `virtual_cluster` provides these, stops the compile before the backend, and restores everything:
 
     with virtual_cluster(devices=256, rank=0, graphs=folder) as cluster:
         ...                       # set the auto-parallel context, build model and optimizer: still on CPU
@@ -9,7 +9,7 @@ which target is it. `virtual_cluster` answers that, stops the compile before the
         _cell_graph_executor.compile(step, *inputs, phase="train")
         read_collectives(final_graph(folder), cluster)
 
-Private hooks of one MindSpore release: any other is refused (`tools.schema.versions`).
+The module relies on private code of one MindSpore release, and any other release is refused (`tools.schema.versions`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _DUMP_FILTER = "MS_DEV_DUMP_IR_PASSES"  # read by MindSpore's C++: without it a 
 
 
 class VirtualCluster(Ranks):
-    """A rank's view of `devices` devices that are not there."""
+    """This is a rank's view of `devices` virtual devices."""
 
     def target_ascend(self) -> None:
-        """From here on MindSpore compiles for Ascend; call it after the model is built, just before compiling."""
+        """Make MindSpore compile for Ascend from here on; call this after the model is built, just before compiling."""
         target_ascend()
 
 

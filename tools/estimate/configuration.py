@@ -1,9 +1,9 @@
-"""One training run in neutral terms: model, parallel layout, batch, recomputation and types.
+"""This module describes one training run in neutral terms: model, parallel layout, batch, recomputation and types.
 
-Made from a MindFormers recipe (`tools.estimate.from_recipe`) or from a row of a measurements file
-(`tools.estimate.published.rows`); everything that predicts memory or time reads this and nothing else.
+A `Configuration` is made from a MindFormers recipe (`tools.estimate.from_recipe`) or from a row of a measurements file
+(`tools.estimate.published.rows`); all code that predicts memory or time reads only the configuration.
 
-Groups of a layer's operators are what MindFormers recomputes by pattern (`recompute_config.select_recompute`).
+MindFormers recomputes groups of a layer's operators by pattern (`recompute_config.select_recompute`).
 
 Which operators a pattern must name for memory to be freed was found by compiling (`tc3 dryrun --quick` of the 105B,
 MindFormers 1.9.0). A cell's name recomputes what is inside of it and keeps its result, so that a projection's own name
@@ -37,7 +37,7 @@ DEFAULT_SKEW = 1.0
 
 
 class Cut(NamedTuple):
-    """How `plugins.ep_overlap` cuts a micro-batch.
+    """This says how `plugins.ep_overlap` cuts a micro-batch.
 
     Args:
         chunks: parts of the batch and of a sequence; None: the best that fit, as `chunks: auto` asks for.
@@ -50,7 +50,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Recompute:
-    """How many layers of each chunk and stage [chunks][stages] run again in backward; None: none of them.
+    """This says how many layers of each chunk and stage [chunks][stages] run again in backward; None means no layers.
 
     Args:
         full: whole layers.
@@ -69,14 +69,14 @@ class Recompute:
     operators: tuple[tuple[str, Table], ...] = ()
 
     def layers(self, option: str, chunk: int, stage: int) -> int:
-        """Return the layers of a chunk and stage under an option ("full", "select" or "communication")."""
+        """Return the number of layers of a chunk and stage with an option ("full", "select" or "communication")."""
         table = getattr(self, option)
         return table[chunk][stage] if table else 0
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A run. Raises RecipeError where its degrees or layers do not fit together.
+    """This is one training run; RecipeError is raised if its degrees or layers do not fit together.
 
     Args:
         layers: [chunks][stages] layers of each chunk on each stage.
@@ -181,7 +181,7 @@ class Configuration:
             raise RecipeError(f"layers {self.layers}: want {self.model.layers} layers on {self.pp} stages")
 
     def stage_kinds(self, stage: int) -> list[list[str]]:
-        """For each chunk of a stage what it holds, in model order; see `tools.model.weights.KINDS`."""
+        """Return for each chunk of a stage its kinds of layers, in model order; see `tools.model.weights.KINDS`."""
         if self.layer_only:
             return [[self.model.last_kind]]
         return [list(row[stage]) for row in _kinds(self.model, self.layers, self.schedule)]
@@ -194,17 +194,17 @@ class Configuration:
 
     @property
     def head_parts(self) -> int:
-        """Return the parts that context parallelism cuts the heads into; 1 where it has no ranks for them."""
+        """Return the number of parts into which context parallelism cuts the heads; 1 if it does not cut them."""
         return self.ulysses if self.cp % self.ulysses == 0 else 1
 
     @property
     def item(self) -> int:
-        """Return the bytes of an element in the type that computes; fp8 and fp4 are made from bf16."""
+        """Return the bytes of an element in the computing type; fp8 and fp4 are made from bf16."""
         return 4 if self.dtype == "fp32" else 2
 
     @property
     def copies_weights(self) -> bool:
-        """Return whether each pass makes its own copy of weights in the type that computes.
+        """Return whether each pass makes its own copy of weights in the computing type.
 
         MindFormers' graphs make a narrower one once for the whole step. What is narrower itself is cast by each pass.
         What is as wide already is gathered once from the optimizer's shards; where there are none, a pipeline's passes
@@ -215,32 +215,32 @@ class Configuration:
 
     @property
     def devices(self) -> int:
-        """Return the devices of the run."""
+        """Return the number of devices of the run."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
     def chunks(self) -> int:
-        """Model chunks a stage."""
+        """Return the number of model chunks on a stage."""
         return len(self.layers)
 
     @property
     def global_batch(self) -> int:
-        """Return the samples a step."""
+        """Return the number of samples in a step."""
         return self.dp * self.batch * self.micro_batches
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a step."""
+        """Return the number of tokens in a step."""
         return self.global_batch * self.sequence
 
     @property
     def rank_sequence(self) -> int:
-        """Return the tokens of a sequence that one device routes."""
+        """Return the number of tokens of a sequence that one device routes."""
         return self.sequence // (self.tp * self.cp)
 
     @property
     def rank_tokens(self) -> int:
-        """Return the tokens of a micro-batch that a tensor-parallel group computes."""
+        """Return the number of tokens of a micro-batch that a tensor-parallel group computes."""
         return self.batch * self.sequence // self.cp
 
 
@@ -276,7 +276,8 @@ def _first_layers(layers: Table, schedule: str) -> Table:
 
 
 def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:
-    """[chunks][stages] as even as can be; what is missing is missing at the last chunk, the first, the last but one ...
+    """Return layers [chunks][stages] as even as possible; missing layers are missing at the last chunk, the first, the
+    last but one ...
 
     The ends hold the embedding and the head, so frameworks leave them the fewer layers (Llama 3: 126 on 16 stages).
     With MTP the last chunk is emptied for the head, where that is possible, and then the one before for MTP; else all
@@ -386,25 +387,29 @@ def parts_of(option: str) -> tuple[str, ...]:
 
 
 def weight_cut(weight: Weight, config: Configuration) -> int:
-    """Over how many ranks the weight itself is cut."""
+    """Return over how many ranks the weight itself is cut."""
     if weight.split == "experts":
         return config.ep * (config.tp if config.expert_tp else 1)
     return config.tp if weight.split else 1
 
 
 def weight_copies(weight: Weight, config: Configuration) -> int:
-    """Return the ranks of a stage that hold the same part of it."""
+    """Return the number of ranks of a stage that hold the same part of the weight."""
     return config.dp * config.tp * config.cp // weight_cut(weight, config)
 
 
 def shard_group(weight: Weight, config: Configuration) -> int:
-    """Return how many of these share shards; MindSpore shards nothing where `shard_size` does not divide them."""
+    """Return how many of these ranks share shards; MindSpore shards nothing if `shard_size` does not divide their
+    number.
+    """
     held, size = weight_copies(weight, config), config.shard_size
     return held if not config.shard_optimizer or not size else 1 if held % size else size
 
 
 def weight_shards(weight: Weight, config: Configuration) -> int:
-    """Over how many the optimizer spreads it: its group, or none where it does not divide or is small."""
+    """Return over how many ranks the optimizer spreads the weight: its group, or 1 if it does not divide or is
+    small.
+    """
     sharing = shard_group(weight, config)
     rows = weight.rows // (1 if weight.split == "columns" else weight_cut(weight, config))
     small = 4 * weight.size // weight_cut(weight, config) < config.shard_threshold

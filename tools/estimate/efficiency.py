@@ -1,4 +1,5 @@
-"""What a device type reaches of its nominal figures, and the seconds of single operators and collectives that follow.
+"""This module holds which share of its nominal figures a device type reaches, and the seconds of single operators and
+collectives that follow.
 
 efficiencies.yaml has one set of parameters for each device type. With them an operator takes, as a roofline,
 
@@ -31,7 +32,7 @@ CLUSTERS = FOLDER / "clusters"
 
 @dataclass(frozen=True)
 class Efficiency:
-    """One device type.
+    """These are the efficiencies of one device type.
 
     Args:
         matmul: share of the peak that a large matmul reaches.
@@ -81,7 +82,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class KnownError:
-    """How far predicted step times are off measured ones: of published runs, left out of the fit by whole groups.
+    """These are the errors of predicted step times on published runs, left out of the fit by whole groups.
 
     Args:
         groups: models on one cluster; each was predicted by a fit to all others.
@@ -122,7 +123,7 @@ def clear_cache() -> None:
 
 
 def cluster_file(name: str) -> Path:
-    """Return the file of a cluster: of a name or device of this repository, else `name` as a path."""
+    """Return the file of a cluster: that of a name or device of this repository, else `name` as a path."""
     word = name_of(name)
     places = (CLUSTERS / f"{word}.yaml", FOLDER / f"{word}.yaml")
     return next((place for place in places if place.is_file()), Path(name))
@@ -130,7 +131,7 @@ def cluster_file(name: str) -> Path:
 
 @lru_cache(maxsize=64)
 def cluster(name: str) -> Hardware:
-    """Return a cluster of `tools.hardware`, or one that only measurements speak of."""
+    """Return a cluster of `tools.hardware`, or one that occurs only in measurements."""
     file = cluster_file(name)
     return load_hardware(file if file.parent == CLUSTERS else name)
 
@@ -172,7 +173,7 @@ def known_error(hardware: Hardware) -> KnownError | None:
 
 
 def efficiency_of(hardware: Hardware) -> Efficiency:
-    """Return the file's own efficiencies, or the set of the hardware's device type.
+    """Return the file's own efficiencies, or those of the hardware's device type.
 
     Raises:
         RecipeError: the device type has none, or the file's are not all of them.
@@ -196,7 +197,7 @@ _BLOCKS = {"mxfp8": "fp8", "nvfp4": "fp4"}  # what hardware files call their pea
 
 
 class DeviceTimes:
-    """The time of operators on one cluster."""
+    """This gives the time of operators on one cluster."""
 
     def __init__(self, hardware: Hardware, efficiency: Efficiency | None = None):
         self.hardware = hardware
@@ -253,15 +254,15 @@ class DeviceTimes:
         return more * self.moving(size)
 
     def moving(self, size: float) -> float:
-        """Return the seconds in which operators read and write `size` bytes of HBM, all that there is counted."""
+        """Return the seconds in which operators read and write `size` bytes of HBM; `size` counts all traffic."""
         return size / (self.hardware.hbm_bytes_per_s * self.reached.memory)
 
     def launching(self, operators: float) -> float:
-        """Return the seconds to launch so many operators, if the device waits for each."""
+        """Return the seconds to launch this number of operators, if the device waits for each."""
         return operators * self.hardware.launch_s
 
     def to_host(self, size: float) -> float | None:
-        """Seconds to copy `size` bytes to the host's memory with nothing else on the link; None where it is unknown."""
+        """Return the seconds to copy `size` bytes to the host's memory over an idle link; None if this is unknown."""
         host = self.hardware.host_link
         return None if host is None else size / host.bytes_per_s
 

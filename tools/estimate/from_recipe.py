@@ -1,5 +1,5 @@
-"""The run that a MindFormers recipe describes, as a `Configuration`, and the recompute keys of a recipe, read and
-written.
+"""This module reads the run that a MindFormers recipe describes as a `Configuration`, and reads and writes a recipe's
+recompute keys.
 
 `recompute_config` has flags, counts of layers, and either of them for patterns of operators. Where activations are
 swapped (`model_config.swap`), MindFormers wants the numbers of the layers in the place of counts.
@@ -36,7 +36,7 @@ from tools.schema.stages import stage_layers_of, swaps
 
 
 def places(layers: Table, schedule: str) -> list[tuple[int, int, int]]:
-    """(chunk, stage, number in the chunk) of each layer in the model's order."""
+    """Return (chunk, stage, number in the chunk) of each layer in the model's order."""
     found = []
     for chunk, row in enumerate(layers):
         order = range(len(row))
@@ -68,7 +68,8 @@ def table_of_numbers(numbers: Iterable[int], layers: Table, schedule: str) -> Ta
 
 
 def table_by_numbers(value: Any, layers: Table, schedule: str) -> Table | None:
-    """Return a recompute key's value as a table; of a mapping of operator patterns the one that names most layers.
+    """Return a recompute key's value as a table; for a mapping of operator patterns, that of the pattern with most
+    layers.
 
     Raises:
         ValueError, TypeError: it is neither a flag, nor such a list or mapping.
@@ -209,7 +210,7 @@ def shards_gradients(view: View) -> bool:
 
 
 def compiles_sharded_gradients(pp: int, lazy_inline: bool = True) -> bool:
-    """Whether MindSpore 2.9.0 finishes compiling a layout with sharded gradients, as far as is known (docs/memory.md).
+    """Return whether MindSpore 2.9.0 is known to finish compiling a layout with sharded gradients (docs/memory.md).
 
     In a pipeline it looks for a micro-batch along every path of a subgraph that has none; the paths grow exponentially
     with the layers, and three layers do not end. Without lazy inline operators name their micro-batch: that was not
@@ -231,7 +232,7 @@ def _shard_threshold(view: View) -> int:
 
 
 def recompute_of(view: View, layers: Table) -> Recompute:
-    """`recompute_config`, by layer."""
+    """Return `recompute_config`, by layer."""
     section, read = ("recompute_config",), reader_of(view)
     return Recompute(
         full=read(view.get((*section, "recompute")), layers),
@@ -243,14 +244,14 @@ def recompute_of(view: View, layers: Table) -> Recompute:
 
 
 def reader_of(view: View) -> Reader:
-    """Return how recompute keys are read: as counts, or, where activations are swapped, as numbers of layers."""
+    """Return how recompute keys are read: as counts or, if activations are swapped, as numbers of layers."""
     if not swaps(view):
         return spread
     return lambda value, layers: table_by_numbers(value, layers, view.schedule)
 
 
 def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
-    """`select_recompute` by layer, as far as it saves memory: where norms run again.
+    """Return `select_recompute` by layer, as far as it saves memory: where norms run again.
 
     A flag or numbers stand for MindFormers' default operators, the multiplication and the activation function of an
     MLP, which a fused SwiGLU has not: `tc3 dryrun` sees no byte less.
@@ -261,7 +262,8 @@ def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
 
 
 def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tuple[str, Table], ...]:
-    """Groups of operators that a `select_recompute` names by all their patterns, with the layers that have them all.
+    """Return the groups of operators that all patterns of a `select_recompute` name together, with the layers that have
+    them all.
 
     A group of which a pattern is missing, or spelt otherwise, counts as none: it may free nothing.
     """
@@ -277,13 +279,15 @@ def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tupl
 
 
 def patterns_of(value: Any) -> list[str]:
-    """Return the operator patterns of a recompute key; none where it leaves them to MindFormers."""
+    """Return the operator patterns of a recompute key; none if the key leaves them to MindFormers."""
     named = isinstance(value, dict) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
     return list(value) if named else []
 
 
 def of_norms(pattern: str) -> bool:
-    """Return whether a pattern names a layer's norms: cells below the layer, each part of it matched as a whole."""
+    """Return whether a pattern names a layer's norms: cells below the layer, with each part of the path matched as a
+    whole.
+    """
     parts = pattern.split(r"\.")
     return any(
         len(path) == len(parts) and all(map(re.fullmatch, parts, path))
@@ -298,7 +302,7 @@ SELECTED = (r".*\.norm", r"mlp\.mul", r"mlp\.activation_func\.silu", r"mlp\.shar
 
 
 def table_of(key: str, value: Any, layers: Table, read: Reader = spread) -> Table | None:
-    """Layers by chunk and stage of what stands at a recompute key; None of none, () where its patterns disagree."""
+    """Return the layers by chunk and stage at a recompute key; None if it has none, () if its patterns disagree."""
     if key == _SELECT and select_of(value, layers, read) is None:
         return None
     if isinstance(value, dict):
@@ -308,7 +312,7 @@ def table_of(key: str, value: Any, layers: Table, read: Reader = spread) -> Tabl
 
 
 def swapped_value(key: str, table: Table | None, config: Configuration, now: Any) -> Any:
-    """What a recompute key becomes where activations are swapped: numbers of layers, for the patterns `now` there.
+    """Return the new value of a recompute key if activations are swapped: numbers of layers, for its patterns `now`.
 
     Patterns stand in a mapping: MindFormers refuses a list of them then, and False for one of them.
     """
@@ -321,19 +325,21 @@ def swapped_value(key: str, table: Table | None, config: Configuration, now: Any
 
 
 def named_layers(value: Any, layers: Table) -> set[int]:
-    """Return the layers that a key names where activations are swapped."""
+    """Return the layers that a key names if activations are swapped."""
     if isinstance(value, dict):
         return set().union(*(named_layers(inner, layers) for inner in value.values()))
     return set(range(sum(map(sum, layers)))) if value is True else set(value or [])
 
 
 def not_empty(table: Table | None) -> Table | None:
-    """Return the table, None where it names no layer."""
+    """Return the table, or None if it names no layer."""
     return table if table and any(map(any, table)) else None
 
 
 def has_counts(value: Any) -> bool:
-    """Return whether numbers of layers stand at a recompute key: they are for one number of stages and chunks."""
+    """Return whether a recompute key holds numbers of layers, which are valid only for one number of stages and
+    chunks.
+    """
     if isinstance(value, dict):
         return any(map(has_counts, value.values()))
     return isinstance(value, list) and not patterns_of(value)
@@ -347,7 +353,7 @@ def plain_value(table: Table | None, layers: Table) -> Any:
 
 
 def with_patterns(key: str, value: Any, now: Any) -> Any:
-    """Return what a recompute key becomes: a plain value, for the patterns that stand there `now`.
+    """Return the new value of a recompute key: a plain value, for its patterns `now`.
 
     A `select_recompute` whose patterns, or MindFormers' own, would save nothing gets those that do. Patterns of all
     layers stay, or become, a list where there is no mapping: a child cannot turn a plain value into one.
@@ -361,7 +367,8 @@ def with_patterns(key: str, value: Any, now: Any) -> Any:
 
 
 def with_groups(recompute: Recompute, layers: Table, now: Any) -> dict[str, Any] | None:
-    """What `select_recompute` becomes where groups of operators are named, or stand there `now`; None: nothing changes.
+    """Return the new value of `select_recompute` if groups of operators are named, or are there `now`; None if nothing
+    changes.
 
     Every other pattern but those of the norms is switched off, not left out (a child's mapping is merged with its
     base's): MindFormers cannot build an operator that two patterns name.
@@ -383,7 +390,7 @@ def with_groups(recompute: Recompute, layers: Table, now: Any) -> dict[str, Any]
 
 
 def names_groups(value: Any) -> bool:
-    """Return whether patterns of groups of operators stand at a recompute key."""
+    """Return whether a recompute key holds patterns of groups of operators."""
     return any(one in patterns_of(value) for patterns in PATTERNS.values() for one in patterns)
 
 
@@ -396,7 +403,9 @@ DEGREE = (*PARALLEL, "ulysses_degree_in_cp")
 
 
 def not_compiled(model: Model) -> tuple[str, str] | None:
-    """Why a degree above 1 does not compile for a model, and the rule that names MindFormers' line; None if it does."""
+    """Return why a degree above 1 does not compile for a model, and the rule that names MindFormers' line; None if it
+    does.
+    """
     if not model.latent:
         return "MindFormers 1.9.0 cuts heads along the batch outside of MLA, and does not compile", "ulysses_grouped"
     if model.qk_dim != model.v_dim:
@@ -406,7 +415,7 @@ def not_compiled(model: Model) -> tuple[str, str] | None:
 
 
 def require_ulysses(recipe: Recipe, model: Model, degree: int) -> None:
-    """Refuse a degree above 1 where MindFormers 1.9.0 does not compile it, as `tc3 dryrun` shows.
+    """Refuse a degree above 1 if MindFormers 1.9.0 does not compile it, as `tc3 dryrun` shows.
 
     Raises:
         RecipeError: heads are cut, and the attention has other widths for queries and values, or is not MLA.

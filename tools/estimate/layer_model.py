@@ -1,4 +1,4 @@
-"""What one device computes and moves in a layer of each kind (see `tools.model.weights.KINDS`).
+"""This module computes what one device computes and moves in a layer of each kind (see `tools.model.weights.KINDS`).
 
 Elementwise traffic is counted from the tensors that operators read and write, with fused norms, rotations and
 activations.
@@ -24,7 +24,7 @@ _LOGIT_BYTES = 12  # read and written for each logit by the loss's forward, part
 
 @dataclass(frozen=True)
 class Matmul:
-    """`times` products of [rows, depth] and [depth, columns], forward; backward is twice that.
+    """This stands for `times` products of [rows, depth] and [depth, columns], forward; backward is twice that.
 
     `high`: in bf16 also where the run's matmuls are in fp8 or fp4 (logits, routers).
     """
@@ -37,13 +37,15 @@ class Matmul:
 
     @property
     def flops(self) -> float:
-        """Of all of them, forward."""
+        """Return the FLOPs of all products, forward."""
         return 2 * self.rows * self.columns * self.depth * self.times
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a layer: its matmuls, bytes of its other operators (of them of sorting), rows handed to experts."""
+    """This is a part of a layer: its matmuls, the bytes of its other operators (and of sorting among them), and the
+    rows handed to experts.
+    """
 
     matmuls: tuple[Matmul, ...]
     elementwise: float = 0.0
@@ -53,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Work:
-    """One layer on one micro-batch and device, forward.
+    """This is one layer on one micro-batch and device, forward.
 
     Args:
         attention: FLOPs of scores and their product with the values.
@@ -123,7 +125,9 @@ def work(config: Configuration, kind: str) -> Work:
 
 
 def repeated_parts(config: Configuration, kind: str) -> dict[str, Part]:
-    """What each group of `tools.estimate.configuration` computes and moves when it runs again in a layer of a kind."""
+    """Return what each group of `tools.estimate.configuration` computes and moves when it runs again in a layer of a
+    kind.
+    """
     model, tokens = config.model, config.rank_tokens
     up = [weight for weight in attention_weights(model) if weight.name in ("kv_up", "q_up", "q") and weight.multiplies]
     products = tuple(Matmul(tokens, weight.rows / config.tp, weight.columns) for weight in up)
@@ -140,7 +144,8 @@ def turned_bytes(config: Configuration) -> float:
 
 
 def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
-    """Bytes that casts of activations move, forward; backward casts gradients of results and moves twice that.
+    """Return the bytes that casts of activations move, forward; backward casts gradients of results and moves twice
+    that.
 
     Weights are cast once a step, by the optimizer.
     """
@@ -150,7 +155,7 @@ def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
 
 
 def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
-    """Bytes that one micro-batch's gradients of a matmul's weights move: what was summed is read and written.
+    """Return the bytes that one micro-batch's gradients of a matmul's weights move: the sum is read and written.
 
     FSDP reduces them as they come. Sets fitted to MindFormers' runs hold it in their other efficiencies.
     """
@@ -160,7 +165,8 @@ def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
 
 
 def sorted_once(config: Configuration, done: Work) -> float:
-    """Bytes that backward does not move: gradients are sorted back once, other traffic counts twice forward's.
+    """Return the bytes that backward does not move: gradients are sorted back once, other traffic counts twice
+    forward's.
 
     Sets fitted to MindFormers' runs hold it in their other efficiencies.
     """
@@ -176,7 +182,8 @@ def score_bytes(config: Configuration) -> float:
 
 
 def score_passes(config: Configuration) -> float:
-    """Return what backward moves of an unfused attention's scores beside its matmuls, over forward.
+    """Return the bytes that backward moves for an unfused attention's scores beside its matmuls, divided by those of
+    forward.
 
     The gradients of dropout and softmax are read and written with what they kept.
     """
@@ -184,7 +191,7 @@ def score_passes(config: Configuration) -> float:
 
 
 def pairs(config: Configuration, causal: bool = True) -> float:
-    """Query-key pairs of a device's micro-batch and one head; windows taken as every other layer's.
+    """Return the query-key pairs of a device's micro-batch and one head; windows count for every other layer.
 
     What is masked between documents (`attended`) costs a causal kernel nothing.
     """
@@ -223,7 +230,7 @@ def _mlp_work(config: Configuration, kind: str, tokens: float, held: float) -> P
 
 
 def routed_part(config: Configuration, share: float = 1.0) -> Part:
-    """Return the routed experts of the busiest device, with the sorting of copies by expert and back.
+    """Return the work of the busiest device's routed experts, with the sorting of copies by expert and back.
 
     Args:
         share: of a micro-batch's tokens; a chunk's matmuls have fewer rows.
@@ -245,7 +252,7 @@ def routed_part(config: Configuration, share: float = 1.0) -> Part:
 
 
 def shared_part(config: Configuration) -> Part:
-    """Return the shared expert; nothing where the model has none."""
+    """Return the work of the shared expert; nothing if the model has none."""
     model, tokens = config.model, config.rank_tokens
     if not model.shared_ffn:
         return Part(())

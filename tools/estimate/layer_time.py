@@ -1,5 +1,5 @@
-"""Seconds of one layer and micro-batch on a device, from those of its operators and of its expert-parallel
-communication.
+"""This module computes the seconds of one layer and micro-batch on a device, from those of its operators and of its
+expert-parallel communication.
 
 Forward:
 
@@ -60,7 +60,7 @@ _BACKWARD = 2  # gradients of inputs and of weights
 
 @dataclass(frozen=True)
 class Exposed:
-    """Seconds of one MoE layer and micro-batch.
+    """These are the seconds of one MoE layer and micro-batch.
 
     Args:
         waited: nothing is computed, for communication is not there yet.
@@ -75,10 +75,12 @@ NOTHING = Exposed(Passes(0.0, 0.0, 0.0), Passes(0.0, 0.0, 0.0))
 
 
 class ExpertTimes(DeviceTimes):
-    """Dispatch, experts and combine on one cluster."""
+    """This times dispatch, experts and combine on one cluster."""
 
     def dispatched(self, config: Configuration) -> Configuration:
-        """Return the run as its tokens travel here: inside a node every mode is the same All-to-All."""
+        """Return the run with the mode by which its tokens travel here: inside a node every mode is the same
+        All-to-All.
+        """
         alone = config.ep * (config.tp if config.expert_tp else 1) <= self.hardware.devices_per_node
         return replace(config, ep_mode="global") if alone and config.ep_mode in MODES[1:] else config
 
@@ -104,7 +106,7 @@ class ExpertTimes(DeviceTimes):
         return _recomputed(self.exchanges(config), config.keep_gathered)
 
     def exposed(self, config: Configuration) -> Exposed:
-        """Return what expert-parallel communication costs an MoE layer."""
+        """Return the cost of expert-parallel communication in an MoE layer."""
         if config.ep == 1 or not config.model.experts:
             return NOTHING
         if config.ep_cut or config.shared_beside:
@@ -119,7 +121,7 @@ class ExpertTimes(DeviceTimes):
         return Exposed(Passes(forward, back, back + recomputed), NOTHING.cutting)
 
     def plan(self, config: Configuration, cuts: Sequence[Chunks] = (), stride: int | None = None) -> Choice:
-        """Return an MoE layer uncut and in the best of some chunks, as `plugins.ep_overlap` runs it.
+        """Return an MoE layer without chunks and with the best number of chunks, as `plugins.ep_overlap` runs it.
 
         Args:
             cuts: (b, s) to choose from; all that fit where none are given. stride: of the order; None: the best.
@@ -130,7 +132,7 @@ class ExpertTimes(DeviceTimes):
         return choose(self.expert_layer(config), config.batch, config.rank_sequence, cuts, stride)
 
     def expert_layer(self, config: Configuration) -> Layer:
-        """Return what a chunk goes through, with the seconds of each step."""
+        """Return the steps of a chunk, with the seconds of each."""
         config = self.dispatched(config)
         forward, back, recomputed = self._sent(config)
         shared = self._part(config, shared_part(config)) + self.hardware.launch_s if config.model.shared_ffn else 0.0
@@ -227,7 +229,8 @@ def _steps(
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of one layer and micro-batch on a device; of communication those in which it is waited for.
+    """These are the seconds of one layer and micro-batch on a device; communication counts only while the device waits
+    for it.
 
     `cut` is what chunks of `plugins.ep_overlap` add to the experts' own time.
     """
@@ -243,25 +246,29 @@ class Parts:
 
     @property
     def total(self) -> float:
-        """Return all of it, one after the other."""
+        """Return the sum of all seconds."""
         parts = (self.matmul, self.attention, self.elementwise, self.tp, self.cp, self.ep, self.fixed, self.cut)
         return sum(parts)
 
     def less(self, other: Parts) -> Parts:
-        """Return what is left of each without another's."""
+        """Return the seconds left after those of another layer are subtracted."""
         return Parts(**{name: getattr(self, name) - getattr(other, name) for name in Parts.__dataclass_fields__})
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Forward and backward of a layer without recomputation, and what each recompute option adds to backward."""
+    """These are forward and backward of a layer without recomputation, and what each recompute option adds to
+    backward.
+    """
 
     forward: Parts
     backward: Parts
     recomputed: Mapping[str, Parts]
 
     def again(self, option: str) -> Parts:
-        """Return what an option of a layer adds to its backward: one of `recomputed`, or several joined."""
+        """Return what an option of a layer adds to its backward; the option is one of `recomputed`, or several
+        joined.
+        """
         if option in self.recomputed:
             return self.recomputed[option]
         every = [self.recomputed[name] for name in parts_of(option)]
@@ -269,7 +276,7 @@ class LayerTime:
 
 
 class LayerTimes(ExpertTimes):
-    """The time of layers on one cluster."""
+    """This gives the time of layers on one cluster."""
 
     def layer(self, config: Configuration, kind: str) -> LayerTime:
         """Return the seconds of one layer of a kind."""

@@ -1,27 +1,28 @@
-"""Seconds of a training step: layers, the pipeline, gradients and weights, the optimizer.
+"""This module predicts the seconds of a training step: layers, the pipeline, gradients and weights, the optimizer.
 
-The only model of a step's time: `tc3 search`, `tc3 ep-report`, `mode: auto` and `tc3 data imbalance` all ask it.
+This is the only model of a step's time: `tc3 search`, `tc3 ep-report`, `mode: auto` and `tc3 data imbalance` all use
+it.
 
 A stage's micro-batch is the sum over its layers (`layer_time`); the step is the slowest stage's work for all
 micro-batches, filling and draining by schedule, then gradients and weights as far as nothing hides them
 (below), and the optimizer. `simulated` replays the schedule instead. Data stalls are taken as zero.
 
-Gradients and weights travel once a step, and so does the optimizer's work.
+Gradients and weights are sent once a step, and the optimizer runs once a step.
 
-Weights travel during the first forward and gradients during the last backward, FSDP's all the time. With
-`gradient_accumulation_shard` every micro-batch's gradients are reduced to the shards as they are added up (MindSpore's
-documentation of the key: "additional communication (ReduceScatter) at each step when accumulate the gradients"), not
-once a step, as published runs of others are taken to. As of other communication that overlaps, the share
-`Efficiency.hidden` of it is taken to run beside the micro-batch that made them (assumed: no published run has it).
-Where `optimizer_weight_shard_size` makes groups, the groups' shards are summed once a step.
+Weights are sent during the first forward and gradients during the last backward; with FSDP they are sent in every pass.
+With `gradient_accumulation_shard` every micro-batch's gradients are reduced to the shards as they are added up
+(MindSpore's documentation of the key: "additional communication (ReduceScatter) at each step when accumulate the
+gradients"), not once a step, as published runs of others are taken to. As of other communication that overlaps, the
+share `Efficiency.hidden` of it is taken to run beside the micro-batch that made them (assumed: no published run has
+it). Where `optimizer_weight_shard_size` makes groups, the groups' shards are summed once a step.
 
 A pair is the forward of one micro-batch and the backward of another, run together through a chunk's layers.
 
 An MoE layer alternates computation and expert parallel communication: attention, dispatch, experts, combine; a backward
-runs through it the other way round. Alone, each waits for its own communication. Side by side, one's communication runs
-under the other's computation (DeepSeek-V3, arXiv 2412.19437, figure 4; report section 4.1; Pangu Ultra MoE's adaptive
-pipe overlap). Two streams, each in its order of issue, as in `plugins.ep_overlap.timeline`: the two passes take turns,
-and weight gradients, on which no other operator waits, come last.
+runs through it the other way round. By itself, each pass waits for its own communication. Together, the communication
+of one runs under the computation of the other (DeepSeek-V3, arXiv 2412.19437, figure 4; report section 4.1; Pangu Ultra
+MoE's adaptive pipe overlap). Two streams, each in its order of issue, as in `plugins.ep_overlap.timeline`: the two
+passes take turns, and weight gradients, on which no other operator waits, come last.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _EXPOSED = (*COMMUNICATION, "send", "data")
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step.
+    """These are the seconds of a step.
 
     Args:
         pipeline: all micro-batches through the pipeline.
@@ -108,7 +109,7 @@ class StepTime:
 
 
 def exposed_of(parts: Mapping[str, float]) -> float:
-    """Return the seconds of communication that nothing hides, of a step by `PARTS`."""
+    """Return the seconds of a step's communication that nothing hides, by `PARTS`."""
     return sum(parts[name] for name in _EXPOSED)
 
 
@@ -118,7 +119,7 @@ _SENDS = ("dispatch", "combine")
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one micro-batch's forward, or backward, through one MoE layer.
+    """These are the seconds of one micro-batch's forward, or backward, through one MoE layer.
 
     Args:
         attention: all computation before dispatch, the router included; of a backward its input gradients.
@@ -136,22 +137,22 @@ class LayerSeconds:
 
     @property
     def alone(self) -> float:
-        """Return the seconds when nothing hides anything."""
+        """Return the seconds without any overlap."""
         return self.computation + self.communication
 
     @property
     def computation(self) -> float:
-        """Return the seconds of the compute stream."""
+        """Return the seconds of computation."""
         return self.attention + self.experts + self.weights
 
     @property
     def communication(self) -> float:
-        """Return the seconds of the links."""
+        """Return the seconds of communication."""
         return self.dispatch + self.combine
 
 
 def pair_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
-    """Return the seconds of a pair through `layers` layers.
+    """Return the seconds of a pair of forward and backward through `layers` layers.
 
     At least the longer of both computations, both communications, and each of the two alone but for weight gradients;
     at most both one after the other.
@@ -173,7 +174,8 @@ def _chain(seconds: LayerSeconds, layers: int, chunk: int) -> list[Op]:
 
 
 def hidden_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: np.ndarray) -> np.ndarray:
-    """[chunks, chunks, stages] for `Durations.hidden`: what pairs save, of `layers` [chunks, stages] MoE layers.
+    """Return [chunks, chunks, stages] for `Durations.hidden`: the seconds that pairs save, for `layers` [chunks,
+    stages] MoE layers.
 
     Of two chunks with unequally many layers the fewer are paired.
     """
@@ -185,7 +187,7 @@ def hidden_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: np.nda
 
 
 def share_hidden(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
-    """Return the share of the pair's communication that is hidden, 0 to 1; 1 without any."""
+    """Return the share of the pair's communication that is hidden, 0 to 1; 1 if there is no communication."""
     sent = layers * (forward.communication + backward.communication)
     saved = layers * (forward.alone + backward.alone) - pair_seconds(forward, backward, layers)
     return saved / sent if sent else 1.0
@@ -195,10 +197,11 @@ _OPTIMIZER_BYTES = 28  # of a number: gradient, weight and two moments read, wei
 
 
 class GradientTimes(LayerTimes):
-    """Weights, gradients and the optimizer on one cluster."""
+    """This times weights, gradients and the optimizer on one cluster."""
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
-        """Return the seconds of a stage's weights and gradients: once a step, and again for each micro-batch.
+        """Return the seconds for a stage's weights and gradients: those once in a step, and those again for each
+        micro-batch.
 
         FSDP's weights, which travel for each pass, count to the first.
         """
@@ -221,7 +224,7 @@ class GradientTimes(LayerTimes):
         return once, each
 
     def waited(self, once: Any, each: Any, work: Any, micro_batches: Any, rounds: Any) -> Any:
-        """Return the seconds of `once_and_each` that nothing hides; numbers or arrays.
+        """Return the seconds of `once_and_each` that nothing hides, as numbers or arrays.
 
         Args:
             work: seconds of a micro-batch on the stage, beside which all this runs.
@@ -242,7 +245,7 @@ class GradientTimes(LayerTimes):
         return float(self.waited(once, each, work, config.micro_batches, rounds))
 
     def optimizer(self, config: Configuration, stage: int) -> float:
-        """Return the seconds of the update: its bytes, and the host's time for each weight."""
+        """Return the seconds of the optimizer's update: moving its bytes, and the host's time for each weight."""
         counted = _counted(config, stage)
         held = sum(
             count * weight.size / weight_cut(weight, config) / weight_shards(weight, config)
@@ -262,10 +265,12 @@ _CLOSED = ("gpipe", "1f1b", "interleaved_1f1b", "seqpipe", "seqvpp", "seqsmartvp
 
 
 class TimeModel(GradientTimes):
-    """The time of runs on one cluster."""
+    """This gives the time of runs on one cluster."""
 
     def chunks(self, config: Configuration) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """Forward and backward seconds [chunks, stages] of one micro-batch, and the parts of their sum [stages]."""
+        """Return forward and backward seconds [chunks, stages] of one micro-batch, and the parts of their sum
+        [stages].
+        """
         names = tuple(Parts.__dataclass_fields__)
         forward, backward = np.zeros((config.chunks, config.pp)), np.zeros((config.chunks, config.pp))
         parts = {name: np.zeros(config.pp) for name in (*names, "recompute")}
@@ -321,14 +326,16 @@ class TimeModel(GradientTimes):
         )
 
     def weight_gradients(self, config: Configuration) -> np.ndarray:
-        """Seconds [chunks, stages] of a micro-batch's backward that are weight gradients: half of its matmuls."""
+        """Return the seconds [chunks, stages] of a micro-batch's backward that are weight gradients: half of its
+        matmuls.
+        """
         found = np.zeros((config.chunks, config.pp))
         for kind, options in _census(config).items():
             found += self.layer(config, kind).backward.matmul / 2 * sum(options.values())
         return found
 
     def hidden(self, config: Configuration) -> np.ndarray:
-        """Return the seconds [chunks, chunks, stages] that a forward and a backward hide of each other as a pair.
+        """Return the seconds [chunks, chunks, stages] that a forward and a backward hide when they run as a pair.
 
         Of MoE layers only. Half of a layer's computation is taken to come before dispatch and half to be the
         experts' (assumed); what a backward recomputes hides nothing.
@@ -341,13 +348,15 @@ class TimeModel(GradientTimes):
         return hidden_seconds(forward, backward, layers)
 
     def mfu(self, config: Configuration, seconds: float) -> float:
-        """Model FLOPs (no recomputation, causal attention) of a step of so many seconds over the devices' peak."""
+        """Return model FLOPs (no recomputation, causal attention) of a step that takes the given seconds, divided by
+        the devices' peak.
+        """
         rate = flops_per_token(config.model, config.sequence) * config.tokens / seconds / config.devices
         return rate / self._peak(config.dtype)
 
     @property
     def fixed(self) -> float:
-        """Return the seconds of a step beside all that is computed here."""
+        """Return the seconds of a step that this module does not compute."""
         return self.reached.step_s
 
 
@@ -384,7 +393,8 @@ def has_closed_form(schedule: str) -> bool:
 def pipeline_of(
     work: np.ndarray, chunks: Any, micro_batches: Any, sending: Any = 0.0, transfers: int | None = None
 ) -> Any:
-    """All micro-batches on the slowest stage, and the others' first and last one; `work` [..., stages] a micro-batch.
+    """Return the time of all micro-batches on the slowest stage plus the first and last one on the others; `work` is
+    [..., stages] for a micro-batch.
 
     (m + (p - 1) / v) (f + b) for equal stages, as Narayanan et al. (arXiv 2104.04473) have it. Each micro-batch and
     chunk is sent and received once each way; `transfers` are the chunks, where `chunks` are not, which divide the

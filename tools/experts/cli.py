@@ -1,4 +1,4 @@
-"""`tc3 experts`: the group; exit code 0, or 2 for a wrong input."""
+"""This module is the group `tc3 experts`; the exit code is 0, or 2 for a wrong input."""
 
 from __future__ import annotations
 

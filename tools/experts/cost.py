@@ -41,7 +41,7 @@ _SHARED_COLOUR = "0.75"  # grey: of the shared expert
 
 
 def content(advices: Sequence[Advice], source: str) -> dict[str, Any]:
-    """Return one object; bytes, seconds and shares; pairs are [without overlap, with overlap]."""
+    """Return one object with bytes, seconds and shares; pairs are [without overlap, with overlap]."""
     first = advices[0]
     return {
         "recipe": source,
@@ -135,19 +135,20 @@ def _mode_rows(report: ModeReport) -> list[tuple[str, str]]:
 
 
 def arrow(shares: tuple[float, float]) -> str:
-    """Return (0.3, 0.05) as ``30 % -> 5 %``."""
+    """Return a pair such as (0.3, 0.05) as ``30 % -> 5 %``."""
     return f"{100 * shares[0]:.0f} % -> {100 * shares[1]:.0f} %"
 
 
 def assumptions(advice: Advice) -> str:
-    """Return which of the numbers used nobody has published."""
+    """Return which of the used numbers are not published."""
     hardware, peak = advice.hardware, f"peak_flops.{advice.config.dtype}"
     used = [key for key in hardware.assumed if key == peak or not key.startswith("peak_flops")]
     return f"assumed in {hardware.name}: {', '.join(used) or 'nothing'}; efficiencies are fitted to published runs"
 
 
 def draw(advice: Advice, path: Path) -> Path:
-    """Draw the recommended mode's layer, uncut above and cut below, forward then backward; returns `path`.
+    """Draw the recommended mode's layer, without chunks above and with chunks below, forward then backward; return
+    `path`.
 
     Raises:
         DataError: as `save_figure`.

@@ -1,4 +1,4 @@
-"""This module shows a study of expert loads: as a picture, as JSON for machines, as text for people, and as a page.
+"""This module shows a study of expert loads as a picture, as JSON for machines, as text for people, and as a page.
 
 `draw` draws loads of experts over time, loads of devices, and max/mean by policy. `content` is the object for machines,
 `print_text` the tables for a terminal, and `page` one HTML file that needs nothing else.
@@ -34,7 +34,7 @@ _POLICY_COLOURS = ("0.55", "black", "tab:orange", "tab:blue", "tab:cyan", "tab:g
 
 
 def draw(found: Study, path: Path) -> Path:
-    """Draw to an .svg or .png; returns `path`.
+    """Draw to an .svg or .png; return `path`.
 
     Raises:
         DataError: as `save_figure`.
@@ -122,7 +122,7 @@ def _draw_devices(axes: Any, found: Study) -> None:
 
 
 def content(found: Study) -> dict[str, Any]:
-    """Return one object; ratios are max/mean."""
+    """Return one object in which ratios are max/mean."""
     records, seconds = found.source.records, found.seconds
     known = None if isinstance(seconds, str) else seconds
     return {
@@ -182,7 +182,7 @@ def _policy_content(policy: Policy, found: Study) -> dict[str, Any]:
 
 
 def layer_rows(found: Study) -> list[list[str]]:
-    """Return the most uneven layers first; columns as `LAYER_HEADS`."""
+    """Return the rows of the most uneven layers first; columns are those of `LAYER_HEADS`."""
     rows = sorted(content(found)["layers"], key=lambda row: -row["max_over_mean"])
     return [
         [
@@ -200,7 +200,7 @@ def layer_rows(found: Study) -> list[list[str]]:
 
 
 def policy_rows(found: Study) -> list[list[str]]:
-    """Return the columns as `POLICY_HEADS`."""
+    """Return the rows of the policies; columns are those of `POLICY_HEADS`."""
     rows = []
     for row in (_policy_content(one, found) for one in found.policies):
         waits, saves = row["waits_seconds"], row["saves_seconds"]
@@ -218,7 +218,7 @@ def policy_rows(found: Study) -> list[list[str]]:
 
 
 def head(found: Study) -> str:
-    """Return what was recorded, in a line."""
+    """Return in one line what was recorded."""
     records = found.source.records
     _, layers, experts = found.tokens.shape
     return (
@@ -228,7 +228,7 @@ def head(found: Study) -> str:
 
 
 def notes(found: Study) -> list[str]:
-    """Return what the numbers rest on."""
+    """Return on which data and assumptions the results rest."""
     lines, seconds = list(NOTES), found.seconds
     lines.append("bound: no placement is better, of all steps' loads; micro-batch: the worst, where it is recorded")
     if isinstance(seconds, str):
@@ -254,7 +254,7 @@ def notes(found: Study) -> list[str]:
 
 
 def counting_noise(found: Study) -> float:
-    """Return max/mean of routing without preference: multinomial draws of as many tokens, the mean of 20."""
+    """Return max/mean of routing without preference: the mean over 20 multinomial draws of equally many tokens."""
     experts, devices = found.tokens.shape[2], found.source.records[0].devices
     tokens = int(found.tokens.sum(2).mean())
     draws = np.random.default_rng(0).multinomial(tokens, np.full(experts, 1 / experts), 20)
@@ -262,7 +262,7 @@ def counting_noise(found: Study) -> float:
 
 
 def print_text(found: Study, console: Console) -> None:
-    """Print two tables, and what they rest on."""
+    """Print two tables, and on what they rest."""
     console.width = max(console.width, WIDTH)
     console.print(f"{found.source.file}: {head(found)}")
     console.print()

@@ -1,8 +1,9 @@
-"""The case of report sections 4.3 and 4.4 as a table: ``python -m tools.experts.report_case``.
+"""This module prints the case of the report's sections 4.3 and 4.4 as a table: ``python -m tools.experts.report_case``.
 
 The report gives two numbers: at EP 16 the hierarchical dispatch trains about 15 % faster than the global All-to-All,
 and overlap cuts EP's share of communication time from 30 % to 5 %. It does not say for which model, mesh, micro-batch
-or sequence length. Here are the recipes' meshes with EP 16, 32, 64 and 128, and what the model says of each.
+or sequence length. This module lists the recipes' meshes with EP 16, 32, 64 and 128, and the model's prediction for
+each.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ _HEADER = (
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a model at an EP degree. `advice` is None where the degree cannot be, for the reason `refused`."""
+    """This is one row: a model at an EP degree. `advice` is None if the degree is not possible, for the reason
+    `refused`.
+    """
 
     model: str
     ep: int
@@ -54,7 +57,7 @@ class Case:
 
     @property
     def known(self) -> Advice:
-        """Return the advice of a degree that can be."""
+        """Return the advice of a degree that is possible."""
         assert self.advice is not None
         return self.advice
 
@@ -64,12 +67,14 @@ class Case:
 
     @property
     def hierarchical(self) -> ModeReport:
-        """Return the report's scheme."""
+        """Return the report's mode."""
         return self.known.modes["hierarchical"]
 
 
 def cases(hardware: Hardware, skew: float = DEFAULT_SKEW) -> list[Case]:
-    """All rows. Where data x tensor parallel ranks do not hold an EP group, data parallelism grows until they do."""
+    """Return all rows; if data x tensor parallel ranks do not hold an EP group, data parallelism grows until they
+    do.
+    """
     return [_case(model, ep, hardware, skew) for model in MODELS for ep in DEGREES]
 
 
@@ -88,7 +93,7 @@ def _case(model: str, ep: int, hardware: Hardware, skew: float) -> Case:
 
 
 def markdown(rows: Sequence[Case]) -> str:
-    """Return the table, then where it disagrees with the report."""
+    """Return the table, and then where it disagrees with the report."""
     lines = [_TITLE, "| " + " | ".join(_HEADER) + " |", "|" + "---|" * len(_HEADER)]
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
     return "\n".join([*lines, "", *_remarks([row for row in rows if row.advice])]) + "\n"

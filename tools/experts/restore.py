@@ -1,4 +1,6 @@
-"""`tc3 experts restore-order`: a checkpoint whose experts have moved, back in logical order, bit for bit."""
+"""This module is `tc3 experts restore-order`: it puts a checkpoint whose experts have moved back in logical order, bit
+for bit.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,19 @@ FOLDER = "checkpoint_in_order"  # beside a run's `checkpoint`: a resume from the
 
 
 def target_of(folder: Path) -> Path:
-    """Return where the restored checkpoint goes unless the user says so: `RUN/checkpoint_in_order/iteration_*`."""
+    """Return the default folder of the restored checkpoint: `RUN/checkpoint_in_order/iteration_*`."""
     folder = folder.absolute()
     return folder.parent.parent / FOLDER / folder.name
 
 
 def restore_order(folder: Path, target: Path, progress: Callable[[str], None] = lambda name: None) -> int:
-    """Write `folder` to `target` with every expert at the slot of its own number, sealed; returns the layers restored.
+    """Write `folder` to `target` with every expert at the slot of its own number, sealed; return the restored layers.
 
     A rank's file is written at a time, from the files that hold its experts: no more than one is in memory.
 
     Args:
         folder: a whole checkpoint, MindFormers' `iteration_*`; target: a folder that is not there yet.
-        progress: is told the name of each file that is written.
+        progress: is called with the name of each file that is written.
 
     Raises:
         CheckpointError: `folder` is not whole or has nothing to restore; `target` exists.

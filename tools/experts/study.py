@@ -1,4 +1,4 @@
-"""This module studies the recorded expert loads of a run: what they were, and what each policy would have made of them.
+"""This module studies the recorded expert loads of a run, and what each policy would have achieved with them.
 
 `open_run` finds what a report is about: the recorded loads of a run, and its recipe where there is one. `seconds_of`
 predicts the seconds of a step whose experts load devices so unevenly, by the one estimator (`tools.estimate`). `study`
@@ -34,7 +34,7 @@ _GRAIN = 200  # of max/mean, parts of 1: steps are predicted for so many values
 
 @dataclass(frozen=True)
 class Source:
-    """A report is about this log.
+    """This is the log on which a report is made.
 
     Args:
         file: of `records`, by step. recipe: nothing in it is `auto`; None: not known.
@@ -83,7 +83,7 @@ class Seconds:
     error: str
 
     def waits(self, ratios: np.ndarray) -> float:
-        """Return the seconds of a step that wait for the fullest device, the mean over steps.
+        """Return the mean over steps of the seconds in which a step waits for the device with the highest load.
 
         Args:
             ratios: [steps, layers] max/mean. A step is taken to be as uneven in every layer as on average: the
@@ -144,7 +144,7 @@ class Policy:
     move_s: float | None = None
 
     def moves_of_a_plan(self) -> float:
-        """Return the experts of a layer that one plan moves, the mean."""
+        """Return the mean number of experts of a layer that one plan moves."""
         return float(self.moves.sum() / max(self.plans, 1) / self.moves.shape[1])
 
 

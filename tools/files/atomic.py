@@ -1,8 +1,9 @@
-"""Files that commands read and leave behind: written whole or not at all, with digests, and the ends of logs.
+"""This module reads and writes files of commands: they are written completely or not at all, with digests; it also
+reads the ends of logs.
 
-Nobody reads half a report, plan or picture as the whole of it. `what_is` says what stands at a path that a user gave,
-links followed, also those that lead back to themselves. Digests are of all of a file, or of blocks spread over one that
-may have terabytes.
+Therefore no reader takes an incomplete report, plan or picture for a complete one. `what_is` says what exists at a path
+that a user gave; it follows links, also those that form a cycle. Digests cover a whole file, or blocks spread over a
+file that may have terabytes.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from plugins.errors import DataError
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:
-    """`path` without links, as far as they lead anywhere: `Path.resolve` fails where links go in a circle."""
+    """Return `path` without links as far as they resolve, because `Path.resolve` fails if links form a cycle."""
     return Path(os.path.realpath(path))
 
 
 def what_is(path: str | os.PathLike[str]) -> str:
-    """Return what stands at `path` where something else was wanted, in words: "no such file or folder", "a folder"."""
+    """Return in words what exists at `path` instead of the wanted file: "no such file or folder", "a folder"."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -48,7 +49,7 @@ _CHUNK = 1 << 22
 
 
 def whole_digest(path: Path) -> str:
-    """sha256 of a file."""
+    """Return the sha256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as data:
         while chunk := data.read(_CHUNK):
@@ -57,7 +58,9 @@ def whole_digest(path: Path) -> str:
 
 
 def sampled_digest(path: Path) -> str:
-    """sha256 of `BLOCKS` blocks spread over a file, the first and the last among them; of all where it has no more."""
+    """Return the sha256 of `BLOCKS` blocks spread over a file, including the first and the last; of the whole file if
+    it has no more.
+    """
     size = path.stat().st_size
     if size <= BLOCK * BLOCKS:
         return whole_digest(path)
@@ -70,7 +73,8 @@ def sampled_digest(path: Path) -> str:
 
 
 def atomic_file(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
-    """A path beside `path`, of the same ending, to write to; it takes `path`'s place when the block ends well.
+    """Yield a path beside `path`, with the same ending, to write to; it replaces `path` when the block ends without
+    error.
 
     Folders that are missing are made. When the block is left by an exception, Ctrl-C too, what stood at `path` stays.
 
@@ -81,7 +85,8 @@ def atomic_file(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
 
 
 def atomic_folder(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
-    """A folder beside `path` to write into; it becomes `path`, which may not exist, when the block ends well.
+    """Yield a folder beside `path` to write into; it becomes `path`, which may not exist yet, when the block ends
+    without error.
 
     When the block is left by an exception, Ctrl-C too, nothing stays.
 
@@ -119,7 +124,7 @@ def _beside(
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Refuse a file that cannot be written, before the long work that would end in it; nothing stays behind.
+    """Refuse a file that cannot be written, before the long work; nothing is left behind.
 
     Raises:
         DataError: it is a folder, or stands in a file or in a folder in which nothing can be written.
@@ -147,7 +152,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
 
 
 def keep_existing(option: str, path: str | os.PathLike[str] | None, force: bool) -> None:
-    """Refuse to replace an answer that somebody may have built on, before the long work that would end in it.
+    """Refuse to replace an answer on which somebody may have built, before the long work.
 
     Args:
         option: of the command line, for the message.

@@ -1,4 +1,4 @@
-"""HTML pages that need nothing else: how they look, their tables and their lists, all text of which is escaped here.
+"""This module makes HTML pages that need no other files: their look, tables and lists; all text is escaped here.
 
 What these functions return is markup, and so is the body of `page` and of `folded`; every other argument is text.
 """
@@ -27,7 +27,7 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .1em 1em; margi
 
 
 class Cell(NamedTuple):
-    """A cell of a table that is not only text: of a class of the look above, or over several columns."""
+    """This is a cell of a table with more than text: with a class of the look above, or over several columns."""
 
     text: str
     kind: str = ""
@@ -35,7 +35,7 @@ class Cell(NamedTuple):
 
 
 def page(title: str, body: Iterable[str], style: str = "") -> str:
-    """Return a whole file; `style` is what only this page needs."""
+    """Return a whole file; `style` holds the styles that only this page needs."""
     joined = "\n".join(body)
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}{style}</style>'
     return f'{BEGINS}\n<html lang="en"><head>{head}</head>\n<body>\n{joined}\n</body></html>\n'
@@ -53,7 +53,7 @@ def table(
     words: Collection[int] = (),
     kinds: Sequence[str] = (),
 ) -> str:
-    """Return a table, which scrolls by itself where the page is narrower.
+    """Return a table, which scrolls by itself if the page is narrower.
 
     Args:
         kind: "numbers" aligns all columns right but the first and those whose places are in `words`.
@@ -81,23 +81,23 @@ def _class(kind: str) -> str:
 
 
 def bullets(lines: Sequence[str]) -> str:
-    """Return a list; nothing where it would be empty."""
+    """Return a list; an empty text if the list would be empty."""
     return f"<ul>{''.join(text(line, 'li') for line in lines)}</ul>" if lines else ""
 
 
 def counted(title: str, lines: Sequence[str]) -> str:
-    """Return a heading that says how many lines follow, and these, as a program wrote them."""
+    """Return a heading that says how many lines follow, and the lines as a program wrote them."""
     items = "".join(f"<li>{text(line, 'code')}</li>" for line in lines)
     return f"{text(f'{title}: {len(lines)}', 'h2')}<ul>{items}</ul>"
 
 
 def legend(title: str, meanings: Mapping[str, str]) -> str:
-    """Return what marks and names mean; it can be folded away."""
+    """Return an explanation of marks and names, which can be folded away."""
     return folded(
         title, f"<dl>{''.join(text(name, 'dt') + text(said, 'dd') for name, said in meanings.items())}</dl>", True
     )
 
 
 def folded(title: str, body: str, unfolded: bool = False) -> str:
-    """Return markup below a title, at which it is folded away."""
+    """Return markup below a title, which can be folded away."""
     return f"<details{' open' if unfolded else ''}>{text(title, 'summary')}{body}</details>"

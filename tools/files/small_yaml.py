@@ -1,8 +1,9 @@
-"""YAML that people write: read with limits that no recipe comes near, so that a bomb is refused before it goes off.
+"""This module reads YAML that people write, within limits that no recipe reaches, so that an alias bomb is refused
+before it expands.
 
-A page of aliases of aliases stands for more values than any memory holds, ten thousand brackets for a stack overflow, a
-file of 100 MB for minutes in the parser. The composer counts what it has read, aliases and merge keys written out, and
-stops at the first value too many.
+A page of aliases of aliases can expand to more values than any memory holds, ten thousand brackets overflow the stack,
+and a file of 100 MB takes minutes in the parser. The composer counts the values that it has read, with aliases and
+merge keys expanded, and stops at the first value beyond the limit.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ MAX_DEPTH = 50
 
 
 class TooLarge(yaml.MarkedYAMLError):
-    """YAML beyond one of the limits; well-formed so far."""
+    """A YAML file exceeds one of the limits; it was well-formed so far."""
 
 
 class SmallLoader(yaml.SafeLoader):
-    """A SafeLoader that raises `TooLarge` for more than MAX_VALUES values, aliases written out, or MAX_DEPTH levels."""
+    """This is a SafeLoader that raises `TooLarge` for more than MAX_VALUES values, with aliases expanded, or more than
+    MAX_DEPTH levels.
+    """
 
     def __init__(self, stream: str):
         super().__init__(stream)
@@ -33,7 +36,7 @@ class SmallLoader(yaml.SafeLoader):
         self.written_out: dict[int, tuple[int, int]] = {}  # of a composed collection: values, levels
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """As the parent does, counting."""
+        """Compose a node as the parent does, and count it."""
         self.depth += 1
         self.values += 1
         self._hold(self.values, self.depth)

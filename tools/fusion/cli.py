@@ -137,7 +137,7 @@ def _compiled(recipe: Recipe, chosen: Fusion, stage: int | None, at_once: int | 
 
 
 def level_of(recipe: Mapping[str, Any]) -> tuple[Fusion, str]:
-    """Return what is fused, and why.
+    """Return what is fused, and the reason.
 
     Raises:
         RecipeError: `plugins.operator_fusion` cannot be read, or does not go with the rest.

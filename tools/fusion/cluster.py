@@ -1,13 +1,15 @@
-"""Step 1 of fusing: gather operators that DVM takes into convex clusters, in MindSpore's greedy order.
+"""This module is step 1 of fusing: it gathers operators that DVM takes into convex clusters, in MindSpore's greedy
+order.
 
-From the last operator back to the first, each that is in no cluster yet gathers those before it that DVM takes, as far
-as they hang together. What a path through another operator comes back to is dropped again, with all that it stands on:
-fused, the two would wait for each other. Sources in MindSpore: GraphKernelCluster of graph_kernel_cluster.cc, and for
-which operators DVM takes (by name and types) DvmSupportChecker of graph_kernel_cluster_cloud.cc; where 2.9.0 differs
-from what is public (it mixes types), its passes were asked.
+From the last operator back to the first, each operator that is in no cluster yet gathers the connected operators before
+it that DVM takes. An operator that is also reached by a path through an operator outside the cluster is dropped again,
+with everything on which it depends: if they were fused, the two would wait for each other. Sources in MindSpore:
+GraphKernelCluster of graph_kernel_cluster.cc, and for which operators DVM takes (by name and types) DvmSupportChecker
+of graph_kernel_cluster_cloud.cc; where 2.9.0 differs from the public sources (it mixes types), its passes were run to
+find out.
 
 `operators` gives a graph as both steps see it: operators in an order in which they can run, their types and edges.
-`Rules` holds the rules of both steps with their numbers, so that a test can leave one out and see what it was good for.
+`Rules` holds the rules of both steps with their limits, so that a test can leave one out and show its effect.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from tools.dryrun.graph_text import Node, TensorType
 
 @dataclass(frozen=True)
 class Rules:
-    """How clusters and kernels are made.
+    """These settings say how clusters and kernels are made.
 
     Args:
         convex: no path between two operators of a cluster leaves it.
@@ -73,7 +75,7 @@ class Operator:
 
     @property
     def virtual(self) -> bool:
-        """Return whether it computes nothing."""
+        """Return whether the operator computes nothing."""
         return self.name in VIRTUAL
 
 
@@ -100,7 +102,7 @@ _PRODUCTS = frozenset(CUBE) - {"Reshape"}
 
 
 def refusal(operator: Operator, listed: Collection[str] = VECTOR, rules: Rules = DVM) -> str:
-    """Return why an operator is in no cluster; "" where it may be in one.
+    """Return why an operator is in no cluster; "" if it may be in one.
 
     Args:
         listed: operators of the level, less those that a recipe disables.
@@ -140,7 +142,7 @@ def _wants(dtype: str, known: Collection[str], verb: str) -> str:
 
 
 class Merged:
-    """Operators merged into groups; each group is known by its first member's place."""
+    """These are operators merged into groups; each group is identified by its first member's place."""
 
     def __init__(self, operators: Sequence[Operator]) -> None:
         self._head = list(range(len(operators)))
@@ -156,7 +158,7 @@ class Merged:
         return place
 
     def inputs(self, group: int) -> list[int]:
-        """Return the groups that a group takes from, the later ones first."""
+        """Return the groups whose results a group takes, the later ones first."""
         self._inputs[group] = {self.find(place) for place in self._inputs[group]} - {group}
         return sorted(self._inputs[group], reverse=True)
 
@@ -170,7 +172,9 @@ class Merged:
             self.last[first] = max(self.last[first], self.last[group])
 
     def walk(self, start: int, follow: Callable[[int], bool]) -> None:
-        """Depth first against the edges, through groups that `follow` says True of; each is seen once."""
+        """Walk against the edges, depth first, through groups for which `follow` returns True; each group is seen
+        once.
+        """
         seen: set[int] = set()
         stack = [self.find(start)]
         while stack:
@@ -182,7 +186,8 @@ class Merged:
 
 
 def clusters(operators: Sequence[Operator], taken: Sequence[bool], rules: Rules = DVM) -> list[list[int]]:
-    """Return the places of the operators of each cluster, in order; one alone is a cluster unless it was opened before.
+    """Return the places of the operators of each cluster, in order; a single operator is a cluster unless it was opened
+    before.
 
     Args:
         taken: whether DVM takes each operator (`refusal`).

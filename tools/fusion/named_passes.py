@@ -1,4 +1,5 @@
-"""The fusions of weight gradients that MindSpore 2.9.0 knows by name, held against a graph (report section 4.5).
+"""This module compares a graph with the fusions of weight gradients that MindSpore 2.9.0 has under a name (report
+section 4.5).
 
     matmul_assignadd_fusion           MatMul (- Cast) - AssignAdd                             -> InplaceMatmulAdd
     grouped_matmul_assignadd_fusion   TransposeExtView - GroupedMatmul - AssignAdd            -> InplaceGroupedMatmulAdd
@@ -27,7 +28,7 @@ _HALF = ("Float16", "BFloat16")
 
 @dataclass(frozen=True)
 class Found:
-    """A product whose result is added to a summed gradient.
+    """This is a product whose result is added to a summed gradient.
 
     Args:
         fusion: name of the pass. place: of the AssignAdd.
@@ -51,7 +52,7 @@ class Found:
 
 
 def weight_gradients(nodes: Sequence[Node], rows: int) -> list[Found]:
-    """Return every AssignAdd of a subgraph that takes from a product.
+    """Return every AssignAdd of a subgraph that takes the result of a product.
 
     Args:
         rows: what stands for dimensions that only routing decides.

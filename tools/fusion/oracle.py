@@ -1,7 +1,8 @@
-"""MindSpore's own passes about a graph, asked of the CPU wheel: the DVM mode of graph kernels, up to its kernel build.
+"""This module asks MindSpore's own passes about a graph on the CPU wheel: the DVM mode of graph kernels, up to the
+kernel build.
 
-The passes run and write what they made of the graph; then the build fails, for there is no DVM on a CPU. Kernels are
-split by the CPU's model (`cluster.CPU`), whatever the generator.
+The passes run and write the resulting graph; then the build fails, because a CPU has no DVM. Kernels are split by the
+rules for CPUs (`cluster.CPU`), whatever the generator is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _SHRUNK, _SPLIT = "split_3_shrink", "split_4_graph_kernel_splitter"
 
 
 def environment(expanded: Sequence[str] = ("Square",), environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a process needs so that its compiles run the passes; `expanded` are composites that are opened first."""
+    """Return the environment in which a process's compiles run the passes; `expanded` are composites that are opened
+    first.
+    """
     flags = f"--opt_level=2 --kernel_generator=DVM --enable_cluster_ops_only={','.join(VECTOR)}"
     flags += f" --enable_expand_ops_only={','.join(expanded)}" if expanded else ""
     return {**environ, VARIABLE: flags, "MS_DEV_DUMP_IR_PASSES": ",".join(PASSES), "GLOG_v": "4"}
@@ -33,7 +36,7 @@ def environment(expanded: Sequence[str] = ("Square",), environ: Mapping[str, str
 
 @dataclass
 class Answer:
-    """A graph and what the passes made of it.
+    """This is a graph with the results of the passes.
 
     Args:
         before: its operators. clusters: places in it, of operators that compute; opened composites are left out, for
@@ -61,7 +64,7 @@ def read_answers(folder: Path) -> list[Answer]:
 
 
 def ask(source: Path, folder: Path, arguments: Sequence[str] = (), timeout: float = 1200) -> list[Answer]:
-    """Compile what the Python file `source` compiles and read the passes' answers.
+    """Compile what the Python file `source` compiles, and read the results of the passes.
 
     Args:
         folder: where it lets MindSpore save graphs (save_graphs at 2 or above); its first argument, before `arguments`.
@@ -98,7 +101,9 @@ def _body(body: list[Node], cut: Mapping[str, str]) -> tuple[list[Operator], lis
 
 
 def read_text(file: Path, scratch: Path) -> GraphText:
-    """Return a text of a pass. Lines below a graph's Return describe its operands, and are not the operator's."""
+    """Return the operators of a text that a pass wrote. Lines below a graph's Return describe its operands, and do not
+    belong to the operator.
+    """
     kept, ended = [], False
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         ended = (ended or line.startswith("  Return(")) and line != "}"

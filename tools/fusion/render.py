@@ -1,4 +1,4 @@
-"""Show what fusing saves in the terminal, and draw the HBM traffic of a micro-batch before and after."""
+"""This module shows in the terminal what fusing saves, and draws the HBM traffic of a micro-batch before and after."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ _COLOURS = ("#4c78a8", "#f2a541", "#72b7b2")
 
 
 def draw(report: Mapping[str, Any], path: Path) -> Path:
-    """Draw to an .svg or .png; returns `path`."""
+    """Draw to an .svg or .png; return `path`."""
     rows = [row for row in report["parts"] if set(row["passes"]) & set(PASSES)]
     figure = new_figure(9, 1.6 + 0.8 * max(len(rows), 1))
     axes = figure.subplots()

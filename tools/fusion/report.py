@@ -1,4 +1,5 @@
-"""What fusing brings a recipe, as plain data: bytes and modelled seconds by part of the model and by stage.
+"""This module reports what fusing gains for a recipe, as plain data: bytes and modelled seconds by part of the model
+and by stage.
 
 The parts are counted on compiled graphs, and a stage is added up from how many of each it has.
 """
@@ -32,7 +33,7 @@ ONCE = "step"  # the pass that runs once a step; the others run once a micro-bat
 
 @dataclass
 class Pieces:
-    """What was counted.
+    """These are the counts.
 
     Args:
         tallies: part ("dense", "moe", "mtp", "head", ...) -> pass -> its numbers, of one layer where it is one.
@@ -47,14 +48,14 @@ class Pieces:
     quick: bool = False
 
     def each(self, part: str, passes: Sequence[str] = PASSES) -> Tally:
-        """Return one part's numbers for a micro-batch."""
+        """Return the counts of one part for a micro-batch."""
         found = Tally()
         for name in passes:
             found.add(self.tallies[part].get(name, Tally()))
         return found
 
     def step(self, stage: int) -> Tally:
-        """Return a stage's numbers for a step."""
+        """Return the counts of a stage for a step."""
         found = Tally()
         for part, count in self.stages[stage].items():
             found.add(self.each(part), count * self.micro_batches)
@@ -95,7 +96,7 @@ def quick_pieces(recipe: Recipe, texts: Sequence[Path], fusion: Fusion) -> Piece
 
 
 def stage_pieces(recipe: Recipe, text: Path, fusion: Fusion, stage: int) -> Pieces:
-    """Return one stage, exactly: its layers are means of their kind."""
+    """Return one stage exactly, in which each layer is the mean of its kind."""
     view = View(recipe)
     found = Pieces(view.micro_batches * view.accumulation)
     chunks = (chunk for each in stages_of(view) for chunk in each.chunks)
@@ -172,7 +173,7 @@ GRADIENTS_OFF = (
 def report_of(
     name: str, pieces: Pieces, fusion: Fusion, why: str, config: Configuration, times: DeviceTimes
 ) -> dict[str, Any]:
-    """Everything, in bytes, operators and seconds of one device.
+    """Return the whole report, in bytes, operators and seconds of one device.
 
     Args:
         name: of the recipe. fusion, why: what is fused, and which key says so.
@@ -279,6 +280,6 @@ def _named(pieces: Pieces, times: DeviceTimes) -> list[dict[str, Any]]:
 
 
 def fullest(report: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the stage of which fusing saves most."""
+    """Return the stage for which fusing saves most."""
     stages: Sequence[Mapping[str, Any]] = report["stages"]
     return max(stages, key=lambda stage: stage["bytes_before"] - stage["bytes_after"])

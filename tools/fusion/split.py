@@ -1,8 +1,10 @@
-"""Step 2 of fusing: cut a cluster into kernels (split_model.cc with the patterns of split_model_factory's models).
+"""This module is step 2 of fusing: it cuts a cluster into kernels (split_model.cc with the patterns of
+split_model_factory's models).
 
 Kernels grow from areas of operators, each with a pattern, and edges between them (area.cc). Each pattern goes over all
-areas until none matches any more, then the next one. Forward, an area takes in what it takes from; backward, what takes
-from it. With `depth` the two have only each other (a chain); with width others hold on to them, too.
+areas until none matches any more, then the next one. Forward, an area takes in an area whose result it uses; backward,
+an area that uses its result. With `depth` the two areas are connected only to each other (a chain); with width other
+areas are connected to them, too.
 
 MindSpore has both kinds of all three patterns. For reductions depth is left out, because it changes nothing: what only
 one reduction takes, and it nothing else, no other can take, and the reduction's own turn takes it first; until then it
@@ -22,7 +24,7 @@ from tools.fusion.cluster import DVM, Operator, Rules
 
 
 class Pattern(IntEnum):
-    """What an area does to shapes; an area has the highest of its operators'."""
+    """This says what an area does to shapes; an area has the highest value of its operators."""
 
     ELEMENTWISE = 1
     BROADCAST = 2
@@ -36,7 +38,7 @@ _PATTERNS = {"ReduceSum": Pattern.REDUCE, "Transpose": Pattern.OPAQUE, "Broadcas
 
 @dataclass
 class Area:
-    """Operators that are one kernel so far.
+    """These are operators that form one kernel so far.
 
     Args:
         place: of its first operator; its name among the areas.
@@ -56,12 +58,12 @@ class Area:
 
     @property
     def numbers(self) -> int:
-        """Return how many numbers the dominant operator gives."""
+        """Return how many elements the dominant operator gives."""
         return math.prod(self.shape)
 
 
 class Areas:
-    """All areas of a cluster.
+    """These are all areas of a cluster.
 
     Args:
         body: its operators, in order. outputs: places whose results leave it.
@@ -77,7 +79,9 @@ class Areas:
                 self.alive[place].users.add(area.place)
 
     def circle(self, one: Area, other: Area) -> bool:
-        """Whether the two would wait for each other if they were one: a path between them goes through a third."""
+        """Return whether two areas would wait for each other if they were one: a path between them goes through a
+        third.
+        """
         before, behind = (one, other) if self._reaches(one.place, other.place) else (other, one)
         return any(place != before.place and self._reaches(before.place, place) for place in behind.inputs)
 
@@ -94,7 +98,7 @@ class Areas:
         return False
 
     def fuse(self, into: Area, taken: Area) -> None:
-        """Make `taken`, of which `into` takes, a part of `into`."""
+        """Make `taken`, whose result `into` takes, a part of `into`."""
         broadcasts = into.inputs.pop(taken.place)
         dominant = taken if into.pattern < taken.pattern else into
         into.operators = dominant.operators + (into if dominant is taken else taken).operators

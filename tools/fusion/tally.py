@@ -1,4 +1,4 @@
-"""Count operators, kernels and bytes through HBM of a graph, by the part of the model that they belong to.
+"""This module counts the operators, kernels and HBM bytes of a graph, by the part of the model to which they belong.
 
 Parts are layers by their number, MTP layers, the embedding and the head. MindSpore keeps the path of cells on most
 operators, and the names of parameters on those that read them. In a backward a gradient belongs to the layer whose
@@ -30,7 +30,7 @@ from tools.fusion.split import kernels
 
 @dataclass
 class Tally:
-    """Of one part and pass; numbers of a mean may be broken.
+    """These are the counts of one part and pass; the counts of a mean may be fractions.
 
     Args:
         operators: that DVM takes; kernels: that they become; fused: those of several operators.
@@ -53,7 +53,7 @@ class Tally:
     named_bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
     def add(self, other: Tally, times: float = 1) -> None:
-        """Take in another's numbers, `times` over."""
+        """Add other counts, multiplied by `times`."""
         for name, value in vars(other).items():
             mine = getattr(self, name)
             if isinstance(value, Counter):
@@ -64,12 +64,12 @@ class Tally:
 
     @property
     def launches(self) -> float:
-        """Return the kernels fewer than operators."""
+        """Return by how much the number of kernels is below that of operators."""
         return self.operators - self.kernels
 
     @property
     def beside(self) -> float:
-        """Return the bytes of operators that DVM refuses, but for products and attention."""
+        """Return the bytes of operators that DVM refuses, except products and attention."""
         return sum(size for (name, _), size in self.moved.items() if name not in MULTIPLY)
 
     def as_json(self) -> dict[str, Any]:
@@ -83,7 +83,8 @@ Tallies = dict[tuple[str, str], Tally]  # (part, pass: "forward", "recompute", "
 
 
 def tallies(graph: GraphText, fusion: Fusion, rows: int) -> Tallies:
-    """All operators of a graph by part and pass. A subgraph that is called twice counts once, as one micro-batch does.
+    """Count all operators of a graph by part and pass. A subgraph that is called twice counts once, because a
+    micro-batch calls it once.
 
     Args:
         rows: what stands for dimensions that only routing decides.
@@ -95,7 +96,9 @@ def tallies(graph: GraphText, fusion: Fusion, rows: int) -> Tallies:
 
 
 def kernels_of(nodes: Sequence[Node], fusion: Fusion) -> list[list[int]]:
-    """Return the places of the operators of each kernel that DVM makes of a subgraph; alone ones are kernels, too."""
+    """Return the places of the operators of each kernel that DVM makes of a subgraph; single operators are kernels,
+    too.
+    """
     ops = [_operator(node) for node in nodes]
     names = taken_at(fusion)
     taken = [node.op in names and not refused(_operator(node, False), fusion) for node in nodes]
@@ -168,7 +171,7 @@ _WORDS = (
 
 
 def parts_of(nodes: Sequence[Node], backward: bool = False) -> list[str]:
-    """For each operator of a subgraph "0", "1", ... of a layer, or one of the names above."""
+    """Return for each operator of a subgraph the layer "0", "1", ..., or one of the names above."""
     found: list[str] = []
     segments = backward_segments(list(nodes)) if backward else []
     for place, node in enumerate(nodes):
@@ -202,7 +205,7 @@ _OTHERS = "Exp"  # floats alone
 
 
 def main_part(name: str) -> str:
-    """Return the operator that stands for a composite; any other stands for itself."""
+    """Return the operator that represents a composite; any other operator represents itself."""
     if name not in EXPANDED:
         return name
     if name in _SUMS:
@@ -213,7 +216,7 @@ def main_part(name: str) -> str:
 
 
 def taken_at(fusion: Fusion) -> Collection[str]:
-    """Operators that are fused at a level, composites too, less those that a recipe disables.
+    """Return the operators that are fused at a level, including composites, without those that a recipe disables.
 
     `cube` counts as `vector`: how products are joined with their neighbours is not modelled.
     """
@@ -222,7 +225,7 @@ def taken_at(fusion: Fusion) -> Collection[str]:
 
 
 def refused(operator: Operator, fusion: Fusion) -> str:
-    """Return why DVM leaves an operator alone; "" where it may fuse it."""
+    """Return why DVM does not fuse an operator; "" if it may."""
     if fusion.level == "off":
         return "nothing is fused"
     if operator.name in fusion.disable:
@@ -245,7 +248,7 @@ _ALIKE = frozenset(("Load", "Depend", "Reshape"))  # the same bytes as their fir
 
 
 class Read(NamedTuple):
-    """A tensor that an operator reads: the operator (or parameter) that it is of, and its type."""
+    """This is a tensor that an operator reads: the operator (or parameter) that made it, and its type."""
 
     source: str
     tensor: TensorType
@@ -267,12 +270,12 @@ def reads_of(nodes: Sequence[Node], place: int) -> list[Read]:
 
 
 def moved_alone(nodes: Sequence[Node], place: int, rows: int) -> int:
-    """Return the bytes of one operator by itself: each tensor that it takes and gives."""
+    """Return the bytes of one operator by itself: each of its inputs and outputs."""
     return _bytes((read.tensor for read in reads_of(nodes, place)), rows) + _bytes(nodes[place].outputs, rows)
 
 
 def moved_together(nodes: Sequence[Node], kernel: Collection[int], kept: Collection[int], rows: int) -> int:
-    """Return the bytes of a kernel: tensors from outside, each once, and those that something outside reads.
+    """Return the bytes of a kernel: its inputs from outside, each once, and its results that are read outside.
 
     Args:
         kept: places whose results are read outside the kernel (`read_outside`), or overwrite a parameter.
@@ -284,7 +287,7 @@ def moved_together(nodes: Sequence[Node], kernel: Collection[int], kept: Collect
 
 
 def users_of(nodes: Sequence[Node]) -> list[list[int]]:
-    """For each operator those that take from it."""
+    """Return for each operator the operators that take its result."""
     users: list[list[int]] = [[] for _ in nodes]
     for place, node in enumerate(nodes):
         for operand in set(node.operands):
@@ -293,7 +296,9 @@ def users_of(nodes: Sequence[Node]) -> list[list[int]]:
 
 
 def read_outside(nodes: Sequence[Node], users: Sequence[Sequence[int]], kernel: Collection[int]) -> set[int]:
-    """Places of a kernel whose results something outside takes; what writes a parameter is always one."""
+    """Return the places of a kernel whose results are taken outside; an operator that writes a parameter always
+    counts.
+    """
     inside = set(kernel)
     return {
         place

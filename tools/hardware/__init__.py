@@ -1,4 +1,6 @@
-"""What devices and links can do: one YAML a cluster, every number with its source and certainty."""
+"""This package describes what devices and links can do: one YAML for each cluster, every number with its source and
+certainty.
+"""
 
 from tools.hardware.load import Hardware, Link, Origin, known_hardware, load_hardware
 

@@ -1,8 +1,8 @@
-"""Read hardware files: what the devices and links of a cluster can do.
+"""This module reads hardware files, which describe what the devices and links of a cluster can do.
 
-Each number of a file is `{value, certainty, source}`, and whoever passes a file of their own must give all three.
-Publications call devices by many names ("Atlas 800T A2", "DGX-H100", "910B"); `name_of` and `device_in` find the
-device that is meant. `read_yaml` reads any YAML file that a user wrote, a cluster or measurements.
+Each number of a file is `{value, certainty, source}`, and a user's own file must give all three. Publications call
+devices by many names ("Atlas 800T A2", "DGX-H100", "910B"); `name_of` and `device_in` find the device that is meant.
+`read_yaml` reads any YAML file that a user wrote, a cluster or measurements.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ NAMES = tuple(dict.fromkeys(name for _, name in _KNOWN_AS))
 
 
 def name_of(text: str) -> str:
-    """Return the name that `text` is, or stands for as a whole; `text` itself where it is none.
+    """Return the name that `text` is, or for which it stands as a whole; return `text` itself if it is not a known
+    name.
 
     Words that stand somewhere in it are not enough: a file that is missing must not pass for a device.
     """
@@ -50,7 +51,7 @@ def name_of(text: str) -> str:
 
 
 def device_in(text: str) -> str:
-    """Return the name of the device in a description such as "H100-80GB SXM, 8 a node"; "" where none is known."""
+    """Return the name of the device in a description such as "H100-80GB SXM, 8 a node"; "" if none is known."""
     name = name_of(text)
     if name in NAMES:
         return name
@@ -77,13 +78,13 @@ class _Loader(SmallLoader):
 
 
 def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> Any:
-    """Return what is in a file.
+    """Return the content of a file.
 
     Args:
         error: to raise; shown: the file's name in it, `path` by default.
 
     Raises:
-        error: it cannot be read, is no YAML, or of a size that no such file has.
+        error: it cannot be read, is not YAML, or is too large.
     """
     name = shown or str(path)
     try:
@@ -128,7 +129,7 @@ _GONE = {"matmul_efficiency": "delete it: what matmuls reach is fitted (tools/es
 
 
 class Origin(NamedTuple):
-    """Where a number comes from: certainty is "quoted", "derived" or "assumed"."""
+    """This says where a number comes from: certainty is "quoted", "derived" or "assumed"."""
 
     certainty: str
     source: str
@@ -136,7 +137,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Link:
-    """One class of links, seen by one device in one direction.
+    """This is one class of links, as one device sees it in one direction.
 
     Args:
         bytes_per_s: nominal bandwidth.
@@ -152,13 +153,15 @@ class Link:
 
     @property
     def reached(self) -> float:
-        """Return the bytes a second that a large collective reaches."""
+        """Return the bytes per second that a large collective reaches."""
         return self.bytes_per_s * self.efficiency
 
 
 @dataclass(frozen=True)
 class HostLink:
-    """What a device reaches to its host's memory in one direction, beside the other devices or not as `origin` says."""
+    """This is the bandwidth of a device to its host's memory in one direction, with or without traffic of other devices
+    as `origin` says.
+    """
 
     bytes_per_s: float
     origin: Origin
@@ -169,7 +172,7 @@ class HostLink:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One cluster. Sizes in bytes, times in seconds, FLOP/s dense.
+    """These are the figures of one cluster: sizes in bytes, times in seconds, dense FLOP/s.
 
     Args:
         peak_flops: dtype ("bf16", "fp16", "fp32", "fp8", "fp4") -> FLOP/s; the dtypes that the file names.
@@ -195,14 +198,16 @@ class Hardware:
     file: str = field(default="", repr=False, compare=False)
 
     def with_faster(self, link: str, factor: float) -> Hardware:
-        """Return the same cluster with the bandwidth of `link`, "intra_node" or "inter_node", times `factor`."""
+        """Return the same cluster with the bandwidth of `link`, "intra_node" or "inter_node", multiplied by
+        `factor`.
+        """
         old: Link = getattr(self, link)
         changed: dict[str, Any] = {link: replace(old, bytes_per_s=old.bytes_per_s * factor)}
         return replace(self, **changed)
 
     @property
     def assumed(self) -> list[str]:
-        """Dotted keys of the numbers that nobody has measured or published."""
+        """Return the dotted keys of the numbers that nobody has measured or published."""
         return [key for key, origin in self.origins.items() if origin.certainty == "assumed"]
 
 
@@ -212,7 +217,7 @@ def known_hardware() -> list[str]:
 
 
 def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
-    """Return the hardware of a name (see `known_hardware`), of a device ("Atlas 800T A2") or of an own YAML file.
+    """Return the hardware of a name (see `known_hardware`), of a device ("Atlas 800T A2") or of a YAML file.
 
     Raises:
         RecipeError: there is no such file, or a number is missing, impossible or without its source.

@@ -1,4 +1,4 @@
-"""What sizes and number types are called: GiB, and two names for each type."""
+"""This module names sizes and number types: GiB, and two names for each type."""
 
 GIB = 1 << 30  # bytes
 MIB = 1 << 20
@@ -10,7 +10,7 @@ BOTH = tuple(sorted((*LONG, *SHORT)))
 
 
 def short_dtype(name: object, default: str) -> str:
-    """Return the short name of a type that a recipe gives in either way; `default` for none that is known."""
+    """Return the short name of a type that a recipe gives in either way; `default` if the type is not known."""
     text = str(name)
     return SHORT.get(text, text if text in LONG else default)
 

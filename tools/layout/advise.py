@@ -1,8 +1,9 @@
-"""Find which dispatch mode and how many chunks a recipe should use on a cluster, and what each mode would cost.
+"""This module finds which dispatch mode and how many chunks a recipe should use on a cluster, and what each mode would
+cost.
 
-Pure: a recipe and a hardware file in, numbers out, all of them from `tools.estimate`. `tc3 ep-report` prints them;
-where `plugins.hierarchical_ep` or `plugins.ep_overlap` says `auto`, the cheapest of these modes and chunks takes its
-place.
+The module turns a recipe and a hardware file into predictions of `tools.estimate`, without side effects. `tc3
+ep-report` prints them; if `plugins.hierarchical_ep` or `plugins.ep_overlap` has `auto`, the fastest of these modes and
+chunks replaces it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tools.schema.schema import load_schema
 
 
 def check(recipe: Recipe, hardware: Hardware) -> None:
-    """Refuse a recipe that has no expert-parallel communication to report on, or not on this cluster.
+    """Refuse a recipe that has no expert-parallel communication, or none on this cluster.
 
     Raises:
         RecipeError: no experts, no expert parallelism, degrees that do not divide, or a node of another size.
@@ -76,7 +77,9 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
 
 @dataclass(frozen=True)
 class ModeReport:
-    """One dispatch mode. Bytes and `choice` of the busiest rank, per MoE layer and micro-batch."""
+    """This is one dispatch mode. Bytes and `choice` are those of the busiest rank, for each MoE layer and
+    micro-batch.
+    """
 
     mode: str
     inter_bytes: float  # over each class of links, forward and backward, with what recomputation repeats
@@ -88,28 +91,32 @@ class ModeReport:
 
     @property
     def step(self) -> tuple[float, float]:
-        """Return the seconds of a step without, with overlap."""
+        """Return the seconds of a step without and with overlap."""
         return self.whole.total, self.cut.total
 
     @property
     def exposed(self) -> tuple[float, float]:
-        """Return the seconds of a step in which the slowest stage waits for EP communication: without, with overlap."""
+        """Return the seconds of a step in which the slowest stage waits for EP communication, without and with
+        overlap.
+        """
         return self.whole.by_part["ep"], self.cut.by_part["ep"]
 
     @property
     def share_of_step(self) -> tuple[float, float]:
-        """Return the exposed EP communication over the step, whose bubble stays in the step: without, with overlap."""
+        """Return the exposed EP communication divided by the step, including its bubble, without and with overlap."""
         return self.exposed[0] / self.step[0], self.exposed[1] / self.step[1]
 
     @property
     def share_of_communication(self) -> tuple[float, float]:
-        """Exposed EP communication over all exposed communication: without, with overlap (report section 4.4)."""
+        """Return the exposed EP communication divided by all exposed communication, without and with overlap (report
+        section 4.4).
+        """
         return self.exposed[0] / self.whole.exposed, self.exposed[1] / self.cut.exposed
 
 
 @dataclass(frozen=True)
 class Written:
-    """The recipe as it is written, with the best of what it leaves to `auto`."""
+    """This is the recipe as it is written, with the best values for what it leaves to `auto`."""
 
     mode: str
     chunks: Chunks
@@ -118,14 +125,14 @@ class Written:
 
     @property
     def words(self) -> str:
-        """``hierarchical, chunks [1, 2]: 35.70 s``."""
+        """Return the advice in one line: ``hierarchical, chunks [1, 2]: 35.70 s``."""
         chunks = f", chunks {list(self.chunks)}" if self.chunks != (1, 1) else ""
         return f"{self.mode}{chunks}: {self.step.total:.2f} s per step"
 
 
 @dataclass(frozen=True)
 class Advice:
-    """All modes of one recipe at one EP degree, and the setting to use."""
+    """These are all modes of one recipe at one EP degree, and the setting to use."""
 
     recipe: Recipe = field(repr=False)
     config: Configuration  # the run, dispatched globally and uncut
@@ -152,7 +159,7 @@ class Advice:
 
     @property
     def skew(self) -> float:
-        """Return the load of the busiest rank over the mean."""
+        """Return the load of the busiest rank divided by the mean."""
         return self.config.skew
 
     @property
@@ -162,7 +169,7 @@ class Advice:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The `plugins:` section to write; without `ep_overlap` where cutting does not pay, and without stride 1."""
+        """Return the `plugins:` section to write, without `ep_overlap` if chunks gain nothing, and without stride 1."""
         settings: dict[str, Any] = {"hierarchical_ep": {"mode": self.mode}}
         if self.chunks != (1, 1):
             settings["ep_overlap"] = {"chunks": list(self.chunks)}
@@ -179,7 +186,7 @@ def advise(
     cuts: Sequence[Chunks] = (),
     stride: int | None = None,
 ) -> Advice:
-    """Compare dispatch modes and cuts for `recipe` on `hardware`.
+    """Compare dispatch modes and numbers of chunks for `recipe` on `hardware`.
 
     Args:
         recipe: a loaded recipe.
@@ -220,7 +227,8 @@ def advise(
 
 
 def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | None]:
-    """The modes, cuts and order that a recipe leaves to `auto`, as `advise` takes them; one mode where it names it.
+    """Return the modes, chunks and order that a recipe leaves to `auto`, as `advise` takes them; one mode if it names
+    it.
 
     Raises:
         RecipeError: settings that cannot be.
@@ -286,7 +294,7 @@ _STRIDE = (*OVERLAP, "stride")
 
 
 def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
-    """Return the values in the place of `auto`, and what to say of them, a line each; nothing where there is no `auto`.
+    """Return the values instead of `auto`, and one line about each; nothing if the recipe has no `auto`.
 
     They depend on the recipe and the hardware file it names only.
 

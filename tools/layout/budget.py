@@ -1,8 +1,9 @@
-"""Limit how long a search may go on: effort, counted in work; a deadline as a backstop; Ctrl-C as a wish to stop.
+"""This module limits how long a search may run: effort, counted in work; a deadline as a safety limit; Ctrl-C as a
+request to stop.
 
-A unit of effort is about a second of one quiet core, but counted: simulated operations, looks at the solver's tree,
-simplex iterations. The same effort so gives the same plan on a fast and on a slow machine, alone or beside other
-jobs. Only a deadline and Ctrl-C can cut it short, and `Budget.cut` says when a deadline did.
+A unit of effort takes about a second of one quiet core, but it is counted in work: simulated operations, nodes of the
+solver's tree, simplex iterations. So the same effort gives the same plan on a fast and on a slow machine, with or
+without other jobs. Only a deadline or Ctrl-C can end a search earlier, and `Budget.cut` says when a deadline did.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ LATE = "the time limit ended it: another machine may find another answer"
 
 
 class Budget:
-    """Units of work that a search may spend, and seconds after which it must stop all the same.
+    """These are the units of work that a search may spend, and the seconds after which it must stop in any case.
 
     Args:
         effort: units.
@@ -50,7 +51,7 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Units that are left; 0 once stopped, and after the deadline, which is noted when they are asked for."""
+        """Return the units that are left: 0 once stopped, and after the deadline, which this call records."""
         units = max(0.0, self.effort - self.spent)
         if units and not self.stopped and self.elapsed >= self.seconds:
             self._late = True
@@ -59,7 +60,7 @@ class Budget:
 
     @property
     def over(self) -> bool:
-        """Return whether there is nothing left."""
+        """Return whether no work is left."""
         return self.left <= 0
 
     def spend(self, units: float) -> None:
@@ -67,11 +68,13 @@ class Budget:
         self.spent += units
 
     def part(self, share: float, seconds: float = math.inf) -> Budget:
-        """Return a budget of a share of the whole, within what is left; what it spends this one has spent, too."""
+        """Return a budget with a share of the whole, within what is left; work that it spends is also spent from this
+        budget.
+        """
         return _Part(self, min(self.left, share * self.effort), seconds)
 
     def stop(self) -> None:
-        """Leave no work, now."""
+        """Set the remaining work to zero."""
         self.stopped = True
 
     def _note_cut(self) -> None:

@@ -1,4 +1,5 @@
-"""The exact model of a pipeline-balance instance as a mixed-integer program for HiGHS, and what is proven with it.
+"""This module is the exact model of a pipeline-balance instance as a mixed-integer program for HiGHS, and proves bounds
+with it.
 
 Unknowns: y[k, c], layers of column k (type and option) in chunk c, and T, the step time.
 
@@ -45,7 +46,7 @@ IMPROVEMENT = 1e-6
 
 @dataclass(frozen=True)
 class Answer:
-    """What a run of the solver found."""
+    """This is the result of a run of the solver."""
 
     plan: np.ndarray | None  # [K, C] layers (not whole numbers from `relaxed`)
     value: float  # the model's T for it, or the excess of `least_excess`
@@ -54,7 +55,7 @@ class Answer:
 
 
 class PathModel:
-    """The model of one instance; grows by `add_chain`, keeps its rows between runs."""
+    """This is the model of one instance; `add_chain` adds rows to it, and it keeps its rows between runs."""
 
     def __init__(self, instance: Instance):
         self.instance = instance
@@ -85,23 +86,25 @@ class PathModel:
         self._limit_memory()
 
     def add_chain(self, visits: np.ndarray) -> None:
-        """Bound T by a chain: `visits` [rows, C] of `Instance.longest_chain`."""
+        """Bound T by a chain, given as `visits` [rows, C] of `Instance.longest_chain`."""
         layer = np.einsum("ik,ic->kc", self.instance.rows, visits)
         self._add_row(float((visits * self.instance.fixed).sum()), INFINITE, -layer, {self._time: 1.0})
         self.chains += 1
 
     def relaxed(self, budget: Budget) -> Answer:
-        """Solve with layers cut at will."""
+        """Solve the model with layers that may be divided."""
         return self._run(budget, self._time, whole=False)
 
     def best(
         self, budget: Budget, below: float = INFINITE, low: np.ndarray | None = None, high: np.ndarray | None = None
     ) -> Answer:
-        """Solve for whole layers, T at most `below`, and each count from `low` to `high` ([K, C]; default: all)."""
+        """Solve for whole layers, with T at most `below`, and each count from `low` to `high` ([K, C]; default:
+        all).
+        """
         return self._run(budget, self._time, below, low, high)
 
     def least_excess(self, budget: Budget) -> Answer:
-        """Find whole layers that exceed the cap on no stage by more than the least possible `value`."""
+        """Find whole layers that exceed the cap on no stage by more than the smallest possible `value`."""
         self._solver.changeColBounds(self._excess, 0.0, INFINITE)
         answer = self._run(budget, self._excess)
         self._solver.changeColBounds(self._excess, 0.0, 0.0)
@@ -196,7 +199,7 @@ class PathModel:
 
 
 class Incumbent:
-    """Takes plans from anyone, keeps the fastest that keeps every rule by the simulator's word."""
+    """This takes plans from any source, and keeps the fastest that satisfies every rule by the simulator."""
 
     def __init__(self, instance: Instance, bound: float = 0.0, report: Callable[[Incumbent], None] | None = None):
         self.instance = instance
@@ -207,7 +210,7 @@ class Incumbent:
 
     @property
     def gap(self) -> float:
-        """Return how much of the step time the bound leaves open: (time - bound) / time; infinite without a plan."""
+        """Return the relative gap that the bound leaves: (time - bound) / time; infinite without a plan."""
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else np.inf
 
     @property
@@ -217,11 +220,11 @@ class Incumbent:
 
     @property
     def goal(self) -> float:
-        """Return what a plan must not exceed to be better."""
+        """Return the time that a plan must stay below to be better."""
         return self.time * (1 - IMPROVEMENT)
 
     def offer(self, plan: np.ndarray) -> bool:
-        """Take `plan` if it is faster, well formed and within the cap; say whether it was taken."""
+        """Take `plan` if it is faster, well formed and within the cap; return whether it was taken."""
         one = plan[None]
         if not (self.instance.well_formed(one)[0] and self.instance.fits(one)[0]):
             return False
@@ -234,7 +237,7 @@ class Incumbent:
         return True
 
     def prove(self, bound: float) -> None:
-        """Take a lower bound of all plans; one over the best plan's time proves that plan the best."""
+        """Take a lower bound of all plans; a bound above the best plan's time proves that this plan is the best."""
         bound = min(bound, self.time)
         if np.isfinite(bound) and bound > self.bound:
             self.bound = bound
@@ -258,7 +261,7 @@ def work_bound(instance: Instance) -> float:
 
 
 def path_bound(instance: Instance, model: PathModel, budget: Budget) -> float:
-    """Return the bound, leaving in `model` the chains it rests on; infinite when no cut layers would fit either.
+    """Return the bound, and leave in `model` the chains on which it rests; infinite if even divided layers do not fit.
 
     Stops early when `budget` does or when chains outnumber the chunks by far (each makes every later solve slower):
     the bound is then weaker but still one.
@@ -282,7 +285,7 @@ _REPEATS = 4
 
 
 def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.random.Generator) -> None:
-    """Improve `incumbent`, which has a plan, for all of `budget`."""
+    """Improve `incumbent`, which has a plan, until all of `budget` is spent."""
     stages = incumbent.instance.stages
     width = max(2, stages // 4)
     while not budget.over:
@@ -296,7 +299,7 @@ def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.
 
 
 def add_plan(incumbent: Incumbent, model: PathModel, plan: np.ndarray) -> bool:
-    """Offer a plan of the model and add the chain that decides it; say whether it was taken."""
+    """Offer a plan of the model, and add the chain that determines its time; return whether the plan was taken."""
     _, visits = incumbent.instance.longest_chain(plan)
     model.add_chain(visits)
     return incumbent.offer(plan)

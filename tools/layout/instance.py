@@ -1,4 +1,5 @@
-"""A pipeline-balance problem in the neutral schema pp-balance/1: its file, its arrays, and what a solution of it costs.
+"""This module holds a pipeline-balance problem in the neutral schema pp-balance/1: its file, its arrays, and the cost
+of a solution.
 
 A model's layers go to stages x chunks. Chunk (v, s) is the v-th chunk of stage s; the model's order is v-major: chunk 0
 of all stages, then chunk 1, ...; of V-shaped schedules odd chunks go from the last stage to the first. Layers of one
@@ -34,7 +35,9 @@ CAP_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Option:
-    """A way to recompute a layer: time added to its backward, activation memory of a micro-batch in flight."""
+    """This is a way to recompute a layer: time added to its backward, and activation memory of a micro-batch in
+    flight.
+    """
 
     name: str
     extra_backward: float
@@ -43,7 +46,8 @@ class Option:
 
 @dataclass(frozen=True)
 class LayerType:
-    """Layers that are alike: how many, times of a micro-batch, memory of parameters (with gradients and so on).
+    """These are equal layers: their number, times of a micro-batch, and memory of parameters (with gradients and so
+    on).
 
     `weight` is the part of `backward` that is weight gradients, which some schedules split off.
     """
@@ -59,7 +63,7 @@ class LayerType:
 
 @dataclass(frozen=True)
 class Instance:
-    """One problem. Times and memory in the file's units.
+    """This is one problem; times and memory are in the file's units.
 
     static      [stages] memory of a stage that no layer causes
     head, tail  (forward, backward) added to the first and the last chunk
@@ -78,19 +82,19 @@ class Instance:
 
     @cached_property
     def columns(self) -> tuple[tuple[int, int], ...]:
-        """(type, option) of each column."""
+        """Return (type, option) of each column."""
         return tuple((t, o) for t, kind in enumerate(self.types) for o in range(len(kind.options)))
 
     @cached_property
     def costs(self) -> np.ndarray:
-        """[4, K] forward, backward, parameters and activation of a layer in each column."""
+        """Return [4, K]: forward, backward, parameters and activation of a layer in each column."""
         pairs = [(self.types[t], self.types[t].options[o]) for t, o in self.columns]
         rows = [(k.forward, k.backward + o.extra_backward, k.parameters, o.activation) for k, o in pairs]
         return np.array(rows, float).T
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """[2, C] forward and backward of the head and the tail."""
+        """Return [2, C]: forward and backward of the head and the tail."""
         fixed = np.zeros((2, self.chunks * self.stages))
         fixed[:, 0] += self.head
         fixed[:, -1] += self.tail
@@ -103,17 +107,19 @@ class Instance:
 
     @cached_property
     def peaks(self) -> tuple[np.ndarray, ...]:
-        """For each stage [vectors, chunks]: micro-batches in flight that no other moment of the stage exceeds."""
+        """Return for each stage [vectors, chunks]: micro-batches in flight that no other moment of the stage
+        exceeds.
+        """
         return tuple(peak_vectors(order, self.chunks) for order in self.table.orders)
 
     @cached_property
     def least_layers(self) -> int:
-        """Return the layers that each chunk but the first and the last must hold: 1 where the model has enough."""
+        """Return the layers that each chunk except the first and the last must hold: 1 if the model has enough."""
         return int(sum(kind.count for kind in self.types) >= self.chunks * self.stages - 2)
 
     @cached_property
     def places(self) -> np.ndarray:
-        """[C] v * P + s of the chunk (v, s) at each place of the model's order."""
+        """Return [C]: v * P + s of the chunk (v, s) at each place of the model's order."""
         numbers = np.arange(self.chunks * self.stages).reshape(self.chunks, self.stages)
         if is_v_shaped(self.schedule):
             numbers[1::2] = numbers[1::2, ::-1].copy()
@@ -121,23 +127,25 @@ class Instance:
 
     @cached_property
     def stage_of(self) -> np.ndarray:
-        """[C] stage of each chunk."""
+        """Return [C], the stage of each chunk."""
         return self.places % self.stages
 
     def by_stage(self, values: np.ndarray) -> np.ndarray:
-        """[..., C] in the model's order as [..., C] by v * P + s, or back again."""
+        """Reorder [..., C] from the model's order to that of v * P + s, or back again."""
         return values[..., self.places] if is_v_shaped(self.schedule) else values
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """[2, K] forward and backward of a layer in each column; [3, K] with weight gradients where they are split."""
+        """Return [2, K], forward and backward of a layer in each column; [3, K] with weight gradients if they are
+        split.
+        """
         if not splits_backward(self.schedule):
             return self.costs[:2]
         return np.vstack([self.costs[:2], [self.types[t].weight for t, _ in self.columns]])
 
     @cached_property
     def fixed(self) -> np.ndarray:
-        """[rows, C] of what no layer causes: `ends`, whose weight gradients are not split off."""
+        """Return [rows, C], the times that no layer causes: `ends`, whose weight gradients are not split off."""
         return np.vstack([self.ends, np.zeros((len(self.rows) - 2, self.ends.shape[1]))])
 
     def times(self, plans: np.ndarray) -> np.ndarray:
@@ -172,7 +180,9 @@ class Instance:
         return memory <= self.cap + CAP_TOLERANCE
 
     def well_formed(self, plans: np.ndarray) -> np.ndarray:
-        """Return [N]: whether every layer is placed once, types keep the model's order and no inner chunk is empty."""
+        """Return [N]: whether every layer is placed once, the types keep the model's order and no inner chunk is
+        empty.
+        """
         layers = np.stack([plans[:, self.type_columns(t)].sum(axis=1) for t in range(len(self.types))], axis=1)
         counts = np.array([kind.count for kind in self.types])
         good = (plans >= 0).all(axis=(1, 2)) & (layers.sum(axis=2) == counts).all(axis=1)
@@ -311,7 +321,7 @@ class _Place:
         raise DataError(f"{self.path}: {self.where or 'the whole file'}: {shown}: {want}")
 
     def key(self, name: str) -> _Place:
-        """Return the value of a key, which must be there."""
+        """Return the value of a key, which must exist."""
         if not isinstance(self.value, dict):
             self.refuse("must be a mapping")
         where = f"{self.where}.{name}" if self.where else name
@@ -352,7 +362,9 @@ class _Place:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A solution's simulated step time, peak memory per stage, and the stages over the cap (stage -> by how much)."""
+    """This is a solution's simulated step time, peak memory per stage, and the stages over the cap (stage -> by how
+    much).
+    """
 
     time: float
     peak: np.ndarray
@@ -360,7 +372,7 @@ class Judgement:
 
 
 def judge(instance: Instance, solution: list) -> Judgement:
-    """Simulate a solution n[type][v][s][option] as the schema's `doc` says.
+    """Simulate a solution n[type][v][s][option] as the schema's `doc` describes.
 
     Raises:
         DataError: its shape is wrong, it does not place every layer once, or types leave the model's order.

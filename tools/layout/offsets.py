@@ -1,11 +1,13 @@
-"""Tables for `model.model_config.offset`: of a Megatron layout string, of the file of `auto`, or an even spread.
+"""This module makes tables for `model.model_config.offset`: from a Megatron layout string, from the file of `auto`, or
+by an even spread.
 
-A layout string says where the layers run and is translated. `auto` stands for an answer of the pipeline optimiser that
-is kept beside the recipe (`LayoutFile`), with the tables of `recompute_config`, which `auto` takes over.
+A layout string says where the layers run, and is translated to an offset. `auto` stands for a result of the pipeline
+optimiser that is stored beside the recipe (`LayoutFile`), with the tables of `recompute_config`, which `auto` also
+determines.
 
-Like a lock file the layout file is made once and read at every launch. `pretrain.yaml` has `pretrain.layout.yaml`. It
-holds what the answer depends on (`inputs`, and their digest), the answer in MindFormers' own shapes, and what the model
-predicted for it. A launch whose recipe has other inputs refuses it.
+Like a lock file, the layout file is made once and read at every launch. `pretrain.yaml` has `pretrain.layout.yaml`. The
+file holds the inputs of the result (`inputs`, and their digest), the result in MindFormers' own shapes, and the model's
+predictions for it. A launch whose recipe has other inputs refuses the file.
 """
 
 from __future__ import annotations
@@ -59,12 +61,12 @@ class LayoutFile:
 
 
 def path_of(recipe: str) -> Path:
-    """Return the file of a recipe's file."""
+    """Return the layout file of a recipe's file."""
     return Path(recipe).with_suffix(ENDING)
 
 
 def is_layout_file(path: Path) -> bool:
-    """Return whether a file is one of these, which may be made anew."""
+    """Return whether a file is a layout file, which may be written anew."""
     try:
         with path.open(encoding="utf-8") as file:
             return file.readline().startswith(_HEAD)
@@ -73,18 +75,18 @@ def is_layout_file(path: Path) -> bool:
 
 
 def digest_of(inputs: Mapping[str, Any]) -> str:
-    """Sixteen letters that tell inputs from others."""
+    """Return sixteen letters that identify the inputs."""
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def write_layout(layout: LayoutFile, path: Path, command: str) -> None:
-    """Write the file, which `command` made; a folder that cannot be written to is a DataError."""
+    """Write the file, which `command` made; raise DataError for a folder that cannot be written to."""
     head = f"{_HEAD} Made by `{command}`; read at every launch.\n"
     write_atomically(path, head + recipe_text(asdict(layout)))
 
 
 def read_layout(path: Path) -> LayoutFile:
-    """Read a file; one that cannot be read, or with a key that is missing or unknown, is a RecipeError."""
+    """Read a file; raise RecipeError if it cannot be read, or if a key is missing or unknown."""
     content = read_yaml(path, RecipeError)
     wanted = [field.name for field in fields(LayoutFile)]
     if not isinstance(content, dict) or not set(wanted) <= set(content):
@@ -94,7 +96,7 @@ def read_layout(path: Path) -> LayoutFile:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what differs between inputs, as "pp 8, was 4"."""
+    """Return in words what differs between inputs, such as "pp 8, was 4"."""
     names = [*now, *(name for name in before if name not in now)]
     return [
         f"{name} {now.get(name, 'absent')}, was {before.get(name, 'absent')}"
@@ -111,7 +113,7 @@ _TAKEN = {"weight_item": 4, "state_item": 8, "matrix_state_item": None}
 
 
 def put(recipe: Recipe, values: Values) -> None:
-    """Set values (in place). Sections on the way become the recipe's own: other keys may share them by an anchor."""
+    """Set values in place. Sections on the way are copied, because other keys may share them by an anchor."""
     for path, value in values.items():
         section: Any = recipe
         for key in path[:-1]:
@@ -122,10 +124,10 @@ def put(recipe: Recipe, values: Values) -> None:
 
 
 def string_values(recipe: Recipe, text: str) -> Values:
-    """Return the offset that a layout string stands for.
+    """Return the offset for a layout string.
 
     Raises:
-        RecipeError: it is none, or does not fit the model or the pipeline.
+        RecipeError: it is not a layout string, or does not fit the model or the pipeline.
     """
     view = View(recipe)
     built = convert(View(even_layout(recipe)), load_schema())
@@ -150,7 +152,7 @@ def string_values(recipe: Recipe, text: str) -> Values:
 
 
 def even_values(recipe: Recipe) -> Values:
-    """Return the layers spread evenly and nothing recomputed."""
+    """Return a table in which the layers are spread evenly and nothing is recomputed."""
     flat = copy.deepcopy(recipe)
     put(flat, {OFFSET: 0})
     view = View(flat)
@@ -161,7 +163,9 @@ def even_values(recipe: Recipe) -> Values:
 
 
 def even_layout(recipe: Recipe) -> Recipe:
-    """A copy with layers spread evenly and nothing recomputed: a recipe that can be read while its layout is open."""
+    """Return a copy with layers spread evenly and nothing recomputed, so that a recipe can be read while its layout is
+    open.
+    """
     even = copy.deepcopy(recipe)
     put(even, even_values(recipe))
     return even
@@ -191,12 +195,14 @@ def file_values(recipe: Recipe, layout: LayoutFile) -> Values:
 
 
 def remedy(recipe: Recipe) -> str:
-    """Return what to do about a layout file that is missing or another run's."""
+    """Return what to do about a layout file that is missing or belongs to another run."""
     return f"run tc3 search layout {recipe.source} (with the --set of this run, if any)"
 
 
 def inputs_of(recipe: Recipe) -> dict[str, Any]:
-    """What the answer depends on, but for the cluster: all that the model of time and memory reads, and its version."""
+    """Return the inputs of the answer, except the cluster: all values that the model of time and memory reads, and its
+    version.
+    """
     config = from_recipe(even_layout(recipe))
     run = {name: value for name, value in asdict(config).items() if name not in (*_ANSWERS, *_OF_DATA, "model")}
     run = {name: value for name, value in run.items() if name not in _TAKEN or value != _TAKEN[name]}

@@ -1,4 +1,5 @@
-"""What `tc3 search pipeline` says: the solution file, the summary for people, one JSON object for machines, a picture.
+"""This module writes the output of `tc3 search pipeline`: the solution file, the summary for people, one JSON object
+for machines, a picture.
 
 The picture shows who runs what when (as the report's figures 2 and 9), and the memory of each stage over the step.
 """
@@ -30,7 +31,9 @@ def solution_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def report_json(outcome: Outcome) -> dict[str, Any]:
-    """The solution with what is known about it; without a plan `solution` is null and `why` says what is missing."""
+    """Return the solution with its time and bounds; without a plan `solution` is null and `why` says what is
+    missing.
+    """
     known = {
         "lower_bound": _finite(outcome.bound),
         "work_bound": outcome.work_bound,
@@ -88,7 +91,7 @@ def _recompute(outcome: Outcome, own: np.ndarray) -> str:
 
 
 def draw(instance: Instance, plan: np.ndarray, path: Path) -> Path:
-    """Draw the timeline and the memory of a plan [K, C]; returns `path`; errors as `save_figure`."""
+    """Draw the timeline and the memory of a plan [K, C]; return `path`; errors are as in `save_figure`."""
     forward, backward = instance.by_stage(instance.times(plan)[:2]).reshape(2, instance.chunks, instance.stages)
     simulation = simulate_timetable(instance.table, Durations(forward, backward))
     figure = new_figure(14, 3 + 0.4 * instance.stages)

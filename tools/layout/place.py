@@ -1,4 +1,5 @@
-"""Layers to stages and chunks, and what each recomputes, for a configuration: the pipeline optimiser's answer.
+"""This module assigns a configuration's layers to stages and chunks, and chooses what each recomputes, by the pipeline
+optimiser.
 
 `place` makes a pipeline-balance instance of the configuration (`problem`), has it optimised and turns the
 plan back into tables of layers and recomputation as MindFormers reads them: each option counts from a chunk's first
@@ -34,7 +35,9 @@ from tools.pipeline.schedules import pairs_up
 
 
 def eased(config: Configuration, model: TimeModel, cap_bytes: float) -> Configuration:
-    """`config` with fewer layers of each group, the dearest group first, as long as every stage keeps `cap_bytes`."""
+    """Return `config` with fewer recomputed layers of each group, the most expensive group first, as long as every
+    stage keeps `cap_bytes`.
+    """
     kind = config.model.last_kind
     names = [name for name, _ in config.recompute.operators] + [NORMS] * bool(config.recompute.select)
     for name in sorted(names, key=lambda name: -model.layer(config, kind).again(name).total):
@@ -60,13 +63,13 @@ def _fewest(config: Configuration, name: str, chunk: int, stage: int, cap_bytes:
 
 
 def recomputed_table(config: Configuration, name: str) -> Table:
-    """Return the layers of a group, or of norms."""
+    """Return the layers that recompute a group, or norms."""
     none: Table = tuple((0,) * config.pp for _ in config.layers)
     return (config.recompute.select if name == NORMS else dict(config.recompute.operators).get(name)) or none
 
 
 def with_table(config: Configuration, name: str, table: Table) -> Configuration:
-    """With other layers of a group, or of norms; a group without any is none."""
+    """Return the configuration with other layers for a group, or for norms; a group without layers is removed."""
     some = table if any(map(any, table)) else None
     if name == NORMS:
         return replace(config, recompute=replace(config.recompute, select=some))
@@ -82,7 +85,7 @@ _ORDER = ("full", "select", "communication", "none")  # of a chunk's layers, as 
 
 @dataclass(frozen=True)
 class Placement:
-    """What `place` found."""
+    """This is the result of `place`."""
 
     configuration: Configuration | None  # with its new layers and recomputation; None where nothing fits
     step_s: float  # simulated seconds of a step; infinite without a configuration
@@ -96,7 +99,8 @@ class Placement:
 def place(
     config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, seed: int = 0, groups: bool = False
 ) -> Placement:
-    """The fastest placement of `config`'s layers, and recomputation for each, that keeps `cap_bytes` on every stage.
+    """Return the fastest placement of `config`'s layers, with recomputation for each, that keeps `cap_bytes` on every
+    stage.
 
     The configuration's own tables are one of the candidates, and the only one for models whose dense and MoE layers
     alternate. Of schedules with pairs (`tools.pipeline.orders`) the optimiser does not count what a pair hides,
@@ -115,7 +119,7 @@ def place(
     candidates = [config]
 
     def optimised(way: Way, part: Budget) -> list[Configuration]:
-        """What the optimiser makes of one instance, as MindFormers can express it; its outcome is added."""
+        """Optimise one instance, in a form that MindFormers can express, and add the outcome."""
         instance = pipeline_instance(config, model, cap_bytes, *way)
         outcomes.append(optimise(instance, part, seed))
         plan = outcomes[-1].plan
@@ -148,7 +152,7 @@ def place(
 
 
 class Way(NamedTuple):
-    """An instance that a configuration is placed by: the last arguments of `pipeline_instance`."""
+    """These are the last arguments of `pipeline_instance`, for an instance by which a configuration is placed."""
 
     full: bool
     mtp: bool = False
@@ -156,7 +160,7 @@ class Way(NamedTuple):
 
 
 def ways(config: Configuration) -> list[Way]:
-    """Return the instances that a configuration is placed by; [] where nothing is moved.
+    """Return the instances by which a configuration is placed; [] if no layer is moved.
 
     No layer recomputes everything; some do; the last one does, and MTP with it.
     """
@@ -166,7 +170,7 @@ def ways(config: Configuration) -> list[Way]:
 
 
 def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
-    """Return the same where layers may recompute groups of operators as well; [] where none is known.
+    """Return the same instances with groups of operators that layers may recompute as well; [] if no group is known.
 
     Without whole layers once for each number of groups: what a pass works with hangs on which groups there are.
     """
@@ -180,7 +184,7 @@ def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
 def least_seconds(
     config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, groups: bool = False
 ) -> float:
-    """Return the seconds of a step that nothing which `place` may return for `config` is under.
+    """Return a lower bound on the seconds of a step, for everything that `place` may return for `config`.
 
     The least `path_bound` of its instances; gradients and optimizer count nothing, for they hang on the layers. 0
     where nothing is moved, infinite where nothing fits.
@@ -212,7 +216,7 @@ def _why(config: Configuration, cap_bytes: float, outcomes: list[Outcome]) -> st
 
 
 def configuration_of(config: Configuration, instance: Instance, plan: np.ndarray) -> Configuration:
-    """`config` with the layers and recomputation of a plan [K, C] whose options are `in_order`."""
+    """Return `config` with the layers and recomputation of a plan [K, C] whose options are `in_order`."""
     layers = _table(instance, plan.sum(axis=0))
     chunks = [_options_of(instance, plan, chunk) for chunk in range(plan.shape[1])]
     names = {name for options in chunks for option in options for name in parts_of(option)}
@@ -238,13 +242,15 @@ def _options_of(instance: Instance, plan: np.ndarray, chunk: int) -> list[str]:
 
 
 def order_of(instance: Instance) -> list[str]:
-    """Return the names of all options, the strongest first, as MindFormers counts them; of groups the most first."""
+    """Return the names of all options, the strongest first, as MindFormers counts them; options with more groups come
+    first.
+    """
     names = {option.name for kind in instance.types for option in kind.options}
     return sorted(names, key=lambda name: (_ORDER.index(name) if name in _ORDER else 1, -len(parts_of(name)), name))
 
 
 def last_full(instance: Instance, plan: np.ndarray) -> np.ndarray:
-    """Return the plan [K, C] with all layers of its last chunk recomputed fully, as far as their types can."""
+    """Return the plan [K, C] with all layers of its last chunk recomputed fully, as far as their types allow."""
     found, chunk = plan.copy(), np.flatnonzero(plan.any(axis=0))[-1]
     for index, kind in enumerate(instance.types):
         names, columns = [option.name for option in kind.options], instance.type_columns(index)
@@ -255,7 +261,9 @@ def last_full(instance: Instance, plan: np.ndarray) -> np.ndarray:
 
 
 def in_order(instance: Instance, plan: np.ndarray) -> np.ndarray | None:
-    """The plan [K, C] with each chunk's options in MindFormers' order: the fastest that fits; None if none does."""
+    """Return the plan [K, C] with each chunk's options in MindFormers' order: the fastest that fits; None if none
+    does.
+    """
     order = order_of(instance)
     for chunk in range(plan.shape[1]):
         strengths = [order.index(name) for name in _options_of(instance, plan, chunk)]

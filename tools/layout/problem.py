@@ -1,4 +1,5 @@
-"""A configuration's pipeline as a `tools.layout.instance.Instance`, by the estimator's own times and bytes.
+"""This module describes a configuration's pipeline as a `tools.layout.instance.Instance`, by the estimator's own times
+and bytes.
 
 Times in milliseconds, memory in GiB. Layer types: "dense" and "moe". Embedding, head and MTP stay at the ends: their
 times are the instance's head and tail, their memory is static. What a stage needs once whatever it holds (buffers,
@@ -29,7 +30,7 @@ _MS = 1000
 
 @dataclass(frozen=True)
 class PlacedInstance(Instance):
-    """An instance whose chunks wait for what another stage sends.
+    """This is an instance whose chunks wait for transfers from another stage.
 
     receiving   added to each forward but the first chunk's and each backward but the last chunk's. A sender's own time
                 is left out, so that no real plan is faster than the instance says.
@@ -41,7 +42,7 @@ class PlacedInstance(Instance):
 
     @cached_property
     def fixed(self) -> np.ndarray:
-        """`ends`, with the weight gradients of head and tail where they are split off."""
+        """Return `ends`, with the weight gradients of head and tail if they are split off."""
         found = super().fixed
         found[2:, 0] += self.end_weights[0]
         found[2:, -1] += self.end_weights[1]
@@ -49,7 +50,7 @@ class PlacedInstance(Instance):
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """[2, C] forward and backward of what no layer causes."""
+        """Return [2, C], forward and backward of everything that no layer causes."""
         fixed = np.full((2, self.chunks * self.stages), self.receiving)
         fixed[:, 0] += self.head
         fixed[:, -1] += self.tail
@@ -64,7 +65,7 @@ class PlacedInstance(Instance):
 def pipeline_instance(
     config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False, groups: Sequence[str] = ()
 ) -> PlacedInstance:
-    """Return the problem of placing `config`'s layers anew; its own layers and recomputation are not read.
+    """Return the problem of placing `config`'s layers anew; their present place and recomputation are not read.
 
     Args:
         full: layers may recompute everything. MindFormers' recipes then have working memory for a whole layer's
@@ -125,7 +126,9 @@ def kind_count(config: Configuration, kind: str) -> int:
 
 
 def table_of(config: Configuration, counts: list[int]) -> Table:
-    """[chunks][stages] of a list in model order, which runs back up where the schedule is V-shaped."""
+    """Return [chunks][stages] of a list in model order, which runs back from the last stage to the first if the
+    schedule is V-shaped.
+    """
     stages, turned = config.pp, is_v_shaped(config.schedule)
     rows = [tuple(counts[first : first + stages]) for first in range(0, len(counts), stages)]
     return tuple(row[::-1] if turned and chunk % 2 else row for chunk, row in enumerate(rows))
@@ -141,7 +144,7 @@ def _weights(times: list) -> float:
 
 
 def by_price(config: Configuration, model: TimeModel) -> tuple[str, ...]:
-    """Norms and the groups of operators that are known, the one first that costs the least time for a byte.
+    """Return norms and the known groups of operators, first the one that costs the least time per byte.
 
     MindFormers counts every group from a chunk's first layer, so that of two layers one has all that the other has.
     Options that add group after group in this order are the lower convex hull of time over memory, here of the kind
@@ -186,7 +189,7 @@ def _parameters(config: Configuration, kinds: list[str]) -> tuple[np.ndarray, di
     begin = int(_last_stage(config) == 0)  # of a V both ends are on stage 0: layers are counted on the next one
 
     def held(first: int) -> np.ndarray:
-        """[stages] with so many layers at the beginning and the others at the end."""
+        """Return [stages] with this many layers at the beginning and the others at the end."""
         counts = [0] * (config.pp * config.chunks - 1) + [more.layers - first]
         counts[begin] = first
         laid = replace(config, model=more, layers=table_of(config, counts))
@@ -223,7 +226,9 @@ def _last_stage(config: Configuration) -> int:
 
 
 def may_hold_first(config: Configuration, stage: int) -> bool:
-    """Whether a stage can hold layers of the first kind: those before it need one each, but for the first stage."""
+    """Return whether a stage can hold layers of the first kind: the stages before it need one each, except the first
+    stage.
+    """
     model = config.model
     first = kind_count(config, model.pattern[0])
     return first == model.layers or stage <= first

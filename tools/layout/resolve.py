@@ -1,4 +1,5 @@
-"""`auto` in a recipe becomes values, here and nowhere else: every command calls `resolve` once it has its recipe.
+"""This module replaces `auto` in a recipe by values, and no other module does: every command calls `resolve` once it
+has its recipe.
 
     1. A Megatron layout string at `model.model_config.offset`: the offset that places layers so (`offsets`).
     2. `plugins.hierarchical_ep.mode: auto` and `plugins.ep_overlap.chunks: auto`: what `tc3 ep-report` advises
@@ -7,8 +8,8 @@
        which is for the dispatch of step 2.
     4. What `plugins.attention_balance` weighs samples by, where the recipe gives no costs.
 
-Values depend on the recipe, the hardware file that it names and the layout file only: every rank, node, day and
-command sees the same ones. `tools.recipe.view` refuses a recipe that has not come by here.
+Values depend only on the recipe, the hardware file that it names and the layout file, so every rank, node and command
+gets the same values. `tools.recipe.view` refuses a recipe that is not resolved.
 
 To `plugins.attention_balance` a sample of n tokens costs `per_token` x n, and `per_pair` for each pair of its tokens
 that attend. It deals samples to ranks by these two numbers, and with `window` above 1 to steps. They are computed from
@@ -64,7 +65,8 @@ SECTION = ("plugins", "attention_balance")
 
 
 def sample_cost(recipe: Recipe) -> Cost:
-    """FLOPs of training a token, and a pair of tokens that attend; a forward pass that runs again counts again.
+    """Return the training FLOPs of a token, and of a pair of tokens that attend; a recomputed forward pass counts
+    again.
 
     Raises:
         RecipeError: the recipe's sizes make no model.
@@ -82,7 +84,8 @@ def sample_cost(recipe: Recipe) -> Cost:
 
 
 def write_sample_cost(recipe: Recipe) -> None:
-    """Write `sample_cost` into `recipe` (in place) where its plugin is on and has no costs; errors as `sample_cost`.
+    """Write `sample_cost` into `recipe` (in place) if its plugin is on and has no costs; errors are as in
+    `sample_cost`.
 
     Call it when layout and recomputation are settled, for what is recomputed counts.
     """
@@ -96,7 +99,7 @@ def write_sample_cost(recipe: Recipe) -> None:
 
 
 def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:
-    """Take over (in place) the cost that the run of `first`, its effective recipe, began with; says where it differs.
+    """Take over (in place) the cost with which the run of `first`, its effective recipe, began; print where it differs.
 
     A recipe that gives measured costs of its own keeps them, and one without the plugin stays without.
     """
@@ -118,11 +121,11 @@ _KEY = dotted(OFFSET)
 
 
 class NothingFits(RecipeError):
-    """No layout keeps the memory limit."""
+    """No layout stays within the memory limit."""
 
 
 def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, margin: float | None = None) -> LayoutFile:
-    """Ask the pipeline optimiser; the recipe's own offset and recompute tables are not read.
+    """Ask the pipeline optimiser for a layout; the recipe's own offset and recompute tables are not read.
 
     Args:
         margin: share of the memory limit to leave free; the estimator's known error by default.
@@ -163,7 +166,7 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
 
 
 def layout_text(recipe: Recipe, found: LayoutFile) -> str | None:
-    """Return a layout as Megatron writes it; None for a pipeline that runs back up."""
+    """Return a layout as Megatron writes it; None for a V-shaped pipeline."""
     config = from_recipe(_even(recipe))
     if is_v_shaped(config.schedule):
         return None
@@ -186,7 +189,7 @@ _PLAIN = {MODE: "global", CHUNKS: [1, 1]}
 
 
 class UnresolvedError(RecipeError):
-    """The value at `path` stays open, because of `why`, which may name another key."""
+    """This says that the value at `path` stays open because of `why`, which may name another key."""
 
     def __init__(self, source: str, path: KeyPath, why: str):
         super().__init__(why if why.startswith(f"{source}:") else f"{source}: {why}")
@@ -194,7 +197,8 @@ class UnresolvedError(RecipeError):
 
 
 def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file", dispatch: bool = True) -> Recipe:
-    """Return a copy of `recipe` in which nothing is `auto`, with the costs of its samples; all else is as it was.
+    """Return a copy of `recipe` in which nothing is `auto`, with the costs of its samples; everything else is
+    unchanged.
 
     Args:
         say: hears what became of each open value, a line each.
@@ -211,7 +215,9 @@ def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file
 
 
 def resolve_for_check(recipe: Recipe) -> tuple[Recipe, list[UnresolvedError]]:
-    """As `resolve`, with an even layout and the plainest dispatch in the place of what cannot be; and why it cannot."""
+    """Resolve as `resolve` does, but with an even layout and the plainest dispatch for values that cannot be resolved;
+    also return why.
+    """
     failed: list[UnresolvedError] = []
     return _resolved(recipe, lambda line: None, "file", True, failed), failed
 

@@ -1,4 +1,6 @@
-"""`tc3 memory`: bytes of a device, not compiled; exit code 0, 1 where it does not surely fit, 2 for a wrong input."""
+"""This module is `tc3 memory`, which counts a device's bytes without compiling; the exit code is 0, 1 if it may not
+fit, 2 for a wrong input.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,12 @@ _PASSES = {"F": "forward", "B": "backward", "W": "gradients of weights"}
 
 
 def unit_of(size: float) -> tuple[int, str]:
-    """GiB, or MiB for less than one of them."""
+    """Return a size in GiB, or in MiB if it is less than one GiB."""
     return (GIB, "GiB") if size >= GIB else (MIB, "MiB")
 
 
 def pass_in_words(label: str) -> str:
-    """``the backward of micro-batch 3, chunk 0`` from ``B 3.0``."""
+    """Return ``the backward of micro-batch 3, chunk 0`` for ``B 3.0``."""
     if not label:
         return "no pass"
     kind, place = label.split(" ")
@@ -56,7 +58,7 @@ def pass_in_words(label: str) -> str:
 
 
 def print_stages(report: Mapping[str, Any], console: Console) -> None:
-    """A row for each stage, then who holds the fullest one's peak."""
+    """Print a row for each stage, then who holds the peak of the stage with the most memory."""
     unit, name = unit_of(max(stage["peak"] for stage in report["stages"]))
     table = Table(box=None, pad_edge=False)
     table.add_column("stage", justify="right")
@@ -86,7 +88,7 @@ def print_stages(report: Mapping[str, Any], console: Console) -> None:
 
 
 def print_proposals(proposals: Sequence[Mapping[str, Any]], console: Console, fits: bool = False) -> None:
-    """A row for each proposal and its keys below; best first."""
+    """Print a row for each proposal with its keys below, the best first."""
     if fits:
         console.print("It fits unchanged; these changes would free memory all the same:")
     if not proposals:

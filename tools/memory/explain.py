@@ -1,7 +1,8 @@
-"""Find which keys of a recipe free how much memory at what cost in step time: predicted and checked, ranked.
+"""This module finds which keys of a recipe free how much memory at what cost in step time: predicted, checked and
+ranked.
 
-A proposal is a child of the recipe: it is written as keys, read again, predicted from these keys and given to
-`tc3 check`. What the model does not predict (swapping to the host, `optimizer_level: level3`) is not a proposal.
+A proposal is a child of the recipe: it is written as keys, read again, predicted from these keys and given to `tc3
+check`. Changes that the model does not predict (swapping to the host, `optimizer_level: level3`) are not proposed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PAIRS = 10  # pairs that are written, read again and checked
 
 @dataclass(frozen=True)
 class Proposal:
-    """A change of a recipe.
+    """This is a change of a recipe.
 
     Args:
         name: in words; keys: what to write, by dotted key.
@@ -47,13 +48,13 @@ class Proposal:
 
 
 def verdict(peak: float, room: Room) -> str:
-    """Return whether a predicted peak fits into the room, as far as the model's known error lets one say."""
+    """Return whether a predicted peak fits into the room, as far as the model's known error allows a statement."""
     return fit_between(peak, peak, room.cap, room.bytes)
 
 
 def explain(recipe: Recipe, times: TimeModel, room: Room, pairs: bool = True) -> list[Proposal]:
-    """Proposals, best first: what fits by its step time, then what might, then what frees most. Two changes together
-    only where no single one fits.
+    """Return proposals, the best first: those that fit by step time, then those that might fit, then by freed memory.
+    Two changes are tried together only if no single one fits.
 
     Raises:
         RecipeError: the recipe cannot be predicted.

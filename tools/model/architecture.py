@@ -1,4 +1,4 @@
-"""A transformer's sizes and the pattern of its layers, in neutral terms."""
+"""This module describes a transformer's sizes and the pattern of its layers, in neutral terms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DENSE, MOE = "dense", "moe"
 
 @dataclass(frozen=True)
 class Latent:
-    """Ranks and head widths of multi-latent attention; `query_rank` 0: queries are not compressed."""
+    """These are ranks and head widths of multi-latent attention; with `query_rank` 0, queries are not compressed."""
 
     query_rank: int
     kv_rank: int
@@ -23,7 +23,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer. Sizes in elements.
+    """These are the sizes of a transformer, in elements.
 
     Args:
         pattern: for each layer, in order, "dense" or "moe".
@@ -71,7 +71,7 @@ class Model:
 
     @property
     def layers(self) -> int:
-        """Layers, without MTP."""
+        """Return the number of layers, without MTP."""
         return len(self.pattern)
 
     @property
@@ -91,7 +91,9 @@ class Model:
 
     @property
     def alternates(self) -> bool:
-        """Whether layers of one kind stand in more than one place: not just dense layers before or behind MoE ones."""
+        """Return whether layers of one kind occur in more than one place, other than dense layers before or after the
+        MoE layers.
+        """
         return len(list(groupby(self.pattern))) > 2
 
 
@@ -118,7 +120,7 @@ def pattern_of(layers: int, experts: int = 0, dense: int = 0, frequency: int | S
 
 
 def words_of(pattern: Sequence[str]) -> str:
-    """Return a pattern in words: ``"1 dense, 53 moe"``."""
+    """Return a pattern in words, such as ``"1 dense, 53 moe"``."""
     return ", ".join(f"{len(list(alike))} {kind}" for kind, alike in groupby(pattern))
 
 

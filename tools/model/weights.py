@@ -1,4 +1,4 @@
-"""Every weight of a transformer, one layer at a time, what they add up to by stage, and the FLOPs of a token.
+"""This module lists every weight of a transformer by layer, sums weights by stage, and computes the FLOPs of a token.
 
 Kinds of layers: "embedding", "dense", "moe", "mtp" (a layer of the last kind, its projection and three norms) and
 "head" (last norm and output projection). Letters: h hidden, n heads.
@@ -25,7 +25,7 @@ KINDS = ("embedding", "dense", "moe", "mtp", "head")
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix of rows x columns, as the framework stores it.
+    """This is a matrix of rows x columns, as the framework stores it.
 
     Args:
         split: what is cut: "rows" or "columns" over tp, "experts" over ep, "" nothing.
@@ -42,13 +42,13 @@ class Weight:
 
     @property
     def size(self) -> int:
-        """Return the elements in it."""
+        """Return the number of elements in the weight."""
         return self.rows * self.columns
 
 
 @lru_cache(maxsize=4096)
 def weights(model: Model, kind: str, shared_whole: bool = False) -> tuple[Weight, ...]:
-    """Return all weights of one layer of a kind, not cut.
+    """Return all weights of one layer of a kind, before any sharding.
 
     Args:
         shared_whole: the shared expert and the MTP projection are whole on every tensor-parallel rank.
@@ -143,7 +143,7 @@ def layer_size(model: Model, kind: str) -> int:
 
 
 def used_size(model: Model, kind: str) -> int:
-    """As `layer_size`, but of the routed experts only the top-k that a token uses."""
+    """Return `layer_size`, but of the routed experts count only the top-k that a token uses."""
     idle = sum(weight.size for weight in weights(model, kind) if weight.split == "experts")
     return layer_size(model, kind) - (idle // model.experts * (model.experts - model.top_k) if idle else 0)
 
@@ -154,7 +154,9 @@ def parameters(model: Model) -> int:
 
 
 def active_parameters(model: Model) -> int:
-    """Weights that one token passes through, embedding included, MTP not: the A in a name such as 105B-A4.7B."""
+    """Return the weights that one token passes through, with embedding and without MTP: the A in a name such as
+    105B-A4.7B.
+    """
     return sum(used_size(model, kind) for kind in ("embedding", "head", *model.pattern))
 
 

@@ -1,4 +1,4 @@
-"""The orders in which pipeline schedules run a stage's work: MindSpore's own, and those of papers.
+"""This module defines the orders in which pipeline schedules run a stage's work: MindSpore's own, and those of papers.
 
 An operation is one piece of work of a stage, such as the forward of one chunk for one micro-batch; an order is the
 list of a stage's operations, also written as numbers for NumPy. `tools.pipeline.schedules` names the schedules.
@@ -63,7 +63,7 @@ LOOP, V, BOTH_WAYS = "loop", "v", "both ways"
 
 
 class Op(NamedTuple):
-    """One piece of work of a stage: forward, backward, or the weight gradients split from a backward.
+    """This is one piece of work of a stage: a forward, a backward, or the weight gradients split from a backward.
 
     A "B" without a "W" of the same micro-batch, chunk and part is the whole backward; with one it is the input
     gradients. `part` is a piece of the sequence (0 where sequences are not split): forwards of a micro-batch go through
@@ -90,12 +90,12 @@ def as_table(order: Sequence[Op | Sequence[Op]]) -> np.ndarray:
 
 
 def as_operations(table: np.ndarray) -> list[Op]:
-    """Return what a table of an order says, without what is joined."""
+    """Return the operations in a table of an order, without joined operations."""
     return [Op(KINDS[kind], *rest) for kind, *rest in table[:, :4].tolist()]
 
 
 def neighbours(stages: int, chunks: int, shape: str) -> tuple[dict, dict]:
-    """(chunk, stage) -> the one before and the one after it in the model."""
+    """Return (chunk, stage) -> the chunk and stage before it and after it in the model."""
     walks = []
     for chunk in range(chunks):
         walk = range(stages) if shape == LOOP or chunk % 2 == 0 else reversed(range(stages))
@@ -107,7 +107,7 @@ def neighbours(stages: int, chunks: int, shape: str) -> tuple[dict, dict]:
 
 
 def widened(table: np.ndarray) -> np.ndarray:
-    """Return a table of the first columns of an order with the others: part 0, nothing joined."""
+    """Extend a table of the first columns of an order by the other columns: part 0, nothing joined."""
     return np.pad(table, ((0, 0), (0, COLUMNS - table.shape[1])))
 
 
@@ -154,30 +154,30 @@ def _interleaved(rounds: list[int], chunks: int, warm_up: int) -> np.ndarray:
 
 
 def interleaved_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Interleaved 1F1B of Megatron-LM (arXiv 2104.04473, figure 4)."""
+    """Return interleaved 1F1B of Megatron-LM (arXiv 2104.04473, figure 4)."""
     rounds = _rounds_extra_first(stages, micro_batches)
     return _interleaved(rounds, chunks, (chunks - 1) * rounds[0] + 2 * (stages - 1 - stage))
 
 
 def interleaved_1f1b_less_memory(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Interleaved 1F1B with the shorter warm-up of plain 1F1B."""
+    """Return interleaved 1F1B with the shorter warm-up of plain 1F1B."""
     rounds = _rounds_extra_first(stages, micro_batches)
     return _interleaved(rounds, chunks, (chunks - 1) * rounds[0] + stages - 1 - stage)
 
 
 def seqpipe(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """1F1B, interleaved with several chunks, of parts of sequences."""
+    """Return 1F1B over parts of sequences, interleaved if there are several chunks."""
     after = (stages - 1 - stage) * (1 if chunks == 1 else 2)
     return _by_parts(_rounds_extra_spread(stages, micro_batches), chunks, after, parts)
 
 
 def seqvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """As seqpipe, but a round has as many micro-batches as their parts fill the stages."""
+    """Return seqpipe in which a round has as many micro-batches as are needed for their parts to fill the stages."""
     return _by_parts(_rounds_extra_spread(stages // parts, micro_batches), chunks, 2 * (stages - 1 - stage), parts)
 
 
 def seqsmartvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """As seqvpp, with the shorter warm-up that holds less memory."""
+    """Return seqvpp with the shorter warm-up that holds less memory."""
     return _by_parts(_rounds_extra_spread(stages // parts, micro_batches), chunks, stages - 1 - stage, parts)
 
 
@@ -210,7 +210,9 @@ def plain_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.n
 
 
 def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Eight phases of MindSpore's `ZeroBubbleV` (which is DualPipeV's order with few weight gradients split off)."""
+    """Return the eight phases of MindSpore's `ZeroBubbleV` (which is DualPipeV's order with few weight gradients split
+    off).
+    """
     after = stages - stage - 1
     half = (stage + 1) // 2
     split = {
@@ -238,12 +240,16 @@ def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> n
 
 
 def zb_h1(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Bubble (p - 1) (F + B - W), with B the input's gradients only; no more in flight than 1F1B."""
+    """Return ZB-H1, whose bubble is (p - 1) (F + B - W), with B only the input's gradients; as many micro-batches in
+    flight as 1F1B.
+    """
     return _lagging(stages - stage, stage, micro_batches)
 
 
 def zb_h2(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Bubble of a stage between its own first and last operation (p - 1) (F + B - 2 W); 2 p - 1 in flight."""
+    """Return ZB-H2, whose bubble of a stage between its own first and last operation is (p - 1) (F + B - 2 W); 2 p - 1
+    in flight.
+    """
     return _lagging(2 * (stages - stage) - 1, 2 * stage, micro_batches)
 
 
@@ -265,14 +271,18 @@ _BLOCK = (("F", 0), ("F", 1), ("B", 1), ("B", 0))  # in the order in which a mic
 
 
 def v_min(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """A stage's operations one unit after its neighbour's, forth and back: (p + 4) // 3 micro-batches in flight."""
+    """Return a stage's operations one unit after its neighbour's in both directions: (p + 4) // 3 micro-batches in
+    flight.
+    """
     turn = 2 if stages % 3 == 0 else 0  # without it two operations of a stage would fall on one time
     times = (stage, 2 * stages - 1 - stage, 2 * stages + turn + stage, 4 * stages + turn - 1 - stage)
     return _repeated(times, micro_batches)
 
 
 def v_half(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Two units on the way forth, one on the way back: (p + 2) // 2 micro-batches in flight."""
+    """Return a stage's operations two units after its neighbour's forth and one back: (p + 2) // 2 micro-batches in
+    flight.
+    """
     turn = 3 if stages % 2 == 0 else 0
     there, back = 3 * stages + turn - 1 + 2 * stage, 6 * stages + turn - 2 - stage
     return _repeated((2 * stage, 3 * stages - 2 - stage, there, back), micro_batches)
@@ -298,7 +308,9 @@ def _repeated(times: tuple[int, ...], micro_batches: int) -> np.ndarray:
 
 
 def zb_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Four units forth, two back, warm-up and end filled: p micro-batches in flight."""
+    """Return operations four units after the neighbour's forth and two back, with filled warm-up and end: p
+    micro-batches in flight.
+    """
     return _filled(stages, micro_batches)[stage]
 
 
@@ -363,12 +375,14 @@ def _choice(
 
 
 def dual_pipe_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the eight steps of the public `dualpipev.py`, read as a figure of its schedule."""
+    """Return the eight steps of the public `dualpipev.py`, written as its schedule's figure shows them."""
     return as_table(_steps(stage, stages, micro_batches))
 
 
 def dual_pipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """DualPipe: a stage and its mirror do what DualPipeV of half as many stages does; the far half swaps chunks."""
+    """Return DualPipe: a stage and its mirror do what DualPipeV of half as many stages does; the stages of the far half
+    swap chunks.
+    """
     near = stage < stages // 2
     half, mirror = micro_batches // 2, min(stage, stages - 1 - stage)
     table = as_table(_steps(mirror, stages // 2, half))
@@ -415,7 +429,7 @@ def _steps(stage: int, stages: int, micro_batches: int) -> list[Op | tuple[Op, O
 
 
 def interleaved_1f1b_pairs(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Interleaved 1F1B with its steady phase in pairs: a backward runs together with the forward after it.
+    """Return interleaved 1F1B whose steady phase runs in pairs: a backward runs together with the forward after it.
 
     The report (section 4.1) and Pangu Ultra MoE (arXiv 2505.04519) overlap the communication of adjacent forwards
     and backwards of different micro-batches; which of the two neighbours of a backward is its partner, they do not say.

@@ -1,7 +1,8 @@
-"""Pipeline schedules by name: what each stage runs in which order, what a schedule needs, and who can run it.
+"""This module lists pipeline schedules by name: the order of each stage, the sizes that a schedule needs, and who can
+run it.
 
-MindSpore's (`SCHEDULES`, see `tools.pipeline.orders`) are what a recipe can ask for. The others
-(`PAPER_SCHEDULES`) are published by leaders, and only simulated here:
+MindSpore's schedules (`SCHEDULES`, see `tools.pipeline.orders`) are those that a recipe can ask for. The others
+(`PAPER_SCHEDULES`) are published, and only simulated here:
 
 zb_h1, zb_h2             weight gradients fill the bubble (arXiv 2401.10241)
 zb_v, v_half, v_min      the model in a V, memory as one likes (arXiv 2405.15362)
@@ -76,7 +77,9 @@ def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batche
 
 
 def order_table(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return `operations` as numbers [operations, COLUMNS] (`tools.pipeline.orders`), with pairs; errors as there."""
+    """Return `operations` as numbers [operations, COLUMNS] (`tools.pipeline.orders`), with pairs; errors are as in
+    `operations`.
+    """
     check_schedule(schedule, stages, chunks, micro_batches, parts)
     if not 0 <= stage < stages:
         raise RecipeError(f"stage {stage}: must be 0 to {stages - 1}")
@@ -86,7 +89,7 @@ def order_table(schedule: str, stage: int, stages: int, chunks: int, micro_batch
 
 
 def check_schedule(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> None:
-    """Refuse a schedule that does not exist or cannot run with these numbers; errors as `operations`."""
+    """Refuse a schedule that does not exist or cannot run with these sizes; errors are as in `operations`."""
     if schedule not in _ORDERS:
         near = did_you_mean(schedule, list(_ORDERS))
         raise RecipeError(f"pipeline schedule {schedule!r}: must be one of {', '.join(_ORDERS)}{near}")
@@ -102,7 +105,7 @@ def check_schedule(schedule: str, stages: int, chunks: int, micro_batches: int, 
 
 @lru_cache(maxsize=65536)
 def can_run(schedule: str, stages: int, chunks: int, micro_batches: int) -> bool:
-    """Say whether `check_schedule` lets a schedule that exists pass, of whole sequences."""
+    """Return whether `check_schedule` accepts an existing schedule, for whole sequences."""
     return _needs(schedule, stages, chunks, micro_batches, 1)[0]
 
 
@@ -140,12 +143,12 @@ def _needs(schedule: str, stages: int, chunks: int, micro_batches: int, parts: i
 
 
 def schedule_of(scheduler: str, chunks: int) -> str:
-    """The schedule that MindFormers' `pipeline_scheduler` names, which says 1f1b for the interleaved one, too."""
+    """Return the schedule that MindFormers' `pipeline_scheduler` names, which is 1f1b for the interleaved one, too."""
     return "interleaved_1f1b" if scheduler == "1f1b" and chunks > 1 else scheduler
 
 
 def scheduler_of(schedule: str) -> str:
-    """Return what `pipeline_scheduler` says for a schedule: the inverse of `schedule_of`."""
+    """Return the value of `pipeline_scheduler` for a schedule: the inverse of `schedule_of`."""
     return "1f1b" if schedule.startswith("interleaved_1f1b") else schedule
 
 
@@ -155,17 +158,17 @@ def shape_of(schedule: str) -> str:
 
 
 def splits_backward(schedule: str) -> bool:
-    """Say whether some weight gradients run apart from their backward."""
+    """Return whether some weight gradients run apart from their backward."""
     return schedule in _ORDERS and _ORDERS[schedule].weights
 
 
 def pairs_up(schedule: str) -> bool:
-    """Say whether forwards and backwards run together as pairs."""
+    """Return whether forwards and backwards run together as pairs."""
     return schedule in _PAIRS
 
 
 def is_v_shaped(schedule: str) -> bool:
-    """Say whether odd chunks run from the last stage to the first (the model's order then makes a V)."""
+    """Return whether odd chunks run from the last stage to the first (the model's order then forms a V)."""
     return schedule in _ORDERS and shape_of(schedule) == V
 
 
@@ -183,11 +186,13 @@ _REFUSED = {
 
 
 def why_not(schedule: str) -> str:
-    """Return why no recipe can ask for a schedule; "" where MindFormers runs it."""
+    """Return why no recipe can ask for a schedule; "" if MindFormers runs it."""
     assert set(PAPER_SCHEDULES) <= set(_REFUSED)
     return _REFUSED.get(schedule, "")
 
 
 def interleaves(schedule: str, chunks: int) -> bool:
-    """Return what `pipeline_interleave` must say: MindFormers takes schedulers other than 1f1b only with it."""
+    """Return the value that `pipeline_interleave` must have: MindFormers accepts schedulers other than 1f1b only with
+    it.
+    """
     return chunks > 1 or scheduler_of(schedule) != "1f1b"

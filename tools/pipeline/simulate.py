@@ -1,4 +1,5 @@
-"""Simulate a pipeline schedule: how long a step takes, who waits, how much memory each stage holds when, as a picture.
+"""This module simulates a pipeline schedule: the time of a step, idle times, the memory of each stage over time, and a
+picture.
 
 Rules of the simulation, all stated here:
 * a stage runs its operations one after the other in the schedule's order, each as soon as what it needs is there;
@@ -38,7 +39,7 @@ OVERLAPS = ("none", "1f1b", "full")
 
 @dataclass(frozen=True)
 class Durations:
-    """How long each operation takes: [chunks, stages] arrays in one unit of time.
+    """This says how long each operation takes: [chunks, stages] arrays in one unit of time.
 
     Where sequences are split: [parts, chunks, stages] for each part, or [chunks, stages] for equally long ones.
 
@@ -59,7 +60,7 @@ class Durations:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What happened: a step's time, and per stage its work, idle share and operations with start and end."""
+    """This is the result: a step's time, and per stage its work, idle share and operations with start and end."""
 
     makespan: float
     busy: np.ndarray  # [stages] time of computation
@@ -74,7 +75,7 @@ class Simulation:
 
     @property
     def idle_share(self) -> float:
-        """Return the idle time over all time: (p-1)/(m+p-1) for 1F1B with equal stages."""
+        """Return the idle time divided by all time: (p-1)/(m+p-1) for 1F1B with equal stages."""
         return 1 - float(self.busy.sum()) / (self.makespan * len(self.busy))
 
 
@@ -89,7 +90,7 @@ def simulate(schedule: str, micro_batches: int, durations: Durations, parts: int
 
 
 def simulate_timetable(table: Timetable, durations: Durations) -> Simulation:
-    """Simulate own orders (see `tools.pipeline.timetable.lay_out`).
+    """Simulate given orders (see `tools.pipeline.timetable.lay_out`).
 
     Raises:
         RecipeError: `overlap` is none of `OVERLAPS`.
@@ -109,7 +110,7 @@ def simulate_timetable(table: Timetable, durations: Durations) -> Simulation:
 
 @lru_cache(maxsize=4096)
 def filling(schedule: str, stages: int, chunks: int, micro_batches: int) -> float:
-    """Return the time that a stage of equal ones does not work, in micro-batches of its work: (p - 1) / v for 1F1B.
+    """Return the idle time of a stage if all stages are equal, in units of a micro-batch's work: (p - 1) / v for 1F1B.
 
     A forward takes as long as the input gradients and as the weight gradients; transfers take none.
     """
@@ -125,7 +126,7 @@ def makespans(
     weight: np.ndarray | None = None,
     hidden: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return the step times [plans] of many plans at once, without transfers; sequences are whole.
+    """Return the step times [plans] of many plans at once, without transfers, for whole sequences.
 
     `forward`, `backward` and `weight` are [plans, chunks, stages], `hidden` [plans, chunks, chunks, stages], as in
     `Durations`.
@@ -176,7 +177,7 @@ _IRREGULAR = ("gpipe", "seqpipe", "seqvpp", "seqsmartvpp")
 
 
 def in_flight(order: Sequence[Op], chunks: int) -> np.ndarray:
-    """Return [operations, chunks]: micro-batches whose activations are held while each operation runs.
+    """Return [operations, chunks]: the micro-batches whose activations are held while each operation runs.
 
     Of sequences in parts each part counts as its share of a micro-batch. A pair holds what both its operations do: its
     forward comes first.
@@ -197,7 +198,8 @@ def _takes_and_frees(order: Sequence[Op]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def enough(schedule: str, stages: int, micro_batches: Any) -> Any:
-    """Micro-batches of a run (a number or an array) that is as full as one of `micro_batches`, but short.
+    """Return the micro-batches of a short run (a number or an array) that needs as much memory as one of
+    `micro_batches`.
 
     What does not fill a round of most schedules is added to their first round, and later ones repeat the second. GPipe
     has one round; seqpipe, seqvpp and seqsmartvpp spread the rest over rounds: the first depends on their number.
@@ -241,7 +243,8 @@ _HEIGHT = 0.84
 
 
 def draw_timeline(axes: Any, simulation: Simulation, numbers: bool = False) -> None:
-    """Draw on matplotlib's `axes`: later chunks darker, the two operations of a pair above each other in a frame.
+    """Draw on matplotlib's `axes`: later chunks are darker, and the two operations of a pair stand above each other in
+    a frame.
 
     `numbers` writes each operation's micro-batch in it.
     """

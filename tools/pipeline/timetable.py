@@ -1,8 +1,9 @@
-"""A schedule as a timetable of levels, so that NumPy can simulate all stages, and many plans, at once.
+"""This module turns a schedule into a timetable of levels, so that NumPy can simulate all stages, and many plans, at
+once.
 
 An operation's level is the longest chain of operations that must come before it. A stage has at most one operation, or
 one pair, on a level, and operations of one level never wait for each other: the simulation is one step for each level,
-whatever the times are. The timetable depends on the orders alone and is kept for the next plan with the same schedule.
+whatever the times are. The timetable depends only on the orders and is kept for the next plan with the same schedule.
 
 From the same levels follows why a step takes as long as it takes: the longest chain of operations.
 
@@ -32,7 +33,7 @@ PAIR = 3  # in `Timetable.paired`
 
 @dataclass(frozen=True)
 class Timetable:
-    """Operations by level and stage; idle places take no time. C is parts x chunks x stages.
+    """These are operations by level and stage; idle places take no time. C is parts x chunks x stages.
 
     A pair, a forward and a backward that run together, is one place.
 
@@ -68,7 +69,7 @@ class Timetable:
 
 @lru_cache(maxsize=32)
 def timetable(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> Timetable:
-    """Return the timetable of a schedule; errors as `tools.pipeline.schedules.operations`."""
+    """Return the timetable of a schedule; errors are as in `tools.pipeline.schedules.operations`."""
     tables = [order_table(schedule, stage, stages, chunks, micro_batches, parts) for stage in range(stages)]
     return lay_out(tables, chunks, shape_of(schedule))
 
@@ -109,7 +110,7 @@ def _rows(
     split[here[weights]] = True
 
     def beside(neighbours: dict) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of a neighbour's forward, -1 without one; whether it is on another stage."""
+        """Return the number of a neighbour's forward, or -1 if there is none, and whether it is on another stage."""
         found = [neighbours.get((index, stage)) for index in range(chunks)]
         first = np.array([-1 if place is None else place[0] * span + place[1] for place in found])[chunk]
         apart = np.array([place is not None and place[1] != stage for place in found])[chunk]
@@ -220,7 +221,7 @@ def _table(
 def play(
     table: Timetable, costs: Iterable[np.ndarray], plans: tuple[int, ...] = (), lags: Sequence[np.ndarray] = ()
 ) -> np.ndarray:
-    """Return [levels + 1, stages, *plans] when each stage is free again after so many levels.
+    """Return [levels + 1, stages, *plans]: when each stage is free again after this many levels.
 
     Args:
         costs: for each level [stages, *plans] how long its operations take.
@@ -242,7 +243,8 @@ def play(
 
 
 def critical_path(table: Timetable, times: np.ndarray) -> tuple[float, np.ndarray]:
-    """Return (step time, visits, as `times`): how often the longest chain runs each chunk's forward and backward.
+    """Return (step time, visits, in the shape of `times`): how often the longest chain runs each chunk's forward and
+    backward.
 
     `times` is [2, C], forward and backward of the chunks by chunk * stages + stage, or [3, C] with the weight gradients
     in the backward, which schedules with split backwards need. Their visits say how often the chain runs weight

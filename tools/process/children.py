@@ -1,4 +1,4 @@
-"""Signals around work that must not be cut in half, and child processes that end when their parent is ended.
+"""This module handles signals around work that must not be interrupted, and child processes that end with their parent.
 
 `child` starts a process that ends with a block, whatever ends the block; `run_child` runs one to its end (a training,
 or another side of a comparison), and takes it along when we are ended. `ordered_map` is a
@@ -44,7 +44,7 @@ _LOOK = 0.2  # seconds after which a waiting main thread looks for signals
 
 
 def interruptibly(work: Callable[[], Result]) -> Result:
-    """Do `work`, which may stay in C for minutes, in a thread, so that Ctrl-C ends the wait for it at once.
+    """Do `work`, which may stay in C for minutes, in a thread, so that Ctrl-C ends the wait at once.
 
     The work itself goes on until the process ends, so it must write nothing. It must let go of Python's lock.
     Outside the main thread, which no signal reaches, it is done right here.
@@ -83,7 +83,7 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that ask a p
 
 @contextmanager
 def collected_signals(received: list[int], numbers: Sequence[int] = NUMBERS) -> Iterator[list[int]]:
-    """Collect signals in a list instead of dying of them."""
+    """Collect signals in a list instead of ending by them."""
     with ExitStack() as handlers:
         for number in numbers:
             handlers.enter_context(_handler(number, lambda number, frame: received.append(number)))
@@ -92,7 +92,7 @@ def collected_signals(received: list[int], numbers: Sequence[int] = NUMBERS) -> 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Put off Ctrl-C and SIGTERM until the end of the block (milliseconds of renames or of starting a process)."""
+    """Delay Ctrl-C and SIGTERM until the end of the block (milliseconds of renames or of starting a process)."""
     arrived: list[int] = []
     try:
         with collected_signals(arrived, (signal.SIGINT, signal.SIGTERM)):
@@ -104,7 +104,7 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def deaf_children() -> Iterator[None]:
-    """Keep Ctrl-C from processes started inside, so that it reaches the parent only; SIGTERM still ends them.
+    """Keep Ctrl-C from processes started inside the block, so that only the parent gets it; SIGTERM still ends them.
 
     They inherit a blocked SIGINT. Python's handlers are not inherited, and ignoring SIGINT here would lose one.
     """
@@ -144,7 +144,7 @@ GRACE = 20.0  # seconds that `tc3 train` may take to end its workers
 
 
 def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `command` to its end; like `subprocess.run(..., text=True, check=False)`, `options` being those of Popen.
+    """Run `command` until it ends, like `subprocess.run(..., text=True, check=False)`; `options` are those of Popen.
 
     Ctrl-C and SIGTERM end the child first, by SIGTERM, and by SIGKILL where that is not enough.
 
@@ -158,7 +158,7 @@ def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedPro
 
 @contextmanager
 def child(command: Sequence[str], grace: float = 0.0, **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a process, which ends with the block: by SIGTERM if it has `grace` seconds, then as `kill` does.
+    """Start a process that ends with the block: by SIGTERM if it has `grace` seconds, then as `kill` does.
 
     A second Ctrl-C does not wait for it. `options` are those of Popen. Raises OSError: it cannot be started.
     """
@@ -176,7 +176,7 @@ def child(command: Sequence[str], grace: float = 0.0, **options: Any) -> Iterato
 
 
 def kill(process: subprocess.Popen[Any]) -> None:
-    """End a process by SIGKILL with all that it has started, and with its session, if it leads one.
+    """End a process by SIGKILL with all processes that it has started, and with its session if it leads one.
 
     Nothing is done once somebody has waited for it: its number may be another's by then.
     """
@@ -196,7 +196,7 @@ UNUSED = ("sklearn", "scipy.stats")  # MindFormers imports NLTK for scores of te
 
 
 def import_light_nltk() -> None:
-    """Import NLTK, if it is there, without scikit-learn and scipy.stats, which it asks for where it can do without.
+    """Import NLTK, if it is installed, without scikit-learn and scipy.stats, which it would import but does not need.
 
     They are a sixth of what the import of MindFormers costs each worker, so call this before. Others find NLTK's
     helpers as ever.

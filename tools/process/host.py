@@ -1,4 +1,5 @@
-"""What a host says of itself: its files below a root, the output of its tools, names of hosts, and `npu-smi`'s tables.
+"""This module reads facts of a host: its files below a root, the output of its tools, names of hosts, and `npu-smi`'s
+tables.
 
 A recorded host is a folder that mirrors the parts of `/` that were copied (`proc/cmdline`, `sys/bus/pci/...`), with
 the output of a tool in `outputs/`, named after its command line: `outputs/npu-smi_info_-t_topo.txt`. So recorded hosts
@@ -6,8 +7,8 @@ stand in for real ones in tests.
 
 `npu-smi` is read leniently, because columns and words differ between generations of the driver. Read so far: tables of
 drivers 22.0 to 26.0 (910A and Atlas A2, one chip a card; Atlas A3, two), and the layout of Ascend 950, whose columns
-are others (tests/tools/process/outputs/SOURCES.md). A table that is not understood is None or empty, and whoever asks
-says so.
+are others (tests/tools/process/outputs/SOURCES.md). If a table is not understood, the result is None or empty, and the
+caller says so.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _GRACE = 0.5  # seconds to wait for one that was killed
 
 @dataclass(frozen=True)
 class Root:
-    """The host whose files stand below `path`: this one if that is `/`, otherwise a recorded one."""
+    """This is the host whose files are below `path`: this one if `path` is `/`, otherwise a recorded one."""
 
     path: Path = Path("/")
     _answers: dict[tuple[str, ...], str | None] = field(default_factory=dict, compare=False, repr=False)
@@ -37,15 +38,15 @@ class Root:
 
     @property
     def live(self) -> bool:
-        """Return whether it is the host that we run on, whose tools can be asked."""
+        """Return whether it is the host on which we run, whose tools can be called."""
         return self.path == Path("/")
 
     def place(self, path: str) -> Path:
-        """Return where `path` of the host stands."""
+        """Return the real path of `path` on the host."""
         return self.path / path.lstrip("/")
 
     def read(self, path: str) -> str | None:
-        """Return the text of a file without blanks around it; None where it is not there or may not be read."""
+        """Return the text of a file without surrounding blanks; None if it does not exist or may not be read."""
         try:
             return self.place(path).read_text(errors="replace").strip()
         except OSError:
@@ -65,7 +66,7 @@ class Root:
         )
 
     def ask(self, *command: str) -> str | None:
-        """Return what a tool prints; None where it is not there, fails or takes more than ten seconds.
+        """Return the output of a tool; None if the tool is missing, fails or takes more than ten seconds.
 
         It is asked once: some take a second, and many checks read the same. One that hung is not started again.
         """
@@ -102,7 +103,7 @@ MOST = 1 << 17  # more than any host has cores, and than there are ports
 
 
 def expand(text: str) -> list[int]:
-    """``"0-3,8"`` -> [0, 1, 2, 3, 8], in the order written.
+    """Return the numbers of a list: ``"0-3,8"`` gives [0, 1, 2, 3, 8], in the written order.
 
     Raises:
         ValueError: something else than numbers and ranges, or more of them than any host has.
@@ -118,7 +119,7 @@ def expand(text: str) -> list[int]:
 
 
 def compress(cores: Iterable[int]) -> str:
-    """[0, 1, 2, 3, 8] -> ``"0-3,8"``; nothing for no cores."""
+    """Return a list of numbers as text: [0, 1, 2, 3, 8] gives ``"0-3,8"``, and no cores give an empty text."""
     ranges: list[list[int]] = []
     for core in sorted(cores):
         if ranges and core == ranges[-1][1] + 1:
@@ -136,7 +137,8 @@ _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 
 
 def read_hosts(path: Path) -> tuple[list[str], int]:
-    """Return the names and workers a host of a hosts file: a line each, HOST or HOST SLOTS; `#` starts a comment.
+    """Return the names and workers of the hosts in a hosts file: each line is HOST or HOST SLOTS, and `#` starts a
+    comment.
 
     Raises:
         ClusterError: the file cannot be read, names a host twice or none at all, or hosts with unequal slots.
@@ -172,7 +174,7 @@ def read_hosts(path: Path) -> tuple[list[str], int]:
 
 
 def shorten(hosts: Iterable[str]) -> str:
-    """``["node3", "node5", "node4", "x"]`` -> ``"node[3-5],x"``, as Slurm writes lists of hosts.
+    """Return names of hosts in Slurm's short form: ``["node3", "node5", "node4", "x"]`` gives ``"node[3-5],x"``.
 
     Numbers of other widths stand apart, for ``node1`` and ``node01`` are two names.
     """
@@ -199,7 +201,9 @@ _CORES = re.compile(r"\d+-\d+(?:,\d+(?:-\d+)?)*")
 
 @dataclass(frozen=True)
 class Chip:
-    """One device of `npu-smi info`: number for programs, card, name, health in npu-smi's word, PCI address or ""."""
+    """This is one device of `npu-smi info`: its number for programs, card, name, health in npu-smi's word, PCI address
+    or "".
+    """
 
     device: int
     card: int
@@ -209,7 +213,7 @@ class Chip:
 
 
 def chips(text: str) -> list[Chip]:
-    """Return the devices of `npu-smi info`, numbered from 0 in its order; `Phy-ID` where it prints one.
+    """Return the devices of `npu-smi info`, numbered from 0 in its order, or by `Phy-ID` if it prints one.
 
     Each takes two rows: card, name and health; then chip, `Phy-ID` and PCI address.
     """
@@ -235,7 +239,9 @@ def _first_row(cells: list[str]) -> tuple[int, str, str] | None:
 
 
 def npu_processes(text: str) -> list[tuple[int, int, str]] | None:
-    """(card, process id, name) of each row of the table of processes; None where it is not there or not understood."""
+    """Return (card, process id, name) of each row of the table of processes; None if the table is missing or not
+    understood.
+    """
     rows = list(_table(text, "Process id"))
     found = []
     for cells in rows:
@@ -261,13 +267,13 @@ def _table(text: str, column: str) -> Iterator[list[str]]:
 
 
 def npu_smi_version(text: str) -> str | None:
-    """Of the driver's tools: the first line of `npu-smi info`."""
+    """Return the version of the driver's tools, from the first line of `npu-smi info`."""
     found = _VERSION.search(text)
     return found[1] if found else None
 
 
 def core_lists(text: str) -> dict[int, str]:
-    """Device -> its column `CPU Affinity` in `npu-smi info -t topo`; nothing where a driver has no such column."""
+    """Return device -> its column `CPU Affinity` in `npu-smi info -t topo`; nothing if a driver has no such column."""
     found = {}
     for row in _TOPOLOGY.finditer(text):
         words = row[2].split()

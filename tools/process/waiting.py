@@ -1,7 +1,7 @@
-"""What a user sees while a command works: nothing is silent for long, on a terminal and in a log alike.
+"""This module shows progress while a command works: no command is silent for long, on a terminal or in a log.
 
-What takes more than two seconds says what it is. A reporter writes log lines, and a progress bar or a line now and
-then, all on stderr.
+Work that takes more than two seconds prints what it is. A reporter writes log lines, and a progress bar or a line now
+and then, all on stderr.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def _print(line: str) -> None:
 
 
 def saying(what: str, after: float | None = None) -> AbstractContextManager[None]:
-    """A line on stderr after two seconds (or `after`), then now and then while the block runs: ``WHAT (22 s so far)``.
+    """Print a line on stderr after two seconds (or `after`), then now and then while the block runs: ``WHAT (22 s so
+    far)``.
 
     For work that cannot say how far it is.
     """
@@ -93,7 +94,7 @@ Shown = TypeVar("Shown", bound=_OnStderr)
 
 
 class Progressing(_OnStderr):
-    """Shows words that change, and how much of `total` is done; work that ends within two seconds says nothing.
+    """This shows changing words, and how much of `total` is done; work that ends within two seconds prints nothing.
 
     Off a terminal words are said once, and again only after two minutes without others.
 
@@ -112,7 +113,7 @@ class Progressing(_OnStderr):
             self._task = self._bar.add_task(self.words, total=self._total)
 
     def show(self, words: str, done: float | None = None, total: float | None = None) -> None:
-        """Say something else, and how far it is."""
+        """Show other words, and how much is done."""
         self.words, self._total = words, total or self._total
         if self._bar:
             self._bar.update(self._task, description=words, completed=done, total=self._total)
@@ -127,13 +128,13 @@ class Progressing(_OnStderr):
 
 
 class Reporter:
-    """Says nothing. Library callers and tests use it as it is."""
+    """This reporter is silent; library callers and tests use it."""
 
     def log(self, message: str) -> None:
         """Report one line."""
 
     def start(self, label: str, total: int) -> None:
-        """Begin a stage of `total` bytes; 0 where nobody knows how much there is to do."""
+        """Begin a stage of `total` bytes; 0 if the amount is not known."""
 
     def advance(self, amount: int) -> None:
         """Count `amount` bytes as done."""
@@ -153,13 +154,15 @@ class _Stage:
     begin: float = field(default_factory=time.monotonic)
 
     def line(self) -> str:
-        """``"encoding: 34%, 12 s"``; no share where all is read and something else goes on."""
+        """Return ``"encoding: 34%, 12 s"``; without a share if everything is read and other work goes on."""
         share = f"{self.done / self.total:.0%}, " if 0 < self.done < self.total else ""
         return f"{self.label}: {share}{time.monotonic() - self.begin:.0f} s"
 
 
 class TerminalReporter(_OnStderr, Reporter):
-    """Lines on stderr. On a terminal a bar of rich's as well; elsewhere a line for work that takes its time."""
+    """This prints lines on stderr. A terminal also shows a progress bar by rich; other outputs get a line for work that
+    takes long.
+    """
 
     COLUMNS = ("DownloadColumn", "TimeRemainingColumn")
     _task: Any = None
@@ -193,6 +196,8 @@ class TerminalReporter(_OnStderr, Reporter):
 
 
 class CountingReporter(TerminalReporter):
-    """`TerminalReporter` for work that is counted in things instead of bytes: its bar shows a share and the time."""
+    """This is a `TerminalReporter` for work that is counted in things instead of bytes: its bar shows a share and the
+    time.
+    """
 
     COLUMNS = ("TaskProgressColumn", "TimeElapsedColumn")

@@ -1,5 +1,4 @@
-"""A profiled step by the estimator's terms, beside the predicted step by the same terms, and the gap between them by
-name.
+"""This module divides a profiled step into the estimator's terms, and names the differences from the predicted step.
 
 Every second of the profile has one term, and they add up to the step:
 
@@ -40,7 +39,7 @@ _PLACES = dict(zip(("layer", "moe", "optimizer", "step"), HOST, strict=True))
 
 @dataclass(frozen=True)
 class Measured:
-    """A step's seconds.
+    """These are a step's seconds.
 
     Args:
         seconds: of the step.
@@ -165,7 +164,7 @@ _LAYER = {"matmul": ("matmul", "cut"), "attention": ("attention",), "elementwise
 
 
 def stage_of(config: Configuration, rank: int | None) -> int | None:
-    """Return the pipeline stage of a rank; None where the rank is not known and there are several."""
+    """Return the pipeline stage of a rank; None if the rank is not known and there are several stages."""
     if config.pp == 1:
         return 0
     if rank is None:
@@ -176,7 +175,7 @@ def stage_of(config: Configuration, rank: int | None) -> int | None:
 
 
 def modelled(config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None) -> dict[str, float]:
-    """`TERMS` -> seconds; what recomputation repeats counts to its own term, and the sum is the step.
+    """Return `TERMS` -> seconds; recomputed work counts towards its own term, and the sum is the step.
 
     Args:
         stage: of the pipeline; None: the slowest.
@@ -202,7 +201,9 @@ def modelled(config: Configuration, hardware: Hardware, efficiency: Efficiency, 
 
 
 def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
-    """Return the seconds of all micro-batches of a stage by part, recomputation added to the part that it repeats."""
+    """Return the seconds of all micro-batches of a stage by part, with recomputation added to the part that it
+    repeats.
+    """
     total = dict.fromkeys(Parts.__dataclass_fields__, 0.0)
     layers = {kind: times.layer(config, kind) for kinds in config.stage_kinds(stage) for kind in set(kinds)}
     for chunk, every in enumerate(config.stage_kinds(stage)):
@@ -217,7 +218,7 @@ def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
 
 
 def whole(config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None) -> dict[str, float]:
-    """Return the seconds of layers' communication with what is hidden included, as far as the model tells it.
+    """Return the seconds of layers' communication including its hidden part, as far as the model predicts it.
 
     Not of gradients and weights: the model hides these beside waiting, too, where a profile sees nothing hidden.
     """
@@ -248,10 +249,10 @@ WORDS = {  # term -> in words, and what to look at where it takes longer than pr
 
 @dataclass(frozen=True)
 class Line:
-    """A term; measured is None where only the step's length is known.
+    """This is a term; measured is None if only the step's length is known.
 
     Args:
-        factor: by which the term alone would have to be off to explain the whole gap; None where it cannot.
+        factor: by which only this term would have to be off to explain the whole gap; None where it cannot.
     """
 
     term: str
@@ -261,12 +262,14 @@ class Line:
 
     @property
     def gap(self) -> float | None:
-        """Measured less predicted seconds."""
+        """Return measured minus predicted seconds."""
         return None if self.measured is None else self.measured - self.predicted
 
 
 def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
-    """Return the terms that either side has, the largest gap first; the host's in one where names do not split it."""
+    """Return the terms that either side has, the largest difference first; the host's terms are joined if names do not
+    split them.
+    """
     terms = dict(measured.terms)
     expected = {term: predicted.get(term, 0.0) for term in TERMS}
     if not measured.scoped:
@@ -278,7 +281,7 @@ def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
 
 
 def gap_lines_of_total(predicted: Mapping[str, float], seconds: float) -> list[Line]:
-    """Return the terms of the prediction, the largest first, where only a step's seconds are known."""
+    """Return the terms of the prediction, the largest first, if only a step's seconds are known."""
     gap = seconds - sum(predicted.values())
     found = []
     for term, part in predicted.items():
@@ -313,7 +316,7 @@ def _cells(line: Line, every: float) -> list[str]:
 
 
 def gap_advice(rows: Sequence[Line], total: float) -> list[str]:
-    """Return the gaps of more than a hundredth of the step by name, the largest first, and where to look."""
+    """Return the differences of more than a hundredth of the step by name, the largest first, and where to look."""
     found = []
     for line in rows:
         if line.gap is not None and abs(line.gap) > 0.01 * total:

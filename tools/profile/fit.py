@@ -1,4 +1,5 @@
-"""Efficiencies from one profiled step, each from the terms that speak of it, and the cluster file that a fit makes.
+"""This module fits efficiencies to one profiled step, each to the terms that depend on it, and makes the cluster file
+of a fit.
 
 1. *operators*: how a matmul's speed falls with its smallest dimension, from the kernels' shapes (only their ratios);
 2. *terms*: least squares (SciPy) on the terms of `attribute`, in shares of the step: matmul, attention, elementwise and
@@ -9,8 +10,8 @@
 
 The pipeline's waiting follows from the others. What is not attributed stands in `step_s`, so that the step is whole.
 
-Of a CPU that nobody has described, a cluster file is made from what the best kernels of its profile reach: they are
-taken as its peaks.
+For a CPU without a hardware file, a cluster file is made in which the speeds of the best kernels of its profile count
+as peaks.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ Numbers = Callable[[Efficiency], np.ndarray]
 
 @dataclass(frozen=True)
 class Fit:
-    """What was found.
+    """This is the result of a fit.
 
     Args:
         efficiency: fitted where `fitted` says so, else as it was.
@@ -76,7 +77,7 @@ class Fit:
 
 
 class Products(TimeModel):
-    """A model that is asked for single matmuls."""
+    """This is a model from which the seconds of single matmuls are taken."""
 
     def product(self, config: Configuration, matmul: Matmul) -> float:
         """Return the seconds of a product."""
@@ -271,7 +272,7 @@ _ITEM = 4
 
 
 def host_content(profile: Profile, config: Configuration, name: str) -> dict[str, Any]:
-    """Return what a hardware file of the profiled CPU holds.
+    """Return the content of a hardware file for the profiled CPU.
 
     The peak is that of the fastest matmul, bandwidth that of the fastest elementwise operator, of those that take more
     than 0.1 ms. A model of one device sends nothing, so links are assumed.
@@ -326,7 +327,7 @@ class _Whole(yaml.SafeDumper):
 
 
 def file_text(content: Mapping[str, Any], name: str, found: Fit, profile: Profile, like: str) -> str:
-    """Return the file of a cluster under a name, with the efficiencies that were found.
+    """Return the file of a cluster under a name, with the fitted efficiencies.
 
     Args:
         content: of the hardware's own file.

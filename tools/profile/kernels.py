@@ -1,7 +1,7 @@
-"""A profiled run as MindSpore's profiler recorded it, whichever device it ran on, and the estimator's term of each
-kernel.
+"""This module represents a profiled run as MindSpore's profiler recorded it, on any device, with the estimator's term
+of each kernel.
 
-All times in seconds. Shapes are the profiler's, one tuple for each tensor; () where it did not record them.
+All times are in seconds. Shapes are those of the profiler, one tuple for each tensor; () if it did not record them.
 
 The term to which a kernel's time belongs follows from its type, its scope and its communication group; the sizes of a
 matrix product follow from the shapes of its tensors.
@@ -24,7 +24,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One execution of an operator, or, in a profile without a time line, all executions of its kind.
+    """This is one execution of an operator, or, in a profile without a time line, all executions of its kind.
 
     Args:
         name: with the framework's scope where the profiler knows it ("Default/.../layers-CellList/3-.../MatMul-op0").
@@ -47,7 +47,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: its kernels by start, and its length; time in which none of them runs belongs to it.
+    """This is one step: its kernels by start, and its length, which includes the time in which none of them runs.
 
     Where a profile does not tell its steps apart, these are the kernels of `repeats` steps, with that share of their
     seconds.
@@ -60,7 +60,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a folder holds.
+    """This is the content of a profile's folder.
 
     Args:
         source: the folder, in messages.
@@ -84,7 +84,7 @@ class Profile:
 
 
 def matmul_of(kernel: Kernel) -> Matmul | None:
-    """Return the product that a matmul kernel computes; None where its shapes leave that open.
+    """Return the product that a matmul kernel computes; None if its shapes do not determine it.
 
     Grouped matmuls have [rows, depth] and [experts, depth, columns], rows taken as evenly spread.
     """
@@ -142,17 +142,17 @@ _EXPERTS = re.compile(r"MoELayer|/experts-|/router-|[Dd]ispatcher|shared_experts
 
 
 def communicates(kernel: Kernel) -> bool:
-    """Return whether it moves data between devices."""
+    """Return whether the kernel moves data between devices."""
     return kernel.core in ("HCCL", "COMMUNICATION") or bool(_COLLECTIVE.search(kernel.kind) or sends(kernel))
 
 
 def sends(kernel: Kernel) -> bool:
-    """Return whether it is a send or receive between pipeline stages."""
+    """Return whether the kernel is a send or receive between pipeline stages."""
     return bool(_POINT_TO_POINT.search(kernel.kind) or _POINT_TO_POINT.search(kernel.name))
 
 
 def term_of(kernel: Kernel, config: Configuration) -> str:
-    """Return the term that a kernel's time belongs to, or `OTHER`."""
+    """Return the term to which a kernel's time belongs, or `OTHER`."""
     if communicates(kernel):
         return _of_group(kernel, config)
     words = _words(kernel)
@@ -175,7 +175,7 @@ def term_of(kernel: Kernel, config: Configuration) -> str:
 
 
 def expanded(kernel: Kernel) -> bool:
-    """Return whether it is a part of an operator that the graph compiler took apart, which names no cell."""
+    """Return whether the kernel is a part of an operator that the graph compiler took apart, which names no cell."""
     return kernel.name.startswith("Expand/")
 
 
@@ -226,7 +226,7 @@ def _of_ranks(ranks: tuple[int, ...], config: Configuration) -> str:
 
 
 def place(kernel: Kernel) -> str | None:
-    """Return where a kernel's scope puts it: "moe" or "layer", "optimizer"; None where its name says nothing.
+    """Return the place that a kernel's scope names: "moe", "layer" or "optimizer"; None if its name says nothing.
 
     On a CPU "step" for what of the network is not a layer: embedding, head and loss.
     """

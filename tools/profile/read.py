@@ -1,4 +1,5 @@
-"""Find and read the profile in a folder, whatever of MindSpore's it holds, and say whether its steps are alike.
+"""This module finds and reads the profile in a folder, in any of MindSpore's formats, and says whether its steps are
+alike.
 
 An Ascend device's profile is the CSV files of ASCEND_PROFILER_OUTPUT (tests/tools/profile/SOURCES.md):
 
@@ -49,7 +50,7 @@ _LONGER = 1.25  # usual steps over one of quiet operators
 
 
 def spread_notes(lengths: Sequence[float], quiet: float | None = None) -> tuple[str, ...]:
-    """Return what there is to say about the lengths of steps; () where they are alike, or fewer than two.
+    """Return notes about the lengths of steps; () if they are alike, or fewer than two.
 
     Args:
         lengths: seconds of each step.
@@ -171,7 +172,7 @@ def _kernel(row: Row, place: str, ranks: dict[str, tuple[int, ...]], origin: Dec
 
 
 def shapes_of(text: str) -> Shapes:
-    """Shapes from "4096,2560;2560,7680": tensors by semicolons; () for N/A."""
+    """Return the shapes in "4096,2560;2560,7680", which separates tensors by semicolons; () for N/A."""
     found = []
     for part in text.replace('"', "").split(";"):
         sizes = part.strip().strip("[]()")
@@ -362,7 +363,7 @@ def _quiet(runs: dict[str, list[tuple[float, float]]], shapes: dict[str, list[Sh
 
 
 def read_profile(folder: Path, steps: int | None = None) -> Profile:
-    """Return the profile at or below a folder; of several ranks the lowest.
+    """Return the profile at or below a folder; among several ranks, that of the lowest.
 
     Args:
         steps: that it holds, where its files do not tell steps apart.

@@ -1,4 +1,4 @@
-"""Put a profile beside the recipe that it is of, and refuse one that cannot be of that recipe's run.
+"""This module matches a profile with its recipe, and refuses a profile that cannot come from that recipe's run.
 
 Layers, attention kernels and the FLOPs of matmuls must agree.
 """
@@ -101,7 +101,7 @@ def _span(numbers: set[int]) -> str:
 
 @dataclass(frozen=True)
 class Study:
-    """A profile, the run that it is of, and its step by term.
+    """This is a profile with its run, and its step by term.
 
     Args:
         stage: of the pipeline that was profiled; None where there are several and the folder does not say the rank.
@@ -114,7 +114,7 @@ class Study:
 
 
 def run_of(recipe: Path, overrides: tuple[str, ...]) -> Configuration:
-    """Return the run that a recipe describes, its open values resolved.
+    """Return the run that a recipe describes, with its open values resolved.
 
     Raises:
         RecipeError: it cannot be read, or `tc3 check` refuses it.
@@ -125,11 +125,11 @@ def run_of(recipe: Path, overrides: tuple[str, ...]) -> Configuration:
 
 
 def study(folder: Path, config: Configuration, steps: int | None = None) -> Study:
-    """Read a profile and hold it against its recipe.
+    """Read a profile and match it with its recipe.
 
     Raises:
         DataError: there is no profile, or it is of another run.
-        RecipeError: its rank is none of the recipe's.
+        RecipeError: its rank is not one of the recipe's.
     """
     profile = read_profile(folder, steps)
     stage = stage_of(config, profile.rank)
@@ -138,7 +138,7 @@ def study(folder: Path, config: Configuration, steps: int | None = None) -> Stud
 
 
 def fitted(found: Study, cluster_name: str | None, like: str | None, name: str) -> tuple[Fit, dict[str, Any], str]:
-    """The efficiencies of a study, with the content of the hardware file that they belong to, and what that is called.
+    """These are the efficiencies of a study, with the content and the name of their hardware file.
 
     Args:
         cluster_name: a cluster or its file; None: of an Ascend profile the default, of a CPU's this host itself.
@@ -156,7 +156,7 @@ def fitted(found: Study, cluster_name: str | None, like: str | None, name: str) 
 
 
 def start_of(cluster_name: str, like: str | None) -> Efficiency:
-    """Return the efficiencies that a fit begins with.
+    """Return the efficiencies with which a fit begins.
 
     Raises:
         RecipeError: the cluster has none and `like` names no other.

@@ -1,4 +1,5 @@
-"""The catalogue of recipes: each folder's `card.yaml` and the recipes beside it, as one table in recipes/README.md.
+"""This module writes the catalogue of recipes: each folder's `card.yaml` and the recipes beside it, as one table in
+recipes/README.md.
 
     python -m tools.recipe.catalogue          # writes recipes/README.md; --check only says whether it is current
 
@@ -26,7 +27,8 @@ ROLES = ("applied", "checked")  # by each launch; by `tc3 doctor` only, and the 
 
 @dataclass(frozen=True)
 class Measure:
-    """One measure: what the report gained by it on up to 4,096 devices, our role, and the checks that look at it.
+    """This is one measure: what the report gained by it on up to 4,096 devices, our role, and the checks that look at
+    it.
 
     The gains are the report's. Nothing here has measured them.
     """
@@ -59,7 +61,7 @@ _CONFLICT_KEYS = {"key", "recipe", "ours", "ours_at", "other", "other_at", "why"
 
 @dataclass(frozen=True)
 class Entry:
-    """One recipe of a folder: its stage, its mesh in words, and what has been shown of it."""
+    """This is one recipe of a folder: its stage, its mesh in words, and what has been verified for it."""
 
     file: Path
     stage: str
@@ -75,7 +77,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Conflict:
-    """A value on which public sources disagree, and why the recipe has the one it has."""
+    """This is a value on which public sources disagree, with the reason for the recipe's choice."""
 
     key: str  # key path in the recipe, or global_batch_size
     recipe: str  # file beside the card
@@ -89,7 +91,7 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Card:
-    """The card of a folder; `parameters` is 0 where the name makes no promise."""
+    """This is the card of a folder; `parameters` is 0 if the name states no size."""
 
     file: Path
     model: str
@@ -106,7 +108,8 @@ class Card:
 
 
 def load_cards(recipes: Path) -> list[Card]:
-    """The cards below the folder `recipes`: TeleChat3-MoE first, modelled families last, in each small models first.
+    """Return the cards below the folder `recipes`: TeleChat3-MoE first, modelled families last, and within each small
+    models first.
 
     Raises:
         RecipeError: a card lacks a key, has one too many, or claims what no card may claim.
@@ -117,7 +120,7 @@ def load_cards(recipes: Path) -> list[Card]:
 
 
 def why_modelled(files: Iterable[str]) -> str:
-    """Return why no training should start from a recipe; empty where no card says so.
+    """Return why no training should start from a recipe; empty if no card gives a reason.
 
     Args:
         files: the recipe and every file that it takes values from: of a child the card of its base speaks too.
@@ -140,7 +143,7 @@ def _content(text: str) -> Any:
 
 
 def load_card(path: Path) -> Card:
-    """Return one card; raises RecipeError naming file and key, OSError where there is none."""
+    """Return one card; raise RecipeError naming file and key, or OSError if there is none."""
     try:
         raw = _content(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -166,7 +169,7 @@ def load_card(path: Path) -> Card:
 
 
 def assumptions(card: Card) -> Iterator[tuple[Entry, str, str]]:
-    """(recipe, key path, reasoning) of every assumed value, those of the folder once for each recipe."""
+    """Yield (recipe, key path, reasoning) for every assumed value; values of the folder come once for each recipe."""
     for entry in card.entries:
         for key_path, reason in {**card.assumed, **entry.assumed}.items():
             yield entry, key_path, reason

@@ -1,4 +1,4 @@
-"""`tc3 recipe`: show one as it will run, compare two."""
+"""This module is `tc3 recipe`: it shows one recipe as it will run, or compares two."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def recipe_as_text(
     as_written: bool = False,
     workers: int | None = None,
 ) -> str:
-    """Return the text of `effective`, with a line at its end; YAML keeps the anchors that its author wrote."""
+    """Return the text of `effective`, which ends with a newline; YAML keeps the anchors of its author."""
     recipe = effective(path, overrides, mini, as_written, workers)
     if as_json:
         return json.dumps(recipe, indent=2, default=str) + "\n"  # YAML alone knows dates

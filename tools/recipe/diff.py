@@ -1,4 +1,4 @@
-"""Two recipes compared by full key path, with what each difference means for training."""
+"""This module compares two recipes by full key path, and says what each difference means for training."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ UNCLASSIFIED = "unclassified"
 
 
 class Meaning(NamedTuple):
-    """What changes: a group of `meaning.yaml` and a short phrase."""
+    """This says what changes: a group of `meaning.yaml` and a short phrase."""
 
     group: str
     phrase: str
 
 
 def meaning_of(words: tuple[str, ...]) -> Meaning:
-    """Return the meaning of a key path without its list indices; an unknown one counts as numbers, the safe side."""
+    """Return the meaning of a key path without its list indices; an unknown key counts as a change of the numbers, to
+    be safe.
+    """
     same_as, patterns = _table()
     for copy, original in same_as.items():
         if words[: len(copy)] == copy and len(words) > len(copy):
@@ -87,7 +89,7 @@ ABSENT = _Absent()
 
 
 class Batch(NamedTuple):
-    """What a step consumes: devices, samples (the global batch) and tokens."""
+    """These are the devices, samples (the global batch) and tokens of a step."""
 
     devices: int
     samples: int
@@ -96,7 +98,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """One difference. `words` is the key path, with a list entry's `type` for its index."""
+    """This is one difference; `words` is the key path, with the `type` of a list entry instead of its index."""
 
     words: tuple[str, ...]
     before: Any
@@ -112,7 +114,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found: the batches of both sides and the changes, the gravest group first."""
+    """This is the result of `compare`: the batches of both sides and the changes, the most important group first."""
 
     before: Batch
     after: Batch
@@ -145,7 +147,7 @@ def compare(before: Recipe, after: Recipe) -> Comparison:
 
 
 def batch_of(recipe: Recipe) -> Batch:
-    """Devices, global batch and tokens of a step, as MindFormers' trainer computes them."""
+    """Return devices, global batch and tokens of a step, as MindFormers' trainer computes them."""
     view = View(recipe)
     default = model_number(view, "seq_length")
     length = view.number((*MODEL, "seq_length"), view.number((*LOADER, "config", "seq_length"), default))

@@ -1,4 +1,6 @@
-"""Write a flat recipe: one YAML file that MindFormers reads to the same values, anchors kept as anchors."""
+"""This module writes a flat recipe: one YAML file that MindFormers reads to the same values, in which anchors stay
+anchors.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from tools.recipe.load import KeyPath, Recipe
 
 
 def dump_recipe(recipe: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write `recipe` as YAML to `path`, atomically, keys in the recipe's order, no Python tags.
+    """Write `recipe` as YAML to `path`, atomically, with keys in the recipe's order and without Python tags.
 
     Values that the recipe's author shared through anchors stay shared, so an override of the flat file
     still reaches all their places.
@@ -26,7 +28,7 @@ def dump_recipe(recipe: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def recipe_text(recipe: dict[str, Any]) -> str:
-    """`recipe` as the YAML text that `dump_recipe` writes."""
+    """Return `recipe` as the YAML text that `dump_recipe` writes."""
     node = _Dumper(io.StringIO(), sort_keys=False, default_flow_style=False).represent_data(dict(recipe))
     _fold_lists(node)
     shared: dict[Hashable, yaml.Node] = {}
@@ -39,7 +41,7 @@ class _Dumper(yaml.SafeDumper):
     """SafeDumper whose anchors are named after the key they stand at."""
 
     def anchor_node(self, node: yaml.Node, name: str = "top") -> None:
-        """Note which nodes appear twice; like the parent's, but remembering a key as the anchor's name."""
+        """Note which nodes appear twice, as the parent does, and use a key as the anchor's name."""
         if node in self.anchors:
             if self.anchors[node] is None:
                 self.anchors[node] = self._free_name(node)

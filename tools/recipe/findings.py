@@ -1,4 +1,4 @@
-"""What a check found: findings with a place and a remedy, and the recipe's sizes."""
+"""This module holds the results of a check: findings with a place and a remedy, and the recipe's sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEVERITIES = ERROR, WARNING, NOTE = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """This is one finding: something that is wrong.
 
     Args:
         severity: "error" (the run would fail, or be another one than was written), "warning", or "note" (it runs as
@@ -41,18 +41,18 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """``file:line: `` as far as known."""
+        """Return ``file:line: `` as far as known."""
         return f"{self.file}:{self.line}: " if self.line else f"{self.file}: " if self.file else ""
 
     @property
     def words(self) -> str:
-        """Return the key, what is wrong with it, what would be right."""
+        """Return the key, what is wrong with it, and what would be right."""
         return f"{self.key}: {self.wrong}" + (f"; {self.right}" if self.right else "")
 
 
 @dataclass
 class Report:
-    """Findings on one recipe, and its table of sizes (None when the recipe is too broken to compute it)."""
+    """These are findings on one recipe, and its table of sizes (None when the recipe is too broken to compute it)."""
 
     recipe: Recipe
     findings: list[Finding] = field(default_factory=list)
@@ -60,12 +60,12 @@ class Report:
 
     @property
     def errors(self) -> list[Finding]:
-        """Return the findings that refuse the recipe."""
+        """Return the findings that make the recipe refused."""
         return [finding for finding in self.findings if finding.severity == ERROR]
 
     @property
     def warnings(self) -> list[Finding]:
-        """Return the findings that refuse it with `--strict`."""
+        """Return the findings that make the recipe refused with `--strict`."""
         return [finding for finding in self.findings if finding.severity == WARNING]
 
     @property
@@ -84,7 +84,7 @@ class Report:
 
 
 class Findings:
-    """Collects findings on one recipe; one finding for a value that an anchor puts at several places."""
+    """This collects findings on one recipe, with one finding for a value that an anchor puts at several places."""
 
     def __init__(self, recipe: Recipe, line_of: Any):
         self.recipe = recipe
@@ -93,19 +93,19 @@ class Findings:
         self._seen: set[tuple[str, int, str]] = set()
 
     def error(self, path: KeyPath, wrong: str, right: str = "", rule: str = "", source: str = "") -> None:
-        """Note an error at a key path."""
+        """Add an error at a key path."""
         self._add(ERROR, path, wrong, right, source or self.line_of(rule))
 
     def warning(self, path: KeyPath, wrong: str, right: str = "", rule: str = "", source: str = "") -> None:
-        """Note a warning at a key path."""
+        """Add a warning at a key path."""
         self._add(WARNING, path, wrong, right, source or self.line_of(rule))
 
     def note(self, path: KeyPath, wrong: str, right: str = "", rule: str = "") -> None:
-        """Note a difference of MindFormers' own that the recipe cannot end."""
+        """Add a note on a difference of MindFormers' own that the recipe cannot avoid."""
         self._add(NOTE, path, wrong, right, self.line_of(rule))
 
     def refusal(self, section: KeyPath, error: RecipeError, rule: str = "", right: str = "") -> None:
-        """Note what a plugin's reader refuses: at the key that it names, or at `section` where that is elsewhere."""
+        """Add what a plugin's reader refuses, at the key that it names, or at `section` if that key is elsewhere."""
         path = tuple(error.key.split("."))
         inside = path[: len(section)] == section
         self.error(path if inside else section, error.wrong if inside else str(error), right, rule)
@@ -132,13 +132,13 @@ def _upwards(path: KeyPath) -> Iterator[KeyPath]:
 
 
 def refused(errors: Sequence[Finding]) -> RecipeError:
-    """Return the error of a tool that cannot go on with what `tc3 check` finds: the first finding, in one line."""
+    """Return the first finding of `tc3 check` in one line, as the error of a tool that cannot go on."""
     more = f" (and {len(errors) - 1} more: `tc3 check` lists them)" if len(errors) > 1 else ""
     return RecipeError(f"{errors[0].place}{errors[0].words}{more}")
 
 
 def refusal(recipe: Mapping[str, Any], path: KeyPath, text: str) -> RecipeError:
-    """Return the error at a key path, with file and line as far as known, for a tool that cannot go on."""
+    """Return the error at a key path, with file and line if known, for a tool that cannot go on."""
     recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
     mark = recipe.marks.get(path)
     source = f"{mark}: " if mark else f"{recipe.source}: " if recipe.source else ""
@@ -146,6 +146,6 @@ def refusal(recipe: Mapping[str, Any], path: KeyPath, text: str) -> RecipeError:
 
 
 def in_file(recipe: Mapping[str, Any], error: RecipeError) -> RecipeError:
-    """`error` with the recipe's file, for what was raised by somebody who does not know it."""
+    """Return `error` with the recipe's file added, if the code that raised it did not know the file."""
     source, text = getattr(recipe, "source", ""), str(error)
     return error if not source or source in text else RecipeError(f"{source}: {text}")

@@ -1,10 +1,11 @@
-"""Read a recipe exactly as MindFormers would, without importing it, and remember where each value was written.
+"""This module reads a recipe exactly as MindFormers would, without importing it, and remembers where each value was
+written.
 
-Semantics follow `MindFormerConfig._file2dict` (mindformers 1.9.0, tools/register/config.py): `base_config:` names
-files relative to the recipe; they are merged shallowly among themselves, then the recipe deeply on top. What is read
-has the sections that every tool takes apart (mappings, the callbacks a list of them) and no number that a training
-cannot mean: NaN, infinity, what lies outside `tools.ranges`. Some of those would keep every tool busy for hours (a
-billion layers); the rest train something else in silence.
+Semantics follow `MindFormerConfig._file2dict` (mindformers 1.9.0, tools/register/config.py): `base_config:` names files
+relative to the recipe; they are merged shallowly among themselves, then the recipe deeply on top. A recipe that was
+read has the sections that every tool uses (as mappings, the callbacks as a list of mappings), and no number that makes
+no sense for a training: NaN, infinity, or a number outside `tools.ranges`. Some such numbers would keep every tool busy
+for hours (a billion layers); others would silently train something else.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _idents = itertools.count()
 
 
 class Mark(NamedTuple):
-    """Where a value was written. Two key paths with one `ident` are one value, shared by an anchor."""
+    """This says where a value was written. Two key paths with the same `ident` are one value that an anchor shares."""
 
     file: str
     line: int
@@ -47,7 +48,7 @@ class Mark(NamedTuple):
 
 
 class Recipe(dict[str, Any]):
-    """A flat recipe: an ordinary dict that also knows its `source` file and the `marks` of its key paths."""
+    """This is a flat recipe: an ordinary dict that also knows its `source` file and the `marks` of its key paths."""
 
     source: str = ""
     marks: dict[KeyPath, Mark]
@@ -68,7 +69,8 @@ class _Spot:
 
 
 def load_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """Return the flat effective recipe of a file that tools can work with, which is what all but check take.
+    """Return the flat effective recipe of a file, checked so that tools can work with it; all commands except check use
+    this.
 
     Raises:
         RecipeError: as `read_recipe`; a section that is none, a number that no training can mean.
@@ -80,7 +82,7 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """Return the flat effective recipe of the YAML file `path`, its bases merged in, whatever its values.
+    """Return the flat effective recipe of the YAML file `path`, with its bases merged in, whatever its values are.
 
     Equal, as a dict, to MindFormers' own reading before it adds defaults; list and mapping aliases stay one object.
 
@@ -103,7 +105,7 @@ class _Bases:
         self.spots: dict[str, _Spot] = {}  # by real path
 
     def read(self, file: str, parents: list[str]) -> _Spot:
-        """Return the spot of one file with its bases merged in; `parents` are the real paths on the way here."""
+        """Return the values of one file with its bases merged in; `parents` are the real paths on the way here."""
         try:
             real = os.path.realpath(file)
         except OSError:  # there is no working folder
@@ -203,7 +205,7 @@ class _Reader:
         self.open: set[int] = set()  # nodes being read, to notice an anchor inside itself
 
     def read(self) -> _Spot:
-        """Return the top-level mapping; raises RecipeError with file and line."""
+        """Return the top-level mapping; raise RecipeError with file and line."""
         try:
             self.loader = SmallLoader(self.text)
             self.root = self.loader.get_single_node()
@@ -319,7 +321,7 @@ SECTIONS = (
 
 
 def refuse_sections(recipe: Mapping[str, Any]) -> None:
-    """Raise for the first section that is there and is something else; `tc3 check` finds them all.
+    """Raise an error for the first section that exists and is not a mapping; `tc3 check` finds all of them.
 
     Raises:
         RecipeError: with file, line and key path.
@@ -356,7 +358,7 @@ _DEGREES = ("data_parallel", "model_parallel", "pipeline_stage", "context_parall
 
 
 class Refusal(NamedTuple):
-    """One number: where it stands, what is wrong with it, what would be right."""
+    """This is one refused number: where it was written, what is wrong with it, and what would be right."""
 
     path: tuple[Any, ...]
     value: Any
@@ -365,13 +367,13 @@ class Refusal(NamedTuple):
 
     @property
     def size(self) -> bool:
-        """Return whether others calculate with it: it should be a whole number."""
+        """Return whether other values are computed from it, so that it should be a whole number."""
         span = recipe_range(_words(self.path))
         return span is None or span.whole
 
 
 def refuse_numbers(recipe: Mapping[str, Any]) -> None:
-    """Raise for the first number that is none.
+    """Raise an error for the first value that should be a number and is not.
 
     Raises:
         RecipeError: with file, line, key path and what would be right.
@@ -384,13 +386,13 @@ def refuse_numbers(recipe: Mapping[str, Any]) -> None:
 
 
 def bad_numbers(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield every number of a recipe that is refused, in the order of its keys; the number of devices at last."""
+    """Yield every number of a recipe that is refused, in the order of its keys, and last the number of devices."""
     bad = list(bad_leaves(recipe))
     yield from bad or bad_devices(recipe)
 
 
 def bad_leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[Refusal]:
-    """Yield every refused number at or below `path`, where `node` stands."""
+    """Yield every refused number at or below `path`, at which `node` stands."""
     if isinstance(node, dict | list):
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
             yield from bad_leaves(value, (*path, key))
@@ -399,7 +401,7 @@ def bad_leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[Refusal]:
 
 
 def bad_devices(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the product of the parallel degrees, where it is not a cluster."""
+    """Yield the product of the parallel degrees if no cluster has that many devices."""
     degrees = recipe.get("parallel_config")
     written = [degrees.get(key) for key in _DEGREES] if isinstance(degrees, dict) else []
     sizes = [size for size in written if type(size) is int]
@@ -409,7 +411,7 @@ def bad_devices(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def number_problem(path: tuple[Any, ...], value: Any) -> tuple[str, str] | None:
-    """Return what is wrong with a value as a number, and what would be right; None for what is fine, or no number."""
+    """Return what is wrong with a value as a number, and what would be right; None if it is valid, or not a number."""
     span = recipe_range(_words(path))
     if isinstance(value, str):
         return _text_problem(value, span) if span else None
@@ -441,7 +443,7 @@ def _text_problem(text: str, span: Range) -> tuple[str, str] | None:
 
 
 def as_yaml(text: str) -> str:
-    """Return a number as YAML 1.1 reads one: ``1e-8`` becomes ``1.0e-8``; others as they are, without quotes."""
+    """Return a number as YAML 1.1 reads it: ``1e-8`` becomes ``1.0e-8``; other texts are unchanged, without quotes."""
     text = text.strip()
     if not EXPONENT.fullmatch(text):
         return f"{text} without quotes"

@@ -1,7 +1,8 @@
-"""Change single values of a recipe from the command line: `a.b.c=value`, checked against what stands there.
+"""This module changes single values of a recipe from the command line: `a.b.c=value`, checked against the present
+value.
 
-Only below `plugins` may keys be new (`--set plugins.NAME...`): a plugin is off where its name is not written, and a
-setting has its default, so that neither is there to be overridden.
+Keys may be new only below `plugins` (`--set plugins.NAME...`): a plugin whose name is not written is off, and a setting
+that is not written has its default, so neither exists in the recipe.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def apply_overrides(
 
 
 def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
-    """Key paths that hold the same value as `path` through a YAML anchor, `path` first."""
+    """Return the key paths that hold the same value as `path` through a YAML anchor, `path` first."""
     marks = getattr(recipe, "marks", {})
     if path not in marks:
         return [path]
@@ -68,7 +69,7 @@ def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
 
 
 def also_changed(recipe: dict[str, Any], override: str) -> list[str]:
-    """Dotted names that ``"a.b=c"`` changes besides the one it names, through YAML anchors."""
+    """Return the dotted names that ``"a.b=c"`` changes besides the one that it names, through YAML anchors."""
     name = override.partition("=")[0].strip()
     if is_new(recipe, name):
         return []
@@ -77,14 +78,14 @@ def also_changed(recipe: dict[str, Any], override: str) -> list[str]:
 
 
 def get_path(recipe: Any, path: KeyPath) -> Any:
-    """Return the value at a key path; KeyError or IndexError when there is none."""
+    """Return the value at a key path; raise KeyError or IndexError if there is none."""
     for key in path:
         recipe = recipe[key]
     return recipe
 
 
 def dotted(path: KeyPath) -> str:
-    """``("callbacks", 2, "prefix")`` as ``callbacks.2.prefix``."""
+    """Return ``("callbacks", 2, "prefix")`` as ``callbacks.2.prefix``."""
     return ".".join(map(str, path))
 
 
@@ -239,7 +240,9 @@ SECTION = "plugins"
 
 
 def is_new(recipe: Mapping[str, Any], name: str) -> bool:
-    """Whether a dotted name is of a plugin or one of its settings, that stands nowhere in it and is not a slip."""
+    """Return whether a dotted name belongs to a plugin or one of its settings, is not in the recipe and is not a
+    typo.
+    """
     words = name.split(".")
     if words[0] != SECTION or len(words) not in (2, 3):
         return False
@@ -252,7 +255,7 @@ def is_new(recipe: Mapping[str, Any], name: str) -> bool:
 
 
 def write_new(recipe: dict[str, Any], name: str, value: Any, where: str) -> None:
-    """Write `plugins.NAME` or `plugins.NAME.SETTING`; which settings there are is said by `tc3 check`.
+    """Write `plugins.NAME` or `plugins.NAME.SETTING`; `tc3 check` says which settings exist.
 
     Raises:
         RecipeError: there is no such plugin, or its whole section is not a mapping.

@@ -1,7 +1,7 @@
-"""A recipe read for arithmetic: typed look-ups that survive a broken recipe, and the sizes that rules speak about.
+"""This module reads a recipe for arithmetic: typed look-ups that survive a broken recipe, and the sizes that rules use.
 
-A recipe may leave values open that `tools.layout.resolve` puts in. Such a recipe is for people: MindFormers cannot read
-it and no number can be told from it, so `require_resolved` refuses it.
+A recipe may leave values open that `tools.layout.resolve` fills in. MindFormers cannot read such a recipe, and no sizes
+can be computed from it, so `require_resolved` refuses it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ def look(recipe: Any, path: KeyPath, default: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class View:
-    """Sizes of a recipe. A value of the wrong type reads as its default: `keys` has reported it."""
+    """These are the sizes of a recipe. A value of the wrong type counts as its default, because `keys` has reported
+    it.
+    """
 
     recipe: Recipe
 
     def get(self, path: KeyPath, default: Any = None) -> Any:
-        """Whatever stands at `path`."""
+        """Return the value at `path`, whatever it is."""
         return look(self.recipe, path, default)
 
     def has(self, path: KeyPath) -> bool:
@@ -62,7 +64,9 @@ class View:
 
     @cached_property
     def parallel(self) -> bool:
-        """Return whether the model is split over devices (semi-auto parallel); data parallel alone does not count."""
+        """Return whether the model is split over devices (semi-auto parallel); data parallelism by itself does not
+        count.
+        """
         return self.flag(("use_parallel",)) and splits_model(self.get(("parallel", "parallel_mode"), 1))
 
     def _size(self, key: str) -> int:
@@ -95,47 +99,53 @@ class View:
 
     @cached_property
     def chunks(self) -> int:
-        """Model chunks a stage: pp_interleave_num, where the pipeline is interleaved."""
+        """Return the model chunks on a stage: pp_interleave_num if the pipeline is interleaved."""
         interleaved = self.flag(("parallel", "pipeline_config", "pipeline_interleave"))
         return self.number((*MODEL, "pp_interleave_num"), 1) if interleaved else 1
 
     @cached_property
     def devices(self) -> int:
-        """Return the devices of the run."""
+        """Return the number of devices of the run."""
         return self.dp * self.tp * self.pp * self.cp if self.flag(("use_parallel",)) else 1
 
     @cached_property
     def micro_batches(self) -> int:
-        """Micro-batches a step and pipeline; MindFormers resets it to 1 without a pipeline."""
+        """Return the micro-batches of a step in a pipeline; MindFormers resets this to 1 without a pipeline."""
         return self._size("micro_batch_num") if self.parallel and self.pp > 1 else 1
 
     @cached_property
     def accumulation(self) -> int:
-        """Return the gradient accumulation steps; without effect in a pipeline and outside semi-auto parallel mode."""
+        """Return the gradient accumulation steps, which have no effect in a pipeline and outside semi-auto parallel
+        mode.
+        """
         steps = self.number((*RUNNER, "gradient_accumulation_steps"), 1)
         return steps if self.parallel and self.pp == 1 else 1
 
     @cached_property
     def mask_documents(self) -> int:
-        """Documents of a sample that the compressed mask holds, by MindFormers' BlendedMegatronDatasetDataLoader."""
+        """Return the number of documents of a sample that the compressed mask holds, by MindFormers'
+        BlendedMegatronDatasetDataLoader.
+        """
         config = (*LOADER, "config")
         older_name = self.number((*config, "compressed_eod_mask_length"), 128)
         return self.number((*config, "eod_pad_length"), older_name)
 
     @cached_property
     def batch(self) -> int:
-        """Return the samples a data-parallel rank and micro-batch."""
+        """Return the samples of a data-parallel rank and micro-batch."""
         return self.number((*RUNNER, "batch_size"), 1)
 
     @cached_property
     def global_batch(self) -> int:
-        """Return the samples a step, as the trainer computes it."""
+        """Return the samples of a step, as the trainer computes it."""
         ranks = self.dp if self.parallel else self.devices
         return self.batch * ranks * self.micro_batches * self.accumulation
 
     @cached_property
     def full_batch(self) -> bool:
-        """Whether every rank reads the whole global batch; without dataset_strategy, what the trainer fills in."""
+        """Return whether every rank reads the whole global batch; without dataset_strategy, this is what the trainer
+        fills in.
+        """
         strategy = self.get(("parallel", "dataset_strategy"))
         config = (*LOADER, "config") if self.megatron else LOADER
         masks = (self.flag((*config, f"create_{name}_mask")) for name in ("attention", "compressed_eod"))
@@ -144,7 +154,7 @@ class View:
 
     @cached_property
     def packs(self) -> bool:
-        """Return whether the loader packs samples, for which the trainer has it create an attention mask."""
+        """Return whether the loader packs samples; then the trainer makes it create an attention mask."""
         handlers = self.get((*LOADER, "handler"))
         return isinstance(handlers, list) and any(
             isinstance(item, dict) and item.get("type") == "PackingHandler" for item in handlers
@@ -152,7 +162,8 @@ class View:
 
     @cached_property
     def samples_key(self) -> KeyPath | None:
-        """Return where the recipe says how many samples a pass has; None where it does not, and the data decides.
+        """Return the key path at which the recipe limits the samples of a pass; None if it does not, and the data
+        decides.
 
         Megatron's loader has `sizes`; HFDataLoader takes so many of what its handlers make, where the last says so.
         """
@@ -165,7 +176,7 @@ class View:
 
     @cached_property
     def samples(self) -> int:
-        """Return the samples of a pass over the data; 0 where the recipe does not say."""
+        """Return the samples of a pass over the data; 0 if the recipe does not say."""
         count: Any = self.recipe
         try:
             for key in self.samples_key or ("",):
@@ -176,7 +187,7 @@ class View:
 
     @cached_property
     def instruction_files(self) -> list[str]:
-        """Return the files of HFDataLoader's `data_files` where it is one path, or a list of them."""
+        """Return the files of HFDataLoader's `data_files` if it is one path, or a list of paths."""
         files = self.get((*LOADER, "data_files"))
         named = [files] if isinstance(files, str) else files
         fits = isinstance(named, list) and all(isinstance(name, str) for name in named)
@@ -184,17 +195,17 @@ class View:
 
     @cached_property
     def node(self) -> int:
-        """Return the devices of a node, for what communicates inside and between nodes."""
+        """Return the number of devices of a node, by which communication inside and between nodes is told apart."""
         return self.number((*MODEL, "npu_nums_per_device"), DEVICES_PER_NODE)
 
     @cached_property
     def scheduler(self) -> str:
-        """`pipeline_scheduler`, MindFormers' word for the pipeline schedule."""
+        """Return `pipeline_scheduler`, MindFormers' word for the pipeline schedule."""
         return str(self.get(("parallel", "pipeline_config", "pipeline_scheduler"), "1f1b"))
 
     @cached_property
     def schedule(self) -> str:
-        """Pipeline schedule, as `tools.pipeline.schedules` names it."""
+        """Return the pipeline schedule, as `tools.pipeline.schedules` names it."""
         return schedule_of(self.scheduler, self.chunks)
 
     @cached_property
@@ -204,17 +215,19 @@ class View:
 
     @cached_property
     def sharded_on_cpu(self) -> bool:
-        """Return whether it runs there as the sharded graph for Ascend (plugins/semi_auto_cpu)."""
+        """Return whether the recipe runs on CPU as the sharded graph for Ascend (plugins/semi_auto_cpu)."""
         return chosen(self.recipe)
 
     @cached_property
     def cpu_classes(self) -> bool:
-        """Whether it runs there data parallel, through this repository's classes for CPU (plugins/cpu_backend)."""
+        """Return whether the recipe runs on CPU data parallel, through this repository's classes for CPU
+        (plugins/cpu_backend).
+        """
         return self.on_cpu and not self.sharded_on_cpu
 
     @cached_property
     def keeps_placements(self) -> bool:
-        """Return whether its layers know where each expert lives (plugins/expert_balance)."""
+        """Return whether the recipe's layers record where each expert lives (plugins/expert_balance)."""
         return self.get(("plugins", "expert_balance")) not in (None, False)
 
     @cached_property
@@ -224,10 +237,10 @@ class View:
 
 
 def limit_of(recipe: Mapping[str, Any]) -> int:
-    """`context.max_device_memory` in bytes (MindSpore counts 1 GB as 2^30).
+    """Return `context.max_device_memory` in bytes (MindSpore counts 1 GB as 2^30).
 
     Raises:
-        RecipeError: it is no such text.
+        RecipeError: it does not have this form.
     """
     written = (recipe.get("context") or {}).get("max_device_memory")
     if written is None:
@@ -251,7 +264,7 @@ def unresolved(recipe: Mapping[str, Any]) -> list[KeyPath]:
 
 
 def require_resolved(recipe: Recipe, *paths: KeyPath) -> None:
-    """Refuse a recipe that leaves one of `paths` open; any of them where none is named.
+    """Refuse a recipe that leaves one of `paths` open, or any value if no path is given.
 
     Raises:
         RecipeError: it names the key, and the command that prints the recipe with values.

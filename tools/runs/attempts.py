@@ -1,7 +1,8 @@
-"""The folder of each attempt of a run, `RUN/attempts/0000/` and on: who took part, how it ended, what followed.
+"""This module handles the folder of each attempt of a run, `RUN/attempts/0000/` and on: who took part, how it ended,
+what followed.
 
-Both halves of the form: launches write it, `tc3 runs` reads it. An attempt is one start of a run's workers on all of
-its nodes. Its folder holds
+Launches write these files, and `tc3 runs` reads them. An attempt is one start of a run's workers on all of its nodes.
+Its folder holds
 
 * `plan.json`: what the attempt was given, by one writer, before anything starts;
 * `recipe-NAME.yaml`: the recipe that goes with the plan of that name, which the workers read;
@@ -10,7 +11,7 @@ its nodes. Its folder holds
 * `verdict.json`: which node began the end, and what was decided, by one writer;
 * `logs/`: msrun's and the workers' logs; `RUN/logs` is a link to those of the newest attempt.
 
-Each file is whole or not there. Times are seconds since 1970 by the clock of the shared disk, which all nodes share.
+Each file is complete or absent. Times are seconds since 1970 by the clock of the shared disk, which all nodes share.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ FOLDER, PLAN, VERDICT, BEAT, END = "attempts", "plan.json", "verdict.json", "bea
 
 @dataclass(frozen=True)
 class Plan:
-    """What an attempt was given. `hosts` by node rank; `slots`: workers of each; `resume`: a checkpoint's folder."""
+    """This is the plan of an attempt. `hosts` are in the order of node rank; `slots` holds the workers of each;
+    `resume` is a checkpoint's folder.
+    """
 
     attempt: int
     time: float
@@ -54,7 +57,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Beat:
-    """A node's sign of life: the phase its workers are in, since when, and the newest step any of them has made."""
+    """This is a node's sign of life: the phase of its workers, since when, and the newest step that any of them has
+    made.
+    """
 
     host: str
     time: float
@@ -65,7 +70,9 @@ class Beat:
 
 @dataclass(frozen=True)
 class End:
-    """How a node's part ended. `rank` is the worker's of the whole run; `code` negative for a signal."""
+    """This is how a node's part ended. `rank` is the worker's rank in the whole run; `code` is negative for a
+    signal.
+    """
 
     host: str
     time: float
@@ -82,7 +89,7 @@ class End:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who began the end of an attempt, apart from its victims, and what follows."""
+    """This says who caused the end of an attempt, apart from its victims, and what happens next."""
 
     time: float
     decision: Decision
@@ -96,7 +103,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What stands in one attempt's folder; what is not there (yet), or is broken, is None or missing."""
+    """This is the content of one attempt's folder; a file that does not exist (yet), or is broken, is None or
+    missing.
+    """
 
     folder: Path
     number: int
@@ -110,27 +119,31 @@ Form = TypeVar("Form", Plan, Beat, End, Verdict)
 
 
 def folder_of(run_dir: Path, number: int) -> Path:
-    """Return the folder of attempt `number`, from 0 on."""
+    """Return the folder of attempt `number`, counted from 0."""
     return run_dir / FOLDER / f"{number:04d}"
 
 
 def recipe_file(run_dir: Path, plan: Plan) -> Path:
-    """Return what the workers of an attempt read: its recipe, written before its plan counts, and never changed."""
+    """Return the file that the workers of an attempt read: its recipe, written before its plan is valid, and never
+    changed.
+    """
     return folder_of(run_dir, plan.attempt) / f"recipe-{plan.name}.yaml"
 
 
 def file_of(folder: Path, start: str, host: str) -> Path:
-    """Return a host's file in an attempt's folder, `start` being `BEAT` or `END`; any host's name makes a safe one."""
+    """Return a host's file in an attempt's folder; `start` is `BEAT` or `END`, and any host's name gives a valid file
+    name.
+    """
     return folder / f"{start}{quote(host, safe='')}.json"
 
 
 def numbers(run_dir: Path) -> list[int]:
-    """Return the attempts that a run has folders of, the oldest first."""
+    """Return the attempts of which a run has folders, the oldest first."""
     return sorted(int(path.name) for path in (run_dir / FOLDER).glob("[0-9]*") if path.name.isdecimal())
 
 
 def write(path: Path, form: Plan | Beat | End | Verdict) -> None:
-    """Write one file of an attempt, whole; another one's of that name is replaced.
+    """Write one file of an attempt completely; an existing file of that name is replaced.
 
     Raises:
         DataError: it cannot be written.
@@ -140,7 +153,9 @@ def write(path: Path, form: Plan | Beat | End | Verdict) -> None:
 
 
 def read(path: Path, kind: type[Form]) -> Form | None:
-    """One file of an attempt; None where it is not there, or of another form. Keys of later versions are left out."""
+    """Return one file of an attempt; None if it does not exist, or has another form. Keys of later versions are
+    ignored.
+    """
     try:
         return parse(path.read_text(encoding="utf-8"), kind)
     except (OSError, ValueError):
@@ -148,12 +163,12 @@ def read(path: Path, kind: type[Form]) -> Form | None:
 
 
 def text_of(form: Plan | Beat | End | Verdict) -> str:
-    """Return what a file of an attempt holds: a line of JSON."""
+    """Return the text of a file of an attempt: a line of JSON."""
     return json.dumps(asdict(form)) + "\n"
 
 
 def parse(text: str, kind: type[Form]) -> Form | None:
-    """Return the opposite of `text_of`; None where the text is of another form. Keys of later versions are left out."""
+    """Return the inverse of `text_of`; None if the text has another form. Keys of later versions are ignored."""
     try:
         content: Any = json.loads(text)
         known = {each.name: each.type for each in fields(kind)}
@@ -178,14 +193,14 @@ def _fits(value: object, wanted: str) -> bool:
 
 
 def read_attempt(run_dir: Path, number: int) -> Attempt:
-    """Attempt `number` as far as it is written."""
+    """Return attempt `number` as far as it is written."""
     folder = folder_of(run_dir, number)
     beats, ends = _by_host(folder, BEAT, Beat), _by_host(folder, END, End)
     return Attempt(folder, number, read(folder / PLAN, Plan), beats, ends, read(folder / VERDICT, Verdict))
 
 
 def read_attempts(run_dir: Path) -> list[Attempt]:
-    """Return all attempts of a run, the oldest first; none for a run of before they were written."""
+    """Return all attempts of a run, the oldest first; none for a run from before attempts were written."""
     return [read_attempt(run_dir, number) for number in numbers(run_dir)]
 
 

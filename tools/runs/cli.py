@@ -49,7 +49,7 @@ _LINE_EVERY = 60.0  # seconds between lines, at most, off a terminal
 
 
 def follow(look: Look, console: Console, every: float, as_json: bool) -> int:
-    """Show what `look` says every `every` seconds until the run is over; returns the exit code."""
+    """Show the result of `look` every `every` seconds until the run is over; return the exit code."""
     if as_json or not console.is_terminal:
         return _print_lines(look, console, every, as_json)
     shown = table(status := look())
@@ -82,7 +82,7 @@ def json_line(status: Status) -> str:
 
 
 def rows(status: Status) -> list[tuple[str, str]]:
-    """Return what, and how it stands; what a run does not have is left out."""
+    """Return pairs of a name and its value; values that a run does not have are left out."""
     total = f" of {status.total_steps:,}" if status.total_steps else ""
     known = (
         share(status.goodput)
@@ -147,7 +147,7 @@ def line(status: Status) -> str:
 
 
 class Scalars:
-    """This writes each step that it is given; what an earlier one wrote there is replaced.
+    """This writes each step that it is given, and replaces what an earlier process wrote for that step.
 
     Raises:
         DataError: tensorboard is not installed, or the folder cannot be written.
@@ -181,7 +181,7 @@ class Scalars:
 
 
 class Exporter:
-    """This writes `path` anew at each status.
+    """This writes `path` anew for each status.
 
     Raises:
         DataError: prometheus-client is not installed, or `path` cannot be written or ends in something else than .prom.
@@ -199,7 +199,7 @@ class Exporter:
         self.path, self.client = path, prometheus_client
 
     def write(self, status: Status) -> None:
-        """Write the whole file; what is not known is left out."""
+        """Write the whole file, without unknown values."""
         registry: Any = self.client.CollectorRegistry()
 
         def gauge(name: str, words: str, value: float, **labels: str) -> None:

@@ -1,4 +1,6 @@
-"""The failures of a run, an attempt each: who began it, by what, and who only fell with it."""
+"""This module lists the failures of a run, one for each attempt: which worker caused it, by what, and which workers
+only followed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _NOISE = re.compile(  # MindSpore's and MindFormers' levels below an error, Pyth
 
 @dataclass(frozen=True)
 class Signature:
-    """A row of signatures.yaml."""
+    """This is a row of signatures.yaml."""
 
     name: str
     pattern: re.Pattern[str]
@@ -39,7 +41,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Found:
-    """What a log says: the row that matched and the line that did, or `UNKNOWN` and the lines that tell most.
+    """This is what a log says: the row that matched and its line, or `UNKNOWN` and the most informative lines.
 
     `victim`: others that fail bring such a line about, too; by itself it does not say who began.
     """
@@ -54,18 +56,20 @@ class Found:
 
 @cache
 def signatures() -> tuple[Signature, ...]:
-    """Return the rows, the most telling first."""
+    """Return the rows, the most informative first."""
     rows = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
     return tuple(Signature(**row | {"pattern": re.compile(row["pattern"])}) for row in rows)
 
 
 def without_noise(lines: Sequence[str]) -> list[str]:
-    """Return the lines of a log that may say something of a failure: no warnings, no progress, no rules."""
+    """Return the lines of a log that may be about a failure: no warnings, no progress, no rulers."""
     return [line for line in lines if not _NOISE.search(line)]
 
 
 def diagnose(lines: Sequence[str]) -> Found:
-    """What the lines of one log say. A row that only failures of one's own bring about goes before the others."""
+    """Return what the lines of one log say. Rows that only a worker's own failure can cause take precedence over the
+    others.
+    """
     loud = without_noise(lines)
     for victim in (False, True):
         for row in signatures():
@@ -89,7 +93,7 @@ _NO_MACHINE = (_OF_THE_USER, "spike")  # causes that say nothing of the machines
 
 @dataclass(frozen=True)
 class Failure:
-    """How an attempt failed.
+    """This is how an attempt failed.
 
     Args:
         time: seconds since 1970; None: nobody wrote it. host, rank: who began it; None: not known. cause: as the
@@ -111,18 +115,18 @@ class Failure:
 
     @property
     def counts(self) -> bool:
-        """Return whether it says something of the machines: a recipe that must be mended does not, nor a spike."""
+        """Return whether the failure counts against the machines: a recipe that must be mended and a spike do not."""
         return self.name not in _NO_MACHINE
 
     @property
     def name(self) -> str:
-        """Return one word or two: what the log says of a cause of its own, else what the launch saw."""
+        """Return one word or two: the log's own cause, else what the launch saw."""
         own = not self.found.victim and self.found.name not in (UNKNOWN, _OF_THE_USER)
         return self.found.name if own else self.cause or self.found.name
 
 
 def failures(run: Run) -> list[Failure]:
-    """Of all attempts, the oldest first; of a run without attempts what its last logs say."""
+    """Return the failures of all attempts, the oldest first; for a run without attempts, what its last logs say."""
     if run.attempts:
         return [failure_of(one) for one in run.attempts if has_failed(one)]
     logs = sorted((run.folder / "logs").glob("worker_*.log"))
@@ -133,14 +137,16 @@ def failures(run: Run) -> list[Failure]:
 
 
 def has_failed(attempt: Attempt) -> bool:
-    """Return whether an attempt ended badly, by its nodes or its verdict."""
+    """Return whether an attempt ended badly, according to its nodes or its verdict."""
     outcomes = {end.outcome for end in attempt.ends.values()}
     went_on = attempt.verdict is not None and attempt.verdict.decision in _WENT_ON
     return "failed" in outcomes or (went_on and "preempted" not in outcomes)
 
 
 def failure_of(attempt: Attempt) -> Failure:
-    """By the verdict; without one by the first bad end; where neither names anybody, by the logs."""
+    """Return the failure by the verdict; without a verdict, by the first bad end; if neither names a worker, by the
+    logs.
+    """
     bad = sorted((end for end in attempt.ends.values() if end.outcome == "failed"), key=lambda end: end.time)
     verdict = attempt.verdict
     host = verdict.initiator if verdict else bad[0].host if bad else None

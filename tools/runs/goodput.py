@@ -1,4 +1,5 @@
-"""Find where a run's time went: its wall time in pieces without gap or overlap, each of one kind.
+"""This module finds where a run's time went: it divides the wall time into pieces without gap or overlap, each of one
+kind.
 
     1. Each attempt is a frame, from its plan to its end; a run without attempts has a frame for each start.
     2. Within a frame, steps, saves and evaluations follow each other as they were written. What lies before the
@@ -40,7 +41,9 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True)
 class Piece:
-    """Microseconds since 1970 of one kind; of steps in a row `between` of them lie between steps."""
+    """This is a span of one kind, in microseconds since 1970; for consecutive steps, `between` of them lie between
+    steps.
+    """
 
     begin: int
     end: int
@@ -51,7 +54,7 @@ class Piece:
 
 @dataclass
 class Frame:
-    """One attempt on the time line: from its plan to its end, microseconds since 1970."""
+    """This is one attempt on the time line: from its plan to its end, in microseconds since 1970."""
 
     number: int
     begin: int
@@ -63,7 +66,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Ledger:
-    """All of a run's time; `pieces` join without gap."""
+    """This is all of a run's time; `pieces` join without gap."""
 
     frames: list[Frame]
     pieces: list[Piece]
@@ -73,11 +76,11 @@ class Ledger:
 
     @property
     def wall(self) -> int:
-        """Microseconds from the first attempt's plan to the end."""
+        """Return the microseconds from the first attempt's plan to the end."""
         return self.frames[-1].end - self.frames[0].begin
 
     def totals(self, attempt: int | None = None) -> dict[Kind, int]:
-        """Microseconds of each kind, of one attempt or of all."""
+        """Return the microseconds of each kind, of one attempt or of all."""
         found: Counter[Kind] = Counter()
         for piece in self.pieces:
             if attempt is None or piece.attempt == attempt:
@@ -87,7 +90,7 @@ class Ledger:
 
     @property
     def goodput(self) -> float | None:
-        """Kept over all; None for a run of no time."""
+        """Return kept time divided by all time; None for a run without time."""
         return self.totals()["kept"] / self.wall if self.wall else None
 
 
@@ -97,7 +100,7 @@ def micro(seconds: float) -> int:
 
 
 def ledger(run: Run) -> Ledger | str:
-    """Return the time of a run; a sentence where its records cannot tell."""
+    """Return the time of a run, or a sentence if its records do not determine it."""
     timed = [part for part in run.parts if part.timed]
     notes = []
     if old := sum(len(part) for part in run.parts if not part.timed):
@@ -174,7 +177,7 @@ def _pieces(run: Run, frame: Frame) -> list[Piece]:
     now, seen = frame.begin, False
 
     def until(end: int, kind: Kind) -> None:
-        """Everything from now to `end` is of `kind`; steps in a row become one piece."""
+        """Add a piece of `kind` from now to `end`; consecutive steps become one piece."""
         nonlocal now
         end = min(max(end, now), frame.end)
         last = pieces[-1] if pieces else None
@@ -185,7 +188,7 @@ def _pieces(run: Run, frame: Frame) -> list[Piece]:
         now = end
 
     def gap(end: int) -> None:
-        """What lies before the next event: belongs to the steps in a row, or stands alone."""
+        """Add the time before the next event, which belongs to consecutive steps or stands alone."""
         nonlocal now
         end = min(end, frame.end)
         if end <= now:

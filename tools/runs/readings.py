@@ -1,4 +1,5 @@
-"""This module reads a run's folder as data: what the run writes while it trains. It needs no MindSpore.
+"""This module reads a run's folder as data: the files that the run writes while it trains. The module needs no
+MindSpore.
 
 `read_metrics` and `read_held_out` read metrics/rank_N.jsonl and metrics/held_out.jsonl, and `Follower` follows such a
 file while it grows. `slow_of` and `Probes` find the ranks of a run that are slower than their peers, by its probes
@@ -37,7 +38,8 @@ _MOST_STEPS = 10**12
 
 
 def loss_rank(recipe: Recipe) -> int:
-    """Return the rank whose loss is the run's: with pipeline stages the last one's, says MindFormers' MFLossMonitor.
+    """Return the rank whose loss is the run's: with pipeline stages that of the last stage, as in MindFormers'
+    MFLossMonitor.
 
     Other ranks than those of the last stage have no loss there; zero_bubble_v brings the last chunk back to rank 0.
     """
@@ -55,7 +57,7 @@ class Readings:
     world_size: int = 1
 
     def add(self, record: dict[str, Any]) -> None:
-        """Take in one line: the header of a (resumed) part, or a step."""
+        """Read one line: the header of a (resumed) part, or a step."""
         if "total_steps" in record:
             self.total_steps = record["total_steps"]
             self.start_step = record.get("start_step", 0)
@@ -70,7 +72,7 @@ class Readings:
         return self.steps[max(self.steps)] if self.steps else {}
 
     def tokens_per_second(self) -> float | None:
-        """Return the median speed of the steps of the last part, its first (which compiles) left out."""
+        """Return the median speed of the steps of the last part, without its first step, which compiles."""
         numbers = [step for step in sorted(self.steps) if step > self.start_step][1:]
         speeds = [
             self.steps[n]["tokens"] / self.steps[n]["seconds"] for n in numbers if self.steps[n].get("seconds", 0) > 0
@@ -79,7 +81,7 @@ class Readings:
 
 
 def read_metrics(file: Path) -> Readings:
-    """Return everything in one rank's metrics file; nothing when there is none."""
+    """Return the whole content of one rank's metrics file; nothing if there is none."""
     readings = Readings()
     for record in Follower(file).new_records():
         readings.add(record)
@@ -87,13 +89,13 @@ def read_metrics(file: Path) -> Readings:
 
 
 def read_held_out(run_dir: Path) -> dict[int, float]:
-    """Return step -> loss on the held-back documents; a repeated step counts as last written."""
+    """Return step -> loss on the held-out documents; for a repeated step the last record counts."""
     records = Follower(run_dir / "metrics" / "held_out.jsonl").new_records()
     return {record["step"]: record["held_out_loss"] for record in records if "held_out_loss" in record}
 
 
 class Follower:
-    """This reads the complete lines that a JSON-lines file has gained since the last look."""
+    """This reads the complete lines that a JSON-lines file has gained since the last call."""
 
     def __init__(self, file: Path, from_end: bool = False):
         """Follow `file`, which need not exist yet; `from_end` skips what it holds now."""
@@ -101,11 +103,11 @@ class Follower:
         self.offset = file.stat().st_size if from_end and file.exists() else 0
 
     def new_records(self) -> list[dict[str, Any]]:
-        """Return new records; a line that is not JSON (the last one of a killed run) is left out."""
+        """Return new records; a line that is not JSON (the last line of a killed run) is left out."""
         return list(self.records())
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the same one after the other, for files that are larger than memory should hold."""
+        """Yield the same records one after the other, for files that are too large for memory."""
         if not self.file.exists():
             return
         with self.file.open("rb") as lines:
@@ -120,7 +122,7 @@ class Follower:
 
 
 class Steps(Follower):
-    """This follows a metrics file; lines that no run writes are left out, and said in `faults`.
+    """This follows a metrics file; lines that no run writes are left out, and listed in `faults`.
 
     A number that is text, a negative time or one in the future would make confident tables of nothing.
     """
@@ -174,7 +176,9 @@ def _parse(line: bytes) -> Any:
 
 @dataclass(frozen=True)
 class Slow:
-    """These sentences are on slow ranks, and on what the probes do not tell; `compared`: ranks, None without probes."""
+    """These are sentences on slow ranks, and on what the probes do not show; `compared` is the number of ranks, None
+    without probes.
+    """
 
     compared: int | None
     slow: list[str]
@@ -182,7 +186,7 @@ class Slow:
 
 
 def slow_of(folder: Path, recipe: Recipe | None) -> Slow:
-    """Return what all probes of a run say."""
+    """Return the results of all probes of a run."""
     try:
         records = read_run(folder)
     except DataError as error:
@@ -205,7 +209,9 @@ def _slow_in_words(records: list[Record], recipe: Recipe | None) -> Slow:
 
 
 class Probes:
-    """A run that goes on has these probes: the newest `NEWEST` of each rank, looked at every `LOOK` seconds."""
+    """These are the probes of a run that is in progress: the newest `NEWEST` of each rank, read every `LOOK`
+    seconds.
+    """
 
     def __init__(self, folder: Path, recipe: Recipe | None):
         self.folder, self.recipe = folder, recipe
@@ -214,7 +220,7 @@ class Probes:
         self.found = Slow(None, [], [])
 
     def look(self) -> Slow:
-        """Return what they say, as of the last look."""
+        """Return the results of the probes, as of the last call."""
         if time.monotonic() - self.looked >= LOOK:
             self.looked = time.monotonic()
             for path in sorted((self.folder / "metrics").glob("probe_*.jsonl")):
@@ -231,7 +237,8 @@ class Probes:
 
 @dataclass
 class Part:
-    """A part is the steps of one start of the workers, the columns of `COLUMNS` as arrays of one number a step.
+    """A part is the steps of one start of the workers, with the columns of `COLUMNS` as arrays of one value for each
+    step.
 
     Args:
         start_step: steps done before it.
@@ -244,7 +251,7 @@ class Part:
     columns: dict[str, array] = field(default_factory=lambda: {name: array("d") for name in COLUMNS})
 
     def add(self, record: dict[str, Any]) -> None:
-        """Take in one step's record; what it lacks is NaN."""
+        """Add one step's record; missing values are NaN."""
         for name, column in self.columns.items():
             value = number(record.get(name))
             column.append(math.nan if value is None else value)
@@ -257,23 +264,23 @@ class Part:
 
     @property
     def timed(self) -> bool:
-        """Return whether it says when its steps were made."""
+        """Return whether the part records when its steps were made."""
         return bool(self["time"]) and not any(math.isnan(time) for time in self["time"])
 
     @property
     def moment(self) -> float | None:
-        """Return when its training began, as far as it says."""
+        """Return when the part's training began, if it is recorded."""
         return self.began if self.began is not None else self["time"][0] - self["seconds"][0] if self.timed else None
 
     def usual(self) -> float | None:
-        """Return the median seconds of its steps; its first one, which compiles, is left out."""
+        """Return the median seconds of the part's steps, without its first step, which compiles."""
         seconds = [value for value in self["seconds"][1 : USUAL_OF + 1] if value > 0]
         return median(seconds) if seconds else None
 
 
 @dataclass
 class Run:
-    """A run's folder holds this; what is not there is empty or None."""
+    """This is the content of a run's folder; what does not exist is empty or None."""
 
     folder: Path
     recipe: Recipe | None
@@ -283,19 +290,19 @@ class Run:
     notes: list[str] = field(default_factory=list)  # what of its records cannot be used
 
     def usual(self, part: Part | None = None) -> float | None:
-        """Return the seconds of a usual step of `part`, or of the newest part that can tell."""
+        """Return the seconds of a usual step of `part`, or of the newest part that has enough steps."""
         own = part.usual() if part else None
         return own if own else next((found for one in reversed(self.parts) if (found := one.usual())), None)
 
 
 def metrics_of(folder: Path, recipe: Recipe | None) -> Path:
-    """Return the metrics file that stands for the run: of the rank that knows the loss."""
+    """Return the metrics file of the run: that of the rank that knows the loss."""
     own = folder / "metrics" / f"rank_{loss_rank(recipe) if recipe else 0}.jsonl"
     return own if own.exists() or recipe else next(iter(sorted((folder / "metrics").glob("rank_*.jsonl"))), own)
 
 
 def recipe_of(folder: Path) -> Recipe | None:
-    """Return RUN/recipe.yaml; None where it is not there or cannot be read."""
+    """Return RUN/recipe.yaml; None if it does not exist or cannot be read."""
     try:
         return load_recipe(folder / "recipe.yaml")
     except (TC3Error, OSError):
@@ -303,7 +310,7 @@ def recipe_of(folder: Path) -> Recipe | None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise DataError for what is not a run.
+    """Raise DataError for a folder that is not a run.
 
     Raises:
         DataError: there is no such folder, or nothing in it that a run writes.
@@ -315,7 +322,7 @@ def check_folder(folder: Path) -> None:
 
 
 def load_run(folder: Path) -> Run:
-    """Return everything that the reports need.
+    """Return all data that the reports need.
 
     Raises:
         DataError: as `check_folder`.
@@ -328,7 +335,7 @@ def load_run(folder: Path) -> Run:
 
 
 def number(value: Any) -> float | None:
-    """Return a number out of JSON, NaN and infinity too; None for anything else."""
+    """Return a number from JSON, including NaN and infinity; None for anything else."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 

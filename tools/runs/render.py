@@ -44,7 +44,7 @@ _MOST_ROWS = 12  # attempts of a run that get a row each; of more each run has o
 
 
 def draw(found: Sequence[Study], path: Path) -> Path:
-    """Draw to an .svg or .png; returns `path`.
+    """Draw to an .svg or .png; return `path`.
 
     Raises:
         DataError: as `save_figure`.
@@ -146,7 +146,7 @@ def _draw_steps(axes: Any, known: Sequence[tuple[Study, Ledger]], size: int) -> 
 
 
 def duration(seconds: float | None) -> str:
-    """Return seconds in words: 1 d 3 h, 2 h 5 min, 4 min 10 s, 12.3 s."""
+    """Return seconds in words, such as 1 d 3 h, 2 h 5 min, 4 min 10 s or 12.3 s."""
     if seconds is None:
         return "not known"
     if seconds < 60:
@@ -166,7 +166,7 @@ def share(value: float | None) -> str:
 
 
 def head(found: Study) -> Rows:
-    """Return the summary of a run: what, value."""
+    """Return the summary of a run as pairs of a name and its value."""
     time = found.ledger
     if isinstance(time, str):
         usual = ["usual step", duration(found.run.usual())]
@@ -184,7 +184,7 @@ def head(found: Study) -> Rows:
 
 
 def time_rows(studies: Sequence[Study]) -> Rows:
-    """Return where the time went: a row a kind that any run spent time on, a column a run."""
+    """Return where the time went: a row for each kind on which any run spent time, and a column for each run."""
     known = [one.ledger.totals() for one in studies if isinstance(one.ledger, Ledger)]
     rows = [
         [words, *(_time_cell(one, kind) for one in studies)]
@@ -203,7 +203,7 @@ def _time_cell(found: Study, kind: Kind) -> str:
 
 
 def attempt_rows(found: Study) -> Rows:
-    """Return a row an attempt; its begin counts from the first one's."""
+    """Return a row for each attempt, whose begin counts from that of the first attempt."""
     if isinstance(found.ledger, str):
         return []
     rows, first = [], found.ledger.frames[0].begin / SECOND
@@ -218,7 +218,7 @@ def attempt_rows(found: Study) -> Rows:
 
 
 def failure_rows(found: Study) -> Rows:
-    """Return a row a failure: who began it, by what; and the victims apart."""
+    """Return a row for each failure: which worker caused it, and by what; its victims are listed separately."""
     return [[str(one.attempt), who(one), one.name, _where(one), _says(one), _fell(one)] for one in found.failures]
 
 
@@ -232,7 +232,7 @@ def failure_line(one: Failure) -> str:
 
 
 def who(one: Failure) -> str:
-    """Return the host and worker that began it."""
+    """Return the host and worker that caused the failure."""
     parts = [one.host or "", f"worker {one.rank}" if one.rank is not None else ""]
     return ", ".join(part for part in parts if part) or "not known"
 
@@ -253,7 +253,7 @@ def _fell(one: Failure) -> str:
 
 
 def findings(found: Study) -> list[str]:
-    """Return sentences: how often a run fails, how often it should save, what to look at."""
+    """Return sentences about how often a run fails, how often it should save, and what to look at."""
     lines = [_mtbf_line(found), *_saving_lines(found)]
     first_of_each = {one.found.name: one for one in reversed(found.failures)}
     lines += [f"{one.found.mend[0].upper()}{one.found.mend[1:]} ({one.name}, attempt {one.attempt})."
@@ -324,7 +324,7 @@ def print_text(studies: Sequence[Study], console: Console) -> None:
 
 
 def side_by_side(studies: Sequence[Study]) -> Rows:
-    """Return the summaries of several runs, a column a run."""
+    """Return the summaries of several runs, with a column for each run."""
     heads = [head(one) for one in studies]
     names = list(dict.fromkeys(row[0] for rows in heads for row in rows))
     tables = [{row[0]: row[1] for row in rows} for rows in heads]

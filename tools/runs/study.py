@@ -1,4 +1,4 @@
-"""Everything that `tc3 runs report` says of one run, as data."""
+"""This module computes everything that `tc3 runs report` says about one run, as data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ JUDGED = ("loss", "global_norm")
 
 @dataclass(frozen=True)
 class Spike:
-    """`value` of `name` at `step`, `above` standard deviations above the steps before (None: it is not finite)."""
+    """This is a spike: `value` of `name` at `step`, `above` standard deviations above the steps before (None: it is not
+    finite).
+    """
 
     step: int
     name: str
@@ -45,7 +47,7 @@ class Spike:
 
 
 def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
-    """Of all parts, in the order in which they were made.
+    """Return the spikes of all parts, in the order in which their steps were made.
 
     Args:
         cuts: of each part the last step that was not made again.
@@ -101,7 +103,9 @@ CONFIDENCE = 0.9
 
 @dataclass(frozen=True)
 class Mtbf:
-    """Seconds between failures: the estimate (None without a failure) and its interval (`high` None: no bound)."""
+    """These are seconds between failures: the estimate (None without a failure) and its interval (`high` None: no
+    bound).
+    """
 
     failures: int
     running: float
@@ -112,7 +116,7 @@ class Mtbf:
 
 @dataclass(frozen=True)
 class Saving:
-    """The interval between saves, in seconds of training: what was used, what is best, and what each costs."""
+    """This is the interval between saves, in seconds of training: the one used, the best one, and the cost of each."""
 
     cost: float
     used: float
@@ -124,7 +128,7 @@ class Saving:
 
 
 def mtbf(failures: int, running: float) -> Mtbf | None:
-    """Of `failures` in `running` seconds; None where nothing ran."""
+    """Return the mean time between `failures` in `running` seconds; None if nothing ran."""
     if running <= 0:
         return None
     tail = (1 - CONFIDENCE) / 2
@@ -146,12 +150,12 @@ def _mean_with(count: int, probability: float) -> float:
 
 
 def young(cost: float, between: float) -> float:
-    """Young's interval, seconds of training between two saves."""
+    """Return Young's interval, in seconds of training between two saves."""
     return math.sqrt(2 * cost * between)
 
 
 def daly(cost: float, between: float) -> float:
-    """Daly's interval; a save that costs more than twice the time between failures is done once in that time."""
+    """Return Daly's interval; if a save costs more than twice the time between failures, the interval is that time."""
     if cost >= 2 * between:
         return between
     share = math.sqrt(cost / (2 * between))
@@ -159,12 +163,14 @@ def daly(cost: float, between: float) -> float:
 
 
 def overhead(cost: float, interval: float, between: float) -> float:
-    """Share of the time that goes into saving every `interval` seconds and making steps again, to first order."""
+    """Return the share of the time that goes into saving every `interval` seconds and into steps made again, to first
+    order.
+    """
     return cost / interval + interval / (2 * between)
 
 
 def saving(cost: float, used: float, found: Mtbf) -> Saving | None:
-    """Return the best interval against the one used; None where no failure was seen or nothing was measured."""
+    """Return the best interval and the one used; None if no failure was seen or nothing was measured."""
     if found.estimate is None or cost <= 0 or used <= 0:
         return None
     best = daly(cost, found.estimate)
@@ -185,7 +191,9 @@ GOES_ON = "between attempts"
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What saving took. `seconds`: the median stop of the training for one; `every`: seconds of steps between two."""
+    """This is the cost of saving. `seconds` is the median stop of the training for a save; `every` is the seconds of
+    steps between two saves.
+    """
 
     saves: int
     seconds: float | None
@@ -199,7 +207,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Study:
-    """One run. `ledger`: a sentence where its time is not known."""
+    """This is the study of one run; `ledger` is a sentence if its time is not known."""
 
     run: Run
     state: str
@@ -215,7 +223,9 @@ class Study:
 
 
 def studies(folders: Sequence[Path]) -> list[Study]:
-    """Of several runs, named by their folders, or by the whole paths where two folders have one name."""
+    """Return the studies of several runs, named by their folders, or by the whole paths if two folders have the same
+    name.
+    """
     names = [real_path(folder).name for folder in folders]
     short = len(set(names)) == len(names)
     found = [study(folder) for folder in folders]
@@ -251,7 +261,7 @@ def _state(run: Run) -> str:
 
 
 def state_of(attempt: Attempt) -> str:
-    """Return how the newest attempt stands."""
+    """Return the state of the newest attempt."""
     decision = attempt.verdict.decision if attempt.verdict else None
     if decision:
         return {"done": "done", "give up": "given up", "leave": "left"}.get(decision, GOES_ON)
@@ -315,7 +325,7 @@ def _skipped(folder: Path) -> tuple[list[Entry], list[str]]:
 
 
 def content(found: Study) -> dict[str, Any]:
-    """Plain values, fit for JSON: seconds, steps, words; null for what is not known."""
+    """Return plain values, fit for JSON: seconds, steps, words; null for unknown values."""
     time = found.ledger if isinstance(found.ledger, Ledger) else None
     checkpoints = asdict(found.checkpoints)
     return {

@@ -1,4 +1,4 @@
-"""Describe how a run stands now, from its files only: any machine that sees the folder can ask.
+"""This module describes the present state of a run, from its files only, on any machine that can read its folder.
 
 Ages are taken between times that the run itself wrote, so that the clock of the one who asks does not matter.
 """
@@ -50,7 +50,7 @@ class _Part:
         self.some: list[float] = []  # seconds of the first `USUAL_OF` others
 
     def add(self, record: dict[str, Any], cut: int) -> None:
-        """Take in a step; beyond `cut` it was made again."""
+        """Add a step; a step beyond `cut` was made again."""
         seconds, stands = _number(record, "seconds"), record["step"] <= cut
         if not self.last:
             self.first = seconds if stands else 0.0
@@ -75,7 +75,7 @@ def _part(record: dict[str, Any]) -> _Part:
 
 
 class Kept:
-    """What stands of a run: `seconds` of usual steps, how many, and the newest step.
+    """These are the steps of a run that count: `seconds` of usual steps, their number, and the newest step.
 
     Args:
         file: metrics of the rank that stands for the run. sink: gets every record of a step, once, in order.
@@ -93,7 +93,7 @@ class Kept:
         self.speeds: deque[float] = deque(maxlen=_SPEED_OF)
 
     def look(self) -> None:
-        """Take in what is new."""
+        """Read new records."""
         again = False
         for record in self.follower.records():
             if _opens(record, self.parts):
@@ -110,7 +110,9 @@ class Kept:
             self._count()
 
     def begin_at(self, step: int | None) -> None:
-        """Steps beyond `step` will be made again by an attempt that has not trained yet; None: there is none."""
+        """Note that steps beyond `step` will be made again by an attempt that has not trained yet; None means that
+        there is none.
+        """
         cut = NEVER if step is None else step
         if cut != self.cut:
             self.cut = cut
@@ -146,12 +148,12 @@ class Kept:
 
     @property
     def usual(self) -> float | None:
-        """Return the seconds of a usual step, of the newest part that can tell."""
+        """Return the seconds of a usual step, of the newest part that has enough steps."""
         return next((median(part.some) for part in reversed(self.parts) if part.some), None)
 
     @property
     def seconds(self) -> float:
-        """Of the steps that stand; of a part's first one as many as a usual one takes."""
+        """Return the seconds of the steps that count; the first step of a part counts as a usual one."""
         whole = 0.0
         for part in self.parts:
             usual = median(part.some) if part.some else self.usual
@@ -160,7 +162,7 @@ class Kept:
 
     @property
     def speed(self) -> float | None:
-        """Return the tokens a second, the median of the newest steps."""
+        """Return the tokens per second, as the median over the newest steps."""
         return median(self.speeds) if self.speeds else None
 
 
@@ -175,7 +177,9 @@ BAD = ("failed", "given up", "left", "interrupted", "preempted")
 
 @dataclass(frozen=True)
 class Status:
-    """What is not known is None. Times are seconds; `goodput` a share; `quiet` since we last saw anything new."""
+    """This is the state of a run; unknown values are None. Times are seconds; `goodput` is a share; `quiet` is the time
+    since anything new was seen.
+    """
 
     run: str
     state: str
@@ -199,12 +203,12 @@ class Status:
 
     @property
     def over(self) -> int | None:
-        """Return the exit code of a run that has ended; None while it goes on."""
+        """Return the exit code of a run that has ended; None if it goes on."""
         return OVER.get(self.state)
 
 
 class Watch:
-    """Follows one run; what it has read it does not read again.
+    """This follows one run, and reads each line only once.
 
     Raises:
         DataError: the folder is not a run's.
@@ -228,7 +232,7 @@ class Watch:
         self.changed = time.monotonic()
 
     def look(self) -> Status:
-        """Read what is new, and say how the run stands."""
+        """Read new data, and return the state of the run."""
         self._attempts()
         self.kept.look()
         plan = self.attempt.plan if self.attempt else None

@@ -1,4 +1,5 @@
-"""What MindFormers would build from `model.model_config`, without MindFormers: the ConfigConverter, rule by rule.
+"""This module computes what MindFormers would build from `model.model_config`, without MindFormers: the rules of its
+ConfigConverter.
 
 MindFormers collects defaults, drops ignored keys, adds the parallel settings, renames keys by the model's mapping
 (`schema.json`), and forgets what has no rule. A slow test holds this equal to MindFormers' own result. `model_default`
@@ -21,7 +22,7 @@ _ALONE = ("data_parallel", "model_parallel", "context_parallel", "expert_paralle
 
 @dataclass
 class Built:
-    """The arguments of TransformerConfig.
+    """These are the arguments of TransformerConfig.
 
     Args:
         fields: field -> value, defaults included.
@@ -42,7 +43,7 @@ class Built:
 
 
 def convert(view: View, schema: Schema) -> Built:
-    """Build the fields of the recipe's TransformerConfig."""
+    """Return the fields of the recipe's TransformerConfig."""
     model = schema.model_type(view.recipe)
     described = schema.models[model]
     written = view.get(MODEL, {})
@@ -138,7 +139,8 @@ def _derive(built: Built) -> None:
 
 
 def model_number(view: View, key: str) -> int:
-    """Return the positive integer at `model.model_config.KEY`, or MindFormers' default of it for the recipe's model.
+    """Return the positive integer at `model.model_config.KEY`, or MindFormers' default of the key for the recipe's
+    model.
 
     Raises:
         KeyError: MindFormers has no number for it; the caller has to ask for the key.
@@ -150,7 +152,9 @@ def model_number(view: View, key: str) -> int:
 
 
 def model_default(view: View, key: str) -> Any:
-    """MindFormers' default: of the model's config class, else of the field that the key becomes; None without one."""
+    """Return MindFormers' default: that of the model's config class, else that of the field that the key becomes; None
+    if there is none.
+    """
     schema = load_schema()
     model = schema.model_type(view.recipe)
     defaults = schema.models[model]["defaults"]

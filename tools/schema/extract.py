@@ -1,4 +1,4 @@
-"""Make `schema.json`: every key that the installed MindFormers knows, read from MindFormers' own sources of truth.
+"""This module makes `schema.json`: every key that the installed MindFormers knows, read from MindFormers' own sources.
 
     python -m tools.schema.extract          # rewrite tools/schema/schema.json and recipe.schema.json
 
@@ -255,7 +255,7 @@ def extract() -> dict[str, Any]:
     """Return the whole schema of the installed MindFormers and MindSpore. Imports mindformers.
 
     Raises:
-        LookupError: a line that one of our rules stands for is no longer in MindFormers.
+        LookupError: a line on which one of our rules is based is no longer in MindFormers.
     """
     import mindformers
     import mindspore

@@ -1,4 +1,6 @@
-"""Every key and value of a recipe against the schema: unknown keys, wrong types, impossible choices."""
+"""This module checks every key and value of a recipe against the schema: unknown keys, wrong types, impossible
+choices.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,14 @@ _YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "rotary_scaling_f
 
 
 def check_keys(recipe: Recipe, schema: Schema, found: Findings) -> None:
-    """Walk the whole recipe."""
+    """Check the whole recipe."""
     walk = _Walk(recipe, schema, found)
     walk.visit(recipe, walk.root, ())
 
 
 def refuse_keys(recipe: Recipe) -> None:
-    """Raise for a recipe with a key or value that MindFormers has not: whatever is said of it would be made up.
+    """Raise an error for a recipe with a key or value that MindFormers does not have, because results about it would be
+    made up.
 
     Raises:
         RecipeError: the first one, with file, line, key path and what would be right, and how many more there are.
@@ -46,7 +49,7 @@ class _Walk:
         self.mla = schema.models[schema.model_type(recipe)]["mla"]
 
     def visit(self, value: Any, shape: Shape, path: KeyPath) -> None:
-        """Check one value and what is below it."""
+        """Check one value and the values below it."""
         if shape.section is not None:
             return self._plugin(value, shape, shape.section, path)
         if not self._value(value, shape.spec, path):

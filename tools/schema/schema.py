@@ -1,7 +1,8 @@
-"""The tree of everything that may stand in a recipe, from `schema.json` (MindFormers') and `values` (what it omits).
+"""This module holds the tree of everything that a recipe may contain, from `schema.json` (MindFormers' keys) and
+`values` (what it omits).
 
-`json_schema` writes it for editors (draft 2020-12): completion, types and choices while typing. An editor knows one
-file at a time, so nothing is required there, and only `tc3 check` has rules about several values.
+`json_schema` writes it for editors (draft 2020-12): completion, types and choices while typing. An editor sees only one
+file at a time, so the schema requires no key, and only `tc3 check` has rules about several values.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ WORDS = {
 
 
 def spec_of(annotation: Any = None, default: Any = None) -> dict[str, Any]:
-    """``{"types": ["int", "null"]}`` for an argument; empty when anything may stand there.
+    """Return ``{"types": ["int", "null"]}`` for an argument; empty if any value is allowed.
 
     A default that contradicts its annotation widens it (MindFormers writes `x: int = None`).
     """
@@ -74,13 +75,13 @@ def kind(value: Any) -> str:
 
 
 def fits(value: Any, kinds: list[str]) -> bool:
-    """Return whether a value is of one of `kinds`; an integer is a number too."""
+    """Return whether a value is of one of `kinds`; an integer is also a number."""
     found = kind(value)
     return found in kinds or (found == "int" and "float" in kinds)
 
 
 def say(kinds: list[str]) -> str:
-    """``["int", "null"]`` in words."""
+    """Return ``["int", "null"]`` in words."""
     return " or ".join(WORDS.get(name, name) for name in kinds if name != "null") or "nothing"
 
 
@@ -97,7 +98,7 @@ _TOKENIZER = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What may stand at one place of a recipe: a value, a mapping of keys, a typed mapping, or a list."""
+    """This says what may stand at one place of a recipe: a value, a mapping of keys, a typed mapping, or a list."""
 
     spec: Spec = field(default_factory=dict)
     keys: dict[str, Shape] | None = None  # of a mapping; None when it is no mapping, or when anything goes
@@ -110,7 +111,7 @@ class Shape:
 
 
 class Schema:
-    """`schema.json` with accessors."""
+    """This is `schema.json` with accessors."""
 
     def __init__(self, data: dict[str, Any]):
         self.data = data
@@ -121,11 +122,11 @@ class Schema:
         self._shapes: dict[str, Shape] = {}
 
     def line(self, rule: str) -> str:
-        """``mindformers/...py:123``, the line behind one of our rules; empty without a rule."""
+        """Return ``mindformers/...py:123``, the line behind one of our rules; empty if there is no rule."""
         return self.data["lines"][rule] if rule else ""
 
     def model_type(self, recipe: dict[str, Any]) -> str:
-        """Return the recipe's model, or TeleChat3-MoE where it names none that this MindFormers has."""
+        """Return the recipe's model, or TeleChat3-MoE if the recipe names none that this MindFormers has."""
         model = recipe.get("model")
         config = model.get("model_config") if isinstance(model, dict) else None
         name = config.get("model_type") if isinstance(config, dict) else None
@@ -138,7 +139,7 @@ class Schema:
         return {**transformer["fields"], **extra}
 
     def targets(self, model: str, key: str) -> list[tuple[str, str | None]]:
-        """Return where the converter of `model` writes `key`: (field, name of the function applied) pairs."""
+        """Return where the converter of `model` writes `key`, as (field, name of the applied function) pairs."""
         rules = self.models[model]["mapping"].get(key)
         if rules is not None:
             return [(target, function) for target, function in rules]
@@ -312,7 +313,7 @@ _TYPES = {
 
 
 def json_schema(schema: Schema) -> str:
-    """Return the schema of every recipe as JSON text: the models' keys of `model_config` together."""
+    """Return the schema of every recipe as JSON text, with the keys of `model_config` of all models together."""
     writer = _Writer()
     body = writer.of(schema.recipe(DEFAULT_MODEL))
     config = body["properties"]["model"]["properties"]["model_config"]["properties"]

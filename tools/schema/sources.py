@@ -1,4 +1,5 @@
-"""What `extract` reads of MindFormers' sources: keys that code reads, registered classes, models, TransformerConfig.
+"""This module reads from MindFormers' sources what `extract` needs: keys that code reads, registered classes, models,
+TransformerConfig.
 
 MindFormers passes most YAML sections around as dictionaries, so the code that reads them (`config.a.b`, `config["a"]`,
 `config.get("a")`, `getattr(config, "a")`) is the only place that says which keys exist.
@@ -23,7 +24,8 @@ _METHODS = {*_GETTERS, "items", "keys", "values", "append", "update", "set_value
 
 
 def reads(files: Iterable[Path], roots: Iterable[str], of_self: bool = False) -> dict[str, set[str]]:
-    """Keys read below each root: ``{"": {"seed", ...}, "checkpoint": {"prefix", ...}}`` for the root ``config``.
+    """Return the keys read below each root: ``{"": {"seed", ...}, "checkpoint": {"prefix", ...}}`` for the root
+    ``config``.
 
     Args:
         files: Python sources.
@@ -48,7 +50,7 @@ def reads(files: Iterable[Path], roots: Iterable[str], of_self: bool = False) ->
 
 
 def unread(names: Iterable[str], files: Iterable[Path]) -> list[str]:
-    """Return those of `names` that no file reads as an attribute of anything, nor has as a text, sorted."""
+    """Return the `names` that no file reads as an attribute or contains as a text, sorted."""
     left = set(names)
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -91,7 +93,9 @@ _LOSS_SCALES = ("AdaptiveLossScaleUpdateCell", "DynamicLossScaleUpdateCell", "Fi
 
 
 def registered(registry: str, site: Path) -> dict[str, Any]:
-    """Arguments of every class of a registry that MindFormers itself wrote, and MindSpore's optimizers."""
+    """Return the arguments of every class of a registry that MindFormers itself wrote, and of MindSpore's
+    optimizers.
+    """
     from mindformers.tools.register import MindFormerRegister
 
     found = {}
@@ -159,7 +163,7 @@ def handlers(site: Path) -> dict[str, Any]:
 
 
 def models(site: Path) -> dict[str, Any]:
-    """For each graph-mode model: its keys, and how the converter maps them onto TransformerConfig fields."""
+    """Return for each graph-mode model its keys, and how the converter maps them onto TransformerConfig fields."""
     from mindformers.parallel_core.config_converter import ConfigConverter
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 
@@ -233,8 +237,9 @@ def _closure(function: Any) -> dict[str, Any]:
 
 
 def transformer(site: Path) -> dict[str, Any]:
-    """Fields of both TransformerConfig classes, those that nothing which trains reads, the keys that no converter
-    reports, and the registered models."""
+    """Return the fields of both TransformerConfig classes, the fields that no training code reads, the keys that no
+    converter reports, and the registered models.
+    """
     from mindformers.parallel_core.transformer_config import MLATransformerConfig, TransformerConfig
     from mindformers.parallel_core.transformer_config_utils import DEFAULT_WHITE_KEY
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister

@@ -1,4 +1,4 @@
-"""Find which layers a pipeline stage holds: `offset`, and the recompute settings of the same shape.
+"""This module finds which layers a pipeline stage holds, from `offset` and the recompute settings of the same shape.
 
 MindFormers: layers of chunk v on stage p = num_layers // (stages * chunks) + offset[v][p].
 """
@@ -18,7 +18,8 @@ Layers = list[list[int]]
 
 
 def layers_of(view: View, built: Built) -> Layers | None:
-    """MindFormers' layer_list [chunk][stage]; None when the offset does not fit. Without a pipeline ``[[all layers]]``.
+    """Return MindFormers' layer_list [chunk][stage]; None if the offset does not fit. Without a pipeline the list is
+    ``[[all layers]]``.
 
     Not always where layers run: see `stage_layers_of`.
     """
@@ -39,7 +40,7 @@ def layers_of(view: View, built: Built) -> Layers | None:
 
 
 def stage_layers_of(view: View, built: Built) -> Layers | None:
-    """Return the layers [chunk][stage] where they run; None as `layers_of`.
+    """Return the layers [chunk][stage] where they run; None as in `layers_of`.
 
     In zero_bubble_v the second chunk runs back up the pipeline: `layers_of` counts it from the last stage on.
     """
@@ -55,7 +56,7 @@ def runs_back(view: View) -> bool:
 
 
 def loss_rank(view: View) -> int:
-    """Return a rank that knows the loss: of the last stage, or of the first where the pipeline runs back to it."""
+    """Return a rank that knows the loss: one of the last stage, or of the first if the pipeline runs back to it."""
     return view.devices - 1 if view.parallel and view.pp > 1 and not runs_back(view) else 0
 
 
@@ -71,7 +72,7 @@ def _broadcast(offset: Any, chunks: int, stages: int) -> Layers | None:
 
 
 def check_stages(view: View, built: Built, found: Findings) -> None:
-    """`offset` and the recompute lists, with MindFormers' own conditions."""
+    """Check `offset` and the recompute lists, with MindFormers' own conditions."""
     total = built.number("num_layers")
     if view.get(("swap_config", "swap"), False) is True:
         wrong = "reaches no model: MindFormers 1.9.0 drops swap_config on the way, and nothing is swapped"
@@ -91,7 +92,7 @@ def check_stages(view: View, built: Built, found: Findings) -> None:
 
 
 def swaps(view: View) -> bool:
-    """Return whether activations are swapped to the host: then `RECOMPUTE` names layers instead of counting them.
+    """Return whether activations are swapped to the host; then `RECOMPUTE` names layers instead of counting them.
 
     That is `swap` of model_config. What stands in `swap_config` MindFormers 1.9.0 reads and checks, but hands no model:
     `TransformerOpParallelConfig.to_diff_dict` leaves it out, and compiled graphs go on counting layers.

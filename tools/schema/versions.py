@@ -1,8 +1,9 @@
-"""Which MindSpore and MindFormers were verified, which are installed here, and whether a command goes on with others.
+"""This module says which MindSpore and MindFormers were verified and which are installed, and whether a command goes on
+with others.
 
-What this repository says of a recipe was read from the sources of one pair of versions (`versions` of schema.json) and
-tried with it, private hooks and compiled graphs included. A command that speaks for the MindFormers of this machine, or
-runs it, asks `require_verified` first. The packages' metadata is read; nothing of them is imported.
+The facts that this repository uses were read from the sources of one pair of versions (`versions` of schema.json) and
+tested with it, including private hooks and compiled graphs. A command that describes or runs the installed MindFormers
+calls `require_verified` first. The packages' metadata is read; nothing of them is imported.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 @lru_cache(maxsize=1)
 def verified() -> dict[str, str]:
-    """Distribution -> the version that was verified."""
+    """Return distribution -> the version that was verified."""
     versions = json.loads(_SCHEMA.read_text(encoding="utf-8"))["versions"]
     return {distribution: versions[distribution] for distribution in _NAMES}
 
 
 def installed(distribution: str) -> str | None:
-    """Return the version on this machine; None where there is none."""
+    """Return the version on this machine; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -41,33 +42,34 @@ def installed(distribution: str) -> str | None:
 
 
 def others() -> dict[str, str]:
-    """Distribution -> its version, of what is installed in another version than the verified one."""
+    """Return distribution -> its version, for those that are installed in another version than the verified one."""
     found = {distribution: installed(distribution) for distribution in _NAMES}
     return {name: version for name, version in found.items() if version and version != verified()[name]}
 
 
 def words(versions: dict[str, str]) -> str:
-    """``MindSpore 2.9.0 and MindFormers 1.9.0``."""
+    """Return the versions in words, such as ``MindSpore 2.9.0 and MindFormers 1.9.0``."""
     return " and ".join(f"{_NAMES[distribution]} {version}" for distribution, version in versions.items())
 
 
 def going_on() -> bool:
-    """Return whether the user asked to go on with whatever is installed."""
+    """Return whether the user asked to go on with the installed versions."""
     return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
 def unverified_words() -> list[str]:
-    """Return what a command line needs to go on as this one does."""
+    """Return the arguments with which another command goes on in the same way."""
     return ["--unverified"] * going_on()
 
 
 def require_verified() -> None:
-    """Hold that MindSpore and MindFormers, where they are installed, are the verified ones, or say so and go on.
+    """Check that MindSpore and MindFormers, if installed, have the verified versions; print a warning instead if the
+    user asked to go on.
 
     A package that is not installed is not an error here: who needs it says what is missing.
 
     Raises:
-        VersionError: another version is installed, and nobody said `--unverified`.
+        VersionError: another version is installed, and `--unverified` was not given.
     """
     if not (found := others()):
         return
@@ -78,7 +80,9 @@ def require_verified() -> None:
 
 
 def unverified_option(command: Command) -> Command:
-    """The option `--unverified` of a command that asks `require_verified`; it holds for all that the command starts."""
+    """Return the option `--unverified` of a command that calls `require_verified`; it applies to everything that the
+    command starts.
+    """
     text = f"Continue although MindSpore or MindFormers is not the verified version (as {VARIABLE}=1 does)."
     return click.option("--unverified", is_flag=True, expose_value=False, callback=_remember, help=text)(command)
 

@@ -1,13 +1,14 @@
-"""The space of parallel strategies: every legal candidate, and by which rule each other one was dropped.
+"""This module is the space of parallel strategies: every legal candidate, and the rule by which each other one was
+dropped.
 
 A candidate is a mesh dp x tp x pp x cp of all devices, vpp chunks a stage (1 .. layers // pp), ep (a divisor of the
 experts), samples of a micro-batch (a divisor of the global batch; their number follows), a dispatch mode, what
 data-parallel ranks shard, and what is recomputed. Degrees are divisors, powers of two or not.
 
-A candidate counts for the first rule that it breaks (`mesh_rules`, then `_Axes`): what MindFormers cannot build (each
-is an error of `tc3 check`), what would say the same twice (dispatch modes differ only where an EP group covers several
-whole nodes), what the report excludes (section 5.1: "constraining TP to intra-node communication"), the user's limits.
-Sequence parallelism is on wherever tp > 1: experts need it, and it moves the same bytes and holds fewer.
+A candidate is counted under the first rule that it breaks (`mesh_rules`, then `_Axes`): rules on what MindFormers
+cannot build (each is an error of `tc3 check`), on duplicates (dispatch modes differ only if an EP group covers several
+whole nodes), on what the report excludes (section 5.1: "constraining TP to intra-node communication"), and the user's
+limits. Sequence parallelism is on wherever tp > 1: experts need it, and it moves the same bytes and holds fewer.
 
 A funnel counts how many candidates each rule dropped. For ranking, layers go to stages and chunks as evenly as they
 can, the head and MTP layers counted by their FLOPs; the best candidates are placed by the pipeline optimiser
@@ -35,7 +36,7 @@ from tools.search.request import PLANNED, POLICIES, SHARDS, Request
 
 @dataclass
 class Funnel:
-    """Counts of candidates; `dropped` has those whose first broken rule is the reason."""
+    """These are counts of candidates; `dropped` counts them by their first broken rule."""
 
     total: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
@@ -51,17 +52,18 @@ class Funnel:
         return self.total - sum(self.dropped.values())
 
     def excluded_by_limits(self) -> list[str]:
-        """Limits of the user that dropped something."""
+        """Return the limits of the user that dropped candidates."""
         return [reason for reason in self.dropped if reason.startswith("--limit")]
 
     def lines(self) -> list[tuple[str, int]]:
-        """For a table: the whole, what each rule dropped (negative), what is left."""
+        """Return rows for a table: the whole, the candidates that each rule dropped (negative), and the rest."""
         return [("all", self.total), *((reason, -count) for reason, count in self.dropped.items()), ("left", self.left)]
 
 
 @lru_cache(maxsize=4096)
 def balanced_layers(model: Model, sequence: int, stages: int, chunks: int, turned: bool = False) -> Table:
-    """[chunks][stages] layers; needs `model.layers` >= stages x chunks. `turned`: odd chunks run back up (a V).
+    """Return layers [chunks][stages]; this needs `model.layers` >= stages x chunks. With `turned`, odd chunks run from
+    the last stage to the first (a V).
 
     1. Each chunk gets a layer, except the last one where the head alone weighs as much.
     2. Each other layer goes to the stage with the least load; of equals to the last, which holds the fewest
@@ -87,7 +89,7 @@ def balanced_layers(model: Model, sequence: int, stages: int, chunks: int, turne
 
 @lru_cache(maxsize=256)
 def end_weight(model: Model, sequence: int) -> float:
-    """Return the FLOPs of the head and the MTP layers, in FLOPs of a layer of the last kind."""
+    """Return the FLOPs of the head and the MTP layers, in units of the FLOPs of a layer of the last kind."""
     config = Configuration(model, layers=((model.layers,),), sequence=sequence)
     ends = work(config, "head").flops + model.mtp * work(config, "mtp").flops
     return ends / work(config, model.last_kind).flops
@@ -99,7 +101,7 @@ _KEPT_SCHEDULES = ("seqsmartvpp",)  # of a recipe; others run 1f1b, interleaved 
 
 
 class Candidate(NamedTuple):
-    """One strategy; `m` micro-batches of `mbs` samples, words as in `limits.WORDS`."""
+    """This is one strategy with `m` micro-batches of `mbs` samples; words are as in `limits.WORDS`."""
 
     dp: int
     tp: int
@@ -115,13 +117,13 @@ class Candidate(NamedTuple):
 
     @property
     def words(self) -> str:
-        """For a line of text."""
+        """Return the strategy for a line of text."""
         degrees = f"dp{self.dp} tp{self.tp} pp{self.pp} vpp{self.vpp} cp{self.cp} ep{self.ep}, {self.m} x {self.mbs}"
         return f"{degrees}, {self.mode}, sharded: {self.shard}, recompute: {self.recompute}"
 
 
 class Mesh(NamedTuple):
-    """Degrees whose product is the devices."""
+    """These are degrees whose product is the number of devices."""
 
     dp: int
     tp: int
@@ -131,7 +133,9 @@ class Mesh(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """Legal candidates of one pp and vpp: {column of `COLUMNS`: [rows] integers}, each with all of `recompute`."""
+    """These are the legal candidates of one pp and vpp: {column of `COLUMNS`: [rows] integers}, each with all of
+    `recompute`.
+    """
 
     pp: int
     vpp: int
@@ -146,14 +150,14 @@ class Block:
         return replace(self, columns={name: column[rows] for name, column in self.columns.items()})
 
     def candidate(self, row: int, recompute: str) -> Candidate:
-        """One of them."""
+        """Return one of the candidates."""
         values: dict[str, Any] = {name: int(column[row]) for name, column in self.columns.items()}
         values |= {"mode": MODES[values["mode"]], "shard": SHARDS[values["shard"]]}
         return Candidate(pp=self.pp, vpp=self.vpp, recompute=recompute, **values)
 
 
 def divisors(number: int) -> list[int]:
-    """Return all of them, ascending."""
+    """Return all divisors of a number, ascending."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 
@@ -167,7 +171,7 @@ def meshes(devices: int) -> Iterator[Mesh]:
 
 
 def blocks(request: Request, funnel: Funnel) -> list[Block]:
-    """Return all legal candidates by pp and vpp; `funnel` counts the rest."""
+    """Return all legal candidates by pp and vpp; `funnel` counts the others."""
     model = request.base.model
     found: dict[tuple[int, int], list[dict[str, np.ndarray]]] = {}
     eps, batches = divisors(max(1, model.experts)), divisors(request.global_batch)
@@ -206,7 +210,7 @@ class _Axes:
         return self.values[name].reshape([-1 if axis == place else 1 for axis in range(len(self.shape))])
 
     def survivors(self, request: Request, funnel: Funnel) -> np.ndarray | None:
-        """Mask of `shape`; None when nothing of the mesh is left."""
+        """Return a mask of `shape`; None if no candidate of the mesh is left."""
         size = int(np.prod(self.shape))
         funnel.total += size
         for reason, kept in mesh_rules(request, self.mesh):
@@ -275,7 +279,7 @@ class _Axes:
             yield f"--limit {limit.text}", limit.keeps(numbers)
 
     def columns(self, alive: np.ndarray, batch: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """(vpp, columns) of what is left; recomputation is the same for all rows."""
+        """Yield (vpp, columns) of the remaining candidates; recomputation is the same for all rows."""
         rows = alive.any(axis=-1)
         for index, vpp in enumerate(self.values["vpp"]):
             ep, mbs, mode, shard = np.nonzero(rows[index])
@@ -288,7 +292,7 @@ class _Axes:
 
 
 def mesh_rules(request: Request, mesh: Mesh) -> Iterator[tuple[str, bool]]:
-    """(rule, whether the mesh keeps it), in order."""
+    """Return (rule, whether the mesh satisfies it), in order."""
     model, sequence = request.base.model, request.base.sequence
     dp, tp, pp, cp = mesh
     size = request.base.shard_size
@@ -315,7 +319,9 @@ def schedule_of(request: Request, pp: int, vpp: int) -> str:
 
 
 def configuration(request: Request, candidate: Candidate) -> Configuration:
-    """Return the run of a candidate with balanced layers; "planned" recomputes all of them, until it is planned."""
+    """Return the run of a candidate with balanced layers; "planned" recomputes all of them until the layers are
+    placed.
+    """
     schedule = schedule_of(request, candidate.pp, candidate.vpp)
     turned = is_v_shaped(schedule)
     layers = balanced_layers(request.base.model, request.base.sequence, candidate.pp, candidate.vpp, turned)
@@ -341,7 +347,7 @@ def configuration(request: Request, candidate: Candidate) -> Configuration:
 
 
 def candidate_of(config: Configuration) -> Candidate:
-    """Return the candidate nearest to a run: its degrees, and its recomputation where all layers do the same."""
+    """Return the candidate nearest to a run: its degrees, and its recomputation if all layers do the same."""
     given = {word: getattr(config.recompute, word) for word in POLICIES[1:]}
     same = [word for word, table in given.items() if table == config.layers]
     used = [word for word, table in given.items() if table] + [word for word, _ in config.recompute.operators]

@@ -1,4 +1,5 @@
-"""`tc3 search RECIPE` and its commands: exit code 0 with a plan, 1 when there is none, 2 for a wrong input.
+"""This module is `tc3 search RECIPE` with its commands; the exit code is 0 with a plan, 1 if there is none, 2 for a
+wrong input.
 
 Of the commands `pipeline` and `layout` stand here, which place layers on stages; the others are imported.
 """
@@ -121,18 +122,20 @@ _RESERVE = 3.0
 
 
 class RecipeOrCommand(click.Group):
-    """A group whose first word is one of its commands or a recipe, which goes to `tc3 search RECIPE`."""
+    """This is a group whose first word is one of its commands or a recipe, which goes to `tc3 search RECIPE`."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command; the recipe's where the first word is none, options before the recipe included."""
+        """Return the command; if the first word is not a command, return the recipe's, including options before the
+        recipe.
+        """
         if args[0] in self.commands:
             return super().resolve_command(ctx, args)
         return "", space_command, args
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does, but options that are not the group's belong to the recipe's command."""
+        """Parse as click does, but options that are not the group's belong to the recipe's command."""
         if not args:
             raise click.UsageError("give a RECIPE.yaml, or one of the commands that `tc3 search --help` lists", ctx)
         ctx.ignore_unknown_options = True
@@ -144,7 +147,9 @@ class RecipeOrCommand(click.Group):
         formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...", "       ")
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the one help of `tc3 search`, also for `tc3 search RECIPE --help`: the recipe's, then the commands."""
+        """Write the one help of `tc3 search`, also for `tc3 search RECIPE --help`: the help of the recipe's command,
+        then the commands.
+        """
         self.format_usage(ctx, formatter)
         recipe = click.Context(space_command, parent=ctx, info_name="")
         space_command.format_help_text(recipe, formatter)

@@ -1,4 +1,6 @@
-"""`tc3 search RECIPE`: exit code 0 with a strategy, 1 when there is none, 2 for a wrong input, 130 interrupted."""
+"""This module is `tc3 search RECIPE`; the exit code is 0 with a strategy, 1 if there is none, 2 for a wrong input, 130
+if interrupted.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,10 @@ _WIDTH = 200  # of tables in a file or pipe
 
 
 class OfGroup(click.Command):
-    """A command that stands behind its group's name: the two have one help, which the group writes."""
+    """This command stands behind its group's name: both have one help, which the group writes."""
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """As the group does."""
+        """Write the help as the group does."""
         assert ctx.parent
         ctx.parent.command.format_help(ctx.parent, formatter)
 
@@ -243,7 +245,7 @@ def _verify(recipe: Recipe, found: Found, full: bool) -> None:
 def _tell(
     found: Found, others: BySchedule, times: TimeModel, recipe: Recipe, options: dict[str, Any], as_json: bool
 ) -> None:
-    """Print and write everything that was asked for."""
+    """Print and write everything that was requested."""
     from tools.search.overlay import write_overlay
     from tools.search.page import draw, html
     from tools.search.report import as_json as content

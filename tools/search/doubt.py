@@ -1,4 +1,5 @@
-"""The layouts that cannot be told apart within the estimator's error, and the cheapest experiment that would tell.
+"""This module finds the layouts that cannot be told apart within the estimator's error, and the cheapest experiment
+that would tell them apart.
 
 Step times rest on the estimator's terms, each of which may be off by a factor that all layouts share. The terms are
 drawn 4,096 times, each draw the same for all layouts: what they have in common cancels, what one of them rests on more
@@ -53,7 +54,7 @@ TERMS = (
 
 
 def perturbed(model: TimeModel, term: Term, factor: float) -> TimeModel:
-    """Return the model with a term's efficiencies, bandwidths or seconds times `factor`."""
+    """Return the model with a term's efficiencies, bandwidths or seconds multiplied by `factor`."""
     reached, hardware = model.reached, model.hardware
     for key in term.keys:
         if hasattr(reached, key):
@@ -65,7 +66,9 @@ def perturbed(model: TimeModel, term: Term, factor: float) -> TimeModel:
 
 
 def slopes(model: TimeModel, configs: Sequence[Configuration]) -> np.ndarray:
-    """[configs, TERMS] change of ln(step seconds) for a deviation of each term; closed form of the pipeline."""
+    """Return [configs, TERMS], the change of ln(step seconds) for a deviation of each term, by the closed form of the
+    pipeline.
+    """
     found = np.zeros((len(configs), len(TERMS)))
     for column, term in enumerate(TERMS):
         up, down = (perturbed(model, term, float(np.exp(sign * term.deviation))) for sign in (1, -1))
@@ -75,7 +78,9 @@ def slopes(model: TimeModel, configs: Sequence[Configuration]) -> np.ndarray:
 
 
 def scaled(slope: np.ndarray, known: KnownError | None) -> np.ndarray:
-    """`slopes` with all deviations times one factor, so that step times vary as the known error says."""
+    """Return `slopes` with all deviations multiplied by one factor, so that step times vary as much as their known
+    error.
+    """
     wanted = _DEVIATION * (known.mean if known else UNKNOWN_ERROR)
     varies = float(np.sqrt((slope**2).sum(axis=1).mean()))
     return slope * (wanted / varies) if varies else slope
@@ -91,7 +96,7 @@ _NEARLY = 0.8  # of the best experiment's worth is as good, where it needs fewer
 
 @dataclass(frozen=True)
 class Experiment:
-    """What would tell."""
+    """This is the experiment that would tell layouts apart."""
 
     term: Term
     right: float  # how likely the choice is right after it
@@ -100,7 +105,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Doubt:
-    """How sure a choice is."""
+    """This says how sure a choice is."""
 
     names: tuple[str, ...]  # of the layouts, the fastest first
     shares: tuple[float, ...]  # of the draws in which each is the fastest; they add up to 1
@@ -114,7 +119,7 @@ class Doubt:
 
     @property
     def alike(self) -> list[tuple[str, float]]:
-        """Return the set that cannot be told apart, (name, share), the likeliest first."""
+        """Return the layouts that cannot be told apart, as (name, share), the most probable first."""
         pairs = zip(self.names, self.shares, strict=True)
         return sorted((pair for pair in pairs if pair[1] >= LEAST_SHARE), key=lambda pair: -pair[1])
 
@@ -175,7 +180,7 @@ def doubt(
     devices: Sequence[int] = (),
     whole: bool = False,
 ) -> Doubt:
-    """Return how sure it is that the fastest is the fastest.
+    """Return how sure it is that the first layout is the fastest.
 
     Args:
         seconds: predicted, of each layout.
@@ -212,7 +217,7 @@ def _cheapest(right: Sequence[float], before: float, node: int) -> Experiment | 
 
 
 def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
-    """Return how sure the first place is; None without an answer.
+    """Return how sure the first place is; None without a result.
 
     The recipe's own layout takes part where it is the same question and keeps the memory.
     """

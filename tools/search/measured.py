@@ -1,4 +1,4 @@
-"""The commands of `tc3 search` that need measured steps: `validate`, `calibrate` and `explain`.
+"""This module holds the commands of `tc3 search` that need measured steps: `validate`, `calibrate` and `explain`.
 
 `validate` predicts published runs, to judge the estimator. `calibrate` fits a device's efficiencies to measured steps
 or to a profile. `explain` says where a measured step differs from the predicted one. Exit code 2 stands for a wrong

@@ -1,4 +1,6 @@
-"""Options that several commands of `tc3 search` have, and the progress that they show while they search."""
+"""This module holds options that several commands of `tc3 search` have, and the progress that they show while they
+search.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,14 @@ def overrides_option(recipe: str = "the recipe") -> Callable[[Callable[..., Any]
 
 
 def time_limit_option(default: float, what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`--time-limit`, a backstop of `--effort`."""
+    """Return the option `--time-limit`, a safety limit beside `--effort`."""
     return click.option(
         "--time-limit", default=default, show_default=True, type=Number("seconds"), metavar="SECONDS", help=what
     )
 
 
 class Effort(click.ParamType):
-    """A click type: `low`, `normal`, `high`, or units of `tools.layout.budget`."""
+    """This is a click type: `low`, `normal`, `high`, or units of `tools.layout.budget`."""
 
     name = "effort"
 
@@ -61,7 +63,7 @@ class Effort(click.ParamType):
 
 
 def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`--effort`, which counts work, so that the answer does not hang on the machine's speed."""
+    """Return the option `--effort`, which counts work, so that the result does not depend on the machine's speed."""
     return click.option(
         "--effort",
         type=Effort(),
@@ -73,12 +75,12 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def effort_within(asked: float | None, default: str, seconds: float) -> float:
-    """Return the units that were asked for, else the default, or what would take about `seconds` if that is less."""
+    """Return the units that were requested, else the default, or the units for about `seconds` if that is less."""
     return asked if asked is not None else min(EFFORTS[default], seconds)
 
 
 def tell_end(cut: bool, stopped: bool, best: str) -> None:
-    """Say on stderr that the time limit ended a search, or Ctrl-C, which exits with 130."""
+    """Print on stderr that the time limit, or Ctrl-C, which exits with 130, ended a search."""
     if cut:
         click.echo(LATE, err=True)
     if stopped:
@@ -90,26 +92,26 @@ _WORDS = {"ranking": "ranking the space", "placing": "placing layers", "bounding
 
 
 class SpaceProgress(Progressing):
-    """Of `tc3 search RECIPE`: one phase after the other."""
+    """This shows the progress of `tc3 search RECIPE`, one phase after the other."""
 
     def __init__(self) -> None:
         super().__init__("looking at every mesh of the devices")
 
     def tell(self, phase: str, done: int, of: int, best: float) -> None:
-        """Tell how far a phase is, and the best step seconds so far (infinite: none)."""
+        """Show how far a phase is, and the best step seconds so far (infinite: none)."""
         found = f", best step {best:.2f} s" if math.isfinite(best) else ""
         self.show(f"{_WORDS[phase]}, {done:,} of {of:,}{found}", done, of)
 
 
 class PlanProgress(Progressing):
-    """Of the pipeline optimiser: the best plan, and how far it may be from the best there is."""
+    """This shows the progress of the pipeline optimiser: the best plan, and its gap to the bound."""
 
     def __init__(self, budget: Budget):
         super().__init__("looking for a first plan", budget.effort)
         self._budget = budget
 
     def tell(self, incumbent: Incumbent) -> None:
-        """Tell of a better plan or bound."""
+        """Show a better plan or bound."""
         if math.isfinite(incumbent.time):
             found = f"best step {incumbent.time:.6g}, gap {100 * incumbent.gap:.2f} %"
             self.show(f"{found}; effort {self._budget.spent:.0f} of {self._budget.effort:.0f}", self._budget.spent)

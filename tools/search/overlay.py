@@ -1,8 +1,9 @@
-"""A configuration as a child of the recipe it came from: the MindFormers keys that differ, and the file with them.
+"""This module writes a configuration as a child of its recipe: the MindFormers keys that differ, and the file with
+them.
 
-Only what differs in effect is written, what the search was told of the machine included. Values that the recipe shares
-through anchors change at all their places, and lists are written whole: a child cannot change an entry of its base's
-list. No answer may be written over a file that the recipe is made of.
+Only keys with a different effect are written, including those of the machine that the search assumed. Values that the
+recipe shares through anchors change at all their places, and lists are written whole: a child cannot change an entry of
+its base's list. No answer may be written over a file that the recipe is made of.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ from tools.schema.stages import EXCLUDE, RECOMPUTE, stage_layers_of, swaps
 
 
 def files_of(recipe: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield the file of a recipe that can be loaded, and all that it inherits."""
+    """Yield the file of a recipe that can be loaded, and all files that it inherits."""
     path = Path(recipe)
     yield path
     bases = yaml.safe_load(path.read_text(encoding="utf-8")).get(BASE_CONFIG) or []
@@ -76,7 +77,9 @@ def files_of(recipe: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def keep_files_of(recipe: str | os.PathLike[str], option: str, target: str | os.PathLike[str] | None) -> None:
-    """Refuse (RecipeError) a `target` of the command line's `option` that the recipe is made of, by whatever name."""
+    """Refuse (RecipeError) a `target` of the command line's `option` that is one of the recipe's own files, under any
+    name.
+    """
     if target is None or not os.path.exists(target):
         return
     for file in files_of(recipe):
@@ -92,7 +95,7 @@ _LIMIT, _POOL = ("context", "max_device_memory"), ("context", "mempool_block_siz
 
 @dataclass(frozen=True)
 class Site:
-    """The machine of an answer."""
+    """This is the machine of an answer."""
 
     node: int  # devices
     hardware: str  # file or name, as `plugins.hierarchical_ep.hardware` takes it
@@ -100,7 +103,9 @@ class Site:
 
 
 def stays_plugged(view: View, config: Configuration, node: int) -> bool:
-    """Whether `plugins.hierarchical_ep` of a recipe can dispatch: to others, in groups that do not straddle nodes."""
+    """Return whether `plugins.hierarchical_ep` of a recipe can dispatch: to other ranks, in groups that lie on whole
+    nodes.
+    """
     aligned = config.ep % node == 0 or node % config.ep == 0
     return bool(view.get(DISPATCH)) and config.ep > 1 and aligned
 
@@ -127,7 +132,7 @@ def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, 
 
 
 def dispatch_values(view: View, config: Configuration, node: int | None = None) -> dict[KeyPath, Any]:
-    """Return the keys to change; none where the recipe sends tokens this way already, or has no experts.
+    """Return the keys to change; none if the recipe already sends tokens in this way, or has no experts.
 
     `node` is the number of devices of a node, where it is not the recipe's. `auto` is written out: it stands for the
     recipe's own degrees and cluster.
@@ -174,7 +179,7 @@ _CHUNKS = (*MODEL, "pp_interleave_num")
 
 
 def overlay(recipe: Recipe, config: Configuration, site: Site | None = None) -> dict[str, Any]:
-    """Return the keys, nested, by which a child of `recipe` runs `config`; {} where the recipe does already.
+    """Return the keys, nested, by which a child of `recipe` runs `config`; {} if the recipe already does.
 
     Raises:
         RecipeError: the recipe is not for several devices, or MindFormers has no key for something in `config`.
@@ -185,7 +190,7 @@ def overlay(recipe: Recipe, config: Configuration, site: Site | None = None) -> 
 def write_overlay(
     recipe: Recipe, config: Configuration, path: str | os.PathLike[str], notes: Sequence[str], site: Site | None = None
 ) -> None:
-    """Write, atomically, a child of the recipe's own file, with `notes` as comments at its head.
+    """Write atomically a child of the recipe's own file, with `notes` as comments at its head.
 
     What was changed in `recipe` since it was read is written, too. Where a mapping takes the place of a plain value or
     list, which no child can say, the file is the whole recipe instead.
@@ -208,13 +213,15 @@ def write_overlay(
 
 
 def require_layouts(recipe: Recipe, devices: int) -> None:
-    """Refuse (RecipeError) a recipe that can be given no layout for so many devices: it does not split its model."""
+    """Refuse (RecipeError) a recipe that can have no layout for this number of devices, because it does not split its
+    model.
+    """
     if not View(recipe).parallel and devices > 1:
         raise RecipeError(f"{recipe.source}: a layout needs use_parallel: True and parallel.parallel_mode: 1")
 
 
 def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> Recipe:
-    """Return a copy of `recipe` that runs `config` on `site`, its own where there is none; errors as `overlay`."""
+    """Return a copy of `recipe` that runs `config` on `site`, by default on its own; errors are as in `overlay`."""
     view = View(recipe)
     require_layouts(recipe, config.devices)
     if reason := why_not(config.schedule):

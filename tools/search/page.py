@@ -1,4 +1,5 @@
-"""The answer as one HTML file that needs nothing else: table, reasons, pictures as inline SVG, the funnel.
+"""This module writes the answer as one HTML file that needs no other files: table, reasons, pictures as inline SVG, the
+funnel.
 
 Its picture shows memory against time: what the space offers, its frontier, and the candidates that were placed
 (report Figure 8).
@@ -32,7 +33,9 @@ _DENSE = 2000  # operations of a timeline that are drawn as an image inside the 
 
 
 def frontier(seconds: np.ndarray, peaks: np.ndarray) -> np.ndarray:
-    """Indices of the points that no other beats in both, by memory: each is faster than all that need less."""
+    """Return the indices of the points that no other point beats in both values, by memory: each is faster than all
+    that need less.
+    """
     order = np.lexsort((seconds, peaks))
     least = np.minimum.accumulate(seconds[order])
     first = np.ones(len(order), bool)
@@ -41,7 +44,7 @@ def frontier(seconds: np.ndarray, peaks: np.ndarray) -> np.ndarray:
 
 
 def draw(found: Found, times: TimeModel, path: Path) -> Path:
-    """Both pictures in one file (.svg or .png): the frontier above, the winner's timeline below."""
+    """Draw both pictures into one file (.svg or .png): the frontier above, the winner's timeline below."""
     figure = new_figure(13, 11)
     above, below = figure.subplots(2, 1, height_ratios=(3, 2))
     draw_frontier(above, found, doubt_of(found, times))
@@ -57,7 +60,8 @@ def as_svg(paint: Callable[[Any], None], size: tuple[float, float]) -> str:
 
 
 def draw_frontier(axes: Any, found: Found, doubt: Doubt | None = None) -> None:
-    """Candidates that fit as dots coloured by their stages, the frontier as a line, those placed as diamonds.
+    """Draw candidates that fit as dots coloured by their stages, the frontier as a line, and placed candidates as
+    diamonds.
 
     Diamonds that `doubt` cannot tell from the fastest are filled and have their number.
 
@@ -124,7 +128,9 @@ def _sample(ranking: Ranking) -> np.ndarray:
 
 
 def draw_entry(axes: Any, entry: Entry, times: TimeModel) -> None:
-    """Who runs what when, a row for each stage; of many micro-batches as many as show how they follow each other."""
+    """Draw what each stage runs when, a row for each stage; of many micro-batches, only enough to show how they follow
+    each other.
+    """
     config = entry.config
     forward, backward, _ = times.chunks(config)
     sending = 0.0 if config.overlap_pp else times.transfer(config)

@@ -1,4 +1,5 @@
-"""The answer for the terminal: table, why the first is first, what was dropped and why, what is assumed.
+"""This module prints the answer on the terminal: the table, why the first is first, what was dropped and why, and what
+is assumed.
 
 Other schedules beside 1F1B have a table of their own; `to_write` says which layout `--write` writes.
 """
@@ -65,13 +66,15 @@ def cells(name: str, entry: Entry, request: Request) -> list[str]:
 
 
 def table_rows(found: Found) -> list[list[str]]:
-    """Return the best, then the recipe's own."""
+    """Return the best layouts, then the recipe's own."""
     rows = [cells(str(number), entry, found.request) for number, entry in enumerate(found.entries, 1)]
     return [*rows, *([cells("recipe", found.own, found.request)] if found.own else [])]
 
 
 def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
-    """Return why the first is before the second, how sure that is, and what the recipe's own layout would gain."""
+    """Return why the first layout is before the second, how sure this is, and how much faster it is than the recipe's
+    own.
+    """
     lines, entries = [], found.entries
     if len(entries) > 1:
         lines.append(f"1 before 2 by {why_faster(entries[0], entries[1])}")
@@ -95,7 +98,7 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
 
 
 def placed_words(found: Found) -> str:
-    """Return how much of the space was placed, and what is known of the rest."""
+    """Return how much of the space was placed, and what the bounds say about the rest."""
     best = min(entry.seconds for entry in [*found.entries, *(entry for entry, _ in found.failed)])
     placed = f"{found.placed} of {len(found.ranking.seconds):,} candidates that fit were placed"
     if not found.least:
@@ -109,7 +112,7 @@ def placed_words(found: Found) -> str:
 
 
 def lost(found: Found) -> list[str]:
-    """Strategies of the short list that came to nothing, and what dry runs said."""
+    """Return the strategies of the short list that were dropped, and the results of dry runs."""
     lines = [f"dropped: {one.candidate.words}: {why}" for one, why in found.dropped]
     lines += [f"dropped by its dry run: {entry.layout}: {'; '.join(problems)}" for entry, problems in found.failed]
     for entry, doubts in found.doubtful:
@@ -127,7 +130,7 @@ def lost(found: Found) -> list[str]:
 
 
 def memory_words(request: Request) -> list[str]:
-    """Return what a device may hold, and how far that is to be trusted."""
+    """Return how much memory a device may use, and how reliable predictions of it are."""
     known = known_errors()
     runs = len(known.errors)
     room = f"predictions may reach {request.room / GIB:.1f} of them"
@@ -145,7 +148,7 @@ def memory_words(request: Request) -> list[str]:
 
 
 def assumptions(found: Found, times: TimeModel) -> list[str]:
-    """Return what the numbers rest on."""
+    """Return on which data and assumptions the results rest."""
     request, hardware = found.request, times.hardware
     known = known_error(hardware)
     assumed = [key for key, origin in hardware.origins.items() if origin.certainty == "assumed"]
@@ -177,7 +180,7 @@ def assumptions(found: Found, times: TimeModel) -> list[str]:
 
 
 def notes(found: Found) -> list[str]:
-    """Return the head of the overlay: what it is, from what."""
+    """Return the head of the overlay: what it is, and from which recipe."""
     request, best = found.request, found.best
     lines = [
         f"Found by tc3 search: {best.layout}, dispatch {best.config.ep_mode}, recomputation {best.recompute}.",
@@ -239,7 +242,7 @@ def _entry(entry: Entry, request: Request) -> dict[str, Any]:
 
 
 def print_text(found: Found, times: TimeModel, console: Console) -> None:
-    """Print all of it."""
+    """Print the whole answer."""
     request, funnel = found.request, found.ranking.funnel
     console.print(
         f"{request.devices:,} devices of {request.hardware.name}, global batch {request.global_batch:,}, sequence "
@@ -271,7 +274,7 @@ _LEFT = ("schedule", "layout", "recompute", "MindFormers 1.9.0")
 
 
 def print_schedules(found: BySchedule, first: Entry, times: TimeModel, console: Console) -> None:
-    """Print the table, and what swapping would cost `first`."""
+    """Print the table, and the cost of swapping for `first`."""
     console.print("\nschedules, each with its fastest layout (predicted; all simulated with the same times of passes):")
     console.print(_table(SCHEDULE_HEADS, rows_of(found, first), _LEFT))
     for line in swap_words(first.config, times):
@@ -279,7 +282,9 @@ def print_schedules(found: BySchedule, first: Entry, times: TimeModel, console: 
 
 
 def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuration, Path, list[str]]:
-    """Return what `write_overlay` takes: the fastest that runs of the schedules asked for, of 1F1B where none was."""
+    """Return what `write_overlay` takes: the fastest layout that can run of the requested schedules, or of 1F1B if none
+    was requested.
+    """
     one = others.writable
     if one is None or one.entry is None:
         return found.best.config, path, notes(found)
@@ -289,7 +294,7 @@ def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuratio
 
 
 def rows_of(found: BySchedule, first: Entry) -> list[list[str]]:
-    """For a table: the schedules by time, `first` (of 1F1B, interleaved or not) among them."""
+    """Return rows for a table: the schedules by time, among them `first` (of 1F1B, interleaved or not)."""
     own = Scheduled(first.config.schedule, first, "")
     timed = [(one.entry, one) for one in (own, *found.every) if one.entry]
     rows = [

@@ -1,4 +1,5 @@
-"""What a search is asked: a recipe's run, a cluster, devices, batch, memory, and the user's limits on the space.
+"""This module describes what a search is asked: a recipe's run, a cluster, devices, batch, memory, and the user's
+limits on the space.
 
 A limit is written as `tp<=8`, `pp=8,16`, `ep%8=0`, `mode!=global` or `recompute=full,none`:
 
@@ -45,7 +46,7 @@ _FORM = re.compile(r"\s*([a-z]+)\s*(<=|>=|!=|<|>|=|%\s*(\d+)\s*=)\s*([\w,\s]+?)\
 
 @dataclass(frozen=True)
 class Limit:
-    """One limit, as the user wrote it and taken apart."""
+    """This is one limit, as the user wrote it and in its parts."""
 
     text: str
     name: str  # what it limits
@@ -54,7 +55,7 @@ class Limit:
     modulus: int = 1  # of "%"
 
     def keeps(self, numbers: Any) -> np.ndarray:
-        """Return which of the numbers (or indices of words) pass."""
+        """Return which of the numbers (or indices of words) satisfy the limit."""
         numbers = np.asarray(numbers)
         if self.sign == "%":
             return numbers % self.modulus == self.values[0]
@@ -65,7 +66,7 @@ class Limit:
 
 
 def read_limit(text: str) -> Limit:
-    """Take a limit apart.
+    """Parse a limit.
 
     Raises:
         RecipeError: it is none; says what one looks like.
@@ -106,7 +107,7 @@ def read_limit(text: str) -> Limit:
 
 @dataclass(frozen=True)
 class Request:
-    """What one run of `tc3 search` is asked for."""
+    """This is the request for one run of `tc3 search`."""
 
     base: Configuration  # the recipe's own run; its degrees, layers, batch, recomputation, sharding are searched for
     hardware: Hardware
@@ -132,22 +133,22 @@ class Request:
 
     @property
     def room_words(self) -> str:
-        """``51.4 GiB (55.5 less a margin of 7.4 %)``."""
+        """Return the limit as text, such as ``51.4 GiB (55.5 less a margin of 7.4 %)``."""
         return Room(self.cap, self.cap_source, self.margin).words
 
     @property
     def node(self) -> int:
-        """Return the devices of a node."""
+        """Return the number of devices of a node."""
         return self.hardware.devices_per_node
 
     @property
     def site(self) -> Site:
-        """Return what overlays say of the machine."""
+        """Return the machine as overlays describe it."""
         return Site(self.node, self.hardware_file, None if self.own_cap else self.cap)
 
     @property
     def changed(self) -> bool:
-        """Return whether devices or batch are not the recipe's."""
+        """Return whether devices or batch differ from the recipe's."""
         return (self.devices, self.global_batch) != (self.base.devices, self.base.global_batch)
 
 
@@ -160,7 +161,8 @@ def request_of(
     limits: tuple[Limit, ...] = (),
     margin: float | None = None,
 ) -> Request:
-    """Return the request for a recipe as written; what is None is its own, and the margin the estimator's known error.
+    """Return the request for a recipe; a value of None stands for the recipe's own, and for the margin it stands for
+    the estimator's known error.
 
     Raises:
         RecipeError: the recipe describes no run, or there is no such cluster.
@@ -189,7 +191,7 @@ def request_of(
 
 
 def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
-    """Return the same, where layers may recompute groups of operators; swapping is asked for as well, or not.
+    """Return the same request, in which layers may also recompute groups of operators, with or without swapping.
 
     Raises:
         RecipeError: nothing is known of groups, the recipe lists layers by number, or the link to the host is unknown.
@@ -206,6 +208,6 @@ def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
 
 
 def file_of(cluster_name: str) -> str:
-    """Return a cluster as recipes name it: the name of a hardware file, or the path of another."""
+    """Return a cluster as recipes name it: the name of a hardware file, or the path of another file."""
     name = name_of(cluster_name)
     return name if name in known_hardware() else os.path.abspath(cluster_file(cluster_name))

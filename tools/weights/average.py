@@ -1,4 +1,4 @@
-"""The average of several checkpoints of one model, as TeleChat2 takes it at the end of a training."""
+"""This module averages several checkpoints of one model, as TeleChat2 does at the end of a training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def average(
     progress: Callable[[str], None] = lambda name: None,
     damaged: Sequence[str] = (),
 ) -> int:
-    """Write sum(share x weights) to `target`, in the layout of all `sources`; returns the tensors averaged.
+    """Write sum(share x weights) to `target`, in the layout of all `sources`; return the averaged tensors.
 
     Sums are taken in float64 and rounded once to the type of the weights. The optimizer's state is left out: an average
     has none. Counters are those of the last source. A tensor of each source is in memory at a time, and the file that
@@ -36,7 +36,7 @@ def average(
 
     Args:
         sources: two or more of `Form` MindFormers, saved in one layout. target: a folder that is not there yet.
-        shares: one for each, that add up to 1; equal ones by default. progress: is told each file's name.
+        shares: one for each, that add up to 1; equal ones by default. progress: is called with each file's name.
         damaged: what is wrong with `sources` and taken all the same (`inventory.salvaged`); said in `target`.
 
     Raises:
@@ -65,7 +65,7 @@ def average(
 
 
 def check_average(sources: Sequence[Source], target: Path, shares: Sequence[float] | None) -> Sequence[float]:
-    """The shares of `average`, by headers only.
+    """Return the shares of `average`, from headers only.
 
     Raises:
         CheckpointError: as `average`, but for numbers that are not finite.

@@ -1,4 +1,6 @@
-"""`tc3 weights`: what is in a checkpoint, what sets two apart, their average, Hugging Face's form, another layout."""
+"""This module is `tc3 weights`: it shows what is in a checkpoint, compares two, averages, converts to and from Hugging
+Face's form, and reshards.
+"""
 
 from __future__ import annotations
 

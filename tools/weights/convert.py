@@ -1,4 +1,6 @@
-"""A conversion from its first file to the folder that reads as whole; one that was cut short goes on where it was."""
+"""This module runs a conversion from its first file to the complete folder; an interrupted conversion goes on where it
+stopped.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def writer(source: Path, folder: Path, plan: Plan, known: dict[str, int]) -> Cal
 
 
 def write_shard(source: Source, folder: Path, plan: Plan, known: dict[str, int], shard: Shard) -> str:
-    """Write `shard`, and beside it what it holds; returns its name.
+    """Write `shard`, with a file beside it that lists its content; return its name.
 
     Raises:
         CheckpointError: a tensor of the source is not what its checksum or its twin says, or has several values.
@@ -90,7 +92,7 @@ class _Parts:
         self.left: dict[str, int] = {}
 
     def of(self, entry: Entry) -> dict[str, Made]:
-        """Return what is to be written for an entry."""
+        """Return the tensor to be written for an entry."""
         dtype = _written(self.source, self.plan, entry, entry.mindformers)
         self.left[entry.mindformers] = len(entry.parts)
         return {
@@ -148,7 +150,7 @@ def _as_type(bits: np.ndarray, dtype: str, plan: Plan, entry: Entry) -> np.ndarr
 
 
 def crc32(array: np.ndarray) -> int:
-    """Of an array's bits in row-major order."""
+    """Return a checksum of an array's bits in row-major order."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
@@ -168,9 +170,9 @@ def convert(
     progress: Callable[[int, str], None] = lambda done, file: None,
     damaged: Sequence[str] = (),
 ) -> None:
-    """Write `target`, a folder that is not there yet. `progress` is told the bytes written and the file. A folder
-    for Hugging Face says that the token `ends` ends a document. What is `damaged` in `source` and taken all the same
-    (`inventory.salvaged`) is said in `target`.
+    """Write `target`, a folder that does not exist yet. `progress` is called with the bytes written and the file. A
+    folder for Hugging Face says that the token `ends` ends a document. Tensors that are `damaged` in `source` and taken
+    unchanged (`inventory.salvaged`) are recorded in `target`.
 
     What is written stands in a hidden folder beside `target` until all of it is there; run again after an interrupt or
     a full disk, a conversion of the same source keeps the files that are whole.
@@ -208,7 +210,7 @@ def convert(
 
 
 def refuse_target(target: Path) -> None:
-    """Raise CheckpointError where `target` exists."""
+    """Raise CheckpointError if `target` exists."""
     if target.exists():
         raise CheckpointError(f"{target}: is there already; remove it, or name another folder")
 

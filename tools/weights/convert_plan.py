@@ -1,4 +1,6 @@
-"""What a conversion reads and writes, from the headers of files only: every tensor of either side once, or named."""
+"""This module plans what a conversion reads and writes, from the headers of files only: every tensor of either side is
+used once or listed.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ _BUFFER = ".rotary_emb.inv_freq"  # of old exports: computed, not trained
 
 @dataclass(frozen=True)
 class Shard:
-    """A file to write: `entries` in the order of the forward pass, and the bytes of their numbers."""
+    """This is a file to write: `entries` in the order of the forward pass, and the bytes of their elements."""
 
     file: str
     entries: tuple[Entry, ...]
@@ -39,7 +41,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """A conversion that has been thought through and not begun.
+    """This is a conversion that is planned and not begun.
 
     Args:
         dtype: safetensors' type of trained weights; None: each as it is. The routers' biases keep theirs.
@@ -57,12 +59,12 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Of all numbers that are written."""
+        """Return the bytes of all elements that are written."""
         return sum(shard.bytes for shard in self.shards)
 
     @property
     def tensors(self) -> int:
-        """That are written."""
+        """Return the number of tensors that are written."""
         entries = [entry for shard in self.shards for entry in shard.entries]
         return sum(len(entry.parts) for entry in entries) if self.to == "Hugging Face" else len(entries)
 
@@ -185,7 +187,7 @@ DTYPES = {"bf16": "BF16", "fp32": "F32"}
 
 @dataclass(frozen=True)
 class Conversion:
-    """A plan, the model and recipe that it is for, whether a config.json was there to compare, and the id that ends a
+    """This holds a plan, its model and recipe, whether there was a config.json to compare, and the id that ends a
     document in the recipe's data.
     """
 
@@ -196,7 +198,7 @@ class Conversion:
     ends: int | None
 
     def lines(self, source: Path, target: Path, dry_run: bool, tokenizer: bool) -> list[str]:
-        """Return what was done or would be, for a reader."""
+        """Return what was or would be done, for a reader."""
         plan = self.plan
         files = f"{len(plan.shards)} file{'s' * (len(plan.shards) > 1)}"
         verb = "would hold" if dry_run else "holds"
@@ -239,7 +241,7 @@ class Conversion:
 
 
 def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) -> Conversion:
-    """Compare `source` with the recipe's model, by headers, and plan its conversion.
+    """Compare `source` with the recipe's model, from headers, and plan its conversion.
 
     Args:
         recipe: None for that of the run that saved `source`; dtype, limit: see `plan_conversion`.

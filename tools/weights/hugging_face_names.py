@@ -1,4 +1,4 @@
-"""Weights of TeleChat3 under MindFormers' names and under Hugging Face's, both ways. NumPy only.
+"""This module maps weights of TeleChat3 between MindFormers' names and Hugging Face's. NumPy only.
 
 Every MindFormers tensor is cut into one or more Hugging Face tensors and every element has exactly one place on the
 other side, so gradients, Adam moments and updates convert like weights. Names are those of
@@ -26,7 +26,7 @@ _BLOCK, _APART = 512, 8  # numbers: of the square that is turned at a time, and 
 
 @dataclass(frozen=True)
 class Entry:
-    """One MindFormers tensor.
+    """This is one MindFormers tensor.
 
     Args:
         mindformers: its name. shape: its shape.
@@ -79,7 +79,9 @@ class Entry:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def pieces(self, part: Callable[[int], np.ndarray]) -> Iterator[np.ndarray]:
-        """Yield what `join` makes, as arrays one below the other, an expert at a time; `part(i)` is asked for once."""
+        """Yield the result of `join` as arrays one below the other, one expert at a time; `part(i)` is called once for
+        each i.
+        """
         if self.how == "gate_up":
             both = [part(0), part(1)]
             yield np.stack(both, axis=1).reshape(self.shape) if self.interleaved else np.concatenate(both)
@@ -101,13 +103,13 @@ class Entry:
 
 
 def table(sizes: Sizes) -> list[Entry]:
-    """Every weight of the model, in the order of the forward pass; the routers' biases are the only untrained ones."""
+    """Return every weight of the model, in the order of the forward pass; only the routers' biases are untrained."""
     shapes = _shapes(sizes)
     return [_entry(sizes, row, shapes) for row in rows(names_of(sizes))]
 
 
 def names_of(sizes: Sizes) -> Model:
-    """Return what of the sizes names depend on."""
+    """Return the sizes on which names depend."""
     hf = sizes.hf
     if sizes.is_dense:
         return Model(sizes.layers, 0, dense=sizes.layers, experts=0, latent_query=False, grouped=True)
@@ -116,7 +118,7 @@ def names_of(sizes: Sizes) -> Model:
 
 
 def to_hugging_face(arrays: Mapping[str, np.ndarray], sizes: Sizes) -> Arrays:
-    """MindFormers' tensors under Hugging Face's names.
+    """Return MindFormers' tensors under Hugging Face's names.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape or belongs to no weight.
@@ -132,13 +134,13 @@ def to_hugging_face(arrays: Mapping[str, np.ndarray], sizes: Sizes) -> Arrays:
 
 
 def to_mindformers(arrays: Mapping[str, np.ndarray], sizes: Sizes) -> Arrays:
-    """Hugging Face's tensors under MindFormers' names; raises as `to_hugging_face`."""
+    """Return Hugging Face's tensors under MindFormers' names; this raises as `to_hugging_face` does."""
     _check(arrays, hugging_face_shapes(sizes))
     return {entry.mindformers: entry.join([arrays[name] for name in entry.parts]) for entry in table(sizes)}
 
 
 def hugging_face_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of Hugging Face's tensors, in the order of the forward pass."""
+    """Return name -> shape of Hugging Face's tensors, in the order of the forward pass."""
     return {name: part_shape(entry, index) for entry in table(sizes) for index, name in enumerate(entry.parts)}
 
 

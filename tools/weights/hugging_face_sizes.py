@@ -1,4 +1,6 @@
-"""What TeleChat3-MoE is, in the words of Hugging Face's DeepseekV3Config, and what of it that class cannot say."""
+"""This module describes TeleChat3-MoE in terms of Hugging Face's DeepseekV3Config, and lists what that class cannot
+express.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ LATENT_EPS = 1e-6  # of the two norms inside latent attention in Hugging Face, w
 
 @dataclass(frozen=True)
 class Sizes:
-    """The reference's model.
+    """This is the reference's model.
 
     Args:
         hf: keyword arguments of DeepseekV3Config; of LlamaConfig for a model that `is_dense`.
@@ -26,7 +28,7 @@ class Sizes:
         mtp_layers: MTP layers; the class has none, `model.Reference` adds them from its decoder layer.
         mtp_factor: weight of the MTP loss.
         aux_coefficient: of the sequence-wise balance loss (DeepSeek-V3 technical report, section 2.1.2).
-        bias_rate: step of the aux-free bias after each training step; 0 leaves the bias alone.
+        bias_rate: step of the aux-free bias after each training step; 0 leaves the bias unchanged.
     """
 
     hf: dict[str, Any]
@@ -38,21 +40,21 @@ class Sizes:
     bias_rate: float
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data; `Sizes(**data)` gives it back."""
+        """Return plain data, from which `Sizes(**data)` can be rebuilt."""
         return asdict(self)
 
     @property
     def layers(self) -> int:
-        """Decoder layers, without MTP."""
+        """Return the number of decoder layers, without MTP."""
         return int(self.hf["num_hidden_layers"])
 
     def is_moe(self, layer: int) -> bool:
-        """Return whether a layer, counted from 0 with the MTP layers behind, has experts."""
+        """Return whether a layer, counted from 0 with the MTP layers last, has experts."""
         return not self.is_dense and layer >= int(self.hf["first_k_dense_replace"])
 
     @property
     def is_dense(self) -> bool:
-        """Return whether it is Llama: no experts, and grouped queries in place of latent attention."""
+        """Return whether the model is Llama: without experts, and with grouped queries instead of latent attention."""
         return "n_routed_experts" not in self.hf
 
 
@@ -188,7 +190,7 @@ def config_of(sizes: Sizes, dtype: str) -> dict[str, Any]:
 
 
 def check_config(folder: Path, sizes: Sizes) -> bool:
-    """Compare config.json of a Hugging Face folder with the recipe's model; whether there is one.
+    """Compare config.json of a Hugging Face folder with the recipe's model; return whether it exists.
 
     Raises:
         CheckpointError: it cannot be read, or describes another model: its weights would fit and compute another thing.

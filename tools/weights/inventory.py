@@ -1,4 +1,6 @@
-"""What weights are, group by group (names that differ in numbers alone are one group), and whether they are damaged."""
+"""This module lists weights group by group (names that differ only in numbers form one group), and finds damaged
+ones.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Values:
-    """What reading a group's tensors says.
+    """These are the results of reading a group's tensors.
 
     Args:
         norm: L2, in float64. not_finite: numbers that are NaN or infinite; where: the first tensor that has one.
@@ -41,7 +43,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors of one kind, type and shape whose names differ in numbers only.
+    """These are tensors of one kind, type and shape whose names differ only in numbers.
 
     Args:
         pattern: their name, `*` for each number. numbers: those that stand there, such as "0-44" of layers.
@@ -60,12 +62,13 @@ class Group:
 
     @property
     def elements(self) -> int:
-        """Return the elements in all its tensors."""
+        """Return the number of elements in all tensors of the group."""
         return math.prod(self.shape) * len(self.names)
 
 
 def inventory(source: Source, values: bool = False, progress: Callable[[str], None] = lambda name: None) -> list[Group]:
-    """The groups of `source`: weights, then the optimizer's state, then the rest, each in the order of its files.
+    """Return the groups of `source`: weights, then the optimizer's state, then the rest, each in the order of its
+    files.
 
     Args:
         values: read all tensors, one at a time, for norms and what is not finite; progress: is told each name then.
@@ -111,7 +114,7 @@ def _values(source: Source, names: list[str], progress: Callable[[str], None]) -
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """`0-2, 5` for 0, 1, 2 and 5."""
+    """Return numbers as text: `0-2, 5` for 0, 1, 2 and 5."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -124,7 +127,7 @@ def spans(numbers: Iterable[int]) -> str:
 def salvaged(
     sources: Sequence[Source], allowed: bool, progress: Callable[[str], None] = lambda name: None
 ) -> list[str]:
-    """Return what is damaged in weights that are about to be written anew and sealed; everything is read for it.
+    """Return what is damaged in weights that are about to be written anew and sealed; for this every file is read.
 
     Args:
         allowed: go on with what is there (`--salvage`). progress: is told each tensor's name.
@@ -143,7 +146,7 @@ def salvaged(
 
 
 def damage(source: Source, progress: Callable[[str], None] = lambda name: None) -> list[str]:
-    """Return a line for each way in which the numbers of `source` are not what was once saved, or are not numbers."""
+    """Return a line for each way in which the elements of `source` differ from the saved ones, or are not numbers."""
     found = []
     if reason := source.seal_fault(checksums=True):
         found.append(reason)
@@ -180,7 +183,7 @@ def _finite(source: Source, file: str, name: str, progress: Callable[[str], None
 
 
 def mark(folder: Path, damaged: Sequence[str]) -> None:
-    """Say in `folder` that its weights were written from damaged ones; nothing where they were not."""
+    """Record in `folder` that its weights were written from damaged ones; do nothing if they were not."""
     if damaged:
         (folder / SALVAGED).write_text(json.dumps({"damaged": list(damaged)}, indent=1) + "\n", "utf-8")
 
@@ -190,7 +193,7 @@ def mark(folder: Path, damaged: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Change:
-    """A tensor of which the numbers differ.
+    """This is a tensor whose elements differ.
 
     Args:
         relative: L2 of the difference over L2 of A's; inf where A's is zero. largest: of the absolute differences.
@@ -205,7 +208,7 @@ class Change:
 @dataclass(frozen=True)
 class Comparison:
     """Args:
-    only: names that one side alone has, (of A, of B). other: (name, A's type and shape, B's).
+    only: names that only one side has, (of A, of B). other: (name, A's type and shape, B's).
     same: names whose bits are equal. changes: the others, the largest relative difference first.
     """
 
@@ -221,10 +224,10 @@ class Comparison:
 
 
 def compare(a: Source, b: Source, progress: Callable[[str], None] = lambda name: None) -> Comparison:
-    """Read both, a tensor at a time; experts that have moved are compared with themselves.
+    """Read both, one tensor at a time; experts that have moved are compared in their logical order.
 
     Args:
-        progress: is told the name of each tensor that is read.
+        progress: is called with the name of each tensor that is read.
     """
     left, right = _compared_names(a), _compared_names(b)
     other: list[tuple[str, str, str]] = []
@@ -269,7 +272,7 @@ _TITLES = {"weights": "weights", "optimizer": "optimizer's state", "other": "cou
 
 
 def summary_lines(source: Source, groups: list[Group], fault: str | None, values: bool) -> Iterator[str]:
-    """Yield what holds for the whole of it."""
+    """Yield lines about the whole of it."""
     step = "step unknown" if source.step is None else f"step {source.step:,}"
     yield f"{source.path}: {source.form}, {step}, files of {source.ranks} rank{'s' * (source.ranks > 1)}"
     for kind in KINDS:
@@ -296,7 +299,9 @@ def summary_lines(source: Source, groups: list[Group], fault: str | None, values
 
 
 def inventory_table(groups: list[Group]) -> Table:
-    """Return a row for each group; the optimizer's, which are as the weights, where their values were read."""
+    """Return a row for each group; the optimizer's groups, which match those of the weights, have rows if their values
+    were read.
+    """
     table = Table(box=None, pad_edge=False)
     table.add_column("tensor", overflow="fold")
     for title in ("numbers", "type", "shape", "cut", "elements"):
@@ -313,7 +318,7 @@ def inventory_table(groups: list[Group]) -> Table:
 
 
 def comparison_lines(comparison: Comparison, a: Path, b: Path) -> Iterator[str]:
-    """Yield what sets both apart; `equal` where nothing does."""
+    """Yield the differences of both; `equal` if there are none."""
     yield f"A {a}"
     yield f"B {b}"
     if comparison.equal:

@@ -1,4 +1,4 @@
-"""A resharding from its first file to the folder that reads as whole."""
+"""This module runs a resharding from its first file to the complete folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tools.weights.source import Source
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of numbers that goes from one slice to another.
+    """This is a box of elements that goes from one slice to another.
 
     Args:
         place: of the old slice, in row-major order. source, target: where the box begins in either slice; size: of it.
@@ -45,7 +45,8 @@ class Piece:
 
 @lru_cache(maxsize=65536)
 def pieces(shape: Shape, old: Shape, new: Shape, place: int) -> tuple[Piece, ...]:
-    """The boxes that make up slice `place` of a tensor cut into `new` parts, from one cut into `old`: each number once.
+    """Return the boxes that make up slice `place` of a tensor cut into `new` parts, from one cut into `old`; each
+    element occurs once.
 
     Args:
         shape: of the whole tensor; old, new: into how many equal parts each axis is cut; place: in row-major order.
@@ -61,7 +62,7 @@ def pieces(shape: Shape, old: Shape, new: Shape, place: int) -> tuple[Piece, ...
 
 
 def overlap(shape: Shape, old: Shape, new: Shape, old_place: int, new_place: int) -> int:
-    """Return how many numbers an old slice and a new one have in common."""
+    """Return how many elements an old slice and a new one have in common."""
     found = (math.prod(piece.size) for piece in pieces(shape, old, new, new_place) if piece.place == old_place)
     return next(found, 0)
 
@@ -83,7 +84,7 @@ def _spans(length: int, old: int, new: int, index: int) -> list[tuple[int, int, 
 
 
 def metadata_of(plan: Plan) -> dict[str, Any]:
-    """Return its whole content.
+    """Return the whole content of a slice.
 
     A slice is in one file. MindFormers looks for it at its first holder, and finds the file of another by `rank_group`.
     """
@@ -126,7 +127,7 @@ _OPEN = 64  # files mapped at once
 
 @dataclass(frozen=True)
 class Written:
-    """A file that is whole: its name, its bytes, and its sha256 in hexadecimal."""
+    """This is a complete file: its name, its bytes, and its sha256 in hexadecimal."""
 
     file: str
     bytes: int
@@ -139,7 +140,7 @@ def writer(source: Path, folder: Path, plan: Plan) -> Callable[[tuple[int, Kind]
 
 
 def write_file(old: Mapped, folder: Path, plan: Plan, job: tuple[int, Kind]) -> Written:
-    """Write the file of (rank, kind), flushed to the disk.
+    """Write the file of (rank, kind), and flush it to the disk.
 
     Raises:
         DataError: it cannot be written. CheckpointError: an old file cannot be read.
@@ -208,23 +209,23 @@ def _bits(dtype: str) -> str:
 
 @dataclass
 class Mapped:
-    """The old files, mapped when they are asked for; the last `_OPEN` of them stay so."""
+    """These are the old files, which are mapped on demand; the last `_OPEN` of them stay mapped."""
 
     stored: Stored
     maps: dict[str, mmap.mmap] = field(default_factory=dict)
 
     def part(self, move: Move, place: int) -> np.ndarray:
-        """Return an old slice, not read yet: its numbers as whole numbers of their width."""
+        """Return an old slice that is not read yet, with its elements as integers of their width."""
         return self.slice(self._file(move, place), move.name, move.dtype, move.old.part)
 
     def slice(self, file: str, name: str, dtype: str, shape: Shape) -> np.ndarray:
-        """Return what a file has of a tensor, not read yet."""
+        """Return a file's part of a tensor, which is not read yet."""
         start = self.stored.files[file][name].start
         flat = np.frombuffer(self._map(file), _bits(dtype), math.prod(shape), start)
         return flat.reshape(shape)
 
     def give_back(self, move: Move, found: tuple[Piece, ...]) -> None:
-        """Let go of the pages of old slices: they count as memory of this process."""
+        """Release the pages of old slices, because they count as memory of this process."""
         for place in {piece.place for piece in found}:
             file = self._file(move, place)
             if file in self.maps:
@@ -257,7 +258,7 @@ BESIDE = ("recipe.yaml", "data.json")  # of the run: a resume compares the order
 
 
 def folder_in(target: Path, source: Source) -> Path:
-    """Return where in `target` the iteration goes: a resume looks for the run's recipe two folders above it."""
+    """Return the place of the iteration in `target`: a resume looks for the run's recipe two folders above it."""
     return target / "checkpoint" / f"iteration_{source.step or 0:08d}"
 
 
@@ -269,7 +270,8 @@ def reshard(
     progress: Callable[[int, str], None] = lambda done, file: None,
     damaged: Sequence[str] = (),
 ) -> None:
-    """Write `target`, a folder that is not there yet: whole, or not at all. `progress` is told bytes and file.
+    """Write `target`, a folder that does not exist yet, completely or not at all. `progress` is called with bytes and
+    file.
 
     What is `damaged` in `source` and taken all the same (`inventory.salvaged`) is said beside the weights.
 

@@ -1,4 +1,4 @@
-"""Find which rank writes which slice of the new layout, and what that costs, from headers only."""
+"""This module finds which rank writes which slice of the new layout, and the cost of this, from headers only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Kind = Literal["model", "opt"]
 
 @dataclass(frozen=True)
 class Move:
-    """A tensor that goes from one layout to another.
+    """This is a tensor that goes from one layout to another.
 
     Args:
         dtype: as safetensors writes it; kind: of the file that it is in: weights, or the optimizer's state.
@@ -43,13 +43,14 @@ class Move:
 
     @property
     def part_bytes(self) -> int:
-        """Of a new slice."""
+        """Return the number of bytes of a new slice."""
         return math.prod(self.new.part) * TYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
 class Copied:
-    """A small tensor that the checkpoint does not list, such as a counter: each of `ranks` gets what one rank had.
+    """This is a small tensor that the checkpoint does not list, such as a counter: each of `ranks` gets the tensor of
+    one rank.
 
     Args:
         file: of the old checkpoint, that has it.
@@ -65,7 +66,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class Plan:
-    """A new layout of a checkpoint, thought through and not begun.
+    """This is a new layout of a checkpoint, planned and not begun.
 
     Args:
         world: ranks of the new layout; prefix: of its files' names.
@@ -77,24 +78,24 @@ class Plan:
     prefix: str
 
     def file(self, rank: int, kind: Kind) -> str:
-        """As MindFormers names it."""
+        """Return the file's name, as MindFormers names it."""
         return f"{self.prefix}-{kind}-{rank:07d}-{self.world:07d}.safetensors"
 
     @property
     def files(self) -> list[tuple[int, Kind]]:
-        """(rank, kind) of every file; each rank has one of weights, and of states where any rank has."""
+        """Return (rank, kind) of every file; each rank has one of weights, and one of states if any rank has states."""
         kinds: tuple[Kind, ...] = ("model", "opt") if any(move.kind == "opt" for move in self.moves) else ("model",)
         return [(rank, kind) for rank in range(self.world) for kind in kinds]
 
     @property
     def bytes(self) -> int:
-        """Of all listed numbers: each is read once, and written once."""
+        """Return the number of bytes of all listed elements, each of which is read and written once."""
         return sum(move.part_bytes * len(move.writers) for move in self.moves)
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a plan costs, in bytes.
+    """This is the cost of a plan, in bytes.
 
     Args:
         changing: written to another rank's file than those that had them.
@@ -118,7 +119,7 @@ Item = tuple[str, str, Kind, Lying, Layout]  # name, type, kind, how it lies, ho
 
 
 def plan_moves(items: Iterable[Item], world: int) -> tuple[Move, ...]:
-    """Give every new slice to the holder that has least to write."""
+    """Assign every new slice to the holder with the fewest bytes to write."""
     load = np.zeros(world, np.int64)
     found = []
     for name, dtype, kind, old, layout in items:
@@ -152,7 +153,7 @@ def _alone(holders: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, tuple[int,
 
 
 def numbers(plan: Plan) -> Numbers:
-    """Return what a plan costs."""
+    """Return the cost of a plan."""
     written, online, loading = (np.zeros(plan.world, np.int64) for _ in range(3))
     stays = largest = 0
     for move in plan.moves:
@@ -225,14 +226,14 @@ _PREFIX = "reshard"
 
 @dataclass(frozen=True)
 class Resharding:
-    """A plan and what it costs; ranks of the old layout."""
+    """This holds a plan with its cost and the ranks of the old layout."""
 
     plan: Plan
     numbers: Numbers
     ranks: int
 
     def lines(self, given: Path, written: Path, recipe: Path, dry_run: bool) -> list[str]:
-        """Return what was done or would be, for a reader."""
+        """Return what was or would be done, for a reader."""
         plan, costs = self.plan, self.numbers
         verb = "would hold" if dry_run else "holds"
         files = len(plan.files)
@@ -304,7 +305,7 @@ def plan_stored(source: Source, recipe: Recipe) -> Resharding:
 
 
 def plan_recipes(old: Recipe, new: Recipe) -> Resharding:
-    """Return the plan for what a run of `old` would save, without any file.
+    """Return the plan for the checkpoint that a run of `old` would save, without any file.
 
     Raises:
         CheckpointError: the two are not one model. RecipeError: see `target_of`.

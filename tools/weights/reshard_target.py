@@ -1,8 +1,8 @@
-"""Describe how a recipe lays out each tensor: what the estimator knows of cuts and shards, under MindFormers' names.
+"""This module describes how a recipe lays out each tensor: the estimator's cuts and shards, under MindFormers' names.
 
-Over how many ranks a weight is cut and its optimizer's state spread stands only in `tools.estimate.configuration`.
-Here it is said which ranks those are, as MindSpore 2.9.0 orders them: a stage's ranks are a matrix dp x cp x tp, for
-experts one of groups x ep, and the optimizer's shards lie inside a tensor-parallel slice, in the order of ranks.
+`tools.estimate.configuration` says over how many ranks a weight is cut and its optimizer's state spread. This module
+says which ranks those are, as MindSpore 2.9.0 orders them: a stage's ranks are a matrix dp x cp x tp, for experts one
+of groups x ep, and the optimizer's shards lie inside a tensor-parallel slice, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Lying:
-    """A tensor cut into equal slices, which are counted in row-major order.
+    """This is a tensor cut into equal slices, which are counted in row-major order.
 
     Args:
         shape: of the whole; cuts: into how many parts each axis is cut; holders: by slice, the ranks that have it.
@@ -50,13 +50,13 @@ class Lying:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return all that hold a slice."""
+        """Return all ranks that hold a slice."""
         return tuple(sorted({rank for ranks in self.holders for rank in ranks}))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share a tensor, in MindSpore's words.
+    """This says how ranks share a tensor, in MindSpore's terms.
 
     Args:
         devices: the ranks of a pipeline stage as a matrix, in row-major order: its shape.
@@ -70,11 +70,11 @@ class Layout:
 
     @property
     def cuts(self) -> Shape:
-        """Into how many parts each axis of the tensor is cut."""
+        """Return into how many parts each axis of the tensor is cut."""
         return tuple(math.prod(self.devices[axis] for axis in own) for own in self.axes)
 
     def places(self) -> np.ndarray:
-        """int [ranks of a stage], which slice each rank has."""
+        """Return int [ranks of a stage], the slice that each rank has."""
         return _places(self.devices, self.axes)
 
     def lying(self, shape: Shape) -> Lying:
@@ -82,7 +82,7 @@ class Layout:
         return Lying(shape, self.cuts, _holders(self.devices, self.axes, self.first))
 
     def as_metadata(self) -> dict[str, Any]:
-        """As MindFormers 1.9.0 writes it (`checkpoint/metadata.py`)."""
+        """Return the layout as MindFormers 1.9.0 writes it (`checkpoint/metadata.py`)."""
         count = len(self.devices)
         maps: list[Any] = [[count - 1 - axis for axis in own] for own in self.axes]
         ranks = math.prod(self.devices)
@@ -140,7 +140,7 @@ _MTP = {"projection": "eh_proj", "mtp_norm_0": "enorm", "mtp_norm_1": "hnorm", "
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor of the new checkpoint: the shape of the whole, and how it lies."""
+    """This is a tensor of the new checkpoint: the shape of the whole, and its layout."""
 
     shape: Shape
     layout: Layout
@@ -153,7 +153,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Target:
-    """What a run of a recipe holds.
+    """This is the state that a run of a recipe holds.
 
     Args:
         weights: by name; states: of routers and experts, which are copies on each rank of a stage.
@@ -166,7 +166,9 @@ class Target:
     stage: int
 
     def place(self, name: str, shape: Shape) -> Placed:
-        """Return where a tensor of a checkpoint goes: as the weight that its name ends with, or whole to all ranks."""
+        """Return the place of a checkpoint's tensor: that of the weight with which its name ends, or whole on all
+        ranks.
+        """
         if name in self.states:
             return Placed(shape, self.states[name].layout)
         weight = self.weights.get(name) or self.weights.get(name.partition(".")[2])  # a moment has the optimizer's name
@@ -178,7 +180,7 @@ class Target:
 
 
 def target_of(recipe: Recipe) -> Target:
-    """Return what a run of `recipe` holds, by rank.
+    """Return the state that a run of `recipe` holds, by rank.
 
     Raises:
         RecipeError: it has no model, or one whose weights' names are not known here.
@@ -201,7 +203,7 @@ def target_of(recipe: Recipe) -> Target:
 
 
 def saved_by(recipe: Recipe) -> dict[str, tuple[str, Placed]]:
-    """Return what a run of `recipe` would save: name -> its type and place. Weights and moments are kept in fp32."""
+    """Return what a run of `recipe` would save: name -> its type and layout. Weights and moments are kept in fp32."""
     target = target_of(recipe)
     names = ["", *ADAM]  # all recipes train with AdamW
     found = {f"{prefix}{name}": ("F32", item) for name, item in target.weights.items() for prefix in names}

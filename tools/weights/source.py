@@ -1,4 +1,4 @@
-"""Weights wherever they lie: an iteration of a run, a Hugging Face folder, or one safetensors file."""
+"""This module reads weights from any source: an iteration of a run, a Hugging Face folder, or one safetensors file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Form = Literal["MindFormers", "Hugging Face", "one file"]
 
 @dataclass(frozen=True)
 class Source:
-    """Weights that are described by the headers of their files, and read tensor by tensor.
+    """These are weights that are described by the headers of their files, and read tensor by tensor.
 
     Args:
         path: as the user gave it. form: how they are stored.
@@ -39,7 +39,7 @@ class Source:
 
     @cached_property
     def headers(self) -> dict[str, Header]:
-        """Name -> type, whole shape and bytes of all its parts, copies not counted, of every tensor."""
+        """Return name -> type, whole shape and bytes of all parts, without copies, for every tensor."""
         found = {}
         for name, tensor in self.stored.tensors.items():
             size = sum(self.stored.files[copies[0][1]][name].bytes for copies in tensor.copies)
@@ -55,13 +55,13 @@ class Source:
 
     @cached_property
     def placements(self) -> Mapping[str, np.ndarray]:
-        """Modules whose experts have moved -> int [E], logical expert -> slot."""
+        """Return the modules whose experts have moved -> int [E], logical expert -> slot."""
         found = read_placements(self.stored.folder) if self.form == "MindFormers" else {}
         return {module: found[module] for module in moved(found)}
 
     @cached_property
     def step(self) -> int | None:
-        """Return the training step, where it is known."""
+        """Return the training step, if it is known."""
         folder = self.stored.folder
         try:
             return (
@@ -73,7 +73,7 @@ class Source:
             return None
 
     def seal_fault(self, checksums: bool) -> str | None:
-        """What keeps the seals of a run's checkpoint from holding; None where they hold, or where it has none."""
+        """Return why the seals of a run's checkpoint do not match; None if they match, or if it has none."""
         return fault(self.stored.folder, checksums=checksums) if self.sealed else None
 
     @cached_property
@@ -82,7 +82,7 @@ class Source:
         return self.form == "MindFormers" and is_sealed(self.stored.folder)
 
     def read(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return one whole tensor, experts in logical order, and the ranks whose copy is another."""
+        """Return one whole tensor, with experts in logical order, and the ranks whose copy differs."""
         if name not in self.stored.tensors:
             by_rank = {rank: self.stored.read_from(file, name) for rank, file in self.stored.unlisted[name].items()}
             first = by_rank[min(by_rank)]
@@ -95,7 +95,7 @@ class Source:
         return array, differing
 
     def bits(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """`read`, of whole numbers of the same width; of the file itself where that holds the tensor as it is."""
+        """Return `read` with integers of the same width; from the file itself if it holds the tensor unchanged."""
         tensor = self.stored.tensors.get(name)
         if tensor is None or len(tensor.copies) > 1 or len(tensor.copies[0]) > 1 or self.placements:
             array, differing = self.read(name)

@@ -1,4 +1,5 @@
-"""Arithmetic: element by element, sums and means, norms, rotary positions, matrix products.
+"""This module holds arithmetic kernels: elementwise operators, sums and means, norms, rotary positions, matrix
+products.
 
 Source of RotaryPositionEmbedding: `rotary_position_embedding` in `mindspore/ops/auto_generate/gen_ops_def.py`: mode 0
 rotates halves (GPT-NeoX), mode 1 neighbours (GPT-J). In the gradient the input that `gen_ops_prim.py` calls `dx` is
@@ -25,7 +26,7 @@ def _alike(number: Any, x: np.ndarray) -> np.ndarray:
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
-    """1 / (1 + exp(-x)); where exp() overflows that is 0."""
+    """Return 1 / (1 + exp(-x)), which is 0 where exp() overflows."""
     with np.errstate(over="ignore"):
         return 1 / (1 + np.exp(-x))
 
@@ -43,7 +44,7 @@ def silu_gradient(dout: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 @kernel()
 def Swiglu(attrs: Attrs, x: np.ndarray, dim: int = -1) -> np.ndarray:
-    """silu(a) b, where a and b are the halves of x along `dim`."""
+    """Return silu(a) b, where a and b are the halves of x along `dim`."""
     a, b = np.split(x, 2, dim)
     return silu(a) * b
 
@@ -66,13 +67,13 @@ def AddN(attrs: Attrs, tensors: list[np.ndarray]) -> np.ndarray:
 
 @kernel(LOW_PRECISION, updates=0)
 def AssignAdd(attrs: Attrs, variable: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Return the variable plus a value; how gradients in bfloat16 are accumulated in float32."""
+    """Return the variable plus a value; gradients in bfloat16 are accumulated in float32 in this way."""
     return variable + value
 
 
 @kernel(LOW_PRECISION, widen=False, updates=0)
 def Assign(attrs: Attrs, variable: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Return the value, in the variable's place."""
+    """Return the value, which replaces the variable."""
     return value
 
 
@@ -86,7 +87,7 @@ def _over(function: Callable[..., Any], x: np.ndarray, dims: Dims, keep: bool) -
 def ReduceSum(
     attrs: Attrs, x: np.ndarray, axis: Dims = (), keep_dims: bool = False, skip_mode: bool = False
 ) -> np.ndarray:
-    """Return the sum over dimensions; with `skip_mode` no dimensions mean none."""
+    """Return the sum over dimensions; with `skip_mode`, an empty list means no dimension."""
     if skip_mode and axis in ((), [], None):
         return x
     return _over(np.sum, x, axis, keep_dims)
@@ -94,7 +95,7 @@ def ReduceSum(
 
 @kernel()
 def RmsNorm(attrs: Attrs, x: np.ndarray, gamma: np.ndarray, epsilon: float = 1e-6) -> tuple[np.ndarray, np.ndarray]:
-    """X / sqrt(mean(x^2) + epsilon) * gamma, and the reciprocal of that root.
+    """Return x / sqrt(mean(x^2) + epsilon) * gamma, and the reciprocal of that root.
 
     Args:
         x: [..., *gamma.shape].
@@ -120,7 +121,7 @@ def RmsNormGrad(
 
 @kernel()
 def RotaryPositionEmbedding(attrs: Attrs, x: np.ndarray, cos: np.ndarray, sin: np.ndarray, mode: int = 0) -> np.ndarray:
-    """X cos + rotated(x) sin; cos and sin broadcast to x."""
+    """Return x cos + rotated(x) sin; cos and sin broadcast to x."""
     return x * cos + _rotated("RotaryPositionEmbedding", x, mode) * sin
 
 
@@ -128,7 +129,7 @@ def RotaryPositionEmbedding(attrs: Attrs, x: np.ndarray, cos: np.ndarray, sin: n
 def RotaryPositionEmbeddingGrad(
     attrs: Attrs, dy: np.ndarray, cos: np.ndarray, sin: np.ndarray, x: np.ndarray | None = None, mode: int = 0
 ) -> tuple[np.ndarray | None, ...]:
-    """Return the gradients of x, cos and sin; of cos and sin only where x is given."""
+    """Return the gradients of x, cos and sin; those of cos and sin only if x is given."""
     name = "RotaryPositionEmbeddingGrad"
     dx = dy * cos - _rotated(name, dy * sin, mode)  # a quarter turn back is the negative of one forward
     if x is None:
@@ -154,7 +155,7 @@ def _summed(gradient: np.ndarray, owner: np.ndarray) -> np.ndarray:
 
 @kernel()
 def Dense(attrs: Attrs, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    """X [..., in] with weight [out, in] and bias [out]."""
+    """Return x [..., in] times weight [out, in] transposed, plus bias [out]."""
     out = x @ weight.T
     return out if bias is None else out + bias
 

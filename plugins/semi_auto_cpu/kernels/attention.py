@@ -1,4 +1,4 @@
-"""FlashAttentionScore and its gradient.
+"""This module computes FlashAttentionScore and its gradient.
 
 Sources: the class in `mindspore/ops/auto_generate/gen_ops_prim.py` (inputs, layouts, sparse modes) and `op_enum.h`'s
 FASInputLayoutMode. The first part of the file brings the arguments into one form for all layouts (`Call`), the second
@@ -40,7 +40,7 @@ _REPEATED = 8
 
 
 class Saved(NamedTuple):
-    """What the forward pass left, and the gradient of its result."""
+    """These are the results of the forward pass, and the gradient of its output."""
 
     dy: np.ndarray
     out: np.ndarray
@@ -80,44 +80,44 @@ class Call:
 
     @property
     def key_heads(self) -> int:
-        """Return the heads of keys and values; each serves an equal number of the query's."""
+        """Return the number of heads of keys and values; each serves an equal number of query heads."""
         if "H" not in self.layout:
             return self.key.shape[{"BNSD": 1, "BSND": 2, "TND": 1}[self.layout]]
         return self.key.shape[-1] * self.heads // self.query.shape[-1]
 
     @property
     def queries(self) -> np.ndarray:
-        """[B, heads, S1, D]; a view, as the other two."""
+        """Return [B, heads, S1, D], a view like the other two."""
         return self.view(self.query)
 
     @property
     def keys(self) -> np.ndarray:
-        """[B, key heads, S2, D]."""
+        """Return [B, key heads, S2, D]."""
         return self.view(self.key, "key")
 
     @property
     def values(self) -> np.ndarray:
-        """[B, key heads, S2, D of the values]."""
+        """Return [B, key heads, S2, D of the values]."""
         return self.view(self.value, "value")
 
     def view(self, x: np.ndarray, owner: str = "query") -> np.ndarray:
-        """Return what has the layout of `owner` as [B, heads, S, D]; writing into it writes into `x`."""
+        """Return a tensor in the layout of `owner` as [B, heads, S, D]; writing into the result writes into `x`."""
         return heads_first(x, self.layout, self.heads if owner == "query" else self.key_heads)
 
     def empty_output(self) -> np.ndarray:
-        """Room for the attention: the query's shape with the values' head size."""
+        """Return an empty array for the attention: the query's shape with the values' head size."""
         head = self.values.shape[-1]
         width = head * self.heads if "H" in self.layout else head
         return np.empty((*self.query.shape[:-1], width), np.float32)
 
     def empty_statistics(self, repeated: int) -> np.ndarray:
-        """[B, heads, S1, repeated], in TND [T, heads, repeated]."""
+        """Return [B, heads, S1, repeated], or [T, heads, repeated] for the layout TND."""
         batch, heads, rows, _ = self.queries.shape
         shape = (rows, heads, repeated) if self.layout == "TND" else (batch, heads, rows, repeated)
         return np.empty(shape, np.float32)
 
     def statistics_view(self, x: np.ndarray) -> np.ndarray:
-        """As [B, heads, S1, repeated]."""
+        """Return a tensor as [B, heads, S1, repeated]."""
         return x.transpose(1, 0, 2)[None] if self.layout == "TND" else x
 
 
@@ -131,7 +131,7 @@ def heads_first(x: np.ndarray, layout: str, heads: int) -> np.ndarray:
 
 
 def forward_call(inputs: tuple[Any, ...]) -> Call:
-    """Return what FlashAttentionScore is called with.
+    """Return the inputs of FlashAttentionScore.
 
     Args:
         inputs: query, key, value, real_shift, drop_mask, padding_mask, attn_mask, prefix, actual_seq_qlen,
@@ -143,7 +143,7 @@ def forward_call(inputs: tuple[Any, ...]) -> Call:
 
 
 def backward_call(inputs: tuple[Any, ...]) -> tuple[Call, Saved]:
-    """Return what FlashAttentionScoreGrad is called with.
+    """Return the inputs of FlashAttentionScoreGrad.
 
     Args:
         inputs: query, key, value, dy, pse_shift, drop_mask, padding_mask, atten_mask, softmax_max, softmax_sum,
@@ -213,7 +213,7 @@ def _check_heads(call: Call) -> None:
 
 
 class Block(NamedTuple):
-    """Rows of one sample and the only keys that any of them may see.
+    """These are rows of one sample, and the only keys to which any of them may attend.
 
     Args:
         batch: number of the sample.
@@ -238,7 +238,7 @@ class _Part(NamedTuple):
 
 
 def blocks_of(call: Call) -> Iterator[Block]:
-    """Yield the blocks that hold each row once.
+    """Yield blocks that together hold each row once.
 
     Raises:
         NotImplementedError, ValueError: see `FlashAttentionScore`.
@@ -344,7 +344,7 @@ def _short(ends: list[int]) -> str:
 
 @kernel()
 def FlashAttentionScore(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | None, ...]:
-    """softmax_max, softmax_sum, softmax_out and the attention.
+    """Return softmax_max, softmax_sum, softmax_out and the attention.
 
     Raises:
         NotImplementedError: dropout, a position bias, a padding mask, prefixes, layouts and sparse modes not covered.
@@ -369,7 +369,7 @@ def FlashAttentionScore(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | None, 
 
 @kernel()
 def FlashAttentionScoreGrad(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | None, ...]:
-    """Return the gradients of query, key, value; none of a position bias.
+    """Return the gradients of query, key and value; a position bias gets none.
 
     Raises:
         NotImplementedError, ValueError: as FlashAttentionScore does.

@@ -1,4 +1,5 @@
-"""Operators of routed experts: their grouped matmul, and tokens in the order of their experts and back.
+"""This module holds operators of routed experts: their grouped matmul, and the permutation of tokens by expert and
+back.
 
 GroupedMatmul multiplies each expert's rows by its own matrix; the gradient of those matrices may also be added in
 place. Source: `grouped_matmul` in `mindspore/ops/auto_generate/gen_ops_def.py`. MindFormers' experts call it with one
@@ -38,7 +39,7 @@ def GroupedMatmul(
     transpose_a: bool = False,
     transpose_b: bool = False,
 ) -> np.ndarray:
-    """Return one tensor: the groups' products.
+    """Return one tensor with the groups' products.
 
     Args:
         x: one tensor; [m, k] after `transpose_a`.
@@ -76,7 +77,7 @@ def GroupedMatmul(
 def InplaceGroupedMatmulAdd(
     attrs: Attrs, x: np.ndarray, weight: np.ndarray, group_list: np.ndarray, out: np.ndarray
 ) -> np.ndarray:
-    """`out` plus the products of each group's rows, not rounded to the rows' type in between.
+    """Return `out` plus the products of each group's rows, without rounding to the rows' type in between.
 
     Args:
         x: [m, k]; weight: [m, n]. group_list: where each group's rows end.
@@ -103,7 +104,7 @@ def _groups(group_list: np.ndarray | None, size: int) -> list[slice]:
 def MoeTokenPermute(
     attrs: Attrs, tokens: np.ndarray, indices: np.ndarray, num_out_tokens: int | None = None, padded_mode: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Permuted tokens, and `sorted_indices` (int32).
+    """Return the permuted tokens, and `sorted_indices` (int32).
 
     Args:
         tokens: [tokens, hidden].
@@ -125,7 +126,7 @@ def MoeTokenPermute(
 def MoeTokenPermuteGrad(
     attrs: Attrs, grad: np.ndarray, sorted_indices: np.ndarray, num_topk: int = 1, padded_mode: bool = False
 ) -> np.ndarray:
-    """For each token [tokens, hidden] the sum over its copies, in their order."""
+    """Return for each token [tokens, hidden] the sum over its copies, in their order."""
     _refuse_padding("MoeTokenPermuteGrad", padded_mode)
     return _copies(grad, sorted_indices, num_topk).sum(1)
 
@@ -139,7 +140,9 @@ def MoeTokenUnpermute(
     padded_mode: bool = False,
     restore_shape: Any = None,
 ) -> np.ndarray:
-    """For each token [tokens, hidden] the sum over its copies, each times its probability (1 if there are none)."""
+    """Return for each token [tokens, hidden] the sum over its copies, each times its probability (1 if there are
+    none).
+    """
     _refuse_padding("MoeTokenUnpermute", padded_mode)
     if probs is None:
         return _copies(permuted_tokens, sorted_indices, 1)[:, 0]
@@ -149,7 +152,7 @@ def MoeTokenUnpermute(
 
 @kernel()
 def InnerMoeTokenUnpermute(attrs: Attrs, *inputs: Any) -> np.ndarray:
-    """Return what MindSpore's graphs hold instead of MoeTokenUnpermute."""
+    """Return the result of the operator that MindSpore's graphs hold instead of MoeTokenUnpermute."""
     return MoeTokenUnpermute(attrs, *inputs)
 
 

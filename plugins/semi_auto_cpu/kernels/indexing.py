@@ -1,4 +1,4 @@
-"""What moves values: rows by their numbers and the sums that are their gradients, shapes and cuts, orders.
+"""This module holds operators that move values: lookups by index with their gradients, shapes, slices and sorting.
 
 Among equal elements the one with the lower index comes first. `mindspore.ops.topk_ext` promises that (gen_ops_def.py);
 of `sort_ext` without `stable` nothing is promised, and it is assumed here.
@@ -16,7 +16,7 @@ _AT_ONCE = 2**20  # numbers that are added by one call: a place of 8 bytes is ma
 
 
 def add_rows(target: np.ndarray, index: np.ndarray, rows: np.ndarray) -> None:
-    """target[index[i]] += rows[i], where an index may come more than once; in the order of i.
+    """Compute target[index[i]] += rows[i] in the order of i; an index may occur more than once.
 
     Number by number because `np.add.at` is three times slower with rows.
 
@@ -68,7 +68,7 @@ def EmbeddingDenseBackward(
     padding_idx: int | None = None,
     scale_grad_by_freq: bool = False,
 ) -> np.ndarray:
-    """Return the gradient of a table: for each row the sum over the places that took it."""
+    """Return the gradient of a table: for each row, the sum over all places that used the row."""
     if scale_grad_by_freq:
         raise NotImplementedError("EmbeddingDenseBackward: scale_grad_by_freq True")
     out = np.zeros((num_weights, grad.shape[-1]), grad.dtype)
@@ -80,7 +80,7 @@ def EmbeddingDenseBackward(
 
 @kernel(widen=False)
 def IndexSelect(attrs: Attrs, x: np.ndarray, dim: int, index: np.ndarray) -> np.ndarray:
-    """Return the slices of a dimension by their numbers."""
+    """Return the slices of a dimension at given indices."""
     return np.take(x, _within("IndexSelect", index, x.shape[dim]), axis=dim)
 
 
@@ -88,7 +88,7 @@ def IndexSelect(attrs: Attrs, x: np.ndarray, dim: int, index: np.ndarray) -> np.
 def InplaceIndexAddExt(
     attrs: Attrs, x: np.ndarray, dim: int, index: np.ndarray, source: np.ndarray, alpha: float = 1
 ) -> np.ndarray:
-    """X with alpha * source added to the slices that `index` names: IndexSelect's gradient."""
+    """Return x with alpha * source added to the slices that `index` names; this is IndexSelect's gradient."""
     scaled = source if alpha == 1 else source * np.asarray(alpha, source.dtype)
     _within("InplaceIndexAddExt", index, x.shape[dim])
     add_rows(np.moveaxis(x, dim, 0), index, np.moveaxis(scaled, dim, 0))
@@ -97,7 +97,7 @@ def InplaceIndexAddExt(
 
 @kernel(widen=False, updates=0)
 def InplaceScatterSrc(attrs: Attrs, x: np.ndarray, dim: int, index: np.ndarray, source: np.ndarray) -> np.ndarray:
-    """x[..., index, ...] = source; of `source` only as much as `index` has."""
+    """Set x[..., index, ...] = source; only as many slices of `source` as `index` has are used."""
     place: list[Any] = list(np.ogrid[tuple(slice(0, size) for size in index.shape)])
     place[dim] = _within("InplaceScatterSrc", index, x.shape[dim])
     x[tuple(place)] = source[tuple(slice(0, size) for size in index.shape)]
@@ -108,7 +108,7 @@ def InplaceScatterSrc(attrs: Attrs, x: np.ndarray, dim: int, index: np.ndarray, 
 def OneHotExt(
     attrs: Attrs, x: np.ndarray, num_classes: int, on_value: Any, off_value: Any, axis: int = -1
 ) -> np.ndarray:
-    """`on_value` where the new dimension's number is x, else `off_value`."""
+    """Return `on_value` where the position along the new dimension is x, else `off_value`."""
     if num_classes < 0:
         num_classes = int(x.max()) + 1
     out = np.where(x[..., None] == np.arange(num_classes), on_value, off_value)
@@ -125,7 +125,7 @@ def SplitWithSize(attrs: Attrs, x: np.ndarray, sizes: tuple[int, ...], dim: int 
 
 @kernel(LOW_PRECISION, widen=False)
 def BroadcastTo(attrs: Attrs, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Repeated to a shape, where -1 keeps the tensor's own size."""
+    """Return a tensor repeated to a shape, in which -1 keeps the tensor's own size."""
     own = (1,) * (len(shape) - x.ndim) + x.shape
     return np.broadcast_to(x, [size if wanted == -1 else wanted for wanted, size in zip(shape, own, strict=True)])
 
@@ -134,7 +134,7 @@ def BroadcastTo(attrs: Attrs, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarr
 def StridedSlice(
     attrs: Attrs, x: np.ndarray, begin: tuple[int, ...], end: tuple[int, ...], strides: tuple[int, ...], *masks: int
 ) -> np.ndarray:
-    """Return a cut of a tensor."""
+    """Return a slice of a tensor."""
     return x[_cut("StridedSlice", begin, end, strides, masks)]
 
 
@@ -147,7 +147,9 @@ def StridedSliceGrad(
     end: tuple[int, ...],
     strides: tuple[int, ...],
 ) -> np.ndarray:
-    """Gradient of a cut: zeros around it. Its masks are attributes (`mindspore/ops/operations/_grad_ops.py`)."""
+    """Return the gradient of a slice, with zeros around it. The slice's masks are attributes
+    (`mindspore/ops/operations/_grad_ops.py`).
+    """
     out = np.zeros(shape, dout.dtype)
     masks = tuple(int(attrs.get(name, "0")) for name in MASKS)
     out[_cut("StridedSliceGrad", begin, end, strides, masks)] = dout
@@ -185,7 +187,7 @@ def _order(x: np.ndarray, dim: int, descending: bool) -> np.ndarray:
 def SortExt(
     attrs: Attrs, x: np.ndarray, dim: int = -1, descending: bool = False, stable: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted values and their indices."""
+    """Return sorted values and their indices."""
     order = _order(x, dim, descending)
     return np.take_along_axis(x, order, dim), order
 

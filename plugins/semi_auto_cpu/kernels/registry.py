@@ -1,4 +1,5 @@
-"""The tables of this package's CPU kernels, by MindSpore's operator names, and the decorator that adds a kernel to one.
+"""This module holds the tables of this package's CPU kernels, by MindSpore's operator names, and the decorator that
+adds a kernel.
 
 A kernel is called as ``function(attrs, *inputs)``. `attrs` are the operator's attributes as text; `inputs` stand in the
 operator's own order: arrays that share MindSpore's memory, lists of arrays, or constants of Python (None where an
@@ -34,7 +35,7 @@ def kernel(
     """Add a function to a table, under its own name.
 
     Args:
-        table: `KERNELS` unless told otherwise.
+        table: `KERNELS` by default.
         widen: whether it shall see bfloat16 and float16 as float32, so that its result is rounded once, when it is
             stored. False for what only moves values.
         updates: the input that the operator changes in place; the function's (first) result is written there as well.
@@ -55,7 +56,7 @@ def kernel(
 
 
 def enter(table: dict[str, Kernel], functions: dict[str, Kernel], *, widen: bool = True) -> None:
-    """Enter functions of one expression, by the names of their operators; see `kernel`."""
+    """Add functions of one expression under the names of their operators; see `kernel`."""
     for name, function in functions.items():
         function.__name__ = name
         kernel(table, widen=widen)(function)

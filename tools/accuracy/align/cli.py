@@ -1,4 +1,6 @@
-"""`tc3 accuracy align`: exit code 0 for aligned, 1 when a rung fails or nothing ran, 2 for a wrong input."""
+"""This module is `tc3 accuracy align`: the exit code is 0 for aligned, 1 if a rung fails or nothing ran, 2 for a wrong
+input.
+"""
 
 from __future__ import annotations
 

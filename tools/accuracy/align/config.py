@@ -1,4 +1,6 @@
-"""Rung 1: two configurations by full path, in the report's classes, before anything runs (section 3.2.1)."""
+"""This module is rung 1: it compares two configurations by full path, in the report's classes, before anything runs
+(section 3.2.1).
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ class Setting:
 
 
 def differences(ours: Recipe, theirs: Recipe) -> list[Setting]:
-    """Return every difference of two flat recipes, what must match first. Corpora go by their content.
+    """Return every difference of two flat recipes, those that must match first. Corpora are compared by their content.
 
     Raises:
         DataError: the corpus of a recipe for CPU is not there. One for Ascend may have it elsewhere: by path then.
@@ -116,8 +118,8 @@ def has_corpus(recipe: Mapping[str, Any]) -> bool:
 
 
 def corpus_checksum(recipe: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """CRC-32 of a Megatron corpus's index, of its first 64 MiB of tokens, of its tokenizer, each of all its prefixes;
-    and the shares in which they are blended.
+    """Return the CRC-32 of a Megatron corpus's index, of its first 64 MiB of tokens and of its tokenizer, each over all
+    its prefixes, and the shares in which the prefixes are blended.
 
     With equal sums and equal `seed`, `sizes`, `split` and `seq_length` the samples come in the same order; the ladder
     compares the batches themselves later. The tokenizer's sum is empty where `tc3 data prepare` left none beside.

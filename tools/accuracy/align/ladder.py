@@ -1,4 +1,5 @@
-"""The report's Figure 1 as a ladder (section 3.2.1): configuration, forward, backward, optimizer, steps, more devices.
+"""This module runs the report's Figure 1 as a ladder (section 3.2.1): configuration, forward, backward, optimizer,
+steps, more devices.
 
 `climb` runs both sides and stops at the first rung that fails. On the last rung each side trains with its own workers,
 and the losses of their steps are compared. Recipes that are only data parallel run on data-parallel CPU workers. Where
@@ -57,14 +58,17 @@ MOST = 8  # rows of a failed rung that are printed
 
 @dataclass(frozen=True)
 class Sides:
-    """What is trained. about: how it differs from the recipes, in one sentence; empty where it does not."""
+    """This is what is trained; about says in one sentence how it differs from the recipes, and is empty if it does
+    not.
+    """
 
     recipes: list[Recipe]
     about: str = ""
 
 
 def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | None, steps: int) -> Sides | None:
-    """Recipes as MindSpore's sharded graph, those for Ascend as minis that keep their strategy; None where none splits.
+    """Return the recipes as MindSpore's sharded graph, those for Ascend as minis that keep their strategy; None if no
+    recipe splits the model.
 
     One path is compared with one process of its own graph. What MindFormers computes otherwise in another layout is
     left out on both sides (docs/stock-differences.md).
@@ -116,7 +120,7 @@ def _sharded(recipe: Recipe) -> Recipe:
 
 
 def train_and_compare(sides: Sides, steps: int, folder: Path, say: Callable[[str], None]) -> Rung:
-    """Return the rung: both sides by `tc3 train`, and their losses.
+    """Return the rung that runs both sides by `tc3 train` and compares their losses.
 
     Raises:
         SideFailedError: a side failed, or was refused: the five rungs before have run, and are not given up for that.
@@ -156,7 +160,7 @@ def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
 
 @dataclass
 class Ladder:
-    """What came out. settings: rung 1's differences. about: what ran, with versions."""
+    """This is the result: settings are rung 1's differences, and about says what ran, with versions."""
 
     ours: str
     theirs: str
@@ -166,7 +170,7 @@ class Ladder:
 
     @property
     def verdict(self) -> str:
-        """NOT_ALIGNED when a rung failed; ALIGNED when something ran and none did.
+        """Return NOT_ALIGNED if a rung failed, and ALIGNED if something ran and no rung failed.
 
         Where nothing ran: SAME_NUMBERS when no setting differs that could change a number, NOT_COMPARED otherwise.
         """
@@ -179,12 +183,14 @@ class Ladder:
 
     @property
     def passed(self) -> bool:
-        """Nothing failed, and what had to be compared was. A rung that was not run is said, and does not fail."""
+        """Return whether no rung failed and everything that had to be compared was compared. A rung that was not run is
+        reported, and does not fail.
+        """
         return self.verdict in (ALIGNED, SAME_NUMBERS)
 
     @property
     def broken(self) -> bool:
-        """Return whether a run did not come to its end: its rung has no rows."""
+        """Return whether a run did not finish: its rung has no rows."""
         return any(rung.state == FAILED for rung in self.rungs)
 
     def as_json(self) -> dict[str, Any]:
@@ -201,7 +207,7 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to align.
+    """This says what to align.
 
     Args:
         path: the recipe. against: `hf`, or another recipe's path. steps: of rungs 5 and 6.
@@ -220,7 +226,7 @@ class Wanted:
 
 
 def climb(wanted: Wanted, say: Say) -> Ladder:
-    """Run the ladder; `say` is told what is being done.
+    """Run the ladder; `say` is called with sentences about the progress.
 
     Raises:
         TC3Error: a wrong input. A run that breaks down is a failed rung.
@@ -304,7 +310,7 @@ def _configuration(ladder: Ladder, paths: tuple[Path, Path], wanted: Wanted) -> 
 def compare_records(
     ladder: Ladder, ours: Record, theirs: Record, floor: Record | None, hyper: Hyper, rope: int
 ) -> None:
-    """Rungs 2 to 5, up to the first that fails."""
+    """Run rungs 2 to 5, up to the first that fails."""
     for compare, explain in (
         (align_rungs.forward, lambda rung: align_rungs.explain_forward(rung, ours, theirs, rope)),
         (align_rungs.backward, lambda rung: align_rungs.explain_backward(rung, ours, theirs)),
@@ -319,7 +325,7 @@ def compare_records(
 
 
 def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say) -> Rung:
-    """Rung 6: the recipes as they are, by their losses."""
+    """Rung 6: the unchanged recipes, by their losses."""
     paths = [wanted.path] if other is None else [wanted.path, Path(wanted.against)]
     sides = split_model(paths, wanted.overrides, wanted.data, wanted.steps)
     if sides is None:  # as they are; one worker beside a recipe alone
@@ -328,7 +334,7 @@ def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say
 
 
 def failed_text(row: Row) -> str:
-    """Return one line: how far off a number is, how many things differ, or both sides of a setting."""
+    """Return one line: the error of a value, the number of things that differ, or both sides of a setting."""
     if row.counted and row.detail:
         return f"{row.name}: {row.detail} ({row.measure})"
     if row.counted:
@@ -337,7 +343,7 @@ def failed_text(row: Row) -> str:
 
 
 def print_ladder(ladder: Ladder, console: Console) -> None:
-    """Write everything to `console`."""
+    """Write the whole result to `console`."""
     console.print(f"{ladder.ours}  against  {ladder.theirs}", markup=False, soft_wrap=True)
     for key, value in ladder.about.items():
         console.print(f"{key}: {value}", style="dim", markup=False, soft_wrap=True)

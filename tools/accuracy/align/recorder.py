@@ -1,4 +1,6 @@
-"""MindFormers' side of `tc3 accuracy align`: a callback of its trainer loads weights and records what is compared."""
+"""This module is MindFormers' side of `tc3 accuracy align`: a callback of its trainer loads weights and records what is
+compared.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK)
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class AlignRecorder(Callback):
-    """Start from given weights and record what the other side has to agree with.
+    """This starts from given weights and records the values that the other side has to match.
 
     Args:
         weights: .npz of parameters by MindFormers' names; every parameter of it must exist. None keeps the model's own.
@@ -48,7 +50,7 @@ class AlignRecorder(Callback):
                     parameters[name].set_data(Tensor(file[name]))
 
     def on_train_step_begin(self, run_context):
-        """Note the batch; before the first step, run it forward."""
+        """Record the batch; before the first step, run it forward."""
         arguments = run_context.original_args()
         self._after_step(arguments)
         batch = dict(zip(self.columns, arguments.train_dataset_element, strict=True))
@@ -81,12 +83,12 @@ class AlignRecorder(Callback):
 
 
 def copy(parameter):
-    """A parameter's values; `asnumpy` alone is a view on CPU."""
+    """Return a copy of a parameter's values, because `asnumpy` returns a view on CPU."""
     return parameter.asnumpy().copy()
 
 
 def forward(network, batch):
-    """Logits of a batch from the compiled graph, and from PyNative the output of every module of interest.
+    """Record the logits of a batch from the compiled graph, and from PyNative the output of every module of interest.
 
     The forward pass counts the experts' load; those counters are put back.
     """
@@ -108,7 +110,7 @@ def forward(network, batch):
 
 @contextmanager
 def pynative():
-    """PyNative mode for a while, with stand-ins for what works in graphs only."""
+    """Switch to PyNative mode for a while, and replace code that works only in graphs."""
     with ExitStack() as stack:
         for hook in stand_ins():
             stack.enter_context(replaced(*hook))
@@ -118,7 +120,7 @@ def pynative():
 
 
 class Trace:
-    """Hooks on the modules of a GPTModel that note their outputs as [B, S, ...]."""
+    """These are hooks on the modules of a GPTModel that record their outputs as [B, S, ...]."""
 
     def __init__(self, network):
         self.out, self.handles = {}, []
@@ -143,7 +145,7 @@ class Trace:
                 self.handles.append(layer.mlp.router.register_forward_hook(self._router(where, experts)))
 
     def close(self):
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
 
@@ -176,7 +178,9 @@ class Trace:
 
 
 def enable(config, settings) -> None:
-    """Add the recorder to the callbacks of `config` (a MindFormerConfig), and let the one that moves biases count."""
+    """Add the recorder to the callbacks of `config` (a MindFormerConfig), and make the callback that moves biases
+    count.
+    """
     columns = list(config.train_dataset.input_columns)
     for callback in config.callbacks:
         if callback["type"] == "TopkBiasBalanceCallback":

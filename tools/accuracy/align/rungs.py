@@ -1,10 +1,11 @@
-"""What each rung of an alignment compares, and where a rung that failed first goes wrong. NumPy only.
+"""This module defines what each rung of an alignment compares, and finds where a failed rung first goes wrong. NumPy
+only.
 
-Two records are compared rung by rung (report, Figure 1): forward, backward, one update, the curve. Each rung is a flat
-tolerance. Beside it stands what rounding alone does to the reference: the distance between two of its runs whose
-weights differ in the last place. Where that exceeds the tolerance a difference proves nothing; such a row is
-`undecided`, which is neither passed nor failed. So is one that a moved choice of an expert explains, within what such a
-choice can do. What is not finite fails, on whichever side.
+Two records are compared rung by rung (report, Figure 1): forward, backward, one update, the curve. Each rung has a
+fixed tolerance. It is compared with the effect of rounding on the reference: the distance between two of its runs whose
+weights differ in the last place. If this effect exceeds the tolerance, a difference proves nothing, and the row is
+`undecided`, which is neither passed nor failed. A row is also undecided if a changed choice of an expert explains the
+difference. Values that are not finite fail, on either side.
 
 For a rung that failed, `explain_*` name the first module, gradient or group of parameters that differs, and what that
 usually means (section 3.2.1).
@@ -68,7 +69,9 @@ class Row:
 
     @property
     def status(self) -> str:
-        """Passed within the tolerance; undecided where rounding or the excuse explains the error; failed otherwise."""
+        """Return whether the rung passed within the tolerance, is undecided because rounding or the excuse explains the
+        error, or failed.
+        """
         if not (np.isfinite(self.error) and np.isfinite(self.floor)):
             return FAILED
         if self.error <= self.tolerance:
@@ -77,18 +80,18 @@ class Row:
 
     @property
     def counted(self) -> bool:
-        """Return whether the error is a number of things that differ, which must be none, not a size."""
+        """Return whether the error is a number of things that differ, which must be none, and not a size."""
         return self.tolerance == NONE
 
     @property
     def rounding(self) -> bool:
-        """Return whether the reference differs from itself by as much."""
+        """Return whether the reference differs from itself by as much as the error."""
         return self.error <= FLOOR_FACTOR * self.floor
 
 
 @dataclass
 class Rung:
-    """One rung. reason: why it was not run, or what its failure points at."""
+    """This is one rung; reason says why it was not run, or what its failure indicates."""
 
     name: str
     rows: list[Row] = field(default_factory=list)
@@ -97,7 +100,7 @@ class Rung:
 
     @property
     def status(self) -> str:
-        """`state` where it is set (not run); else the worst of the rows."""
+        """Return `state` if it is set (not run), else the worst state of the rows."""
         if self.state:
             return self.state
         found = {row.status for row in self.rows}
@@ -105,13 +108,13 @@ class Rung:
 
     @property
     def worst(self) -> Row | None:
-        """Return the row that is furthest outside its tolerance, or nearest to it."""
+        """Return the row that exceeds its tolerance by most, or that is nearest to it."""
         rows = [row for row in self.rows if row.status == self.status] or self.rows
         return max(rows, key=lambda row: row.error / row.tolerance, default=None)
 
 
 def forward(ours: Record, theirs: Record, floor: Record | None) -> Rung:
-    """Rung 2: the same weights and tokens, then logits and the first losses."""
+    """Compare for rung 2, with the same weights and tokens, the logits and then the first losses."""
 
     def given(kind: str, one: Arrays, other: Arrays) -> list[Row]:
         return [Row(f"{kind} {name}", _different(array, other.get(name)), NONE, "elements that differ")
@@ -135,7 +138,7 @@ def _each(sides: Iterable[Record | None], part: Callable[..., np.ndarray | None]
 
 
 def backward(ours: Record, theirs: Record, floor: Record | None) -> Rung:
-    """Rung 3: the gradient of every weight, and the global norm."""
+    """Compare for rung 3 the gradient of every weight, and the global norm."""
     sides = ours, theirs, floor
     rows = [
         _between("global norm", relative, _each(sides, lambda side: side.curve["global_norm"][:1]), NORM, "relative")
@@ -147,10 +150,11 @@ def backward(ours: Record, theirs: Record, floor: Record | None) -> Rung:
 
 
 def update(ours: Record, theirs: Record, floor: Record | None) -> Rung:
-    """Rung 4: what the first step that moves weights did to each, relative to how far it moved.
+    """Compare for rung 4 how the first step that moves weights changed each weight, relative to the size of the change.
 
-    Adam divides a gradient by its own size: where that is rounding alone, an element moves by a full step either way.
-    A weight that differs in its last place alone does not differ: a norm's weight near 1 moves by few such places.
+    Adam divides a gradient by its own size: where that is rounding alone, an element moves by a full step either way. A
+    weight that differs only in its last place does not count as different: a norm's weight near 1 moves by few such
+    places.
     """
     steps = [None if side is None else moved(side) for side in (ours, theirs, floor)]
     rows = []
@@ -164,7 +168,7 @@ def update(ours: Record, theirs: Record, floor: Record | None) -> Rung:
 
 
 def curve(ours: Record, theirs: Record, floor: Record | None) -> Rung:
-    """Rung 5: every step by itself where the reference has done so, the loss of every step, the learning rates.
+    """Compare for rung 5 every single step that the reference has made, the loss of every step, and the learning rates.
 
     In a mixture of experts a token at a tie goes to another expert for the last bit of a sum, and from there on two
     right runs drift apart. Such a curve is undecided, up to DRIFT, when every single step, taken from our own state,
@@ -211,7 +215,7 @@ def _single_steps(ours: Record, theirs: Record) -> list[Row]:
 
 
 def moved(record: Record) -> Arrays:
-    """Weight -> updated minus initial, float64."""
+    """Return weight -> updated minus initial, float64."""
     return {
         name: record.updated[name].astype(np.float64) - record.initial[name]
         for name in record.initial
@@ -229,7 +233,7 @@ def largest(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def relative(got: np.ndarray, want: np.ndarray) -> float:
-    """|got - want| / |want| in the L2 norm; 0 where both are zero, inf for NaN or another shape."""
+    """Return |got - want| / |want| in the L2 norm; 0 where both are zero, inf for NaN or another shape."""
     if got.shape != want.shape:
         return float("inf")
     return _share(float(np.linalg.norm(got.astype(np.float64) - want)), want)
@@ -251,7 +255,9 @@ def _snapped(step: np.ndarray, want: np.ndarray, weight: np.ndarray) -> np.ndarr
 
 
 def trimmed(got: np.ndarray, want: np.ndarray) -> float:
-    """`relative` without the worst thousandth of the elements; of all where there are fewer than a thousand."""
+    """Return `relative` without the worst thousandth of the elements; with fewer than a thousand, all elements
+    count.
+    """
     if got.shape != want.shape or not np.isfinite(got).all():  # NaN would be among the worst, and left out
         return float("inf")
     squares = np.sort(np.square(got.astype(np.float64) - want), axis=None)
@@ -290,13 +296,13 @@ def _different(one: np.ndarray, other: np.ndarray | None) -> float:
 
 
 def first_difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], order: list[str]) -> list[Row]:
-    """Relative error of each traced module, in `order`: what a failed forward rung looks through."""
+    """Return the relative error of each traced module, in `order`; a failed forward rung is explained by these."""
     both = [name for name in order if name in ours and name in theirs]
     return [Row(name, relative(ours[name], theirs[name]), GRADIENT, "relative L2") for name in both]
 
 
 def explain_forward(rung: Rung, ours: Record, theirs: Record, rope: int) -> str:
-    """Return the first module that differs; `rope`: the last dimensions of a head that are rotated."""
+    """Return the first module that differs; `rope` is the number of last dimensions of a head that are rotated."""
     bad = [row.name for row in rung.rows if row.status == FAILED]
     given = [name for name in bad if name.startswith(("initial", "batch"))]
     if given:
@@ -317,7 +323,7 @@ def explain_forward(rung: Rung, ours: Record, theirs: Record, rope: int) -> str:
 
 
 def explain_backward(rung: Rung, ours: Record, theirs: Record) -> str:
-    """Return the failed gradient that backward reaches first, and how far they reach."""
+    """Return the failed gradient that backward reaches first, and how many gradients failed in total."""
     bad = [row for row in rung.rows if row.status == FAILED]
     weights = [row for row in bad if row.name != "global norm"]
     if not weights:

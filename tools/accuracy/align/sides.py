@@ -1,9 +1,9 @@
-"""The two sides of an alignment: the recipe as it is aligned, the processes that run it, and what they record.
+"""This module holds the two sides of an alignment: the recipe as it is aligned, the processes that run it, and their
+records.
 
-A recipe is cut to one CPU worker and a few steps, without what only watches. MindFormers' trainer with the recorder and
-the reference run as processes of their own, which exchange .npz files. A `Record` holds what one side did as named
-arrays: weights, the trace of the forward pass, gradients, updates, and the curve of losses and norms, in either side's
-names.
+A recipe is reduced to one CPU worker and a few steps, without monitoring. MindFormers' trainer with the recorder and
+the reference run as separate processes, which exchange .npz files. A `Record` holds what one side did as named arrays:
+weights, the trace of the forward pass, gradients, updates, and the curve of losses and norms, in either side's names.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ _FIND = "import importlib.util as u, sys; sys.exit(0 if all(map(u.find_spec, ('t
 
 @dataclass
 class Record:
-    """See the module. single: `reference.train.single_steps` from the other side's states. about: versions."""
+    """This is one side's record, see the module: single is `reference.train.single_steps` from the other side's states,
+    and about holds versions.
+    """
 
     trace: Arrays
     gradient: Arrays
@@ -65,7 +67,7 @@ class Record:
 
 
 def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Arrays) -> Record:
-    """Return the record of `tools.accuracy.reference.run`, with what it was given."""
+    """Return the record of `tools.accuracy.reference.run`, with its inputs."""
     parts: dict[str, Any] = {
         kind: below(stored, f"{kind}/") for kind in ("trace", "gradient", "updated", "curve", "single")
     }
@@ -103,12 +105,12 @@ def of_mindformers(stored: Mapping[str, np.ndarray], metrics: Iterable[Mapping],
 
 
 def in_hugging_face_names(record: Record, sizes: Sizes) -> Record:
-    """Return the same record with every weight cut and named as Hugging Face's."""
+    """Return the same record with every weight cut and named as Hugging Face does."""
     untrained = {entry.mindformers: entry.shape for entry in table(sizes) if not entry.trained}
     biases = [part for entry in table(sizes) if not entry.trained for part in entry.parts]
 
     def named(arrays: Arrays) -> Arrays:
-        """Of trained weights only: without the biases."""
+        """Return the record of trained weights only, without the biases."""
         full = to_hugging_face({**{name: np.zeros(shape) for name, shape in untrained.items()}, **arrays}, sizes)
         return {name: array for name, array in full.items() if name not in biases}
 
@@ -147,7 +149,7 @@ def written(path: Path, overrides: tuple[str, ...], data: str | None) -> Recipe:
 
 
 def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, workers: int | None = None) -> Recipe:
-    """Return `written`, or so the CPU mini of a recipe for Ascend.
+    """Return `written`, or the CPU mini of it for a recipe for Ascend.
 
     Args:
         workers: of a mini that keeps its parallel strategy; None for one that does not.
@@ -171,12 +173,12 @@ def _corpus(recipe: Recipe, data: str | None) -> list[str]:
 
 
 def is_mini(path: Path) -> bool:
-    """Return whether `load` makes a mini of it."""
+    """Return whether `load` makes a mini of the recipe."""
     return not View(load_recipe(path)).on_cpu
 
 
 def alone(recipe: Recipe, steps: int) -> dict[str, Any]:
-    """Return the recipe on one worker with the same global batch; the sections it shares with `recipe` are copies.
+    """Return the recipe on one worker with the same global batch; the sections that it shares with `recipe` are copies.
 
     Raises:
         RecipeError: a plugin without which it would be another computation.
@@ -220,7 +222,7 @@ def shortened(recipe: Recipe, steps: int) -> dict[str, Any]:
 
 
 def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
-    """Return the reference's model for a recipe; raises RecipeError for what Hugging Face does not have."""
+    """Return the reference's model for a recipe; raise RecipeError for settings that Hugging Face does not have."""
     config = look(recipe, (*LOADER, "config"), {})
     for key in ("reset_attention_mask", "reset_position_ids", "create_compressed_eod_mask"):
         if config.get(key):
@@ -234,12 +236,12 @@ def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
 
 
 def rope_dimensions(recipe: Mapping[str, Any]) -> int:
-    """Rotated dimensions of a head."""
+    """Return the number of rotated dimensions of a head."""
     return int(look(recipe, (*MODEL, "qk_pos_emb_head_dim"), 0) or 0)
 
 
 def numbers(recipe: Mapping[str, Any], *beside: str) -> dict[str, Any]:
-    """Return a recipe without what says where it writes, and without the sections `beside`."""
+    """Return a recipe without the keys that say where it writes, and without the sections `beside`."""
     return {key: value for key, value in recipe.items() if key not in ("output_dir", "checkpoint", *beside)}
 
 
@@ -247,11 +249,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class SideFailedError(Exception):
-    """A side did not come to its end; the message holds its last words and names its log."""
+    """A side did not finish; the message holds its last words and names its log."""
 
 
 def find_torch(python: str) -> None:
-    """Raise ClusterError when `python` cannot run the reference; it imports nothing, so it is quick."""
+    """Raise ClusterError if `python` cannot run the reference; this imports nothing, so it is quick."""
     try:
         done = subprocess.run([python, "-c", _FIND], capture_output=True, check=False)
     except OSError as error:
@@ -312,7 +314,9 @@ def run_reference(
 def reference_and_floor(
     python: str, folder: Path, sizes: Sizes, hyper: Hyper, weights: Arrays, other: Record
 ) -> tuple[Record, Record]:
-    """Return the reference, and the same from weights that differ in their last place: what rounding alone does."""
+    """Return the reference, and the same from weights that differ in their last place, which shows the effect of
+    rounding only.
+    """
     exact = run_reference(python, folder / "reference", sizes, hyper, weights, other.batch, other)
     return exact, run_reference(python, folder / "rounding", sizes, hyper, nudged(weights), other.batch)
 
@@ -327,7 +331,7 @@ def _states(record: Record) -> Arrays:
 
 
 def start(command: list[str], log: Path, run: Path) -> None:
-    """Run one side to its end, its output in `log`.
+    """Run one side until it ends, with its output in `log`.
 
     Raises:
         RecipeError: it refused what it was given. ClusterError: torch is missing. SideFailedError: it failed.

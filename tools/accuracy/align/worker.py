@@ -1,4 +1,6 @@
-"""`launch/train.py` with the recorder of `tc3 accuracy align` as one more plugin, in a process of its own."""
+"""This module is `launch/train.py` with the recorder of `tc3 accuracy align` as an additional plugin, in a separate
+process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Compare two dumps: every tensor of both in the order of execution, what diverges first, and what that usually means.
+"""This module compares two dumps: every tensor of both in the order of execution, the first difference, and its usual
+cause.
 
 `compare_dumps` gives a `Report`: rows judged by Table 2, and the first finding of the forward pass, of the backward
 pass, among the weights and in state. Its headline says what the earliest of them usually means (report, section 3.2.1):
@@ -43,7 +44,9 @@ THREADS = min(8, os.cpu_count() or 1)  # NumPy and the reads let go of the inter
 
 
 def first_findings(findings: Iterable[Row]) -> dict[str, Row | None]:
-    """phase -> its first finding; of several ranks the one that is earliest in its own order."""
+    """Return phase -> its first finding; among several ranks, the finding that comes earliest in its rank's own
+    order.
+    """
     found: dict[str, Row | None] = dict.fromkeys(PHASES)
     for row in sorted(findings, key=lambda row: (row.step, row.order, row.rank)):
         found[row.phase] = found[row.phase] or row
@@ -51,7 +54,7 @@ def first_findings(findings: Iterable[Row]) -> dict[str, Row | None]:
 
 
 def meaning(rows: list[Row], trained_known: bool) -> str:
-    """Where to look.
+    """Return where to look.
 
     Args:
         rows: of a comparison, in the order of execution.
@@ -84,7 +87,7 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
 
 
 def origin(row: Row) -> str:
-    """Return who made a row's tensor, as far as the dump tells."""
+    """Return which module made a row's tensor, if the dump says so."""
     if row.kind == UPDATE:
         return f"the update of {row.place}"
     if row.role == "input":
@@ -202,7 +205,7 @@ def _forward(row: Row, initial: bool) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """All rows of a comparison, in the order of execution.
+    """These are all rows of a comparison, in the order of execution.
 
     Args:
         golden, bench: the folders.
@@ -223,7 +226,7 @@ class Report:
 
     @property
     def updates(self) -> int:
-        """Return how many were judged."""
+        """Return how many rows were judged."""
         return self.judged.judged
 
     @cached_property
@@ -233,12 +236,14 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Return whether there is none, of at least one row."""
+        """Return whether there is no finding, with at least one row judged."""
         return bool(self.rows) and not self.findings
 
     @cached_property
     def first(self) -> dict[str, Row | None]:
-        """phase -> its first finding; of several ranks the one that is earliest in its own order."""
+        """Return phase -> its first finding; among several ranks, the finding that comes earliest in its rank's own
+        order.
+        """
         return first_findings(self.findings)
 
     def summary(self) -> str:
@@ -285,7 +290,7 @@ class Report:
         return meaning(self.rows, self.trained_known)
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything but the rows that passed; an infinite error is the string "inf"."""
+        """Return the whole result except the rows that passed; an infinite error is the string "inf"."""
         return {
             **{name: getattr(self, name) for name in ("golden", "bench", "level", "task", "passed")},
             "tensors": len(self.rows),
@@ -301,7 +306,7 @@ class Report:
 
 
 def as_json(row: Row) -> dict[str, Any]:
-    """Return a row in values fit for JSON."""
+    """Return a row as values fit for JSON."""
     return {**asdict(row), "error": "inf" if math.isinf(row.error) else row.error}
 
 
@@ -348,7 +353,7 @@ def compare_dumps(
 
 
 def check_alike(golden: Dump, bench: Dump) -> None:
-    """Raise DataError when the two cannot be paired."""
+    """Raise DataError if the two dumps cannot be paired."""
     for name, ours, theirs in (("level", golden.level, bench.level), ("task", golden.task, bench.task)):
         if ours != theirs:
             raise DataError(

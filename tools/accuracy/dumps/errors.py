@@ -1,4 +1,5 @@
-"""How far a dumped tensor is from the golden one: its largest error, a factor of all of it, and what statistics tell.
+"""This module measures how far a dumped tensor is from the golden one: its largest error, a common factor, and what
+statistics show.
 
 **The error of a tensor, chunk by chunk in float32, so that no tensor is held whole.**
 
@@ -17,8 +18,9 @@ With d = got - want and sums over the tensor:
     low  = <got, want> / <want, want> = 1 + <want, d> / <want, want>     least squares, if all errors are got's
     high = <got, got> / <got, want>                                      the same the other way, if all are want's
 
-Errors of `want` make `low` too small by their mean square, errors of `got` make `high` too large by theirs. Whoever's
-they are, the factor is between the two, so that independent errors of any size are no fault by themselves. It is one if
+Errors of `want` make `low` too small by their mean square, errors of `got` make `high` too large by theirs. On
+whichever side the errors are, the factor is between the two, so independent errors of any size are not a finding by
+themselves. It is one if
 
     distance of 1 from [low, high]  >  floor + sigmas sqrt(sum(want^2 d^2)) / sum(want^2)
 
@@ -62,7 +64,9 @@ ErrorOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Scale:
-    """A tensor that is scaled. `factor`: least squares; `error`: distance of 1 from [low, high]; `allowed` for it."""
+    """This is a tensor that is scaled by a factor. `factor` is found by least squares; `error` is the distance of 1
+    from [low, high]; `allowed` is the tolerance for it.
+    """
 
     factor: float
     error: float
@@ -85,7 +89,7 @@ def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: s
 
 
 def distance(sums: tuple[float, float, float]) -> float:
-    """Return how far 1 is outside of [low, high]; sums of want^2, want d and d^2."""
+    """Return how far 1 is outside of [low, high], from sums of want^2, want d and d^2."""
     want, along, apart = sums
     if want <= 0 or want + along <= 0:
         return 0.0  # nothing to scale, or not even the same sign: no question of a factor
@@ -94,7 +98,7 @@ def distance(sums: tuple[float, float, float]) -> float:
 
 
 def deviation(golden: Path, bench: Path) -> float:
-    """sqrt(sum(want^2 d^2)) / sum(want^2) of two files, over the values that are finite in both."""
+    """Return sqrt(sum(want^2 d^2)) / sum(want^2) of two files, over the values that are finite in both."""
     squares = products = 0.0
     with NpyFile(golden) as want, NpyFile(bench) as got, np.errstate(all="ignore"):
         for a, b in pieces(want, got):
@@ -110,7 +114,7 @@ def deviation(golden: Path, bench: Path) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """What sets two arrays apart.
+    """These are the differences of two arrays.
 
     Args:
         error: the largest; inf where one is not finite and they differ, or for integers that differ.
@@ -132,7 +136,7 @@ class Measured:
 
 
 def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Measured:
-    """Compare two .npy files of the same shape; `smallest` normal number of the judged type.
+    """Compare two .npy files of the same shape; `smallest` is the smallest normal number of the judged type.
 
     Raises:
         DataError: a file is missing or broken.
@@ -220,7 +224,7 @@ def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float) -> Mea
 
 
 def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
-    """Return the error of two tensors' statistics; inf where one is not finite and they differ."""
+    """Return the error of two tensors' statistics; inf if one is not finite and they differ."""
     pairs = list(zip(golden.statistics, bench.statistics, strict=True))
     if all(a == b for a, b in pairs):
         return 0.0
@@ -237,7 +241,7 @@ def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
 
 
 def scaled_norm(golden: Item, bench: Item, tolerance: float, dtype: str) -> Scale | None:
-    """Return the factor between two tensors, if their norms tell one; `tolerance` is Table 2's."""
+    """Return the factor between two tensors, if their norms determine one; `tolerance` is Table 2's."""
     largest, smallest, _, norm = golden.statistics
     other = bench.statistics[3]
     if not norm or other is None or largest is None or smallest is None:

@@ -1,4 +1,4 @@
-"""A dump as it is read: steps, ranks, the calls of each step in their order, and the tensors that went in and came out.
+"""This module reads a dump: steps, ranks, the calls of each step in their order, and their input and output tensors.
 
 msprobe writes `stepN/rankM/{dump.json, dump_tensor_data/*.npy}`. At L1 and L2, where it shows no weights, `tc3 accuracy
 dump` adds `weights/stepN/rankM/` of the same layout: the weights before step N. At L2 MindSpore itself writes the
@@ -56,7 +56,7 @@ _PROCESS = re.compile(r"proc\d+$")
 
 @dataclass(frozen=True)
 class Name:
-    """One key of dump.json.
+    """This is one key of dump.json.
 
     Args:
         text: the key itself.
@@ -76,17 +76,20 @@ class Name:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """Return what pairs it with the other side: without the class, which another framework names differently."""
+        """Return the key for pairing with the other side: it has no class, because another framework names classes
+        differently.
+        """
         return self.kind, self.path, self.phase, self.call
 
     @property
     def place(self) -> str:
-        """Return where a person would look: the cell's path or the function."""
+        """Return where a person would look: the path of the cell, or the function."""
         return f"{self.path} ({self.type})" if self.kind == "Cell" else f"{self.kind}.{self.path}"
 
 
 def parse(text: str) -> Name:
-    """Read `Cell.PATH.CLASS.forward.N`, `Cell.PATH.CLASS.parameters_grad.N` or `Functional.NAME.N.backward`.
+    """Read a key of the form `Cell.PATH.CLASS.forward.N`, `Cell.PATH.CLASS.parameters_grad.N` or
+    `Functional.NAME.N.backward`.
 
     Raises:
         ValueError: the key is of no such form.
@@ -108,7 +111,8 @@ def parse(text: str) -> Name:
 
 
 class NpyFile:
-    """One open array: `dtype`, `shape`, `size`; `pieces` gives its values. A context manager.
+    """This is one open array with `dtype`, `shape` and `size`; `pieces` gives its values. The open array is a context
+    manager.
 
     Raises:
         DataError: the file is missing, is no .npy, or is shorter than its header says.
@@ -137,7 +141,7 @@ class NpyFile:
         self._file.close()
 
     def chunks(self, buffer: np.ndarray) -> Iterator[np.ndarray]:
-        """Flat pieces of `CHUNK` values in C order, from the first one on: views of `buffer`, uint8."""
+        """Yield flat pieces of `CHUNK` values in C order, from the first one on, as views of `buffer`, uint8."""
         self._file.seek(self._start)
         for start in range(0, self.size, CHUNK):
             piece = buffer[: min(self.size - start, CHUNK) * self.dtype.itemsize]
@@ -165,7 +169,9 @@ def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 def pieces(*files: NpyFile) -> Iterator[tuple[np.ndarray, ...]]:
-    """Flat pieces of up to four files of one size, side by side: views of buffers that this thread uses again."""
+    """Yield flat pieces of up to four files of one size, side by side; the pieces are views of buffers that this thread
+    reuses.
+    """
     if not hasattr(_own, "buffers"):
         _own.buffers = [np.empty(BUFFER, np.uint8) for _ in range(4)]
     return zip(*(file.chunks(buffer) for file, buffer in zip(files, _own.buffers, strict=False)), strict=True)
@@ -173,7 +179,7 @@ def pieces(*files: NpyFile) -> Iterator[tuple[np.ndarray, ...]]:
 
 @dataclass(frozen=True)
 class Item:
-    """One tensor or plain value of an entry.
+    """This is one tensor or plain value of an entry.
 
     Args:
         label: role and place: `input.0`, `output.1`, `parameters.weight`, or a gradient's parameter.
@@ -197,27 +203,27 @@ class Item:
 
     @property
     def parameter(self) -> str:
-        """Return the parameter's name in its cell: of a parameter, and of the gradient of one (`weight.0`)."""
+        """Return the parameter's name in its cell, for a parameter and for its gradient (`weight.0`)."""
         if self.role == "parameters":
             return self.label.removeprefix("parameters.")  # may have dots, as an optimizer's `moment1.fc.weight`
         return self.label.removesuffix(".0")
 
     @property
     def is_tensor(self) -> bool:
-        """Return whether it is a tensor; a plain Python value otherwise."""
+        """Return whether the value is a tensor, and not a plain Python value."""
         return bool(self.statistics)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One call of a cell or function: what went in, what came out."""
+    """This is one call of a cell or function, with its inputs and outputs."""
 
     name: Name
     items: tuple[Item, ...]
 
 
 def kernel_folders(folder: Path) -> dict[int, dict[int, Path]]:
-    """step -> rank -> the rank's folder."""
+    """Return step -> rank -> the rank's folder."""
     found: dict[int, dict[int, Path]] = {}
     for rank in folder.glob("rank_[0-9]*"):
         match = _KERNEL_RANK.match(rank.name)
@@ -272,7 +278,7 @@ def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
 
 @dataclass(frozen=True)
 class Dump:
-    """A dump as far as its folders and heads tell.
+    """This is a dump as far as its folders and file headers describe it.
 
     Args:
         folders: step -> rank -> folder with dump.json.
@@ -290,7 +296,7 @@ class Dump:
 
     @property
     def steps(self) -> list[int]:
-        """Return all of which there is something."""
+        """Return all phases of which the dump has something."""
         return sorted({*self.folders, *self.weights})
 
     @property
@@ -299,7 +305,9 @@ class Dump:
         return sorted(next(iter(self.folders.values())))
 
     def entries(self, step: int, rank: int) -> list[Entry]:
-        """Weights that stand apart, which are those before the step; then its calls, in the order of their ends."""
+        """Return the weights, which are those before the step, and then the step's calls, in the order in which they
+        ended.
+        """
         found = _entries(self.weights[step][rank]) if step in self.weights else []
         if step in self.folders:
             folder = self.folders[step][rank]
@@ -308,7 +316,7 @@ class Dump:
 
 
 def open_dump(folder: Path) -> Dump:
-    """Look at a dump's folders.
+    """Read the folders of a dump.
 
     Raises:
         DataError: it is not a dump, or not a whole one.

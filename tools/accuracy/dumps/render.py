@@ -1,4 +1,6 @@
-"""A comparison of two dumps on the terminal, as JSON and CSV files, and as one HTML page with a plot of the errors."""
+"""This module shows a comparison of two dumps on the terminal, as JSON and CSV files, and as one HTML page with a plot
+of the errors.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ MOST = 8  # findings shown
 
 
 def picture(rows: list[Row]) -> str:
-    """An <svg> of `rows` (of one phase, in order): error in decades, tolerance as a line, layers and steps below."""
+    """Return an <svg> of `rows` (of one phase, in order): the error in decades, the tolerance as a line, layers and
+    steps below.
+    """
     count = len(rows)
     spans = [(n * count // POINTS, (n + 1) * count // POINTS) for n in range(POINTS)] if count > POINTS else None
     groups = [rows[a:b] for a, b in spans] if spans else [[row] for row in rows]
@@ -158,7 +162,7 @@ def _table(rows: list[Row]) -> str:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Write what was found to `console`."""
+    """Write the findings to `console`."""
 
     def line(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False, soft_wrap=True)
@@ -180,7 +184,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def write_files(report: Report, out: Path, page: bool) -> list[Path]:
-    """compare.json, rows.csv (every row) and, with `page`, compare.html, in the folder `out`."""
+    """Write compare.json, rows.csv (every row) and, with `page`, compare.html into the folder `out`."""
     files = [out / "compare.json", out / "rows.csv"]
     write_atomically(files[0], json.dumps(report.as_json(), indent=1))
     with atomic_file(files[1]) as part, part.open("w", newline="", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Two dumps' tensors side by side: how they are paired, and the judgement of each pair as one row.
+"""This module pairs the tensors of two dumps and judges each pair in one row.
 
 **How many terms an element of a dumped tensor accumulates: the row of Table 2, from the class or function and shapes.**
 
@@ -20,8 +20,8 @@ a chain are no longer exact), is judged by `DEFAULT`: the strictest row.
 **Which parameters does a gradient train? The others are state: counters, a router's bias, running statistics, caches.**
 
 msprobe shows a parameter behind its cell's forward pass. That cannot have changed a weight, but it may just have filled
-a counter: a counter that differs in the first step is no sign of other initial weights. A parameter is trained if the
-dump holds a gradient of it, in any step, on any rank and either side, or says so itself (`requires_grad`).
+a counter: a counter that differs in the first step does not show different initial weights. A parameter is trained if
+the dump holds a gradient of it, in any step, on any rank and either side, or says so itself (`requires_grad`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WIDTH = {"float64": 3, "float32": 2, "float16": 1, "bfloat16": 1}
 
 
 class Counter:
-    """Counts for the tensors of one step on one rank.
+    """These are counts for the tensors of one step on one rank.
 
     Args:
         entries: all calls of the step, golden side.
@@ -118,7 +118,7 @@ def _counts(entry: Entry) -> tuple[int, int, int]:
 
 
 class Trained:
-    """What two dumps tell about their parameters.
+    """This is what two dumps show about their parameters.
 
     Args:
         entries: all calls of both dumps.
@@ -139,13 +139,13 @@ class Trained:
                         self._trained.add((entry.name.path, item.parameter))
 
     def has(self, entry: Entry, item: Item) -> bool:
-        """Return whether a gradient trains this parameter; where nothing tells, it is taken for a weight."""
+        """Return whether a gradient trains this parameter; if this is not known, the parameter counts as a weight."""
         return not self.known or (entry.name.path, item.parameter) in self._trained
 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor, or one call that only one side has.
+    """This is one tensor, or one call that only one side has.
 
     Args:
         step, rank, order: when and where; `order` counts the calls of a step.
@@ -181,7 +181,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Pair:
-    """What a row is made from; None on the side that lacks it."""
+    """A row is made from these values; None stands on the side that lacks the tensor."""
 
     step: int
     rank: int
@@ -192,14 +192,16 @@ class Pair:
 
     @property
     def sides(self) -> tuple[Entry, Item | None]:
-        """Return the golden side, or the only one."""
+        """Return the golden side, or the only side."""
         side = self.golden or self.bench
         assert side is not None
         return side
 
 
 def pairs(step: int, rank: int, golden: list[Entry], bench: list[Entry]) -> Iterator[Pair]:
-    """Tensors of one step on one rank, in the golden side's order; what only `bench` has stands where it came."""
+    """Yield the tensors of one step on one rank, in the golden side's order; tensors that only `bench` has stand where
+    they came.
+    """
     counter = Counter(golden)
     for order, (want, got) in enumerate(_aligned(golden, bench)):
         if want is None or got is None:
@@ -233,7 +235,7 @@ def _aligned(golden: list[Entry], bench: list[Entry]) -> list[tuple[Entry | None
 
 
 def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
-    """Return the row of a pair; None for plain values that agree, which nobody wants to read about."""
+    """Return the row of a pair; None for plain values that agree, because they are of no interest."""
     entry, item = pair.sides
     label = f".{item.label}" if item else ""
     head = {
@@ -260,7 +262,9 @@ def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
 
 
 def phase_of(entry: Entry, item: Item | None, trained: Trained) -> str:
-    """Parameters are looked at apart from the pass that reads them, and what no gradient trains apart from weights."""
+    """Return the phase of a row: parameters have a phase of their own, apart from the pass that reads them, and so have
+    parameters that no gradient trains.
+    """
     if item and item.role == "parameters":
         return WEIGHTS if trained.has(entry, item) else STATE
     return BACKWARD if entry.name.phase == GRADIENT else entry.name.phase
@@ -278,7 +282,7 @@ def _plain(head: dict, golden: Item, bench: Item) -> Row | None:
 
 
 def judged_type(golden: str, bench: str) -> str:
-    """Return the column of Table 2: the narrower of two types; float64 is judged as float32."""
+    """Return the column of Table 2 for the narrower of two types; float64 is judged as float32."""
     return next((dtype for dtype in (bench, golden) if dtype in NARROW), "float32")
 
 

@@ -1,4 +1,5 @@
-"""Whether the optimizer did the same: a weight's change from one step to the next, which the weight itself hides.
+"""This module checks whether the optimizer did the same on both sides: it compares changes of weights from one step to
+the next, which the weights themselves hide.
 
 **From values: what lies along the weight (weight decay), along the update (learning rate) and beside both.**
 
@@ -9,8 +10,8 @@ of GOLDEN, d that of BENCH less u, w the weight before, and L2 norms over the pa
     along the weight |<d, v>| / |v| |u|  <=  base + sigmas sqrt(sum(v^2 d^2)) / |v| |u|       v = w - u <w, u> / <u, u>
 
 base is the strictest row of Table 2, plus rounding: twice the unit roundoff of the weight's type times |w| / |u|. The
-other terms are no fault of the optimizer: Adam divides a gradient by its own size, so that where a gradient is smaller
-than its error the update may have either sign. With bit-identical gradients both terms vanish.
+other terms are not caused by the optimizer: Adam divides a gradient by its own size, so that where a gradient is
+smaller than its error the update may have either sign. With bit-identical gradients both terms vanish.
 
 The root is a mean over many elements. In a small parameter a single step that is turned round is more than it allows
 (one of 2,700 makes |d| / |u| 0.038), and that happens to one parameter in some hundred. So, where gradients differ, the
@@ -20,7 +21,7 @@ n e + TURNED is, as a Poisson variable, below 1e-9. A wrong value of any other s
 elements than these, still counts in full.
 
 The first has to allow for the worst. On another platform, where every gradient errs, that is more than weight decay
-moves. But noise knows nothing of the weight: its part along the weight is what independent signs leave of it, as in
+moves. But noise does not depend on the weight: its part along the weight is what independent signs leave of it, as in
 `errors.scaled`, and weight decay, which is all along the weight, stands out. v instead of w, because noise also makes
 an update shorter as a whole, and an update is not quite at right angles to its weight.
 
@@ -83,7 +84,7 @@ RATE = "learning rate, or what else makes a whole update longer"
 
 @dataclass(frozen=True)
 class Seen:
-    """An update as far as statistics tell it.
+    """This is an update as far as statistics determine it.
 
     Args:
         error, allowed: of the statistic that is off most: of its move, relative to what the update's size may move it.
@@ -104,7 +105,9 @@ class Seen:
 
 
 def size_of(before: Item, after: Item) -> float:
-    """Return the size of an element's update, at least: by how much the statistics moved. 0 where there are none."""
+    """Return a lower bound of the size of an element's update, from the change of the statistics; 0 where there are
+    none.
+    """
     old, new = _numbers(before), _numbers(after)
     if old is None or new is None:
         return 0.0
@@ -114,7 +117,7 @@ def size_of(before: Item, after: Item) -> float:
 
 
 def typical(sizes: list[float]) -> float:
-    """Return the median size of those that moved."""
+    """Return the median size of the elements that moved."""
     return median(size for size in sizes if size) if any(sizes) else 0.0
 
 
@@ -198,7 +201,7 @@ def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[
 
 @dataclass
 class Updates:
-    """What became of the updates of all weights.
+    """These are the judgements on the updates of all weights.
 
     Args:
         judged: how many; exact: of these, from all values.
@@ -222,7 +225,7 @@ class _Step:
 
 
 def judge_updates(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[Row | None], Updates]:
-    """`rows` with those weights marked whose update is wrong, and what could be judged.
+    """Return `rows`, in which weights with a wrong update are marked, and how many updates could be judged.
 
     Args:
         rows: `rows[i]` is that of `pairs[i]`, steps in order.
@@ -341,7 +344,8 @@ def _decay(grown: float) -> str:
 
 @dataclass(frozen=True)
 class Moved:
-    """Two updates of one weight. All but the first two and the last two are shares of |u|, see above.
+    """These are two updates of one weight. All values except the first two and the last two are shares of |u|, see
+    above.
 
     Args:
         update, weight: |u|, |w|.
@@ -362,7 +366,7 @@ class Moved:
 
 
 def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Moved:
-    """Compare two updates, from four files of one shape; shares are inf where only BENCH has moved."""
+    """Compare two updates, from four files of one shape; shares are inf if only BENCH has moved."""
     sums = np.zeros((3, 3))  # of products of u, d, w
     squares = np.zeros((2, 2))  # of products of u d and w d
     farthest, step = np.zeros(TURNED), 0.0  # the largest |d|, and max |u|

@@ -1,8 +1,9 @@
-"""How a dump is written: the job, the file that says whether the dump is whole, msprobe's debugger, and the weights.
+"""This module writes a dump: the job, the file that says whether the dump is complete, msprobe's debugger, and the
+weights.
 
-`tc3 accuracy dump` states in tc3_dump.json what it was asked for, first with complete = false and again when everything
-is on disk. msprobe's `PrecisionDebugger` (the distribution mindstudio-probe) writes the calls of each step; the weights
-after the last step, and at L1 and L2 those before each step, are written in its layout beside it.
+`tc3 accuracy dump` writes its request into tc3_dump.json, first with complete = false and again when everything is on
+disk. msprobe's `PrecisionDebugger` (the distribution mindstudio-probe) writes the calls of each step; the weights after
+the last step, and at L1 and L2 those before each step, are written in its layout beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MARKER = "tc3_dump.json"
 
 @dataclass(frozen=True)
 class Job:
-    """One dump, in values fit for JSON."""
+    """This describes one dump, in values fit for JSON."""
 
     recipe: str
     out: str
@@ -36,12 +37,14 @@ class Job:
 
 
 def mark(folder: Path, complete: bool, **facts: Any) -> None:
-    """State that `folder` is (or is becoming) a dump; whole or not at all, also when we are killed."""
+    """Record that `folder` is (or is becoming) a dump; the record is complete or absent, even if the process is
+    killed.
+    """
     write_atomically(folder / MARKER, json.dumps({"complete": complete, **facts}, indent=1))
 
 
 def stated(folder: Path) -> dict[str, Any] | None:
-    """Return what was stated; None for a dump that msprobe wrote on its own.
+    """Return the record; None for a dump that msprobe wrote on its own.
 
     Raises:
         DataError: the file is not as `write` left it.
@@ -79,7 +82,7 @@ def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
 
 
 def use_numpy_statistics() -> None:
-    """Let msprobe compute a tensor's statistics with NumPy: `mint.norm` has no CPU kernel.
+    """Make msprobe compute a tensor's statistics with NumPy, because `mint.norm` has no CPU kernel.
 
     Stands in for `MindsporeDataProcessor.get_stat_info` of mindstudio-probe 26.2.0; the results differ from its own in
     that sums are taken in float64.
@@ -100,7 +103,9 @@ def use_numpy_statistics() -> None:
 
 
 def statistics(values: np.ndarray) -> tuple[Any, ...]:
-    """(largest, smallest, mean, L2 norm) of an array; of booleans the first two, of nothing none."""
+    """Return (largest, smallest, mean, L2 norm) of an array; only the first two for booleans, none for an empty
+    array.
+    """
     if not values.size:
         return ()
     if values.dtype == np.bool_:

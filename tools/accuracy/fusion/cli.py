@@ -1,4 +1,6 @@
-"""`tc3 accuracy fusion`: exit code 0 within tolerance, 1 out of it, 2 unknown or a wrong input."""
+"""This module is `tc3 accuracy fusion`: the exit code is 0 within tolerance, 1 out of it, 2 for unknown or a wrong
+input.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The kernels that DVM would make of a graph that MindSpore compiled: read from its text, and computed in NumPy.
+"""This module takes the kernels that DVM would make of a compiled graph from the graph's text, and prepares them for
+NumPy.
 
 They are made small: sizes above 32 shrink, what is equal stays equal. `compute` is the arithmetic of one operator.
 """
@@ -30,7 +31,7 @@ _KEPT = 32  # a dimension up to this stays; each larger size becomes a number of
 
 
 class UnreadableError(Exception):
-    """A group that cannot be computed again; the message says why."""
+    """A group of operators cannot be replayed; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,13 @@ class Step:
 
     @property
     def moves(self) -> bool:
-        """Return whether it computes nothing."""
+        """Return whether the kernel computes nothing."""
         return self.op in _MOVES
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A group of operators that become one kernel.
+    """This is a group of operators that become one kernel.
 
     Args:
         inputs: type and shape of what it takes from outside.
@@ -71,7 +72,9 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """Return its operators: ``"Mul-Mul-Add"``; repeated ones counted where it is long."""
+        """Return the names of the kernel's operators: ``"Mul-Mul-Add"``; repeated operators are counted if the name is
+        long.
+        """
         names = [step.op for step in self.steps]
         if len(names) <= 8:
             return "-".join(names)
@@ -79,12 +82,12 @@ class Kernel:
 
     @property
     def key(self) -> str:
-        """Return the same for kernels that compute the same in the same shapes, wherever they stand."""
+        """Return the same value for kernels that compute the same in the same shapes, wherever they stand."""
         return repr((self.inputs, self.steps, self.outputs))
 
 
 def of_nodes(nodes: Sequence[Node], places: Collection[int], outputs: Collection[int]) -> Kernel:
-    """Return the kernel that the nodes at `places` make; results at `outputs` leave it.
+    """Return the kernel that the nodes at `places` make; its results at `outputs` leave it.
 
     Raises:
         UnreadableError: a constant that the text does not show, or an input that is not a tensor.
@@ -124,7 +127,8 @@ def _argument(text: str, kind: str, steps: dict[int, int], names: dict[str, tupl
 
 
 def constant(text: str) -> object:
-    """A constant from its text: ``F32(0.5)``, ``(I64(1), I64(0))`` or ``Tensor(shape=[1], dtype=Float32, value=[1])``.
+    """Return a constant from its text: ``F32(0.5)``, ``(I64(1), I64(0))`` or ``Tensor(shape=[1], dtype=Float32,
+    value=[1])``.
 
     Raises:
         UnreadableError: it is none of them, or its values are cut short.
@@ -151,7 +155,7 @@ def _plain(word: str) -> float | int:
 
 
 def numpy_type(dtype: str) -> str:
-    """NumPy's type that holds MindSpore's: that of bfloat16 is float32."""
+    """Return NumPy's type for a type of MindSpore; bfloat16 is held as float32."""
     return {"BFloat16": "float32"}.get(dtype, dtype.lower())
 
 
@@ -168,7 +172,8 @@ KNOWN = frozenset((*_ELEMENTWISE, *_OTHERS))
 
 
 def compute(step: Step, values: list[Any]) -> np.ndarray:
-    """The result of an operator, in the type that NumPy makes of its operands'; a Cast between floats changes nothing.
+    """Return the result of an operator, in the type that NumPy makes of its operands'; a Cast between floats changes
+    nothing.
 
     Args:
         values: arrays, and plain numbers and tuples where the graph has constants.
@@ -204,7 +209,7 @@ def _cast(value: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def shrunk(kernel: Kernel) -> Kernel:
-    """Return the kernel with every size above 32, and one that is known at run time only, made small.
+    """Return the kernel with a small size in place of every size above 32, and of sizes known only at run time.
 
     Sizes that were equal are equal, and those that differed differ: what broadcasts does so still. Sums become shorter.
 
@@ -226,7 +231,7 @@ def shrunk(kernel: Kernel) -> Kernel:
 
 @dataclass
 class Found:
-    """Kernels of graphs.
+    """These are kernels of graphs.
 
     Args:
         kernels: each kind once, by `Kernel.key`. counts: how many there are of each.
@@ -238,7 +243,7 @@ class Found:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def add(self, nodes: Sequence[Node], places: Sequence[int], outputs: Collection[int]) -> None:
-        """One kernel more, at toy size."""
+        """Add one kernel, at toy size."""
         try:
             if strange := [nodes[place].op for place in places if nodes[place].op not in KNOWN]:
                 raise UnreadableError(f"the operator {strange[0] or 'call'}")

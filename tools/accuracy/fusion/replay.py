@@ -1,4 +1,4 @@
-"""A kernel computed again from seeded inputs, in NumPy, in three ways, and what Table 2 says of their results.
+"""This module replays a kernel from seeded inputs in NumPy, in three ways, and judges the results by Table 2.
 
 exact     every float in float64
 unfused   each operator's result is rounded to its type, as if it were written to memory
@@ -26,7 +26,7 @@ _LARGEST = 2.0
 
 
 def inputs_of(kernel: Kernel, seed: int) -> list[np.ndarray]:
-    """Random inputs: floats of magnitude `lower_bound` to 2, positive where a root or a division may take them.
+    """Return random inputs: floats of magnitude `lower_bound` to 2, positive where a root or a division may take them.
 
     They depend on the seed and the kernel only, and are numbers that the inputs' types hold.
     """
@@ -47,14 +47,16 @@ def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], positi
 
 
 def hold(values: np.ndarray, dtype: str) -> np.ndarray:
-    """The nearest numbers of MindSpore's `dtype`, as float32 where they have 16 bits; other types as they are."""
+    """Return the nearest values of MindSpore's `dtype`, as float32 where they have 16 bits; other types are
+    unchanged.
+    """
     if not np.issubdtype(values.dtype, np.floating) or dtype == "Float64":
         return values
     return np.asarray(rounded(values, dtype.lower())).astype(np.float32)
 
 
 def run(kernel: Kernel, inputs: list[np.ndarray], way: str) -> list[np.ndarray]:
-    """Return the results of all steps, those that stay inside included."""
+    """Return the results of all steps, including those that stay inside the kernel."""
     wide = np.float64 if way == EXACT else np.float32
     results: list[np.ndarray] = []
     for place, step in enumerate(kernel.steps):
@@ -77,7 +79,7 @@ def _value(kind: str, what: Any, inputs: list[np.ndarray], results: list[np.ndar
 
 @dataclass(frozen=True)
 class Allowance:
-    """What Table 2 allows a result (`tools.accuracy.judge`).
+    """Return what Table 2 allows for a result (`tools.accuracy.judge`).
 
     Args:
         dtype: the type of fewest bits that it depends on.
@@ -92,13 +94,13 @@ class Allowance:
     casts: int
 
     def tolerance(self, way: str) -> float:
-        """Of a result that was computed this way."""
+        """Return the tolerance of a result that was computed in this way."""
         roundings = self.stores if way == UNFUSED else min(self.stores, self.casts + 1)
         return tolerance(self.dtype, self.count, max(roundings, 1))
 
 
 def allowances(kernel: Kernel) -> list[Allowance]:
-    """Of each step's result."""
+    """Return the tolerance of each step's result."""
     found: list[Allowance] = []
     for step in kernel.steps:
         before = [found[what] for kind, what in step.arguments if kind == "step" and isinstance(what, int)]
@@ -128,7 +130,7 @@ def _summed(step: Step, kernel: Kernel) -> int:
 
 
 def verdict(got: np.ndarray, want: np.ndarray, allowance: Allowance, way: str) -> Verdict:
-    """`judge` of one result against the exact one; booleans and integers must be the same."""
+    """Return `judge` of one result against the exact one; booleans and integers must be equal."""
     if not np.issubdtype(want.dtype, np.floating):
         got, want = got.astype(np.float64), want.astype(np.float64)
     return judge(got.reshape(want.shape), want, allowance.tolerance(way), allowance.dtype)
@@ -136,7 +138,7 @@ def verdict(got: np.ndarray, want: np.ndarray, allowance: Allowance, way: str) -
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of kernel.
+    """This is one kind of kernel.
 
     Args:
         name: its operators. where: the path of one. times: how many there are in the graphs.
@@ -159,7 +161,7 @@ class Row:
 
     @property
     def used(self) -> float:
-        """Return the share of its tolerance."""
+        """Return which share of its tolerance the error uses."""
         return _share(self.fused, self.allowed)
 
 
@@ -181,12 +183,14 @@ class Report:
 
     @property
     def unknown(self) -> int:
-        """Return the kernels that nothing is known of."""
+        """Return the kernels about which nothing is known."""
         return sum(self.skipped.values())
 
     @property
     def passed(self) -> bool | None:
-        """Whether every kernel is within tolerance; None where none is known to be out of it, but not all are known."""
+        """Return whether every kernel is within tolerance; None if no kernel is known to be out of it, but some are
+        unknown.
+        """
         if self.wrong:
             return False
         return None if self.unknown or not self.rows else True
@@ -198,7 +202,7 @@ class Report:
 
 
 def replayed(found: Found, seed: int) -> Report:
-    """Return what is found of predicted kernels, fused as DVM does and unfused."""
+    """Return the judgements of predicted kernels, fused as DVM does and unfused."""
     rows = []
     for key, kernel in found.kernels.items():
         inputs = inputs_of(kernel, seed)

@@ -1,4 +1,6 @@
-"""Operators on whatever device MindSpore has here, in PyNative mode. The only module that imports mindspore."""
+"""This module runs operators on the device that MindSpore has here, in PyNative mode. No other module of this package
+imports mindspore.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,13 @@ NO_KERNEL = re.compile(
 
 
 class NotRunnableError(Exception):
-    """This device has no kernel for the operator or the data type; the message is MindSpore's."""
+    """This device has no kernel for the operator or the data type; the message comes from MindSpore."""
 
 
 class MindSporeDevice:
-    """MindSpore's own device. A context manager: mode and synchronisation are global, and are put back."""
+    """This is MindSpore's own device. The device is a context manager, because mode and synchronisation are global and
+    must be restored.
+    """
 
     def __init__(self) -> None:
         os.environ.setdefault("GLOG_v", "3")  # its log is about its own kernels; errors reach the report
@@ -43,7 +47,7 @@ class MindSporeDevice:
         self._ms.set_context(**self._before)
 
     def forward(self, spec: Spec, inputs: tuple[Array, ...], dtype: str) -> tuple[Array, ...]:
-        """Return the outputs; bfloat16 as the same values in float32.
+        """Return the outputs; bfloat16 is returned as the same values in float32.
 
         Raises:
             NotRunnableError: this machine has no kernel of the operator for that type.
@@ -53,7 +57,9 @@ class MindSporeDevice:
     def backward(
         self, spec: Spec, inputs: tuple[Array, ...], douts: tuple[Array, ...], dtype: str
     ) -> tuple[Array, ...]:
-        """Return the gradients of the inputs `spec.wrt`, given those of the float outputs; raises as `forward`."""
+        """Return the gradients of the inputs `spec.wrt`, given those of the float outputs; this raises as `forward`
+        does.
+        """
         return self._caught(lambda: self._gradients(spec, self._tensors(spec, inputs, dtype), douts), dtype)
 
     def _caught(self, run: Any, dtype: str) -> tuple[Array, ...]:
@@ -76,7 +82,7 @@ class MindSporeDevice:
 
         Its worker thread may keep a complaint for whatever comes next. Operators pass that thread in order: when the
         value of a later one could be read, the failed one is over; when another ran after that, nothing was kept.
-        `mindspore.runtime.synchronize` is no help: on CPU its first call in a process only logs an error.
+        `mindspore.runtime.synchronize` does not help: on CPU its first call in a process only logs an error.
         """
         in_a_row = 0
         for _ in range(10):
@@ -130,7 +136,7 @@ class MindSporeDevice:
 
 
 def first_line(message: str) -> str:
-    """Return the first line of MindSpore's message that says something."""
+    """Return the first informative line of MindSpore's message."""
     lines = [line.strip() for line in message.splitlines()]
     lines = [line for line in lines if line.strip("-") and not line.startswith(("- C++", "- Kernel"))]
     return lines[0][:200] if lines else message[:200]

@@ -1,4 +1,6 @@
-"""Specs of operators that move elements without computing: gathers and scatters by indices, reshapes, slices, casts."""
+"""This module holds specs of operators that move elements without computing: gathers and scatters by indices, reshapes,
+slices, casts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Specs of operators that treat each element by itself: arithmetic, activations, and the optimizer's steps."""
+"""This module holds specs of operators that treat each element by itself: arithmetic, activations, and the optimizer's
+steps.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ ELEMENTWISE = (
 
 
 def sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)), without overflow."""
+    """Return 1 / (1 + exp(-x)), without overflow."""
     e = np.exp(-np.abs(x))
     return np.where(x >= 0, 1 / (1 + e), e / (1 + e))
 
@@ -93,7 +95,7 @@ def _inner(x):
 
 
 def gelu(x: Array) -> Array:
-    """Return the tanh form, MindSpore's default."""
+    """Return gelu in the tanh form, MindSpore's default."""
     return 0.5 * x * (1 + np.tanh(_inner(x)))
 
 
@@ -104,7 +106,7 @@ def gelu_grad(x: Array) -> Array:
 
 
 def swiglu(x: Array) -> Array:
-    """[..., 2H] -> [..., H]: silu of the first half times the second."""
+    """Return [..., H] for [..., 2H]: silu of the first half times the second."""
     gate, up = np.split(x, 2, -1)
     return silu(gate) * up
 
@@ -146,7 +148,9 @@ MAX_NORM = 1.0
 
 
 def adamw(weight: Array, gradient: Array, m: Array, v: Array) -> tuple[Array, Array, Array]:
-    """Change of the weight and new moments, decay decoupled: w (1 - lr decay) - lr m^ / (sqrt(v^) + eps)."""
+    """Return the change of the weight and new moments, with decoupled decay: w (1 - lr decay) - lr m^ / (sqrt(v^) +
+    eps).
+    """
     m = BETA1 * m + (1 - BETA1) * gradient
     v = BETA2 * v + (1 - BETA2) * np.square(gradient)
     denominator = np.sqrt(v / (1 - BETA2**STEP)) + EPS
@@ -154,7 +158,7 @@ def adamw(weight: Array, gradient: Array, m: Array, v: Array) -> tuple[Array, Ar
 
 
 def clip_by_norm(*gradients: Array) -> tuple[Array, ...]:
-    """Return the gradients scaled to a joint norm of MAX_NORM at most, and the norm before, [1]."""
+    """Return the gradients scaled to a joint norm of at most MAX_NORM, and the norm before, [1]."""
     dtype = gradients[0].dtype
     norm = np.sqrt(np.array([np.square(gradient).sum() for gradient in gradients], dtype).sum(keepdims=True))
     scale = MAX_NORM / (np.maximum(norm, MAX_NORM) + dtype.type(1e-6))
@@ -162,7 +166,7 @@ def clip_by_norm(*gradients: Array) -> tuple[Array, ...]:
 
 
 def from_mindformers(module: str) -> ModuleType:
-    """Import a module of MindFormers, which logs to stdout and to ./output/log: to stderr and elsewhere instead."""
+    """Import a module of MindFormers; what it logs to stdout and to ./output/log goes to stderr and elsewhere."""
     ours = "LOG_MF_PATH" not in os.environ
     if ours:
         os.environ["LOG_MF_PATH"] = os.path.join(tempfile.gettempdir(), "tc3_mindformers_log")

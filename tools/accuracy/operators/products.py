@@ -1,4 +1,6 @@
-"""Specs of operators with matrix products: matmul, attention with rotary positions, and experts with their dispatch."""
+"""This module holds specs of operators with matrix products: matmul, attention with rotary positions, and experts with
+their dispatch.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,22 @@ ALL = ("float32", "float16", "bfloat16", "hfloat32")
 
 
 def grouped(rng, rows, h, width, experts):
-    """Rows sorted by expert, a weight each, and each expert's last row; the loads are unequal, one may be idle."""
+    """Return rows sorted by expert, a weight for each, and each expert's last row; the loads are unequal, and one
+    expert may be idle.
+    """
     cuts = np.sort(rng.integers(0, rows + 1, experts - 1))
     ends = np.append(cuts, rows).astype(np.int64)
     return rng.standard_normal((rows, h), np.float32), rng.standard_normal((experts, h, width), np.float32), ends
 
 
 def grouped_golden(rows: Array, weight: Array, ends: Array) -> Array:
-    """[C, h] x [E, h, H] -> [C, H]: each expert multiplies its own rows."""
+    """Return [C, h] x [E, h, H] -> [C, H]: each expert multiplies its own rows."""
     parts = np.split(rows, ends[:-1])
     return np.concatenate([part @ matrix for part, matrix in zip(parts, weight, strict=True)])
 
 
 def grouped_grad(rows, weight, ends, dout):
-    """Gradients of rows and weight; an idle expert's is zero."""
+    """Return the gradients of rows and weight; an idle expert's gradient is zero."""
     douts, parts = np.split(dout, ends[:-1]), np.split(rows, ends[:-1])
     drows = np.concatenate([d @ matrix.T for d, matrix in zip(douts, weight, strict=True)])
     return drows, np.stack([part.T @ d for part, d in zip(parts, douts, strict=True)])
@@ -101,7 +105,9 @@ BASE = 10000.0
 
 
 def angles(sequence: int, dim: int, offset: int = 0) -> Array:
-    """Angles [S, 1, 1, D] of positions offset .. offset + S - 1, both halves alike; float32 as the model has them."""
+    """Return the angles [S, 1, 1, D] of positions offset .. offset + S - 1, both halves alike; float32 as in the
+    model.
+    """
     frequencies = BASE ** (-np.arange(0, dim, 2) / dim)
     half = np.outer(np.arange(offset, offset + sequence), frequencies)
     return np.concatenate([half, half], -1).astype(np.float32)[:, None, None]
@@ -113,12 +119,12 @@ def _half(x):
 
 
 def rope(x: Array, freqs: Array) -> Array:
-    """x: [S, B, N, D], freqs: [S, 1, 1, D]."""
+    """Return the rotated x: [S, B, N, D], with freqs [S, 1, 1, D]."""
     return x * np.cos(freqs) + _half(x) * np.sin(freqs)
 
 
 def rope_grad(x: Array, freqs: Array, dout: Array) -> tuple[Array]:
-    """Return the rotation back."""
+    """Return the inverse rotation."""
     return (dout * np.cos(freqs) - _half(dout * np.sin(freqs)),)
 
 
@@ -148,7 +154,7 @@ def _probabilities(q, k):
 
 
 def attention(q: Array, k: Array, v: Array) -> Array:
-    """Causal softmax(q k^T / sqrt(D)) v, all [B, N, S, D]."""
+    """Return causal softmax(q k^T / sqrt(D)) v, all [B, N, S, D]."""
     return _probabilities(q, k) @ v
 
 
@@ -219,7 +225,7 @@ def router(logits: Array, bias: Array) -> tuple[Array, Array]:
 
 
 def router_grad(logits: Array, bias: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of the logits; the choice has none."""
+    """Return the gradient of the logits; the choice of experts has none."""
     gate, index = _chosen(logits, bias)
     total = gate.sum(-1, keepdims=True)
     dgate = SCALING * (dout - (dout * gate).sum(-1, keepdims=True) / total) / total
@@ -256,7 +262,7 @@ def _routed(rng, tokens, experts):
 
 
 def sort_maps(experts: Array) -> tuple[Array, Array]:
-    """Experts [N, k] -> (copy at each sorted place, sorted place of each copy), [N k]; stable."""
+    """Return for experts [N, k] (copy at each sorted place, sorted place of each copy), [N k]; the sort is stable."""
     order = np.argsort(experts.reshape(-1), kind="stable").astype(np.int32)
     return order, np.argsort(order, kind="stable").astype(np.int32)
 
@@ -278,7 +284,7 @@ def _unpermute_inputs(rng, tokens, hidden, experts):
 
 
 def unpermute(rows: Array, place: Array, probs: Array) -> Array:
-    """Sorted copies [N k, h], their places [N k], weights [N, k] -> [N, h]."""
+    """Return [N, h] for sorted copies [N k, h], their places [N k] and weights [N, k]."""
     return np.einsum("nkh,nk->nh", rows[place].reshape(*probs.shape, -1), probs)
 
 

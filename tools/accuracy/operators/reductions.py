@@ -1,4 +1,6 @@
-"""Specs of operators that look at a whole row: sums and maxima, sorting, norms and softmax, losses."""
+"""This module holds specs of operators that work on a whole row: sums and maxima, sorting, norms and softmax,
+losses.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def _distinct(rng, rows, n):
 
 
 def prod_grad(x: Array, dout: Array) -> tuple[Array]:
-    """dout times the product of the others: without dividing by x, which magnifies errors where x is tiny."""
+    """Return dout times the product of the others, without dividing by x, which would magnify errors where x is
+    tiny.
+    """
     others = np.stack([np.delete(x, i, -1).prod(-1) for i in range(x.shape[-1])], -1)
     return (dout[..., None] * others,)
 
@@ -116,19 +120,19 @@ NORMALISED_ROWS = ((24, 64), (16, 2500), (16, 12000))
 
 
 def softmax(x: Array) -> Array:
-    """Over the last axis, shifted by the maximum."""
+    """Return the softmax over the last axis, shifted by the maximum."""
     e = np.exp(x - x.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)
 
 
 def softmax_grad(x: Array, dout: Array) -> Array:
-    """y (d - sum(d y))."""
+    """Return y (d - sum(d y))."""
     y = softmax(x)
     return y * (dout - (dout * y).sum(-1, keepdims=True))
 
 
 def log_softmax(x: Array) -> Array:
-    """Over the last axis."""
+    """Return the logarithm of the softmax over the last axis."""
     shifted = x - x.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
@@ -138,7 +142,7 @@ def _rms(x):
 
 
 def rms_norm(x: Array, gamma: Array) -> Array:
-    """x / sqrt(mean(x^2) + eps) gamma."""
+    """Return x / sqrt(mean(x^2) + eps) gamma."""
     return x * _rms(x) * gamma
 
 
@@ -156,7 +160,7 @@ def _unit(x):
 
 
 def layer_norm(x: Array, gamma: Array, beta: Array) -> Array:
-    """(x - mean) / sqrt(var + eps) gamma + beta."""
+    """Return (x - mean) / sqrt(var + eps) gamma + beta."""
     return _unit(x)[0] * gamma + beta
 
 
@@ -169,7 +173,7 @@ def layer_norm_grad(x: Array, gamma: Array, beta: Array, dout: Array) -> tuple[A
 
 
 def rms_norm_call(epsilon: float):
-    """MindFormers' formula: statistics in float32, stored in the input's type (transformer/norm.py)."""
+    """Compute MindFormers' formula: statistics in float32, stored in the input's type (transformer/norm.py)."""
 
     def make(ms):
         def call(x, gamma):
@@ -221,12 +225,12 @@ NORMALISE = (
 
 
 def cross_entropy(logits: Array, labels: Array) -> Array:
-    """[N, V], [N] -> [N], not reduced."""
+    """Return the loss [N] for [N, V] and [N], not reduced."""
     return -np.take_along_axis(log_softmax(logits), labels[:, None].astype(np.int64), -1)[:, 0]
 
 
 def cross_entropy_grad(logits: Array, labels: Array, dout: Array) -> tuple[Array]:
-    """(softmax - one-hot) d."""
+    """Return (softmax - one-hot) d."""
     grad = softmax(logits)
     grad[np.arange(len(labels)), labels] -= 1
     return (grad * dout[:, None],)

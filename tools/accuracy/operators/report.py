@@ -1,4 +1,6 @@
-"""All specs by family, and what a run over them found: by operator and type, as JSON, on a terminal, as one page."""
+"""This module lists all specs by family, and reports a run over them: by operator and type, as JSON, on a terminal, as
+one page.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ CLASSES = {PASS: "pass", FAIL: "fail", NOT_RUNNABLE: "none"}
 
 @dataclass(frozen=True)
 class Report:
-    """All rows of a run.
+    """These are all rows of a run.
 
     Args:
         device: what the operators ran on.
@@ -58,7 +60,7 @@ class Report:
     rows: list[Row]
 
     def cells(self) -> dict[tuple[str, str], list[Row]]:
-        """(operator, data type) -> its rows, in the order of the run."""
+        """Return (operator, data type) -> its rows, in the order of the run."""
         cells: dict[tuple[str, str], list[Row]] = {}
         for row in self.rows:
             cells.setdefault((row.op, row.dtype), []).append(row)
@@ -87,21 +89,21 @@ class Report:
         return text + (f"; of {partly} only the forward runs" if partly else "")
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything; an infinite error is the string "inf"."""
+        """Return the whole report; an infinite error is the string "inf"."""
         rows = [{**asdict(row), "error": "inf" if math.isinf(row.error) else row.error} for row in self.rows]
         told = {"device": self.device, "seed": self.seed, "reruns": self.reruns}
         return told | {"passed": self.passed, "counts": self.counted(), "rows": rows}
 
 
 def status_of(rows: list[Row]) -> str:
-    """Of an operator in a data type: a failure, else whether the forward ran at all."""
+    """Return the status of an operator in a data type: a failure, else whether the forward ran at all."""
     if any(row.status == FAIL for row in rows):
         return FAIL
     return NOT_RUNNABLE if rows[0].status == NOT_RUNNABLE else PASS
 
 
 def used(rows: list[Row]) -> float:
-    """Return the largest share of the tolerance that forward and backward used up; 0 for values that are only moved."""
+    """Return the largest share of the tolerance that forward and backward used; 0 for values that are only moved."""
     return max((row.error / row.tolerance for row in rows if row.tolerance and row.phase != "special"), default=0.0)
 
 
@@ -126,7 +128,9 @@ def failure_text(row: Row) -> str:
 
 
 def not_runnable_lines(rows: list[Row]) -> list[str]:
-    """One line an operator and message: data types, phase when it is only the backward, and what MindSpore said."""
+    """Return one line for each operator and message: data types, phase if it is only the backward, and MindSpore's
+    message.
+    """
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         grouped.setdefault((row.op, row.phase, row.detail), []).append(SHORT[row.dtype])
@@ -137,7 +141,7 @@ def not_runnable_lines(rows: list[Row]) -> list[str]:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Write everything to `console`."""
+    """Write the whole report to `console`."""
     dtypes = list(dict.fromkeys(row.dtype for row in report.rows))
     table = Table("operator", *(SHORT[dtype] for dtype in dtypes))
     cells = report.cells()
@@ -154,7 +158,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def list_lines() -> list[str]:
-    """Return a line for every operator: its name, which `tc3 accuracy ops` takes, its data types, family and source."""
+    """Return a line for every operator: its name for `tc3 accuracy ops`, its data types, family and source."""
     width = max(map(len, SPECS))
     return [
         f"{spec.name:{width}}  {' '.join(map(SHORT.__getitem__, spec.dtypes)):19}  {family:13}  {spec.source}".rstrip()

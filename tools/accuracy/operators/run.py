@@ -1,4 +1,4 @@
-"""One operator in one data type: forward, backward, special values and reruns; every check is a row.
+"""This module tests one operator in one data type: forward, backward, special values and reruns; every check is a row.
 
 A case holds the inputs as the device gets them, seeded, with values near the ends of the type's range clipped (report,
 section 3.1 (3)). Its golden outputs and gradients are computed by the spec's NumPy functions in the promoted type.
@@ -34,12 +34,13 @@ PASS, FAIL, NOT_RUNNABLE = "pass", "fail", "not runnable"
 
 
 def clip_lower(values: np.ndarray, bound: float) -> np.ndarray:
-    """Raise every magnitude to `bound` at least; signs stay (0 becomes +bound, -0 -bound)."""
+    """Raise every magnitude to at least `bound`; signs stay (0 becomes +bound, -0 becomes -bound)."""
     return np.copysign(np.maximum(np.abs(values), values.dtype.type(bound)), values)
 
 
 def specials(dtype: str) -> np.ndarray:
-    """Zero, denormals, the smallest normal, ones, half the largest, infinities and NaN, as `dtype` holds them. [13]
+    """Return zero, denormals, the smallest normal, ones, half the largest, infinities and NaN, as `dtype` holds them,
+    [13].
 
     Half: so that the order of two factors near one does not decide about overflow. No negative zero: kernels differ
     in its sign, and training does not depend on it.
@@ -50,12 +51,16 @@ def specials(dtype: str) -> np.ndarray:
 
 
 def grid(dtype: str, inputs: int) -> list[np.ndarray]:
-    """Return every combination of special values, for an elementwise operator of so many inputs: vectors."""
+    """Return every combination of special values, as vectors, for an elementwise operator with this number of
+    inputs.
+    """
     return [np.array(column) for column in zip(*product(specials(dtype), repeat=inputs), strict=True)]
 
 
 def poke(values: np.ndarray, dtype: str) -> np.ndarray:
-    """A copy of [..., n] of at least 13 rows, with another special value in the middle of each of the first rows."""
+    """Return a copy of [..., n] with at least 13 rows, with another special value in the middle of each of the first
+    rows.
+    """
     poked = values.copy()
     rows = poked.reshape(-1, poked.shape[-1])
     special = specials(dtype)
@@ -65,14 +70,14 @@ def poke(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def flushed(values: np.ndarray, dtype: str, signed: bool) -> np.ndarray:
-    """Return what a device sees that takes denormals as zero, and does or does not keep the zero's sign."""
+    """Return the values as a device sees them that treats denormals as zero, and that keeps the zero's sign or not."""
     zero = values.dtype.type(0)
     return np.where(np.abs(values) < SMALLEST[dtype], np.copysign(zero, values) if signed else zero, values)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One test: inputs and incoming gradients as the tested type holds them, golden outputs and gradients.
+    """This is one test: inputs and incoming gradients as the tested type holds them, golden outputs and gradients.
 
     Args:
         extreme: elements of the inputs, as the device gets them, that are below the lower bound or not finite.
@@ -87,12 +92,12 @@ class Case:
 
 
 def generator(spec: Spec, shape: tuple[int, ...], seed: int) -> np.random.Generator:
-    """Random numbers that depend on the operator's base name, the shape and the seed, and on nothing else."""
+    """Return random numbers that depend only on the operator's base name, the shape and the seed."""
     return np.random.default_rng([seed, zlib.crc32(spec.name.split(".")[0].encode()), *shape])
 
 
 def make_case(spec: Spec, shape: tuple[int, ...], dtype: str, seed: int) -> Case:
-    """Draw inputs (`shape`: sizes for `spec.make`), clip and round them, and compute what should come out."""
+    """Draw inputs (`shape` gives the sizes for `spec.make`), clip and round them, and compute the golden results."""
     rng = generator(spec, shape, seed)
     inputs, extreme = [], 0
     for number, values in enumerate(spec.make(rng, *shape)):
@@ -110,7 +115,7 @@ def make_case(spec: Spec, shape: tuple[int, ...], dtype: str, seed: int) -> Case
 
 
 def forward(spec: Spec, inputs: tuple[np.ndarray, ...], dtype: str) -> tuple[np.ndarray, ...]:
-    """Return the golden outputs; invalid operations give inf and NaN as IEEE says."""
+    """Return the golden outputs; invalid operations give inf and NaN as in IEEE 754."""
     with np.errstate(all="ignore"):
         return tuple(np.asarray(out) for out in as_tuple(spec.golden(*(promoted(values, dtype) for values in inputs))))
 
@@ -125,7 +130,7 @@ def backward(
 
 
 def is_float(values: np.ndarray) -> bool:
-    """Return whether it is a tensor of numbers that are rounded, and can have a gradient."""
+    """Return whether the value is a tensor of numbers that are rounded, and can have a gradient."""
     return bool(np.issubdtype(values.dtype, np.floating))
 
 
@@ -240,7 +245,9 @@ def _special(spec: Spec, dtype: str, device: MindSporeDevice, seed: int) -> Iter
 
 
 def special_inputs(spec: Spec, dtype: str, seed: int) -> tuple[Array, ...]:
-    """All combinations of special values for spec.special "each"; the first case with one in each row for "row"."""
+    """Return all combinations of special values for spec.special "each"; the first case with one in each row for
+    "row".
+    """
     case = make_case(spec, spec.shapes[0], dtype, seed)
     if spec.special == "each":
         return tuple(grid(dtype, len(case.inputs)))

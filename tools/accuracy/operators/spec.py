@@ -1,4 +1,4 @@
-"""What a test of one operator consists of, and how many terms each element of its result accumulates.
+"""This module defines a test of one operator, and how many terms each element of its result accumulates.
 
 Specs are data: small functions over NumPy arrays and one MindSpore call. The counts, which choose the row of Table 2,
 follow from an operator's shapes and indices: each function that counts takes the operator's input arrays.
@@ -17,7 +17,9 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Counts:
-    """Accumulation counts of each output and of each gradient, or of all; 0: values are moved, nothing is computed."""
+    """These are the accumulation counts of each output and of each gradient, or of all; 0 means that values are only
+    moved.
+    """
 
     forward: int | tuple[int, ...]
     backward: int | tuple[int, ...] = 1
@@ -32,38 +34,44 @@ Counter = Callable[..., Counts]
 
 
 def elementwise(*_: np.ndarray) -> Counts:
-    """Return one result from one element of each input."""
+    """Return the count for one result from one element of each input."""
     return Counts(1, 1)
 
 
 def moved(*_: np.ndarray) -> Counts:
-    """No arithmetic, neither forward nor backward."""
+    """Return the count for no arithmetic, neither forward nor backward."""
     return Counts(0, 0)
 
 
 def reduced(x: np.ndarray) -> Counts:
-    """Return a reduction over the last axis; its gradient is spread, not summed."""
+    """Return the count for a reduction over the last axis; its gradient is spread, not summed."""
     return Counts(x.shape[-1], 1)
 
 
 def scanned(x: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return what of the last axis both an element and a gradient accumulate, such as of a cumulative sum."""
+    """Return the count for an operator of which both an element and a gradient accumulate the last axis, such as a
+    cumulative sum.
+    """
     return Counts(x.shape[-1], x.shape[-1])
 
 
 def normalised(x: np.ndarray, *parameters: np.ndarray) -> Counts:
-    """Return a statistic over the last axis; gradients of scale and shift accumulate the rows."""
+    """Return the count for a statistic over the last axis; gradients of scale and shift accumulate the rows."""
     n = x.shape[-1]
     return Counts(n, (n, *[x.size // n] * len(parameters)))
 
 
 def gathered(table: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the rows picked by index: moved forward; backward sums as many as the most frequent index occurs."""
+    """Return the count for rows picked by index: they are moved forward; backward sums as many as the most frequent
+    index occurs.
+    """
     return Counts(0, busiest(index))
 
 
 def added(x: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the rows added at indices: one element, and as many as the most frequent index occurs; moved backward."""
+    """Return the count for rows added at indices: one element, and as many as the most frequent index occurs; they are
+    moved backward.
+    """
     return Counts(1 + busiest(index), 0)
 
 
@@ -115,17 +123,17 @@ def variant(spec: Spec, name: str, source: str, call: Callable[[Any], Callable[.
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """Return a single output as a tuple of one."""
+    """Return a single output as a tuple of one element."""
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def normal(count: int = 1, scale: float = 1) -> Callable[..., tuple[Array, ...]]:
-    """Return the `make` of so many tensors of one shape."""
+    """Return the `make` for this number of tensors of one shape."""
     return lambda rng, *shape: tuple(scale * rng.standard_normal(shape, np.float32) for _ in range(count))
 
 
 def kernel(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[..., Any]]:
-    """Return the `call` of one MindSpore primitive: `auto_generate`'s, or the older one of `mindspore.ops`.
+    """Return the `call` of one MindSpore primitive: that of `auto_generate`, or the older one of `mindspore.ops`.
 
     Args:
         rest: arguments behind the tensors. settings: of the primitive itself.
@@ -139,7 +147,7 @@ def kernel(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[.
 
 
 def function(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[..., Any]]:
-    """Return the `call` of a function of `mindspore.ops`, with these arguments behind the tensors."""
+    """Return the `call` of a function of `mindspore.ops`, with these arguments after the tensors."""
     return lambda ms: lambda *tensors: getattr(ms.ops, name)(*tensors, *rest, **settings)
 
 

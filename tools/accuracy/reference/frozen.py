@@ -1,4 +1,5 @@
-"""A small model that transformers built, wrote and ran, kept in a folder: conversions are held to it without torch.
+"""This module keeps a small model that transformers built, wrote and ran in a folder, so that tests compare conversions
+with it without torch.
 
 `python -m tools.accuracy.reference.frozen --update` renews it (needs torch). The weights' names, their shapes, the file
 and config.json are transformers' own; of this repository are the sizes (of a recipe) and the seeded numbers. Beside it
@@ -30,12 +31,14 @@ SEED = 5
 
 
 def tokens() -> np.ndarray:
-    """[B, S]: the first batch of the golden corpus, which a run in MindFormers begins with."""
+    """Return [B, S]: the first batch of the golden corpus, with which a run in MindFormers begins."""
     return golden.load()["first_ids"]
 
 
 def compute(folder: Path) -> np.ndarray:
-    """Logits [B, S, v] of `tokens` by transformers' model of a folder, as it loads it, in float32."""
+    """Return the logits [B, S, v] of `tokens` by transformers' model of a folder, loaded by transformers, in
+    float32.
+    """
     import torch
     from transformers import DeepseekV3ForCausalLM
 
@@ -46,12 +49,14 @@ def compute(folder: Path) -> np.ndarray:
 
 
 def sample(logits: np.ndarray) -> np.ndarray:
-    """Return what is kept of logits [B, S, v]: the first sample whole, of the others each fourth position and token."""
+    """Return the kept part of logits [B, S, v]: the first sample whole, and each fourth position and token of the
+    others.
+    """
     return np.concatenate([logits[0].ravel(), logits[1:, ::4, ::4].ravel()]).astype(np.float32)
 
 
 def summary(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Names and shapes in short: those that differ in numbers only as one, and a checksum of every single one."""
+    """Return names and shapes in short: names that differ only in numbers as one, and a checksum of all of them."""
     groups: dict[str, int] = {}
     for name, shape in shapes.items():
         kind = f"{re.sub(r'[.][0-9]+[.]', '.*.', name)} {list(shape)}"
@@ -61,7 +66,7 @@ def summary(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
 
 
 def full_size(recipe: str) -> dict[str, Any]:
-    """`summary` of transformers' model of a recipe, on the meta device."""
+    """Return `summary` of transformers' model of a recipe, on the meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,4 +1,5 @@
-"""What Hugging Face computed for a small model, kept in a file, so that MindFormers is held to it without torch.
+"""This module keeps in a file what Hugging Face computed for a small model, so that tests compare MindFormers with it
+without torch.
 
 `python -m tools.accuracy.reference.golden --update` renews it (needs torch): it aligns the recipe first, and keeps
 nothing of what does not align.
@@ -30,7 +31,9 @@ SAMPLES = 32  # elements kept of each gradient and update
 
 
 def write_corpus(prefix: Path, vocabulary: int) -> None:
-    """The golden corpus as a Megatron .bin/.idx: 400 documents of a seeded random walk, which a model can learn."""
+    """Write the golden corpus as a Megatron .bin/.idx: 400 documents of a seeded random walk, which a model can
+    learn.
+    """
     random = np.random.default_rng(7)
     lengths = random.integers(20, 120, 400).astype(np.int32)
     steps = random.choice([1, 2, 3, 17], size=int(lengths.sum()))
@@ -42,7 +45,7 @@ def write_corpus(prefix: Path, vocabulary: int) -> None:
 
 
 def summary(record: Record, sizes: Sizes) -> dict[str, np.ndarray]:
-    """Return what is kept of a record in Hugging Face's names: a few elements and the norm of everything large."""
+    """Return the kept part of a record in Hugging Face's names: a few elements and the norm of every large tensor."""
     moved = {name: record.updated[name] - record.initial[name] for name in record.initial}
     kept = {
         "sizes": np.array(json.dumps(sizes.as_json(), sort_keys=True)),
@@ -62,7 +65,7 @@ def summary(record: Record, sizes: Sizes) -> dict[str, np.ndarray]:
 
 
 def samples(name: str, array: np.ndarray) -> np.ndarray:
-    """Return the same elements of an array each time; the whole of a small one, with zeros behind."""
+    """Return the same elements of an array each time; a small array is returned whole, padded with zeros."""
     places = np.random.default_rng(zlib.crc32(name.encode())).permutation(array.size)[:SAMPLES]
     return np.pad(array.ravel()[places], (0, SAMPLES - len(places)))
 
@@ -100,7 +103,7 @@ def main(update: bool, reference_python: str) -> None:
 
 
 def vocabulary_of(recipe: dict[str, Any]) -> int:
-    """Return the tokens that the model knows."""
+    """Return the number of tokens that the model knows."""
     return int(recipe["model"]["model_config"]["vocab_size"])
 
 

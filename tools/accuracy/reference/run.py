@@ -1,4 +1,5 @@
-"""`python -m tools.accuracy.reference.run JOB.npz OUT.npz`: the reference as a process. Torch, transformers, NumPy.
+"""This module runs the reference as a process: `python -m tools.accuracy.reference.run JOB.npz OUT.npz`. The process
+needs torch, transformers and NumPy.
 
 JOB holds `job`, the JSON of `sizes` and `hyper`; `weights/<Hugging Face name>`; `batch/input_ids|labels|loss_mask`
 [steps, B, S]; optionally `state/<step>/weight|moment|square/<name>` and `load/<step>/<layer>`, the other side's, for
@@ -57,7 +58,7 @@ def below(stored: Mapping[str, np.ndarray], prefix: str) -> Arrays:
 
 
 def states_of(stored: Mapping[str, np.ndarray], steps: int) -> tuple[list[dict[str, Arrays]], list[Arrays]]:
-    """(weights and moments before each step and after the last, loads of each step) of a record or a job."""
+    """Return (weights and moments before each step and after the last, loads of each step) of a record or a job."""
     states = [{kind: below(stored, f"state/{step}/{kind}/") for kind in KINDS} for step in range(steps + 1)]
     return states, [below(stored, f"load/{step}/") for step in range(steps)]
 

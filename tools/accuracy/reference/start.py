@@ -1,4 +1,5 @@
-"""What both sides start from: seeded weights, and the reference's optimizer and schedule. NumPy only.
+"""This module defines the common start of both sides: seeded weights, and the reference's optimizer and schedule. NumPy
+only.
 
 The weights are the same on every machine, and chosen so that mistakes show. The optimizer's settings and the schedule
 of the learning rate are computed from the recipe anew, and not read out of MindFormers.
@@ -25,11 +26,11 @@ SCHEDULES = ("ConstantWarmUpLR", "CosineWithWarmUpLR")
 
 
 def initial_weights(sizes: Sizes, seed: int) -> Arrays:
-    """Hugging Face name -> float32.
+    """Return Hugging Face name -> float32.
 
-    Not quite what training starts from: norms are not 1 and biases not 0, so that leaving one out is seen. Weights
-    are small elsewhere: with unit variance throughout, rounding alone moves the twentieth loss by 1e-3, because
-    tokens change experts.
+    Not quite what training starts from: norms are not 1 and biases not 0, so that leaving one out is seen. Weights are
+    small elsewhere: with unit variance throughout, only rounding moves the twentieth loss by 1e-3, because tokens
+    change experts.
     """
     return {name: draw(name, shape, seed) for name, shape in hugging_face_shapes(sizes).items()}
 
@@ -47,7 +48,9 @@ def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def nudged(weights: Arrays) -> Arrays:
-    """Every weight changed by one unit in its last place, up or down by chance: what rounding alone may do to a run."""
+    """Return the weights, each changed by one unit in its last place, up or down at random: this shows the effect of
+    rounding on a run.
+    """
     random = np.random.default_rng(0)
 
     def nudge(array: np.ndarray) -> np.ndarray:
@@ -58,7 +61,7 @@ def nudged(weights: Arrays) -> Arrays:
 
 
 def checksum(arrays: Arrays) -> int:
-    """CRC-32 over names, shapes and bits, in the order of names."""
+    """Return the CRC-32 over names, shapes and bits, in the order of names."""
     total = 0
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
@@ -69,7 +72,9 @@ def checksum(arrays: Arrays) -> int:
 
 @dataclass(frozen=True)
 class Hyper:
-    """AdamW with decoupled decay. rates: learning rate of each step; clip: largest global norm, 0 for none."""
+    """This is AdamW with decoupled decay; rates holds the learning rate of each step, and clip the largest global norm,
+    0 for none.
+    """
 
     rates: list[float]
     betas: tuple[float, float]
@@ -78,17 +83,17 @@ class Hyper:
     clip: float
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data; `Hyper(**data)` gives it back."""
+        """Return plain data, from which `Hyper(**data)` can be rebuilt."""
         return asdict(self)
 
     @property
     def first_update(self) -> int:
-        """Return the first step, from 1, that moves weights: a warm-up from 0 does not in step 1."""
+        """Return the first step, counted from 1, that moves weights: a warm-up from 0 does not move them in step 1."""
         return next((step for step, rate in enumerate(self.rates, 1) if rate > 0), len(self.rates))
 
 
 def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
-    """Return what the first `steps` steps of a recipe are trained with.
+    """Return the hyperparameters of the first `steps` steps of a recipe.
 
     Raises:
         RecipeError: an optimizer or a schedule that the reference does not have.
@@ -111,7 +116,8 @@ def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
 
 
 def rate(schedule: Mapping[str, Any], step: int) -> float:
-    """Learning rate of a step, counted from 0: linear warm-up from `warmup_lr_init`, then constant or half a cosine.
+    """Return the learning rate of a step, counted from 0: linear warm-up from `warmup_lr_init`, then constant or half a
+    cosine.
 
     Raises:
         RecipeError: another kind of schedule.

@@ -1,4 +1,5 @@
-"""The reference model and its training, recorded: forward, backward, AdamW. Needs torch and transformers.
+"""This module trains the reference model and records its forward, backward and AdamW. The module needs torch and
+transformers.
 
 The model is Hugging Face's DeepseekV3ForCausalLM with what its configuration cannot say (MTP layers, loads of experts,
 a trace of every module).
@@ -27,7 +28,8 @@ BIAS = "e_score_correction_bias"
 
 
 class MtpLayer(nn.Module):
-    """DeepSeek-V3's multi-token prediction module (technical report, section 2.2), of Hugging Face's own parts.
+    """This is DeepSeek-V3's multi-token prediction module (technical report, section 2.2), built from Hugging Face's
+    own parts.
 
     Names are those of DeepSeek-V3's checkpoints, the copies of embedding and head left out.
     """
@@ -44,13 +46,15 @@ class MtpLayer(nn.Module):
         self.shared_head = nn.ModuleDict({"norm": deepseek.DeepseekV3RMSNorm(config.hidden_size, config.rms_norm_eps)})
 
     def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, **attention: Any) -> torch.Tensor:
-        """embedded: of the next tokens, hidden: of the main model behind its last norm; both [B, S, h] -> [B, S, h]."""
+        """embedded, of the next tokens, and hidden, of the main model after its last norm, are both [B, S, h]; the
+        result is [B, S, h].
+        """
         joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         return self.shared_head["norm"](self.layer[0](joined, **attention))
 
 
 class Reference:
-    """The model, ready to run in float32.
+    """This is the model, ready to run in float32.
 
     Attributes:
         model: DeepseekV3ForCausalLM; MTP layers are appended to its layers, and it does not run them itself.
@@ -110,7 +114,7 @@ class Reference:
         return torch.bincount(chosen.flatten(), minlength=scores.shape[-1])
 
     def move_bias(self, loads: Loads) -> None:
-        """The aux-free update: an expert with more than its share of the tokens gets a lower bias, and vice versa.
+        """Make the aux-free update: an expert with more than its share of the tokens gets a lower bias, and vice versa.
 
         loads: layer -> share of the choices that each expert got, [E], of the other side, which then decides: this is
             about the rule, the counts are compared by themselves. Other layers go by the last forward pass.
@@ -179,13 +183,13 @@ class Reference:
 
 
 def masked_mean(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of the tokens that count."""
+    """Return the mean cross-entropy of the tokens in the loss mask."""
     each = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     return (each * mask.flatten()).sum() / mask.sum()
 
 
 def causal_mask(length: int) -> torch.Tensor:
-    """[1, 1, S, S]: 0 where a token may look, the smallest number elsewhere."""
+    """Return [1, 1, S, S]: 0 where a token may attend, and the smallest number elsewhere."""
     smallest = torch.finfo(torch.float32).min
     return torch.full((length, length), smallest).triu(1)[None, None]
 
@@ -223,7 +227,7 @@ def run(reference: Reference, hyper: Hyper, batches: Arrays) -> Arrays:
 def single_steps(
     reference: Reference, hyper: Hyper, batches: Arrays, states: Sequence[dict[str, Arrays]], loads: Sequence[Arrays]
 ) -> Arrays:
-    """Return every step by itself, from the other side's state: what no accumulated rounding can excuse.
+    """Return every single step from the other side's state, so that accumulated rounding cannot explain a difference.
 
     Args:
         states: before each step and after the last: `weight`, and Adam's `moment` and `square`, by name.
@@ -265,7 +269,7 @@ def single_steps(
 def differentiate(
     reference: Reference, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
 ) -> tuple[dict[str, float], float]:
-    """(parts of the loss, global norm) of a batch; the gradients stay in the weights."""
+    """Return (parts of the loss, global norm) of a batch; the gradients stay in the weights."""
     optimizer.zero_grad()
     losses = reference.losses(batch)
     losses["loss"].backward()
@@ -280,7 +284,7 @@ def differentiate(
 def step(
     reference: Reference, optimizer: torch.optim.Optimizer, hyper: Hyper, rate: float, loads: Loads | None = None
 ) -> None:
-    """Clip, update the weights, move the routers' biases; `loads` as in `Reference.move_bias`."""
+    """Clip, update the weights and move the routers' biases; `loads` is as in `Reference.move_bias`."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     if hyper.clip:
@@ -291,7 +295,7 @@ def step(
 
 
 def forward(reference: Reference, batches: Arrays) -> Arrays:
-    """Return the first batch without training: logits and every module's output."""
+    """Return the results of the first batch without training: logits and every module's output."""
     reference.trace = {}
     with torch.no_grad():
         losses = reference.losses(batch_of(batches, 0))
@@ -304,7 +308,7 @@ def forward(reference: Reference, batches: Arrays) -> Arrays:
 
 
 def optimizer_of(model: torch.nn.Module, hyper: Hyper) -> torch.optim.AdamW:
-    """torch's AdamW; weights of one dimension are not decayed."""
+    """Return torch's AdamW; weights of one dimension are not decayed."""
     weights = list(model.parameters())
     decayed = [weight for weight in weights if weight.dim() > 1]
     others = [weight for weight in weights if weight.dim() <= 1]

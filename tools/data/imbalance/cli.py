@@ -1,4 +1,4 @@
-"""`tc3 data imbalance`: how evenly a corpus loads the devices of a recipe."""
+"""This module is `tc3 data imbalance`: it shows how evenly a corpus loads the devices of a recipe."""
 
 from __future__ import annotations
 

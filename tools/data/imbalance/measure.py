@@ -1,4 +1,5 @@
-"""How unevenly a corpus loads the devices of a recipe, without and with `plugins/attention_balance`, before any run.
+"""This module measures before a run how unevenly a corpus loads the devices of a recipe, without and with
+`plugins/attention_balance`.
 
 1. Document lengths from PREFIX.idx, mapped; the dataset's index as MindFormers will build it; no token is read.
 2. Documents of every sample that the run trains, against the room of the compressed mask.
@@ -6,8 +7,8 @@
    mean.
 
 Modelled: a device's computation takes as long as its FLOPs say, equally fast for attention and the rest, or the costs
-that the recipe's plugin section measured; what a step has beside it is the estimator's (`seconds`). Experts that get
-more tokens than others are not counted; they make the gain a smaller part of the step. Memory: for each document 4
+that the recipe's plugin section measured; the estimator predicts the other seconds of a step (`seconds`). Experts that
+get more tokens than others are not counted; they make the gain a smaller part of the step. Memory: for each document 4
 bytes of mapped lengths, 4 bytes an epoch and 4 while they are shuffled; some 28 bytes for each sample of the dataset;
 and one window of steps.
 """
@@ -46,7 +47,7 @@ _STRETCHED = ("compute", "recompute", "bubble")  # parts of a step that last lon
 
 @dataclass(frozen=True)
 class Seconds:
-    """A predicted step.
+    """This is a predicted step.
 
     Args:
         cluster: it runs on.
@@ -63,7 +64,7 @@ class Seconds:
     error: str
 
     def step(self, over_even: float) -> float:
-        """Return the seconds of a step that computes `over_even` times as long as one of even samples."""
+        """Return the seconds of a step whose computation takes `over_even` times as long as with even samples."""
         return self.even + (over_even - 1) * self.stretched
 
 
@@ -95,14 +96,16 @@ _COUNTED = 1 << 20  # shorter documents are counted by length; of longer ones a 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Values that occur and how often: int64 [n] each, values rising. Tokens of documents, or documents of samples."""
+    """These are values and how often each occurs: int64 [n] each, values rising. The values are tokens of documents, or
+    documents of samples.
+    """
 
     values: np.ndarray
     counts: np.ndarray
 
     @property
     def count(self) -> int:
-        """Return how many there are."""
+        """Return the number of values."""
         return int(self.counts.sum())
 
     @property
@@ -111,15 +114,15 @@ class Distribution:
         return int(self.values @ self.counts)
 
     def quantile(self, share: float) -> int:
-        """Return the smallest value that at least `share` of them do not exceed."""
+        """Return the smallest value that at least the share `share` of the values does not exceed."""
         return _first(self.values, self.counts, share)
 
     def weighted_quantile(self, share: float) -> int:
-        """Return the smallest value such that those up to it hold at least `share` of the total."""
+        """Return the smallest value such that the values up to it hold at least `share` of the total."""
         return _first(self.values, self.counts * self.values, share)
 
     def octaves(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (from, below, how many, their sum) for powers of two, from the smallest value's to the largest's."""
+        """Yield (from, below, count, sum) for powers of two, from that of the smallest value to that of the largest."""
         octave = np.frexp(self.values)[1] - 1  # exact below 2**53
         for power in range(int(octave[0]), int(octave[-1]) + 1):
             mine = octave == power
@@ -132,14 +135,14 @@ def _first(values: np.ndarray, weights: np.ndarray, share: float) -> int:
 
 
 class Counter:
-    """Collects a `Distribution` chunk by chunk."""
+    """This collects a `Distribution` chunk by chunk."""
 
     def __init__(self) -> None:
         self._short = np.zeros(_COUNTED, np.int64)
         self._long: list[np.ndarray] = []
 
     def add(self, values: np.ndarray) -> None:
-        """values: int [n], at least 0."""
+        """Add values: int [n], at least 0."""
         long = values >= _COUNTED
         if long.any():
             self._long.append(np.asarray(values[long], np.int64))
@@ -148,14 +151,14 @@ class Counter:
         self._short[: len(counts)] += counts
 
     def result(self) -> Distribution:
-        """Of everything added."""
+        """Return the distribution of all added values."""
         values = np.flatnonzero(self._short)
         long, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *self._long]), return_counts=True)
         return Distribution(np.concatenate((values, long)), np.concatenate((self._short[values], counts)))
 
 
 def count_lengths(lengths: np.ndarray, name: str, reporter: Reporter) -> Distribution:
-    """Count document lengths, int32 [documents], perhaps memory-mapped; `name` is the file that errors name.
+    """Count document lengths, int32 [documents], which may be memory-mapped; `name` is the file that errors name.
 
     Raises:
         DataError: a document without tokens.
@@ -177,7 +180,7 @@ _MOST_STEPS = 200
 
 @dataclass(frozen=True)
 class Result:
-    """A recipe that keeps documents apart.
+    """This is a recipe that masks documents from each other.
 
     Args:
         dataset: samples that the dataset holds; epochs: passes over the corpus in them.
@@ -194,7 +197,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Imbalance:
-    """A corpus and a recipe.
+    """This is a corpus with a recipe.
 
     Args:
         equal: why every sample costs the same; then there is no result.
@@ -210,7 +213,9 @@ class Imbalance:
 
     @property
     def uneven(self) -> tuple[float, float] | None:
-        """Return the seconds of a step of this corpus (without, with) the plugin, where they are predicted."""
+        """Return the predicted seconds of a step of this corpus (without, with) the plugin, if they can be
+        predicted.
+        """
         if self.result is None or isinstance(self.seconds, str):
             return None
         model = self.result.steps.model
@@ -218,7 +223,9 @@ class Imbalance:
 
     @property
     def speed_up(self) -> float | None:
-        """A step's seconds without the plugin over those with it; of its computation only where none are predicted."""
+        """Return a step's seconds without the plugin divided by those with it; for computation only, if seconds are not
+        predicted.
+        """
         if self.result is None:
             return None
         return self.uneven[0] / self.uneven[1] if self.uneven else self.result.steps.speed_up
@@ -268,7 +275,7 @@ def _result(lengths: np.ndarray, setting: Setting, steps: int | None, reporter: 
 
 
 def documents_of_samples(index: GPTIndex, count: int, reporter: Reporter) -> np.ndarray:
-    """int32 [count]: documents (or parts of one) in each of the dataset's first samples.
+    """Return int32 [count]: the number of documents (or parts of one) in each of the dataset's first samples.
 
     Equal to the counts of `segments_of`, from the sample index only.
     """

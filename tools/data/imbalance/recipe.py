@@ -1,4 +1,5 @@
-"""What a recipe says about the balance of its data, and what each device computes in some steps of a run.
+"""This module finds what a recipe says about the balance of its data, and what each device computes in some steps of a
+run.
 
 Samples, layout, cost of a sample and separation of documents are read by the readers of `plugins/attention_balance`,
 so that what is predicted is what the plugin would do. Steps are computed without and with the plugin's plan. One plan,
@@ -37,7 +38,7 @@ _MARGIN = 1.005  # a blend, even of one corpus, asks each for this much more (_g
 
 @dataclass(frozen=True)
 class Setting:
-    """One recipe that keeps documents apart.
+    """This is one recipe that masks documents from each other.
 
     Args:
         sequence_length: tokens of a sample. seed: of the dataset's shuffling.
@@ -79,7 +80,7 @@ def equal_costs(recipe: Recipe) -> str:
 
 
 def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Setting:
-    """Read a recipe that trains on PREFIX only.
+    """Read a recipe as if it trained on PREFIX only.
 
     Args:
         window: global batches whose samples may change places; None: what the recipe's plugin section says, or 1.
@@ -212,7 +213,7 @@ _CONTEXT_SAMPLES = 32
 
 @dataclass(frozen=True)
 class OneStep:
-    """Attention in one step [ranks, micro-batches] over the mean of all, without and with the plan."""
+    """Return the attention in one step [ranks, micro-batches] divided by the mean, without and with the plan."""
 
     number: int
     before: np.ndarray
@@ -221,7 +222,7 @@ class OneStep:
 
 @dataclass(frozen=True)
 class Steps:
-    """What the chosen steps say; pairs are (without, with) the plan.
+    """These are the results of the chosen steps; pairs are (without, with) the plan.
 
     Args:
         numbers: int64 [steps].

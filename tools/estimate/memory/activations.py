@@ -1,4 +1,5 @@
-"""Activations that a layer leaves for its backward, under every recompute option. Bytes of one micro-batch and device.
+"""This module counts the activations that a layer leaves for its backward, under every recompute option. Sizes are
+bytes of one micro-batch and device.
 
 Counted tensor by tensor as Korthikanti et al. (arXiv 2205.05198) do; without gates, with dropout and unfused attention
 this is their s b h (10 / t + 24 / t + 5 a s / (h t)) with sequence parallelism, and 10 instead of 10 / t without it.
@@ -66,7 +67,7 @@ def megatron_layer_pass(config: Configuration, kind: str) -> float:
 
 
 def megatron_loss_pass(config: Configuration) -> float:
-    """Return the bytes of the logits, of the gradient of the output layer's input and of that input gathered again."""
+    """Return the bytes of the logits, of the gradient of the output layer's input, and of that input gathered again."""
     tokens, model = config.rank_tokens, config.model
     rows = ITEM * tokens * model.hidden * (2 if config.tp > 1 else 1)
     return config.logit_bytes * tokens * model.vocab / config.tp + rows + _made_anew(config, "head")
@@ -99,12 +100,12 @@ _DROPPED = 3  # and where some are dropped: what is left, and the mask
 
 
 def saved(config: Configuration, kind: str, option: str = "none") -> float:
-    """Return the bytes that one layer keeps; option: "none", "select", "communication" or "full"."""
+    """Return the bytes that one layer keeps; option is "none", "select", "communication" or "full"."""
     return sum(saved_parts(config, kind, option).values())
 
 
 def saved_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
-    """Module of `tools.estimate.memory.training_graph` -> bytes that one layer keeps of it."""
+    """Return module of `tools.estimate.memory.training_graph` -> bytes that one layer keeps for it."""
     if config.training_graph:
         return kept_parts(config, kind, option)
     model = config.model
@@ -193,7 +194,8 @@ def _gathered_gradients(config: Configuration, kind: str) -> float:
 
 
 def buffers(config: Configuration, kind: str) -> float:
-    """Bytes of communication: a gathered activation, and one micro-batch's copies on their way to experts and back.
+    """Return the bytes of communication buffers: a gathered activation, and one micro-batch's copies on their way to
+    experts and back.
 
     What is gathered and what is to be scattered are there at once unless the collective is part of the matmul.
     """
@@ -205,7 +207,7 @@ def buffers(config: Configuration, kind: str) -> float:
 
 
 def mtp_option(config: Configuration) -> str:
-    """Return what MTP layers recompute: "full", if the last layer does, or "none".
+    """Return what MTP layers recompute: "full" if the last layer does, else "none".
 
     MindFormers sets them up as the last layer; the operators of a partial recomputation are none of an MTP layer's own.
     """
@@ -219,12 +221,14 @@ def mtp_option(config: Configuration) -> str:
 
 
 def working(config: Configuration, kinds: list[str]) -> float:
-    """Return the most bytes that one pass of a chunk needs beside what is kept: a layer run again, or the loss."""
+    """Return the most bytes that one pass of a chunk needs beside kept tensors: for a layer run again, or for the
+    loss.
+    """
     return fullest_pass(config, kinds)[1]
 
 
 def fullest_pass(config: Configuration, kinds: list[str]) -> tuple[str, float]:
-    """Return what needs them, in words, and the bytes of `working`."""
+    """Return in words what needs the bytes of `working`, and these bytes."""
     found = [("", 0.0)]
     for kind in dict.fromkeys(kinds):
         again = bool(config.recompute.full) and (kind != "mtp" or mtp_option(config) == "full")

@@ -1,10 +1,9 @@
-"""What could be changed of a run to make it need less memory on a device, each change by itself or two together.
+"""This module lists changes of a run that reduce its memory on a device, each change by itself or two together.
 
-A change keeps the devices and the global batch. What it frees is not a matter of opinion: the changed run's memory is
-predicted anew. `tools.memory` says which keys of a recipe it is and what it costs in step time.
+A change keeps the devices and the global batch. To find how much memory it frees, the changed run's memory is predicted
+anew. `tools.memory` finds the recipe's keys for a change, and its cost in step time.
 
-`tc3 dryrun` advises with the same function where a recipe does not fit: what the memory model finds, not a rule of
-thumb.
+If a recipe does not fit, `tc3 dryrun` gives advice by the same function.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Apply = Callable[[Configuration, float], Configuration | None]  # of a run and i
 
 @dataclass(frozen=True)
 class Change:
-    """A change, or two after each other.
+    """This is one change, or two after each other.
 
     Args:
         name: in words.
@@ -42,7 +41,7 @@ class Change:
 
     @property
     def peak(self) -> float:
-        """Return the bytes of the fullest stage."""
+        """Return the bytes of the stage with the most."""
         return max(self.peaks)
 
 
@@ -57,7 +56,7 @@ def single_changes(config: Configuration, limit: float) -> list[Change]:
 
 
 def pairs_of_changes(config: Configuration, limit: float) -> list[Change]:
-    """Two changes after each other, where the second frees something beside the first."""
+    """Return two changes after each other, if the second frees memory in addition to the first."""
     found = []
     for (name, apply), (other, second) in combinations(_moves(config), 2):
         if name.split(" ")[0] == other.split(" ")[0]:
@@ -164,7 +163,8 @@ def _recompute_norms(run: Configuration, _: float) -> Configuration | None:
 
 
 def fewest_recomputed(run: Configuration, limit: float) -> Configuration | None:
-    """As many whole layers of each stage, the first of each chunk, as make it fit and no more; None if none or all do.
+    """Recompute as many whole layers of each stage, the first of each chunk, as make it fit and no more; None if none
+    or all do.
 
     Layers are added in turns over the chunks, the chunk of which most micro-batches wait first.
     """
@@ -198,7 +198,7 @@ def _move_layer(run: Configuration, _: float) -> Configuration | None:
     layers = _one_more(_one_more(run.layers, chunk, low), chunk, high, -1)
 
     def fitted(table: Table | None) -> Table | None:
-        """Return all layers stay all; counts are at most what a stage has."""
+        """Return the layers so that all layers stay all, and counts are at most the layers of a stage."""
         if table is None or table == run.layers:
             return table and layers
         return tuple(tuple(map(min, row, own)) for row, own in zip(table, layers, strict=True))
@@ -220,7 +220,9 @@ _SHOWN = 3  # changes of each sort
 
 
 def checked_advice(recipe: Recipe, limit: int) -> str:
-    """One line: which single changes that compile fit by the model, less its known error, and what the others leave."""
+    """Return one line that says which single changes that compile fit by the model, less its known error, and what the
+    others leave.
+    """
     try:
         require_known(recipe)
         own = from_recipe(recipe)

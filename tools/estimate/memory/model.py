@@ -1,17 +1,18 @@
-"""Memory of one device of each stage: weights, gradients, optimizer state, activations by schedule, buffers.
+"""This module counts the memory of one device of each stage: weights, gradients, optimizer state, activations by
+schedule, buffers.
 
 Weights are kept in fp32 with two Adam moments, over the ranks that hold copies where the optimizer is sharded.
 Gradients add up in fp32 and weights compute in the compute precision; both are only cut by tp and ep, unless gradients
 (`shard_gradients`) or the computing weights (`shard_weights`) are sharded, too. For MindFormers recipes these four
-equal what MindSpore's compiled graph holds (`tc3 dryrun`). Megatron's 18 bytes per parameter are the same sum.
-A MindFormers recipe may keep weights in another type (`params_dtype`): it has no fp32 copy of them then. AdamW makes
-its moments in fp32 all the same (core/optim/adamw.py, `clone_state`), and the accumulated gradients are clones of the
-weights (wrapper.py, `accu_grads`).
+equal what MindSpore's compiled graph holds (`tc3 dryrun`). Megatron's 18 bytes per parameter are the same sum. A
+MindFormers recipe may keep weights in another type (`params_dtype`); then there is no fp32 copy of them. AdamW still
+makes its moments in fp32 (core/optim/adamw.py, `clone_state`), and the accumulated gradients are clones of the weights
+(wrapper.py, `accu_grads`).
 
 Bytes of an element are set where a recipe is read (`tools.estimate.from_recipe`); this module multiplies them.
 
-Activations are counted tensor by tensor (`tools.estimate.memory.activations`) and held as the schedule's own order of
-operations says. Fragments of the allocator are not counted.
+Activations are counted tensor by tensor (`tools.estimate.memory.activations`) and held according to the schedule's
+order of operations. Fragmentation by the allocator is not counted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _BUCKET = 2  # layers whose weights are gathered at once where computing weights
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on one device of a stage.
+    """These are bytes on one device of a stage.
 
     Args:
         weights: as the optimizer updates them.
@@ -59,12 +60,12 @@ class StageMemory:
 
     @property
     def static(self) -> float:
-        """Return what does not depend on the micro-batch: weights, gradients and optimizer state."""
+        """Return the bytes that do not depend on the micro-batch: weights, gradients and optimizer state."""
         return self.weights + self.state + self.accumulated + self.gathered
 
     @property
     def peak(self) -> float:
-        """All of it."""
+        """Return the sum of all parts."""
         return self.static + self.activations + self.working + self.buffers
 
     def as_json(self) -> dict[str, float]:
@@ -73,7 +74,9 @@ class StageMemory:
 
 
 def stage_weights(config: Configuration, stage: int) -> list[Weight]:
-    """Weights that a stage holds; the last one holds the embedding, too, if MTP or a tied head reads it there."""
+    """Return the weights that a stage holds; the last stage also holds the embedding if MTP or a tied head reads it
+    there.
+    """
     kinds = [kind for chunk in config.stage_kinds(stage) for kind in chunk]
     again = "head" in kinds and "embedding" not in kinds and bool(config.model.mtp or config.model.tied)
     every = [*kinds, *["embedding"] * again]
@@ -89,7 +92,7 @@ def static_memory(config: Configuration, stage: int) -> tuple[float, float, floa
 
 
 def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], float]:
-    """(part, module of `tools.estimate.memory.training_graph`) -> bytes; they add up to `static_memory`."""
+    """Return (part, module of `tools.estimate.memory.training_graph`) -> bytes, which add up to `static_memory`."""
     every, _ = _static_rows(config, stage)
     found = {(part, name): size for name, row in every.items() for part, size in zip(_STATIC, row, strict=True)}
     if spare := spare_gradients(config, stage_weights(config, stage)):
@@ -169,7 +172,7 @@ def _peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batches: i
 
 
 def held_micro_batches(config: Configuration, stage: int) -> np.ndarray:
-    """[vectors, chunks] micro-batches in flight at the schedule's fullest moments."""
+    """Return [vectors, chunks]: the micro-batches in flight at the moments of the schedule with the most."""
     if config.pp == 1:
         return np.ones((1, config.chunks), int)  # accumulation finishes one micro-batch before the next
     count = enough(config.schedule, config.pp, config.micro_batches)
@@ -182,7 +185,9 @@ def chunk_activations(config: Configuration, stage: int) -> list[float]:
 
 
 def chunk_modules(config: Configuration, stage: int) -> list[dict[str, float]]:
-    """[chunks] module of `tools.estimate.memory.training_graph` -> bytes that one micro-batch leaves for backward."""
+    """Return [chunks] module of `tools.estimate.memory.training_graph` -> bytes that one micro-batch leaves for
+    backward.
+    """
     found = []
     for chunk, kinds in enumerate(config.stage_kinds(stage)):
         layers = [kind for kind in kinds if kind in ("dense", "moe")]
@@ -219,7 +224,7 @@ def layer_options(config: Configuration, chunk: int, stage: int, count: int) -> 
 
 
 def stage_memory(config: Configuration, stage: int) -> StageMemory:
-    """Return the memory of one device of a stage at its fullest moment."""
+    """Return the memory of one device of a stage at its peak."""
     kept = held_micro_batches(config, stage) @ np.array(chunk_activations(config, stage))
     kinds = config.stage_kinds(stage)
     every = [kind for chunk in kinds for kind in chunk]
@@ -235,7 +240,7 @@ def stage_memory(config: Configuration, stage: int) -> StageMemory:
 
 
 def working_of(config: Configuration, stage: int) -> tuple[str, float]:
-    """Return what the fullest pass of a stage is, in words, and the bytes that it needs beside what is kept."""
+    """Return in words which pass of a stage needs most, and the bytes that it needs beside kept tensors."""
     return max((fullest_pass(config, chunk) for chunk in config.stage_kinds(stage)), key=lambda found: found[1])
 
 
@@ -245,5 +250,5 @@ def all_stages(config: Configuration) -> list[StageMemory]:
 
 
 def peak_memory(config: Configuration) -> float:
-    """Return the bytes of the heaviest stage."""
+    """Return the bytes of the stage with the most."""
     return max(memory.peak for memory in all_stages(config))

@@ -1,9 +1,10 @@
-"""How many bytes a prediction may reach on a device: the limit of the recipe or of the device, less a margin.
+"""This module says how many bytes a prediction may reach on a device: the limit of the recipe or of the device, less a
+margin.
 
-The margin follows from how far predicted memory was off published runs, and so does how likely a prediction fits.
+The margin, and the number of known runs that would fit, follow from the errors of predicted memory on published runs.
 
-`errors.yaml` holds the errors of the runs of `rows.yaml`, as `tc3 search validate` computes them. None of
-the runs is one of MindFormers or on Ascend; nobody has published one with its memory.
+`errors.yaml` holds the errors of the runs of `rows.yaml`, as `tc3 search validate` computes them. No such run used
+MindFormers or Ascend, because none has been published with its memory.
 """
 
 from __future__ import annotations
@@ -65,26 +66,28 @@ class MemoryErrors:
 
     @property
     def missed(self) -> float:
-        """Return the most that a known run took beyond its prediction, as a share of what it took."""
+        """Return the largest share by which a known run exceeded its prediction, relative to its own memory."""
         return max(0.0, -min(self.errors.values()))
 
     @property
     def margin(self) -> float:
-        """The share of a limit that predictions must leave free: every known run would have fit, and unseen ones as
-        far as runs of other groups tell.
+        """Return the share of a limit that predictions must leave free: every known run would have fit, and unseen ones
+        as far as runs of other groups show.
         """
         return max(LEFT_OUT, self.missed)
 
     def fitting(self, predicted: float, limit: float) -> int:
-        """Known runs that would fit: measured over predicted memory is at most `limit` over `predicted`."""
+        """Return how many known runs would fit: those with measured over predicted memory of at most `limit` over
+        `predicted`.
+        """
         return sum(predicted <= limit * (1 + error) * (1 + _ROUNDED) for error in self.errors.values())
 
     def fits(self, predicted: float, limit: float) -> str:
-        """``"15 of 24"``."""
+        """Return the numbers as text, such as ``"15 of 24"``."""
         return f"{self.fitting(predicted, limit)} of {len(self.errors)}"
 
     def differences(self, found: Mapping[str, float]) -> list[str]:
-        """Runs whose error is another one than what is recorded, in words."""
+        """Return in words the runs whose error differs from the recorded one."""
         return [
             f"{name}: its memory error is {found[name]:+.2%}, {FILE.name} has {error:+.2%}"
             for name, error in self.errors.items()
@@ -117,7 +120,7 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class Room:
-    """What a job may use.
+    """This is the memory that a job may use.
 
     Args:
         cap: bytes that it may use on a device; source: where that comes from.
@@ -130,12 +133,12 @@ class Room:
 
     @property
     def bytes(self) -> float:
-        """Return what a prediction may reach: the cap without its margin."""
+        """Return the bytes that a prediction may reach: the cap without its margin."""
         return self.cap * (1 - self.margin)
 
     @property
     def words(self) -> str:
-        """``51.4 GiB (55.5 less a margin of 7.4 %)``."""
+        """Return the limit as text, such as ``51.4 GiB (55.5 less a margin of 7.4 %)``."""
         margin = f" ({self.cap / GIB:.1f} less a margin of {100 * self.margin:.1f} %)" if self.margin else ""
         return f"{self.bytes / GIB:.1f} GiB{margin}"
 
@@ -143,7 +146,7 @@ class Room:
 def room_of(
     recipe: Mapping[str, Any], hardware: Hardware, memory_gib: float | None = None, margin: float | None = None
 ) -> Room:
-    """`memory_gib`, else the recipe's limit where the device has it, else `USABLE` of the device.
+    """Return `memory_gib`, else the recipe's limit if the device has that much, else `USABLE` of the device.
 
     Args:
         margin: the estimator's known error by default.
@@ -162,7 +165,7 @@ def room_of(
 
 
 def require_known(recipe: Mapping[str, Any]) -> None:
-    """Refuse a recipe whose memory the model says nothing of.
+    """Refuse a recipe whose memory the model cannot predict.
 
     Raises:
         RecipeError: its optimizer_level is level3.

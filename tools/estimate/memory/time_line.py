@@ -1,12 +1,13 @@
-"""Live bytes of one device over a training step, computed and drawn.
+"""This module computes and draws the live bytes of one device over a training step.
 
-Of each moment it is said what is there for the whole step, what waits for its backward, and what the pass that runs
-needs. The analytical model and the dry run's compiled graph are stitched by the same function.
+For each moment a time line has the bytes that exist for the whole step, those that wait for their backward, and those
+that the running pass needs. The same function composes the time lines of the analytical model and of the dry run's
+compiled graph.
 
 **What is live between passes.**
 
-A pass is an operation of `tools.pipeline.schedules`. What a forward keeps is there from its start until its backward
-(or its gradients of weights, where they are a pass of their own) ends. Between passes nothing but that is there.
+A pass is an operation of `tools.pipeline.schedules`. The tensors that a forward keeps exist from its start until its
+backward (or its weight gradients, if these are a separate pass) ends. Between passes only these tensors exist.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ PARTS = ("weights", "state", "accumulated", "gathered", KEPT, WORKING, BUFFERS)
 
 
 class Owner(NamedTuple):
-    """Whose bytes: a part of `PARTS`, and a module of `tools.estimate.memory.training_graph` or words for a pass."""
+    """This is an owner of bytes: a part of `PARTS`, and a module of `tools.estimate.memory.training_graph` or words for
+    a pass.
+    """
 
     part: str
     module: str
@@ -48,7 +51,7 @@ Bytes = Mapping[Owner, float]
 
 
 class Timed(NamedTuple):
-    """A pass with its start and end."""
+    """This is a pass with its start and end."""
 
     op: Op
     start: float
@@ -57,7 +60,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class TimeLine:
-    """Live bytes of one device of a stage.
+    """These are the live bytes of one device of a stage.
 
     Args:
         edges: [moments + 1] times: moment i lasts from edges[i] to edges[i + 1].
@@ -75,7 +78,7 @@ class TimeLine:
 
     @property
     def total(self) -> np.ndarray:
-        """[moments] bytes of all owners."""
+        """Return [moments], the bytes of all owners together."""
         return self.live.sum(axis=1)
 
     @property
@@ -85,13 +88,15 @@ class TimeLine:
 
     @property
     def fullest(self) -> int:
-        """The moment at which the most bytes live, but for rounding: the first one in a backward, else the first."""
+        """Return the moment with the most bytes, ignoring rounding: the first such moment in a backward, else the
+        first.
+        """
         full = self.total >= self.peak * (1 - 1e-12)
         behind = full & np.array([label.startswith("B") for label in self.labels])
         return int((behind if behind.any() else full).argmax())
 
     def at_peak(self) -> list[tuple[Owner, float]]:
-        """Return who holds how much at the fullest moment, most first; nobody who holds nothing."""
+        """Return who holds how much at the peak, most first, without owners that hold nothing."""
         found = zip(self.owners, map(float, self.live[self.fullest]), strict=True)
         return sorted(((owner, size) for owner, size in found if size), key=lambda pair: -pair[1])
 
@@ -101,7 +106,7 @@ class TimeLine:
         return {"bytes": self.peak, "pass": self.labels[self.fullest], "owners": owners}
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json` and files: bytes are whole numbers."""
+        """Return values for `--json` and files, with bytes as whole numbers."""
         at = self.fullest
         return {
             "unit": self.unit,
@@ -121,7 +126,7 @@ def stitch(
     end: float,
     unit: str = "seconds",
 ) -> TimeLine:
-    """Return a step's line from its passes.
+    """Return the time line of a step from its passes.
 
     Args:
         passes: of a stage in their order, which do not overlap.
@@ -160,7 +165,7 @@ def stitch(
 
 
 def time_line(config: Configuration, stage: int, simulation: Simulation) -> TimeLine:
-    """Return the analytical line of a stage; its peak is `stage_memory(config, stage).peak`.
+    """Return the modelled time line of a stage; its peak is `stage_memory(config, stage).peak`.
 
     The model does not say which pass of a stage takes the most beside what is kept: each is given that much.
 
@@ -178,7 +183,7 @@ def time_line(config: Configuration, stage: int, simulation: Simulation) -> Time
 
 
 def simulated(config: Configuration, forward: np.ndarray, backward: np.ndarray, transfer: float = 0.0) -> Simulation:
-    """Return the schedule with as few micro-batches as are as full as all of them.
+    """Return the schedule with the fewest micro-batches that reach the same memory as all of them.
 
     Args:
         forward, backward: [chunks, stages] seconds of a micro-batch.
@@ -206,10 +211,10 @@ _LAST = {WORKING: "#5b8c5a", BUFFERS: "#a9c8a4"}
 
 
 def check_form(path: Path) -> None:
-    """Refuse a file that no line can be written to, before the long work that would end in it.
+    """Refuse a file to which no time line can be written, before the long work.
 
     Raises:
-        DataError: the ending is none of `FORMS`, or the folder cannot be written to.
+        DataError: the ending is not in `FORMS`, or the folder cannot be written to.
     """
     if path.suffix not in FORMS:
         raise DataError(f"--time-line {path}: the file must end in {', '.join(FORMS)}")
@@ -217,7 +222,7 @@ def check_form(path: Path) -> None:
 
 
 def write_line(line: TimeLine, title: str, limit: float, path: Path) -> None:
-    """Write a line as numbers (.json) or as a picture, whole or not at all; see `draw`."""
+    """Write a time line as numbers (.json) or as a picture, completely or not at all; see `draw`."""
     if path.suffix == ".json":
         write_atomically(path, json.dumps(line.as_json()) + "\n")
     else:
@@ -225,7 +230,7 @@ def write_line(line: TimeLine, title: str, limit: float, path: Path) -> None:
 
 
 def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
-    """Draw to an .svg or .png; returns `path`.
+    """Draw to an .svg or .png; return `path`.
 
     Args:
         limit: bytes, 0 for none.
@@ -266,7 +271,7 @@ def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
 
 
 def bands(line: TimeLine) -> list[tuple[str, str, np.ndarray]]:
-    """(label, colour, [moments] bytes) from the bottom: parts that stay, kept activations by module, the pass.
+    """Return (label, colour, [moments] bytes) from the bottom: constant parts, kept activations by module, the pass.
 
     Of the kept modules the largest have a band each and the rest share one, so that the bands add up to the line.
     """

@@ -1,12 +1,13 @@
-"""Activations that a layer of MindFormers' training_graph models leaves for its backward, under MindSpore 2.9.0.
+"""This module counts the activations that a layer of MindFormers' training_graph models leaves for its backward, under
+MindSpore 2.9.0.
 
 Counted in compiled graphs (`tc3 dryrun`: what a forward subgraph hands to its backward), for alltoall_deredundency and
 fused kernels; it is more than the mathematics needs:
 
 * norms compute in fp32 and keep input and result; the MLP's first product is kept in fp32, in bf16 in routed experts;
 * SwiGLU repeats itself: its result is not kept, whatever is recomputed;
-* under context parallelism the whole sequence's keys and values are kept as gathered; nothing gathers them again
-  (with ulysses_degree_in_cp as well: flash attention is not told of it);
+* under context parallelism the whole sequence's keys and values are kept as gathered; nothing gathers them again (also
+  with ulysses_degree_in_cp, which is not passed to flash attention);
 * of the routed copies every permutation and exchange is kept: their number is known to the routing only, and the
   backward of each asks the tensor for its shape;
 * `select_recompute` of the norms saves their results, `select_comm_recompute` nothing that a graph shows; what other
@@ -66,7 +67,7 @@ _PARAMETERS = (  # of MindFormers' names of parameters and paths of cells, first
 
 
 def module_of_weight(name: str) -> str:
-    """Return the module of a weight of `tools.model.weights`; what no pattern names is attention's."""
+    """Return the module of a weight of `tools.model.weights`; weights that no pattern names belong to attention."""
     return next((module for pattern, module in _WEIGHTS if re.search(pattern, name)), ATTENTION)
 
 
@@ -86,12 +87,14 @@ _STATISTICS = 64  # bytes of a head and token that flash attention keeps beside 
 
 
 def kept(config: Configuration, kind: str, option: str = "none") -> float:
-    """Bytes of one micro-batch and device; kinds and options as `tools.estimate.memory.activations.saved`."""
+    """Return bytes of one micro-batch and device; kinds and options are as in
+    `tools.estimate.memory.activations.saved`.
+    """
     return sum(kept_parts(config, kind, option).values())
 
 
 def kept_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
-    """Module of `MODULES` -> bytes of one micro-batch and device."""
+    """Return module of `MODULES` -> bytes of one micro-batch and device."""
     parts = _activations(config, kind, option)
     # a layer that runs again copies its weights again; the head does not run again
     for weight in () if option == "full" and kind != "head" else _weights(config, kind):
@@ -165,7 +168,8 @@ def _freed(config: Configuration, kind: str, group: str, tokens: float, held: fl
 
 
 def layer_pass(config: Configuration, kind: str, again: bool) -> float:
-    """Most bytes that a layer's backward needs beside what is kept, where its forward runs again in it or does not.
+    """Return the most bytes that a layer's backward needs beside kept tensors, with or without running its forward
+    again.
 
     What groups of operators make again is there then, too, whether this layer has all of the run's groups or not.
     """
@@ -192,14 +196,15 @@ def _own(config: Configuration, kind: str, option: str) -> float:
 
 
 def loss_pass(config: Configuration, mtp: bool) -> float:
-    """Return the most bytes that the loss needs beside what is kept; the gradient of MTP's logits waits for it."""
+    """Return the most bytes that the loss needs beside kept tensors; the gradient of MTP's logits waits for it."""
     local = config.rank_tokens * config.model.vocab / config.tp
     moved = max((size for size, _, _ in logit_exchanges(config)), default=0.0)
     return max(3 * _WIDE * local, 2 * moved) + config.item * local * mtp
 
 
 def logit_exchanges(config: Configuration) -> list[tuple[float, int, int]]:
-    """(bytes of the result, ranks, stride) of every exchange of one micro-batch's logits on their way to the loss.
+    """Return (bytes of the result, ranks, stride) of every exchange of one micro-batch's logits on their way to the
+    loss.
 
     Logits come as [sequence, batch] and the loss takes [batch, sequence]. Where both are cut, MindSpore moves all of
     them to ranks in another order to turn them, and back: an AllGather or AlltoAll over every digit of the rank, twice,

@@ -1,4 +1,4 @@
-"""Fit the efficiencies of a device (`tools.estimate.efficiency`) to a few measured steps of it.
+"""This module fits the efficiencies of a device (`tools.estimate.efficiency`) to a few measured steps on it.
 
 Robust least squares on the logarithm of step time, by Gauss-Newton inside sane bounds:
 
@@ -35,7 +35,7 @@ from tools.estimate.published.validate import measured_seconds, predict
 
 @dataclass(frozen=True)
 class DeviceType:
-    """Clusters with one set of efficiencies.
+    """These are clusters with one set of efficiencies.
 
     Args:
         parent: the type that it is drawn to; "" for the start.
@@ -147,7 +147,7 @@ Bounds = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was found.
+    """This is the result of a fit.
 
     Args:
         efficiency: fitted where `fitted` says so, else as it was.
@@ -198,13 +198,13 @@ def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibrati
 
 
 def coordinates(values: Efficiency, names: Sequence[str]) -> np.ndarray:
-    """Return the fitted parameters as the fit moves them."""
+    """Return the fitted parameters in the form in which the fit changes them."""
     plain = np.array([getattr(values, name) for name in names], float)
     return np.clip(np.where(_shares(names), plain, np.log(np.maximum(plain, 1e-12))), *limits(names))
 
 
 def with_coordinates(values: Efficiency, names: Sequence[str], where: np.ndarray) -> Efficiency:
-    """`values` with those parameters moved to `coordinates`."""
+    """Return `values` with those parameters set to `coordinates`."""
     plain = np.where(_shares(names), where, np.exp(where))
     changed: dict[str, Any] = {name: float(value) for name, value in zip(names, plain, strict=True)}
     return replace(values, **changed)
@@ -215,7 +215,7 @@ def _shares(names: Sequence[str]) -> np.ndarray:
 
 
 def limits(names: Sequence[str], clusters: Sequence[str] = ()) -> tuple[np.ndarray, np.ndarray]:
-    """Least and most of each of the `coordinates`; no link of these clusters is faster than its nominal figure.
+    """Return the range of each of the `coordinates`; no link of these clusters is faster than its nominal figure.
 
     Beyond that nothing moves (`DeviceTimes._speed`), so a search that went there would not find back.
     """
@@ -309,7 +309,7 @@ def _fit(
 
 
 def cluster_text(cluster: str, name: str, found: Calibration, source: str) -> str:
-    """Return the file of `cluster` (a name or file) under another `name`, with the efficiencies that were found.
+    """Return the file of `cluster` (a name or file) under another `name`, with the fitted efficiencies.
 
     Args:
         source: of the measurements.

@@ -1,4 +1,5 @@
-"""Fit the efficiencies of all device types at once to published step times, and judge them by groups left out.
+"""This module fits the efficiencies of all device types together to published step times, and judges them by groups
+left out.
 
 Minimised is, over the logarithms r of predicted over measured step time and the parameters x of all types,
 
@@ -7,18 +8,19 @@ Minimised is, over the logarithms r of predicted over measured step time and the
 by Gauss-Newton with damping inside the bounds of `calibrate`. Runs of one configuration under several releases count
 as the square root of their number, for they are one observation of the model and several of its software.
 
-Groups are left out one at a time, whole. A fold starts from the fit of all and moves with that fit's derivatives, which
-are made anew where it goes far; what it minimises knows nothing of the group left out.
+Each group is left out whole, one at a time. A fold starts from the fit of all groups and uses that fit's derivatives,
+which are computed anew if it moves far; its cost contains nothing of the group left out.
 
 A group is one model on one device.
 
-A model is its sizes without its depth, so truncated models of one kind are one group, whatever their layout, precision
-or release. Leaving out rows instead would leave the same configuration of another release in the fit.
+A model is defined by its sizes without its depth, so truncated models of one kind form one group, whatever their
+layout, precision or release. If single rows were left out instead, the same configuration of another release would stay
+in the fit.
 
-Runs of one configuration that were measured to differ are contradictions.
+Runs of one configuration with different measured step times contradict each other.
 
-Most are one configuration under several releases of its software. A model gives one number for all of them; what it
-misses then at least is a floor under its errors.
+Most of them are one configuration under several releases of its software. A model predicts one step time for all of
+them, so its errors have a lower bound.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from tools.model.architecture import Model
 
 
 class Group(NamedTuple):
-    """A model, by its sizes, on a cluster."""
+    """This is a model, by its sizes, on a cluster."""
 
     model: str
     cluster: str
@@ -58,7 +60,7 @@ class Group(NamedTuple):
 
 
 def sizes(model: Model) -> str:
-    """Return what tells one model from another, but for its depth."""
+    """Return the sizes that distinguish models, except their depth."""
     attention = f"{model.heads}/{model.kv_heads} heads"
     if not model.experts:
         return f"{model.hidden} wide, {attention}, MLP {model.ffn}, vocabulary {model.vocab}"
@@ -92,7 +94,9 @@ Sets = dict[str, Efficiency]
 
 @dataclass(frozen=True)
 class Run:
-    """One configuration on one cluster, and the seconds that its step was measured to take, once or several times."""
+    """This is one configuration on one cluster, with the measured seconds of its step, measured once or several
+    times.
+    """
 
     cluster: str
     config: Configuration
@@ -100,17 +104,17 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """Return its device type."""
+        """Return the configuration's device type."""
         return type_of(self.cluster)
 
 
 def usable(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that a fit reads: with a configuration and a step time, and not for context only."""
+    """Return the rows that a fit reads: those with a configuration and a step time that are not for context only."""
     return [row for row in rows if row.use == "fit" and row.config and measured_seconds(row) is not None]
 
 
 def runs_of(rows: Iterable[Row]) -> list[Run]:
-    """Usable rows, those of one configuration together."""
+    """Return the usable rows, grouped by configuration."""
     found: dict[tuple[str, Configuration], list[float]] = {}
     for row in rows:
         seconds = measured_seconds(row)
@@ -126,7 +130,9 @@ def predicted(run: Run, sets: Mapping[str, Efficiency]) -> float:
 
 @dataclass(frozen=True)
 class Point:
-    """Where a search stands: parameters, logarithms of predicted seconds there, derivatives made there or nearby."""
+    """This is the state of a fit: parameters, logarithms of predicted seconds there, and derivatives made there or
+    nearby.
+    """
 
     x: np.ndarray
     logs: np.ndarray
@@ -134,7 +140,7 @@ class Point:
 
 
 class Problem:
-    """The runs as residuals of one long vector of parameters [types x NAMES]."""
+    """These are the runs as residuals of one long vector of parameters [types x NAMES]."""
 
     def __init__(self, runs: Sequence[Run], kinds: Sequence[str]):
         self.kinds, self.runs = list(kinds), list(runs)
@@ -179,16 +185,18 @@ class Problem:
         }
 
     def vector(self, sets: Mapping[str, Efficiency]) -> np.ndarray:
-        """Return the sets as a vector."""
+        """Return the sets of efficiencies as a vector."""
         return np.concatenate([coordinates(sets[kind], NAMES) for kind in self.kinds])
 
     def logs(self, x: np.ndarray) -> np.ndarray:
-        """Logarithm of each run's predicted seconds."""
+        """Return the logarithm of each run's predicted seconds."""
         sets = self.sets(x)
         return np.log([predicted(run, sets) for run in self.runs])
 
     def slopes(self, x: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """[measurements, parameters] of the logarithms, whose value is `at`; a run depends on its own type's."""
+        """Return the derivatives [measurements, parameters] of the logarithms, whose value is `at`; a run depends only
+        on its own type's parameters.
+        """
         found, size = np.zeros((len(self.runs), len(x))), len(NAMES)
         moved = np.where(x + _STEP <= self.high, _STEP, -_STEP)
         columns = np.array([self.kinds.index(run.kind) * size for run in self.runs])
@@ -199,13 +207,13 @@ class Problem:
         return found[self.owner]
 
     def cost(self, logs: np.ndarray, x: np.ndarray, weight: np.ndarray) -> float:
-        """Return what is minimised; `weight` of each measurement."""
+        """Return the cost to be minimised; `weight` is that of each measurement."""
         off = np.abs(logs[self.owner] - self.measured) / NOISE
         huber = np.where(off <= OUTLIER, off**2, OUTLIER * (2 * off - OUTLIER))
         return float((weight * huber).sum() + ((self.pull @ x - self.home) ** 2).sum())
 
     def solve(self, at: Point, kept: np.ndarray) -> Point:
-        """Return the least cost of the measurements that are `kept`, from `at`."""
+        """Return the least cost of the measurements that are `kept`, starting at `at`."""
         weight, damping, made = self.weight * kept, 1e-3, at.logs
         for _ in range(_ROUNDS):
             if np.abs(at.logs - made).max(initial=0.0) > _FAR:
@@ -232,13 +240,15 @@ class Problem:
         return at
 
     def begin(self, sets: Mapping[str, Efficiency]) -> Point:
-        """Return where a search begins."""
+        """Return the start of a fit."""
         x = np.clip(self.vector(sets), self.low, self.high)
         logs = self.logs(x)
         return Point(x, logs, self.slopes(x, logs))
 
     def settled(self, sets: Mapping[str, Efficiency]) -> Point:
-        """The least cost of all measurements: searched for anew, with new derivatives, until nothing is won by it."""
+        """Return the least cost of all measurements: the fit is repeated with new derivatives until it no longer
+        improves.
+        """
         kept = np.ones(len(self.measured))
         at, before = self.begin(sets), np.inf
         for _ in range(_SEARCHES):
@@ -251,7 +261,7 @@ class Problem:
 
 
 def fit(rows: Iterable[Row], start: Mapping[str, Efficiency] | None = None) -> Sets:
-    """Return a set for every device type.
+    """Return a set of efficiencies for every device type.
 
     Args:
         start: where the search begins; it has no part in what is minimised.
@@ -262,7 +272,7 @@ def fit(rows: Iterable[Row], start: Mapping[str, Efficiency] | None = None) -> S
 
 @dataclass(frozen=True)
 class Judged:
-    """A row that had no part in the fit that predicts it; `error` is predicted over measured - 1."""
+    """This is a row that was not part of the fit that predicts it; `error` is predicted over measured - 1."""
 
     row: Row
     group: Group
@@ -270,7 +280,7 @@ class Judged:
 
 
 def errors_of(rows: Iterable[Row], sets: Mapping[str, Efficiency]) -> list[float]:
-    """Predicted over measured - 1 of usable rows."""
+    """Return predicted over measured - 1 for usable rows."""
     runs = [run for row in rows for run in runs_of([row])]
     return [predicted(run, sets) / run.seconds[0] - 1 for run in runs]
 
@@ -299,7 +309,7 @@ TELLING = 0.10  # a spread below it is what runs differ by
 
 @dataclass(frozen=True)
 class Contradiction:
-    """Rows of one configuration on one cluster, from the fastest to the slowest.
+    """These are rows of one configuration on one cluster, from the fastest to the slowest.
 
     Args:
         seconds: of each row's step.
@@ -310,25 +320,25 @@ class Contradiction:
 
     @property
     def spread(self) -> float:
-        """Return the slowest over the fastest - 1."""
+        """Return the slowest divided by the fastest, minus 1."""
         return self.seconds[-1] / self.seconds[0] - 1
 
     @property
     def floor(self) -> float:
-        """Return the least that the worst of them can be off, whatever is predicted."""
+        """Return the smallest possible worst error of the rows for any single prediction."""
         fast, slow = self.seconds[0], self.seconds[-1]
         return (slow - fast) / (slow + fast)
 
     @property
     def least_errors(self) -> list[float]:
-        """Absolute errors of the one number that is least off on average."""
+        """Return the absolute errors for the single prediction with the smallest mean error."""
         every = np.array(self.seconds)
         errors = [np.abs(candidate / every - 1) for candidate in every]
         return [float(error) for error in min(errors, key=lambda found: found.sum())]
 
 
 def same_configuration(rows: Iterable[Row]) -> list[Contradiction]:
-    """Rows with a step time, those of one configuration together; a configuration measured once stands alone."""
+    """Return rows with a step time, grouped by configuration; a configuration measured once stands alone."""
     found: dict[object, list[tuple[float, Row]]] = {}
     for row in rows:
         seconds = measured_seconds(row)
@@ -340,13 +350,13 @@ def same_configuration(rows: Iterable[Row]) -> list[Contradiction]:
 
 
 def contradictions(rows: Iterable[Row]) -> list[Contradiction]:
-    """Return those that differ by more than `TELLING`, the widest first."""
+    """Return the groups that differ by more than `TELLING`, the widest first."""
     wide = [found for found in same_configuration(rows) if found.spread > TELLING]
     return sorted(wide, key=lambda found: -found.spread)
 
 
 def floor(rows: Iterable[Row]) -> tuple[float, float]:
-    """(mean, worst) absolute error that no model of configurations can go below.
+    """Return the (mean, worst) absolute error below which no model of configurations can go.
 
     The mean is of predictions that make it least, the worst of those that make that least.
     """

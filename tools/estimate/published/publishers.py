@@ -1,6 +1,6 @@
-"""How each publisher's rows become runs, and what their software is taken to do where a row does not say.
+"""This module turns each publisher's rows into runs, with assumptions about their software where a row gives no value.
 
-Every source has one set of settings; what a row leaves unsaid is decided by rules that know no measurement.
+Every source has one set of settings; values that a row leaves out are chosen by rules that do not use the measurement.
 
 Sources of the settings: the papers of Megatron-LM (arXiv 2104.04473, 2205.05198), the defaults of Megatron Core and
 Megatron-Bridge, the Llama 3 and DeepSeek-V3 reports; all recalled but for what the rows themselves note.
@@ -35,12 +35,12 @@ MODELS = Path(__file__).parent / "models.yaml"
 
 
 class Unexpressed(Exception):
-    """Why a row cannot be a configuration."""
+    """This says why a row cannot be a configuration."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a source.
+    """These are the settings of a source.
 
     Args:
         masked: published FLOPs count the masked half of attention, too.
@@ -115,7 +115,7 @@ _GROUPS = {
 
 
 def settings_of(group: str, cluster: str) -> Settings:
-    """Return the settings of a group, or of what usually runs on the cluster."""
+    """Return the settings of a group, or of the software that usually runs on the cluster."""
     return _GROUPS.get(group) or (_ASCEND if cluster.startswith("atlas") else Settings())
 
 
@@ -139,7 +139,7 @@ def public_model(name: str) -> Model:
 
 
 def public_class(kind: str, layers: int, hidden: int) -> dict[str, Any]:
-    """Dimensions that a MindFormers card leaves out; {} where they are not known."""
+    """Return dimensions that a MindFormers card leaves out; {} if they are not known."""
     for entry in _models()["classes"]:
         if (entry["type"], entry["layers"], entry["hidden"]) == (kind, layers, hidden):
             return entry
@@ -155,7 +155,7 @@ def _model(entry: dict[str, Any]) -> Model:
 
 
 def micro_batch(samples: int, pp: int, micro_batches: int | None, assumed: list[str]) -> int:
-    """Return the samples of a micro-batch where the row gives none."""
+    """Return the samples of a micro-batch if the row gives none."""
     if micro_batches:
         return max(1, samples // micro_batches)
     batch = 1
@@ -166,7 +166,7 @@ def micro_batch(samples: int, pp: int, micro_batches: int | None, assumed: list[
 
 
 def interleaved(layers: int, pp: int, micro_batches: int, assumed: list[str]) -> int:
-    """Interleaved chunks where the row gives none: the fewest above 1 that divide a stage's layers."""
+    """Return the interleaved chunks if the row gives none: the fewest above 1 that divide a stage's layers."""
     if pp == 1:
         return 1
     each = -(-layers // pp)
@@ -177,14 +177,14 @@ def interleaved(layers: int, pp: int, micro_batches: int, assumed: list[str]) ->
 
 
 def recomputation(words: str, layers: Table, selective: str) -> Recompute:
-    """From words such as "full_recompute_no_sp"; unknown means none."""
+    """Return the recomputation from words such as "full_recompute_no_sp"; unknown words mean none."""
     if words.startswith("full"):
         return Recompute(full=layers)
     return Recompute(select=layers, selective=selective) if "selective" in words else Recompute()
 
 
 def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """torchtitan: "FSDP32 TP8", samples of a data-parallel rank, technique."""
+    """Read torchtitan's columns: "FSDP32 TP8", samples of a data-parallel rank, technique."""
     degrees = {name: int(size) for name, size in re.findall(r"([A-Za-z]+)[ =]*(\d+)", config["parallel"])}
     unknown = sorted(set(degrees) - {"FSDP", "TP", "PP", "CP", "HSDP", "DP"})
     if unknown:
@@ -229,7 +229,7 @@ def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]
 
 
 def layer_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """One MoE layer's MLP alone, forward and backward."""
+    """Return a configuration of only one MoE layer's MLP, forward and backward."""
     model = Model(
         pattern=pattern_of(1, config["experts"]),
         hidden=config["hidden"],
@@ -264,13 +264,13 @@ _GRAPHED = "26.06"  # the first release with full-iteration CUDA graphs and fuse
 
 
 def release(row: str) -> str:
-    """Release of the software, such as "26.04.01", from a row's id; "" where it names none."""
+    """Return the release of the software, such as "26.04.01", from a row's id; "" if it names none."""
     found = re.match(r"[a-z]+_(\d\d\.\d\d(?:\.\d\d)?)_", row)
     return found[1] if found else ""
 
 
 def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
-    """Return the configuration of a row of the tables with what its recipe sets; says so in `assumed`."""
+    """Return the configuration of a row of the tables with the settings of its recipe, which are added to `assumed`."""
     if not config.model.experts:
         return config
     if cluster == "h100" and not config.model.latent and not config.model.biased:
@@ -322,7 +322,7 @@ def _gpt_oss(version: str, cluster: str, config: Configuration, assumed: list[st
 
 
 def mindformers_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """(configuration, samples of the row's step, assumptions).
+    """Return (configuration, samples of the row's step, assumptions).
 
     Raises:
         Unexpressed: LoRA, or a model whose dimensions are not known.

@@ -1,10 +1,10 @@
-"""Read a measurements file: each row as a `Configuration`, or the reason why it cannot be one.
+"""This module reads a measurements file: each row as a `Configuration`, or the reason why it cannot be one.
 
 Three kinds of `config` blocks are understood: dimensions written out, the name of a public model (models.yaml), and
-what MindFormers model cards link (`model`, `parallel`, `recompute`). Rows leave much unsaid; what is filled in is
-decided by the row's group (`publishers`), never by its measurement, and listed in `assumptions`.
+what MindFormers model cards link (`model`, `parallel`, `recompute`). Rows leave many values out; these are chosen by
+the row's group (`publishers`), never by its measurement, and listed in `assumptions`.
 
-Before anything is calculated with a row, it is held against what a run can be.
+Before a row is used, its values are checked against what a run can have.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _NEGATIVE = Range(-10_000, 10_000, whole=False)
 
 
 def check_row(row: Mapping[str, Any], place: str) -> None:
-    """Refuse what no row can hold.
+    """Refuse values that no row can hold.
 
     Raises:
         DataError: no id, a block of the wrong kind, a number that is none; names the key.
@@ -159,7 +159,7 @@ _TELECHAT3_438B = {"seq": 4096, "tp": 2, "ep": 16}
 
 @dataclass(frozen=True)
 class Row:
-    """One measured run.
+    """This is one measured run.
 
     Args:
         samples: the step that the row speaks of, in samples; 0 when it does not say.
@@ -180,7 +180,7 @@ class Row:
 
     @property
     def hardware(self) -> Hardware:
-        """Return what it ran on."""
+        """Return the hardware on which the row was measured."""
         return cluster(self.cluster)
 
 
@@ -205,7 +205,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def unknown_device(hardware: str) -> str:
-    """Return what is wrong with a device that nobody knows, in words."""
+    """Return in words what is wrong with an unknown device."""
     named = did_you_mean(hardware.lower(), list(NAMES))
     return f"no hardware is known for {hardware!r}{named}; known are {', '.join(NAMES)}"
 

@@ -1,4 +1,6 @@
-"""Predict every row of a measurements file from its configuration only, and compare where it was measured."""
+"""This module predicts every row of a measurements file from its configuration only, and compares predictions with
+measurements.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ QUANTITIES = ("step_time_s", "tokens_per_s_per_device", "tflops_per_device", "mf
 
 @dataclass(frozen=True)
 class Prediction:
-    """One row. What cannot be derived is None, and `reason` says why.
+    """This is the prediction of one row; values that cannot be derived are None, and `reason` says why.
 
     Args:
         step_time_s: of the samples that the row calls a step.
@@ -42,7 +44,7 @@ class Prediction:
     memory_error: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the stable interface."""
+        """Return the prediction in the stable form for `--json`."""
         found: dict[str, Any] = {"id": self.row.id}
         found |= {name: getattr(self, name) for name in QUANTITIES}
         found |= {"reason": self.reason, "assumptions": list(self.row.assumptions)}
@@ -52,7 +54,7 @@ class Prediction:
 
 
 def predict(row: Row, efficiency: Efficiency | None = None) -> Prediction:
-    """Predict one row; `efficiency` instead of its device type's own."""
+    """Predict one row, with `efficiency` instead of its device type's own if given."""
     config = row.config
     if config is None:
         return Prediction(row, reason=row.reason)
@@ -95,7 +97,7 @@ def _memory(row: Row) -> tuple[float | None, str | None]:
 
 
 def _step_flops(row: Row) -> float:
-    """Model FLOPs of a step; of a layer alone those of its MLP, forward and twice backward."""
+    """Model FLOPs of a step; for a single layer those of its MLP, forward and twice backward."""
     config = row.config
     assert config is not None
     if config.layer_only:
@@ -108,7 +110,7 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 
 
 def measured_seconds(row: Row) -> float | None:
-    """Return the seconds of the row's step; None where it has neither a configuration nor a time."""
+    """Return the seconds of the row's step; None if it has neither a configuration nor a time."""
     if row.config is None:
         return None
     return measured_step(row, _step_flops(row) / row.config.global_batch)
@@ -137,7 +139,7 @@ def measured_step(row: Row, flops_per_sample: float) -> float | None:
 
 
 def measured_memory(row: Row) -> float | None:
-    """Return the bytes of the fullest device, where the row says."""
+    """Return the bytes of the device with the most, if the row has them."""
     measured, config = row.measured, row.config
     assert config is not None
     if _number(measured, "peak_memory_GiB"):
@@ -153,7 +155,7 @@ def _number(measured: Mapping[str, Any], name: str) -> bool:
 
 
 def summary(predictions: Iterable[Prediction], field: str = "step_error") -> dict[str, dict[str, float]]:
-    """{"all", each device and each group: {"rows", "mean", "worst"}} of absolute errors of the `fit` rows."""
+    """Return {"all", each device and each group: {"rows", "mean", "worst"}} of absolute errors of the `fit` rows."""
     groups: dict[str, list[float]] = {"all": []}
     for prediction in predictions:
         error = getattr(prediction, field)

@@ -1,11 +1,12 @@
-"""What `tc3 search` shows beside its ranked layouts: the best ones of other pipeline schedules, and swapping.
+"""This module finds what `tc3 search` shows beside its ranked layouts: the best layouts of other pipeline schedules,
+and swapping.
 
-1F1B and interleaved 1F1B are ranked anyway. Each other schedule is a question of its own: its legal candidates ranked
+1F1B and interleaved 1F1B are ranked in any case. Each other schedule is handled separately: its legal candidates ranked
 (by its filling of equal stages, see `tools.pipeline.simulate.filling`), the best few placed with the same effort as
 1F1B's, and judged by simulating it.
 
-What swapping a layer's activations to the host would cost is told beside recomputing them. Swapping is simulated only:
-MindFormers 1.9.0's `swap_config` reaches no model (docs/schedules.md).
+The cost of swapping a layer's activations to the host is printed beside that of recomputing them. Swapping is only
+simulated: MindFormers 1.9.0's `swap_config` reaches no model (docs/schedules.md).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ OF_EACH = 3  # candidates of a schedule that are placed
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What one schedule would bring."""
+    """This is what one schedule would gain."""
 
     schedule: str
     entry: Entry | None  # its fastest layout; None with `why` where it has none
@@ -60,7 +61,9 @@ class Scheduled:
 
 @dataclass
 class BySchedule:
-    """The answers, in the order of what was asked; `whole`: none was interrupted, `cut`: a deadline ended one."""
+    """These are the answers, in the order of the request; `whole` says that none was interrupted, `cut` that a deadline
+    ended one.
+    """
 
     every: list[Scheduled] = field(default_factory=list)
     whole: bool = True
@@ -68,13 +71,13 @@ class BySchedule:
 
     @property
     def writable(self) -> Scheduled | None:
-        """Return the fastest of those that a recipe can ask for."""
+        """Return the fastest of the schedules that a recipe can ask for."""
         able = [one for one in self.every if one.entry and not one.reason]
         return min(able, key=lambda one: one.entry.seconds if one.entry else 0.0, default=None)
 
 
 def asked_schedules(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the schedules of `--schedule`, without those that are searched anyway.
+    """Return the schedules of `--schedule`, without those that are searched in any case.
 
     Raises:
         RecipeError: there is no such schedule, or it is not searched.
@@ -90,7 +93,7 @@ def asked_schedules(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def require_writable(names: Sequence[str]) -> None:
-    """Refuse (RecipeError) to write a recipe for schedules of which none can run."""
+    """Refuse (RecipeError) to write a recipe if none of the schedules can run."""
     if names and all(why_not(name) for name in names):
         raise RecipeError(f"--write: no recipe can ask for --schedule {names[0]}: {why_not(names[0])}")
 
@@ -98,7 +101,7 @@ def require_writable(names: Sequence[str]) -> None:
 def search_schedules(
     request: Request, names: Sequence[str], budget: Budget, times: TimeModel, progress: Progress
 ) -> BySchedule:
-    """Return the fastest layout of each schedule; Ctrl-C ends it with what is known."""
+    """Return the fastest layout of each schedule; Ctrl-C ends the search with the results so far."""
     found = BySchedule()
     for name in names:
         own = replace(request, schedule=name)
@@ -129,7 +132,7 @@ _LEAST = 2.0  # seconds, whatever the time limit says
 
 
 def swap_words(config: Configuration, times: TimeModel) -> list[str]:
-    """Return a line for each kind of layer; one that says so where the hardware file has no link to the host."""
+    """Return a line for each kind of layer, or one that says that the hardware file has no link to the host."""
     lines = []
     for kind in dict.fromkeys(config.model.pattern):
         layer, whole = times.layer(config, kind), saved(config, kind)
@@ -157,7 +160,7 @@ def add_swapping(found: Found, times: TimeModel, budget: Budget) -> None:
 
 
 def swapping_words(found: Swapping) -> list[str]:
-    """Return what swapping as a third choice would bring to the first layout, in lines."""
+    """Return in lines what swapping as a third choice would gain for the first layout."""
     if found.with_s == float("inf"):
         return ["keep, recompute or swap: no layout of the first one's stages fits, with swapping or without"]
     options = ", ".join(f"{name} {count}" for name, count in found.layers.items())
@@ -172,7 +175,7 @@ def swapping_words(found: Swapping) -> list[str]:
 
 
 def swapping_json(found: Swapping) -> dict[str, Any]:
-    """For `--json`: seconds are None where nothing fits."""
+    """Return values for `--json`; seconds are None if nothing fits."""
     seconds = (found.without_s, found.with_s)
     without, swapping = (None if one == float("inf") else one for one in seconds)
     more = {"layers": dict(found.layers), "swapping_by_stage": list(found.by_stage), "peak_gib": found.peak / GIB}

@@ -1,4 +1,5 @@
-"""Peak memory of every stage and seconds of a step, for a whole block of candidates at once.
+"""This module predicts the peak memory of every stage and the seconds of a step, for a whole block of candidates at
+once.
 
 The numbers are those of `tools.estimate.memory.model` and `tools.estimate.time_model`, whose functions compute each
 term once; it is looked up for all candidates. Memory is a sum whose terms
@@ -38,24 +39,24 @@ Value = TypeVar("Value")
 
 
 class Memo:
-    """Values of one request's candidates by key, computed once."""
+    """These are values of one request's candidates by key, each computed once."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self._known: dict[Hashable, object] = {}
 
     def get(self, key: Hashable, make: Callable[..., Value], *arguments: Any) -> Value:
-        """Return the value of a key, made of the arguments where it is new."""
+        """Return the value of a key, which is made from the arguments if it is new."""
         if key not in self._known:
             self._known[key] = make(*arguments)
         return self._known[key]  # type: ignore[return-value]
 
     def config(self, block: Block, row: int) -> Configuration:
-        """Return the run of a row that recomputes nothing."""
+        """Return the run of a row without recomputation."""
         return configuration(self.request, block.candidate(row, "none"))
 
     def of(self, key: Hashable, function: Callable[..., Value], block: Block, row: int, *more: Any) -> Value:
-        """Return the value of a key: a function of a row's configuration, which is made only where the key is new."""
+        """Return the value of a key: a function of a row's configuration, which is made only if the key is new."""
         return self.get(key, lambda: function(self.config(block, row), *more))
 
 
@@ -65,7 +66,7 @@ def degrees(block: Block, row: int, *names: str) -> tuple[int, ...]:
 
 
 def groups(block: Block, *names: str, **more: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(first row of each distinct combination of columns, [rows] index of its combination)."""
+    """Return (first row of each distinct combination of columns, [rows] index of its combination)."""
     columns = [block.columns[name] for name in names] + list(more.values())
     codes = np.zeros(len(block), np.int64)
     for column in columns:
@@ -76,19 +77,19 @@ def groups(block: Block, *names: str, **more: np.ndarray) -> tuple[np.ndarray, n
 
 
 def stage_keys(config: Configuration) -> list[tuple[str, ...]]:
-    """For each stage the kinds that it holds; equal keys mean equal weights."""
+    """Return for each stage the kinds of its layers as a key; equal keys mean equal weights."""
     return [tuple(sorted(kind for chunk in config.stage_kinds(stage) for kind in chunk)) for stage in range(config.pp)]
 
 
 class MemoryTable:
-    """Memory of candidates of one request."""
+    """This predicts the memory of candidates of one request."""
 
     def __init__(self, request: Request):
         self._memo = Memo(request)
         self._config = self._memo.config
 
     def peaks(self, block: Block) -> np.ndarray:
-        """[rows, policies, stages] bytes, for the uniform policies of `POLICIES`."""
+        """Return [rows, policies, stages] bytes, for the uniform policies of `POLICIES`."""
         example = self._config(block, 0)
         at_once = (block.columns["m"] == 1) & np.bool_(block.pp == 1)
         first, place = groups(block, "tp", "ep", "shard", at_once=at_once)
@@ -186,7 +187,7 @@ def _with_full(config: Configuration) -> Configuration:
 
 
 def kind_counts(config: Configuration) -> np.ndarray:
-    """[chunks, stages, kinds] layers of each kind."""
+    """Return [chunks, stages, kinds], the layers of each kind."""
     counts = np.zeros((config.chunks, config.pp, len(KINDS)), int)
     for stage in range(config.pp):
         for chunk, kinds in enumerate(config.stage_kinds(stage)):
@@ -207,14 +208,14 @@ _LAYER_COLUMNS = [KINDS.index("dense"), KINDS.index("moe"), KINDS.index("mtp")]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one micro-batch on each stage of each candidate."""
+    """These are seconds of one micro-batch on each stage of each candidate."""
 
     work: np.ndarray  # [rows, policies, stages] forward and backward of a stage
     sending: np.ndarray  # [rows] of one activation to the next stage
 
 
 class TimeTable(TimeModel):
-    """Times of candidates of one request."""
+    """This predicts the times of candidates of one request."""
 
     def __init__(self, request: Request):
         super().__init__(request.hardware)
@@ -226,7 +227,7 @@ class TimeTable(TimeModel):
         self.kinds = [kind for kind in KINDS if kind not in without]
 
     def stages(self, block: Block) -> StageTimes:
-        """Times of the stages of each candidate and uniform policy."""
+        """Return the times of the stages of each candidate and uniform policy."""
         example = self._config(block, 0)
         counts = kind_counts(example).sum(axis=0)
         layers = np.zeros_like(counts)
@@ -242,7 +243,7 @@ class TimeTable(TimeModel):
         return StageTimes(found[place], sending[place])
 
     def totals(self, block: Block, work: np.ndarray, sending: np.ndarray) -> np.ndarray:
-        """[rows] seconds of a step.
+        """Return [rows], the seconds of a step.
 
         Args:
             work: [rows, stages] forward and backward of one micro-batch.
@@ -267,7 +268,8 @@ class TimeTable(TimeModel):
         return (block.pp - 1) / np.maximum(1e-9, [found[int(one)] for one in m])
 
     def least(self, block: Block, work: np.ndarray) -> np.ndarray:
-        """[rows] seconds that no layout of these candidates' layers is under, whatever memory a device has.
+        """Return [rows], a lower bound in seconds for every layout of these candidates' layers, for any amount of
+        memory.
 
         Of a stage's own work and of what comes before its first and after its last pass, averaged over the stages so
         that each layer counts the same wherever it is: with one chunk a stage s needs at least m w_s + sum of w_j of

@@ -1,15 +1,15 @@
-"""Rank the whole space by predicted step time: every legal candidate that fits, with its memory and time.
+"""This module ranks the whole space by predicted step time: every legal candidate that fits, with its memory and time.
 
 A candidate is ranked with balanced layers (`candidates`) and the closed form of the pipeline. For "planned"
-recomputation each stage takes the cheapest mix of two uniform policies that keeps the cap: memory is convex in the
-mix, so the mix fits if the line between both does. It is what per-layer recomputation can reach with layers that may
-be cut at will; whole layers come close.
+recomputation each stage takes the cheapest mix of two uniform policies that keeps the cap: memory is convex in the mix,
+so the mix fits if the line between both does. This is what per-layer recomputation can reach if layers may be divided;
+whole layers come close.
 
-`Chances` says which candidates could still beat the best that is placed, and what no layout of the space is under.
-Every candidate has a bound that costs nothing (`Ranking.bounds`). Where that leaves it a chance it gets a closer one,
-the smallest first (`least_seconds`: the pipeline with layers that may be cut at will, under every stage's memory).
-Those that could be fastest by it are placed as well; a candidate whose bound is over the best is proven not to be
-better, by the estimator.
+`Chances` says which candidates could still be faster than the best placed one, and gives a lower bound for the space.
+Every candidate has a bound that needs no further computation (`Ranking.bounds`). If that bound is below the best time,
+the candidate gets a tighter bound, the smallest first (`least_seconds`: the pipeline with layers that may be divided,
+under every stage's memory). Candidates that could be fastest by this bound are placed as well; a candidate whose bound
+is above the best time is proven not to be faster, by the estimator.
 
 Where a request has no answer, `explain_infeasible` says why and names the nearest request that has one: a smaller
 margin, no limit, other devices, more memory.
@@ -34,7 +34,7 @@ _A_MESH = 2  # candidates of one tp, pp, cp, ep in a short list
 
 @dataclass(frozen=True)
 class Ranked:
-    """A candidate with its predicted step seconds and bytes of its heaviest stage."""
+    """This is a candidate with its predicted step seconds and the bytes of the stage with the most."""
 
     candidate: Candidate
     seconds: float
@@ -43,8 +43,8 @@ class Ranked:
 
 @dataclass
 class Ranking:
-    """All candidates that fit: [candidates] step seconds, bytes of the heaviest stage, seconds that no layout is under
-    (`TimeTable.least`), and [candidates, 3] block, row and index in `RECOMPUTE`.
+    """These are all candidates that fit: [candidates] step seconds, bytes of the stage with the most, and lower bounds
+    in seconds for their layouts (`TimeTable.least`); and [candidates, 3] block, row and index in `RECOMPUTE`.
     """
 
     blocks: list[Block]
@@ -62,12 +62,12 @@ class Ranking:
         return Ranked(candidate, float(self.seconds[index]), float(self.peaks[index]))
 
     def fastest(self) -> Iterator[Ranked]:
-        """Yield the candidates by time; of equals the one that needs less memory, then the first of the space."""
+        """Yield the candidates by time; equal ones by memory, then by their order in the space."""
         for index in np.lexsort((self.peaks, self.seconds)):
             yield self.at(int(index))
 
     def short_list(self, count: int) -> list[Ranked]:
-        """Return the fastest that are distinct.
+        """Return the fastest distinct candidates.
 
         Of candidates with the same degrees and micro-batch the fastest stands for all, and of one tp, pp, cp and ep
         two: dispatch modes, sharding and recomputation would fill the list with one layout otherwise. Uniform
@@ -96,7 +96,7 @@ Report = Callable[[int, int, float], None]  # blocks done, of how many, best sec
 
 
 def feasible(request: Request) -> bool:
-    """Return whether some legal candidate fits."""
+    """Return whether a legal candidate fits."""
     memory = MemoryTable(request)
     every = blocks(request, Funnel())
     # many stages fit first
@@ -133,7 +133,7 @@ def rank(request: Request, report: Report | None = None) -> Ranking:
 
 
 def fitting(peaks: np.ndarray, cap: float, recompute: tuple[str, ...]) -> np.ndarray:
-    """[rows, recompute] whether a candidate fits, from the uniform policies' [rows, policies, stages]."""
+    """Return [rows, recompute]: whether a candidate fits, from the uniform policies' [rows, policies, stages]."""
     uniform = (peaks <= cap).all(axis=2)
     planned = (peaks.min(axis=1) <= cap).all(axis=1)
     return np.column_stack([planned if word == PLANNED else uniform[:, POLICIES.index(word)] for word in recompute])
@@ -188,7 +188,9 @@ EFFORT = 0.5  # of each, at most
 
 
 class Chances:
-    """Bounds of the candidates that are placed by the optimiser; `best`: seconds of the best layout so far."""
+    """These are the bounds of the candidates that the optimiser places; `best` is the seconds of the best layout so
+    far.
+    """
 
     def __init__(self, ranking: Ranking, best: float):
         self.best = best
@@ -200,20 +202,22 @@ class Chances:
         self._plain = {one.candidate: float(ranking.bounds[index]) for one, index in zip(self.open, under, strict=True)}
 
     def next(self, count: int) -> list[Ranked]:
-        """Return the candidates with the smallest bounds that have no closer one."""
+        """Return the candidates with the smallest bounds that have no tighter bound yet."""
         return [one for one in self.open if one.candidate not in self._known][:count]
 
     def learn(self, ranked: Sequence[Ranked], bounds: Iterable[float]) -> None:
-        """Take closer bounds, or the time of what is proven best."""
+        """Set tighter bounds, or the time of a layout that is proven best."""
         for one, bound in zip(ranked, bounds, strict=True):
             self._known[one.candidate] = max(bound, self._known.get(one.candidate, 0.0))
 
     def bound(self, candidate: Candidate) -> float:
-        """Return the seconds that no layout of it is under."""
+        """Return the candidate's lower bound in seconds."""
         return max(self._plain.get(candidate, 0.0), self._known.get(candidate, 0.0))
 
     def promising(self, placed: Iterable[Candidate], count: int) -> list[Ranked]:
-        """Those with closer bounds under the best, of each layout one, that are not placed: by bound, then by rank."""
+        """Return unplaced candidates whose tighter bounds are below the best time, one for each layout, by bound, then
+        by rank.
+        """
         taken = {_layout(candidate) for candidate in placed}
         found = []
         for one in sorted(self.open, key=lambda one: (self.bound(one.candidate), one.seconds)):
@@ -225,12 +229,12 @@ class Chances:
 
     @property
     def least(self) -> float:
-        """Return the seconds that no layout of the space is under, or those of the best where nothing can be better."""
+        """Return the lower bound in seconds for the space, or the best time if nothing can be faster."""
         return min([self.best, *(self.bound(one.candidate) for one in self.open)])
 
     @property
     def left(self) -> list[Ranked]:
-        """Return the candidates that could be better by their bounds; placed ones by another placement."""
+        """Return the candidates that could be faster by their bounds; those already placed, by another placement."""
         return [one for one in self.open if self.bound(one.candidate) < self.best]
 
 
@@ -244,7 +248,7 @@ _MANY, _CANDIDATES = 10_000, 1_000_000_000  # for more devices, of so many strat
 
 
 def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
-    """Return what is missing, and the nearest feasible changes, one a line."""
+    """Return what is missing, and the nearest feasible changes, one on each line."""
     if ranking.least is None:
         return [_nothing_legal(ranking), *_without_limits(request), *_other_devices(request)]
     least = ranking.least
@@ -258,7 +262,7 @@ def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
 
 
 def more_memory(request: Request, least: Ranked) -> str:
-    """Return the memory that would be enough, where a device has it."""
+    """Return the memory that would be enough, if a device has that much."""
     gib = -(-least.peak / (1 - request.margin) * 10 // GIB) / 10
     device = request.hardware.hbm_bytes / GIB
     if gib > device:

@@ -1,4 +1,5 @@
-"""A whole search: rank the space, place the best, judge them beside the recipe's own layout.
+"""This module runs a whole search: it ranks the space, places the best candidates, and judges them beside the recipe's
+own layout.
 
 An `Entry` is one line of the result: a run with its predicted step, its memory, and where its time goes. Candidates'
 layers are placed by the pipeline optimiser, several at a time.
@@ -33,7 +34,7 @@ from tools.search.request import PLANNED, Request
 
 @dataclass(frozen=True)
 class Entry:
-    """A run and what is predicted for it."""
+    """This is a run with its predictions."""
 
     name: str  # "recipe" for the recipe's own, "" for the search's
     config: Configuration
@@ -45,12 +46,12 @@ class Entry:
 
     @property
     def candidate(self) -> Candidate:
-        """Return its place in the space."""
+        """Return the entry's place in the space."""
         return candidate_of(self.config)
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole run."""
+        """Return the seconds of the whole run."""
         return self.config.tokens / self.seconds
 
     @property
@@ -60,7 +61,9 @@ class Entry:
 
     @property
     def layout(self) -> str:
-        """``dp256 tp2 pp8 vpp2 ep16, 64 x 1``: as `tc3 check` writes it, number and samples of micro-batches."""
+        """Return ``dp256 tp2 pp8 vpp2 ep16, 64 x 1``, as `tc3 check` writes it, with number and samples of
+        micro-batches.
+        """
         c = self.config
         stages = f"pp{c.pp}" + (f" vpp{c.chunks}" if c.chunks > 1 else "")
         sizes = {f"dp{c.dp}": c.dp, f"tp{c.tp}": c.tp, stages: c.pp, f"cp{c.cp}": c.cp, f"ep{c.ep}": c.ep}
@@ -69,7 +72,7 @@ class Entry:
 
     @property
     def recompute(self) -> str:
-        """Return the layers that recompute, by option: ``full 16, select 30 of 54``."""
+        """Return the number of layers that recompute, by option: ``full 16, select 30 of 54``."""
         config, counts = self.config, Counter[str]()
         for chunk, row in enumerate(config.layers):
             for stage, count in enumerate(row):
@@ -79,7 +82,7 @@ class Entry:
         return f"{', '.join(words)} of {config.model.layers}" if words else "none"
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`: degrees, tables, seconds, GiB."""
+        """Return values for `--json`: degrees, tables, seconds, GiB."""
         c, recompute = self.config, self.config.recompute
         return {
             "name": self.name,
@@ -100,7 +103,7 @@ class Entry:
 
 
 def entry_of(config: Configuration, times: TimeModel, name: str = "", bound: float = 0.0) -> Entry:
-    """Return what is predicted for a run.
+    """Return the predictions for a run.
 
     Raises:
         RecipeError: its schedule has no model, or cannot run with these numbers.
@@ -110,7 +113,9 @@ def entry_of(config: Configuration, times: TimeModel, name: str = "", bound: flo
 
 
 def why_faster(first: Entry, second: Entry) -> str:
-    """Return the largest differences of two entries' times, in words: what the first saves, then what it pays."""
+    """Return the largest differences of two entries' times, in words: first what the first entry saves, then what it
+    costs.
+    """
     saved = {name: second.parts[name] - first.parts[name] for name in PARTS}
     least = 0.02 * abs(second.seconds - first.seconds) + 1e-3
     gains = [name for name in sorted(PARTS, key=lambda name: -saved[name]) if saved[name] > least][:3]
@@ -128,14 +133,15 @@ Told = Callable[[Ranked, Placement], None]
 
 
 def processes() -> int:
-    """Placements at a time: the solver uses one core each."""
+    """Return the number of simultaneous placements: the solver uses one core for each."""
     return max(1, len(os.sched_getaffinity(0)))
 
 
 def place_all(
     request: Request, ranked: Sequence[Ranked], times: TimeModel, budget: Budget, told: Told, at_once: int | None = None
 ) -> bool:
-    """Place every "planned" candidate and tell of each as it is done; False when Ctrl-C or SIGTERM ended it early.
+    """Place every "planned" candidate and report each when it is done; return False if Ctrl-C or SIGTERM ended this
+    early.
 
     The others stay as they were ranked: their recomputation is what the user's limits ask for. Each candidate gets
     the effort of `budget`, however many run at a time, and the same share of its seconds as a deadline.
@@ -157,7 +163,9 @@ def place_all(
 
 
 def bounds_of(request: Request, ranked: Sequence[Ranked], times: TimeModel, at_once: int | None = None) -> list[float]:
-    """Seconds that no placement of each candidate is under (`least_seconds`); Ctrl-C raises KeyboardInterrupt."""
+    """Return a lower bound in seconds for every placement of each candidate (`least_seconds`); Ctrl-C raises
+    KeyboardInterrupt.
+    """
     jobs = [
         (configuration(request, one.candidate), times, request.room, Budget(EFFORT), request.groups) for one in ranked
     ]
@@ -245,12 +253,14 @@ class Found:
 
     @property
     def best(self) -> Entry:
-        """Return the fastest; where dry runs proved some to fit, the fastest of those."""
+        """Return the fastest layout; if dry runs proved that some fit, the fastest of those."""
         return self.passed[0] if self.passed else self.entries[0]
 
     @property
     def unverified(self) -> str:
-        """Return why the best has not passed a dry run, where dry runs were asked for; "" where it has or none were."""
+        """Return why the best layout has not passed a dry run, if dry runs were requested; "" if it has or none were
+        requested.
+        """
         if not self.to_verify or not self.entries or self.passed:
             return ""
         doubts = next((lines for entry, lines in self.doubtful if entry is self.entries[0]), None)
@@ -260,7 +270,9 @@ class Found:
 def search(
     request: Request, top: int, budget: Budget, times: TimeModel, progress: Progress, at_once: int | None = None
 ) -> Found:
-    """Rank, place, judge; Ctrl-C while placing ends it with what is known, while ranking with KeyboardInterrupt."""
+    """Rank, place and judge; Ctrl-C while placing ends the search with the results so far, while ranking with
+    KeyboardInterrupt.
+    """
     ranking = rank(request, partial(progress, "ranking"))
     found = Found(request, ranking, seconds=budget.elapsed, effort=budget.effort)
     try:
@@ -285,7 +297,7 @@ class _Placing:
     least: dict[Ranked, float] = field(default_factory=dict)  # by their own searches, no placement is under
 
     def run(self) -> None:
-        """Fill in what is found."""
+        """Add the results."""
         found, short = self.found, self.found.ranking.short_list(self.top)
         for one in short:
             if one.candidate.recompute != PLANNED:

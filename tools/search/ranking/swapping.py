@@ -1,4 +1,5 @@
-"""Keep, recompute or swap: layers placed with swapping to the host as a third choice. Simulated only.
+"""This module places layers with three choices for each: keep, recompute or swap to the host. Swapping is only
+simulated.
 
 MindFormers 1.9.0 swaps by `model.model_config.swap` with `layer_swap` (whole layers) or `op_swap` (operators by
 pattern); `swap_config` reaches no model. A layer's activations leave while the layers after it run, and come back,
@@ -10,8 +11,9 @@ The model, for a stage that is never idle (bubbles hide more):
 * the first layer of a backward is fetched behind the operation before it, which is taken to be a backward, too;
 * of swapped layers only those on their way take memory, on every stage: the one whose backward runs and the one that is
   fetched ahead of it, however many micro-batches are in flight.
-Not modelled: the host's memory bandwidth, which all devices of a node share, anybody else on the link, and a
-micro-batch whose backward follows its forward at once (the last stage), which had better not be swapped.
+
+The model leaves out the host's memory bandwidth, which all devices of a node share, other traffic on the link, and a
+micro-batch whose backward directly follows its forward (the last stage), which should not be swapped.
 
 Two ways to swap are offered for each kind of layer: all but its input, and those modules' tensors that the backward
 hides, the most bytes of them.
@@ -38,7 +40,7 @@ from tools.layout.problem import PlacedInstance, pipeline_instance
 
 @dataclass(frozen=True)
 class Swapped:
-    """A layer that swaps: the terms of a recompute option in `tools.layout.instance.Option`."""
+    """This is a layer that swaps, in the terms of a recompute option of `tools.layout.instance.Option`."""
 
     extra_backward: float  # seconds added to the layer's backward
     activation: float  # bytes that stay on the device for each micro-batch in flight
@@ -46,7 +48,7 @@ class Swapped:
 
 
 def swapped(saved: float, moved: float, one_way: float, backward: float) -> Swapped:
-    """Return what swapping `moved` of the `saved` bytes means that a micro-batch leaves for a layer's backward.
+    """Return the memory and time of a micro-batch's layer if `moved` of the `saved` bytes are swapped.
 
     Args:
         one_way: seconds in which the link to the host carries `moved` in one direction.
@@ -61,7 +63,7 @@ _MS = 1000
 
 @dataclass(frozen=True)
 class Swapping:
-    """What the third choice brings."""
+    """This is what the third choice gains."""
 
     without_s: float  # seconds of a step; infinite where nothing fits
     with_s: float
@@ -71,7 +73,7 @@ class Swapping:
 
 
 def place_swapping(config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget) -> Swapping:
-    """`config`'s layers placed with and without swapping, half of the effort each.
+    """Place `config`'s layers with and without swapping, with half of the effort for each.
 
     Raises:
         RecipeError: the bandwidth to the host is unknown, or layers of this model are not placed.
@@ -103,7 +105,9 @@ def place_swapping(config: Configuration, model: TimeModel, cap_bytes: float, bu
 
 
 def with_swapping(instance: PlacedInstance, prices: Mapping[str, Mapping[str, Swapped]]) -> PlacedInstance:
-    """Return an instance whose layers may swap, too; every stage has room for what is on its way, at its largest."""
+    """Return an instance whose layers may also swap; every stage has room for the largest tensors that are being
+    moved.
+    """
     once = max(price.once for kind in instance.types for price in prices[kind.name].values())
     more = {
         kind: [Option(name, one.extra_backward * _MS, one.activation / GIB) for name, one in ways.items()]
@@ -114,7 +118,7 @@ def with_swapping(instance: PlacedInstance, prices: Mapping[str, Mapping[str, Sw
 
 
 def prices_of(config: Configuration, model: TimeModel) -> dict[str, dict[str, Swapped]]:
-    """Kind -> way to swap -> its price."""
+    """Return kind -> way to swap -> its cost."""
     found = {}
     for kind in dict.fromkeys(config.model.pattern):
         layer, parts = model.layer(config, kind), saved_parts(config, kind)
@@ -128,7 +132,7 @@ def prices_of(config: Configuration, model: TimeModel) -> dict[str, dict[str, Sw
 
 
 def hidden_bytes(sizes: Iterable[float], backward: float, model: TimeModel) -> float:
-    """Return the most bytes of some tensors that the link carries in a layer's backward."""
+    """Return the most bytes, of these tensors, that the link carries in a layer's backward."""
     every = [size for size in sizes if size]
     sets = chain.from_iterable(combinations(every, count) for count in range(len(every) + 1))
     return max(total for total in map(sum, sets) if _to_host(model, total) <= backward)

@@ -1,12 +1,13 @@
-"""Dry runs of the best strategies: written as overlays, compiled through the virtual cluster, dropped if they fail.
+"""This module runs dry runs of the best strategies: they are written as overlays, compiled through the virtual cluster,
+and dropped if they fail.
 
 A quick dry run compiles each kind of layer once: whether MindSpore takes the strategy, and exactly what weights,
 gradients and optimizer state hold. Activations are the larger of the search's own prediction and what the dry run puts
 together for each stage from its kinds of layer; a full one compiles every kind of stage as it is, and its own estimate
 counts.
 
-What is over the limit fails. What is under it, but by less than the search's margin, is no failure and no proof either:
-both estimates are off by as much.
+A strategy above the limit fails. A strategy below the limit, but by less than the search's margin, is neither failed
+nor proven to fit, because both estimates have errors of this size.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _SAME = 0.005  # of the room: plans fill it to the last byte, and the graph's we
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a dry run found: refusals, or what is wrong beside memory, and bytes by stage."""
+    """This is what a dry run found: refusals, or errors other than memory, and bytes by stage."""
 
     problems: list[str]
     exact: list[int]
@@ -47,7 +48,7 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a dry run means for a strategy."""
+    """This is what a dry run means for a strategy."""
 
     problems: list[str]  # why it is none; [] where it compiles and nothing is over the limit
     doubts: list[str]  # why it is not proven to fit all the same
@@ -55,7 +56,7 @@ class Verdict:
 
     @property
     def proven(self) -> bool:
-        """Return whether it compiles and fits."""
+        """Return whether the strategy compiles and fits."""
         return not self.problems and not self.doubts
 
 
@@ -96,7 +97,7 @@ def verify(
     full: bool = False,
     run: Run = dry_run,
 ) -> None:
-    """Dry-run entries one after the other: the first `count`, and more as long as none of them compiles and fits.
+    """Make dry runs of entries one after the other: the first `count`, and more until one of them compiles and fits.
 
     Args:
         request: what was asked for: its cap of bytes on a device, its margin, its machine.
