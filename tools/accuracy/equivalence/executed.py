@@ -124,8 +124,8 @@ def _placed(norm: Finding, allowed: float, alike: bool) -> Finding:
 def _held_out(run: Trained, reference: Trained) -> Iterator[Finding]:
     """Held-out losses after each step, and before the first."""
     for step in sorted(run.held_out.keys() | reference.held_out.keys()):
-        sides = (side.held_out.get(step) for side in (run, reference))
-        yield At(run, step, FORWARD).number("loss", "held-out loss", *sides, HELD_OUT)
+        got, want = run.held_out.get(step), reference.held_out.get(step)
+        yield At(run, step, FORWARD).number("loss", "held-out loss", got, want, HELD_OUT)
 
 
 def _tensors(run: Trained, reference: Trained) -> Iterator[Finding]:
