@@ -95,13 +95,16 @@ def train(recipe: dict[str, Any], folder: Path, name: str) -> Path:
 @click.argument("recipe", type=click.Path(path_type=Path, exists=True))
 @click.option("--float32", is_flag=True, help="Compute in float32, dispatch by alltoall.")
 @click.option("--steps", default=3, type=click.IntRange(min=2), show_default=True)
+@click.option("--data", type=click.Path(), help="Train on this Megatron prefix instead of a small made-up corpus.")
 @click.option("--workers", default=4, type=click.IntRange(min=2), show_default=True)
-def main(recipe: Path, float32: bool, steps: int, workers: int) -> None:
+def main(recipe: Path, float32: bool, steps: int, data: str | None, workers: int) -> None:
     """Train both, print what sets them apart."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        prepare(folder)
-        mini: dict[str, Any] = sharded(recipe, str(folder / "tiny"), steps, workers)
+        if data is None:
+            prepare(folder)
+        corpus = str(Path(data).absolute()) if data else str(folder / "tiny")
+        mini: dict[str, Any] = sharded(recipe, corpus, steps, workers)
         if float32:
             in_float32(mini)
         one, many = (train(each, folder, name) for each, name in ((one_process(mini), "one"), (mini, "many")))
