@@ -107,6 +107,8 @@ def test_experts_of_two_stages_that_change_places_leave_the_losses_alone(corpus,
         assert move[step]["loss"] == pytest.approx(stay[step]["loss"], rel=1e-6), f"step {step}"
         assert move[step]["global_norm"] == pytest.approx(stay[step]["global_norm"], rel=1e-6), f"step {step}"
     assert move[6]["loss"] < move[1]["loss"] - 0.05, "it learns"
+    ends = (tmp_path / which / "checkpoint" / "iteration_00000006" for which in ("move", "stay"))
+    assert max(runs.apart(*ends).values()) < 1e-5, "weights and moments, experts in the order of their numbers"
     assert not any(load.moved for load in read_loads(load_file(tmp_path / "stay")))
     loads = read_loads(load_file(tmp_path / "move"))
     config = load_recipe(recipe)["model"]["model_config"]
