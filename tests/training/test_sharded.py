@@ -88,36 +88,28 @@ def test_losses_and_norms_equal_those_of_one_process(alone, corpus, tmp_path_fac
     equal(runs.steps(run(KILLED, corpus, tmp_path_factory)), alone)
 
 
-def test_experts_of_two_stages_that_change_places_leave_the_losses_alone(corpus, tmp_path):
-    """Each stage shuffles its own layer after each other step, by the graph's own AlltoAllV; against the same graph,
-    loaded, whose experts stay.
+def test_experts_of_a_pipeline_that_change_places_leave_the_losses_alone(alone, corpus, tmp_path):
+    """Two ranks of the last stage shuffle their experts after each other step, by the graph's own AlltoAllV.
 
-    Rank 0 records the layers of both stages; the last stage knows the loss.
+    All four ranks plan for the last stage's layer, and rank 0, which has no experts, records it.
     """
     recipe = tmp_path / "recipe.yaml"
-    plugins = {"expert_balance": {"every": 2, "method": "random"}}
+    ours = Settings(every=2, method="random")
+    plugins = {"expert_balance": {"every": ours.every, "method": ours.method}}
     recipe.write_text(yaml.safe_dump({"base_config": str(runs.HERE / "sharded_pp2_ep2.yaml"), "plugins": plugins}))
-    graph = runs.compiled_once(tmp_path / "graph")
-    runs.train(recipe, tmp_path / "move", corpus, **graph)
-    said = runs.train(recipe, tmp_path / "stay", corpus, **graph, **runs.dying(TC3_TEST_STAY="1"))
-    assert "loads the graph of an earlier start" in said
-    move, stay = (runs.steps(tmp_path / which, rank=3) for which in ("move", "stay"))
-    assert sorted(move) == sorted(stay) == STEPS
-    for step in STEPS:
-        assert move[step]["loss"] == pytest.approx(stay[step]["loss"], rel=1e-6), f"step {step}"
-        assert move[step]["global_norm"] == pytest.approx(stay[step]["global_norm"], rel=1e-6), f"step {step}"
-    assert move[6]["loss"] < move[1]["loss"] - 0.05, "it learns"
-    ends = (tmp_path / which / "checkpoint" / "iteration_00000006" for which in ("move", "stay"))
-    assert max(runs.apart(*ends).values()) < 1e-5, "weights and moments, experts in the order of their numbers"
-    assert not any(load.moved for load in read_loads(load_file(tmp_path / "stay")))
-    loads = read_loads(load_file(tmp_path / "move"))
+    runs.train(recipe, tmp_path / "run", corpus)
+    found = runs.steps(tmp_path / "run", rank=3)  # the last stage knows the loss
+    equal(found, alone)
+    assert [found[n]["loss"] for n in STEPS] == pytest.approx([alone[n]["loss"] for n in STEPS], rel=1e-6)
+    loads = read_loads(load_file(tmp_path / "run"))
     config = load_recipe(recipe)["model"]["model_config"]
     choices = 4 * config["seq_length"] * config["num_experts_per_tok"]
-    assert [(load.step, load.layers, load.micro_batch) for load in loads] == [(n, (1, 2), (None, None)) for n in STEPS]
-    assert all((load.tokens.sum(1) == choices).all() for load in loads), "of the whole batch"
+    assert [(load.step, load.layers) for load in loads] == [(step, (1,)) for step in STEPS]
+    assert all(load.tokens.sum() == choices for load in loads), "of the whole batch"
+    assert all(load.micro_batch == (None,) for load in loads), "two were counted together"
     assert [load.moved is not None for load in loads] == [False, True] * 3
-    assert all((load.moved.slots != load.slots).any(1).all() for load in loads if load.moved), "of both layers"
-    assert differences(loads, replay(loads, Settings(every=2, method="random"))) == []
+    assert all(load.moved.experts > 0 for load in loads if load.moved)
+    assert differences(loads, replay(loads, ours)) == []
 
 
 def test_the_collectives_of_a_run_are_those_of_its_dry_run(corpus, tmp_path_factory, tmp_path, monkeypatch):

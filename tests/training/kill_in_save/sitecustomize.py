@@ -4,7 +4,6 @@ move of experts.
 TC3_TEST_KILL is `rank:n`: the n-th safetensors file (1 is the first) that rank writes.
 TC3_TEST_KILL_SEAL is `rank:n`: the n-th file that rank reads to seal it, when all of its save are written.
 TC3_TEST_KILL_MOVE is `rank:n`: before the n-th tensor that rank writes when experts move, all of a layer at hand.
-TC3_TEST_STAY: no kill; experts never move, whatever the recipe says: the graph is that of the recipe whose experts do.
 TC3_TEST_SET_DATA: no kill; tensors of experts that move are written by `Parameter.set_data`, which is wrong.
 """
 
@@ -66,10 +65,6 @@ def _set_data():
     module.assign = lambda parameter, value: parameter.set_data(Tensor(value, parameter.dtype))
 
 
-def _stay():
-    _callback().due = lambda step, every: False
-
-
 def _arm_move():
     rank, number = map(int, os.environ["TC3_TEST_KILL_MOVE"].split(":"))
     if int(os.environ.get("RANK_ID", 0)) != rank or os.environ.get("MS_ROLE") != "MS_WORKER":
@@ -92,7 +87,5 @@ if "TC3_TEST_KILL_SEAL" in os.environ:
     threading.Thread(target=_arm_seal, daemon=True).start()
 if "TC3_TEST_KILL_MOVE" in os.environ:
     threading.Thread(target=_arm_move, daemon=True).start()
-if "TC3_TEST_STAY" in os.environ and os.environ.get("MS_ROLE") == "MS_WORKER":
-    threading.Thread(target=_stay, daemon=True).start()
 if "TC3_TEST_SET_DATA" in os.environ and os.environ.get("MS_ROLE") == "MS_WORKER":
     threading.Thread(target=_set_data, daemon=True).start()
