@@ -7,6 +7,7 @@ import json
 from itertools import pairwise
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from mindspore import Tensor
@@ -72,7 +73,7 @@ def test_experts_are_where_each_of_four_placements_says(ranks):
     on_ranks(RANKS, work)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.int64])
+@pytest.mark.parametrize("dtype", [np.uint8, ml_dtypes.bfloat16, np.float16, np.float32, np.int64])
 @pytest.mark.parametrize("shape", [(5,), (3, 1), ()])
 def test_any_type_and_number_of_rows(dtype, shape, ranks):
     """Rank r sends r x p rows to rank p; with and without being told before how many arrive."""
