@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.training import runs
 from tests.training.conftest import prepare
+from tools.experts.restore import restore_order
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
@@ -118,7 +119,10 @@ def main(recipe: Path, float32: bool, steps: int, data: str | None, workers: int
             apart = abs(got[step]["loss"] - loss), abs(got[step]["global_norm"] / norm - 1)
             text = abs((got[step]["lm_loss"] or 0) - (record["lm_loss"] or 0))
             click.echo(f"| {step} | {loss:.7g} | {apart[0]:.1e} | {text:.1e} | {norm:.7g} | {apart[1]:.1e} |")
-        ends = (run / "checkpoint" / f"iteration_{steps:08d}" for run in (one, many))
+        ends = [run / "checkpoint" / f"iteration_{steps:08d}" for run in (one, many)]
+        if mini["plugins"].get("expert_balance"):  # one process keeps every expert in its place
+            moved, ends[1] = ends[1], folder / "in_order" / ends[1].name
+            restore_order(moved, ends[1])
         click.echo("; ".join(f"{kind} {value:.1e}" for kind, value in runs.apart(*ends).items()))
 
 
