@@ -81,15 +81,16 @@ class ExpertBalance(ExpertMigrateCallback):
         """Find the layers, and go on from what was recorded before."""
         params = run_context.original_args()
         self.ranks = self.connect()
-        self.step = params.train_network
-        self.layers = layers_of(self.step.network, self.step.optimizer, self.decoder)
+        self.layers = layers_of(params.train_network.network, params.train_network.optimizer, self.decoder)
         monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
         self.done = monitors[0].initial_step or 0 if monitors else 0
         self._remember()
 
     def on_train_step_end(self, run_context):
         """Record; move when due."""
-        step = self.done + run_context.original_args().cur_step_num
+        params = run_context.original_args()
+        # a compile tells the layouts of weights to the cell it was asked for: in sink mode the one around the step
+        step, self.compiled = self.done + params.cur_step_num, params.train_network
         shares = np.stack([layer.router.expert_load.asnumpy().astype(np.float64) for layer in self.layers])
         slots = np.stack([layer.placement.asnumpy().astype(np.int64) for layer in self.layers])
         tokens, slots, batches = self.of_all(shares, slots)

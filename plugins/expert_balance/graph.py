@@ -216,11 +216,11 @@ class ShardedExpertBalance(ExpertBalance):
         return Layer(row, layer.number, layer.placement, [self._slice(tensor) for tensor in layer.tensors])
 
     def _holds(self, layer):
-        return layer.tensors[0].name in self.step.parameter_layout_dict
+        return layer.tensors[0].name in self.compiled.parameter_layout_dict
 
     def _slice(self, tensor):
         """A moment is cut as its weight is, or more finely."""
-        mesh, cuts, *_, whole = self.step.parameter_layout_dict[_MOMENT.sub("", tensor.name)][:7]
+        mesh, cuts, *_, whole = self.compiled.parameter_layout_dict[_MOMENT.sub("", tensor.name)][:7]
         first = cuts[0] if isinstance(cuts[0], (list, tuple)) else cuts[:1]
         sets = self.first + holders(mesh, first, whole[0] // tensor.shape[0])
         return Slice(tensor, self._among(next(each for each in sets.tolist() if self.rank in each)))

@@ -105,7 +105,7 @@ def callback(mesh, stage, held):
     found = object.__new__(ShardedExpertBalance)
     found.pipeline, found.copies, found.devices = mesh[stage], 1000, 2
     found.stage = SimpleNamespace(size=2)
-    found.step = SimpleNamespace(parameter_layout_dict={f"{held}.w1": ()})
+    found.compiled = SimpleNamespace(parameter_layout_dict={f"{held}.w1": ()})
     found.layers = [Experts(i, None, None, [SimpleNamespace(name=f"{i}.w1")]) for i in (1, 2)]
     return found
 
@@ -146,7 +146,7 @@ def test_whom_a_rank_of_two_stages_of_two_groups_of_two_exchanges_with(
     assert ours.connect() == tuple(range(8))
     assert ours.stage == tuple(range(first, first + 4)) and ours.pipeline == pipeline
     layout = ((2, 2), (0, -1), None, None, None, "", (64, 8))
-    ours.step = SimpleNamespace(parameter_layout_dict={"layer.w1": layout})
+    ours.compiled = SimpleNamespace(parameter_layout_dict={"layer.w1": layout})
     assert ours._slice(SimpleNamespace(name="layer.w1", shape=(32, 8))).ranks == group
     assert ours._slice(SimpleNamespace(name="adam_m.layer.w1", shape=(16, 8))).ranks == all_copies
 
