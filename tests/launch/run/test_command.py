@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -401,9 +402,13 @@ def test_a_launch_hands_the_flags_to_its_workers(train, fused, monkeypatch):
 
 
 def run(text, **environ):
-    """The part of a script above its shared body, and what msrun would see."""
-    upper = text.partition("# ---- from here on")[0] + f'\necho "${VARIABLE}"\n'
-    return subprocess.run(["bash", "-c", upper], capture_output=True, text=True, env=environ)
+    """What a script does about the flags, above its body and in it, and what msrun would see."""
+    flags = [line for line in text.splitlines() if line.startswith("FUSION_FLAGS=")]
+    fail, block = (
+        re.search(each, text, re.M | re.S)[0] for each in (r"^fail\(\) .*?^}$", r"^if \S+ -n .{,4}FUSION.*?^fi$")
+    )
+    script = "\n".join(["set -euo pipefail", *flags, fail, block, f'echo "${{{VARIABLE}:-}}"'])
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environ)
 
 
 def test_a_script_exports_the_flags_or_refuses_others():
@@ -413,7 +418,8 @@ def test_a_script_exports_the_flags_or_refuses_others():
         assert (done.returncode, done.stdout) == (0, f"{FLAGS}\n"), done.stderr
     done = run(text, **{VARIABLE: "--opt_level=0"})
     assert done.returncode == 2 and VARIABLE in done.stderr and not done.stdout
-    assert VARIABLE not in generate({**ascend(data_parallel=2), "context": ON_ASCEND})
+    plain = generate({**ascend(data_parallel=2), "context": ON_ASCEND})
+    assert "FUSION_FLAGS=" not in plain and run(plain).stdout == "\n", "nothing is exported"
 
 
 def test_who_starts_msrun_by_hand_gets_them_from_the_worker(monkeypatch):

@@ -228,7 +228,7 @@ def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
         if config.get(key):
             raise RecipeError(f"{'.'.join(LOADER)}.config.{key}: the reference attends to whole samples; write False")
     built = convert(View(Recipe(recipe)), load_schema())
-    if not built.fields.get("multi_latent_attention"):
+    if not built.fields.get("multi_latent_attention") and look(recipe, (*MODEL, "multi_latent_attention")) is None:
         wrong = "the reference, Hugging Face's DeepseekV3, has latent attention, and not grouped queries"
         raise RecipeError(f"model.model_config.model_type: {wrong}; tc3 accuracy equivalence compares layouts of it")
     moved = any(callback["type"] == BIAS for callback in recipe.get("callbacks") or [])
