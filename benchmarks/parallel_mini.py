@@ -65,7 +65,7 @@ def one_process(mini: dict[str, Any]) -> dict[str, Any]:
 
 
 def sharded(recipe: Path, corpus: str, steps: int, workers: int) -> dict[str, Any]:
-    """What is trained by many: a sharded recipe for CPU as it is, of others the mini with its strategy."""
+    """Return the recipe that several processes train: a sharded recipe for CPU itself, else the mini of `recipe`."""
     loaded = load_recipe(recipe)
     if not View(loaded).sharded_on_cpu:
         return dict(load_mini(recipe, corpus, steps, workers))
