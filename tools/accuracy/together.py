@@ -47,7 +47,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-# Some runs leave out plugins that their recipe names: a CPU fuses nothing, and a dry run has neither data nor callbacks.
+# Some runs leave out plugins that their recipe names: a CPU fuses nothing, a dry run has neither data nor callbacks.
 _NOT_IN = {
     TRAINS: {"operator_fusion", "grouped_gradient"},
     COMPILED: {"finite_loss", "packed_labels", "held_out_loss", "attention_balance", "spike_guard", "straggler_probe"},
