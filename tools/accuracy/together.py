@@ -159,7 +159,8 @@ def shown() -> tuple[tuple[str, str, frozenset[str]], ...]:
 
 def _of_sharding(sharding: Sharding) -> set[str]:
     has = {"hierarchical_ep"} if sharding.mode else set()
-    has |= ({"ep_overlap"} if sharding.chunks > 1 else set()) | ({"held_out_loss"} if sharding.held_out else set())
+    named = {"ep_overlap": sharding.chunks > 1, "held_out_loss": sharding.held_out, "expert_balance": sharding.moves}
+    has |= {name for name, on in named.items() if on}
     return has | kinds_of(sharding)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,8 @@ from tools.accuracy.equivalence.trained import (
 )
 from tools.accuracy.judge import tolerance
 from tools.checkpoint.scan import iteration, iterations
-from tools.checkpoint.stored import Whole, read_whole
+from tools.checkpoint.stored import Whole, moved, read_placements, read_whole
+from tools.experts.restore import restore_order
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 from tools.runs.readings import read_held_out
@@ -229,7 +231,7 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
     record = _Record(*_betas(recipe))
     differing: dict[str, tuple[int, ...]] = {}
     for folder in folders:
-        whole = read_whole(folder)
+        whole = _in_order(folder)
         biases = biases_of(whole)
         record.add(whole.arrays, {name: next(iter(each.values())) for name, each in biases.items()})
         wrong = {name: ranks for name, each in biases.items() if (ranks := _others(each))}
@@ -237,6 +239,16 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
             differing.setdefault(name, ranks)
     shares = _shares(run_dir, view.devices)
     return Trained(view.devices, steps, [], record.norms, record.state(), differing, shares, read_held_out(run_dir))
+
+
+def _in_order(folder: Path) -> Whole:
+    """Return the tensors of a checkpoint, every expert at its own number, wherever the run has moved it."""
+    if not moved(read_placements(folder)):
+        return read_whole(folder)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+        target = Path(place) / folder.name
+        restore_order(folder, target)
+        return read_whole(target)
 
 
 def _betas(recipe: Recipe) -> list[float]:

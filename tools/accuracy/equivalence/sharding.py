@@ -25,18 +25,11 @@ BIAS_CALLBACK = "TopkBiasBalanceCallback"
 UNROUNDED = {"type": "UnroundedAttention", "auto_register": "unrounded_attention.UnroundedAttention"}
 NEVER_CLIPPED = 1e6  # a max_grad_norm
 DOCUMENTS = 2048  # tokens of a sample from which MindSpore takes the compressed mask
+# fields of a `Sharding` that one process has in common with it
 MODEL = (
-    "moe",
-    "mtp",
-    "layers",
-    "aux",
-    "documents",
-    "known",
-    "groups",
-    "shared",
-    "length",
-    "held_out",
-)  # of a `Sharding`
+    *("moe", "sparse", "mtp", "layers", "aux", "documents"),
+    *("known", "groups", "shared", "length", "held_out"),
+)
 TWO_STAGES = "MindFormers counts MTP's share of the embedding's gradient twice (docs/stock-differences.md)"
 
 
@@ -49,15 +42,17 @@ class Sharding:
             over tp; vpp: chunks of layers of a stage; micro: micro-batches of the pipeline; schedule: their order, a
             `pipeline_scheduler` of MindSpore; zero: the optimizer's state cut over dp; recompute: all activations;
             accumulate: steps of gradient accumulation, 0 for as many as a rank has samples.
-        moe, mtp: whether the model has experts and an MTP layer; layers: how many; aux: the router's auxiliary loss,
-            which is taken per rank and micro-batch and so is off where tokens are split between those, unless each
-            sample is a micro-batch of its own, here and in one process.
+        moe, mtp: whether the model has experts and an MTP layer; layers: how many; sparse: how many of them, from the
+            last on, have experts; aux: the router's auxiliary loss, which is taken per rank and micro-batch and so is
+            off where tokens are split between those, unless each sample is a micro-batch of its own, here and in one
+            process.
         groups: of experts, of half of which a token's are chosen (`n_group`); shared: experts that every token goes to;
             length: tokens of a sample. 0 in each is what the recipe has.
         mode: of the hierarchical_ep plugin, as it runs on Ascend; "" is MindFormers' own dispatcher. chunks: of tokens
             in a layer, of the ep_overlap plugin; 1 is without it.
         documents: whether documents see themselves alone, by the compressed mask, in samples of `DOCUMENTS` tokens.
         held_out: whether the held_out_loss plugin evaluates after every step.
+        moves: whether the expert_balance plugin shuffles the experts after every step.
         known: the stock difference that this strategy has from one process, told and not judged.
     """
 
@@ -76,6 +71,7 @@ class Sharding:
     moe: bool = False
     mtp: bool = False
     layers: int = 2
+    sparse: int = 1
     aux: bool = False
     groups: int = 0
     shared: int = 0
@@ -84,6 +80,7 @@ class Sharding:
     chunks: int = 1
     documents: bool = False
     held_out: bool = False
+    moves: bool = False
     known: str = ""
 
     @property
@@ -108,6 +105,7 @@ class Sharding:
         parts = ["moe" * self.moe, "mtp" * self.mtp, "without_auxiliary_loss" * (self.moe and not self.aux)]
         parts += [
             f"{self.layers}_layers" * (self.layers != 2),
+            f"{self.sparse}_with_experts" * (self.sparse != 1),
             "documents" * self.documents,
             "held_out" * self.held_out,
         ]
@@ -141,6 +139,8 @@ class Sharding:
 _EP = Sharding(dp=2, ep=2, moe=True)
 _EP4 = Sharding(dp=4, ep=4, moe=True)
 _CHUNKS = Sharding(pp=2, micro=2, vpp=2, layers=4)
+_MOVES = replace(_EP, moves=True)
+_MOVES_PP2 = replace(_MOVES, pp=2, micro=2, sparse=2)
 EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
     ("executed_tp2", "heads, FFN columns and vocabulary over 2", Sharding(tp=2)),
     ("executed_tp2_sp", "the same, norms on halves of the sequence", Sharding(tp=2, sp=True)),
@@ -185,6 +185,11 @@ EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
     ("executed_held_out_pp2", "held_out_loss after every step", Sharding(pp=2, micro=2, held_out=True)),
     ("executed_held_out_vpp2", "held_out_loss after every step", replace(_CHUNKS, held_out=True)),
     ("executed_held_out_accumulation_2", "held_out_loss after every step", Sharding(accumulate=2, held_out=True)),
+    ("executed_moves_ep2", "expert_balance shuffles experts after every step", _MOVES),
+    ("executed_moves_pp2", "the same, experts on both stages", _MOVES_PP2),
+    ("executed_moves_vpp2", "the same, in all four chunks", replace(_MOVES_PP2, vpp=2, layers=4, sparse=4)),
+    ("executed_moves_two_groups_zero", "two EP groups, the optimizer over both", replace(_MOVES, dp=4, zero=True)),
+    ("executed_moves_accumulation_2", "between updates only", replace(_MOVES, accumulate=2)),
     ("executed_accumulation_2", "two micro-batches per step on one process", Sharding(accumulate=2)),
 )  # fmt: skip
 # what a run without --only executes: one strategy of each kind, as each takes a minute
@@ -237,8 +242,8 @@ def _model(recipe: Recipe, sharding: Sharding) -> None:
 
 
 def _experts(model: dict[str, Any], sharding: Sharding) -> None:
-    """Experts in the last layer, or in none (in place)."""
-    model["first_k_dense_replace"] = sharding.layers - 1 if sharding.moe else sharding.layers
+    """Experts in the last layers, or in none (in place)."""
+    model["first_k_dense_replace"] = sharding.layers - sharding.sparse if sharding.moe else sharding.layers
     if not sharding.aux:
         model["moe_aux_loss_coeff"] = 0.0
     if sharding.groups:
@@ -291,6 +296,8 @@ def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
     if sharding.mode:
         recipe["plugins"]["hierarchical_ep"] = {"mode": sharding.mode}
         model["npu_nums_per_device"] = sharding.ep if sharding.mode == "global" else sharding.ep // 2
+    if sharding.moves:
+        recipe["plugins"]["expert_balance"] = {"every": 1, "method": "random"}
     if sharding.chunks > 1:
         recipe["plugins"]["ep_overlap"] = {"chunks": [1, sharding.chunks]}
     for callback in recipe["callbacks"]:

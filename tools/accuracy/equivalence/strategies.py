@@ -217,21 +217,24 @@ def _draw(numbers: random.Random) -> Sharding:
     choose = numbers.choice
     tp, dp, cp, pp = choose((1, 2, 2, 4)), choose((1, 2, 2, 4)), choose((1, 1, 2)), choose((1, 1, 2, 4))
     vpp = choose((1, 1, 2)) if pp > 1 else 1
-    schedule = choose(SCHEDULES) if vpp > 1 else "1f1b"
     micro, accumulate = (choose((2, 4)), 1) if pp > 1 else (1, choose((1, 1, 2, 0)))
+    schedule = choose(SCHEDULES) if (pp, vpp, micro) == (2, 2, 4) else "1f1b"
     moe, mtp = choose((False, True)), choose((False, False, True))
+    layers, ep = max(pp * vpp, 2) * choose((1, 1, 2)), choose((1, 2, 4)) if moe else 1
     return Sharding(
         tp, dp, cp, pp, vpp=vpp, micro=micro, schedule=schedule, accumulate=accumulate, moe=moe, mtp=mtp,
-        ep=choose((1, 2, 4)) if moe else 1,
+        ep=ep,
         sp=tp > 1 and (moe or choose((True, False))),
         zero=dp > 1 and choose((True, True, False)),
         recompute=choose((False, False, True)),
-        layers=max(pp * vpp, 2) * choose((1, 1, 2)),
+        layers=layers,
+        sparse=choose((1, 1, layers)) if moe else 1,
         aux=moe and cp == 1 and (not accumulate or max(dp, micro, accumulate) == 1) and choose((False, True)),
         groups=choose((0, 0, 4)) if moe else 0,
         shared=choose((0, 0, 2)) if moe else 0,
         length=choose((0, 0, 48, 96)),
         held_out=choose((False, True)),
+        moves=ep > 1 and choose((False, True)),
         known=TWO_STAGES if mtp and pp > 1 else "",
     )  # fmt: skip
 

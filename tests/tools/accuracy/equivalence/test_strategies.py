@@ -141,7 +141,7 @@ def test_names_of_baselines_tell_models_apart():
     seen = {}
     for sharding in SHARDINGS.values():
         assert seen.setdefault(sharding.against, sharding.alone) == sharding.alone
-    assert Sharding(tp=2).against == "one_process" and len(seen) == 11
+    assert Sharding(tp=2).against == "one_process" and len(seen) == 13
 
 
 def test_two_usual_ones_are_executed_unless_more_are_asked_for():
@@ -217,12 +217,13 @@ def test_what_is_drawn_varies(base):
     drawn = [case.sharding for case in draw_cases(base, 200, 0, MOST)]
     for name in ("tp", "dp", "cp", "pp", "ep", "vpp", "micro", "schedule", "zero", "recompute", "accumulate"):
         assert len({getattr(each, name) for each in drawn}) > 1, name
-    for name in ("moe", "mtp", "layers", "aux", "groups", "shared", "length", "sp"):
+    for name in ("moe", "sparse", "mtp", "layers", "aux", "groups", "shared", "length", "sp", "moves"):
         assert len({getattr(each, name) for each in drawn}) > 1, name
     assert any(each.zero and each.tp > 1 and each.ep > 1 for each in drawn)
     assert any(each.zero and 1 < each.ep < each.dp for each in drawn)
     assert any(each.aux and each.dp > 1 and not each.accumulate for each in drawn)
     assert any(each.held_out and each.pp > 1 for each in drawn)
+    assert any(each.moves and each.pp > 1 for each in drawn)
 
 
 def test_drawn_recipes_are_sound_and_both_sides_train_the_same_model(base, tmp_path):
