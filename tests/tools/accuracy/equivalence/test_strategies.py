@@ -214,7 +214,7 @@ def test_a_seed_draws_the_same_layouts_and_another_one_others(base):
 
 
 def test_what_is_drawn_varies(base):
-    drawn = [case.sharding for case in draw_cases(base, 200, 0, MOST)]
+    drawn = [case.sharding for case in draw_cases(base, 400, 0, MOST)]
     for name in ("tp", "dp", "cp", "pp", "ep", "vpp", "micro", "schedule", "zero", "recompute", "accumulate"):
         assert len({getattr(each, name) for each in drawn}) > 1, name
     for name in ("moe", "sparse", "mtp", "layers", "aux", "groups", "shared", "length", "sp", "moves"):
