@@ -2,6 +2,7 @@
 
     python benchmarks/parallel_mini.py RECIPE [--float32] [--steps 3] [--workers 4]
     python benchmarks/parallel_mini.py recipes/mini/pretrain_report.yaml --steps 20   # sharded for CPU: as it is
+    python benchmarks/parallel_mini.py recipes/mini/pretrain_report.yaml --steps 12 --kill 5:30   # and once more
 
 Both start from the same weights and take the same samples. One process has no pipeline and takes each micro-batch of
 each data-parallel rank as a step of gradient accumulation, so that the auxiliary loss of experts, which MindFormers
@@ -12,6 +13,11 @@ probabilities to bfloat16 (docs/stock-differences.md).
 
 Prints a line a step: losses and their difference, global norms and the relative one. Then how far apart the last
 checkpoints are: weights and moments by L2 norm, relative.
+
+`--kill RANK:TENSOR` trains the several processes once more. All of these runs save in the middle and at the end. One
+rank gets SIGKILL in a move of experts, before it writes its TENSOR-th tensor (7 a layer: two weights, two moments of each,
+the placement). The run goes on with `--resume auto`: every step of every rank and every tensor of the last checkpoint
+must have the bits of the run that nobody killed.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.sharded_resume import compare
 from tests.training import runs
 from tests.training.conftest import prepare
 from tools.experts.restore import restore_order
@@ -84,11 +91,16 @@ def in_float32(mini: dict[str, Any]) -> None:
     model.update(dict.fromkeys((*types, "router_dense_type"), "float32"), moe_token_dispatcher_type="alltoall")
 
 
-def train(recipe: dict[str, Any], folder: Path, name: str) -> Path:
-    """The folder of a run to its end."""
-    file = folder / f"{name}.yaml"
+def train(recipe: dict[str, Any], folder: Path, name: str, kill: str = "") -> Path:
+    """The folder of a run to its end; with `kill`, RANK:TENSOR, of one that was killed in a move and went on."""
+    file, cache = folder / f"{name}.yaml", runs.compiled_once(folder / "graph")
     dump_recipe(Recipe(recipe), file)
-    runs.train(file, folder / name, None, within=3600)
+    if kill:
+        hook = runs.dying(TC3_TEST_KILL_MOVE=kill) | cache
+        runs.train(file, folder / name, None, within=3600, expect=1, **hook)
+        until, saved = max(runs.steps(folder / name)), runs.checkpoints(folder / name)
+        click.echo(f"killed in a move after step {until}, {saved} saved; goes on with --resume auto")
+    runs.train(file, folder / name, None, *(("--resume", "auto") if kill else ()), within=3600, **cache)
     return folder / name
 
 
@@ -98,7 +110,8 @@ def train(recipe: dict[str, Any], folder: Path, name: str) -> Path:
 @click.option("--steps", default=3, type=click.IntRange(min=2), show_default=True)
 @click.option("--data", type=click.Path(), help="Train on this Megatron prefix instead of a small made-up corpus.")
 @click.option("--workers", default=4, type=click.IntRange(min=2), show_default=True)
-def main(recipe: Path, float32: bool, steps: int, data: str | None, workers: int) -> None:
+@click.option("--kill", metavar="RANK:TENSOR", help="Train once more, with a kill in a move of experts and a resume.")
+def main(recipe: Path, float32: bool, steps: int, data: str | None, workers: int, kill: str | None) -> None:
     """Train both, print what sets them apart."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -108,6 +121,8 @@ def main(recipe: Path, float32: bool, steps: int, data: str | None, workers: int
         mini: dict[str, Any] = sharded(recipe, corpus, steps, workers)
         if float32:
             in_float32(mini)
+        if kill:
+            mini["checkpoint"]["save_interleaved_steps"] = steps // 2
         one, many = (train(each, folder, name) for each, name in ((one_process(mini), "one"), (mini, "many")))
         expected, got = runs.steps(one), runs.steps(many, View(Recipe(mini)).devices - 1)  # the last stage has the loss
         click.echo(
@@ -119,6 +134,9 @@ def main(recipe: Path, float32: bool, steps: int, data: str | None, workers: int
             apart = abs(got[step]["loss"] - loss), abs(got[step]["global_norm"] / norm - 1)
             text = abs((got[step]["lm_loss"] or 0) - (record["lm_loss"] or 0))
             click.echo(f"| {step} | {loss:.7g} | {apart[0]:.1e} | {text:.1e} | {norm:.7g} | {apart[1]:.1e} |")
+        if kill:
+            records, tensors = compare(many, train(mini, folder, "killed", kill), last=steps)
+            click.echo(f"{records} records of steps and {tensors} tensors of the resumed run are the same bits")
         ends = [run / "checkpoint" / f"iteration_{steps:08d}" for run in (one, many)]
         if mini["plugins"].get("expert_balance"):  # one process keeps every expert in its place
             moved, ends[1] = ends[1], folder / "in_order" / ends[1].name

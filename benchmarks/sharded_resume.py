@@ -38,8 +38,8 @@ STEPS, KILL, SAVED = 6, 4, 3
 LOSS, NORM = 1e-5, 5e-5  # absolute; relative
 
 
-def compare(whole: Path, resumed: Path, first: int = 1) -> tuple[int, int]:
-    """(records, tensors) that agree to the bit, of the steps from `first` on.
+def compare(whole: Path, resumed: Path, first: int = 1, last: int = STEPS) -> tuple[int, int]:
+    """(records, tensors) that agree to the bit, of the steps from `first` to `last`.
 
     Raises:
         AssertionError: one does not, or is not there.
@@ -48,12 +48,12 @@ def compare(whole: Path, resumed: Path, first: int = 1) -> tuple[int, int]:
     records = 0
     for rank in (int(name.removeprefix("rank_")) for name in ranks):
         expected, found = runs.steps(whole, rank), runs.steps(resumed, rank)
-        assert sorted(expected) == sorted(found) == list(range(first, STEPS + 1)), f"rank {rank}: steps {sorted(found)}"
+        assert sorted(expected) == sorted(found) == list(range(first, last + 1)), f"rank {rank}: steps {sorted(found)}"
         for step, record in expected.items():
             runs.same(found[step], record)
             records += 1
     tensors = 0
-    files = sorted((whole / "checkpoint" / f"iteration_{STEPS:08d}").glob("*.safetensors"))
+    files = sorted((whole / "checkpoint" / f"iteration_{last:08d}").glob("*.safetensors"))
     assert files, "no checkpoint of the last step"
     for file in files:
         one, other = load_file(file), load_file(resumed / file.relative_to(whole))
