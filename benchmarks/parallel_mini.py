@@ -15,9 +15,9 @@ Prints a line a step: losses and their difference, global norms and the relative
 checkpoints are: weights and moments by L2 norm, relative.
 
 `--kill RANK:TENSOR` trains the several processes once more. All of these runs save in the middle and at the end. One
-rank gets SIGKILL in a move of experts, before it writes its TENSOR-th tensor (7 a layer: two weights, two moments of each,
-the placement). The run goes on with `--resume auto`: every step of every rank and every tensor of the last checkpoint
-must have the bits of the run that nobody killed.
+rank gets SIGKILL in a move of experts, before it writes its TENSOR-th tensor (7 a layer: two weights, two moments of
+each, the placement). The run goes on with `--resume auto`: every step of every rank and every tensor of the last
+checkpoint must have the bits of the run that nobody killed.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
     python benchmarks/sharded_resume.py [LAYOUT ...]
 
-LAYOUT: tp2, pp2, zero, ep2 (tests/training/sharded_LAYOUT.yaml), by default all. Every process gets SIGKILL at once
-after step 4 of 6; a checkpoint stands at step 3. Losses and norms of each step and each rank must be the same bits, and
-so must every tensor of the last checkpoint. Checkpoints of one layout that go on as another (ACROSS) must follow that
-layout's own run, losses to 1e-5 and global norms to 5e-5 relative; laid out anew by `tc3 weights reshard` first, they
-must give the same bits as without (OFFLINE). tests/training/test_sharded.py kills and resumes
-tensor parallelism alone.
+LAYOUT: tp2, pp2, zero, ep2 (tests/training/sharded_LAYOUT.yaml), or moves (sharded_pp2_ep2.yaml, whose experts change
+places after every second step), and what goes on from them; by default all, and from one process. Every process gets
+SIGKILL at once after step 4 of 6; a checkpoint stands at step 3. Losses and norms of each step and each rank must be
+the same bits, and so must every tensor of the last checkpoint. Checkpoints of one layout that go on as another (ACROSS)
+must follow that layout's own run, losses to 1e-5 and global norms to 5e-5 relative; laid out anew by `tc3 weights
+reshard` first, they must give the same bits as without (OFFLINE). With experts put back in order by `tc3 experts
+restore-order`, they must follow a run whose experts never move (IN_ORDER). tests/training/test_sharded.py kills and
+resumes tensor parallelism alone.
 """
 
 from __future__ import annotations
@@ -19,20 +21,27 @@ from pathlib import Path
 
 import click
 import numpy as np
+import yaml
 from safetensors.numpy import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.training import runs
 from tests.training.conftest import prepare
+from tools.experts.restore import restore_order, target_of
 from tools.recipe.load import load_recipe
 from tools.weights.reshard import folder_in, reshard
 from tools.weights.reshard_plan import plan_stored
 from tools.weights.source import open_source
 
 ALONE = "one"
-LAYOUTS = ("tp2", "pp2", "zero", "ep2")
-ACROSS = ((ALONE, "tp2"), ("tp2", ALONE), ("pp2", "tp2"), ("zero", "pp2"))  # saved by, goes on as
+MOVING, STAYING = "moves", "stays"  # with expert_balance: experts change places, or stay where they are found
+LAYOUTS = ("tp2", "pp2", "zero", "ep2", MOVING)
+FILES = {ALONE: "sharded", MOVING: "sharded_pp2_ep2", STAYING: "sharded_ep2"}
+BALANCE = {MOVING: {"every": 2, "method": "random"}, STAYING: {"every": 0}}
+# saved by, goes on as
+ACROSS = ((ALONE, "tp2"), ("tp2", ALONE), ("pp2", "tp2"), ("zero", "pp2"), (MOVING, STAYING))
+IN_ORDER = ((MOVING, ALONE), (MOVING, "pp2"))
 OFFLINE = (("tp2", "pp2"),)
 STEPS, KILL, SAVED = 6, 4, 3
 LOSS, NORM = 1e-5, 5e-5  # absolute; relative
@@ -78,7 +87,13 @@ class Runs:
 
     def recipe(self, layout: str) -> Path:
         """The recipe of a layout; ALONE is one process."""
-        return runs.HERE / ("sharded.yaml" if layout == ALONE else f"sharded_{layout}.yaml")
+        file = runs.HERE / f"{FILES.get(layout, f'sharded_{layout}')}.yaml"
+        if layout not in BALANCE:
+            return file
+        recipe = self.folder / f"{layout}.yaml"
+        plugins = {"expert_balance": BALANCE[layout]}
+        recipe.write_text(yaml.safe_dump({"base_config": str(file), "plugins": plugins}))
+        return recipe
 
     def whole(self, layout: str) -> Path:
         """The folder of its run to the end."""
@@ -97,8 +112,21 @@ class Runs:
 
     def across(self, saved: str, layout: str) -> str:
         """How far a run that goes on from another layout's checkpoint is from this layout's own."""
-        folder = self.folder / f"{saved}_as_{layout}"
-        self._resume(layout, folder, str(self.whole(saved) / "checkpoint" / f"iteration_{SAVED:08d}"))
+        return self._follows(layout, f"{saved}_as_{layout}", self._saved(saved))
+
+    def in_order(self, saved: str, layout: str) -> str:
+        """How far a run is from this layout's own that goes on from another's, whose experts were put in order."""
+        restored = target_of(self._saved(saved))
+        if not restored.exists():
+            restore_order(self._saved(saved), restored)
+        return self._follows(layout, f"{saved}_in_order_as_{layout}", restored)
+
+    def _saved(self, layout: str) -> Path:
+        return self.whole(layout) / "checkpoint" / f"iteration_{SAVED:08d}"
+
+    def _follows(self, layout: str, name: str, checkpoint: Path) -> str:
+        folder = self.folder / name
+        self._resume(layout, folder, str(checkpoint))
         rank = int(layout == "pp2")  # of a pipeline, the last stage knows the loss
         expected, found = runs.steps(self.whole(layout), rank), runs.steps(folder, rank)
         assert sorted(found) == list(range(SAVED + 1, STEPS + 1)), f"steps {sorted(found)}"
@@ -110,7 +138,7 @@ class Runs:
     def offline(self, saved: str, layout: str) -> str:
         """What two runs have in common that go on from a checkpoint of another layout, as it is and laid out anew."""
         online, folder = self.folder / f"{saved}_as_{layout}", self.folder / f"{saved}_to_{layout}"
-        checkpoint = self.whole(saved) / "checkpoint" / f"iteration_{SAVED:08d}"
+        checkpoint = self._saved(saved)
         if not online.exists():
             self._resume(layout, online, str(checkpoint))
         source = open_source(checkpoint)
@@ -133,14 +161,14 @@ def main(layouts: tuple[str, ...], across: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         every = Runs(Path(folder))
         rows = [(f"{name}: killed after step {KILL}", partial(every.killed, name)) for name in layouts or LAYOUTS]
-        rows += [
-            (f"{saved}, gone on as {name}", partial(every.across, saved, name)) for saved, name in ACROSS if across
-        ]
-        rows += [
-            (f"{saved}, laid out anew for {name}", partial(every.offline, saved, name))
-            for saved, name in OFFLINE
-            if across
-        ]
+        others = (
+            (ACROSS, "gone on as", every.across),
+            (IN_ORDER, "in order, gone on as", every.in_order),
+            (OFFLINE, "laid out anew for", every.offline),
+        )
+        for pairs, words, follow in others if across else ():
+            chosen = [(saved, name) for saved, name in pairs if not layouts or saved in layouts]
+            rows += [(f"{saved}, {words} {name}", partial(follow, saved, name)) for saved, name in chosen]
         for name, try_it in rows:
             try:
                 told = try_it()
