@@ -30,7 +30,7 @@ from launch.resume.checkpoints import leave_behind, refuse_scratch
 from launch.resume.data import guilty
 from launch.run import compile_cache
 from launch.run.msrun import MASTER, TRAIN, free_port, worker_count
-from plugins.errors import ClusterError
+from plugins.errors import ClusterError, TC3Error
 from plugins.sealed_checkpoint.plan import adopt
 from plugins.spike_guard.ledger import Ranges
 from tools.checkpoint.scan import CheckpointInfo, scan_checkpoints
@@ -39,7 +39,18 @@ from tools.process.waiting import meanwhile
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
-from tools.runs.attempts import Attempt, Beat, Plan, folder_of, numbers, read_attempt, recipe_file
+from tools.runs.attempts import (
+    VERDICT,
+    Attempt,
+    Beat,
+    Plan,
+    Verdict,
+    folder_of,
+    numbers,
+    read,
+    read_attempt,
+    recipe_file,
+)
 
 LOGS = "logs"
 PATIENCE = 600.0  # seconds until hosts that never came are given up
@@ -171,14 +182,27 @@ class Planning:
     can: Can
     meeting: Meeting
     prepare: Callable[[Plan], Recipe | None]
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=lambda: time.monotonic())
     came: dict[str, float] = field(default_factory=dict)
 
     def wanted(self, there: list[str]) -> Plan | None:
         """Return the plan with the hosts that are present; None if they are too few, or others may still come.
 
         Only the agent that plans the attempt calls this, because the plan's checkpoint is read completely to verify it.
+        An agent that was held up meanwhile may have read the ledger before another one planned and trained on, and the
+        checkpoints after that: what it finds wrong then says nothing about the run, and it returns None.
+
+        Raises:
+            TC3Error: the attempt cannot be planned.
         """
+        try:
+            return self._wanted(there)
+        except TC3Error:
+            if self.meeting.plans(self.number):
+                raise
+            return None
+
+    def _wanted(self, there: list[str]) -> Plan | None:
         now = time.monotonic()
         for host in there:
             self.came.setdefault(host, now)
@@ -275,13 +299,14 @@ def follow(job: Job, plan: Plan) -> None:
     """Prepare the run's folder for a valid plan; each host of the plan calls this before its workers start.
 
     So no checkpoint of this attempt exists yet. A host that was delayed may find checkpoints of later attempts: the
-    seals of a checkpoint say which attempt made it, and only checkpoints of earlier attempts are renamed.
+    seals of a checkpoint say which attempt made it, and only checkpoints of earlier attempts are renamed. If the
+    attempt is over by then, `RUN/recipe.yaml` is that of a later one and stays.
     """
     recipe = recipe_of(job, plan)
     data.put_guilty_aside(recipe, job.run_dir, job.saves)
     if plan.branch and plan.resume:
         leave_behind(job.saves, Path(plan.resume), plan.attempt)
-    if plan.hosts[0] == job.host:
+    if plan.hosts[0] == job.host and not read(folder_of(job.run_dir, plan.attempt) / VERDICT, Verdict):
         dump_recipe(recipe, job.run_dir / "recipe.yaml")
         link_logs(job.run_dir, plan.attempt)
 

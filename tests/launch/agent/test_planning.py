@@ -8,12 +8,14 @@ import pytest
 from click.testing import CliRunner
 
 import launch.train
+from launch.agent import planning
 from launch.agent.cli import Start
 from launch.agent.decide import Smaller
 from launch.agent.part import command_of
 from launch.agent.planning import Job, Planning, follow
 from launch.resume import data
 from launch.train import build_config
+from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import ATTEMPT, fault, made, write_seal
 from plugins.spike_guard.ledger import Entry, read_ledger, write_ledger
 from tests.launch.agent.ends import A, B, attempt, end, judge, told
@@ -22,10 +24,16 @@ from tools.runs.attempts import Verdict, folder_of, recipe_file, write
 
 
 class Standing:
-    """A meeting in which anybody plans."""
+    """A meeting in which anybody plans; `mine`: whether this agent still does when it has made its plan."""
+
+    def __init__(self, mine=True):
+        self.mine = mine
 
     def now(self):
         return 100.0
+
+    def plans(self, number):
+        return self.mine
 
     def beat(self, number, beat):
         pass
@@ -159,6 +167,43 @@ def test_a_host_that_was_held_up_renames_nothing_that_later_attempts_have_saved(
     assert made(run.saves / "iteration_00000012")["attempt"] == second.name
     follow(a.job, first)  # long after
     assert fault(run.saves / "iteration_00000012") is None
+
+
+def test_what_a_planner_finds_wrong_that_was_held_up_says_nothing_about_the_run(run, monkeypatch):
+    """It has read the ledger; before it looks for a checkpoint, another agent plans, trains on, and meets a spike."""
+    a, b = run.agent(A), run.agent(B)
+    first = run.plan(a, 0)
+    run.save(first, 8)
+    run.fail(first, "signal")
+    real, asleep = planning.make_plan, [True]
+
+    def held_up(*arguments, **more):
+        if asleep and asleep.pop():
+            second = run.plan(b, 1)
+            run.spiked(second, 12)
+            run.save(run.plan(b, 2), 16)
+        return real(*arguments, **more)
+
+    def late(mine):
+        agent = run.agent(A)
+        return Planning(agent.job, 1, lambda hosts: "none", Standing(mine), agent.start.prepare).wanted([A, B])
+
+    monkeypatch.setattr(planning, "make_plan", held_up)
+    assert late(mine=False) is None and not asleep
+    monkeypatch.setattr(planning, "read_skipped", lambda job: None)
+    with pytest.raises(CheckpointError, match="going on from step 16 would repeat samples"):
+        late(mine=True)
+
+
+def test_a_host_that_was_held_up_leaves_the_recipe_of_a_later_attempt(run):
+    a, b = run.agent(A), run.agent(B)
+    first = run.plan(a, 0)
+    run.save(first, 8)
+    run.spiked(first, 12)
+    run.plan(b, 1)
+    recipe = (run.folder / "recipe.yaml").read_text()
+    follow(a.job, first)  # its own attempt has had a verdict long ago
+    assert (run.folder / "recipe.yaml").read_text() == recipe and "88" in recipe
 
 
 def test_a_branch_leaves_behind_what_was_saved_before_it_and_nothing_of_its_own(run):

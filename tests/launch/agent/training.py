@@ -41,6 +41,7 @@ class Training(World):
     Attributes:
         kills, naps: how likely a worker dies in a step, and an agent is held up where that may hurt.
         planners: who has planned, attempt by attempt; trained: the samples of the whole run, once it is through.
+        late: saves that rank 0 could not put in their place, after the last one that it could, which removes old ones.
     """
 
     def __init__(self, folder: Path, monkeypatch, seed: int, steps: int, bad: set[int], kills: float, naps: float):
@@ -48,6 +49,7 @@ class Training(World):
         self.steps, self.bad, self.kills, self.naps = steps, bad, kills, naps
         self.attempts: dict[int, SimpleNamespace] = {}
         self.planners: list[str] = []
+        self.late = 0
         self.trained: list[int] = []
         self.asleep = False
         self.settings = Settings(rollbacks=9, skip=SKIP)
@@ -144,9 +146,12 @@ class Training(World):
     def _part(self, agent: Agent, job: Job, meeting: Meeting, plan: Plan) -> Iterator[None]:
         """What the workers of one host do; the first host's make the steps, once all hosts are there."""
         number, first = plan.attempt, agent.host == plan.hosts[0]
+        around = Around(meeting, plan, agent.host)
+        if around.look():  # the workers of a host that was held up are ended before they read a checkpoint
+            meeting.end(number, End(agent.host, meeting.now(), "told to end", "start", plan.step))
+            return
         run = self.attempts.setdefault(number, SimpleNamespace(there={}, step=plan.step, samples=self._load(plan)))
         run.there[agent.host] = data.left_out(recipe_of(job, plan))
-        around = Around(meeting, plan, agent.host)
         while True:
             meeting.beat(number, Beat(agent.host, meeting.now(), "step", 0.0, run.step))
             how = dict.fromkeys(("outcome", "cause", "message"), "")
@@ -177,13 +182,13 @@ class Training(World):
             assert entry, words
             add_entry(self.folder, entry)
             return {"outcome": "failed", "cause": "spike", "message": words}
-        if run.step % EVERY == 0 or run.step == self.steps:
-            self._save(run, plan, left_out)
-        if self.random.random() < self.kills:
+        saves = run.step % EVERY == 0 or run.step == self.steps
+        if (saves and not self._save(run, plan, left_out)) or self.random.random() < self.kills:
             return {"outcome": "failed", "cause": "signal", "message": "killed"}
         return None
 
-    def _save(self, run: SimpleNamespace, plan: Plan, left_out) -> None:
+    def _save(self, run: SimpleNamespace, plan: Plan, left_out) -> bool:
+        """Whether the save is put in its place: else rank 0 was killed before it could."""
         root = self.folder / "checkpoint"
         folder = saving_folder(root, plan.name) / f"iteration_{run.step:08d}"
         folder.mkdir(parents=True)
@@ -191,8 +196,12 @@ class Training(World):
         for rank in range(NODES):
             (folder / f"mini-model-{rank:07d}-{NODES:07d}.safetensors").write_text(json.dumps(run.samples))
             write_seal(folder, rank, NODES, run.step, made={"attempt": plan.name, "skipped": left_out})
-        if self.random.random() < 0.8:  # else it is killed before rank 0 can put it in its place
-            remove_old(root, publish(folder, root), KEPT, plan.name)
+        if self.random.random() < 0.2:
+            self.late += 1
+            return False
+        self.late = 0
+        remove_old(root, publish(folder, root), KEPT, plan.name)
+        return True
 
     def _load(self, plan: Plan) -> list[int]:
         if not plan.resume:
