@@ -8,7 +8,7 @@ from rich.console import Console
 from launch.run import summary as progress
 from launch.run.summary import TrainingProgress, draw_loss_curve
 from tests.tools.runs.builders import append, empty, header, step
-from tools.runs.readings import read_metrics
+from tools.runs.readings import Evaluation, read_metrics
 
 
 @pytest.fixture
@@ -76,8 +76,17 @@ def test_on_a_terminal_a_bar_follows_the_steps(tmp_path, metrics):
 @pytest.mark.parametrize(("name", "magic"), [("a.png", b"\x89PNG"), ("sub/a.svg", b"<?xml")])
 def test_the_loss_curve_is_drawn(tmp_path, metrics, name, magic):
     append(metrics, header(3), step(1, 3.0), step(2, 2.0), step(3, 1.0))
-    path = draw_loss_curve(read_metrics(metrics).steps, tmp_path / name, {0: 3.5, 3: 1.5})
+    evaluations = {step: Evaluation(step, 1.5) for step in (0, 3)}
+    path = draw_loss_curve(read_metrics(metrics).steps, tmp_path / name, evaluations)
     assert path.read_bytes().startswith(magic)
     if path.suffix == ".svg":
         text = path.read_text()
         assert all(word in text for word in ("training loss", "language model only", "held out", "nats per token"))
+
+
+def test_each_held_out_corpus_has_a_line_in_the_loss_curve(tmp_path, metrics):
+    append(metrics, header(3), step(1, 3.0), step(2, 2.0), step(3, 1.0))
+    found = {step: Evaluation(step, 3.0, {"code_heldout": 2.5, "prose_heldout": 3.5}) for step in (0, 3)}
+    text = draw_loss_curve(read_metrics(metrics).steps, tmp_path / "a.svg", found).read_text()
+    assert "held out, code_heldout" in text and "held out, prose_heldout" in text
+    assert "held out, language model" not in text
