@@ -124,14 +124,13 @@ class Batches:
         together = bool(recipe.get("use_parallel"))
         degrees = (recipe.get("parallel_config") or {}) if together else {}
         context = (recipe.get("parallel") or {}) if together else {}
-        runner, stages = recipe["runner_config"], degrees.get("pipeline_stage") or 1
-        micro = degrees.get("micro_batch_num") if stages > 1 else runner.get("gradient_accumulation_steps")
+        stages, micro = _stages_and_micro_batches(recipe)
         ranks = degrees.get("data_parallel") or 1
-        own = runner["batch_size"] * (micro or 1)
+        own = recipe["runner_config"]["batch_size"] * micro
         return cls(
             samples=own * ranks,
             read=own * ranks if context.get("full_batch") else own,
-            micro=micro or 1,
+            micro=micro,
             stages=stages,
             scheduler=(context.get("pipeline_config") or {}).get("pipeline_scheduler"),
         )
@@ -139,6 +138,18 @@ class Batches:
     def share_of(self, rank: int, ranks: int) -> float:
         """Return the weight of a rank's loss in the mean over the ranks; 0 where the rank does not compute the loss."""
         return self.stages / ranks if has_loss(rank, ranks, self.stages, self.scheduler) else 0.0
+
+
+def _stages_and_micro_batches(recipe: Mapping[str, Any]) -> tuple[int, int]:
+    """Those of a rank's step; 1 where a recipe, which may be a wrong one, has no such number."""
+
+    def count(path: str) -> int:
+        value = value_at(recipe, path)
+        return value if type(value) is int and value > 0 else 1
+
+    stages = count("parallel_config.pipeline_stage") if recipe.get("use_parallel") else 1
+    accumulated = "runner_config.gradient_accumulation_steps"
+    return stages, count("parallel_config.micro_batch_num" if stages > 1 else accumulated)
 
 
 IGNORED = -100  # the label of a token that no loss counts
@@ -217,7 +228,7 @@ def check_files(recipe: Mapping[str, Any]) -> None:
 
 def check_step(recipe: Mapping[str, Any]) -> None:
     """Raise RecipeError where the train step would not tell the language model's loss apart from the others."""
-    if Batches.of(recipe).micro > 1 and recipe.get("print_separate_loss") is False:
+    if _stages_and_micro_batches(recipe)[1] > 1 and recipe.get("print_separate_loss") is False:
         raise RecipeError(
             f"False, but {KEY} reads the language model's loss of a step with micro-batches there; write True",
             "print_separate_loss",

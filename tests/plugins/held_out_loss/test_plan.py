@@ -172,6 +172,14 @@ def test_tokens_count_that_neither_the_mask_nor_the_label_leaves_out():
     assert counted({"input_ids": ids, "labels": labels, "loss_mask": mask}) == 4
 
 
+@pytest.mark.parametrize("wrong", [3, "x", None, [1], {}, {"pipeline_stage": "2"}])
+def test_a_wrong_recipe_is_left_to_what_says_so(wrong):
+    for section in ("runner_config", "parallel_config", "parallel", "train_dataset", "plugins"):
+        for recipe in ({**recipe_of(pipeline_stage=2, micro_batch_num=2), section: wrong}, {"use_parallel": True}):
+            check_step(recipe)
+            check_files(recipe)
+
+
 def test_a_step_of_micro_batches_has_to_tell_the_losses_apart():
     check_step({**recipe_of(), "print_separate_loss": False})
     with pytest.raises(RecipeError, match=r"print_separate_loss: False, but plugins\.held_out_loss reads"):
