@@ -103,8 +103,9 @@ def check_data(recipe: Mapping[str, Any]) -> None:
     for key, prefix in datasets:
         missing = [prefix + end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
         if missing:
-            known = [str(index.with_suffix("")) for index in Path(prefix).parent.glob("*.idx")]
-            hint = did_you_mean(os.path.normpath(prefix), known)
+            used = {os.path.normpath(each) for _, each in datasets if key == _HELD_OUT}  # training data is not held out
+            known = {str(index.with_suffix("")) for index in Path(prefix).parent.glob("*.idx")} - used
+            hint = did_you_mean(os.path.normpath(prefix), sorted(known))
             make = _hold_out(prefix, prefixes, recipe) if key == _HELD_OUT else _prepare(prefix, recipe)
             raise DataError(f"{key}: {' and '.join(missing)} not found{hint}; make the dataset with: {make}")
     _check_tokenizers(datasets)

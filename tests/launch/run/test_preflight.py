@@ -101,6 +101,7 @@ def test_held_out_corpora_of_a_list_are_looked_for_each(tmp_path):
         with pytest.raises(DataError) as error:
             preflight.check_data(recipe)
         assert f"make the dataset with: {command.format(tokenizer)}" in str(error.value)
+        assert "did you mean" not in str(error.value), "training data is not held out"
         for end in (".bin", ".idx") if name else ():
             (tmp_path / f"{name}{end}").touch()
     preflight.check_data(recipe)
