@@ -91,7 +91,7 @@ def place():
     source = Corpus((str(FOLDER / "corpus.jsonl.gz"),))
     data = FOLDER / "output" / "data"
     prepare(PrepareOptions(source, data / "mine", vocab_size=300, held_out=0.1, seed=3))
-    prepare(PrepareOptions(source, data / "docs", tokenizer=str(data / "stdlib_tokenizer")))
+    prepare(PrepareOptions(source, data / "docs", tokenizer=str(data / "stdlib_tokenizer"), held_out=0.1))
     rows = [{"instruction": "Say", "input": word, "output": word} for word in WORDS]
     for name in ("", "_heldout"):
         text = "".join(json.dumps(row) + "\n" for row in rows)

@@ -16,6 +16,7 @@ import psutil
 
 from launch.run.msrun import ROOT, on_ascend, worker_count
 from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError, did_you_mean
+from plugins.held_out_loss.plan import paths_of
 from plugins.sealed_checkpoint.plan import fault
 from plugins.semi_auto_cpu.chosen import chosen
 from tools.check.check import check_recipe
@@ -102,9 +103,10 @@ def check_data(recipe: Mapping[str, Any]) -> None:
     for key, prefix in datasets:
         missing = [prefix + end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
         if missing:
-            known = [str(index.with_suffix("")) for index in Path(prefix).parent.glob("*.idx")]
-            hint = did_you_mean(os.path.normpath(prefix), known)
-            make = _prepare(prefix.removesuffix("_heldout") if key == _HELD_OUT else prefix, recipe)
+            used = {os.path.normpath(each) for _, each in datasets if key == _HELD_OUT}  # training data is not held out
+            known = {str(index.with_suffix("")) for index in Path(prefix).parent.glob("*.idx")} - used
+            hint = did_you_mean(os.path.normpath(prefix), sorted(known))
+            make = _hold_out(prefix, prefixes, recipe) if key == _HELD_OUT else _prepare(prefix, recipe)
             raise DataError(f"{key}: {' and '.join(missing)} not found{hint}; make the dataset with: {make}")
     _check_tokenizers(datasets)
 
@@ -146,10 +148,9 @@ def _fingerprint(prefix: str) -> str | None:
 
 
 def held_out(recipe: Mapping[str, Any]) -> list[str]:
-    """Return the prefix that plugins.held_out_loss reads, if that plugin is on."""
+    """Return the prefixes, or the file, that plugins.held_out_loss reads, if that plugin is on."""
     settings = (recipe.get("plugins") or {}).get("held_out_loss")
-    path = settings.get("data_path") if isinstance(settings, dict) else None
-    return [path] if isinstance(path, str) else []
+    return list(paths_of(settings.get("data_path"))) if isinstance(settings, dict) else []
 
 
 def data_prefixes(data_path: Any) -> list[str]:
@@ -165,8 +166,19 @@ def data_prefixes(data_path: Any) -> list[str]:
 def _prepare(prefix: str, recipe: Mapping[str, Any]) -> str:
     """The `tc3 data prepare` command that makes a prefix; the embedded corpus for the recipes that train on it."""
     corpus = "stdlib" if Path(prefix).name == "stdlib" else "YOUR_TEXT"
-    share = " --held-out 0.05" if f"{prefix}_heldout" in held_out(recipe) else ""
-    return f"tc3 data prepare --input {corpus}{share} --output {os.path.normpath(prefix)}"
+    own = os.path.normpath(f"{prefix}_heldout") in map(os.path.normpath, held_out(recipe))
+    return f"tc3 data prepare --input {corpus}{' --held-out 0.05' * own} --output {os.path.normpath(prefix)}"
+
+
+def _hold_out(prefix: str, training: list[str], recipe: Mapping[str, Any]) -> str:
+    """The command that makes a held-out prefix: with the training data, or of other text; or how to do without."""
+    if prefix.endswith("_heldout"):
+        make = _prepare(prefix.removesuffix("_heldout"), recipe)
+    else:  # its name is not what `--held-out` would give it
+        known = [f"{os.path.normpath(each)}_tokenizer" for each in training if Path(f"{each}_tokenizer").is_dir()]
+        tokenizer = f"--tokenizer {known[0] if known else 'FOLDER_OF_THE_TRAINING_DATA'}"
+        make = f"tc3 data prepare --input TEXT_NOT_TRAINED_ON {tokenizer} --output {os.path.normpath(prefix)}"
+    return f"{make}; or train without it: --set {_HELD_OUT.rpartition('.')[0]}=False"
 
 
 def check_disk(folder: Path) -> None:

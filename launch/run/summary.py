@@ -22,7 +22,16 @@ from tools.checkpoint.scan import iterations, scan_checkpoints
 from tools.files.figure import new_figure, save_figure
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
-from tools.runs.readings import Follower, Readings, loss_rank, read_held_out, read_metrics
+from tools.runs.readings import (
+    Evaluation,
+    Follower,
+    Readings,
+    loss_in_words,
+    loss_rank,
+    perplexity,
+    read_evaluations,
+    read_metrics,
+)
 from tools.schema.versions import unverified_words
 
 COMPILING = "compiling…"  # until the first step is done
@@ -101,8 +110,11 @@ class TrainingProgress:
         return f"loss {record['loss']:.4f}" + (f"  {speed:,.0f} tokens/s (median)" if speed else "")
 
 
-def draw_loss_curve(steps: Mapping[int, Mapping[str, Any]], out_path: Path, evaluations: Mapping[int, float]) -> Path:
-    """Draw the loss over `steps` (step -> its record), and `evaluations` (step -> held-out loss) as points.
+def draw_loss_curve(
+    steps: Mapping[int, Mapping[str, Any]], out_path: Path, evaluations: Mapping[int, Evaluation]
+) -> Path:
+    """Draw the loss over `steps` (step -> its record), and `evaluations` (step -> held-out losses) as points: a line
+    for each corpus where there are several.
 
     Matplotlib is imported only here; its Agg backend needs no display. Returns `out_path`.
     """
@@ -111,8 +123,14 @@ def draw_loss_curve(steps: Mapping[int, Mapping[str, Any]], out_path: Path, eval
     _draw_curve(axes, steps, "loss", "training loss", linewidth=1.2)
     if evaluations:  # they are language-model losses: show what compares with them
         _draw_curve(axes, steps, "lm_loss", "training, language model only", linewidth=0.8)
-        points, label = sorted(evaluations), "held out, language model"
-        axes.plot(points, [evaluations[step] for step in points], "o--", color="black", markersize=4, label=label)
+        corpora = _corpora(evaluations)
+        if len(corpora) < 2:
+            points, losses = sorted(evaluations), [evaluations[step].loss for step in sorted(evaluations)]
+            axes.plot(points, losses, "o--", color="black", markersize=4, label="held out, language model")
+        for name in corpora if len(corpora) > 1 else []:
+            points = [step for step in sorted(evaluations) if name in evaluations[step].corpora]
+            losses = [evaluations[step].corpora[name] for step in points]
+            axes.plot(points, losses, "o--", markersize=4, label=f"held out, {name}")
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
@@ -127,6 +145,11 @@ def _draw_curve(axes: Any, steps: Mapping[int, Mapping[str, Any]], key: str, lab
         axes.plot(numbers, [steps[step][key] for step in numbers], linewidth=linewidth, label=label)
 
 
+def _corpora(evaluations: Mapping[int, Evaluation]) -> list[str]:
+    """The names of the corpora, in their order."""
+    return list(dict.fromkeys(name for step in sorted(evaluations) for name in evaluations[step].corpora))
+
+
 def summarize(
     run_dir: Path,
     recipe: Recipe,
@@ -139,18 +162,19 @@ def summarize(
     `run_dir`.
 
     Keys: exit_code, error, log, run_dir, steps, total_steps, first_loss, final_loss, first_held_out_loss,
-    final_held_out_loss (nats per token), tokens_per_second, checkpoint, checkpoint_step, picture, next_command.
+    final_held_out_loss (nats per token), final_perplexity, held_out_corpora (name -> the same of each corpus of a
+    list), tokens_per_second, checkpoint, checkpoint_step, picture, next_command.
     Absent things are None, and losses that are not finite. `resume_command` gives the command that resumes, or that
     starts a new run from a checkpoint's weights, with one more override where one is given; see `_next_command`.
     `checksums`: read the newest checkpoint as a whole, to see whether it is one.
     """
     readings = read_metrics(run_dir / "metrics" / f"rank_{loss_rank(recipe)}.jsonl")
-    held_out = read_held_out(run_dir)
+    held_out = read_evaluations(run_dir)
     saves = Path(recipe["checkpoint"]["save_path"])
     if checksums:
         say_reading(next(iter(iterations(saves)), None))
     best = scan_checkpoints(saves)[0] if checksums else newest_saved(saves)
-    steps, points = sorted(readings.steps), sorted(held_out)
+    steps, points = sorted(readings.steps), [held_out[step] for step in sorted(held_out)]
     failure = outcome.failure
     if outcome.code:
         more = _resuming(resume_command, wanted, gentler(recipe) if failure and failure.stopped else "")
@@ -167,13 +191,25 @@ def summarize(
         "total_steps": readings.total_steps,
         "first_loss": _finite(readings.steps[steps[0]]["loss"]) if steps else None,
         "final_loss": _finite(readings.last.get("loss")),
-        "first_held_out_loss": _finite(held_out[points[0]]) if points else None,
-        "final_held_out_loss": _finite(held_out[points[-1]]) if points else None,
+        **_evaluated([one.loss for one in points]),
+        "held_out_corpora": {
+            name: _evaluated([one.corpora[name] for one in points if name in one.corpora])
+            for name in (points[-1].corpora if points else {})
+        },
         "tokens_per_second": readings.tokens_per_second(),
         "checkpoint": str(best.path) if best else None,
         "checkpoint_step": best.step if best else None,
         "picture": str(draw_loss_curve(readings.steps, run_dir / "loss.png", held_out)) if steps else None,
         "next_command": shlex.join(more) or None,
+    }
+
+
+def _evaluated(losses: Sequence[float]) -> dict[str, float | None]:
+    """What the summary says of the held-out losses of all evaluations."""
+    return {
+        "first_held_out_loss": _finite(losses[0]) if losses else None,
+        "final_held_out_loss": _finite(losses[-1]) if losses else None,
+        "final_perplexity": _finite(perplexity(losses[-1])) if losses else None,
     }
 
 
@@ -230,7 +266,8 @@ def print_summary(summary: dict[str, Any]) -> None:
         rows.append(("training loss", f"{_loss(first)} -> {_loss(final)}"))
     first, final = summary["first_held_out_loss"], summary["final_held_out_loss"]
     if first is not None or final is not None:
-        rows.append(("held-out loss", f"{_loss(first)} -> {_loss(final)} (on text never trained on)"))
+        rows.append(("held-out loss", f"{_fall(summary)} (on text never trained on)"))
+    rows += [("", f"{_fall(corpus)} ({name})") for name, corpus in summary["held_out_corpora"].items()]
     if summary["tokens_per_second"]:
         rows.append(("speed", f"{summary['tokens_per_second']:,.0f} tokens/s of all workers (median step)"))
     rows.append(("checkpoint", summary["checkpoint"] or "none was saved"))
@@ -238,7 +275,12 @@ def print_summary(summary: dict[str, Any]) -> None:
     if summary["next_command"]:
         rows.append(("go on with", summary["next_command"]))
     for name, text in rows:
-        click.echo(f"{name + ':':<15}{text}")
+        click.echo(f"{name + ':' * bool(name):<15}{text}")
+
+
+def _fall(evaluated: Mapping[str, Any]) -> str:
+    """From which loss to which, and the perplexity at the end."""
+    return f"{_loss(evaluated['first_held_out_loss'])} -> {loss_in_words(evaluated['final_held_out_loss'])}"
 
 
 def _loss(value: float | None) -> str:

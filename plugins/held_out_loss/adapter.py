@@ -1,7 +1,8 @@
 """The loss on text that is never trained on: a corpus of its own, prepared with `tc3 data prepare --held-out`.
 
 MindFormers' own evaluation runs the network's prediction graph against metrics; this runs the training loss itself, on
-the same batches every time, so that its fall is a fair measure of what was learned. It does so under every layout:
+the same batches every time, so that its fall is a fair measure of what was learned. Of several corpora each gives whole
+batches of its own, so that the loss of each is known. It does so under every layout:
 
 * Where a step is one batch (data, tensor, context and expert parallelism), the network runs forward only.
 * Where a step has micro-batches (a pipeline, accumulated gradients), the compiled train step runs with its update
@@ -29,12 +30,14 @@ from plugins.all_ranks import sum_over_ranks
 from plugins.held_out_loss.plan import (
     Batches,
     check,
+    check_files,
     check_step,
     counted,
     due,
     held_out_file,
     held_out_loader,
     of_instructions,
+    weigh,
 )
 from plugins.lines import Span, append_line, note
 from plugins.private_hooks import relies_on, train_step
@@ -78,30 +81,38 @@ class HeldOutLoss(Callback):
     """Evaluate before the first step, every `every` steps of the whole run (see `plan.due`), and after the last.
 
     Args:
-        data_loader: a `train_dataset.data_loader` section for the held-back corpus; its whole global batches are read.
+        data_loaders: a `train_dataset.data_loader` section for each held-back corpus, whose whole global batches are
+            read.
+        names: of the corpora, to note the loss of each; None for one corpus without a name.
         columns: `train_dataset.input_columns`.
         batches: how a step's samples lie on the ranks.
         every: steps between evaluations.
         run_dir: the run's folder.
     """
 
-    def __init__(self, data_loader, columns, batches, every, run_dir, **kwargs):
+    def __init__(self, data_loaders, names, columns, batches, every, run_dir, **kwargs):
         super().__init__()
-        self.every, self.run_dir = every, run_dir
+        self.every, self.run_dir, self.names = every, run_dir, names
         self.path = held_out_file(run_dir)
         self.micro, ranks = batches.micro, get_real_group_size()
         self.share = batches.share_of(get_real_rank(), ranks)
+        self.corpora = [self._read(loader, columns, batches.read) for loader in data_loaders]
+        tokens = [
+            [float(counted(dict(zip(columns, batch, strict=True)))) for batch in corpus] for corpus in self.corpora
+        ]
+        if ranks > 1:
+            tokens = [[sum_over_ranks(each) for each in corpus] for corpus in tokens]
+        self.weights, self.corpus_weights = weigh(tokens)
+        self.last_step = None
+
+    def _read(self, data_loader, columns, samples):
+        """This rank's part of the batches of a corpus, as tuples of columns."""
         shard, shards = BaseDataset._generate_shard_info()
         loader = build_dataset_loader(
             data_loader, default_args={"column_names": columns, "num_shards": shards, "shard_id": shard}
         )
-        read = loader.batch(batches.read, drop_remainder=True).create_tuple_iterator(num_epochs=1, output_numpy=True)
-        self.batches = [tuple(np.array(column) for column in batch) for batch in read]
-        tokens = [float(counted(dict(zip(columns, batch, strict=True)))) for batch in self.batches]
-        if ranks > 1:
-            tokens = [sum_over_ranks(each) for each in tokens]
-        self.weights = np.array(tokens) / np.sum(tokens)
-        self.last_step = None
+        read = loader.batch(samples, drop_remainder=True).create_tuple_iterator(num_epochs=1, output_numpy=True)
+        return [tuple(np.array(column) for column in batch) for batch in read]
 
     def on_train_begin(self, run_context):
         """The loss that training starts from."""
@@ -127,13 +138,16 @@ class HeldOutLoss(Callback):
             return
         self.last_step = step
         began = time.time()
-        loss = self._loss(train_step(params))
+        losses = self._losses(train_step(params))
+        record = {"step": step, "held_out_loss": float(np.dot(self.corpus_weights, losses))}
+        if self.names:
+            record["corpora"] = dict(zip(self.names, losses, strict=True))
         if get_real_rank() == 0:
-            append_line(self.path, json.dumps({"step": step, "held_out_loss": loss}))
+            append_line(self.path, json.dumps(record))
             note(self.run_dir, Span("evaluation", step, began, time.time()))
 
-    def _loss(self, step):
-        """Mean language-model loss over the tokens of the held-back batches, the same on every rank.
+    def _losses(self, step):
+        """Mean language-model loss over the tokens of each corpus's batches, the same on every rank.
 
         The forward pass of training counts the experts' load, and a whole step more; these are put back. What a pass
         leaves alone, such as where experts live, is not written.
@@ -147,14 +161,15 @@ class HeldOutLoss(Callback):
             ops.assign(step.keep, Tensor(True))
         before = [np.array(param.asnumpy()) for param in kept]
         evaluate = self._of_step if switched else self._of_network
-        losses = [evaluate(step, tuple(map(Tensor, batch))) for batch in self.batches]
+        losses = [[evaluate(step, tuple(map(Tensor, batch))) for batch in corpus] for corpus in self.corpora]
         if switched:
             ops.assign(step.keep, Tensor(False))
         for param, value in zip(kept, before, strict=True):
             if not np.array_equal(param.asnumpy(), value):
                 ops.assign(param, Tensor(value))
-        own = float(np.dot(self.weights, losses)) * self.share if self.share else 0.0
-        return sum_over_ranks(own) if get_real_group_size() > 1 else own
+        means = zip(self.weights, losses, strict=True)
+        own = [float(np.dot(weights, each)) * self.share if self.share else 0.0 for weights, each in means]
+        return [sum_over_ranks(each) for each in own] if get_real_group_size() > 1 else own
 
     def _of_network(self, step, batch):
         loss, tokens, *_ = self.forward(*batch)
@@ -175,8 +190,9 @@ def enable(config, settings) -> None:
     """Add the callback to `config` (a MindFormerConfig).
 
     Args:
-        settings: `data_path`, the prefix of a Megatron .bin/.idx, or a file of HFDataLoader's; `samples` to read of it,
-            of `seq_length` tokens (of such a file all where it is missing); `every`, steps.
+        settings: `data_path`, the prefix of a Megatron .bin/.idx, a list of several, or a file of HFDataLoader's;
+            `samples` to read of each, of `seq_length` tokens (one step's where it is missing, of such a file all);
+            `every`, steps.
 
     Raises:
         RecipeError: an unknown or impossible setting, or a train step that tells no loss of the language model.
@@ -184,16 +200,20 @@ def enable(config, settings) -> None:
     """
     loader = config.train_dataset.data_loader
     batches = Batches.of(config)
-    check(settings, batches.samples, of_instructions(loader))
+    instructions = of_instructions(loader)
+    ours = check(settings, batches.samples, instructions)
+    samples = ours.samples or (None if instructions else batches.samples)
+    check_files(config)
     check_step(config)
     if batches.micro > 1:
         kind = MindFormerModuleType.WRAPPER
         MindFormerRegister.register_cls(SwitchedStep, kind, alias="MFPipelineWithLossScaleCell")
     config.callbacks.append({
         "type": "HeldOutLoss",
-        "data_loader": held_out_loader(loader, settings),
+        "data_loaders": [held_out_loader(loader, path, samples) for path in ours.paths],
+        "names": ours.names,
         "columns": config.train_dataset.input_columns,
         "batches": batches,
-        "every": settings["every"],
+        "every": ours.every,
         "run_dir": config.output_dir,
     })  # fmt: skip

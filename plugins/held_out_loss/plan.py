@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,37 @@ import numpy as np
 
 from plugins.all_ranks import has_loss
 from plugins.errors import DataError, RecipeError
-from plugins.settings import WATCHES, Section, setting
+from plugins.settings import WATCHES, Section, setting, value_at
 
 KEY = "plugins.held_out_loss"
+
+
+def _data_path(written: Any) -> str | tuple[str, ...]:
+    """The prefix, or the prefixes, of a recipe; a list is no blend, whose weights would mean nothing here."""
+    if isinstance(written, str):
+        return written
+    if not isinstance(written, Sequence) or not written:
+        raise RecipeError(f"{written!r}; write a path, or a list of the prefixes of Megatron corpora")
+    for entry in written:
+        if _is_number(entry):
+            raise RecipeError(
+                f"{entry!r} is a number; write prefixes only, without weights: the same samples are read of each"
+            )
+        if not isinstance(entry, str) or not entry.strip():
+            raise RecipeError(f"{entry!r} in a list; write the prefix of a Megatron corpus")
+    known: set[str] = set()
+    for entry in written:
+        if (path := os.path.normpath(entry)) in known:
+            raise RecipeError(f"{entry!r} stands there twice; write each corpus once")
+        known.add(path)
+    return tuple(written)
+
+
+def _is_number(entry: Any) -> bool:
+    try:
+        return float(entry) is not None
+    except (TypeError, ValueError):
+        return False
 
 
 @dataclass(frozen=True)
@@ -22,15 +51,18 @@ class Settings(Section):
     """What is evaluated, and how often."""
 
     KEY = KEY
-    RIGHT = f"write data_path, samples, every under it, or {KEY}: False"
+    RIGHT = f"write data_path and every under it, or {KEY}: False"
     CHANGE = WATCHES
 
-    data_path: str = setting(
-        None, "the prefix of a Megatron .bin/.idx, or a file of HFDataLoader's; must be written", "write a path"
+    data_path: str | tuple[str, ...] = setting(
+        None,
+        "the prefix of a Megatron .bin/.idx, a list of several, or a file of HFDataLoader's; must be written",
+        "write a path",
+        parse=_data_path,
     )
     samples: int | None = setting(
         None,
-        "samples to read of it; of a file of HFDataLoader's all by default",
+        "samples to read of each corpus; by default what one step reads, or all of a file of HFDataLoader's",
         "write a number of at least 1",
         least=1,
     )
@@ -40,11 +72,34 @@ class Settings(Section):
         """Raise RecipeError where it does not say of what or when."""
         for name in ("data_path", "every"):
             if not getattr(self, name):
-                raise self.missing(name)
+                raise RecipeError("missing; the plugin needs data_path and every", f"{KEY}.{name}")
 
-    def missing(self, name: str) -> RecipeError:
-        """Return the error of a setting that must be written."""
-        return RecipeError("missing; the plugin needs data_path, samples, every", f"{KEY}.{name}")
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Return the prefix of each corpus, or the file."""
+        return paths_of(self.data_path)
+
+    @property
+    def names(self) -> list[str] | None:
+        """Return the names under which the losses of a list's corpora are noted; None where there is no list."""
+        return None if isinstance(self.data_path, str) else short_names(self.data_path)
+
+
+def paths_of(data_path: Any) -> tuple[str, ...]:
+    """Return the paths in a `data_path`; none of what is no path."""
+    entries = [data_path] if isinstance(data_path, str) else data_path if isinstance(data_path, list | tuple) else []
+    return tuple(entry for entry in entries if isinstance(entry, str))
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return a name for each path: its last part, with as many folders before it as tell it apart from the others."""
+    parts = [Path(os.path.normpath(path)).parts for path in paths]
+    names = []
+    for own in parts:
+        others = [each for each in parts if each is not own]
+        size = next((size for size in range(1, len(own)) if all(own[-size:] != each[-size:] for each in others)), 0)
+        names.append(str(Path(*own[-size:])))  # 0: the whole path
+    return names
 
 
 @dataclass(frozen=True)
@@ -69,14 +124,13 @@ class Batches:
         together = bool(recipe.get("use_parallel"))
         degrees = (recipe.get("parallel_config") or {}) if together else {}
         context = (recipe.get("parallel") or {}) if together else {}
-        runner, stages = recipe["runner_config"], degrees.get("pipeline_stage") or 1
-        micro = degrees.get("micro_batch_num") if stages > 1 else runner.get("gradient_accumulation_steps")
+        stages, micro = _stages_and_micro_batches(recipe)
         ranks = degrees.get("data_parallel") or 1
-        own = runner["batch_size"] * (micro or 1)
+        own = recipe["runner_config"]["batch_size"] * micro
         return cls(
             samples=own * ranks,
             read=own * ranks if context.get("full_batch") else own,
-            micro=micro or 1,
+            micro=micro,
             stages=stages,
             scheduler=(context.get("pipeline_config") or {}).get("pipeline_scheduler"),
         )
@@ -84,6 +138,18 @@ class Batches:
     def share_of(self, rank: int, ranks: int) -> float:
         """Return the weight of a rank's loss in the mean over the ranks; 0 where the rank does not compute the loss."""
         return self.stages / ranks if has_loss(rank, ranks, self.stages, self.scheduler) else 0.0
+
+
+def _stages_and_micro_batches(recipe: Mapping[str, Any]) -> tuple[int, int]:
+    """Those of a rank's step; 1 where a recipe, which may be a wrong one, has no such number."""
+
+    def count(path: str) -> int:
+        value = value_at(recipe, path)
+        return value if type(value) is int and value > 0 else 1
+
+    stages = count("parallel_config.pipeline_stage") if recipe.get("use_parallel") else 1
+    accumulated = "runner_config.gradient_accumulation_steps"
+    return stages, count("parallel_config.micro_batch_num" if stages > 1 else accumulated)
 
 
 IGNORED = -100  # the label of a token that no loss counts
@@ -103,6 +169,16 @@ def counted(batch: Mapping[str, np.ndarray]) -> int:
     return int(mask.sum())
 
 
+def weigh(tokens: Sequence[Sequence[float]]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return the weight of each batch in the mean of its corpus, and of each corpus in the mean over all tokens.
+
+    Args:
+        tokens: of each corpus and batch, those that count.
+    """
+    sums = np.array([np.sum(batches) for batches in tokens])
+    return [np.array(batches) / total for batches, total in zip(tokens, sums, strict=True)], sums / sums.sum()
+
+
 def held_out_file(run_dir: str | Path) -> Path:
     """Return where a run writes its held-out losses, one JSON line each."""
     return Path(run_dir) / "metrics" / "held_out.jsonl"
@@ -117,8 +193,8 @@ def due(step: int, every: int, total: int | None = None) -> bool:
     return step % every == 0 or step == total
 
 
-def check(settings: Any, global_batch: int, instructions: bool = False) -> None:
-    """Refuse settings that would evaluate nothing or something else.
+def check(settings: Any, global_batch: int, instructions: bool = False) -> Settings:
+    """Return the settings, or refuse those that would evaluate nothing or something else.
 
     Args:
         settings: the plugin's section.
@@ -127,51 +203,56 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> None:
 
     Raises:
         RecipeError: a setting that is unknown, missing, or not a number of at least 1 (`samples`: of at least one
-            global batch; of instructions all that there are where it is missing).
-        DataError: there is no corpus at `data_path`.
+            global batch).
+        DataError: there is no corpus at a path of `data_path`.
     """
     ours = Settings.read(settings)
-    if ours.samples is None and not instructions:
-        raise ours.missing("samples")
     if ours.samples is not None and ours.samples < global_batch:
         raise RecipeError(f"{ours.samples}; write a number of at least {global_batch}", f"{KEY}.samples")
     command = "instructions" if instructions else "prepare"
-    for suffix in ("",) if instructions else (".bin", ".idx"):
-        if not Path(ours.data_path + suffix).is_file():
-            raise DataError(
-                f"there is no {ours.data_path}{suffix}; "
-                f"`tc3 data {command} --held-out 0.05 ...` writes one, `held_out_loss: False` leaves the plugin off",
-                f"{KEY}.data_path",
-            )
+    for path in ours.paths:
+        for suffix in ("",) if instructions else (".bin", ".idx"):
+            if not Path(path + suffix).is_file():
+                make = f"`tc3 data {command} --held-out 0.05 ...` writes one"
+                wrong = f"there is no {path}{suffix}; {make}, `held_out_loss: False` leaves the plugin off"
+                raise DataError(wrong, f"{KEY}.data_path")
+    return ours
+
+
+def check_files(recipe: Mapping[str, Any]) -> None:
+    """Raise RecipeError for a list where HFDataLoader reads: it would read all of its files as one."""
+    written = value_at(recipe, f"{KEY}.data_path")
+    if of_instructions(value_at(recipe, "train_dataset.data_loader", {})) and not isinstance(written, str | None):
+        raise RecipeError(f"{written!r}; HFDataLoader's held-out data is one file; write its path", f"{KEY}.data_path")
 
 
 def check_step(recipe: Mapping[str, Any]) -> None:
     """Raise RecipeError where the train step would not tell the language model's loss apart from the others."""
-    if Batches.of(recipe).micro > 1 and recipe.get("print_separate_loss") is False:
+    if _stages_and_micro_batches(recipe)[1] > 1 and recipe.get("print_separate_loss") is False:
         raise RecipeError(
             f"False, but {KEY} reads the language model's loss of a step with micro-batches there; write True",
             "print_separate_loss",
         )
 
 
-def held_out_loader(loader: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+def held_out_loader(loader: dict[str, Any], path: str, samples: int | None) -> dict[str, Any]:
     """Return a `train_dataset.data_loader` section that reads the held-out data as `loader` reads the training data.
 
     Megatron's loader reads another corpus. HFDataLoader another file, through the same handlers: conversations are
-    packed, and prompts masked, as in training.
+    packed, and prompts masked, as in training; without a number of `samples` all of it.
     """
     own = copy.deepcopy(loader)
     if not of_instructions(loader):
-        own["sizes"] = [settings["samples"], 0, 0]
-        own["config"]["data_path"] = ["1", settings["data_path"]]
+        own["sizes"] = [samples, 0, 0]
+        own["config"]["data_path"] = ["1", path]
         return own
-    own["data_files"] = settings["data_path"]
+    own["data_files"] = path
     handlers = [handler for handler in own.get("handler") or [] if handler["type"] not in ("take", "shuffle")]
-    takes = [{"type": "take", "n": settings["samples"]}] if "samples" in settings else []
+    takes = [{"type": "take", "n": samples}] if samples else []
     own["handler"] = [*handlers, *takes]
     return own
 
 
 def of_instructions(loader: Any) -> bool:
     """Return whether a data loader reads files of its own form, of which one is held out, and no Megatron prefixes."""
-    return bool(loader.get("type") == "HFDataLoader")
+    return isinstance(loader, Mapping) and loader.get("type") == "HFDataLoader"

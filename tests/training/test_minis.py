@@ -29,6 +29,8 @@ SIZES_OF_OWN = {"lr_schedule.learning_rate"} | {
     for key in ("moe_intermediate_size", "moe_shared_expert_intermediate_size", "q_lora_rank")
 }
 
+EVALUATES = {f"plugins.held_out_loss.{key}" for key in ("data_path", "samples", "every")}  # as the other two do
+
 
 def name_of(recipe):
     return f"{recipe.parent.name}-{recipe.stem}"
@@ -58,7 +60,9 @@ def flat(section, path=""):
 @pytest.mark.parametrize("recipe", [*TRAINED.values(), DENSE], ids=name_of)
 def test_trains_ten_steps(recipe, corpus, tmp_path):
     run_dir = tmp_path / "run"
-    text = runs.train(recipe, run_dir, corpus, "--mini")
+    evaluates = load_mini(recipe).get("plugins", {}).get("held_out_loss")
+    more = ["--set", f"plugins.held_out_loss.data_path={corpus}"] if evaluates else []
+    text = runs.train(recipe, run_dir, corpus, "--mini", *more)
     steps = runs.steps(run_dir)
     assert sorted(steps) == list(range(1, 11)), text
     assert all(math.isfinite(step["loss"]) and not step["overflow"] for step in steps.values())
@@ -72,7 +76,7 @@ def test_trains_ten_steps(recipe, corpus, tmp_path):
 @pytest.mark.parametrize("recipe", [each for each in RECIPES if each not in TRAINED.values()], ids=name_of)
 def test_what_is_not_trained_says_nothing_that_a_trained_mini_does_not(recipe):
     own, trained = settings_of(recipe), TRAINED[recipe.stem]
-    but = {"model.model_config.num_nextn_predict_layers"} | (SIZES_OF_OWN if trained == OWN else set())
+    but = {"model.model_config.num_nextn_predict_layers"} | (SIZES_OF_OWN | EVALUATES if trained == OWN else set())
     assert {path for path, _ in own ^ settings_of(trained)} <= but
     new = own - set().union(*map(settings_of, TRAINED.values()))
     assert {path for path, _ in new} <= (SIZES_OF_OWN if trained == OWN else set())

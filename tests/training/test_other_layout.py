@@ -9,7 +9,7 @@ import pytest
 from tests.training import runs
 from tests.training.test_sharded import evaluating
 from tests.training.test_sharded import run as sharded
-from tools.runs.readings import read_held_out
+from tools.runs.readings import read_evaluations
 
 pytestmark = pytest.mark.slow
 LOSS, NORM, TENSOR = 1e-6, 1e-5, 1e-5  # relative
@@ -33,10 +33,13 @@ def saved(run_dir, step):
 
 def test_tensor_parallelism_becomes_a_pipeline(corpus, tmp_path_factory, tmp_path):
     whole = sharded("_tp2", corpus, tmp_path_factory)
-    recipe = evaluating("_pp2", tmp_path, corpus)
+    recipe = evaluating("_pp2", tmp_path, corpus, alone=True)
     runs.train(recipe, tmp_path / "run", corpus, "--resume", saved(whole, 3))
     follows(tmp_path / "run", whole, [4, 5, 6], rank=1)  # the last stage knows the loss
-    held_out, expected = read_held_out(tmp_path / "run"), read_held_out(whole)
+    held_out, expected = read_evaluations(tmp_path / "run"), read_evaluations(whole)
     assert sorted(held_out) == [3, 6] and sorted(expected) == [0, 3, 6]
-    for step, loss in held_out.items():  # a whole step without its update, against a forward pass
-        assert loss == pytest.approx(expected[step], rel=LOSS), f"step {step}"
+    for step, found in held_out.items():  # a whole step without its update, against a forward pass; one corpus of two
+        assert found.loss == pytest.approx(expected[step].corpora["random"], rel=LOSS), f"step {step}"
+    for step, found in expected.items():  # every token of a batch counts
+        tiny, random = found.corpora["tiny"], found.corpora["random"]
+        assert found.loss == pytest.approx((tiny + random) / 2, rel=1e-12), f"step {step}"

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 import yaml
 
@@ -17,6 +18,7 @@ from plugins.expert_balance.settings import Settings
 from tests.training import runs
 from tests.training.conftest import shared
 from tools.accuracy.collectives import DIFFERS, compare_run
+from tools.data.index import write_corpus
 from tools.dryrun.executed import calls_file
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
@@ -26,10 +28,16 @@ STEPS = [1, 2, 3, 4, 5, 6]
 KILLED = "_tp2"  # the layout whose run is killed and goes on: all that is compared with it holds of a resumed run
 
 
-def evaluating(layout, folder, corpus):
-    """A recipe in `folder` of a layout that evaluates, before it and after steps 3 and 6."""
+def evaluating(layout, folder, corpus, alone=False):
+    """A recipe in `folder` of a layout that evaluates, before it and after steps 3 and 6.
+
+    It evaluates one batch of each of two corpora, or of the second one `alone`.
+    """
     flat = load_recipe(runs.HERE / f"sharded{layout}.yaml")
-    flat["plugins"]["held_out_loss"] = {"data_path": str(corpus), "samples": 8, "every": 3}
+    lengths = np.random.default_rng(1).integers(20, 200, 40, dtype=np.int32)
+    write_corpus(folder / "random", lengths, flat["model"]["model_config"]["vocab_size"], 0, 1)
+    paths = str(corpus), str(folder / "random")
+    flat["plugins"]["held_out_loss"] = {"data_path": paths[1] if alone else list(paths), "every": 3}
     dump_recipe(flat, folder / "evaluating.yaml")
     return folder / "evaluating.yaml"
 

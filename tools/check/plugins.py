@@ -65,6 +65,8 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
     if on(_HELD_OUT):
         with _refusals((), found):
             held_out_loss.check_step(view.recipe)
+        with _refusals((), found):
+            held_out_loss.check_files(view.recipe)
     if on(_SPIKES):
         with _refusals(_SPIKES, found):
             spike_guard.check(view.recipe)

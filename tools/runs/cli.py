@@ -25,6 +25,7 @@ from plugins.errors import DataError
 from tools.files.atomic import check_writable
 from tools.files.figure import check_ending, check_page
 from tools.ranges import Number
+from tools.runs.readings import loss_in_words
 from tools.runs.render import duration, share
 from tools.runs.watch import Status
 
@@ -35,6 +36,7 @@ GAUGES = {
     "step": "Newest step that was made and stands",
     "total_steps": "Steps that the run is to make",
     "loss": "Training loss of the newest step, nats per token",
+    "held_out_loss": "Held-out loss of the last evaluation, nats per token",
     "tokens_per_second": "Median speed of the newest steps",
     "goodput": "Time of steps that stand over the time since the first attempt's plan",
     "wall_seconds": "Time since the first attempt's plan",
@@ -96,6 +98,7 @@ def rows(status: Status) -> list[tuple[str, str]]:
         ("phase", status.phase and f"{status.phase}, for {duration(status.phase_seconds)}"),
         ("step", f"{status.step:,}{total}"),
         ("loss", None if status.loss is None else f"{status.loss:.4f}"),
+        ("held-out loss", _held_out(status)),
         ("speed", speed),
         ("goodput", known),
         ("checkpoint", _checkpoint(status)),
@@ -103,6 +106,15 @@ def rows(status: Status) -> list[tuple[str, str]]:
         ("failures", _failures(status)),
     ]
     return [(name, text) for name, text in found if text is not None]
+
+
+def _held_out(status: Status) -> str | None:
+    """The loss of the last evaluation, and that of each corpus of a list."""
+    if status.held_out_step is None:
+        return None
+    corpora = "; ".join(f"{name} {loss_in_words(loss)}" for name, loss in status.held_out_corpora.items())
+    mean = f"{loss_in_words(status.held_out_loss)} (step {status.held_out_step:,})"
+    return f"{mean}; {corpora}" if corpora else mean
 
 
 def _quiet(status: Status) -> str:

@@ -1,8 +1,8 @@
 """This module reads a run's folder as data: the files that the run writes while it trains. The module needs no
 MindSpore.
 
-`read_metrics` and `read_held_out` read metrics/rank_N.jsonl and metrics/held_out.jsonl, and `Follower` follows such a
-file while it grows. `slow_of` and `Probes` find the ranks of a run that are slower than their peers, by its probes
+`read_metrics` and `read_evaluations` read metrics/rank_N.jsonl and metrics/held_out.jsonl, and `Follower` follows such
+a file while it grows. `slow_of` and `Probes` find the ranks of a run that are slower than their peers, by its probes
 (plugins.straggler_probe). `load_run` reads all that reports need: the steps of each start of the workers (`Part`), the
 attempts, and the times of saves and evaluations.
 """
@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any
 
 from plugins.errors import DataError, TC3Error
+from plugins.held_out_loss.plan import held_out_file
 from plugins.lines import Span, as_span, spans_file
 from plugins.straggler_probe.plan import Verdict, by_stage, slow_ranks
 from plugins.straggler_probe.record import Record, read_run, record_of
@@ -35,6 +36,7 @@ USUAL_OF = 100  # steps after a part's first whose median is its usual step
 COLUMNS = ("step", "time", "seconds", "loss", "global_norm")  # of a part
 _DAY = 86_400.0  # seconds that two hosts' clocks may be apart
 _MOST_STEPS = 10**12
+_MOST_LOSS = 700.0  # whose exponential a number can hold
 
 
 def loss_rank(recipe: Recipe) -> int:
@@ -90,8 +92,46 @@ def read_metrics(file: Path) -> Readings:
 
 def read_held_out(run_dir: Path) -> dict[int, float]:
     """Return step -> loss on the held-out documents; for a repeated step the last record counts."""
-    records = Follower(run_dir / "metrics" / "held_out.jsonl").new_records()
-    return {record["step"]: record["held_out_loss"] for record in records if "held_out_loss" in record}
+    return {step: evaluation.loss for step, evaluation in read_evaluations(run_dir).items()}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """This is the loss on held-out documents after a step: the mean, and that of each corpus of a list."""
+
+    step: int
+    loss: float
+    corpora: dict[str, float] = field(default_factory=dict)
+
+
+def read_evaluations(run_dir: Path) -> dict[int, Evaluation]:
+    """Return step -> evaluation by `plugins.held_out_loss`; for a repeated step the last record counts."""
+    found = map(evaluation_of, Follower(held_out_file(run_dir)).records())
+    return {one.step: one for one in found if one}
+
+
+def evaluation_of(record: dict[str, Any]) -> Evaluation | None:
+    """Return the losses of a line; None of a line that no run writes."""
+    corpora = record.get("corpora", {})
+    if type(record.get("step")) is not int or not _is_number(record.get("held_out_loss")):
+        return None
+    known = isinstance(corpora, dict) and all(map(_is_number, corpora.values()))
+    return Evaluation(record["step"], record["held_out_loss"], corpora if known else {})
+
+
+def perplexity(loss: float | None) -> float | None:
+    """Return the exponential of a loss in nats; infinity where it is too large for a number, None of none."""
+    if loss is None or math.isnan(loss):
+        return None
+    return math.exp(loss) if loss < _MOST_LOSS else math.inf
+
+
+def loss_in_words(loss: float | None) -> str:
+    """Return a loss and its perplexity."""
+    known = perplexity(loss)
+    if loss is None or known is None or loss == math.inf:
+        return "not finite"
+    return f"{loss:.4f}, perplexity {f'{known:,.4g}' if known < 1000 else f'{known:,.0f}' if known < 1e9 else 'huge'}"
 
 
 class Follower:

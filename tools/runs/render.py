@@ -20,6 +20,7 @@ from tools.files import page as markup
 from tools.files.figure import new_figure, save_figure, svg_text
 from tools.runs.failures import Failure
 from tools.runs.goodput import WORDS, Kind, Ledger, Piece
+from tools.runs.readings import loss_in_words
 from tools.runs.study import CONFIDENCE, SECOND, Study, content
 
 COLOURS: dict[Kind, str] = {
@@ -170,7 +171,8 @@ def head(found: Study) -> Rows:
     time = found.ledger
     if isinstance(time, str):
         usual = ["usual step", duration(found.run.usual())]
-        return [["state", found.state], ["goodput", "not known"], ["wall time", f"not known: {time}"], usual]
+        begin = [["state", found.state], ["goodput", "not known"], ["wall time", f"not known: {time}"], usual]
+        return [*begin, *_held_out_rows(found)]
     lost = f", {time.lost_steps:,} made again" if time.lost_steps else ""
     return [
         ["state", found.state],
@@ -180,7 +182,17 @@ def head(found: Study) -> Rows:
         ["usual step", duration(found.run.usual())],
         ["attempts", f"{len(time.frames):,}"],
         ["failures", f"{found.mtbf.failures:,}" if found.mtbf else "not known"],
+        *_held_out_rows(found),
     ]
+
+
+def _held_out_rows(found: Study) -> Rows:
+    """The losses of the last evaluation: of all held-out text, and of each corpus of a list."""
+    last = found.evaluation
+    if last is None:
+        return []
+    rows = [["held-out loss", f"{loss_in_words(last.loss)} (step {last.step:,})"]]
+    return [*rows, *([f"held-out loss, {name}", loss_in_words(loss)] for name, loss in last.corpora.items())]
 
 
 def time_rows(studies: Sequence[Study]) -> Rows:

@@ -22,7 +22,7 @@ from tools.recipe.view import View
 from tools.runs.attempts import Attempt
 from tools.runs.failures import Failure, failures, has_failed
 from tools.runs.goodput import NEVER, Ledger, ledger
-from tools.runs.readings import Part, Run, Slow, load_run, slow_of
+from tools.runs.readings import Evaluation, Part, Run, Slow, load_run, perplexity, read_evaluations, slow_of
 
 # Steps of a run whose loss or global norm jumps far above the steps before, or is not finite.
 
@@ -220,6 +220,7 @@ class Study:
     skipped: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     name: str = ""  # in tables and pictures
+    evaluation: Evaluation | None = None  # the last one
 
 
 def studies(folders: Sequence[Path]) -> list[Study]:
@@ -249,7 +250,9 @@ def study(folder: Path) -> Study:
     notes = [*run.notes, *(known.notes if known else []), *notes]
     cuts = [min([later.start_step for later in run.parts[at + 1 :]], default=NEVER) for at in range(len(run.parts))]
     saves, jumps, slow = _checkpoints(run, found), spikes(run.parts, cuts), slow_of(folder, run.recipe)
-    return Study(run, _state(run), time, failed, found, saves, jumps, slow, skipped, notes, real_path(folder).name)
+    held_out = read_evaluations(folder)
+    last, name = held_out[max(held_out)] if held_out else None, real_path(folder).name
+    return Study(run, _state(run), time, failed, found, saves, jumps, slow, skipped, notes, name, last)
 
 
 def _state(run: Run) -> str:
@@ -342,11 +345,23 @@ def content(found: Study) -> dict[str, Any]:
         "failures": [_failure(one) for one in found.failures],
         "mtbf": asdict(found.mtbf) if found.mtbf else None,
         "checkpoints": checkpoints,
+        "held_out": _held_out(found.evaluation) if found.evaluation else None,
         "spikes": [_spike(one) for one in found.spikes],
         "skipped": [{"step": one.step, "first": one.first, "why": one.why} for one in found.skipped],
         "slow_ranks": asdict(found.slow),
         "notes": found.notes,
     }
+
+
+def _held_out(last: Evaluation) -> dict[str, Any]:
+    corpora = {name: _loss(loss) for name, loss in last.corpora.items()}
+    return {"step": last.step, **_loss(last.loss), "corpora": corpora}
+
+
+def _loss(loss: float) -> dict[str, float | None]:
+    """JSON knows no infinity."""
+    both = {"loss": loss, "perplexity": perplexity(loss)}
+    return {name: value if value is not None and math.isfinite(value) else None for name, value in both.items()}
 
 
 def _attempt(found: Study, time: Ledger, frame: Any) -> dict[str, Any]:

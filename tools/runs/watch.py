@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from plugins.held_out_loss.plan import held_out_file
 from plugins.lines import as_span, spans_file
 from tools.files.atomic import real_path
 from tools.runs.attempts import Attempt, numbers, read_attempt
@@ -21,10 +22,12 @@ from tools.runs.failures import Failure, failure_of, has_failed
 from tools.runs.goodput import NEVER
 from tools.runs.readings import (
     USUAL_OF,
+    Evaluation,
     Follower,
     Probes,
     Steps,
     check_folder,
+    evaluation_of,
     header_of,
     metrics_of,
     number,
@@ -178,7 +181,7 @@ BAD = ("failed", "given up", "left", "interrupted", "preempted")
 @dataclass(frozen=True)
 class Status:
     """This is the state of a run; unknown values are None. Times are seconds; `goodput` is a share; `quiet` is the time
-    since anything new was seen.
+    since anything new was seen. The held-out losses are those of the last evaluation.
     """
 
     run: str
@@ -200,6 +203,9 @@ class Status:
     slow_ranks: list[str] = field(default_factory=list)
     last_sign: float | None = None
     quiet: float = 0.0
+    held_out_step: int | None = None
+    held_out_loss: float | None = None
+    held_out_corpora: dict[str, float] = field(default_factory=dict)
 
     @property
     def over(self) -> int | None:
@@ -223,6 +229,8 @@ class Watch:
         self.spans = Follower(spans_file(folder))
         self.sealed: tuple[int, float] | None = None  # newest checkpoint: its step, and when it was whole
         self.span_end = -math.inf
+        self.held_out = Follower(held_out_file(folder))
+        self.evaluation: Evaluation | None = None  # the newest
         self.attempt: Attempt | None = None
         self.first: float | None = None  # the first attempt's plan
         self.failed: list[int] = []  # attempts that failed, of those that are over
@@ -239,6 +247,8 @@ class Watch:
         waits = plan is not None and (self.kept.began is None or self.kept.began < plan.time)
         self.kept.begin_at(plan.step if plan and waits and self.kept.step else None)
         self._spans()
+        for record in self.held_out.records():
+            self.evaluation = evaluation_of(record) or self.evaluation
         sign = self._sign()
         if sign != self.sign:
             self.sign, self.changed = sign, time.monotonic()
@@ -301,7 +311,17 @@ class Watch:
             slow_ranks=self.probes.look().slow,
             last_sign=self.sign,
             quiet=time.monotonic() - self.changed,
+            **self._held_out(),
         )
+
+    def _held_out(self) -> dict[str, Any]:
+        """The newest held-out losses, those that are finite."""
+        one = self.evaluation
+        if one is None:
+            return {}
+        corpora = {name: loss for name, loss in one.corpora.items() if math.isfinite(loss)}
+        loss = one.loss if math.isfinite(one.loss) else None
+        return {"held_out_step": one.step, "held_out_loss": loss, "held_out_corpora": corpora}
 
     def _state(self) -> str:
         """As of its newest attempt; of a run without attempts by its steps."""

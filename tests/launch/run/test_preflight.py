@@ -72,13 +72,38 @@ def test_the_held_out_dataset_is_looked_for_too(tmp_path):
     recipe = recipe_for([str(tmp_path / "stdlib")])
     recipe["plugins"] = {"held_out_loss": {"data_path": str(tmp_path / "stdlib_heldout")}}
     command = f"tc3 data prepare --input stdlib --held-out 0.05 --output {tmp_path}/stdlib"
-    for key in ("train_dataset.data_loader.config.data_path: ", "plugins.held_out_loss.data_path: "):
+    without = f"{command}; or train without it: --set plugins.held_out_loss=False"
+    keys = "train_dataset.data_loader.config.data_path: ", "plugins.held_out_loss.data_path: "
+    for key, end in zip(keys, (command, without), strict=True):
         with pytest.raises(DataError) as error:
             preflight.check_data(recipe)
-        assert str(error.value).startswith(key) and str(error.value).endswith(command)
+        assert str(error.value).startswith(key) and str(error.value).endswith(end)
         for end in (".bin", ".idx"):
             (tmp_path / f"stdlib{end}").touch()
     recipe["plugins"]["held_out_loss"] = False
+    preflight.check_data(recipe)
+
+
+def test_held_out_corpora_of_a_list_are_looked_for_each(tmp_path):
+    recipe = recipe_for([str(tmp_path / "pretrain")])
+    paths = [str(tmp_path / name) for name in ("pretrain_heldout", "heldout")]
+    recipe["plugins"] = {"held_out_loss": {"data_path": paths, "every": 1}}
+    make = f"tc3 data prepare --input YOUR_TEXT --held-out 0.05 --output {tmp_path}/pretrain"
+    other = f"tc3 data prepare --input TEXT_NOT_TRAINED_ON --tokenizer {{}} --output {tmp_path}/heldout"
+    for name, tokenizer, command in (
+        ("pretrain", "", make),
+        ("pretrain_heldout", "", make),
+        ("", "FOLDER_OF_THE_TRAINING_DATA", other),
+        ("heldout", f"{tmp_path}/pretrain_tokenizer", other),
+    ):
+        if "TRAINING" not in tokenizer and tokenizer:
+            (tmp_path / "pretrain_tokenizer").mkdir()
+        with pytest.raises(DataError) as error:
+            preflight.check_data(recipe)
+        assert f"make the dataset with: {command.format(tokenizer)}" in str(error.value)
+        assert "did you mean" not in str(error.value), "training data is not held out"
+        for end in (".bin", ".idx") if name else ():
+            (tmp_path / f"{name}{end}").touch()
     preflight.check_data(recipe)
 
 

@@ -1,14 +1,17 @@
 """What is made of metrics while they are written: the bar, the plain lines and the picture."""
 
 import io
+import math
 
 import pytest
 from rich.console import Console
 
 from launch.run import summary as progress
-from launch.run.summary import TrainingProgress, draw_loss_curve
+from launch.run.summary import TrainingProgress, draw_loss_curve, print_summary, summarize
+from launch.run.supervise import Outcome
 from tests.tools.runs.builders import append, empty, header, step
-from tools.runs.readings import read_metrics
+from tools.recipe.load import Recipe
+from tools.runs.readings import Evaluation, read_metrics
 
 
 @pytest.fixture
@@ -76,8 +79,36 @@ def test_on_a_terminal_a_bar_follows_the_steps(tmp_path, metrics):
 @pytest.mark.parametrize(("name", "magic"), [("a.png", b"\x89PNG"), ("sub/a.svg", b"<?xml")])
 def test_the_loss_curve_is_drawn(tmp_path, metrics, name, magic):
     append(metrics, header(3), step(1, 3.0), step(2, 2.0), step(3, 1.0))
-    path = draw_loss_curve(read_metrics(metrics).steps, tmp_path / name, {0: 3.5, 3: 1.5})
+    evaluations = {step: Evaluation(step, 1.5) for step in (0, 3)}
+    path = draw_loss_curve(read_metrics(metrics).steps, tmp_path / name, evaluations)
     assert path.read_bytes().startswith(magic)
     if path.suffix == ".svg":
         text = path.read_text()
         assert all(word in text for word in ("training loss", "language model only", "held out", "nats per token"))
+
+
+def test_the_end_of_a_run_says_the_losses_and_perplexities_of_each_corpus(tmp_path, capsys):
+    (tmp_path / "metrics").mkdir()
+    lines = (
+        {"step": 0, "held_out_loss": 7.0, "corpora": {"code": 6.0, "prose": 8.0}},
+        {"step": 9, "held_out_loss": 4.5, "corpora": {"code": 4.0, "prose": math.inf}},
+    )
+    append(tmp_path / "metrics" / "held_out.jsonl", *lines)
+    recipe = Recipe({"checkpoint": {"save_path": str(tmp_path / "checkpoint")}})
+    summary = summarize(tmp_path, recipe, Outcome(1), lambda *_: ["tc3"])
+    assert (summary["first_held_out_loss"], summary["final_held_out_loss"]) == (7.0, 4.5)
+    assert summary["final_perplexity"] == pytest.approx(math.exp(4.5))
+    prose = {"first_held_out_loss": 8.0, "final_held_out_loss": None, "final_perplexity": None}
+    assert list(summary["held_out_corpora"]) == ["code", "prose"] and summary["held_out_corpora"]["prose"] == prose
+    print_summary(summary)
+    text = capsys.readouterr().out
+    assert "held-out loss: 7.0000 -> 4.5000, perplexity 90.02 (on text never trained on)\n" in text
+    assert f"\n{'':<15}6.0000 -> 4.0000, perplexity 54.6 (code)\n{'':<15}8.0000 -> not finite (prose)\n" in text
+
+
+def test_each_held_out_corpus_has_a_line_in_the_loss_curve(tmp_path, metrics):
+    append(metrics, header(3), step(1, 3.0), step(2, 2.0), step(3, 1.0))
+    found = {step: Evaluation(step, 3.0, {"code_heldout": 2.5, "prose_heldout": 3.5}) for step in (0, 3)}
+    text = draw_loss_curve(read_metrics(metrics).steps, tmp_path / "a.svg", found).read_text()
+    assert "held out, code_heldout" in text and "held out, prose_heldout" in text
+    assert "held out, language model" not in text

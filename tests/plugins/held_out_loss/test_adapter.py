@@ -1,5 +1,6 @@
 """What an evaluation runs and writes back, and when a run evaluates that was interrupted."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,12 +30,18 @@ class Network:
 
 
 def evaluated(network, *losses, weights=None, micro=1, share=1.0, per_token=False):
-    """The held-out loss of batches with these losses on one rank."""
+    """The held-out loss of one corpus's batches with these losses on one rank."""
+    return corpora(network, [losses], [weights], micro, share, per_token)[0]
+
+
+def corpora(network, losses, weights, micro=1, share=1.0, per_token=False):
+    """The held-out loss of each corpus."""
     evaluation = object.__new__(HeldOutLoss)
-    evaluation.batches = [(np.array([loss], np.float32),) for loss in losses]
-    evaluation.weights = np.array(weights or [1 / len(losses)] * len(losses))
+    evaluation.corpora = [[(np.array([loss], np.float32),) for loss in batches] for batches in losses]
+    given = zip(losses, weights, strict=True)
+    evaluation.weights = [np.array(own or [1 / len(batches)] * len(batches)) for batches, own in given]
     evaluation.micro, evaluation.share, evaluation.forward = micro, share, network
-    return evaluation._loss(SimpleNamespace(network=network, calculate_per_token_loss=per_token))
+    return evaluation._losses(SimpleNamespace(network=network, calculate_per_token_loss=per_token))
 
 
 def test_counters_are_put_back_and_what_was_not_counted_is_not_written(monkeypatch):
@@ -47,6 +54,19 @@ def test_counters_are_put_back_and_what_was_not_counted_is_not_written(monkeypat
 
 def test_batches_weigh_what_they_count():
     assert evaluated(Network(), 2.0, 6.0, weights=[0.75, 0.25]) == 3.0
+
+
+def test_each_corpus_has_the_loss_of_its_own_batches():
+    assert corpora(Network(), [[2.0, 6.0], [5.0]], [[0.75, 0.25], None]) == [3.0, 5.0]
+
+
+def test_the_record_of_a_list_has_the_loss_of_each_corpus(tmp_path):
+    Evaluated(tmp_path / "one", 0, every=1)
+    Evaluated(tmp_path / "two", 0, every=1, names=["a", "b"], held_out=(2.0, 4.0))
+    line = (tmp_path / "one" / "metrics" / "held_out.jsonl").read_text()
+    assert json.loads(line) == {"step": 0, "held_out_loss": 3.0}
+    line = (tmp_path / "two" / "metrics" / "held_out.jsonl").read_text()
+    assert json.loads(line) == {"step": 0, "held_out_loss": 3.0, "corpora": {"a": 2.0, "b": 4.0}}
 
 
 def test_a_loss_is_divided_by_what_it_was_added_up_over():

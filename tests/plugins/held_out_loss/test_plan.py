@@ -2,7 +2,17 @@ import numpy as np
 import pytest
 
 from plugins.errors import DataError, RecipeError
-from plugins.held_out_loss.plan import Batches, check, check_step, counted, held_out_loader
+from plugins.held_out_loss.plan import (
+    Batches,
+    Settings,
+    check,
+    check_files,
+    check_step,
+    counted,
+    held_out_loader,
+    short_names,
+    weigh,
+)
 
 
 @pytest.fixture
@@ -24,6 +34,12 @@ def test_good_settings_pass(settings):
         ({"every": 0}, r"held_out_loss\.every: 0; write a number of at least 1"),
         ({"every": "often"}, r"held_out_loss\.every: 'often'; "),
         ({"every": True}, r"held_out_loss\.every: True; "),
+        ({"data_path": []}, r"held_out_loss\.data_path: \[\]; write a path, or a list of the prefixes"),
+        ({"data_path": 3}, r"held_out_loss\.data_path: 3; write a path"),
+        ({"data_path": ["8", "a"]}, r"held_out_loss\.data_path: '8' is a number; write prefixes only, without weights"),
+        ({"data_path": ["a", 0.5]}, r"held_out_loss\.data_path: 0\.5 is a number; "),
+        ({"data_path": ["a", ""]}, r"held_out_loss\.data_path: '' in a list; write the prefix"),
+        ({"data_path": ["b/a", "./b/a"]}, r"held_out_loss\.data_path: '\./b/a' stands there twice; write each corpus"),
     ],
 )
 def test_wrong_settings_are_named(settings, change, message):
@@ -57,15 +73,64 @@ def test_held_out_data_is_read_as_training_data_is(settings):
         "sizes": [800, 0, 0],
         "config": {"data_path": ["a"], "eod": 0},
     }
-    assert held_out_loader(megatron, settings) == {
+    assert held_out_loader(megatron, settings["data_path"], 16) == {
         **megatron, "sizes": [16, 0, 0], "config": {"data_path": ["1", settings["data_path"]], "eod": 0},
     }  # fmt: skip
     packing = [{"type": "AlpacaInstructDataHandler"}, {"type": "PackingHandler", "seq_length": 8}]
     talk = {"type": "HFDataLoader", "data_files": "a.jsonl", "path": "json"}
     talk["handler"] = [{"type": "shuffle", "seed": 1}, *packing, {"type": "take", "n": 800}]
-    own = held_out_loader(talk, settings)
+    own = held_out_loader(talk, settings["data_path"], 16)
     assert own == {**talk, "data_files": settings["data_path"], "handler": [*packing, {"type": "take", "n": 16}]}
     assert talk["handler"][-1]["n"] == 800
+    assert held_out_loader(talk, settings["data_path"], None)["handler"] == packing, "all of it"
+
+
+def test_a_corpus_needs_no_number_of_samples(settings):
+    del settings["samples"]
+    assert check(settings, global_batch=16).samples is None
+
+
+def test_each_corpus_of_a_list_is_looked_for(settings, tmp_path):
+    settings["data_path"] = [settings["data_path"], str(tmp_path / "other")]
+    with pytest.raises(DataError, match=r"data_path: there is no .*other\.bin; "):
+        check(settings, global_batch=16)
+
+
+def test_instructions_are_one_file():
+    recipe = {"train_dataset": {"data_loader": {"type": "HFDataLoader"}}}
+    recipe["plugins"] = {"held_out_loss": {"data_path": ["a.jsonl"], "every": 1}}
+    with pytest.raises(RecipeError, match=r"data_path: \['a\.jsonl'\]; HFDataLoader's held-out data is one file; "):
+        check_files(recipe)
+    recipe["plugins"]["held_out_loss"]["data_path"] = "a.jsonl"
+    check_files(recipe)
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["a/b"], ["b"]),
+        (["a/b", "a/c"], ["b", "c"]),
+        (["x/a/held", "x/b/held", "other"], ["a/held", "b/held", "other"]),
+        (["held", "a/held", "/a/held"], ["held", "a/held", "/a/held"]),
+        (["1/x/held", "2/x/held"], ["1/x/held", "2/x/held"]),
+    ],
+)
+def test_names_of_corpora_differ(paths, names):
+    assert short_names(paths) == names
+
+
+def test_only_the_losses_of_a_list_have_names():
+    assert Settings.read({"data_path": "a/b", "every": 1}).names is None
+    assert Settings.read({"data_path": ["a/b"], "every": 1}).names == ["b"]
+
+
+def test_batches_and_corpora_weigh_what_they_count():
+    weights, shares = weigh([[30.0, 10.0], [5.0], [3.0, 12.0]])
+    assert [each.tolist() for each in weights] == [[0.75, 0.25], [1.0], [0.2, 0.8]]
+    np.testing.assert_allclose(shares, [40 / 60, 5 / 60, 15 / 60], rtol=1e-15)
+    losses = [[2.0, 6.0], [5.0], [1.0, 2.0]]
+    means = [np.dot(*both) for both in zip(weights, losses, strict=True)]
+    assert np.dot(shares, means) == pytest.approx((30 * 2 + 10 * 6 + 5 * 5 + 3 * 1 + 12 * 2) / 60, rel=1e-15)
 
 
 def recipe_of(accumulation=1, full_batch=False, **degrees):
@@ -105,6 +170,14 @@ def test_tokens_count_that_neither_the_mask_nor_the_label_leaves_out():
     labels, mask = np.array([[1, -100, 1], [1, 1, 1]]), np.array([[1, 1, 0], [1, 1, 1]])
     assert counted({"input_ids": ids}) == 6
     assert counted({"input_ids": ids, "labels": labels, "loss_mask": mask}) == 4
+
+
+@pytest.mark.parametrize("wrong", [3, "x", None, [1], {}, {"pipeline_stage": "2"}])
+def test_a_wrong_recipe_is_left_to_what_says_so(wrong):
+    for section in ("runner_config", "parallel_config", "parallel", "train_dataset", "plugins"):
+        for recipe in ({**recipe_of(pipeline_stage=2, micro_batch_num=2), section: wrong}, {"use_parallel": True}):
+            check_step(recipe)
+            check_files(recipe)
 
 
 def test_a_step_of_micro_batches_has_to_tell_the_losses_apart():

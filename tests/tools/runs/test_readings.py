@@ -1,10 +1,12 @@
 """What a run writes is read: across resumes, while it is written, with broken lines."""
 
+import math
+
 import pytest
 
 from tests.tools.runs.builders import append, empty, header, step
 from tools.recipe.load import Recipe
-from tools.runs.readings import Follower, loss_rank, read_held_out, read_metrics
+from tools.runs.readings import Follower, loss_in_words, loss_rank, perplexity, read_held_out, read_metrics
 
 
 @pytest.fixture
@@ -48,6 +50,14 @@ def test_a_follower_waits_for_whole_lines_and_leaves_out_broken_ones(tmp_path):
 def test_held_out_losses_count_as_last_written(tmp_path, metrics):
     append(tmp_path / "metrics" / "held_out.jsonl", *({"step": 0, "held_out_loss": loss} for loss in (7.0, 6.5)))
     assert read_held_out(tmp_path) == {0: 6.5}
+
+
+def test_a_perplexity_is_the_exponential_of_a_loss():
+    assert perplexity(0.0) == 1.0 and perplexity(4.0) == pytest.approx(54.59815, rel=1e-6)
+    assert perplexity(1e4) == perplexity(math.inf) == math.inf
+    assert perplexity(None) is None and perplexity(math.nan) is None
+    assert loss_in_words(4.0) == "4.0000, perplexity 54.6" and loss_in_words(8.0) == "8.0000, perplexity 2,981"
+    assert loss_in_words(math.nan) == loss_in_words(None) == loss_in_words(math.inf) == "not finite"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from plugins.errors import DataError
 from plugins.straggler_probe.record import append, probe_file
 from tests.plugins.straggler_probe.histories import history
 from tests.tools.runs.builders import Builder
+from tests.tools.runs.builders import append as write
 from tools.recipe.load import Recipe
 from tools.runs import readings
 from tools.runs.cli import runs
@@ -71,6 +72,7 @@ def test_the_numbers_are_those_of_the_built_run(done):
     assert [(one["step"], one["name"]) for one in found["spikes"]] == [(30, "loss")]
     running = (done.wall - done.truth["waiting"]) / 10
     assert found["mtbf"]["estimate"] == pytest.approx(running / 2)
+    assert found["held_out"] is None, "it was never evaluated"
 
 
 def test_the_interval_between_saves_is_judged_by_what_was_measured(done):
@@ -96,6 +98,29 @@ def test_the_text_says_what_the_json_does(done):
         "Make room where the checkpoints go",
     ):
         assert words in text
+
+
+def test_held_out_losses_are_reported_by_corpus_with_their_perplexities(tmp_path):
+    builder = Builder(tmp_path / "run", 10)
+    builder.plan()
+    builder.train(10)
+    corpora = {"code": 4.0, "prose": 800.0}
+    write(
+        tmp_path / "run" / "metrics" / "held_out.jsonl",
+        {"step": 0, "held_out_loss": 7.0, "corpora": {"code": 6.0, "prose": 8.0}},
+        {"step": 10, "held_out_loss": 4.5, "corpora": corpora},
+        {"step": "x", "held_out_loss": 1.0},
+    )
+    (found,) = told(tmp_path / "run")
+    assert found["held_out"] == {
+        "step": 10, "loss": 4.5, "perplexity": pytest.approx(math.exp(4.5)),
+        "corpora": {"code": {"loss": 4.0, "perplexity": pytest.approx(math.exp(4.0))},
+                    "prose": {"loss": 800.0, "perplexity": None}},
+    }  # fmt: skip
+    text = " ".join(run_report(tmp_path / "run").output.split())
+    assert "held-out loss 4.5000, perplexity 90.02 (step 10)" in text
+    assert "held-out loss, code 4.0000, perplexity 54.6" in text
+    assert "held-out loss, prose 800.0000, perplexity huge" in text
 
 
 def test_several_runs_stand_side_by_side(done, tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import random
 import shutil
@@ -16,7 +17,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from plugins.errors import DataError
-from tests.tools.runs.builders import Builder, random_run
+from tests.tools.runs.builders import Builder, append, random_run
 from tools.runs import cli, readings
 from tools.runs.attempts import END, End, write
 from tools.runs.cli import runs
@@ -71,6 +72,21 @@ def test_a_run_that_goes_on(tmp_path):
     assert status.checkpoint_step == 5 and status.checkpoint_age == pytest.approx(6.7)
     assert status.failures == 0 and status.last_failure is None
     assert status.goodput == pytest.approx(ledger(load_run(tmp_path / "run")).goodput)
+
+
+def test_the_newest_held_out_losses_are_shown(tmp_path):
+    builder = Builder(tmp_path / "run", 100)
+    builder.plan()
+    builder.train(7)
+    file, watch = tmp_path / "run" / "metrics" / "held_out.jsonl", Watch(tmp_path / "run")
+    assert watch.look().held_out_step is None and "held-out" not in cli.line(watch.look())
+    append(file, {"step": 5, "held_out_loss": 4.5, "corpora": {"code": 4.0, "prose": math.nan}})
+    status = watch.look()
+    assert (status.held_out_step, status.held_out_loss, status.held_out_corpora) == (5, 4.5, {"code": 4.0})
+    assert "held-out loss 4.5000, perplexity 90.02 (step 5); code 4.0000, perplexity 54.6" in cli.line(status)
+    append(file, {"step": 7, "held_out_loss": math.inf})
+    assert "held-out loss not finite (step 7)," in cli.line(watch.look())
+    assert watch.look().held_out_corpora == {}
 
 
 def test_an_attempt_that_has_not_trained_yet_takes_its_steps_back(tmp_path):
