@@ -36,9 +36,14 @@ def check_differences(view: View, built: Built, found: Findings) -> None:
 
 
 def _shared_embedding(view: View, built: Built, found: Findings) -> None:
-    """The embedding stands on the first stage, MTP on the last, except where the pipeline runs back to the first."""
+    """The embedding stands on the first stage, MTP on the last, except where the pipeline runs back to the first.
+
+    Where the optimizer is sharded over copies of the embedding, the last stage's own copy gets no gradient.
+    """
     clips = view.flag(("runner_wrapper", "use_clip_grad"), True)
-    if built.number("mtp_num_layers") and view.parallel and view.pp > 1 and clips and not runs_back(view):
+    sharded = view.flag(("parallel", "enable_parallel_optimizer")) and view.dp * view.cp > 1
+    apart = view.parallel and view.pp > 1 and not runs_back(view) and not sharded
+    if built.number("mtp_num_layers") and clips and apart:
         wrong = (
             "the last stage counts MTP's share of the embedding's gradient a second time in the global norm, so that "
             "clipping is a little stronger than without a pipeline"

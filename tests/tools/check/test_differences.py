@@ -16,6 +16,7 @@ from tools.recipe.override import dotted
 MTP = dotted((*MODEL, "num_nextn_predict_layers"))
 BALANCING = dotted((*MODEL, "moe_router_load_balancing_type"))
 ONE_SAMPLE = [(("runner_config", "batch_size"), 1), ((*MODEL, "batch_size"), 1)]
+SHARDED = [(("parallel", "enable_parallel_optimizer"), True), ((*PARALLEL, "data_parallel"), 2)]
 CP2 = [((*PARALLEL, "context_parallel"), 2)]
 COMPUTE, DISPATCHER = (*MODEL, "compute_dtype"), (*MODEL, "moe_token_dispatcher_type")
 COEFFICIENT, KIND = (*MODEL, "moe_aux_loss_coeff"), (*MODEL, "moe_router_load_balancing_type")
@@ -27,6 +28,8 @@ COEFFICIENT, KIND = (*MODEL, "moe_aux_loss_coeff"), (*MODEL, "moe_router_load_ba
         ([], True),
         (INTERLEAVED, True),
         ([*INTERLEAVED, *ZBV], False),  # first and last layer on one stage
+        (SHARDED, False),  # the last stage's copy of the embedding gets no gradient
+        ([*SHARDED, ((*PARALLEL, "data_parallel"), 1)], True),  # nothing to shard it over
         ([((*MODEL, "num_nextn_predict_layers"), 0)], False),
         ([(("runner_wrapper", "use_clip_grad"), False)], False),
         ([((*PARALLEL, "pipeline_stage"), 1), ((*MODEL, "offset"), 0)], False),
@@ -93,7 +96,7 @@ def test_the_cpu_plugin_takes_the_auxiliary_loss_sample_by_sample():
 
 
 def test_notes_never_refuse():
-    recipe = ROOT / "recipes" / "telechat3_105b" / "pretrain_4k.yaml"
+    recipe = ROOT / "recipes" / "mini" / "pretrain_pp2.yaml"
     result = CliRunner().invoke(check, ["--no-build", str(recipe)])
     assert result.exit_code == 0 and "1 note" in result.output, result.output
     assert all(finding.severity == "note" for finding in check_recipe(recipe).findings if finding.key == MTP)
@@ -102,8 +105,11 @@ def test_notes_never_refuse():
 @pytest.mark.parametrize("path", RECIPES, ids=name)
 def test_every_recipe_with_mtp_in_a_pipeline_says_so(path):
     recipe = load_recipe(path)
-    stages = recipe["parallel_config"]["pipeline_stage"] if recipe["use_parallel"] else 1
-    wanted = recipe["model"]["model_config"]["num_nextn_predict_layers"] > 0 and stages > 1
+    degrees = recipe["parallel_config"]
+    stages = degrees["pipeline_stage"] if recipe["use_parallel"] else 1
+    copies = degrees["data_parallel"] * (degrees.get("context_parallel") or 1)
+    sharded = recipe["parallel"].get("enable_parallel_optimizer") and copies > 1
+    wanted = recipe["model"]["model_config"]["num_nextn_predict_layers"] > 0 and stages > 1 and not sharded
     assert (MTP in {finding.key for finding in check_recipe(recipe).findings}) == wanted
 
 

@@ -169,6 +169,8 @@ EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
      Sharding(dp=2, tp=2, sp=True, pp=2, micro=2, ep=2, moe=True, zero=True)),
     ("executed_mtp_tp2_sp", "an MTP layer", Sharding(tp=2, sp=True, mtp=True)),
     ("executed_mtp_pp2", "an MTP layer on the last stage", Sharding(pp=2, micro=2, mtp=True, known=TWO_STAGES)),
+    ("executed_mtp_pp2_zero", "the same, the optimizer over two copies",
+     Sharding(dp=2, pp=2, micro=2, mtp=True, zero=True)),
     ("executed_ep2_global", "hierarchical_ep as on Ascend", replace(_EP, mode="global")),
     ("executed_ep2_hierarchical", "hierarchical_ep as on Ascend", replace(_EP, mode="hierarchical")),
     ("executed_ep2_deduplicated", "hierarchical_ep as on Ascend", replace(_EP, mode="deduplicated")),

@@ -220,12 +220,13 @@ def _draw(numbers: random.Random) -> Sharding:
     micro, accumulate = (choose((2, 4)), 1) if pp > 1 else (1, choose((1, 1, 2, 0)))
     schedule = choose(SCHEDULES) if (pp, vpp, micro) == (2, 2, 4) else "1f1b"
     moe, mtp = choose((False, True)), choose((False, False, True))
+    zero = dp > 1 and choose((True, True, False))
     layers, ep = max(pp * vpp, 2) * choose((1, 1, 2)), choose((1, 2, 4)) if moe else 1
     return Sharding(
         tp, dp, cp, pp, vpp=vpp, micro=micro, schedule=schedule, accumulate=accumulate, moe=moe, mtp=mtp,
         ep=ep,
         sp=tp > 1 and (moe or choose((True, False))),
-        zero=dp > 1 and choose((True, True, False)),
+        zero=zero,
         recompute=choose((False, False, True)),
         layers=layers,
         sparse=choose((1, 1, layers)) if moe else 1,
@@ -235,7 +236,7 @@ def _draw(numbers: random.Random) -> Sharding:
         length=choose((0, 0, 48, 96)),
         held_out=choose((False, True)),
         moves=ep > 1 and choose((False, True)),
-        known=TWO_STAGES if mtp and pp > 1 else "",
+        known=TWO_STAGES if mtp and pp > 1 and not zero else "",
     )  # fmt: skip
 
 
