@@ -219,11 +219,11 @@ REFUSALS = {
     "long name": (["mini/toy.yaml", "--run-dir", "a" * 300], "not a folder that can be read (File name too long)"),
     "no weights": (
         ["mini/toy.yaml", "--set", "checkpoint.load_path=mini"],
-        "checkpoint.load_path: mini: holds no weights (*.safetensors)",
+        "checkpoint.load_path: mini: holds no weights (*.safetensors); --set checkpoint.load_path=FOLDER names a run's",
     ),
     "weights gone": (
         ["mini/toy.yaml", "--set", "checkpoint.load_path=gone"],
-        "checkpoint.load_path: gone: not a folder that can be read (No such file or directory)",
+        "not a folder that can be read (No such file or directory); --set checkpoint.load_path=FOLDER names a run's",
     ),
     "bad parallel size": (
         ["mini/toy.yaml", "--set", "parallel_config.data_parallel=0"],
