@@ -176,6 +176,13 @@ def test_restarts_are_used_up_without_progress():
     assert decisions == ["restart"] * 5 + ["give up"] * 2
 
 
+def test_it_is_said_what_the_failures_are_counted_for():
+    """ "Failure 1 of 4" did not say of what."""
+    why = [judge(made[-1], made[:-1]).why for made in map(failures, (1, 2))]
+    assert why[0].endswith("(1 failure without a newer checkpoint; after 4 in a row the run is given up)")
+    assert why[1].endswith("(2 failures without a newer checkpoint; after 4 in a row the run is given up)")
+
+
 def test_a_newer_checkpoint_to_go_on_from_resets_the_count():
     made = failures(6, starts=[8, 8, 8, 16, 16, 16])
     rules = Rules(restarts=3, same_host=9)

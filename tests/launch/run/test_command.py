@@ -70,7 +70,7 @@ def test_a_run_ends_with_its_numbers_its_files_and_the_command_to_go_on(train, r
     code, out, err = train("mini/toy.yaml", "--set", "runner_config.batch_size=2")
     assert code == 0
     assert "batch_size=2 also sets model.model_config.batch_size" in err
-    assert "training loss: 5.0000 -> 3.0000" in out and "200 tokens/s" in out
+    assert "training loss: 5.0000 -> 3.0000" in out and "200 tokens/s of all workers (median step)" in out
     assert "tc3 train mini/toy.yaml --resume auto --set runner_config.batch_size=2 --steps 6" in out
     run_dir = workplace / "output" / "mini-toy"
     assert (run_dir / "loss.png").exists()
