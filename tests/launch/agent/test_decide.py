@@ -66,8 +66,10 @@ TABLE = {
     "the scheduler dead": (
         [end(A, 100, "signal", message="msrun's scheduler failed"), told(B)], [], A, "signal", "restart"),
     "disk full in a save": (
-        [told(A, phase="save"), end(B, 100, "exit", phase="save", code=1, message="No space left on device")], [], B,
+        [told(A, phase="save"), end(B, 100, "exit", phase="save", code=1, message="No space left on device")], [], None,
         "exit", "restart"),
+    "disk full elsewhere": (
+        [told(A), end(B, 100, "exit", code=1, message="No space left on device: '/tmp/b'")], [], B, "exit", "restart"),
     "a host has lost the disk": ([told(A), end(B, 104, "lost disk")], [], B, "lost disk", "restart"),
     "port taken": ([end(A, 20, "port", phase="start", step=8), told(B, 21)], [], A, "port", "restart"),
     "NaN": ([end(A, 100, "not finite", rank=0, code=1), told(B)], [], A, "not finite", "give up"),
@@ -168,6 +170,16 @@ def failures(count, *, cause="signal", host=B, steps=(), starts=None, **more):
         other = told(A if host == B else B, step=step)
         found.append(attempt(bad, other, number=number, step=starts[number] if starts else 8, **more))
     return [*(replace(each, verdict=judge(each)) for each in found[:-1]), found[-1]]
+
+
+def test_the_host_that_fills_the_shared_disk_is_not_left_out():
+    """Rank 0 writes most, and was named each time; after three failures a spare took its place, on the same disk."""
+    full = {"phase": "save", "code": 1, "message": "OSError: [Errno 28] No space left on device"}
+    made = [attempt(end(A, 100, "exit", **full), told(B), number=number, spares=[C]) for number in range(3)]
+    made = [*(replace(each, verdict=judge(each)) for each in made[:2]), made[2]]
+    said = judge(made[2], made[:2], Rules(restarts=9, same_step=9))
+    assert (said.initiator, said.decision) == (None, "restart") and "the disk that all hosts share is full" in said.why
+    assert next_hosts(made[2], said, [A, B, C], made[:2]) == [A, B]
 
 
 def test_restarts_are_used_up_without_progress():
