@@ -69,7 +69,7 @@ TABLE = {
         [told(A, phase="save"), end(B, 100, "exit", phase="save", code=1, message="No space left on device")], [], None,
         "exit", "restart"),
     "disk full elsewhere": (
-        [told(A), end(B, 100, "exit", code=1, message="No space left on device: '/tmp/b'")], [], B, "exit", "restart"),
+        [told(A), end(B, 100, "exit", code=1, message="No space left on device: 'b'")], [], B, "exit", "restart"),
     "a host has lost the disk": ([told(A), end(B, 104, "lost disk")], [], B, "lost disk", "restart"),
     "port taken": ([end(A, 20, "port", phase="start", step=8), told(B, 21)], [], A, "port", "restart"),
     "NaN": ([end(A, 100, "not finite", rank=0, code=1), told(B)], [], A, "not finite", "give up"),
