@@ -53,6 +53,7 @@ _COMPLAINTS = re.compile(
     r"|launch kernel failed\W+name:\S*(reduce|gather|all_?to_?all|send|receive|broadcast|barrier)",
     re.IGNORECASE,
 )
+_FULL_DISK = re.compile(r"no space left on device|disk quota exceeded|is the disk full", re.IGNORECASE)
 # causes of an end that no other host brings about
 _SURE_CAUSES = frozenset(("user error", "not finite", "spike", "port", "lost disk", "lost node", "never came"))
 _NOBODYS_FAULT = ("user error", "not finite", "spike", "port")  # causes that say nothing against the host
@@ -148,6 +149,8 @@ def _first_death(attempt: Attempt, deaths: dict[str, End]) -> Began:
     best = [host for host in near if is_sure(deaths[host])] or near
     if len(best) == 1:
         end = deaths[best[0]]
+        if end.phase == "save" and _FULL_DISK.search(end.message) and attempt.plan and len(attempt.plan.hosts) > 1:
+            return Began(f"{words(end)}: the disk that all hosts share is full", cause=end.cause)
         return Began(words(end), best[0], end, end.cause)
     causes = {deaths[host].cause for host in best}
     told = "; ".join(words(deaths[host]) for host in sorted(best))

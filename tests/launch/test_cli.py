@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,14 @@ def test_help_names_each_command_once_where_it_is_used():
     text = CliRunner().invoke(cli.tc3, ["--help"]).output
     places = [text.index(f"\n  {name} ") for names in cli.STAGES.values() for name in names]
     assert places == sorted(places) and all(f"\n{stage}:\n" in text for stage in cli.STAGES)
+
+
+def test_that_a_command_is_loaded_is_said_after_five_seconds_only(monkeypatch):
+    """Commands take three seconds to load on a busy machine, which everybody was told of after two."""
+    told = []
+    monkeypatch.setattr(cli, "saying", lambda what, after=None: told.append((what, after)) or nullcontext())
+    assert CliRunner().invoke(cli.tc3, ["recipe", "--help"]).exit_code == 0
+    assert told == [("tc3 recipe is being loaded", 5.0)]
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

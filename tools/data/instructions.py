@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from plugins.errors import DataError
+from plugins.errors import DataError, not_json
 from tools.data.outputs import HELD_OUT, split_name
 from tools.data.sources import Corpus, Skips, held_out
 from tools.files.atomic import keep_existing, write_atomically
@@ -179,9 +179,14 @@ def rows_of(key: str, file: Path) -> Iterator[dict[str, str]]:
     """
     try:
         text = file.read_text("utf-8")
+    except OSError as error:
+        raise DataError(f"{key}: {file}: cannot be read ({error.strerror}); {_WANTED}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{key}: {file}: {not_json(error)}; {_WANTED}") from None
+    try:
         listed = json.loads(text) if text.lstrip().startswith("[") else None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{key}: {file}: cannot be read ({error}); {_WANTED}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{key}: {file}: {not_json(error)}; {_WANTED}") from None
     rows = enumerate(listed, 1) if listed is not None else _parsed(key, file, text)
     for number, row in rows:
         wrong = "is no mapping" if not isinstance(row, dict) else ""
@@ -195,12 +200,12 @@ def rows_of(key: str, file: Path) -> Iterator[dict[str, str]]:
 
 
 def _parsed(key: str, file: Path, text: str) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # JSON strings may hold what else `splitlines` takes for an end
         if line.strip():
             try:
                 yield number, json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{key}: {file}:{number}: is not JSON ({error}); {_WANTED}") from None
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{key}: {file}:{number}: {not_json(error)}; {_WANTED}") from None
 
 
 def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) -> int | None:

@@ -71,16 +71,20 @@ def report_command(
 @experts.command("restore-order", short_help="Put the moved experts of a checkpoint back in logical order.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--to", "target", type=click.Path(path_type=Path), help="New folder to write into.")
-def restore_order_command(checkpoint: Path, target: Path | None) -> None:
+@click.option("--salvage", is_flag=True, help="Take damaged values unchanged, and note them in the result.")
+def restore_order_command(checkpoint: Path, target: Path | None, salvage: bool) -> None:
     """Write CHECKPOINT, one iteration of a run with plugins.expert_balance, with its experts in logical order.
 
     Weights and moments keep their bits and change rows. Software that does not know moved experts can read the result:
     a run without the plugin, MindFormers, an export. The checkpoint itself is not changed. Without --to the result
-    goes to RUN/checkpoint_in_order.
+    goes to RUN/checkpoint_in_order. All files are read first and compared with their seals' checksums.
     """
     from tools.experts.restore import restore_order, target_of
+    from tools.weights.inventory import SALVAGED_LINE
 
     target = target or target_of(checkpoint)
-    layers = restore_order(checkpoint, target, partial(click.echo, err=True))
+    layers, damaged = restore_order(checkpoint, target, partial(click.echo, err=True), salvage)
     click.echo(f"{target}: the experts of {layers} layers are back at the slots of their own numbers")
+    for line in damaged:
+        click.echo(SALVAGED_LINE.format(line))
     click.echo(f"go on without the plugin: tc3 train RECIPE --resume {target} --set plugins.expert_balance=False")

@@ -5,7 +5,7 @@ for bit.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,8 @@ from plugins.sealed_checkpoint.plan import fault, seal_file, step_of, write_seal
 from tools.checkpoint.stored import PLACEMENT, Stored, moved, open_stored, read_placements
 from tools.checkpoint.tensor_files import save_arrays
 from tools.files.atomic import atomic_folder
+from tools.weights.inventory import mark, salvaged
+from tools.weights.source import open_source
 
 FOLDER = "checkpoint_in_order"  # beside a run's `checkpoint`: a resume from there finds the run's recipe
 
@@ -26,24 +28,28 @@ def target_of(folder: Path) -> Path:
     return folder.parent.parent / FOLDER / folder.name
 
 
-def restore_order(folder: Path, target: Path, progress: Callable[[str], None] = lambda name: None) -> int:
-    """Write `folder` to `target` with every expert at the slot of its own number, sealed; return the restored layers.
+def restore_order(
+    folder: Path, target: Path, progress: Callable[[str], None] = lambda name: None, salvage: bool = False
+) -> tuple[int, Sequence[str]]:
+    """Write `folder` to `target` with every expert at the slot of its own number, sealed; return the number of restored
+    layers, and what is damaged in `folder` and taken all the same.
 
     A rank's file is written at a time, from the files that hold its experts: no more than one is in memory.
 
     Args:
         folder: a whole checkpoint, MindFormers' `iteration_*`; target: a folder that is not there yet.
         progress: is called with the name of each file that is written.
+        salvage: take damaged values and numbers that are not finite unchanged, and record them in `target`.
 
     Raises:
-        CheckpointError: `folder` is not whole or has nothing to restore; `target` exists.
+        CheckpointError: `folder` is not whole, is damaged or has nothing to restore; `target` exists.
         DataError: `target` cannot be written.
     """
     _refuse(folder, target)
     placements = read_placements(folder)
     if not (layers := moved(placements)):
         raise CheckpointError(f"{folder}: all experts are in logical order already: there is nothing to restore")
-    stored = open_stored(folder)
+    stored, damaged = open_stored(folder), salvaged([open_source(folder)], salvage)
     with atomic_folder(target) as part:
         for file in sorted(folder.glob("*.safetensors")):
             progress(file.name)
@@ -51,14 +57,15 @@ def restore_order(folder: Path, target: Path, progress: Callable[[str], None] = 
         for file in folder.glob("*.json"):
             if not file.name.startswith("seal_rank_"):
                 shutil.copyfile(file, part / file.name)
+        mark(part, damaged)
         _seal(folder, part)
-    return len(layers)
+    return len(layers), damaged
 
 
 def _refuse(folder: Path, target: Path) -> None:
     if not any(folder.glob("*-model-*.safetensors")):
         raise CheckpointError(f"{folder}: no checkpoint; give one iteration, such as RUN/checkpoint/iteration_00000100")
-    if reason := fault(folder):
+    if reason := fault(folder, checksums=False):  # `salvaged` compares those
         raise CheckpointError(f"{folder}: not a whole checkpoint: {reason}")
     if target.exists():
         raise CheckpointError(f"{target}: is there already; remove it, or name another folder with --to")

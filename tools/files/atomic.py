@@ -132,9 +132,9 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     target = Path(path).absolute()
     if target.is_dir():
         raise DataError(f"{path}: cannot be written (it is a folder)")
-    above = next(folder for folder in target.parents if folder.exists())
+    above = next(folder for folder in target.parents if os.path.lexists(folder))  # a link that leads nowhere, too
     if not above.is_dir():
-        raise DataError(f"{path}: cannot be written ({above} is a file)")
+        raise DataError(f"{path}: cannot be written ({above} is {what_is(above)})")
     try:
         tempfile.TemporaryFile(dir=above).close()  # root may write where permissions say otherwise, but not everywhere
     except OSError as error:

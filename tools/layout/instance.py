@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import DataError, RecipeError, did_you_mean, not_json, refuse_unknown
+from tools.files.atomic import what_is
 from tools.pipeline.schedules import check_schedule, is_v_shaped, splits_backward
 from tools.pipeline.simulate import makespans, peak_vectors
 from tools.pipeline.timetable import Timetable, critical_path, timetable
@@ -228,6 +229,8 @@ def read_instance(path: Path) -> Instance:
     Raises:
         DataError: no such file, not JSON, or a value that is missing or wrong; names file and key path.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):  # /dev/zero never ends
+        raise DataError(f"{path}: {what_is(path)}")
     try:
         content = json.loads(path.read_text("utf-8"), object_pairs_hook=_once)
     except OSError as error:
@@ -257,7 +260,7 @@ def read_instance(path: Path) -> Instance:
         static=np.array([place.number(least=-math.inf) for place in static]),
         head=_both(root.key("head")),
         tail=_both(root.key("tail")),
-        types=tuple(_layer_type(place) for place in root.key("body").items()),
+        types=tuple(_layer_type(place) for place in _named_apart(root.key("body"))),
     )
 
 
@@ -291,10 +294,21 @@ def _schedule(place: _Place, stages: int, chunks: int, micro_batches: int) -> st
     return name
 
 
+def _named_apart(place: _Place) -> list[_Place]:
+    """The mappings of a list, of which no two may have one name: a plan could not say which of them it means."""
+    first: dict[str, str] = {}
+    for item in place.items():
+        name = item.key("name")
+        if name.text() in first:
+            name.refuse(f"is the name of {first[name.value]}, too")
+        first[name.value] = item.where
+    return place.items()
+
+
 def _layer_type(place: _Place) -> LayerType:
     place.only("name", "count", "fwd", "bwd", "param_mem", "options")
     options = []
-    for option in place.key("options").items():
+    for option in _named_apart(place.key("options")):
         option.only("name", "extra_bwd", "act_mem")
         numbers = option.key("extra_bwd").number(), option.key("act_mem").number()
         options.append(Option(option.key("name").text(), *numbers))

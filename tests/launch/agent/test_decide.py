@@ -66,8 +66,10 @@ TABLE = {
     "the scheduler dead": (
         [end(A, 100, "signal", message="msrun's scheduler failed"), told(B)], [], A, "signal", "restart"),
     "disk full in a save": (
-        [told(A, phase="save"), end(B, 100, "exit", phase="save", code=1, message="No space left on device")], [], B,
+        [told(A, phase="save"), end(B, 100, "exit", phase="save", code=1, message="No space left on device")], [], None,
         "exit", "restart"),
+    "disk full elsewhere": (
+        [told(A), end(B, 100, "exit", code=1, message="No space left on device: 'b'")], [], B, "exit", "restart"),
     "a host has lost the disk": ([told(A), end(B, 104, "lost disk")], [], B, "lost disk", "restart"),
     "port taken": ([end(A, 20, "port", phase="start", step=8), told(B, 21)], [], A, "port", "restart"),
     "NaN": ([end(A, 100, "not finite", rank=0, code=1), told(B)], [], A, "not finite", "give up"),
@@ -170,10 +172,27 @@ def failures(count, *, cause="signal", host=B, steps=(), starts=None, **more):
     return [*(replace(each, verdict=judge(each)) for each in found[:-1]), found[-1]]
 
 
+def test_the_host_that_fills_the_shared_disk_is_not_left_out():
+    """Rank 0 writes most, and was named each time; after three failures a spare took its place, on the same disk."""
+    full = {"phase": "save", "code": 1, "message": "OSError: [Errno 28] No space left on device"}
+    made = [attempt(end(A, 100, "exit", **full), told(B), number=number, spares=[C]) for number in range(3)]
+    made = [*(replace(each, verdict=judge(each)) for each in made[:2]), made[2]]
+    said = judge(made[2], made[:2], Rules(restarts=9, same_step=9))
+    assert (said.initiator, said.decision) == (None, "restart") and "the disk that all hosts share is full" in said.why
+    assert next_hosts(made[2], said, [A, B, C], made[:2]) == [A, B]
+
+
 def test_restarts_are_used_up_without_progress():
     rules = Rules(restarts=5, same_host=9)
     decisions = [judge(made[-1], made[:-1], rules).decision for made in map(failures, range(1, 8))]
     assert decisions == ["restart"] * 5 + ["give up"] * 2
+
+
+def test_it_is_said_what_the_failures_are_counted_for():
+    """ "Failure 1 of 4" did not say of what."""
+    why = [judge(made[-1], made[:-1]).why for made in map(failures, (1, 2))]
+    assert why[0].endswith("(1 failure without a newer checkpoint; after 4 in a row the run is given up)")
+    assert why[1].endswith("(2 failures without a newer checkpoint; after 4 in a row the run is given up)")
 
 
 def test_a_newer_checkpoint_to_go_on_from_resets_the_count():

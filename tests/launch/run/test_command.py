@@ -70,7 +70,7 @@ def test_a_run_ends_with_its_numbers_its_files_and_the_command_to_go_on(train, r
     code, out, err = train("mini/toy.yaml", "--set", "runner_config.batch_size=2")
     assert code == 0
     assert "batch_size=2 also sets model.model_config.batch_size" in err
-    assert "training loss: 5.0000 -> 3.0000" in out and "200 tokens/s" in out
+    assert "training loss: 5.0000 -> 3.0000" in out and "200 tokens/s of all workers (median step)" in out
     assert "tc3 train mini/toy.yaml --resume auto --set runner_config.batch_size=2 --steps 6" in out
     run_dir = workplace / "output" / "mini-toy"
     assert (run_dir / "loss.png").exists()
@@ -219,11 +219,11 @@ REFUSALS = {
     "long name": (["mini/toy.yaml", "--run-dir", "a" * 300], "not a folder that can be read (File name too long)"),
     "no weights": (
         ["mini/toy.yaml", "--set", "checkpoint.load_path=mini"],
-        "checkpoint.load_path: mini: holds no weights (*.safetensors)",
+        "checkpoint.load_path: mini: holds no weights (*.safetensors); --set checkpoint.load_path=FOLDER names a run's",
     ),
     "weights gone": (
         ["mini/toy.yaml", "--set", "checkpoint.load_path=gone"],
-        "checkpoint.load_path: gone: not a folder that can be read (No such file or directory)",
+        "not a folder that can be read (No such file or directory); --set checkpoint.load_path=FOLDER names a run's",
     ),
     "bad parallel size": (
         ["mini/toy.yaml", "--set", "parallel_config.data_parallel=0"],

@@ -166,7 +166,8 @@ def test_what_cannot_be_trained_is_refused_with_its_key_and_a_remedy(recipe, cou
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "is not JSON"),
+        ("{", "is not JSON: line 1, column 2: expecting property name"),
+        ("[" * 100_000, "is not JSON that can be read: its brackets are nested too deep"),
         ("[1]", "is no mapping"),
         ('{"instruction": "a"}', "has no text under 'output'"),
         ('{"prompt": "a", "output": "b"}', "has no text under 'instruction'"),
@@ -181,6 +182,22 @@ def test_a_row_that_is_no_conversation_is_named(recipe, tmp_path, line, words):
     with pytest.raises(DataError, match=r"mine\.jsonl:2: ") as error:
         fitted_to_conversations(given, None)
     assert words in str(error.value) and "want lines such as" in str(error.value)
+
+
+def test_a_line_ends_where_json_lines_end(recipe, tmp_path):
+    """U+2028 and U+0085 may stand in a JSON string; texts from the web have them."""
+    rows = [row | {"output": f"{row['output']}\u2028and\x85so on"} for row in talk(60)]
+    given = recipe()
+    text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "mine.jsonl").write_text(text + "\r\n", encoding="utf-8", newline="")
+    assert fitted_to_conversations(given, None) != given
+
+
+def test_a_file_that_is_not_utf_8_is_named_with_its_byte(recipe, tmp_path):
+    given = recipe()
+    (tmp_path / "mine.jsonl").write_bytes(b'{"instruction": "\xff"}')
+    with pytest.raises(DataError, match=r"mine\.jsonl: is not JSON: byte 18 is not UTF-8; want lines such as"):
+        fitted_to_conversations(given, None)
 
 
 def test_what_is_missing_is_left_to_those_who_look_for_files(recipe, tmp_path):

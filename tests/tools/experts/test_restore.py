@@ -1,7 +1,10 @@
 """Moved experts back in logical order: files against arrays that the test permutes itself."""
 
+import json
+
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -9,8 +12,11 @@ from plugins.errors import CheckpointError, DataError
 from plugins.sealed_checkpoint.plan import fault, write_seal
 from tests.tools.checkpoint.saved import Saved, numbered
 from tools.checkpoint.stored import moved, open_stored, read_placements, read_whole
+from tools.checkpoint.tensor_files import read_headers
 from tools.experts import restore
+from tools.experts.cli import experts
 from tools.experts.restore import restore_order, target_of
+from tools.weights.inventory import SALVAGED
 
 MODULE = "decoder.layers.1.mlp.experts"
 WEIGHT, MOMENT = f"{MODULE}.weight1", f"adam_m.{MODULE}.weight1"
@@ -52,7 +58,7 @@ def test_every_row_comes_back_to_its_expert(tmp_path_factory, slots, cuts):
     folder, expected = write(tmp_path_factory.mktemp("run"), np.array(slots), 4, *cuts)
     if slots == sorted(slots):
         return
-    assert restore_order(folder, target_of(folder)) == 1
+    assert restore_order(folder, target_of(folder)) == (1, [])
     arrays = read_whole(target_of(folder)).arrays
     for name, whole in expected.items():
         np.testing.assert_array_equal(arrays[name], whole)
@@ -87,6 +93,32 @@ def test_what_is_refused(tmp_path, spoil, words):
     spoil(folder)
     with pytest.raises(CheckpointError, match=words):
         restore_order(folder, target_of(folder))
+
+
+def spoiled(folder, value=None):
+    """Change a weight of rank 0: its lowest bit, or to `value`, which the seals then hold."""
+    file = next(folder.glob("*-model-0000000-*"))
+    start, content = read_headers(file)[WEIGHT].start, bytearray(file.read_bytes())
+    if value is None:
+        content[start] ^= 1
+    else:
+        content[start : start + 4] = np.float32(value).tobytes()
+    file.write_bytes(content)
+    if value is not None:
+        for rank in range(2):
+            write_seal(folder, rank, 2, 6)
+
+
+@pytest.mark.parametrize(("value", "words"), [(None, "does not match its checksum"), (np.nan, "not finite")])
+def test_damage_is_not_sealed_anew_and_what_is_salvaged_says_so(tmp_path, value, words):
+    folder, _ = write(tmp_path, np.array([1, 0, 3, 2]), 2)
+    spoiled(folder, value)
+    refused = CliRunner().invoke(experts, ["restore-order", str(folder)])
+    assert isinstance(refused.exception, CheckpointError) and not target_of(folder).exists()
+    assert words in str(refused.exception) and "--salvage" in str(refused.exception)
+    done = CliRunner().invoke(experts, ["restore-order", str(folder), "--salvage"])
+    assert done.exit_code == 0 and "SALVAGED from damaged weights: " in done.output
+    assert words in json.loads((target_of(folder) / SALVAGED).read_text())["damaged"][0]
 
 
 def test_nothing_to_restore_is_told(tmp_path):

@@ -108,6 +108,13 @@ def test_a_place_that_cannot_be_written_is_refused_beforehand_and_nothing_is_mad
     assert [item.name for item in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize(("name", "words"), [("loop", "leads back to itself"), ("gone", "nothere, which is not there")])
+def test_a_folder_that_is_a_link_to_nowhere_is_refused_before_the_long_work(places, name, words):
+    """A search of minutes ended without its report: mkdir refuses what `exists` calls missing."""
+    with pytest.raises(DataError, match=words):
+        check_writable(places / name / "report.html")
+
+
 def test_the_last_lines_of_a_log_or_none(tmp_path, monkeypatch):
     log = tmp_path / "worker.log"
     assert last_lines(log) == []

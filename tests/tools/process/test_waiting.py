@@ -82,6 +82,20 @@ def test_what_counts_says_what_it_is_at(monkeypatch):
     assert said[2].startswith("39 of 40 done: matmul ... ("), "only after a while the same again"
 
 
+def test_words_that_stay_are_said_again_only_after_two_minutes(monkeypatch):
+    """A search said seven times that it ranks the space."""
+    said, now = [], [100.0]
+    monkeypatch.setattr(waiting, "_print", said.append)
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
+    progress = Progressing("ranking the space")
+    for now[0] in range(102, 102 + 9 * 15, 15):
+        progress._say()
+    assert said == ["ranking the space ...", "ranking the space ... (122 s so far)"]
+    progress.show("placing 3 of 40")
+    progress._say()
+    assert said[2:] == ["placing 3 of 40 ..."]
+
+
 @pytest.mark.parametrize("kind", [TerminalReporter, CountingReporter])
 def test_without_a_terminal_slow_work_says_what_it_does_now_and_then(kind, capsys, monkeypatch) -> None:
     monkeypatch.setattr(waiting, "AFTER", 0.01)
