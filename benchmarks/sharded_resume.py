@@ -66,7 +66,7 @@ def compare(whole: Path, resumed: Path, first: int = 1, last: int = STEPS) -> tu
     assert files, "no checkpoint of the last step"
     for file in files:
         one, other = load_file(file), load_file(resumed / file.relative_to(whole))
-        assert one.keys() == other.keys(), f"{file.name}: other tensors"
+        assert one.keys() == other.keys(), f"{file.name}: only one has {sorted(one.keys() ^ other.keys())}"
         for name in one:
             assert np.array_equal(one[name], other[name]), f"{file.name}: {name} differs"
             tensors += 1
