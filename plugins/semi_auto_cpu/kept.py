@@ -7,7 +7,7 @@ which kernels the compiler pass needs. MindSpore's file has only the slices' sha
 has one entry for each compile of the process, in order, because MindSpore identifies its files only by their number:
 
     {"cell": what was compiled, "layouts": ..., "names": ..., "strategies": ..., "groups": ..., "weights": ...,
-     "sliced": ..., "kernels": ...}
+     "sliced": ..., "shared": ..., "kernels": ...}
 
 A graph is loaded only for the same compile: the same cell, inputs, and parameters with their shapes. If anything is
 missing or differs, its file is removed, and the graph is compiled anew. The slices after a load are compared with those
@@ -99,6 +99,8 @@ class KeptGraphs:
         cell.parallel_parameter_name_list = entry["names"]
         for item in cell.get_parameters():  # a load marks those that have a layout only, a save takes the marked ones
             item.sliced = item.name in entry["sliced"]
+            # a copy of another stage's weight, such as MTP's of the embedding: a save leaves it out
+            item.param_info.is_pipeline_shared_param = item.name in entry["shared"]
         self._know_strategies(cell, entry["strategies"])
         self._entries.append(entry)
         _say(f"rank {self.ranks.rank} has loaded {type(cell).__name__}")
@@ -119,6 +121,7 @@ class KeptGraphs:
             "groups": _groups(self.ranks),
             "weights": weights(cell),
             "sliced": [item.name for item in cell.get_parameters() if item.sliced],
+            "shared": [item.name for item in cell.get_parameters() if item.param_info.is_pipeline_shared_param],
             "kernels": registered(),
         }
         self._entries.append(entry)

@@ -25,10 +25,12 @@ STRATEGIES = {"global": {"0": {"split": STRATEGY}, "1": {"split": STRATEGY}}, "l
 
 
 class Step:
-    """A cell with a weight that is split over two ranks, what accumulates its gradients, and a weight that is not."""
+    """A cell with a weight that is split over two ranks, one that is not, what accumulates the first one's gradients,
+    and a copy of another stage's weight."""
 
     def __init__(self, rows=4, phase="train.1"):
-        self.items = [weight("split", (rows, 4), 1), weight("whole", 4), weight("accu_grads.split", (rows, 4))]
+        names = (("split", (rows, 4), 1), ("whole", 4, 0), ("accu_grads.split", (rows, 4), 0), ("copy", 4, 1))
+        self.items = [weight(*each) for each in names]
         self.compile_phase = phase
 
     def get_parameters(self):
@@ -39,6 +41,7 @@ class Step:
         self.items[0].set_data(Tensor(np.ones((rows, 4), np.float32)), slice_shape=True)
         if compiled:
             self.items[2].set_data(Tensor(np.zeros((rows, 4), np.float32)), slice_shape=True)
+            self.items[3].param_info.is_pipeline_shared_param = True
         for item in self.items:
             item.sliced = item.name in marked
         self.parameter_layout_dict, self.parallel_parameter_name_list = {"split": LAYOUT}, ["inputs0", "split", "whole"]
@@ -99,10 +102,14 @@ def test_a_loaded_graph_is_told_what_its_compile_knew(start, folder):
         cell = Step(rows, phase)
         entry = second.to_load(described(cell, INPUTS, "train"))
         second.restore(cell.sliced(marked=("split",), compiled=False), entry)
-        assert [item.shape for item in cell.items] == [(2, 4), (4,), (2, 4)], "gradients of a slice"
+        assert [item.shape for item in cell.items] == [(2, 4), (4,), (2, 4), (4,)], "gradients of a slice"
+        left_out = [item.param_info.is_pipeline_shared_param for item in cell.items]
+        assert left_out == [False, False, False, True], "or the next checkpoint has the copy, too"
         assert cell.parameter_layout_dict == {"split": LAYOUT}
         assert cell.parallel_parameter_name_list == ["inputs0", "split", "whole"]
-        assert [item.sliced for item in cell.items] == [True, True, False], "or the next checkpoint is without it"
+        assert [item.sliced for item in cell.items] == [True, True, False, False], (
+            "or the next checkpoint is without it"
+        )
         assert second.ranks.groups == {"2-77": (0, 1)}
         known = strategy.get_strategy_metadata(cell)
         assert sorted(known) == [0, 1]
