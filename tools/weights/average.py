@@ -16,7 +16,7 @@ from tools.checkpoint.stored import METADATA, Stored, kind_of, read_metadata
 from tools.checkpoint.tensor_files import save_arrays
 from tools.files.atomic import atomic_folder
 from tools.weights.inventory import mark
-from tools.weights.source import Source
+from tools.weights.source import Source, refuse_target
 
 _BALANCE = "expert_bias"  # of a router: no gradient trains it, and it belongs to the model all the same
 
@@ -107,16 +107,14 @@ def _shares(sources: Sequence[Source], shares: Sequence[float] | None) -> Sequen
 
 def _fit(sources: Sequence[Source], target: Path) -> None:
     """Refuse what has no average, or would be averaged wrongly."""
-    if target.exists():
-        raise CheckpointError(f"{target}: is there already; remove it, or name another folder")
+    refuse_target(target)
     if len(sources) < 2:
         raise CheckpointError("an average needs two checkpoints or more")
     first = sources[0]
     for source in sources:
         if source.form != "MindFormers":
             raise CheckpointError(f"{source.path}: {source.form}; only iterations of runs can be averaged")
-        if reason := source.seal_fault(checksums=False):
-            raise CheckpointError(f"{source.path}: not a whole checkpoint: {reason}")
+        source.require_whole()
         if wrong := _difference(_kinds(first), _kinds(source)):
             raise CheckpointError(
                 f"{source.path}: {wrong}; {first.path} is of another model, or saved in another layout"

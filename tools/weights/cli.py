@@ -20,7 +20,7 @@ from tools.ranges import Number
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.weights.average import average, check_average
-from tools.weights.convert import convert, refuse_target
+from tools.weights.convert import convert
 from tools.weights.convert_plan import DTYPES, prepare
 from tools.weights.inventory import (
     SALVAGED_LINE,
@@ -35,70 +35,9 @@ from tools.weights.inventory import (
 )
 from tools.weights.reshard import folder_in, reshard
 from tools.weights.reshard_plan import plan_recipes, plan_stored
-from tools.weights.source import Source, open_source
-
-# `tc3 weights reshard`: a checkpoint in the layout of another recipe.
+from tools.weights.source import Source, open_source, refuse_target
 
 _RECIPES = (".yaml", ".yml")
-
-
-@click.command(
-    "reshard", context_settings={"help_option_names": ["-h", "--help"]}, short_help="Write it in another layout."
-)
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.argument("target", metavar="TO", type=click.Path(path_type=Path))
-@click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Recipe whose layout TO gets.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value of the recipe.")
-@click.option("--workers", default=1, type=Number("files"), help="Number of files written at once.", show_default=True)
-@click.option("--dry-run", is_flag=True, help="Plan from file headers only, or from recipes, and write nothing.")
-@click.option("--salvage", is_flag=True, help="Take damaged values unchanged, and note them in the result.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def reshard_command(
-    checkpoint: Path,
-    target: Path,
-    recipe: Path,
-    overrides: tuple[str, ...],
-    workers: int,
-    dry_run: bool,
-    salvage: bool,
-    as_json: bool,
-) -> None:
-    """Write CHECKPOINT, one iteration of a run, in the layout that the recipe has; no device is needed.
-
-    Weights, moments, the routers' biases, moved experts and counters go along. TO gets checkpoint/iteration_*, sealed,
-    and the old run's files that a resume compares; each rank reads only its own part. With --dry-run, CHECKPOINT may
-    be a recipe: then the checkpoint that its run would save is planned.
-    """
-    damaged: list[str] = []
-    new = apply_overrides(load_recipe(recipe), overrides)
-    if checkpoint.suffix in _RECIPES:
-        if not dry_run:
-            raise CheckpointError(
-                f"{checkpoint}: a recipe; --dry-run plans what its run would save, nothing is written"
-            )
-        planned, written = plan_recipes(load_recipe(checkpoint), new), target
-    else:
-        source = open_source(checkpoint)
-        planned, written = plan_stored(source, new), folder_in(target, source)
-        if not dry_run:
-            refuse_target(target)
-            damaged = salvaged([source], salvage)
-            with Progressing(f"writing {target}", planned.plan.bytes) as shown:
-                reshard(
-                    source,
-                    target,
-                    planned.plan,
-                    workers,
-                    lambda done, file: shown.show(f"{file} is written", done),
-                    damaged,
-                )
-    if as_json:
-        click.echo(json.dumps(planned.as_dict(checkpoint, written, recipe) | {"salvaged": damaged}))
-        return
-    for line in [*planned.lines(checkpoint, written, recipe, dry_run), *map(SALVAGED_LINE.format, damaged)]:
-        click.echo(line)
-
-
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 PIPED = 200  # columns
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -110,9 +49,6 @@ salvage_option = click.option(
 @click.group(context_settings=SETTINGS)
 def weights() -> None:
     """Inspect, average, convert and reshard weights, of a run's iteration or in Hugging Face's form."""
-
-
-weights.add_command(reshard_command)
 
 
 @weights.command("inspect", context_settings=SETTINGS, short_help="Say what a checkpoint holds, or how two differ.")
@@ -208,21 +144,61 @@ def convert_command(
         refuse_target(target)
         damaged = salvaged([weights_in], salvage, _progress())
         with Progressing(f"writing {target}", conversion.plan.bytes) as shown:
-            convert(
-                weights_in,
-                target,
-                conversion.plan,
-                conversion.sizes,
-                workers,
-                tokenizer,
-                conversion.ends,
-                lambda done, file: shown.show(f"{file} is written", done),
-                damaged,
-            )
+            plan, sizes, ends = conversion.plan, conversion.sizes, conversion.ends
+            convert(weights_in, target, plan, sizes, workers, tokenizer, ends, _file_shown(shown), damaged)
     if as_json:
         click.echo(json.dumps(conversion.as_dict(source, target) | {"salvaged": damaged}))
         return
     for line in conversion.lines(source, target, dry_run, tokenizer is not None):
+        click.echo(line)
+    _print_damaged(damaged)
+
+
+@weights.command("reshard", context_settings=SETTINGS, short_help="Write it in another layout.")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("target", metavar="TO", type=click.Path(path_type=Path))
+@click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Recipe whose layout TO gets.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value of the recipe.")
+@click.option("--workers", default=1, type=Number("files"), help="Number of files written at once.", show_default=True)
+@click.option("--dry-run", is_flag=True, help="Plan from file headers only, or from recipes, and write nothing.")
+@salvage_option
+@json_option
+def reshard_command(
+    checkpoint: Path,
+    target: Path,
+    recipe: Path,
+    overrides: tuple[str, ...],
+    workers: int,
+    dry_run: bool,
+    salvage: bool,
+    as_json: bool,
+) -> None:
+    """Write CHECKPOINT, one iteration of a run, in the layout that the recipe has; no device is needed.
+
+    Weights, moments, the routers' biases, moved experts and counters go along. TO gets checkpoint/iteration_*, sealed,
+    and the old run's files that a resume compares; each rank reads only its own part. With --dry-run, CHECKPOINT may
+    be a recipe: then the checkpoint that its run would save is planned.
+    """
+    damaged: list[str] = []
+    new = apply_overrides(load_recipe(recipe), overrides)
+    if checkpoint.suffix in _RECIPES:
+        if not dry_run:
+            raise CheckpointError(
+                f"{checkpoint}: a recipe; --dry-run plans what its run would save, nothing is written"
+            )
+        planned, written = plan_recipes(load_recipe(checkpoint), new), target
+    else:
+        source = open_source(checkpoint)
+        planned, written = plan_stored(source, new), folder_in(target, source)
+        if not dry_run:
+            refuse_target(target)
+            damaged = salvaged([source], salvage)
+            with Progressing(f"writing {target}", planned.plan.bytes) as shown:
+                reshard(source, target, planned.plan, workers, _file_shown(shown), damaged)
+    if as_json:
+        click.echo(json.dumps(planned.as_dict(checkpoint, written, recipe) | {"salvaged": damaged}))
+        return
+    for line in planned.lines(checkpoint, written, recipe, dry_run):
         click.echo(line)
     _print_damaged(damaged)
 
@@ -244,6 +220,11 @@ def _progress() -> Callable[[str], None]:
     if not sys.stderr.isatty():
         return lambda name: None
     return lambda name: click.echo(f"\r\033[K{name}", nl=False, err=True)
+
+
+def _file_shown(shown: Progressing) -> Callable[[int, str], None]:
+    """What shows the last written file, and the bytes of all."""
+    return lambda done, file: shown.show(f"{file} is written", done)
 
 
 def _print_comparison(comparison: Comparison, a: Path, b: Path, as_json: bool) -> None:

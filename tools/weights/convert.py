@@ -29,7 +29,7 @@ from tools.weights.hugging_face_names import Entry, part_shape
 from tools.weights.hugging_face_sizes import FILE as CONFIG
 from tools.weights.hugging_face_sizes import Sizes, config_of
 from tools.weights.inventory import mark
-from tools.weights.source import CHECKSUMS, INDEX, Source, open_source
+from tools.weights.source import CHECKSUMS, INDEX, Source, open_source, refuse_target, require_room
 
 # One file of a conversion: what it needs is read tensor by tensor; it is written whole, with checksums of tensors.
 
@@ -155,7 +155,6 @@ def crc32(array: np.ndarray) -> int:
 
 
 TOKENIZER = ("tokenizer", "special_tokens_map", "vocab", "merges", "added_tokens", "chat_template", "generation_config")
-_MARGIN = 1.02  # headers, indices, checksums
 _PLAN = "plan.json"
 
 
@@ -199,8 +198,9 @@ def convert(
                 _finish_hugging_face(part, records, sizes, plan, ends)
             else:
                 _finish_mindformers(part, records)
-            if tokenizer:
-                _copy_tokenizer(tokenizer, part)
+            for path in sorted(tokenizer.iterdir()) if tokenizer else ():
+                if path.is_file() and path.name.startswith(TOKENIZER):
+                    shutil.copyfile(path, part / path.name)
             mark(part, damaged)
             for name in [_PLAN, *(f"{file}{DONE}" for file in records)]:
                 (part / name).unlink()
@@ -209,24 +209,19 @@ def convert(
             raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
 
 
-def refuse_target(target: Path) -> None:
-    """Raise CheckpointError if `target` exists."""
-    if target.exists():
-        raise CheckpointError(f"{target}: is there already; remove it, or name another folder")
-
-
 def _make_room(part: Path, target: Path, plan: Plan) -> None:
     """The folder to write in, on a disk that has room for what is not there yet."""
     try:
         part.mkdir(parents=True, exist_ok=True)
         there = sum(path.stat().st_size for path in part.glob("*.safetensors"))
-        free = shutil.disk_usage(part).free
     except OSError as error:
         raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
-    if (wanted := int(plan.bytes * _MARGIN) - there) > free:
+    try:
+        require_room(part, target, plan.bytes, there)
+    except DataError:
         with contextlib.suppress(OSError):
             part.rmdir()  # where nothing is in it
-        raise DataError(f"{target}: {wanted / 1e9:,.3f} GB are to be written, {free / 1e9:,.3f} GB are free there")
+        raise
 
 
 @contextmanager
@@ -316,12 +311,6 @@ def _described(kind: str, shape: list[int]) -> dict[str, Any]:
         "layout": layout,
         "chunk": [{"global_offset": [0], "local_shape": shape}],
     }
-
-
-def _copy_tokenizer(folder: Path, part: Path) -> None:
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.name.startswith(TOKENIZER):
-            shutil.copyfile(path, part / path.name)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -89,10 +89,11 @@ def plan_conversion(
         wanted = {entry.mindformers: entry.shape for entry in entries}
         given = {}
         for name, header in headers.items():
-            if name in wanted or _is_weight(name):
+            if name in wanted or (kind_of(name) == "weights" and not name.endswith(STATE)):
                 given[name] = header
             else:
-                left_out[_reason(name)] += 1
+                optimizer = kind_of(name) == "optimizer"
+                left_out["of the optimizer's state" if optimizer else "counters of the run"] += 1
     else:
         wanted = hugging_face_shapes(sizes)
         given = {name: header for name, header in headers.items() if not name.endswith(_BUFFER)}
@@ -105,14 +106,6 @@ def plan_conversion(
     _check(given, wanted)
     types = {entry.mindformers: _type(entry, to, given, dtype) for entry in entries}
     return Plan(to, dtype, _shards(entries, types, to, limit), repeated, stands_for, +left_out)
-
-
-def _is_weight(name: str) -> bool:
-    return kind_of(name) == "weights" and not name.endswith(STATE)
-
-
-def _reason(name: str) -> str:
-    return "of the optimizer's state" if kind_of(name) == "optimizer" else "counters of the run"
 
 
 def _check(given: Mapping[str, Header], wanted: Mapping[str, tuple[int, ...]]) -> None:
@@ -163,21 +156,18 @@ def _shards(entries: list[Entry], types: Mapping[str, str], to: Target, limit: i
             filled = 0
         groups[-1].append(entry)
         filled += size
-    name = _hugging_face_file if to == "Hugging Face" else _mindformers_file
     by_name = dict(zip((entry.mindformers for entry in entries), sizes, strict=True))
     return tuple(
-        Shard(name(number, len(groups)), tuple(group), sum(by_name[entry.mindformers] for entry in group))
+        Shard(_file(to, number, len(groups)), tuple(group), sum(by_name[entry.mindformers] for entry in group))
         for number, group in enumerate(groups)
     )
 
 
-def _hugging_face_file(number: int, count: int) -> str:
+def _file(to: Target, number: int, count: int) -> str:
+    """A file's name: for MindFormers, which counts files by ranks, that of one of `count` ranks."""
+    if to == "MindFormers":
+        return f"weights-model-{number:07d}-{count:07d}.safetensors"
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE
-
-
-def _mindformers_file(number: int, count: int) -> str:
-    """As if one of `count` ranks had written it: that is how MindFormers and seals count files."""
-    return f"weights-model-{number:07d}-{count:07d}.safetensors"
 
 
 # From what a user gives to a plan: which way, of which model, and what is to be said of it.
@@ -253,8 +243,7 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
     to: Target = "MindFormers" if source.form == "Hugging Face" else "Hugging Face"
     if source.form == "one file":
         raise CheckpointError(f"{source.path}: this is one file; give the folder that holds it")
-    if reason := source.seal_fault(checksums=False):
-        raise CheckpointError(f"{source.path}: not a whole checkpoint: {reason}")
+    source.require_whole()
     file = recipe or _recipe_beside(source)
     loaded = load_recipe(file)
     sizes = model_of(loaded)

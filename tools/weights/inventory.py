@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import checksum
 from tools.checkpoint.stored import KINDS, PLACEMENT, Kind, kind_of
 from tools.hardware.units import GIB, MIB
+from tools.process.host import compress
 from tools.weights.source import CHECKSUMS, Source
 
 SALVAGED = "salvaged.json"  # beside weights that were written from damaged ones: what was wrong with those
@@ -87,7 +88,8 @@ def _group(source: Source, names: list[str], values: bool, progress: Callable[[s
         kind=kind_of(names[0]),
         pattern=_NUMBER.sub("*", names[0]),
         numbers=", ".join(
-            spans(column) for column in zip(*([int(n) for n in _NUMBER.findall(name)] for name in names), strict=True)
+            compress({*map(int, column)}).replace(",", ", ")
+            for column in zip(*map(_NUMBER.findall, names), strict=True)
         ),
         dtype=header.dtype,
         shape=header.shape,
@@ -111,17 +113,6 @@ def _values(source: Source, names: list[str], progress: Callable[[str], None]) -
         if ranks:
             differing[name] = ranks
     return Values(math.sqrt(squares), not_finite, where, differing)
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """Return numbers as text: `0-2, 5` for 0, 1, 2 and 5."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def salvaged(
@@ -153,7 +144,8 @@ def damage(source: Source, progress: Callable[[str], None] = lambda name: None) 
     found += [f"{file} does not match its checksum: corrupted" for file in _corrupted(source)]
     if (source.stored.folder / SALVAGED).exists():
         found.append(f"{SALVAGED} says that it was written from damaged weights")
-    wrong = [name for name in _names(source) if not _finite(source, *name, progress)]
+    every = [(file, name) for file, headers in source.stored.files.items() for name in headers]
+    wrong = [place for place in every if not _finite(source, *place, progress)]
     if wrong:
         more = f" and {len(wrong) - 1} other tensors have" if len(wrong) > 1 else " has"
         found.append(f"{wrong[0][1]} in {wrong[0][0]}{more} numbers that are not finite")
@@ -168,10 +160,6 @@ def _corrupted(source: Source) -> list[str]:
         return []  # none of ours
     files = {file: source.stored.folder / file for file in source.stored.files if file in known}
     return [file for file, path in files.items() if checksum(path) != known[file]]
-
-
-def _names(source: Source) -> list[tuple[str, str]]:
-    return [(file, name) for file, headers in source.stored.files.items() for name in headers]
 
 
 def _finite(source: Source, file: str, name: str, progress: Callable[[str], None]) -> bool:
@@ -207,9 +195,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Args:
-    only: names that only one side has, (of A, of B). other: (name, A's type and shape, B's).
-    same: names whose bits are equal. changes: the others, the largest relative difference first.
+    """A comparison tells how the tensors of two sides A and B differ.
+
+    Args:
+        only: names that only one side has, (of A, of B). other: (name, A's type and shape, B's).
+        same: names whose bits are equal. changes: the others, the largest relative difference first.
     """
 
     only: tuple[tuple[str, ...], tuple[str, ...]]

@@ -24,7 +24,7 @@ from tools.process.children import ordered_map
 from tools.weights.inventory import mark
 from tools.weights.reshard_plan import Copied, Kind, Move, Plan
 from tools.weights.reshard_target import Shape
-from tools.weights.source import Source
+from tools.weights.source import Source, refuse_target, require_room
 
 # What a slice of the new layout takes from slices of the old one.
 
@@ -61,12 +61,6 @@ def pieces(shape: Shape, old: Shape, new: Shape, place: int) -> tuple[Piece, ...
     return tuple(found)
 
 
-def overlap(shape: Shape, old: Shape, new: Shape, old_place: int, new_place: int) -> int:
-    """Return how many elements an old slice and a new one have in common."""
-    found = (math.prod(piece.size) for piece in pieces(shape, old, new, new_place) if piece.place == old_place)
-    return next(found, 0)
-
-
 def _spans(length: int, old: int, new: int, index: int) -> list[tuple[int, int, int, int]]:
     """Along one axis: (number of the old part, begin in it, begin in the new part, length)."""
     before, after = length // old, length // new
@@ -79,8 +73,6 @@ def _spans(length: int, old: int, new: int, index: int) -> list[tuple[int, int, 
 
 
 # metadata.json of a new layout, as MindFormers 1.9.0 writes and reads it (`checkpoint/metadata.py`).
-
-# safetensors' types in MindSpore's words
 
 
 def metadata_of(plan: Plan) -> dict[str, Any]:
@@ -171,14 +163,9 @@ def _blocks(old: Mapped, move: Move, place: int) -> Iterator[np.ndarray]:
     rows = shape[0] if shape else 1
     for begin in range(0, rows, step):
         end = min(begin + step, rows)
-        inside = [piece for piece in found if not shape or _meets(piece, begin, end)]
+        inside = [p for p in found if not shape or (p.target[0] < end and p.target[0] + p.size[0] > begin)]
         yield _block(old, move, inside, begin, end)
     old.give_back(move, found)
-
-
-def _meets(piece: Piece, begin: int, end: int) -> bool:
-    """Whether it has rows of a new slice from `begin` to `end`."""
-    return piece.target[0] < end and piece.target[0] + piece.size[0] > begin
 
 
 def _block(old: Mapped, move: Move, inside: list[Piece], begin: int, end: int) -> np.ndarray:
@@ -252,7 +239,6 @@ class Mapped:
         return self.maps[file]
 
 
-_MARGIN = 1.02  # headers, metadata, seals
 COMMON = "common.json"
 BESIDE = ("recipe.yaml", "data.json")  # of the run: a resume compares the order of its data with them
 
@@ -279,9 +265,8 @@ def reshard(
         CheckpointError: `target` exists, or the source is damaged.
         DataError: it cannot be written, or there is no room.
     """
-    if target.exists():
-        raise CheckpointError(f"{target}: is there already; remove it, or name another folder")
-    _check_room(target, plan)
+    refuse_target(target)
+    require_room(next(folder for folder in target.absolute().parents if folder.exists()), target, plan.bytes)
     with atomic_folder(target) as part:
         folder = folder_in(part, source)
         folder.mkdir(parents=True)
@@ -302,13 +287,3 @@ def reshard(
         for name in BESIDE:
             if (source.path.absolute().parents[1] / name).exists():
                 shutil.copyfile(source.path.absolute().parents[1] / name, part / name)
-
-
-def _check_room(target: Path, plan: Plan) -> None:
-    there = next(folder for folder in target.absolute().parents if folder.exists())
-    try:
-        free = shutil.disk_usage(there).free
-    except OSError as error:
-        raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
-    if (wanted := int(plan.bytes * _MARGIN)) > free:
-        raise DataError(f"{target}: {wanted / 1e9:,.3f} GB are to be written, {free / 1e9:,.3f} GB are free there")

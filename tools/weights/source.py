@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from plugins.errors import CheckpointError, not_json
+from plugins.errors import CheckpointError, DataError, not_json
 from plugins.sealed_checkpoint.plan import fault, step_of
 from tools.checkpoint.scan import is_sealed, iterations
 from tools.checkpoint.stored import Stored, moved, open_stored, rank_of, read_placements
@@ -76,6 +77,11 @@ class Source:
         """Return why the seals of a run's checkpoint do not match; None if they match, or if it has none."""
         return fault(self.stored.folder, checksums=checksums) if self.sealed else None
 
+    def require_whole(self) -> None:
+        """Raise CheckpointError if the seals do not match; checksums are not compared."""
+        if reason := self.seal_fault(checksums=False):
+            raise CheckpointError(f"{self.path}: not a whole checkpoint: {reason}")
+
     @cached_property
     def sealed(self) -> bool:
         """Return whether a rank has sealed its part."""
@@ -124,6 +130,32 @@ def open_source(path: Path) -> Source:
     if inside := [*iterations(path), *iterations(path / "checkpoint")]:
         raise CheckpointError(f"{path}: the folder holds several checkpoints; name one of them, such as {inside[0]}")
     return Source(path, "MindFormers", open_stored(path))
+
+
+def refuse_target(target: Path) -> None:
+    """Raise CheckpointError if the folder that weights are to be written into exists."""
+    if target.exists():
+        raise CheckpointError(f"{target}: is there already; remove it, or name another folder")
+
+
+_MARGIN = 1.02  # headers, indices, metadata, seals, checksums
+
+
+def require_room(folder: Path, target: Path, size: int, written: int = 0) -> None:
+    """Refuse to write tensors of `size` bytes to `target` if the disk of `folder` has no room for them.
+
+    Args:
+        written: bytes of these that are on the disk already.
+
+    Raises:
+        DataError: there is too little room, or the disk cannot be asked.
+    """
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
+    if (wanted := int(size * _MARGIN) - written) > free:
+        raise DataError(f"{target}: {wanted / 1e9:,.3f} GB are to be written, {free / 1e9:,.3f} GB are free there")
 
 
 def _hugging_face(folder: Path) -> Stored:
