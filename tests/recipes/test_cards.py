@@ -14,9 +14,14 @@ from tests.recipes.test_numbers import CARDS, ENTRIES
 from tools.doctor import cli as doctor  # its import enters every check
 from tools.doctor.checks import CHECKS
 from tools.recipe import catalogue as command
-from tools.recipe.catalogue import MEASURES, ROLES, assumptions, catalogue, load_card, load_cards
+from tools.recipe.catalogue import MEASURES, ROLES, catalogue, load_card, load_cards
 
-ASSUMED = [(card, *row) for card in CARDS.values() for row in assumptions(card)]
+ASSUMED = [
+    (card, entry, key_path, reason)
+    for card in CARDS.values()
+    for entry in card.entries
+    for key_path, reason in {**card.assumed, **entry.assumed}.items()
+]
 CONFLICTS = [(card, conflict) for card in CARDS.values() for conflict in card.conflicts]
 # what a context stage may change of the pre-training it goes on from; everything else is inherited
 CONTEXT_MAY_CHANGE = {

@@ -28,8 +28,7 @@ from tools.hardware import DEFAULT_HARDWARE, Hardware, load_hardware
 from tools.layout.offsets import Values
 from tools.model.architecture import MOE, model_of
 from tools.recipe.findings import refusal
-from tools.recipe.load import Recipe
-from tools.recipe.override import dotted
+from tools.recipe.load import Recipe, dotted
 from tools.recipe.view import AUTO, CHUNKS, DISPATCH, MODE, MODEL, OVERLAP, PARALLEL, View, look
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema

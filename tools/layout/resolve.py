@@ -55,8 +55,7 @@ from tools.layout.offsets import (
 from tools.model.architecture import model_of
 from tools.model.weights import PASSES, linear_flops, pair_flops
 from tools.pipeline.schedules import is_v_shaped
-from tools.recipe.load import KeyPath, Recipe
-from tools.recipe.override import dotted
+from tools.recipe.load import KeyPath, Recipe, dotted
 from tools.recipe.view import AUTO, CHUNKS, MODE, OFFSET, View, look
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,14 +94,14 @@ class Card:
     """This is the card of a folder; `parameters` is 0 if the name states no size."""
 
     file: Path
+    entries: list[Entry]
     model: str
     name_billion: float
-    parameters: int
     kind: str
     summary: str
     assumed: dict[str, str]  # of every recipe in the folder
     sources: list[dict[str, str]]
-    entries: list[Entry]
+    parameters: int = 0
     why: str = ""
     conflicts: list[Conflict] = field(default_factory=list)
     host_measures: dict[str, str] = field(default_factory=dict)  # of section 6: applied or checked; none: not launched
@@ -152,51 +152,25 @@ def load_card(path: Path) -> Card:
     _check_mapping(path, "recipes", raw["recipes"])
     _check_choice(path, "kind", raw["kind"])
     entries = [_entry(path, name, body, raw) for name, body in raw["recipes"].items()]
-    return Card(
-        file=path,
-        model=raw["model"],
-        name_billion=raw["name_billion"],
-        parameters=raw.get("parameters", 0),
-        kind=raw["kind"],
-        summary=raw["summary"],
-        assumed=raw["assumed"],
-        sources=raw["sources"],
-        entries=entries,
-        why=raw.get("why", ""),
-        conflicts=[_conflict(path, number, body) for number, body in enumerate(raw.get("conflicts") or [])],
-        host_measures=_host_measures(path, raw.get("host_measures") or {}),
-    )
-
-
-def assumptions(card: Card) -> Iterator[tuple[Entry, str, str]]:
-    """Yield (recipe, key path, reasoning) for every assumed value; values of the folder come once for each recipe."""
-    for entry in card.entries:
-        for key_path, reason in {**card.assumed, **entry.assumed}.items():
-            yield entry, key_path, reason
+    checked = {
+        "conflicts": [_conflict(path, number, body) for number, body in enumerate(raw.get("conflicts") or [])],
+        "host_measures": _host_measures(path, raw.get("host_measures") or {}),
+    }
+    given = {key: value for key, value in raw.items() if key != "recipes"}
+    return Card(path, entries, **given | checked)
 
 
 def _entry(path: Path, name: str, body: dict[str, Any], card: dict[str, Any]) -> Entry:
     where = f"recipes.{name}"
     _check_keys(path, where, body, _ENTRY_KEYS, _OPTIONAL["entry"])
-    kind = body.get("kind", card["kind"])
-    _check_choice(path, f"{where}.kind", kind)
+    _check_choice(path, f"{where}.kind", body.get("kind", card["kind"]))
     for number, status in enumerate(body["status"]):
         _check_keys(path, f"{where}.status[{number}]", status, {"claim", "how", "what"}, set())
         _check_claim(path, f"{where}.status[{number}].claim", status["claim"])
     if not (path.parent / name).is_file():
         raise RecipeError(f"{path}: {where}: no such recipe beside the card")
-    return Entry(
-        file=path.parent / name,
-        stage=body["stage"],
-        devices=body["devices"],
-        layout=body["layout"],
-        global_batch_size=body["global_batch_size"],
-        kind=kind,
-        status=body["status"],
-        assumed=body.get("assumed") or {},
-        why=body.get("why", card.get("why", "")),
-        parameters=body.get("parameters", card.get("parameters", 0)),
-    )
+    of_card: dict[str, Any] = {key: card[key] for key in ("kind", "why", "parameters") if key in card}
+    return Entry(path.parent / name, **{**of_card, **body, "assumed": body.get("assumed") or {}})
 
 
 def _host_measures(path: Path, raw: dict[str, Any]) -> dict[str, str]:
@@ -272,10 +246,11 @@ def catalogue(recipes: Path) -> str:
 def _section(card: Card) -> str:
     """One model: heading, size, table of its recipes, and why it cannot run, where it cannot."""
     folder = card.file.parent.name
+    size = f"{card.parameters / 1e9:,.1f} B parameters. " if card.parameters else ""
     lines = [
         f"## {card.model}",
         "",
-        f"{_size(card)}{_sentence(card.summary)} Card: [{folder}]({folder}/card.yaml).",
+        f"{size}{card.summary[:1].upper()}{card.summary[1:]}. Card: [{folder}]({folder}/card.yaml).",
         "",
     ]
     lines += [_row(COLUMNS), _row(["---"] * len(COLUMNS)), *(_row(_cells(folder, entry)) for entry in card.entries)]
@@ -289,14 +264,6 @@ def _cells(folder: str, entry: Entry) -> list[str]:
     status = "; ".join(f"{item['claim']} ({item['how']})" for item in entry.status)
     name = f"[{entry.file.name}]({folder}/{entry.file.name})"
     return [name, entry.stage, f"{entry.devices:,}", entry.layout, f"{entry.global_batch_size:,}", status]
-
-
-def _size(card: Card) -> str:
-    return f"{card.parameters / 1e9:,.1f} B parameters. " if card.parameters else ""
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _row(cells: Iterable[str]) -> str:

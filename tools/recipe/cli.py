@@ -159,16 +159,13 @@ def _as_dict(comparison: Comparison, before: Path, after: Path) -> dict[str, Any
         changes[group] = [
             {
                 "path": change.path,
-                **{side: value for side, value in _sides(change) if value is not ABSENT},
+                **{side: value for side, value in sides if value is not ABSENT},
                 "meaning": change.meaning.phrase,
                 "also": list(change.also),
             }
             for change in comparison.group(group)
+            for sides in [(("before", change.before), ("after", change.after))]
         ]
     sides = {"before": (before, comparison.before), "after": (after, comparison.after)}
     headers = {side: {"recipe": str(name), **batch._asdict()} for side, (name, batch) in sides.items()}
     return {"same": not comparison.changes, **headers, "changes": changes}
-
-
-def _sides(change: Change) -> list[tuple[str, Any]]:
-    return [("before", change.before), ("after", change.after)]

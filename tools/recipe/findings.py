@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from plugins.errors import RecipeError
-from tools.recipe.load import KeyPath, Recipe
-from tools.recipe.override import dotted
+from tools.recipe.load import KeyPath, Recipe, dotted, place_of
 
 SEVERITIES = ERROR, WARNING, NOTE = ("error", "warning", "note")
 
@@ -119,16 +118,10 @@ class Findings:
 
     def _place(self, path: KeyPath) -> tuple[str, int]:
         """File and line of a key path, or of the nearest mapping around it."""
-        for inner in _upwards(path):
-            mark = self.recipe.marks.get(inner)
-            if mark:
+        for length in range(len(path), 0, -1):
+            if mark := self.recipe.marks.get(path[:length]):
                 return os.path.normpath(mark.file), mark.line
         return self.recipe.source, 0
-
-
-def _upwards(path: KeyPath) -> Iterator[KeyPath]:
-    for length in range(len(path), 0, -1):
-        yield path[:length]
 
 
 def refused(errors: Sequence[Finding]) -> RecipeError:
@@ -139,10 +132,7 @@ def refused(errors: Sequence[Finding]) -> RecipeError:
 
 def refusal(recipe: Mapping[str, Any], path: KeyPath, text: str) -> RecipeError:
     """Return the error at a key path, with file and line if known, for a tool that cannot go on."""
-    recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
-    mark = recipe.marks.get(path)
-    source = f"{mark}: " if mark else f"{recipe.source}: " if recipe.source else ""
-    return RecipeError(f"{source}{dotted(path)}: {text}")
+    return RecipeError(f"{place_of(recipe, path)}{dotted(path)}: {text}")
 
 
 def in_file(recipe: Mapping[str, Any], error: RecipeError) -> RecipeError:

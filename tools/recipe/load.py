@@ -327,7 +327,7 @@ def refuse_sections(recipe: Mapping[str, Any]) -> None:
         RecipeError: with file, line and key path.
     """
     for path in SECTIONS:
-        if not isinstance(_at(recipe, path), Mapping | None):
+        if not isinstance(look(recipe, path), Mapping | None):
             _refuse(recipe, path, "must be a mapping")
     callbacks = recipe.get("callbacks")
     if not isinstance(callbacks, list | None):
@@ -337,17 +337,30 @@ def refuse_sections(recipe: Mapping[str, Any]) -> None:
             _refuse(recipe, ("callbacks", index), "must be a mapping with a `type`")
 
 
-def _at(recipe: Mapping[str, Any], path: tuple[str, ...]) -> Any:
-    node: Any = recipe
+def look(recipe: Any, path: KeyPath, default: Any = None) -> Any:
+    """Return the value at a key path, or `default`."""
     for key in path:
-        node = node.get(key) if isinstance(node, Mapping) else None
-    return node
+        if isinstance(recipe, dict) and key in recipe:
+            recipe = recipe[key]
+        else:
+            return default
+    return recipe
 
 
-def _refuse(recipe: Mapping[str, Any], path: tuple[Any, ...], wrong: str) -> None:
+def dotted(path: KeyPath) -> str:
+    """Return ``("callbacks", 2, "prefix")`` as ``callbacks.2.prefix``."""
+    return ".".join(map(str, path))
+
+
+def place_of(recipe: Mapping[str, Any], path: KeyPath = ()) -> str:
+    """Return ``file:line: `` of a key path, ``file: `` if its line is not known, or an empty text."""
     mark = getattr(recipe, "marks", {}).get(path)
-    place = str(mark) if mark else getattr(recipe, "source", "")
-    raise RecipeError(f"{place + ': ' if place else ''}{'.'.join(map(str, path))}: {wrong}")
+    source = str(mark) if mark else getattr(recipe, "source", "")
+    return f"{source}: " if source else ""
+
+
+def _refuse(recipe: Mapping[str, Any], path: KeyPath, wrong: str) -> None:
+    raise RecipeError(f"{place_of(recipe, path)}{dotted(path)}: {wrong}")
 
 
 # YAML 1.1 reads 1e-3 as text; people mean a number
@@ -379,10 +392,7 @@ def refuse_numbers(recipe: Mapping[str, Any]) -> None:
         RecipeError: with file, line, key path and what would be right.
     """
     for path, _, wrong, right in bad_numbers(recipe):
-        mark = getattr(recipe, "marks", {}).get(path)
-        place = str(mark) if mark else getattr(recipe, "source", "")
-        key = ".".join(map(str, path))
-        raise RecipeError(f"{place + ': ' if place else ''}{key}: {wrong}; {right}")
+        _refuse(recipe, path, f"{wrong}; {right}")
 
 
 def bad_numbers(recipe: Mapping[str, Any]) -> Iterator[Refusal]:

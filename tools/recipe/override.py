@@ -17,7 +17,7 @@ import yaml
 from plugins import ADAPTERS
 from plugins.errors import RecipeError, did_you_mean
 from tools.files.small_yaml import SmallLoader
-from tools.recipe.load import EXPONENT, KeyPath, Recipe, bad_devices, bad_leaves
+from tools.recipe.load import EXPONENT, KeyPath, Recipe, bad_devices, bad_leaves, dotted, place_of
 
 __all__ = ["also_changed", "apply_overrides", "dotted", "get_path", "shared_paths"]
 
@@ -84,11 +84,6 @@ def get_path(recipe: Any, path: KeyPath) -> Any:
     return recipe
 
 
-def dotted(path: KeyPath) -> str:
-    """Return ``("callbacks", 2, "prefix")`` as ``callbacks.2.prefix``."""
-    return ".".join(map(str, path))
-
-
 def _find(recipe: dict[str, Any], name: str) -> KeyPath:
     """The key path of a dotted name; raises with a suggestion when the recipe has no such key."""
     node: Any = recipe
@@ -99,7 +94,7 @@ def _find(recipe: dict[str, Any], name: str) -> KeyPath:
         elif isinstance(node, dict) and any(str(key) == word for key in node):
             key = next(key for key in node if str(key) == word)
         else:
-            raise RecipeError(f"{_source(recipe)}--set {name}: {_unknown(recipe, node, path, word, name)}")
+            raise RecipeError(f"{place_of(recipe)}--set {name}: {_unknown(recipe, node, path, word, name)}")
         path, node = (*path, key), node[key]
     return path
 
@@ -142,8 +137,8 @@ def _parse(text: str, override: str) -> Any:
 def _write_new(recipe: Recipe, name: str, value: Any, override: str) -> None:
     """Add what is not there, of a plugin."""
     for place, _, wrong, right in bad_leaves(value, tuple(name.split("."))):
-        raise RecipeError(f"{_source(recipe)}--set {override}: {dotted(place)}: {wrong}; {right}")
-    write_new(recipe, name, value, f"{_source(recipe)}--set {override}")
+        raise RecipeError(f"{place_of(recipe)}--set {override}: {dotted(place)}: {wrong}; {right}")
+    write_new(recipe, name, value, f"{place_of(recipe)}--set {override}")
 
 
 def _floats(value: Any) -> Any:
@@ -167,7 +162,7 @@ def _assign(
             inner = _find(recipe, f"{dotted(path)}.{key}")
             _assign(recipe, inner, item, str(item), override, given)
         return
-    value = _fit(old, value, text, path, f"{_source(recipe, path)}--set {override}")
+    value = _fit(old, value, text, path, f"{place_of(recipe, path)}--set {override}")
     for place, _, wrong, right in bad_leaves(value, path):
         raise RecipeError(f"--set {override}: {dotted(place)}: {wrong}; {right}")
     for place in shared_paths(recipe, path):
@@ -227,13 +222,6 @@ def _right(old: Any, value: Any) -> str:
 
 def _kind(value: Any) -> str:
     return _KINDS.get(type(value), "empty" if value is None else type(value).__name__)
-
-
-def _source(recipe: dict[str, Any], path: KeyPath = ()) -> str:
-    """``file:line: `` of a key path, as far as known."""
-    mark = getattr(recipe, "marks", {}).get(path)
-    source = str(mark) if mark else getattr(recipe, "source", "")
-    return f"{source}: " if source else ""
 
 
 SECTION = "plugins"

@@ -18,22 +18,11 @@ from plugins.semi_auto_cpu.chosen import chosen, splits_model
 from tools.hardware.units import GIB
 from tools.pipeline.schedules import schedule_of
 from tools.recipe.findings import refusal
-from tools.recipe.load import KeyPath, Recipe
-from tools.recipe.override import dotted
+from tools.recipe.load import KeyPath, Recipe, dotted, look
 
 PARALLEL, MODEL, RUNNER = ("parallel_config",), ("model", "model_config"), ("runner_config",)
 LOADER = ("train_dataset", "data_loader")
 _MISSING = object()
-
-
-def look(recipe: Any, path: KeyPath, default: Any = None) -> Any:
-    """Return the value at a key path, or `default`."""
-    for key in path:
-        if isinstance(recipe, dict) and key in recipe:
-            recipe = recipe[key]
-        else:
-            return default
-    return recipe
 
 
 @dataclass(frozen=True)

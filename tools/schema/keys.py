@@ -11,8 +11,7 @@ from typing import Any
 
 from plugins.settings import Section
 from tools.recipe.findings import ERROR, Findings, refused
-from tools.recipe.load import EXPONENT, KeyPath, Recipe, as_yaml
-from tools.recipe.override import dotted
+from tools.recipe.load import EXPONENT, KeyPath, Recipe, as_yaml, dotted
 from tools.recipe.view import MODEL
 from tools.schema.schema import Schema, Shape, fits, kind, load_schema, say
 

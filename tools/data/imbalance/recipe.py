@@ -27,8 +27,7 @@ from tools.data.outputs import read_sidecar
 from tools.layout.resolve import sample_cost
 from tools.process.waiting import Reporter
 from tools.recipe.findings import refusal
-from tools.recipe.load import KeyPath, Recipe
-from tools.recipe.override import dotted
+from tools.recipe.load import KeyPath, Recipe, dotted
 from tools.recipe.view import LOADER, MODEL, View, require_resolved
 
 CONFIG = (*LOADER, "config")
