@@ -92,17 +92,14 @@ def own_plan(host: Host, devices: Sequence[int | None]) -> list[list[int]]:
     share = len(cores) // parts
     if share < 1:
         return [[] for _ in devices]
-    if npus and all(host.npus[npu] is not None for npu in npus) and _all_ranges(host):
+    all_ranges = all("-" in part for cores in host.nodes.values() for part in compress(cores).split(","))
+    if npus and all(host.npus[npu] is not None for npu in npus) and all_ranges:
         dealt = _by_node(host, npus, share)
     else:
         dealt = {npu: cores[i * share : (i + 1) * share] for i, npu in enumerate(npus or range(parts))}
         if not npus:
             dealt[parts - 1] = cores[(parts - 1) * share :]
     return [dealt[rank if npu is None else npu] for rank, npu in enumerate(devices)]
-
-
-def _all_ranges(host: Host) -> bool:
-    return all("-" in part for cores in host.nodes.values() for part in compress(cores).split(","))
 
 
 def _by_node(host: Host, npus: Sequence[int], share: int) -> dict[int, list[int]]:
@@ -157,7 +154,9 @@ def plan_for(host: Host, recipe: Path | None, workers: int | None) -> Plan:
     npus, notes = ([], []) if on_cpu else visible(os.environ, list(host.npus))
     if workers is not None and (wrong := Range(1, RANGES["workers"].high).refusal(workers)):
         raise ClusterError(f"--workers {workers} {wrong}")
-    count = workers or (_on_a_node(view, on_cpu) if view is not None else len(npus))
+    count = workers or len(npus)
+    if view is not None and not workers:  # on CPU a launch starts all workers on one host
+        count = view.devices if on_cpu and view.on_cpu else min(view.devices, view.node)
     if not count:
         raise ClusterError("this host has no NPU: name a RECIPE or the number of --workers")
     if view is not None and on_cpu and not view.on_cpu:
@@ -165,8 +164,3 @@ def plan_for(host: Host, recipe: Path | None, workers: int | None) -> Plan:
     plan = make_plan(host, count, None if on_cpu else npus)
     plan.notes[:0] = notes
     return plan
-
-
-def _on_a_node(view: View, on_cpu: bool) -> int:
-    """Workers that a launch starts on one host: all of them on CPU."""
-    return view.devices if on_cpu and view.on_cpu else min(view.devices, view.node)

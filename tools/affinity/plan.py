@@ -43,7 +43,10 @@ def shares(near: Sequence[int], free: Mapping[int, int], distance: Mapping[tuple
     workers, count = len(near), len(nodes)
     share = sum(free.values()) // workers
     cost = np.array([[distance[home, node] for node in nodes] for home in near], dtype=float)
-    solver = _solver()
+    solver = highspy.Highs()
+    options = {"output_flag": False, "threads": 1, "mip_rel_gap": 0.0, "mip_abs_gap": 1e-7, "mip_allow_restart": False}
+    for option, value in options.items():
+        solver.setOptionValue(option, value)
     for amount in cost.ravel():
         solver.addCol(amount, 0.0, float(share), 0, np.array([], np.int32), np.array([]))
     # less than the smallest difference of the first aim: distances are whole numbers
@@ -61,14 +64,6 @@ def shares(near: Sequence[int], free: Mapping[int, int], distance: Mapping[tuple
     solver.run()
     assert solver.getModelStatus() == highspy.HighsModelStatus.kOptimal, "the shares always fit"
     return np.rint(np.array(solver.getSolution().col_value[: which.size])).astype(int).reshape(which.shape)
-
-
-def _solver() -> highspy.Highs:
-    solver = highspy.Highs()
-    options = {"output_flag": False, "threads": 1, "mip_rel_gap": 0.0, "mip_abs_gap": 1e-7, "mip_allow_restart": False}
-    for option, value in options.items():
-        solver.setOptionValue(option, value)
-    return solver
 
 
 @dataclass(frozen=True)

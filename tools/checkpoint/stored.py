@@ -142,7 +142,7 @@ class Stored:
     def _tensor(self, name: str, tensor: Mapping[str, Any], storage: Mapping[str, Any]) -> Tensor:
         """One tensor of metadata.json: all its slices are there once, and have one shape."""
         shape, cuts = tuple(tensor["global_shape"]), tuple(tensor["axis_fragmentations"])
-        slices = {_slice_number(chunk): tuple(chunk["local_shape"]) for chunk in tensor["chunk"]}
+        slices = {int(chunk["global_offset"][0]): tuple(chunk["local_shape"]) for chunk in tensor["chunk"]}
         part = tuple(length // count for length, count in zip(shape, cuts, strict=True))
         even = tuple(length * count for length, count in zip(part, cuts, strict=True)) == shape
         if not even or slices.keys() != set(range(math.prod(cuts))) or set(slices.values()) != {part}:
@@ -237,12 +237,6 @@ def _is_slice(found: Any) -> bool:
 
 def _are_numbers(found: Any) -> TypeGuard[list[int]]:
     return isinstance(found, list) and all(type(number) is int and number >= 0 for number in found)
-
-
-def _slice_number(chunk: Mapping[str, Any]) -> int:
-    """Which slice it is, counted in row-major order."""
-    (place,) = chunk["global_offset"]
-    return int(place)
 
 
 def kind_of(name: str) -> Kind:

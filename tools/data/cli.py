@@ -101,7 +101,7 @@ def prepare(
         output=output,
         tokenizer=tokenizer,
         vocab_size=DEFAULT_VOCAB if vocab_size is None else vocab_size,
-        workers=workers or _cores(),
+        workers=workers or len(os.sched_getaffinity(0)),
         **flags,
     )
     with terminate_as_interrupt(), TerminalReporter() as reporter:
@@ -157,12 +157,11 @@ def verify(
     that does not keep all text, the sources are encoded again and the ids compared; the outcome says which. Exit
     code 1 when something is wrong.
     """
-    from tools.data.outputs import check_form, read_sidecar
+    from tools.data.outputs import checked_sidecar
     from tools.data.tokenizer import load
     from tools.data.verify import verify as run
 
-    sidecar = read_sidecar(prefix)
-    check_form(Path(f"{prefix}.json"), sidecar)
+    sidecar = checked_sidecar(prefix)
     corpus = Corpus(inputs, sidecar["jsonl_key"], tuple(sidecar["globs"])) if inputs else None
     with TerminalReporter() as reporter:
         reporter.start("loading the tokenizer", 0)
@@ -174,10 +173,6 @@ def verify(
     verdict = "WRONG" if report.findings else "ok"
     click.echo(json.dumps(report.to_dict(), indent=2) if as_json else f"{verdict}: {report.summary()}")
     context.exit(1 if report.findings else 0)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _describe(prefix: Path, summary: dict[str, Any]) -> str:

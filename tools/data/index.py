@@ -248,7 +248,8 @@ def read_blend(data_path: Any) -> Blend:
         DataError: it is not a list of texts and numbers, or MindFormers could not read it. The message does not say
             where it stands.
     """
-    if not isinstance(data_path, list) or not data_path or not all(_is_word(entry) for entry in data_path):
+    entries = data_path if isinstance(data_path, list) else []
+    if not entries or not all(type(entry) in (str, int, float) for entry in entries):
         raise DataError(f"wants a list such as ['1', PREFIX], got {data_path!r}, which is not a list of paths")
     words = [str(entry).strip() for entry in data_path]
     weights = [_weight(word) for word in words[::2]]
@@ -260,10 +261,6 @@ def read_blend(data_path: Any) -> Blend:
     if not all(math.isfinite(weight) and weight >= 0 for weight in known) or not sum(known):
         raise DataError(f"{', '.join(words[::2])}: not shares of a whole; write finite numbers of zero or more")
     return Blend(words[1::2], known)
-
-
-def _is_word(entry: Any) -> bool:
-    return isinstance(entry, str | int | float) and not isinstance(entry, bool)
 
 
 def _weight(word: str) -> float | None:

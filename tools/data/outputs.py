@@ -52,13 +52,15 @@ _WORDS: dict[type, str] = {
 }
 
 
-def check_form(path: Path, sidecar: dict[str, Any]) -> None:
-    """Compare the sidecar in `path` with the form that `tc3 data prepare` writes.
+def checked_sidecar(prefix: str | Path) -> dict[str, Any]:
+    """Return the sidecar `PREFIX.json` if it has the form that `tc3 data prepare` writes.
 
     Raises:
-        DataError: a key is missing or of another kind.
+        DataError: as `read_sidecar`; a key is missing or of another kind.
     """
-    _check(path, "", sidecar, _FORM)
+    sidecar = read_sidecar(prefix)
+    _check(Path(f"{prefix}.json"), "", sidecar, _FORM)
+    return sidecar
 
 
 def _check(path: Path, place: str, value: Any, form: Any) -> None:

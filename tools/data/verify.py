@@ -16,7 +16,6 @@ import numpy as np
 from tools.data import outputs
 from tools.data import tokenizer as tokenizers
 from tools.data.index import BrokenIndexError, IndexReader
-from tools.data.outputs import check_form
 from tools.data.sources import STDLIB_NAMES, Corpus, Skips, chosen, held_out
 from tools.data.tokenizer import Coder, Tokenizer
 from tools.process.waiting import Reporter
@@ -79,8 +78,7 @@ def verify(
     Raises `DataError` when a file is missing; what is wrong inside the files becomes a finding.
     """
     reporter = reporter or Reporter()
-    sidecar = outputs.read_sidecar(prefix)
-    check_form(Path(f"{prefix}.json"), sidecar)
+    sidecar = outputs.checked_sidecar(prefix)
     report = Verification(str(prefix))
     try:
         reader = IndexReader(prefix)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from tools.process.children import handled
 
 EFFORTS = {"low": 3.0, "normal": 10.0, "high": 60.0}  # units for one placement
 LATE = "the time limit ended it: another machine may find another answer"
@@ -108,12 +109,5 @@ def interruptible(budget: Budget) -> Iterator[None]:
             raise KeyboardInterrupt
         budget.stop()
 
-    if threading.current_thread() is not threading.main_thread():
+    with handled(signal.SIGINT, stop), handled(signal.SIGTERM, stop):
         yield
-        return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -86,7 +86,7 @@ def collected_signals(received: list[int], numbers: Sequence[int] = NUMBERS) -> 
     """Collect signals in a list instead of ending by them."""
     with ExitStack() as handlers:
         for number in numbers:
-            handlers.enter_context(_handler(number, lambda number, frame: received.append(number)))
+            handlers.enter_context(handled(number, lambda number, frame: received.append(number)))
         yield received
 
 
@@ -123,13 +123,13 @@ def terminate_as_interrupt() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    with _handler(signal.SIGTERM, interrupt):
+    with handled(signal.SIGTERM, interrupt):
         yield
 
 
 @contextmanager
-def _handler(number, handler) -> Iterator[None]:
-    """Install `handler` for the block; do nothing outside the main thread, where Python allows no handlers."""
+def handled(number: int, handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Install a signal's `handler` for the block; do nothing outside the main thread, where Python allows none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

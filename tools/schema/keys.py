@@ -96,11 +96,10 @@ class _Walk:
     def _unknown(self, key: Any, shape: Shape, path: KeyPath) -> None:
         """An unknown key: misspelt, misplaced, or invented."""
         here = f"in {dotted(path)}" if path else "at the top level"
-        right = ""
         close = get_close_matches(str(key), list(shape.keys or {}), n=1, cutoff=0.75)
         places = _places(self.root, str(key))
-        if path == MODEL and (hint := _unmapped_hint(str(key), self.mla)):
-            right = hint
+        if path == MODEL and key in _YARN and not self.mla:  # this model's TransformerConfig has no such field
+            right = "write it inside rope_scaling"
         elif places:
             right = f"it belongs in {' or '.join(places[:2])}"
         elif close:
@@ -187,11 +186,6 @@ def _listed(names: list[Any]) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _unmapped_hint(key: str, model_has_mla: bool) -> str:
-    """What to write instead of a YaRN key on a model whose TransformerConfig has no such field."""
-    return "write it inside rope_scaling" if key in _YARN and not model_has_mla else ""
 
 
 def _places(shape: Shape, key: str, path: KeyPath = (), depth: int = 0) -> list[str]:

@@ -60,7 +60,7 @@ def _kinds(annotation: Any) -> set[str] | None:
     origin = typing.get_origin(annotation)
     if origin in NAMES:
         return {NAMES[origin]}
-    if origin is typing.Union or origin is getattr(types, "UnionType", None):
+    if origin in (typing.Union, types.UnionType):
         parts = [_kinds(part) for part in typing.get_args(annotation)]
         known = [part for part in parts if part]
         return set().union(*known) if known else None
@@ -87,6 +87,7 @@ def say(kinds: list[str]) -> str:
 
 FILE = Path(__file__).with_name("schema.json")
 DEFAULT_MODEL = "telechat3_moe"
+_MAPPING: Spec = {"types": ["dict"]}
 _INJECTED = ("parallel_config", "init_method", "output_layer_init_method", "activation_func", "MAX_PATTERN_LEN")
 
 _HF_METHODS = ("rename_column", "remove_columns", "sort", "shuffle", "flatten", "take")  # of datasets.Dataset
@@ -162,21 +163,23 @@ class Schema:
         grouped = replace(self._typed("lr_schedule", {"params": Shape({"types": ["list"]})}), registry="grouped_lr")
         callbacks = Shape({"types": ["list"]}, item=self._typed("callbacks"))
         keys["grouped_lr_schedule"] = Shape(
-            _mapping(), {"default": lr, "grouped": Shape({"types": ["list"]}, item=grouped)}
+            _MAPPING, {"default": lr, "grouped": Shape({"types": ["list"]}, item=grouped)}
         )
         keys.update(callbacks=callbacks, eval_callbacks=callbacks, lr_schedule=lr, optimizer=self._typed("optimizer"))
         keys.update(trainer=self._typed("trainer"), runner_wrapper=self._wrapper())
         dataset = self._dataset()
         keys.update(train_dataset=dataset, eval_dataset=dataset)
         tasks = self._typed("dataset_task", {"dataset_config": dataset})
-        task = replace(tasks, types={name: _only_config(shape) for name, shape in (tasks.types or {}).items()})
+        only = {"dataset_config": dataset}
+        # a task takes everything from `dataset_config`, which the trainer sets; its other arguments do nothing
+        task = replace(tasks, types={name: replace(shape, keys=only) for name, shape in (tasks.types or {}).items()})
         keys.update(train_dataset_task=task, eval_dataset_task=task)
         assert keys["model"].keys is not None
         keys["model"].keys["model_config"] = self._model(model)
         plugins = {name: _plugin(name, module) for name, module in ADAPTERS.items()}
         keys["plugins"] = Shape({"types": ["dict", "null"]}, plugins)
         keys["base_config"] = Shape({"types": ["list", "str"]})
-        return Shape(_mapping(), keys, line=self.line("template_key"))
+        return Shape(_MAPPING, keys, line=self.line("template_key"))
 
     def _keys(self, section: str, extra: dict[str, Spec]) -> dict[str, Shape]:
         """Keys of one section, each with what MindFormers and `values` know of its values."""
@@ -200,14 +203,8 @@ class Schema:
                 keys[key] = self._section(inner)
         closed = name in ("runner_config", "parallel_config", "recompute_config", "swap_config", "monitor_config")
         rule = "template_key" if closed else "context_excluded" if name == "context" else ""
-        null = name in (
-            "tensorboard",
-            "checkpoint",
-            "monitor_config",
-            "swap_config",
-            "monitor_config.health_checkpoint",
-        )
-        return Shape({"types": ["dict", "null"]} if null else _mapping(), keys, line=self.line(rule))
+        may_be_null = ("tensorboard", "checkpoint", "monitor_config", "swap_config", "monitor_config.health_checkpoint")
+        return Shape({"types": ["dict", "null"]} if name in may_be_null else _MAPPING, keys, line=self.line(rule))
 
     def _typed(self, section: str, children: dict[str, Shape] | None = None) -> Shape:
         """A mapping whose `type` names a class, whose arguments are its other keys."""
@@ -218,9 +215,9 @@ class Schema:
             if section == "lr_schedule":
                 keys["warmup_epochs"] = Shape(extra["warmup_epochs"])  # read by the trainer
             types[name] = Shape(
-                _mapping(), {**keys, **(children or {})}, opened=described["open"], line=described["line"]
+                _MAPPING, {**keys, **(children or {})}, opened=described["open"], line=described["line"]
             )
-        return Shape(_mapping(), types=types, registry=section, line=self.line("registry"))
+        return Shape(_MAPPING, types=types, registry=section, line=self.line("registry"))
 
     def _wrapper(self) -> Shape:
         """runner_wrapper, whose loss scale may be a number or a class."""
@@ -232,7 +229,7 @@ class Schema:
 
     def _dataset(self) -> Shape:
         """A dataset section; with MindFormers' Megatron loader its `config` is closed too."""
-        gpt = Shape(_mapping(), self._keys("gpt_dataset", values.SECTIONS["gpt_dataset"]))
+        gpt = Shape(_MAPPING, self._keys("gpt_dataset", values.SECTIONS["gpt_dataset"]))
         loaders = self._typed("data_loader")
         assert loaders.types is not None
         megatron, hugging = (loaders.types[name].keys for name in ("BlendedMegatronDatasetDataLoader", "HFDataLoader"))
@@ -242,7 +239,7 @@ class Schema:
         hugging["handler"] = Shape({"types": ["list", "null"]}, item=self._handler())
         loaders.types["HFDataLoader"] = replace(loaders.types["HFDataLoader"], opened=False)
         keys = self._keys("train_dataset", values.SECTIONS["train_dataset"])
-        return Shape(_mapping(), {**keys, "data_loader": loaders})
+        return Shape(_MAPPING, {**keys, "data_loader": loaders})
 
     def _handler(self) -> Shape:
         """One entry of HFDataLoader's `handler`; a method of `datasets.Dataset` has arguments of its own."""
@@ -251,9 +248,9 @@ class Schema:
         for name, described in self.data["handlers"].items():
             keys = {key: Shape(self._spec(spec, known.get(key))) for key, spec in described["keys"].items()}
             keys["tokenizer"] = Shape({"types": ["dict", "null"]}, tokenizer)
-            types[name] = Shape(_mapping(), keys, line=described["line"])
-        types.update({name: Shape(_mapping(), opened=True, keys={}) for name in _HF_METHODS})
-        return Shape(_mapping(), types=types, registry="handler", line=self.line("registry"))
+            types[name] = Shape(_MAPPING, keys, line=described["line"])
+        types.update({name: Shape(_MAPPING, opened=True, keys={}) for name in _HF_METHODS})
+        return Shape(_MAPPING, types=types, registry="handler", line=self.line("registry"))
 
     def _model(self, model: str) -> Shape:
         """Keys of model.model_config: those that reach a field, and those of the model's config class."""
@@ -264,23 +261,14 @@ class Schema:
         keys = {}
         for key in sorted(names - elsewhere):
             plain = [fields[target] for target, function in self.targets(model, key) if function is None]
-            own = _of_default(described["defaults"].get(key))
+            own = spec_of(default=described["defaults"].get(key))
             keys[key] = Shape(self._spec(plain[0] if plain else own, values.MODEL.get(key)))
         architectures = {"types": ["list"], "items": ["str"], "enum_items": self.data["transformer"]["architectures"]}
         scaling = {key: Shape(spec) for key, spec in values.SECTIONS["rope_scaling"].items()}
         keys["rope_scaling"] = Shape({"types": ["dict", "null"]}, scaling)
         keys["architectures"] = Shape(architectures)
         keys["model_type"] = Shape({"enum": sorted(self.models)})
-        return Shape(_mapping(), keys, line=self.line("converter_unmapped"))
-
-
-def _mapping() -> Spec:
-    return {"types": ["dict"]}
-
-
-def _only_config(task: Shape) -> Shape:
-    """A dataset task takes everything from `dataset_config`, which the trainer sets; its other arguments do nothing."""
-    return replace(task, keys={"dataset_config": (task.keys or {})["dataset_config"]})
+        return Shape(_MAPPING, keys, line=self.line("converter_unmapped"))
 
 
 def _plugin(name: str, module: str) -> Shape:
@@ -288,10 +276,6 @@ def _plugin(name: str, module: str) -> Shape:
     section = settings_of(name) if module.startswith("plugins.") else None
     keys = {key: Shape(spec) for key, spec in values.of_plugin(section).items()} if section else {}
     return Shape({"types": ["bool", "dict", "null"]}, keys or None, opened=not keys, section=section)
-
-
-def _of_default(default: Any) -> Spec:
-    return spec_of(default=default)
 
 
 @lru_cache(maxsize=1)

@@ -176,14 +176,11 @@ def models(site: Path) -> dict[str, Any]:
         if name.endswith("Config"):
             continue
         module = sys.modules[cls.__module__]
-        converters = [item for item in vars(module).values() if _is_converter(item, ConfigConverter)]
+        defined = [item for item in vars(module).values() if inspect.isclass(item)]
+        converters = [item for item in defined if issubclass(item, ConfigConverter) and item is not ConfigConverter]
         if converters:
             found[name.removeprefix("mcore_")] = _model(cls, converters[0], site)
     return found
-
-
-def _is_converter(item: Any, base: type) -> bool:
-    return inspect.isclass(item) and issubclass(item, base) and item is not base
 
 
 def _model(cls: Any, converter: Any, site: Path) -> dict[str, Any]:

@@ -112,7 +112,8 @@ def _offset(view: View, total: int, found: Findings) -> None:
     rows = _broadcast(offset, chunks, stages)
     right = f"for instance offset: {_spread(rest, stages, chunks)}"
     if rows is None:
-        rule = "offset_chunks" if _is_nested(offset, stages) else "offset_stages"
+        nested = isinstance(offset, list) and offset and isinstance(offset[0], list) and len(offset[0]) == stages
+        rule = "offset_chunks" if nested else "offset_stages"
         found.error(OFFSET, f"{offset!r} is not of shape {shape} (chunks x stages)", right, rule=rule)
         return
     written = sum(map(sum, rows))
@@ -127,10 +128,6 @@ def _offset(view: View, total: int, found: Findings) -> None:
         )
     elif len(counts) > 2 and min(counts[1:-1]) < 1:
         found.error(OFFSET, "a stage in the middle would hold no layer", "at least one", rule="offset_middle")
-
-
-def _is_nested(offset: Any, stages: int) -> bool:
-    return isinstance(offset, list) and bool(offset) and isinstance(offset[0], list) and len(offset[0]) == stages
 
 
 def _spread(rest: int, stages: int, chunks: int) -> list[Any]:

@@ -27,7 +27,7 @@ from tools.data.outputs import read_sidecar
 from tools.layout.resolve import sample_cost
 from tools.process.waiting import Reporter
 from tools.recipe.findings import refusal
-from tools.recipe.load import KeyPath, Recipe, dotted
+from tools.recipe.load import Recipe, dotted
 from tools.recipe.view import LOADER, MODEL, View, require_resolved
 
 CONFIG = (*LOADER, "config")
@@ -95,9 +95,12 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
     samples, blend = _samples(view, layout), _blend(view)
     if layout.window > layout.steps(samples):
         raise RecipeError(f"--window {layout.window}: the run has {layout.steps(samples):,} steps")
+    length = view.get((*CONFIG, "seq_length"))
+    if type(length) is not int or length < 1:
+        raise refusal(recipe, (*CONFIG, "seq_length"), f"{length!r}; write the tokens of a sample")
     algorithm = view.get(("parallel_config", "context_parallel_algo"), "colossalai_cp")
     return Setting(
-        sequence_length=_number(view, (*CONFIG, "seq_length")),
+        sequence_length=length,
         seed=view.get((*CONFIG, "seed"), 1234),
         training_share=_training_share(view),
         wanted=math.ceil(samples * _MARGIN) if blend and blend.weights else samples,
@@ -105,7 +108,7 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
         layout=layout,
         cost=settings.cost or sample_cost(recipe),
         context_parallel=view.cp if view.parallel and algorithm == "colossalai_cp" else 1,
-        room=_room(view),
+        room=view.mask_documents if view.flag((*CONFIG, "create_compressed_eod_mask")) else None,
         notes=tuple(_notes(view, prefix)),
     )
 
@@ -191,19 +194,6 @@ def _training_share(view: View) -> float:
     if not shares or not shares[0]:
         raise refusal(view.recipe, (*CONFIG, "split"), "trains on no document; write '1, 0, 0'")
     return shares[0] / sum(shares)
-
-
-def _room(view: View) -> int | None:
-    if not view.flag((*CONFIG, "create_compressed_eod_mask")):
-        return None
-    return view.mask_documents
-
-
-def _number(view: View, path: KeyPath) -> int:
-    value = view.get(path)
-    if type(value) is not int or value < 1:
-        raise refusal(view.recipe, path, f"{value!r}; write the tokens of a sample")
-    return value
 
 
 SHARES = (0.0, 0.5, 0.9, 0.99, 1.0)  # quantiles of loads
