@@ -1,4 +1,4 @@
-"""This module reads a host: its NUMA nodes, how far they are from each other, and which is nearest to each NPU."""
+"""This module reads the NUMA nodes of a host, the distances between them, and the node nearest to each NPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOST_FOLDERS = ("proc", "sys", "etc", "usr", OUTPUTS)  # of a host, of which a 
 
 
 def allowed(root: Root) -> list[int] | None:
-    """Return the cores of the process's cpuset on which it may be scheduled; None if no file says.
+    """Return the cores on which this process may be scheduled, which its cpuset limits; return None if no file says.
 
     Control groups of version 1 and of version 2 are read; in a container the process's own group is mounted as the
     top one, so a group's path is tried from the deepest folder upwards.
@@ -40,7 +40,9 @@ def _status(root: Root, name: str) -> str:
 
 
 def msrun_sees(root: Root) -> list[int]:
-    """Return the cores for `msrun --bind_core` and `--bind_numa FILE`: only version 1 has them."""
+    """Return the cores that `msrun --bind_core` and `msrun --bind_numa FILE` may use. Control groups of version 2 give
+    them none.
+    """
     return sorted(set(expand(root.read(MSRUN_READS) or "")))
 
 
@@ -58,7 +60,7 @@ def _group_cores(root: Root) -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """This is the host from which a plan is made.
+    """A `Host` holds the cores, NUMA nodes and NPUs from which a plan is made.
 
     Attributes:
         nodes: NUMA node -> all of its cores.
@@ -86,7 +88,7 @@ class Host:
 
 
 def read_host(root: Root) -> Host:
-    """Return the host below `root`.
+    """Return the host whose files are below `root`.
 
     Raises:
         ClusterError: nothing there says which cores it has, or what says it cannot be read.

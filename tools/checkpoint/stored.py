@@ -1,4 +1,5 @@
-"""This module reads a checkpoint that many ranks wrote as whole tensors, which are read on demand.
+"""This module reads a checkpoint that many ranks wrote. It gives every tensor as a whole, and reads a tensor when it is
+asked for.
 
 `open_stored` opens it by the headers of its files. MindFormers 1.9.0 (`checkpoint/metadata.py`, `sharded_tensor.py`)
 writes for every rank a safetensors file of weights and one of the optimizer's state, and a metadata.json:
@@ -47,7 +48,7 @@ _OPTIMIZER_PREFIXES = ("adam_", "moment", "exp_avg", BUFFERS)  # of names that e
 
 @dataclass(frozen=True)
 class Tensor:
-    """This is a tensor of a checkpoint, with the places of its slices.
+    """A `Tensor` describes one tensor of a checkpoint and the files that hold its slices.
 
     Args:
         dtype: as safetensors writes it; shape: of the whole; cuts: into how many parts each axis is cut.
@@ -66,20 +67,20 @@ class Tensor:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the files that hold a part of the tensor."""
+        """Return the ranks that hold a part of the tensor."""
         return tuple(sorted({rank for copies in self.copies for rank, _ in copies}))
 
 
 @dataclass(frozen=True)
 class Stored:
-    """This is the folder of one iteration: what each file holds, by name."""
+    """A `Stored` checkpoint is the folder of one iteration. It knows from the headers what each file holds, by name."""
 
     folder: Path
     files: Mapping[str, Mapping[str, Header]]
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor whose layout the checkpoint lists, if all its slices exist.
+        """Return every tensor whose layout the checkpoint lists. All slices of a tensor must exist.
 
         Raises:
             CheckpointError: a slice or a tensor is missing, or has another shape than the metadata say.
@@ -105,7 +106,7 @@ class Stored:
 
     @cached_property
     def unlisted(self) -> dict[str, dict[int, str]]:
-        """Return name -> rank -> file for tensors that ranks wrote without a listed layout: counters, biases of
+        """Return name -> rank -> file for the tensors that ranks wrote without a listed layout: counters, and biases of
         routers.
         """
         found: dict[str, dict[int, str]] = {}
@@ -172,7 +173,7 @@ class Stored:
 
 
 def open_stored(folder: Path) -> Stored:
-    """Return a checkpoint from the headers of its files.
+    """Return a checkpoint, for which only the headers of its files are read.
 
     Args:
         folder: MindFormers' `iteration_*`.
@@ -193,7 +194,7 @@ def rank_of(name: str) -> int:
 
 
 def read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a metadata.json: name -> tensor, and slice -> the files that hold it.
+    """Return the two tables of a metadata.json: name -> tensor, and slice -> the files that hold it.
 
     Raises:
         CheckpointError: it is not what MindFormers writes.
@@ -240,8 +241,8 @@ def _are_numbers(found: Any) -> TypeGuard[list[int]]:
 
 
 def kind_of(name: str) -> Kind:
-    """Return the kind of a tensor: a trained weight, its optimizer state, or something else (counters, the balance of
-    routers).
+    """Return the kind of a tensor: a trained weight, its optimizer state, or something else, such as a counter or a
+    router's balance.
     """
     if name.startswith(_OPTIMIZER_PREFIXES):
         return "optimizer"
@@ -250,7 +251,7 @@ def kind_of(name: str) -> Kind:
 
 @dataclass(frozen=True)
 class Whole:
-    """This is a checkpoint as if one process had written it.
+    """A `Whole` checkpoint holds all tensors as one process would have written them.
 
     Args:
         arrays: name -> the whole tensor.
@@ -288,11 +289,12 @@ def read_whole(folder: Path) -> Whole:
 
 
 class UnreadableError(CheckpointError):
-    """A file is damaged, or is not a safetensors file."""
+    """A file is damaged, or it is not a safetensors file."""
 
 
 def read_placements(folder: Path) -> dict[str, np.ndarray]:
-    """Return the name of each module of experts with a placement (`decoder.layers.0.mlp.experts`) -> int [E].
+    """Return the placement, int [E], of each module of experts that has one, by the module's name
+    (`decoder.layers.0.mlp.experts`).
 
     Args:
         folder: MindFormers' `iteration_*`; may be one of the legacy format or no checkpoint at all, which have none.
@@ -322,12 +324,12 @@ def _placements_in(file: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def moved(placements: dict[str, np.ndarray]) -> list[str]:
-    """Return the modules whose experts are not in logical order."""
+    """Return the modules whose experts do not stand in logical order."""
     return [module for module, slots in placements.items() if (slots != np.arange(len(slots))).any()]
 
 
 def refuse_moved(folder: Path, balanced: bool) -> None:
-    """Raise CheckpointError if a run without plugins.expert_balance is to begin with experts that have moved.
+    """Raise CheckpointError if a run without plugins.expert_balance would begin with experts that have moved.
 
     Args:
         folder: an iteration, or a folder of iterations, of which MindFormers takes the newest.

@@ -1,4 +1,4 @@
-"""This module reads the headers of safetensors files, and writes such files while their tensors are made.
+"""This module reads the headers of safetensors files, and writes such files while their tensors are computed.
 
 `TYPES` has safetensors' names of types, widest aligned first: that is the order in which the package writes tensors.
 `read_headers` says what a file says of its tensors, without reading them. `save_file` writes a file piece by piece, and
@@ -48,8 +48,8 @@ _MOST_WAITING = 4  # pieces that the thread that hashes may be behind
 
 @dataclass(frozen=True)
 class Header:
-    """This is a file's entry for a tensor: its type as safetensors writes it (F32, BF16), its shape, its bytes, its
-    place.
+    """A `Header` is a file's entry for a tensor: its type as safetensors writes it (F32, BF16), its shape, its size in
+    bytes, and where it begins.
     """
 
     dtype: str
@@ -105,7 +105,7 @@ def _width(header: Header, file: Path, name: str) -> int:
 
 @dataclass(frozen=True)
 class Made:
-    """This is a tensor to be written: its type as safetensors names it, its shape, and its elements in row-major
+    """A tensor to be written has a type as safetensors names it, a shape, and elements that come in row-major
     pieces.
     """
 
@@ -125,7 +125,8 @@ def in_order(tensors: Mapping[str, Made]) -> list[str]:
 
 
 def save_file(tensors: Mapping[str, Made], path: Path, metadata: Mapping[str, str]) -> str:
-    """Write `path`, which is completely on the disk when this returns; return its SHA-256, in hexadecimal.
+    """Write `path`, and return its SHA-256 in hexadecimal. The file is completely on the disk when this function
+    returns.
 
     Raises:
         OSError: it cannot be written.
@@ -140,7 +141,7 @@ def save_file(tensors: Mapping[str, Made], path: Path, metadata: Mapping[str, st
 
 
 def save_arrays(arrays: Mapping[str, np.ndarray], path: Path) -> str:
-    """Write arrays from memory as `save_file` does, for MindSpore; return the file's SHA-256.
+    """Write arrays from memory as `save_file` does, in the form that MindSpore reads; return the file's SHA-256.
 
     The `safetensors` package writes the same bytes, but its error for a full disk is not an OSError.
 

@@ -1,4 +1,4 @@
-"""This module is `tc3 doctor`: it says whether this host is fit to train, or which of many hosts is not."""
+"""This module is the command `tc3 doctor`. It says whether this host is fit to train, or which of many hosts is not."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def doctor(
     limit: float | None,
     as_json: bool,
 ) -> None:
-    """Check a host for what slows or ends runs; with RECIPE, also for what that recipe needs.
+    """Check a host for what would slow down or end a run. With RECIPE, also check what that recipe needs.
 
     Nothing is changed, and root is not needed. Exit code: 0 fit, 1 a check fails, 2 something to mend first.
     """

@@ -41,8 +41,7 @@ NAMES = tuple(dict.fromkeys(name for _, name in _KNOWN_AS))
 
 
 def name_of(text: str) -> str:
-    """Return the name that `text` is, or for which it stands as a whole; return `text` itself if it is not a known
-    name.
+    """Return the name for which `text` stands as a whole; return `text` itself if it stands for no known name.
 
     Words that stand somewhere in it are not enough: a file that is missing must not pass for a device.
     """
@@ -51,7 +50,9 @@ def name_of(text: str) -> str:
 
 
 def device_in(text: str) -> str:
-    """Return the name of the device in a description such as "H100-80GB SXM, 8 a node"; "" if none is known."""
+    """Return the name of the device in a description such as "H100-80GB SXM, 8 a node"; return "" if no known device is
+    named.
+    """
     name = name_of(text)
     if name in NAMES:
         return name
@@ -78,7 +79,7 @@ class _Loader(SmallLoader):
 
 
 def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> Any:
-    """Return the content of a file.
+    """Return the content of a YAML file.
 
     Args:
         error: to raise; shown: the file's name in it, `path` by default.
@@ -129,7 +130,7 @@ _GONE = {"matmul_efficiency": "delete it: what matmuls reach is fitted (tools/es
 
 
 class Origin(NamedTuple):
-    """This says where a number comes from: certainty is "quoted", "derived" or "assumed"."""
+    """An `Origin` says where a number comes from. The certainty is "quoted", "derived" or "assumed"."""
 
     certainty: str
     source: str
@@ -137,7 +138,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Link:
-    """This is one class of links, as one device sees it in one direction.
+    """A `Link` describes one class of links, as one device sees it in one direction.
 
     Args:
         bytes_per_s: nominal bandwidth.
@@ -159,8 +160,8 @@ class Link:
 
 @dataclass(frozen=True)
 class HostLink:
-    """This is the bandwidth of a device to its host's memory in one direction, with or without traffic of other devices
-    as `origin` says.
+    """A `HostLink` is the bandwidth from a device to its host's memory in one direction. `origin` says whether other
+    devices send at the same time.
     """
 
     bytes_per_s: float
@@ -172,7 +173,7 @@ class HostLink:
 
 @dataclass(frozen=True)
 class Hardware:
-    """These are the figures of one cluster: sizes in bytes, times in seconds, dense FLOP/s.
+    """A `Hardware` holds the numbers of one cluster: sizes in bytes, times in seconds, and dense FLOP/s.
 
     Args:
         peak_flops: dtype ("bf16", "fp16", "fp32", "fp8", "fp4") -> FLOP/s; the dtypes that the file names.
@@ -212,12 +213,12 @@ class Hardware:
 
 
 def known_hardware() -> list[str]:
-    """Return the names of the files of this repository."""
+    """Return the names of this repository's hardware files."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
-    """Return the hardware of a name (see `known_hardware`), of a device ("Atlas 800T A2") or of a YAML file.
+    """Return the hardware that a name (see `known_hardware`), a device ("Atlas 800T A2") or a YAML file stands for.
 
     Raises:
         RecipeError: there is no such file, or a number is missing, impossible or without its source.
@@ -243,7 +244,7 @@ class _Reader:
         self.content = read_yaml(Path(path), RecipeError, shown)
 
     def hardware(self) -> Hardware:
-        """Everything, checked."""
+        """Return the checked content of the file."""
         efficiency = self.content.pop("efficiency", {}) if isinstance(self.content, dict) else {}
         content = self._mapping(self.content, "", [*_WORDS, *_FIGURES], required=True, more=(_HOST,))
         for word in _WORDS:

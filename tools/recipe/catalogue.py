@@ -1,5 +1,5 @@
-"""This module writes the catalogue of recipes: each folder's `card.yaml` and the recipes beside it, as one table in
-recipes/README.md.
+"""This module writes the catalogue of recipes. It makes one table in recipes/README.md from each folder's `card.yaml`
+and the recipes beside it.
 
     python -m tools.recipe.catalogue          # writes recipes/README.md; --check only says whether it is current
 
@@ -27,8 +27,8 @@ ROLES = ("applied", "checked")  # by each launch; by `tc3 doctor` only, and the 
 
 @dataclass(frozen=True)
 class Measure:
-    """This is one measure: what the report gained by it on up to 4,096 devices, our role, and the checks that look at
-    it.
+    """A `Measure` says what the report gained by one measure on up to 4,096 devices, what this repository does about
+    it, and which checks look at it.
 
     The gains are the report's. Nothing here has measured them.
     """
@@ -61,7 +61,7 @@ _CONFLICT_KEYS = {"key", "recipe", "ours", "ours_at", "other", "other_at", "why"
 
 @dataclass(frozen=True)
 class Entry:
-    """This is one recipe of a folder: its stage, its mesh in words, and what has been verified for it."""
+    """An `Entry` is one recipe of a folder: its stage, its mesh in words, and what has been verified for it."""
 
     file: Path
     stage: str
@@ -77,7 +77,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Conflict:
-    """This is a value on which public sources disagree, with the reason for the recipe's choice."""
+    """A `Conflict` is a value on which public sources disagree, with the reason for the recipe's choice."""
 
     key: str  # key path in the recipe, or global_batch_size
     recipe: str  # file beside the card
@@ -91,7 +91,7 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Card:
-    """This is the card of a folder; `parameters` is 0 if the name states no size."""
+    """A `Card` describes the recipes of a folder. `parameters` is 0 if the model's name states no size."""
 
     file: Path
     entries: list[Entry]
@@ -108,8 +108,8 @@ class Card:
 
 
 def load_cards(recipes: Path) -> list[Card]:
-    """Return the cards below the folder `recipes`: TeleChat3-MoE first, modelled families last, and within each small
-    models first.
+    """Return the cards below the folder `recipes`: first TeleChat3-MoE, last the modelled families, and small models
+    first within each.
 
     Raises:
         RecipeError: a card lacks a key, has one too many, or claims what no card may claim.
@@ -120,7 +120,7 @@ def load_cards(recipes: Path) -> list[Card]:
 
 
 def why_modelled(files: Iterable[str]) -> str:
-    """Return why no training should start from a recipe; empty if no card gives a reason.
+    """Return why no training should start from a recipe; return an empty text if no card gives a reason.
 
     Args:
         files: the recipe and every file that it takes values from: of a child the card of its base speaks too.
@@ -143,7 +143,7 @@ def _content(text: str) -> Any:
 
 
 def load_card(path: Path) -> Card:
-    """Return one card; raise RecipeError naming file and key, or OSError if there is none."""
+    """Return one card. RecipeError names the file and the key that is wrong; OSError is raised if there is no card."""
     try:
         raw = _content(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -238,7 +238,7 @@ COLUMNS = ("Recipe", "Stage", "Devices", "Layout", "Global batch", "Status")
 
 
 def catalogue(recipes: Path) -> str:
-    """Return the text of recipes/README.md for the cards below `recipes`."""
+    """Return the text of recipes/README.md for the cards below the folder `recipes`."""
     cards = load_cards(recipes)
     return "\n".join([HEAD, *(_section(card) for card in cards)])
 

@@ -1,4 +1,4 @@
-"""This module is `tc3 recipe`: it shows one recipe as it will run, or compares two."""
+"""This module is the command `tc3 recipe`. It shows one recipe as it will run, or compares two recipes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def effective(
     as_written: bool = False,
     workers: int | None = None,
 ) -> Recipe:
-    """Return the recipe of a file as it would run, or the mini of it that `tc3 train --mini` would.
+    """Return the recipe of a file as it would run, or the mini that `tc3 train --mini` would train instead.
 
     With a number of `workers` the mini keeps the recipe's parallel strategy, scaled to so many (`--mini --parallel`).
     What `auto` and layout strings stand for is in their place, and said on stderr; `as_written` leaves them.
@@ -51,7 +51,9 @@ def recipe_as_text(
     as_written: bool = False,
     workers: int | None = None,
 ) -> str:
-    """Return the text of `effective`, which ends with a newline; YAML keeps the anchors of its author."""
+    """Return the text of the `effective` recipe, which ends with a newline. YAML keeps the anchors of the recipe's
+    author.
+    """
     recipe = effective(path, overrides, mini, as_written, workers)
     if as_json:
         return json.dumps(recipe, indent=2, default=str) + "\n"  # YAML alone knows dates
@@ -92,7 +94,9 @@ def show(
     as_written: bool,
     as_json: bool,
 ) -> None:
-    """Print RECIPE flat, as stock MindFormers reads it: bases merged, overrides applied, `auto` resolved."""
+    """Print RECIPE as one flat file that stock MindFormers reads. Bases are merged, overrides are applied, and `auto`
+    is replaced by values.
+    """
     if (parallel and not mini) or (workers is not None and not parallel):
         raise click.UsageError(
             "--parallel works only with --mini, and --workers only with --parallel: --mini --parallel --workers N"
@@ -107,7 +111,7 @@ def show(
 @as_written_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def diff(before: Path, after: Path, as_written: bool, as_json: bool) -> None:
-    """Compare recipes A and B by full key path and say what each difference means for training.
+    """Compare recipes A and B by full key path, and say what each difference means for training.
 
     Exit code: 0 the same, 1 different, 2 something to mend first.
     """

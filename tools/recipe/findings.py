@@ -1,4 +1,4 @@
-"""This module holds the results of a check: findings with a place and a remedy, and the recipe's sizes."""
+"""This module holds the results of a check: findings with their places and remedies, and the recipe's sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEVERITIES = ERROR, WARNING, NOTE = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """This is one finding: something that is wrong.
+    """A `Finding` is one thing that is wrong with a recipe.
 
     Args:
         severity: "error" (the run would fail, or be another one than was written), "warning", or "note" (it runs as
@@ -40,7 +40,7 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """Return ``file:line: `` as far as known."""
+        """Return ``file:line: `` of the value; return less if less is known."""
         return f"{self.file}:{self.line}: " if self.line else f"{self.file}: " if self.file else ""
 
     @property
@@ -51,7 +51,9 @@ class Finding:
 
 @dataclass
 class Report:
-    """These are findings on one recipe, and its table of sizes (None when the recipe is too broken to compute it)."""
+    """A `Report` holds the findings on one recipe, and a table of its sizes. The table is None if the recipe is too
+    broken for it.
+    """
 
     recipe: Recipe
     findings: list[Finding] = field(default_factory=list)
@@ -59,12 +61,12 @@ class Report:
 
     @property
     def errors(self) -> list[Finding]:
-        """Return the findings that make the recipe refused."""
+        """Return the findings for which the recipe is refused."""
         return [finding for finding in self.findings if finding.severity == ERROR]
 
     @property
     def warnings(self) -> list[Finding]:
-        """Return the findings that make the recipe refused with `--strict`."""
+        """Return the findings for which the recipe is refused with `--strict`."""
         return [finding for finding in self.findings if finding.severity == WARNING]
 
     @property
@@ -73,7 +75,7 @@ class Report:
         return not self.errors
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the content that `--json` prints."""
         return {
             "recipe": self.recipe.source,
             "clean": self.clean,
@@ -83,7 +85,9 @@ class Report:
 
 
 class Findings:
-    """This collects findings on one recipe, with one finding for a value that an anchor puts at several places."""
+    """A `Findings` collects the findings on one recipe. A value that an anchor puts at several places gets one
+    finding.
+    """
 
     def __init__(self, recipe: Recipe, line_of: Any):
         self.recipe = recipe
@@ -100,11 +104,13 @@ class Findings:
         self._add(WARNING, path, wrong, right, source or self.line_of(rule))
 
     def note(self, path: KeyPath, wrong: str, right: str = "", rule: str = "") -> None:
-        """Add a note on a difference of MindFormers' own that the recipe cannot avoid."""
+        """Add a note on a difference that MindFormers makes and the recipe cannot avoid."""
         self._add(NOTE, path, wrong, right, self.line_of(rule))
 
     def refusal(self, section: KeyPath, error: RecipeError, rule: str = "", right: str = "") -> None:
-        """Add what a plugin's reader refuses, at the key that it names, or at `section` if that key is elsewhere."""
+        """Add what a plugin's reader refuses at the key that the error names; add it at `section` if that key lies
+        elsewhere.
+        """
         path = tuple(error.key.split("."))
         inside = path[: len(section)] == section
         self.error(path if inside else section, error.wrong if inside else str(error), right, rule)
@@ -125,17 +131,17 @@ class Findings:
 
 
 def refused(errors: Sequence[Finding]) -> RecipeError:
-    """Return the first finding of `tc3 check` in one line, as the error of a tool that cannot go on."""
+    """Return the first of `errors`, which `tc3 check` found, as the error of a tool that cannot go on."""
     more = f" (and {len(errors) - 1} more: `tc3 check` lists them)" if len(errors) > 1 else ""
     return RecipeError(f"{errors[0].place}{errors[0].words}{more}")
 
 
 def refusal(recipe: Mapping[str, Any], path: KeyPath, text: str) -> RecipeError:
-    """Return the error at a key path, with file and line if known, for a tool that cannot go on."""
+    """Return an error at a key path, with file and line if these are known, for a tool that cannot go on."""
     return RecipeError(f"{place_of(recipe, path)}{dotted(path)}: {text}")
 
 
 def in_file(recipe: Mapping[str, Any], error: RecipeError) -> RecipeError:
-    """Return `error` with the recipe's file added, if the code that raised it did not know the file."""
+    """Return `error` with the recipe's file in its message, if the code that raised it did not know the file."""
     source, text = getattr(recipe, "source", ""), str(error)
     return error if not source or source in text else RecipeError(f"{source}: {text}")

@@ -1,5 +1,5 @@
-"""This module reads a recipe exactly as MindFormers would, without importing it, and remembers where each value was
-written.
+"""This module reads a recipe exactly as MindFormers would, without importing MindFormers. It remembers where each value
+was written.
 
 Semantics follow `MindFormerConfig._file2dict` (mindformers 1.9.0, tools/register/config.py): `base_config:` names files
 relative to the recipe; they are merged shallowly among themselves, then the recipe deeply on top. A recipe that was
@@ -37,7 +37,9 @@ _idents = itertools.count()
 
 
 class Mark(NamedTuple):
-    """This says where a value was written. Two key paths with the same `ident` are one value that an anchor shares."""
+    """A `Mark` says where a value was written. Two key paths with the same `ident` are one value that an anchor
+    shares.
+    """
 
     file: str
     line: int
@@ -48,7 +50,7 @@ class Mark(NamedTuple):
 
 
 class Recipe(dict[str, Any]):
-    """This is a flat recipe: an ordinary dict that also knows its `source` file and the `marks` of its key paths."""
+    """A `Recipe` is a flat recipe: a dict that also knows its `source` file and the `marks` of its key paths."""
 
     source: str = ""
     marks: dict[KeyPath, Mark]
@@ -69,8 +71,8 @@ class _Spot:
 
 
 def load_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """Return the flat effective recipe of a file, checked so that tools can work with it; all commands except check use
-    this.
+    """Return the flat effective recipe of a file, checked so that tools can work with it. All commands except `tc3
+    check` use this function.
 
     Raises:
         RecipeError: as `read_recipe`; a section that is none, a number that no training can mean.
@@ -82,7 +84,7 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """Return the flat effective recipe of the YAML file `path`, with its bases merged in, whatever its values are.
+    """Return the flat effective recipe of the YAML file `path`, with its bases merged in. Its values are not checked.
 
     Equal, as a dict, to MindFormers' own reading before it adds defaults; list and mapping aliases stay one object.
 
@@ -321,7 +323,7 @@ SECTIONS = (
 
 
 def refuse_sections(recipe: Mapping[str, Any]) -> None:
-    """Raise an error for the first section that exists and is not a mapping; `tc3 check` finds all of them.
+    """Raise an error for the first section that is written and is not a mapping. `tc3 check` finds all such sections.
 
     Raises:
         RecipeError: with file, line and key path.
@@ -371,7 +373,9 @@ _DEGREES = ("data_parallel", "model_parallel", "pipeline_stage", "context_parall
 
 
 class Refusal(NamedTuple):
-    """This is one refused number: where it was written, what is wrong with it, and what would be right."""
+    """A `Refusal` is one number that is refused: where it was written, what is wrong with it, and what would be
+    right.
+    """
 
     path: tuple[Any, ...]
     value: Any
@@ -380,13 +384,13 @@ class Refusal(NamedTuple):
 
     @property
     def size(self) -> bool:
-        """Return whether other values are computed from it, so that it should be a whole number."""
+        """Return whether other values are computed from the number, so that it should be a whole number."""
         span = recipe_range(_words(self.path))
         return span is None or span.whole
 
 
 def refuse_numbers(recipe: Mapping[str, Any]) -> None:
-    """Raise an error for the first value that should be a number and is not.
+    """Raise an error for the first value that should be a number and is not, or that lies out of range.
 
     Raises:
         RecipeError: with file, line, key path and what would be right.
@@ -396,7 +400,9 @@ def refuse_numbers(recipe: Mapping[str, Any]) -> None:
 
 
 def bad_numbers(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield every number of a recipe that is refused, in the order of its keys, and last the number of devices."""
+    """Yield every number of a recipe that is refused, in the order of the keys, and at the end the number of
+    devices.
+    """
     bad = list(bad_leaves(recipe))
     yield from bad or bad_devices(recipe)
 
@@ -421,7 +427,9 @@ def bad_devices(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def number_problem(path: tuple[Any, ...], value: Any) -> tuple[str, str] | None:
-    """Return what is wrong with a value as a number, and what would be right; None if it is valid, or not a number."""
+    """Return what is wrong with a value as a number, and what would be right. Return None if it is valid or is not a
+    number.
+    """
     span = recipe_range(_words(path))
     if isinstance(value, str):
         return _text_problem(value, span) if span else None
@@ -453,7 +461,9 @@ def _text_problem(text: str, span: Range) -> tuple[str, str] | None:
 
 
 def as_yaml(text: str) -> str:
-    """Return a number as YAML 1.1 reads it: ``1e-8`` becomes ``1.0e-8``; other texts are unchanged, without quotes."""
+    """Return how to write a number so that YAML 1.1 reads it: ``1e-8`` becomes ``1.0e-8``. Other texts get the advice
+    to leave out the quotes.
+    """
     text = text.strip()
     if not EXPONENT.fullmatch(text):
         return f"{text} without quotes"

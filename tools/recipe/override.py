@@ -1,4 +1,4 @@
-"""This module changes single values of a recipe from the command line: `a.b.c=value`, checked against the present
+"""This module changes single values of a recipe from the command line. It checks each `a.b.c=value` against the present
 value.
 
 Keys may be new only below `plugins` (`--set plugins.NAME...`): a plugin whose name is not written is off, and a setting
@@ -60,7 +60,7 @@ def apply_overrides(
 
 
 def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
-    """Return the key paths that hold the same value as `path` through a YAML anchor, `path` first."""
+    """Return the key paths that hold the same value as `path` through a YAML anchor. `path` comes first."""
     marks = getattr(recipe, "marks", {})
     if path not in marks:
         return [path]
@@ -69,7 +69,7 @@ def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
 
 
 def also_changed(recipe: dict[str, Any], override: str) -> list[str]:
-    """Return the dotted names that ``"a.b=c"`` changes besides the one that it names, through YAML anchors."""
+    """Return the dotted names that ``"a.b=c"`` changes, through YAML anchors, beside the name that it gives."""
     name = override.partition("=")[0].strip()
     if is_new(recipe, name):
         return []
@@ -78,7 +78,7 @@ def also_changed(recipe: dict[str, Any], override: str) -> list[str]:
 
 
 def get_path(recipe: Any, path: KeyPath) -> Any:
-    """Return the value at a key path; raise KeyError or IndexError if there is none."""
+    """Return the value at a key path. KeyError or IndexError is raised if there is none."""
     for key in path:
         recipe = recipe[key]
     return recipe
@@ -228,8 +228,8 @@ SECTION = "plugins"
 
 
 def is_new(recipe: Mapping[str, Any], name: str) -> bool:
-    """Return whether a dotted name belongs to a plugin or one of its settings, is not in the recipe and is not a
-    typo.
+    """Return whether a dotted name is a plugin or a plugin's setting that the recipe does not have and that is not a
+    typing error.
     """
     words = name.split(".")
     if words[0] != SECTION or len(words) not in (2, 3):

@@ -1,4 +1,5 @@
-"""This module makes `schema.json`: every key that the installed MindFormers knows, read from MindFormers' own sources.
+"""This module makes `schema.json`, which lists every key that the installed MindFormers knows. The keys are read from
+MindFormers' own sources.
 
     python -m tools.schema.extract          # rewrite tools/schema/schema.json and recipe.schema.json
 
@@ -236,7 +237,7 @@ def main() -> None:
 
 
 def extract() -> dict[str, Any]:
-    """Return the whole schema of the installed MindFormers and MindSpore. Imports mindformers.
+    """Return the whole schema of the installed MindFormers and MindSpore. This function imports mindformers.
 
     Raises:
         LookupError: a line on which one of our rules is based is no longer in MindFormers.

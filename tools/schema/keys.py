@@ -1,5 +1,5 @@
-"""This module checks every key and value of a recipe against the schema: unknown keys, wrong types, impossible
-choices.
+"""This module checks every key and value of a recipe against the schema. It finds unknown keys, wrong types and
+impossible choices.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "rotary_scaling_f
 
 
 def check_keys(recipe: Recipe, schema: Schema, found: Findings) -> None:
-    """Check the whole recipe."""
+    """Add a finding for each key and value of the recipe that the schema does not allow."""
     walk = _Walk(recipe, schema, found)
     walk.visit(recipe, walk.root, ())
 
 
 def refuse_keys(recipe: Recipe) -> None:
-    """Raise an error for a recipe with a key or value that MindFormers does not have, because results about it would be
-    made up.
+    """Raise an error for a recipe with a key or value that MindFormers does not have, because results about such a
+    recipe would be wrong.
 
     Raises:
         RecipeError: the first one, with file, line, key path and what would be right, and how many more there are.

@@ -1,5 +1,5 @@
-"""This module holds the tree of everything that a recipe may contain, from `schema.json` (MindFormers' keys) and
-`values` (what it omits).
+"""This module builds the tree of everything that a recipe may contain, from `schema.json` (MindFormers' keys) and
+`values` (what `schema.json` leaves out).
 
 `json_schema` writes it for editors (draft 2020-12): completion, types and choices while typing. An editor sees only one
 file at a time, so the schema requires no key, and only `tc3 check` has rules about several values.
@@ -33,7 +33,8 @@ WORDS = {
 
 
 def spec_of(annotation: Any = None, default: Any = None) -> dict[str, Any]:
-    """Return ``{"types": ["int", "null"]}`` for an argument; empty if any value is allowed.
+    """Return what an argument may be, such as ``{"types": ["int", "null"]}``; return an empty mapping if any value is
+    allowed.
 
     A default that contradicts its annotation widens it (MindFormers writes `x: int = None`).
     """
@@ -75,13 +76,13 @@ def kind(value: Any) -> str:
 
 
 def fits(value: Any, kinds: list[str]) -> bool:
-    """Return whether a value is of one of `kinds`; an integer is also a number."""
+    """Return whether a value is of one of `kinds`. An integer is also a number."""
     found = kind(value)
     return found in kinds or (found == "int" and "float" in kinds)
 
 
 def say(kinds: list[str]) -> str:
-    """Return ``["int", "null"]`` in words."""
+    """Return kinds such as ``["int", "null"]`` in words."""
     return " or ".join(WORDS.get(name, name) for name in kinds if name != "null") or "nothing"
 
 
@@ -99,7 +100,9 @@ _TOKENIZER = (
 
 @dataclass(frozen=True)
 class Shape:
-    """This says what may stand at one place of a recipe: a value, a mapping of keys, a typed mapping, or a list."""
+    """A `Shape` says what may stand at one place of a recipe: a value, a mapping of keys, a typed mapping, or a
+    list.
+    """
 
     spec: Spec = field(default_factory=dict)
     keys: dict[str, Shape] | None = None  # of a mapping; None when it is no mapping, or when anything goes
@@ -112,7 +115,7 @@ class Shape:
 
 
 class Schema:
-    """This is `schema.json` with accessors."""
+    """A `Schema` gives access to the content of `schema.json`."""
 
     def __init__(self, data: dict[str, Any]):
         self.data = data
@@ -123,11 +126,15 @@ class Schema:
         self._shapes: dict[str, Shape] = {}
 
     def line(self, rule: str) -> str:
-        """Return ``mindformers/...py:123``, the line behind one of our rules; empty if there is no rule."""
+        """Return the MindFormers line behind one of our rules, as ``mindformers/...py:123``; return an empty text if no
+        rule is named.
+        """
         return self.data["lines"][rule] if rule else ""
 
     def model_type(self, recipe: dict[str, Any]) -> str:
-        """Return the recipe's model, or TeleChat3-MoE if the recipe names none that this MindFormers has."""
+        """Return the type of the recipe's model; return TeleChat3-MoE if the recipe names no model that this
+        MindFormers has.
+        """
         model = recipe.get("model")
         config = model.get("model_config") if isinstance(model, dict) else None
         name = config.get("model_type") if isinstance(config, dict) else None
@@ -140,7 +147,9 @@ class Schema:
         return {**transformer["fields"], **extra}
 
     def targets(self, model: str, key: str) -> list[tuple[str, str | None]]:
-        """Return where the converter of `model` writes `key`, as (field, name of the applied function) pairs."""
+        """Return the fields into which the converter of `model` writes `key`, as pairs (field, name of the applied
+        function).
+        """
         rules = self.models[model]["mapping"].get(key)
         if rules is not None:
             return [(target, function) for target, function in rules]
@@ -297,7 +306,7 @@ _TYPES = {
 
 
 def json_schema(schema: Schema) -> str:
-    """Return the schema of every recipe as JSON text, with the keys of `model_config` of all models together."""
+    """Return the schema of every recipe as JSON text. The keys of `model_config` are those of all models together."""
     writer = _Writer()
     body = writer.of(schema.recipe(DEFAULT_MODEL))
     config = body["properties"]["model"]["properties"]["model_config"]["properties"]
@@ -321,7 +330,7 @@ class _Writer:
         self.definitions: dict[str, Any] = {}
 
     def of(self, shape: Shape, name: str = "") -> dict[str, Any]:
-        """Return the schema of one place; `name` is its key."""
+        """Return the schema of one place; `name` is the key of the place."""
         if shape.types is None and "data_loader" not in (shape.keys or {}):
             return self._inline(shape)
         name = shape.registry or name
