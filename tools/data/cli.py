@@ -1,5 +1,5 @@
-"""This module is `tc3 data`: it prepares or verifies a corpus, and shows how the corpus loads the devices of a
-recipe.
+"""This module is the command `tc3 data`. It prepares and verifies a corpus, and shows how the corpus loads the
+devices of a recipe.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ INSTRUCTIONS_HELD_OUT = (
 
 @click.group(context_settings=SETTINGS)
 def data() -> None:
-    """Turn a corpus into the Megatron .bin/.idx that MindFormers trains on, and check it.
+    """Turn a corpus into the Megatron .bin/.idx files that MindFormers trains on, and check these files.
 
     Start with Python's own standard library, which every machine has:
 
@@ -82,7 +82,7 @@ def prepare(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Write a corpus as Megatron .bin/.idx, each document ended by an end-of-document token.
+    """Write a corpus as Megatron .bin/.idx files. Each document ends with an end-of-document token.
 
     The result is read back and compared with its source before it appears under PREFIX; an interrupted or failed run
     leaves nothing there. Lines and files that are not documents are named, skipped and counted.
@@ -119,7 +119,8 @@ def prepare(
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON on stdout.")
 def instructions(inputs: tuple[str, ...], output: Path, as_json: bool, **flags: Any) -> None:
-    """Make instructions from Python sources: a function's signature, answered by the first paragraph of its docstring.
+    """Make instructions for fine-tuning from Python sources. A function's signature is the question, and the first
+    paragraph of its docstring is the answer.
 
     The same input gives the same file on every machine. MindFormers' AlpacaInstructDataHandler reads such files.
     """
@@ -151,7 +152,8 @@ def instructions(inputs: tuple[str, ...], output: Path, as_json: bool, **flags: 
 def verify(
     context: click.Context, prefix: Path, inputs: tuple[str, ...], tokenizer: str | None, sample: float, as_json: bool
 ) -> None:
-    """Check PREFIX.bin and PREFIX.idx: whole, unchanged since written, and equal to their sources.
+    """Check that PREFIX.bin and PREFIX.idx are complete, unchanged since they were written, and equal to their
+    sources.
 
     The documents are decoded and compared with the source files, where those still exist. With a tokenizer
     that does not keep all text, the sources are encoded again and the ids compared; the outcome says which. Exit

@@ -1,5 +1,5 @@
-"""This module handles the Megatron index format: `.bin` holds the token ids end to end, `.idx` says where documents
-begin.
+"""This module reads and writes the Megatron index format. `.bin` holds the token ids end to end, and `.idx` says
+where documents begin.
 
 `.idx`, little endian: `HEADER` (MMIDIDX and two zero bytes), uint64 version 1, uint8 dtype code, uint64 sequences,
 uint64 documents + 1, then int32[sequences] lengths in tokens, int64[sequences] byte offsets into `.bin`,
@@ -43,7 +43,8 @@ _NOT_ONE_SEQUENCE = "does not hold one sequence a document"
 
 
 def choose_dtype(requested: str, vocab_size: int) -> str:
-    """Return the dtype of the token ids: "uint16" below 65,500 ids, else "int32", as Megatron's `optimal_dtype`.
+    """Return the type of the token ids as Megatron's `optimal_dtype` chooses it: "uint16" below 65,500 ids, else
+    "int32".
 
     `requested` is "auto", "uint16" or "int32". Raises `DataError` when `vocab_size` ids do not fit.
     """
@@ -60,7 +61,7 @@ class BrokenIndexError(DataError):
 
 
 class IndexWriter:
-    """This writes `.bin` as documents arrive and `.idx` at the end."""
+    """An `IndexWriter` writes `.bin` as documents arrive, and `.idx` at the end."""
 
     def __init__(self, bin_path: Path, dtype: str) -> None:
         self.dtype = np.dtype(dtype)
@@ -76,12 +77,12 @@ class IndexWriter:
 
     @property
     def sha256(self) -> str:
-        """Return the hex digest of `.bin` so far."""
+        """Return the SHA-256 of what `.bin` holds so far, in hexadecimal."""
         return self._sha256.hexdigest()
 
     def add(self, lengths: np.ndarray, tokens: np.ndarray) -> None:
-        """Append whole documents; lengths is int32 [documents], the tokens of each; tokens is dtype [sum of
-        lengths].
+        """Append whole documents. `lengths` is int32 [documents], the tokens of each document; `tokens` has the type
+        of the ids and is [sum of lengths].
         """
         assert tokens.dtype == self.dtype and lengths.dtype == np.int32
         self._bin.write(tokens.data)
@@ -124,7 +125,7 @@ def _pointers(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarray]:
 
 
 def map_lengths(prefix: str | Path) -> np.ndarray:
-    """Map the document lengths of PREFIX.idx, int32 [documents], read-only; PREFIX.bin need not exist.
+    """Return the document lengths of PREFIX.idx, int32 [documents], mapped read-only. PREFIX.bin need not exist.
 
     For corpora whose offsets nobody asks for: costs no memory of this process but pages of the file, 4 bytes a
     document. The lengths themselves are not checked. Raises as `IndexReader`.
@@ -172,7 +173,7 @@ def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
 
 
 class IndexReader:
-    """This reads a pair back without mapping it into memory, and checks that both files are complete.
+    """An `IndexReader` reads a pair back without mapping it into memory, and checks that both files are complete.
 
     Raises `DataError` when a file is missing, `BrokenIndexError` when it has another format or contradicts its counts.
     """
@@ -194,11 +195,11 @@ class IndexReader:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens in `.bin`, including end-of-document ids."""
+        """Return the number of tokens in `.bin`, with the end-of-document ids."""
         return int(self.lengths.sum(dtype=np.int64))
 
     def blocks(self, size: int = 1 << 20) -> Iterator[np.ndarray]:
-        """Yield all ids in order, `size` at a time."""
+        """Yield all ids in order, in blocks of `size` ids."""
         with open(self.bin_path, "rb") as stream:
             while len(block := np.fromfile(stream, dtype=self.dtype, count=size)):
                 yield block
@@ -233,7 +234,7 @@ class IndexReader:
 
 
 class Blend(NamedTuple):
-    """These are corpora by their prefixes, with one weight each, or weights None if corpora are taken by their
+    """A `Blend` holds the prefixes of corpora with their weights. The weights are None if corpora are taken by their
     sizes.
     """
 
@@ -242,7 +243,7 @@ class Blend(NamedTuple):
 
 
 def read_blend(data_path: Any) -> Blend:
-    """Split a `data_path` into prefixes and weights.
+    """Return the prefixes and weights that a `data_path` holds.
 
     Raises:
         DataError: it is not a list of texts and numbers, or MindFormers could not read it. The message does not say
@@ -272,8 +273,8 @@ def _weight(word: str) -> float | None:
 
 @dataclass(frozen=True)
 class Source:
-    """This is one kind of document: share is its share of the corpus's tokens, median and longest are tokens, and sigma
-    is that of the logarithm.
+    """A `Source` is one kind of document: its share of the corpus's tokens, its median and longest number of tokens,
+    and the sigma of the logarithm of this number.
     """
 
     share: float
@@ -282,7 +283,7 @@ class Source:
     longest: int = 1 << 21
 
     def mean(self) -> float:
-        """Return the mean number of tokens of a document, before clipping."""
+        """Return the mean number of tokens of a document before long documents are cut."""
         return self.median * float(np.exp(self.sigma**2 / 2))
 
 
@@ -305,7 +306,8 @@ CORPORA = {
 
 
 def document_lengths(tokens: int, sources: tuple[Source, ...], seed: int) -> np.ndarray:
-    """Return int32 [documents], together at least `tokens`, each at least 2 (one token and the end of the document).
+    """Return document lengths, int32 [documents], which are at least `tokens` together. Each is at least 2: one
+    token and the end of the document.
 
     The sources are mixed document by document. The result depends on the arguments only.
     """
@@ -326,7 +328,8 @@ def document_lengths(tokens: int, sources: tuple[Source, ...], seed: int) -> np.
 
 
 def synthetic_index(samples: int, sequence_length: int, seed: int) -> GPTIndex:
-    """Return the index of a dataset of at least `samples` samples: one epoch of a corpus made for `sequence_length`.
+    """Return the index of a dataset of at least `samples` samples. It is one epoch of a corpus that is made for
+    `sequence_length`.
 
     sequence_length: 4,096, 32,768 or 131,072 (the keys of `CORPORA`).
     """
@@ -335,8 +338,8 @@ def synthetic_index(samples: int, sequence_length: int, seed: int) -> GPTIndex:
 
 
 def write_corpus(prefix: Path, lengths: np.ndarray, vocab_size: int, end_of_document: int, seed: int) -> None:
-    """Write a corpus with these lengths as PREFIX.bin and PREFIX.idx: ids are random, and each document ends with its
-    end id.
+    """Write PREFIX.bin and PREFIX.idx with documents of these lengths. Ids are random, and each document ends with
+    its end id.
 
     lengths: int32 [documents]; ids are drawn from [0, vocab_size) without `end_of_document`.
     """

@@ -1,4 +1,4 @@
-"""This module makes instructions from Python sources, and counts the samples of packed conversations.
+"""This module makes instructions from Python sources, and counts the samples that packed conversations give.
 
 Of sources a function's signature is the question, and what its docstring says first the answer.
 
@@ -50,7 +50,7 @@ WITHOUT_INPUT = (
 
 @dataclass(frozen=True)
 class Options:
-    """These are the options of `tc3 data instructions`, as those of `tc3 data prepare` with the same names."""
+    """An `Options` holds the options of `tc3 data instructions`, which mean what they mean for `tc3 data prepare`."""
 
     corpus: Corpus
     output: Path
@@ -59,7 +59,7 @@ class Options:
     force: bool = False
 
     def files(self) -> dict[str, Path]:
-        """Return the path of each split.
+        """Return the path of each split's file.
 
         Raises:
             DataError: the output is a folder.
@@ -79,7 +79,7 @@ class _Found:
 
 
 def write(options: Options, skips: Skips) -> dict[str, Any]:
-    """Write the instructions as JSON lines of `instruction`, `input` and `output`; return the counts.
+    """Write the instructions as JSON lines with `instruction`, `input` and `output`, and return the counts.
 
     The order is a shuffle that depends on the instructions and the seed only. An answer that training data has word
     for word is not a held-out one.
@@ -172,7 +172,7 @@ def _answer(docstring: str | None) -> str:
 
 
 def rows_of(key: str, file: Path) -> Iterator[dict[str, str]]:
-    """Yield the conversations of a file: JSON lines, or one JSON list.
+    """Yield the conversations of a file, which holds JSON lines or one JSON list.
 
     Raises:
         DataError: the first line that is none.
@@ -204,8 +204,8 @@ def _parsed(key: str, file: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) -> int | None:
-    """Return the samples of `length` tokens of (key, file) packed one after the other; None for more than `MOST`
-    conversations.
+    """Return how many samples of `length` tokens the files (key, file) give when they are packed one after the
+    other. Return None for more than `MOST` conversations.
 
     Raises:
         DataError: a row is not a conversation, or no answer fits in a sample.
@@ -224,7 +224,7 @@ def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) ->
 
 
 def samples(rows: list[dict[str, str]], length: int, tokenizer: Any) -> int:
-    """Return how many samples of `length` tokens the conversations make when `plugins.packed_labels.plan.pack` packs
+    """Return how many samples of `length` tokens the conversations give when `plugins.packed_labels.plan.pack` packs
     them.
     """
 
@@ -245,7 +245,7 @@ def samples(rows: list[dict[str, str]], length: int, tokenizer: Any) -> int:
 
 
 def read_tokenizer(key: str, folder: Path) -> Any:
-    """Return the tokenizer of a folder as its own library reads it; None if the folder has no tokenizer.json.
+    """Return the tokenizer of a folder, read by its own library. Return None if the folder has no tokenizer.json.
 
     Raises:
         DataError: there is no such folder, or its file cannot be read.

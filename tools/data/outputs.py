@@ -1,4 +1,4 @@
-"""This module handles the files that belong to one prefix, which appear all at once or not at all.
+"""This module handles the files that belong to one prefix. They appear all at once or not at all.
 
 PREFIX.bin  PREFIX.idx  PREFIX.json          the training split
 PREFIX_heldout.bin  .idx  .json              the held-out split, if asked for
@@ -88,17 +88,18 @@ HELD_OUT = "heldout"
 
 
 def split_name(name: str, split: str) -> str:
-    """Return the file name, without suffix, of a split ("train" or "heldout") of the prefix called `name`."""
+    """Return the file name, without suffix, of a split ("train" or "heldout") of the prefix that is called `name`."""
     return name if split == "train" else f"{name}_{split}"
 
 
 def tokenizer_name(name: str) -> str:
-    """Return the folder name of the tokenizer trained for the prefix called `name`."""
+    """Return the name of the folder for the tokenizer that is trained for the prefix called `name`."""
     return f"{name}_tokenizer"
 
 
 def read_sidecar(prefix: str | Path) -> dict[str, Any]:
-    """Return the sidecar `PREFIX.json`: documents, tokens, vocab_size, eod_id, dtype, ... (see `prepare`).
+    """Return the content of the sidecar `PREFIX.json`: documents, tokens, vocab_size, eod_id, dtype and more (see
+    `prepare`).
 
     Raises `DataError` when it is missing, cannot be read or is not what `tc3 data prepare` writes.
     """
@@ -118,7 +119,7 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any]:
 
 
 def check_prefix(prefix: Path, splits: tuple[str, ...], trains_tokenizer: bool, force: bool) -> None:
-    """Refuse a prefix that is invalid or whose files exist (unless `force`).
+    """Refuse a prefix that is invalid, or whose files exist when `force` is not given.
 
     Raises `DataError`.
     """
@@ -137,7 +138,7 @@ def check_prefix(prefix: Path, splits: tuple[str, ...], trains_tokenizer: bool, 
 
 
 def files_of(prefix: Path, splits: tuple[str, ...]) -> list[Path]:
-    """Return the files that the splits of `prefix` are written to."""
+    """Return the files into which the splits of `prefix` are written."""
     return [prefix.parent / (split_name(prefix.name, split) + suffix) for split in splits for suffix in SUFFIXES]
 
 
@@ -151,7 +152,7 @@ def _is_cache(prefix: Path) -> bool:
 
 @contextmanager
 def staged(prefix: Path) -> Iterator[Path]:
-    """Yield a new hidden folder beside `prefix`, on the same file system, which is removed after the block.
+    """Yield a new hidden folder beside `prefix`, on the same file system. It is removed after the block.
 
     Creates the output folder when it is missing. Raises `DataError` when it cannot be written.
     """
@@ -168,7 +169,7 @@ def staged(prefix: Path) -> Iterator[Path]:
 
 
 def publish(stage: Path, prefix: Path, splits: tuple[str, ...], force: bool) -> None:
-    """Rename the files in `stage` to their place beside `prefix`, replacing existing files if `force`.
+    """Rename the files in `stage` to their places beside `prefix`. Existing files are replaced if `force` is given.
 
     At no moment is there an .idx beside a .bin that it does not belong to: old .idx files go first, new ones come
     last, each after its .bin and .json. A power cut leaves the old pair, the new pair, or no readable pair.
@@ -202,12 +203,12 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def leftovers(prefix: Path) -> list[Path]:
-    """Return staging folders of earlier runs for `prefix` that were killed before they could clean up."""
+    """Return the staging folders of earlier runs for `prefix` that were killed before they could remove them."""
     return sorted(prefix.parent.glob(f".{prefix.name}.unfinished-*"))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` and flush it to disk."""
+    """Write `content` as JSON, and flush the file to disk."""
     with open(path, "w", encoding="utf-8") as stream:
         stream.write(json.dumps(content, indent=2) + "\n")
         stream.flush()

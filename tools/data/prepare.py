@@ -1,4 +1,4 @@
-"""This module is the pipeline of `tc3 data prepare`: corpus -> tokenizer -> `.bin/.idx` per split -> check ->
+"""This module is the pipeline of `tc3 data prepare`: corpus -> tokenizer -> `.bin/.idx` of each split -> check ->
 publish.
 """
 
@@ -33,7 +33,7 @@ _JOB_CHARACTERS = 1 << 18  # text handed to a worker at a time
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """This is one run of `tc3 data prepare`.
+    """A `PrepareOptions` holds the options of one run of `tc3 data prepare`.
 
     output: the prefix. tokenizer: "bytes" (train one of `vocab_size` ids) or a Hugging Face folder.
     held_out: fraction of documents, 0 for none, chosen by `seed`. dtype: "auto", "uint16" or "int32".
@@ -54,11 +54,11 @@ class PrepareOptions:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Return "train", and "heldout" if one is requested."""
+        """Return "train", and "heldout" if a held-out split is requested."""
         return ("train", outputs.HELD_OUT) if self.held_out else ("train",)
 
     def split_of(self, index: int) -> str:
-        """Return the split of document `index`."""
+        """Return the split to which document `index` belongs."""
         return outputs.HELD_OUT if held_out(self.seed, index, self.held_out) else "train"
 
 
@@ -77,7 +77,7 @@ class _Encoded(NamedTuple):
 
 
 def prepare(options: PrepareOptions, reporter: Reporter | None = None) -> dict[str, Any]:
-    """Write, check and publish the pairs of `options.output`; return the training split's sidecar.
+    """Write, check and publish the pairs of `options.output`, and return the sidecar of the training split.
 
     With a held-out split its sidecar is under "heldout". Nothing appears under the prefix unless all of it is right.
     Memory is flat in the size of the corpus: the largest document, a few MB per worker, and 4 bytes per document (28

@@ -1,5 +1,5 @@
-"""This module reads a pair back and checks whether it is complete, unchanged since it was written, and equal to the
-text of its sources.
+"""This module reads a pair back. It checks whether the pair is complete, unchanged since it was written, and equal
+to the text of its sources.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BATCH_CHARACTERS = 1 << 18
 
 @dataclass
 class Verification:
-    """The outcome. `findings` (at most about 10 are kept) is empty if no error was found.
+    """A `Verification` is the outcome of a check. `findings` (about 10 at most) is empty if no error was found.
 
     compared: documents whose content was compared with the source. method: "text" (decoded ids equal the source's
     text), "ids" (the tokenizer loses text, so the source was encoded again and the ids are equal), or "none".
@@ -51,7 +51,7 @@ class Verification:
         return f"{counts}: {how[self.method]}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the outcome for `--json`."""
+        """Return the content that `--json` prints."""
         return asdict(self)
 
 

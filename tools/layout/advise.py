@@ -1,5 +1,5 @@
-"""This module finds which dispatch mode and how many chunks a recipe should use on a cluster, and what each mode would
-cost.
+"""This module finds which dispatch mode and how many chunks a recipe should use on a cluster, and what each mode
+would cost.
 
 The module turns a recipe and a hardware file into predictions of `tools.estimate`, without side effects. `tc3
 ep-report` prints them; if `plugins.hierarchical_ep` or `plugins.ep_overlap` has `auto`, the fastest of these modes and
@@ -35,7 +35,7 @@ from tools.schema.schema import load_schema
 
 
 def check(recipe: Recipe, hardware: Hardware) -> None:
-    """Refuse a recipe that has no expert-parallel communication, or none on this cluster.
+    """Raise an error for a recipe that has no expert-parallel communication, or none on this cluster.
 
     Raises:
         RecipeError: no experts, no expert parallelism, degrees that do not divide, or a node of another size.
@@ -76,8 +76,8 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
 
 @dataclass(frozen=True)
 class ModeReport:
-    """This is one dispatch mode. Bytes and `choice` are those of the busiest rank, for each MoE layer and
-    micro-batch.
+    """A `ModeReport` describes one dispatch mode. Bytes and `choice` are those of the busiest rank, for each MoE
+    layer and micro-batch.
     """
 
     mode: str
@@ -95,19 +95,19 @@ class ModeReport:
 
     @property
     def exposed(self) -> tuple[float, float]:
-        """Return the seconds of a step in which the slowest stage waits for EP communication, without and with
+        """Return the seconds of a step for which the slowest stage waits for EP communication, without and with
         overlap.
         """
         return self.whole.by_part["ep"], self.cut.by_part["ep"]
 
     @property
     def share_of_step(self) -> tuple[float, float]:
-        """Return the exposed EP communication divided by the step, including its bubble, without and with overlap."""
+        """Return exposed EP communication divided by the step with its bubble, without and with overlap."""
         return self.exposed[0] / self.step[0], self.exposed[1] / self.step[1]
 
     @property
     def share_of_communication(self) -> tuple[float, float]:
-        """Return the exposed EP communication divided by all exposed communication, without and with overlap (report
+        """Return exposed EP communication divided by all exposed communication, without and with overlap (report
         section 4.4).
         """
         return self.exposed[0] / self.whole.exposed, self.exposed[1] / self.cut.exposed
@@ -115,7 +115,9 @@ class ModeReport:
 
 @dataclass(frozen=True)
 class Written:
-    """This is the recipe as it is written, with the best values for what it leaves to `auto`."""
+    """A `Written` holds the dispatch that the recipe itself writes, with the best values for what it leaves to
+    `auto`.
+    """
 
     mode: str
     chunks: Chunks
@@ -124,14 +126,14 @@ class Written:
 
     @property
     def words(self) -> str:
-        """Return the advice in one line: ``hierarchical, chunks [1, 2]: 35.70 s``."""
+        """Return the dispatch in one line, such as ``hierarchical, chunks [1, 2]: 35.70 s``."""
         chunks = f", chunks {list(self.chunks)}" if self.chunks != (1, 1) else ""
         return f"{self.mode}{chunks}: {self.step.total:.2f} s per step"
 
 
 @dataclass(frozen=True)
 class Advice:
-    """These are all modes of one recipe at one EP degree, and the setting to use."""
+    """An `Advice` holds all modes of one recipe at one EP degree, and the setting to use."""
 
     recipe: Recipe = field(repr=False)
     config: Configuration  # the run, dispatched globally and uncut
@@ -168,7 +170,9 @@ class Advice:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the `plugins:` section to write, without `ep_overlap` if chunks gain nothing, and without stride 1."""
+        """Return the `plugins:` section to write. `ep_overlap` is left out if chunks gain nothing, and stride 1 is
+        left out.
+        """
         settings: dict[str, Any] = {"hierarchical_ep": {"mode": self.mode}}
         if self.chunks != (1, 1):
             settings["ep_overlap"] = {"chunks": list(self.chunks)}
@@ -226,8 +230,8 @@ def advise(
 
 
 def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | None]:
-    """Return the modes, chunks and order that a recipe leaves to `auto`, as `advise` takes them; one mode if it names
-    it.
+    """Return the modes, chunks and order that a recipe leaves to `auto`, in the form that `advise` takes. There is
+    one mode if the recipe names it.
 
     Raises:
         RecipeError: settings that cannot be.
@@ -293,7 +297,7 @@ _STRIDE = (*OVERLAP, "stride")
 
 
 def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
-    """Return the values instead of `auto`, and one line about each; nothing if the recipe has no `auto`.
+    """Return the values that replace `auto`, and one line about each. Both are empty if the recipe has no `auto`.
 
     They depend on the recipe and the hardware file it names only.
 

@@ -1,5 +1,5 @@
-"""This module replaces `auto` in a recipe by values, and no other module does: every command calls `resolve` once it
-has its recipe.
+"""This module replaces `auto` in a recipe by values, and no other module does so. Every command calls `resolve` once
+it has its recipe.
 
     1. A Megatron layout string at `model.model_config.offset`: the offset that places layers so (`offsets`).
     2. `plugins.hierarchical_ep.mode: auto` and `plugins.ep_overlap.chunks: auto`: what `tc3 ep-report` advises
@@ -64,8 +64,8 @@ SECTION = ("plugins", "attention_balance")
 
 
 def sample_cost(recipe: Recipe) -> Cost:
-    """Return the training FLOPs of a token, and of a pair of tokens that attend; a recomputed forward pass counts
-    again.
+    """Return the training FLOPs of a token, and those of a pair of tokens that attend. A recomputed forward pass
+    counts again.
 
     Raises:
         RecipeError: the recipe's sizes make no model.
@@ -83,8 +83,8 @@ def sample_cost(recipe: Recipe) -> Cost:
 
 
 def write_sample_cost(recipe: Recipe) -> None:
-    """Write `sample_cost` into `recipe` (in place) if its plugin is on and has no costs; errors are as in
-    `sample_cost`.
+    """Write `sample_cost` into `recipe` (in place) if the recipe has its plugin on and gives no costs. Errors are
+    those of `sample_cost`.
 
     Call it when layout and recomputation are settled, for what is recomputed counts.
     """
@@ -98,7 +98,8 @@ def write_sample_cost(recipe: Recipe) -> None:
 
 
 def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:
-    """Take over (in place) the cost with which the run of `first`, its effective recipe, began; print where it differs.
+    """Take over (in place) the cost with which the run of `first`, its effective recipe, began. Return a line if the
+    two differ.
 
     A recipe that gives measured costs of its own keeps them, and one without the plugin stays without.
     """
@@ -120,11 +121,11 @@ _KEY = dotted(OFFSET)
 
 
 class NothingFits(RecipeError):
-    """No layout stays within the memory limit."""
+    """No layout keeps within the memory limit."""
 
 
 def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, margin: float | None = None) -> LayoutFile:
-    """Ask the pipeline optimiser for a layout; the recipe's own offset and recompute tables are not read.
+    """Ask the pipeline optimiser for a layout. The recipe's own offset and recompute tables are not read.
 
     Args:
         margin: share of the memory limit to leave free; the estimator's known error by default.
@@ -165,7 +166,7 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
 
 
 def layout_text(recipe: Recipe, found: LayoutFile) -> str | None:
-    """Return a layout as Megatron writes it; None for a V-shaped pipeline."""
+    """Return a layout as Megatron writes it; return None for a V-shaped pipeline."""
     config = from_recipe(_even(recipe))
     if is_v_shaped(config.schedule):
         return None
@@ -188,7 +189,7 @@ _PLAIN = {MODE: "global", CHUNKS: [1, 1]}
 
 
 class UnresolvedError(RecipeError):
-    """This says that the value at `path` stays open because of `why`, which may name another key."""
+    """The value at `path` stays open because of `why`, which may name another key."""
 
     def __init__(self, source: str, path: KeyPath, why: str):
         super().__init__(why if why.startswith(f"{source}:") else f"{source}: {why}")
@@ -196,7 +197,7 @@ class UnresolvedError(RecipeError):
 
 
 def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file", dispatch: bool = True) -> Recipe:
-    """Return a copy of `recipe` in which nothing is `auto`, with the costs of its samples; everything else is
+    """Return a copy of `recipe` in which nothing is `auto` and the costs of samples are given. Everything else is
     unchanged.
 
     Args:
@@ -214,8 +215,8 @@ def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file
 
 
 def resolve_for_check(recipe: Recipe) -> tuple[Recipe, list[UnresolvedError]]:
-    """Resolve as `resolve` does, but with an even layout and the plainest dispatch for values that cannot be resolved;
-    also return why.
+    """Return the resolved recipe and why values could not be resolved. These are replaced by an even layout and the
+    plainest dispatch.
     """
     failed: list[UnresolvedError] = []
     return _resolved(recipe, lambda line: None, "file", True, failed), failed

@@ -1,5 +1,5 @@
-"""This module finds and reads the profile in a folder, in any of MindSpore's formats, and says whether its steps are
-alike.
+"""This module finds and reads the profile in a folder, in any of MindSpore's formats. It also says whether the
+profile's steps are alike.
 
 An Ascend device's profile is the CSV files of ASCEND_PROFILER_OUTPUT (tests/tools/profile/SOURCES.md):
 
@@ -50,7 +50,7 @@ _LONGER = 1.25  # usual steps over one of quiet operators
 
 
 def spread_notes(lengths: Sequence[float], quiet: float | None = None) -> tuple[str, ...]:
-    """Return notes about the lengths of steps; () if they are alike, or fewer than two.
+    """Return notes about the lengths of steps; return () if the steps are alike, or if there are fewer than two.
 
     Args:
         lengths: seconds of each step.
@@ -88,7 +88,7 @@ Row = dict[str, str]
 
 
 def read_ascend(folder: Path, steps: int | None = None) -> Profile:
-    """Return the profile of one device.
+    """Return the profile of one Ascend device.
 
     Args:
         folder: an ASCEND_PROFILER_OUTPUT.
@@ -172,7 +172,9 @@ def _kernel(row: Row, place: str, ranks: dict[str, tuple[int, ...]], origin: Dec
 
 
 def shapes_of(text: str) -> Shapes:
-    """Return the shapes in "4096,2560;2560,7680", which separates tensors by semicolons; () for N/A."""
+    """Return the shapes in a text such as "4096,2560;2560,7680", in which semicolons separate tensors. Return () for
+    N/A.
+    """
     found = []
     for part in text.replace('"', "").split(";"):
         sizes = part.strip().strip("[]()")
@@ -280,7 +282,7 @@ _SHAPE = re.compile(r"input_\d+:\[([\d, ]*)\]")
 
 
 def read_cpu(folder: Path) -> Profile:
-    """Return the profile under a FRAMEWORK folder.
+    """Return the profile of a CPU, which lies in a FRAMEWORK folder.
 
     Raises:
         DataError: a file cannot be read as described above.
@@ -363,7 +365,7 @@ def _quiet(runs: dict[str, list[tuple[float, float]]], shapes: dict[str, list[Sh
 
 
 def read_profile(folder: Path, steps: int | None = None) -> Profile:
-    """Return the profile at or below a folder; among several ranks, that of the lowest.
+    """Return the profile in a folder or below it. If there are several ranks, return that of the lowest.
 
     Args:
         steps: that it holds, where its files do not tell steps apart.

@@ -1,4 +1,4 @@
-"""This module averages several checkpoints of one model, as TeleChat2 does at the end of a training."""
+"""This module averages several checkpoints of one model, as TeleChat2 does at the end of its training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def average(
     progress: Callable[[str], None] = lambda name: None,
     damaged: Sequence[str] = (),
 ) -> int:
-    """Write sum(share x weights) to `target`, in the layout of all `sources`; return the averaged tensors.
+    """Write the sum of share x weights over all `sources` to `target`, in the layout of the sources. Return the
+    number of averaged tensors.
 
     Sums are taken in float64 and rounded once to the type of the weights. The optimizer's state is left out: an average
     has none. Counters are those of the last source. A tensor of each source is in memory at a time, and the file that
@@ -65,7 +66,7 @@ def average(
 
 
 def check_average(sources: Sequence[Source], target: Path, shares: Sequence[float] | None) -> Sequence[float]:
-    """Return the shares of `average`, from headers only.
+    """Return the shares with which `average` would weigh the sources. Only headers are read.
 
     Raises:
         CheckpointError: as `average`, but for numbers that are not finite.

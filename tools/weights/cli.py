@@ -1,5 +1,5 @@
-"""This module is `tc3 weights`: it shows what is in a checkpoint, compares two, averages, converts to and from Hugging
-Face's form, and reshards.
+"""This module is the command `tc3 weights`. It shows what is in a checkpoint, compares two, averages, converts to
+and from Hugging Face's form, and reshards.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ salvage_option = click.option(
 
 @click.group(context_settings=SETTINGS)
 def weights() -> None:
-    """Inspect, average, convert and reshard weights, of a run's iteration or in Hugging Face's form."""
+    """Inspect, average, convert and reshard weights. They may be an iteration of a run or weights in Hugging Face's
+    form.
+    """
 
 
 @weights.command("inspect", context_settings=SETTINGS, short_help="Say what a checkpoint holds, or how two differ.")
@@ -57,7 +59,7 @@ def weights() -> None:
 @click.option("--diff", "other", type=click.Path(path_type=Path), help="Compare with OTHER, in whatever layout.")
 @json_option
 def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json: bool) -> None:
-    """Say what CHECKPOINT holds, from the headers of its files only: in a second, whatever its size.
+    """Show what CHECKPOINT holds. Only the headers of its files are read, which takes a second whatever its size.
 
     Exit code: 0 nothing is wrong with it (with --diff: equal), 1 something is (with --diff: they differ), 2 something
     to mend first.
@@ -86,7 +88,8 @@ def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json:
 @click.option("--weights", "shares", help="A share for each, adding up to 1: 0.5,0.3,0.2.  [default: equal ones]")
 @salvage_option
 def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | None, salvage: bool) -> None:
-    """Write the average of CHECKPOINTS' weights, iterations of one run or of several in one layout.
+    """Write the average of the weights of CHECKPOINTS. These are iterations of one run, or of several runs in one
+    layout.
 
     Sums are taken in float64 and rounded once. The optimizer's state is left out: the result is for a new run to begin
     with (--set checkpoint.load_path=FOLDER). All files are read first and compared with their seals' checksums.
@@ -129,7 +132,8 @@ def convert_command(
     salvage: bool,
     as_json: bool,
 ) -> None:
-    """Convert TeleChat3 weights from Hugging Face's form to MindFormers', or back; FROM decides which way.
+    """Convert TeleChat3 weights from Hugging Face's form to MindFormers' form, or back. The form of FROM decides
+    which way.
 
     FROM is a folder of safetensors with its index, or an iteration of a run; TO a folder that is not there yet. Every
     tensor has a place on the other side or is named. If interrupted, the same command continues. All of FROM is
@@ -173,7 +177,7 @@ def reshard_command(
     salvage: bool,
     as_json: bool,
 ) -> None:
-    """Write CHECKPOINT, one iteration of a run, in the layout that the recipe has; no device is needed.
+    """Write CHECKPOINT, which is one iteration of a run, in the layout of a recipe. No device is needed.
 
     Weights, moments, the routers' biases, moved experts and counters go along. TO gets checkpoint/iteration_*, sealed,
     and the old run's files that a resume compares; each rank reads only its own part. With --dry-run, CHECKPOINT may

@@ -1,5 +1,5 @@
-"""This module runs a conversion from its first file to the complete folder; an interrupted conversion goes on where it
-stopped.
+"""This module runs a conversion from its first file to the complete folder. An interrupted conversion continues
+where it stopped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DONE = ".done.json"  # behind the name of a file that is whole
 
 
 def writer(source: Path, folder: Path, plan: Plan, known: dict[str, int]) -> Callable[[Shard], str]:
-    """Return a function that writes one shard into `folder`; built once in each worker process.
+    """Return a function that writes one shard into `folder`. Each worker process builds it once.
 
     Args:
         known: Hugging Face name -> CRC-32 of its bits, where the source says.
@@ -46,7 +46,7 @@ def writer(source: Path, folder: Path, plan: Plan, known: dict[str, int]) -> Cal
 
 
 def write_shard(source: Source, folder: Path, plan: Plan, known: dict[str, int], shard: Shard) -> str:
-    """Write `shard`, with a file beside it that lists its content; return its name.
+    """Write `shard`, and beside it a file that lists its content; return the name of the shard's file.
 
     Raises:
         CheckpointError: a tensor of the source is not what its checksum or its twin says, or has several values.
@@ -92,7 +92,7 @@ class _Parts:
         self.left: dict[str, int] = {}
 
     def of(self, entry: Entry) -> dict[str, Made]:
-        """Return the tensor to be written for an entry."""
+        """Return the tensors to be written for an entry."""
         dtype = _written(self.source, self.plan, entry, entry.mindformers)
         self.left[entry.mindformers] = len(entry.parts)
         return {
@@ -150,7 +150,7 @@ def _as_type(bits: np.ndarray, dtype: str, plan: Plan, entry: Entry) -> np.ndarr
 
 
 def crc32(array: np.ndarray) -> int:
-    """Return a checksum of an array's bits in row-major order."""
+    """Return the CRC-32 of an array's bits in row-major order."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
@@ -170,8 +170,8 @@ def convert(
     damaged: Sequence[str] = (),
 ) -> None:
     """Write `target`, a folder that does not exist yet. `progress` is called with the bytes written and the file. A
-    folder for Hugging Face says that the token `ends` ends a document. Tensors that are `damaged` in `source` and taken
-    unchanged (`inventory.salvaged`) are recorded in `target`.
+    folder for Hugging Face says that the token `ends` ends a document. Tensors of `source` that are `damaged` and
+    are taken unchanged (`inventory.salvaged`) are recorded in `target`.
 
     What is written stands in a hidden folder beside `target` until all of it is there; run again after an interrupt or
     a full disk, a conversion of the same source keeps the files that are whole.

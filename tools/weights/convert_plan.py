@@ -1,5 +1,5 @@
-"""This module plans what a conversion reads and writes, from the headers of files only: every tensor of either side is
-used once or listed.
+"""This module plans what a conversion reads and writes. It reads only the headers of files, and uses every tensor of
+either side once or lists it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _BUFFER = ".rotary_emb.inv_freq"  # of old exports: computed, not trained
 
 @dataclass(frozen=True)
 class Shard:
-    """This is a file to write: `entries` in the order of the forward pass, and the bytes of their elements."""
+    """A `Shard` is a file to write, with its `entries` in the order of the forward pass and the bytes of their
+    elements.
+    """
 
     file: str
     entries: tuple[Entry, ...]
@@ -41,7 +43,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """This is a conversion that is planned and not begun.
+    """A `Plan` is a conversion that has not begun.
 
     Args:
         dtype: safetensors' type of trained weights; None: each as it is. The routers' biases keep theirs.
@@ -59,12 +61,12 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all elements that are written."""
+        """Return the number of bytes of all elements to be written."""
         return sum(shard.bytes for shard in self.shards)
 
     @property
     def tensors(self) -> int:
-        """Return the number of tensors that are written."""
+        """Return the number of tensors to be written."""
         entries = [entry for shard in self.shards for entry in shard.entries]
         return sum(len(entry.parts) for entry in entries) if self.to == "Hugging Face" else len(entries)
 
@@ -72,7 +74,7 @@ class Plan:
 def plan_conversion(
     headers: Mapping[str, Header], sizes: Sizes, to: Target, dtype: str | None, limit: int, tied: bool = False
 ) -> Plan:
-    """Return the plan of a conversion of a model of `sizes`.
+    """Return the plan that converts a model of `sizes`.
 
     Args:
         headers: of the source's tensors; dtype: see `Plan`; limit: bytes of a file, which a single tensor may exceed.
@@ -177,8 +179,8 @@ DTYPES = {"bf16": "BF16", "fp32": "F32"}
 
 @dataclass(frozen=True)
 class Conversion:
-    """This holds a plan, its model and recipe, whether there was a config.json to compare, and the id that ends a
-    document in the recipe's data.
+    """A `Conversion` holds a plan with its model and recipe, whether a config.json was compared, and the id that
+    ends a document in the recipe's data.
     """
 
     plan: Plan
@@ -188,7 +190,7 @@ class Conversion:
     ends: int | None
 
     def lines(self, source: Path, target: Path, dry_run: bool, tokenizer: bool) -> list[str]:
-        """Return what was or would be done, for a reader."""
+        """Return what the conversion did or would do, as lines for people."""
         plan = self.plan
         files = f"{len(plan.shards)} file{'s' * (len(plan.shards) > 1)}"
         verb = "would hold" if dry_run else "holds"
@@ -215,7 +217,7 @@ class Conversion:
         return found
 
     def as_dict(self, source: Path, target: Path) -> dict[str, Any]:
-        """Return the same for a program."""
+        """Return the same facts as `lines` for programs."""
         plan = self.plan
         return {
             "from": str(source),
@@ -231,7 +233,7 @@ class Conversion:
 
 
 def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) -> Conversion:
-    """Compare `source` with the recipe's model, from headers, and plan its conversion.
+    """Compare `source` with the recipe's model by headers, and plan the conversion of `source`.
 
     Args:
         recipe: None for that of the run that saved `source`; dtype, limit: see `plan_conversion`.

@@ -1,6 +1,4 @@
-"""This module lists weights group by group (names that differ only in numbers form one group), and finds damaged
-ones.
-"""
+"""This module lists weights in groups whose names differ only in numbers, and finds damaged weights."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Values:
-    """These are the results of reading a group's tensors.
+    """A `Values` holds what was found when a group's tensors were read.
 
     Args:
         norm: L2, in float64. not_finite: numbers that are NaN or infinite; where: the first tensor that has one.
@@ -44,7 +42,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Group:
-    """These are tensors of one kind, type and shape whose names differ only in numbers.
+    """A `Group` holds the tensors of one kind, type and shape whose names differ only in numbers.
 
     Args:
         pattern: their name, `*` for each number. numbers: those that stand there, such as "0-44" of layers.
@@ -68,8 +66,8 @@ class Group:
 
 
 def inventory(source: Source, values: bool = False, progress: Callable[[str], None] = lambda name: None) -> list[Group]:
-    """Return the groups of `source`: weights, then the optimizer's state, then the rest, each in the order of its
-    files.
+    """Return the groups of `source`: first weights, then the optimizer's state, then the rest. Within each, the
+    order is that of the files.
 
     Args:
         values: read all tensors, one at a time, for norms and what is not finite; progress: is told each name then.
@@ -118,7 +116,7 @@ def _values(source: Source, names: list[str], progress: Callable[[str], None]) -
 def salvaged(
     sources: Sequence[Source], allowed: bool, progress: Callable[[str], None] = lambda name: None
 ) -> list[str]:
-    """Return what is damaged in weights that are about to be written anew and sealed; for this every file is read.
+    """Return what is damaged in weights that are about to be written anew and sealed. Every file is read for this.
 
     Args:
         allowed: go on with what is there (`--salvage`). progress: is told each tensor's name.
@@ -137,7 +135,7 @@ def salvaged(
 
 
 def damage(source: Source, progress: Callable[[str], None] = lambda name: None) -> list[str]:
-    """Return a line for each way in which the elements of `source` differ from the saved ones, or are not numbers."""
+    """Return a line for each way in which the elements of `source` differ from what was saved, or are not finite."""
     found = []
     if reason := source.seal_fault(checksums=True):
         found.append(reason)
@@ -171,7 +169,9 @@ def _finite(source: Source, file: str, name: str, progress: Callable[[str], None
 
 
 def mark(folder: Path, damaged: Sequence[str]) -> None:
-    """Record in `folder` that its weights were written from damaged ones; do nothing if they were not."""
+    """Record in `folder` that its weights were written from damaged ones. Nothing is recorded if there was no
+    damage.
+    """
     if damaged:
         (folder / SALVAGED).write_text(json.dumps({"damaged": list(damaged)}, indent=1) + "\n", "utf-8")
 
@@ -181,7 +181,7 @@ def mark(folder: Path, damaged: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Change:
-    """This is a tensor whose elements differ.
+    """A `Change` is a tensor whose elements differ.
 
     Args:
         relative: L2 of the difference over L2 of A's; inf where A's is zero. largest: of the absolute differences.
@@ -209,12 +209,12 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Return whether both hold the same tensors, bit by bit."""
+        """Return whether both sides hold the same tensors, bit by bit."""
         return not (any(self.only) or self.other or self.changes)
 
 
 def compare(a: Source, b: Source, progress: Callable[[str], None] = lambda name: None) -> Comparison:
-    """Read both, one tensor at a time; experts that have moved are compared in their logical order.
+    """Compare two sources tensor by tensor. Experts that have moved are compared in their logical order.
 
     Args:
         progress: is called with the name of each tensor that is read.
@@ -262,7 +262,7 @@ _TITLES = {"weights": "weights", "optimizer": "optimizer's state", "other": "cou
 
 
 def summary_lines(source: Source, groups: list[Group], fault: str | None, values: bool) -> Iterator[str]:
-    """Yield lines about the whole of it."""
+    """Yield lines about the weights as a whole."""
     step = "step unknown" if source.step is None else f"step {source.step:,}"
     yield f"{source.path}: {source.form}, {step}, files of {source.ranks} rank{'s' * (source.ranks > 1)}"
     for kind in KINDS:
@@ -289,8 +289,8 @@ def summary_lines(source: Source, groups: list[Group], fault: str | None, values
 
 
 def inventory_table(groups: list[Group]) -> Table:
-    """Return a row for each group; the optimizer's groups, which match those of the weights, have rows if their values
-    were read.
+    """Return a table with a row for each group. The optimizer's groups match those of the weights, so they have rows
+    only if their values were read.
     """
     table = Table(box=None, pad_edge=False)
     table.add_column("tensor", overflow="fold")
@@ -308,7 +308,7 @@ def inventory_table(groups: list[Group]) -> Table:
 
 
 def comparison_lines(comparison: Comparison, a: Path, b: Path) -> Iterator[str]:
-    """Yield the differences of both; `equal` if there are none."""
+    """Yield the differences of both sides, or one line that says that they are equal."""
     yield f"A {a}"
     yield f"B {b}"
     if comparison.equal:

@@ -1,4 +1,6 @@
-"""This module reads weights from any source: an iteration of a run, a Hugging Face folder, or one safetensors file."""
+"""This module reads weights from any source: an iteration of a run, a Hugging Face folder, or one safetensors file.
+It also refuses targets that cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ Form = Literal["MindFormers", "Hugging Face", "one file"]
 
 @dataclass(frozen=True)
 class Source:
-    """These are weights that are described by the headers of their files, and read tensor by tensor.
+    """A `Source` holds weights that the headers of their files describe, and reads them tensor by tensor.
 
     Args:
         path: as the user gave it. form: how they are stored.
@@ -40,7 +42,9 @@ class Source:
 
     @cached_property
     def headers(self) -> dict[str, Header]:
-        """Return name -> type, whole shape and bytes of all parts, without copies, for every tensor."""
+        """Return name -> header for every tensor. A header gives the type, the whole shape and the bytes of all
+        parts without copies.
+        """
         found = {}
         for name, tensor in self.stored.tensors.items():
             size = sum(self.stored.files[copies[0][1]][name].bytes for copies in tensor.copies)
@@ -51,18 +55,18 @@ class Source:
 
     @cached_property
     def ranks(self) -> int:
-        """Return the ranks that wrote here."""
+        """Return the number of ranks that wrote here."""
         return len({rank_of(file) for file in self.stored.files})
 
     @cached_property
     def placements(self) -> Mapping[str, np.ndarray]:
-        """Return the modules whose experts have moved -> int [E], logical expert -> slot."""
+        """Return the modules whose experts have moved, with the slot of each logical expert (int [E])."""
         found = read_placements(self.stored.folder) if self.form == "MindFormers" else {}
         return {module: found[module] for module in moved(found)}
 
     @cached_property
     def step(self) -> int | None:
-        """Return the training step, if it is known."""
+        """Return the training step; return None if it is not known."""
         folder = self.stored.folder
         try:
             return (
@@ -74,7 +78,7 @@ class Source:
             return None
 
     def seal_fault(self, checksums: bool) -> str | None:
-        """Return why the seals of a run's checkpoint do not match; None if they match, or if it has none."""
+        """Return why the seals of a run's checkpoint do not match. Return None if they match, or if there are none."""
         return fault(self.stored.folder, checksums=checksums) if self.sealed else None
 
     def require_whole(self) -> None:
@@ -88,7 +92,7 @@ class Source:
         return self.form == "MindFormers" and is_sealed(self.stored.folder)
 
     def read(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return one whole tensor, with experts in logical order, and the ranks whose copy differs."""
+        """Return one whole tensor with its experts in logical order, and the ranks whose copy differs."""
         if name not in self.stored.tensors:
             by_rank = {rank: self.stored.read_from(file, name) for rank, file in self.stored.unlisted[name].items()}
             first = by_rank[min(by_rank)]
@@ -101,7 +105,9 @@ class Source:
         return array, differing
 
     def bits(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return `read` with integers of the same width; from the file itself if it holds the tensor unchanged."""
+        """Return what `read` returns, as integers of the same width. They come from the file itself if it holds the
+        tensor unchanged.
+        """
         tensor = self.stored.tensors.get(name)
         if tensor is None or len(tensor.copies) > 1 or len(tensor.copies[0]) > 1 or self.placements:
             array, differing = self.read(name)

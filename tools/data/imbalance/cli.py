@@ -1,4 +1,4 @@
-"""This module is `tc3 data imbalance`: it shows how evenly a corpus loads the devices of a recipe."""
+"""This module is the command `tc3 data imbalance`. It shows how evenly a corpus loads the devices of a recipe."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def imbalance_command(
     as_json: bool,
     picture: Path | None,
 ) -> None:
-    """Say how evenly the documents of PREFIX.idx load the devices of a recipe, without and with attention_balance.
+    """Report how evenly the documents of PREFIX.idx load the devices of a recipe, without and with the plugin
+    attention_balance.
 
     The command reads only the index, no token of PREFIX.bin. PREFIX takes the place of the recipe's data_path. Memory
     grows by about 12 bytes per document. Step times are modelled.

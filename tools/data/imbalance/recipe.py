@@ -1,5 +1,5 @@
-"""This module finds what a recipe says about the balance of its data, and what each device computes in some steps of a
-run.
+"""This module finds what a recipe says about the balance of its data, and what each device computes in some steps of
+a run.
 
 Samples, layout, cost of a sample and separation of documents are read by the readers of `plugins/attention_balance`,
 so that what is predicted is what the plugin would do. Steps are computed without and with the plugin's plan. One plan,
@@ -37,7 +37,7 @@ _MARGIN = 1.005  # a blend, even of one corpus, asks each for this much more (_g
 
 @dataclass(frozen=True)
 class Setting:
-    """This is one recipe that masks documents from each other.
+    """A `Setting` holds what the measurement reads of a recipe that masks documents from each other.
 
     Args:
         sequence_length: tokens of a sample. seed: of the dataset's shuffling.
@@ -63,7 +63,7 @@ class Setting:
 
 
 def equal_costs(recipe: Recipe) -> str:
-    """Return why every sample of this recipe costs the same, or an empty string.
+    """Return the reason why every sample of this recipe costs the same; return an empty text if they differ.
 
     Raises:
         RecipeError: it trains on no Megatron corpus.
@@ -79,7 +79,7 @@ def equal_costs(recipe: Recipe) -> str:
 
 
 def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Setting:
-    """Read a recipe as if it trained on PREFIX only.
+    """Return the setting of a recipe, as if PREFIX were its only corpus.
 
     Args:
         window: global batches whose samples may change places; None: what the recipe's plugin section says, or 1.
@@ -202,7 +202,9 @@ _CONTEXT_SAMPLES = 32
 
 @dataclass(frozen=True)
 class OneStep:
-    """Return the attention in one step [ranks, micro-batches] divided by the mean, without and with the plan."""
+    """A `OneStep` holds the attention [ranks, micro-batches] of one step, divided by the mean, without and with the
+    plan.
+    """
 
     number: int
     before: np.ndarray
@@ -211,7 +213,7 @@ class OneStep:
 
 @dataclass(frozen=True)
 class Steps:
-    """These are the results of the chosen steps; pairs are (without, with) the plan.
+    """A `Steps` holds the results of the chosen steps. Pairs are (without, with) the plan.
 
     Args:
         numbers: int64 [steps].
@@ -253,7 +255,9 @@ class _Window:
 
 
 def measure_steps(index: GPTIndex, setting: Setting, starts: np.ndarray, reporter: Reporter) -> Steps:
-    """Plan the windows of steps that begin at `starts` (int64 [n], rising) and compare with no plan."""
+    """Plan the windows of steps that begin at `starts` (int64 [n], rising), and compare them with steps without a
+    plan.
+    """
     reporter.start("planning steps", len(starts))
     windows = []
     for number, start in enumerate(starts.tolist()):
