@@ -203,17 +203,21 @@ def test_only_yaml_beside_the_catalogue():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("claim: assumed", "claim: trained", "'trained' is no claim"),
-        ("claim: assumed", "claim: compiled-virtual-many", "is no claim"),
+        ("claim: assumed", "claim: trained", "'trained' is not a claim"),
+        ("claim: assumed", "claim: compiled-virtual-many", "is not a claim"),
         ("kind: full", "kind: ful", "did you mean 'full'"),
         ("sources:", "source:", "source: no such key (did you mean 'sources'?)"),
         ("        what:", "        on:", "no such key"),  # YAML reads a plain `on` as True
-        ("  finetune_4k.yaml:", "  finetune_8k.yaml:", "no such recipe"),
-        ("    devices: 256\n", "", "devices: missing"),
-        ("    other_at: *acceptance\n", "", "conflicts[0].other_at: missing"),
-        ("isolation: checked", "isolation: done", "host_measures.isolation: 'done', expected one of applied, checked"),
+        ("  finetune_4k.yaml:", "  finetune_8k.yaml:", "does not exist beside the card"),
+        ("    devices: 256\n", "", "devices: the key is missing"),
+        ("    other_at: *acceptance\n", "", "conflicts[0].other_at: the key is missing"),
+        (
+            "isolation: checked",
+            "isolation: done",
+            "host_measures.isolation: 'done' is not a role; write one of applied, checked",
+        ),
         ("idle_threshold:", "idle_treshold:", "no such key (did you mean 'idle_threshold'?)"),
-        ("    child: pretrain_4k_acc", "    child: pretrain_8k_acc", "no such recipe"),
+        ("    child: pretrain_4k_acc", "    child: pretrain_8k_acc", "does not exist beside the card"),
     ],
 )
 def test_a_wrong_card_is_refused_by_name(tmp_path, monkeypatch, old, new, message):

@@ -64,7 +64,11 @@ def picture(plan: Plan) -> str:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", required=False, type=click.Path(path_type=Path))
-@click.option("--workers", type=int, help="Number of workers on this host; default: the recipe's, or one for each NPU.")
+@click.option(
+    "--workers",
+    type=int,
+    help="Plan for so many workers on this host.  [default: the recipe's number, or one for each NPU]",
+)
 @root_option
 @click.option("--bind-file", type=click.Path(path_type=Path), help="Write the file that `msrun --bind_numa` reads.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")

@@ -162,9 +162,9 @@ def plan_for(host: Host, recipe: Path | None, workers: int | None) -> Plan:
     if view is not None and not workers:  # on CPU a launch starts all workers on one host
         count = view.devices if on_cpu and view.on_cpu else min(view.devices, view.node)
     if not count:
-        raise ClusterError("this host has no NPU: name a RECIPE or the number of --workers")
+        raise ClusterError("this host has no NPU; name a RECIPE, or give the number of --workers")
     if view is not None and on_cpu and not view.on_cpu:
-        notes = [*notes, "the recipe is for NPUs, of which none is seen here: planned as for workers on CPU"]
+        notes = [*notes, "the recipe is for NPUs, but no NPU is seen here; the plan is that for workers on CPU"]
     plan = make_plan(host, count, None if on_cpu else npus)
     plan.notes[:0] = notes
     return plan

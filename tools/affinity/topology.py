@@ -109,7 +109,7 @@ def read_host(root: Root) -> Host:
     except ValueError as error:
         if isinstance(error, ClusterError):
             raise
-        raise ClusterError(f"{root.path}: one of its lists of cores or distances cannot be read ({error})") from None
+        raise ClusterError(f"{root.path}: a list of cores or distances of this host cannot be read ({error})") from None
 
 
 def _nodes(root: Root) -> dict[int, list[int]]:
@@ -121,7 +121,10 @@ def _nodes(root: Root) -> dict[int, list[int]]:
     if not any(found.values()):
         found = _lscpu_nodes(root.ask("lscpu", "-p") or "")
     if not any(found.values()):
-        raise ClusterError(f"{root.path}: no {NODES}/node*/cpulist and no output of `lscpu -p`: which cores has it?")
+        raise ClusterError(
+            f"{root.path}: the host does not say which cores it has: there is neither {NODES}/node*/cpulist nor output "
+            "of `lscpu -p`"
+        )
     return {node: sorted(cores) for node, cores in sorted(found.items()) if cores}
 
 
@@ -176,7 +179,9 @@ def _pci_node(root: Root, bus: str, nodes: Mapping[int, list[int]]) -> int | Non
 def _refuse_empty_root(context: click.Context, option: click.Parameter, root: Path) -> Path:
     """Refuse a folder that holds nothing of a host: everything would be unknown, and nothing wrong."""
     if not any((root / name).is_dir() for name in _HOST_FOLDERS):
-        raise ClusterError(f"--root {root}: not a recorded host: it has none of {', '.join(_HOST_FOLDERS)}")
+        raise ClusterError(
+            f"--root {root}: the folder is not a recorded host: it holds none of {', '.join(_HOST_FOLDERS)}"
+        )
     return root
 
 

@@ -89,7 +89,7 @@ class Stored:
         if not metadata.exists():
             if len({rank_of(name) for name in self.files}) > 1:
                 raise CheckpointError(
-                    f"{self.folder}: several ranks wrote here, and {METADATA}, which says how, is missing"
+                    f"{self.folder}: several ranks wrote here, but {METADATA}, which describes their layout, is missing"
                 )
             return {
                 name: Tensor(header.dtype, header.shape, (1,) * len(header.shape), (((0, file),),))
@@ -149,7 +149,7 @@ class Stored:
         if not even or slices.keys() != set(range(math.prod(cuts))) or set(slices.values()) != {part}:
             found = f"slices {sorted(slices)} of shapes {sorted(set(slices.values()))}"
             raise CheckpointError(
-                f"{self.folder}: {name} {list(shape)}, cut {list(cuts)}: {found} do not make up the whole"
+                f"{self.folder}: {name} {list(shape)}, cut {list(cuts)}: {found} do not make up the whole tensor"
             )
         copies = tuple(self._copies(name, place, part, storage) for place in range(len(slices)))
         return Tensor(self.files[copies[0][0][1]][name].dtype, shape, cuts, copies)
@@ -165,10 +165,13 @@ class Stored:
             if name not in self.files.get(file, {}):
                 gone = "; the file is not there" * (file not in self.files)
                 raise CheckpointError(
-                    f"{self.folder / file}: holds no {name}, though {METADATA} says so{gone}; was it all copied?"
+                    f"{self.folder / file}: the file does not hold {name}, although {METADATA} says so{gone}; copy the "
+                    "checkpoint again"
                 )
             if (found := self.files[file][name].shape) != shape:
-                raise CheckpointError(f"{self.folder / file}: {name} is {list(found)}; a slice of it is {list(shape)}")
+                raise CheckpointError(
+                    f"{self.folder / file}: {name} has shape {list(found)}, but a slice of it must have {list(shape)}"
+                )
         return tuple(sorted((int(entry["storage_rank"]), entry["file_name"]) for entry in entries))
 
 
@@ -183,7 +186,10 @@ def open_stored(folder: Path) -> Stored:
     """
     files = {path.name: read_headers(path) for path in sorted(folder.glob("*.safetensors"))}
     if not files:
-        raise CheckpointError(f"{folder}: no safetensors; give an iteration's folder, such as checkpoint/iteration_*")
+        raise CheckpointError(
+            f"{folder}: the folder holds no safetensors files; give the folder of an iteration, such as "
+            "checkpoint/iteration_*"
+        )
     return Stored(folder, files)
 
 
@@ -203,14 +209,18 @@ def read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         content = json.loads(file.read_text())
         listed, storage = content["state_dict_metadata"], content["storage_data"]
     except json.JSONDecodeError as error:
-        raise CheckpointError(f"{file}: not MindFormers' metadata of a checkpoint: it {not_json(error)}") from None
+        raise CheckpointError(
+            f"{file}: this is not MindFormers' metadata of a checkpoint: it {not_json(error)}"
+        ) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         wanted = "state_dict_metadata and storage_data"
-        raise CheckpointError(f"{file}: not MindFormers' metadata of a checkpoint: it lacks {wanted}") from None
+        raise CheckpointError(f"{file}: this is not MindFormers' metadata of a checkpoint: it lacks {wanted}") from None
     for kind, section, holds in (("tensor", listed, _is_tensor), ("slice", storage, _is_slice)):
         wrong = [name for name in section if not holds(section[name])] if isinstance(section, dict) else ["all"]
         if wrong:
-            raise CheckpointError(f"{file}: {wrong[0]}: MindFormers' metadata describe no {kind} like this: damaged?")
+            raise CheckpointError(
+                f"{file}: {wrong[0]}: MindFormers' metadata do not describe a {kind} like this; the file may be damaged"
+            )
     return listed, storage
 
 
@@ -320,7 +330,7 @@ def _placements_in(file: Path) -> Iterator[tuple[str, np.ndarray]]:
                 if last == PLACEMENT:
                     yield module, tensors.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise UnreadableError(f"{file}: not a complete safetensors file ({error})") from None
+        raise UnreadableError(f"{file}: this is not a complete safetensors file ({error})") from None
 
 
 def moved(placements: dict[str, np.ndarray]) -> list[str]:
@@ -346,7 +356,7 @@ def refuse_moved(folder: Path, balanced: bool) -> None:
         return  # whoever reads the weights says what is wrong with the file
     if wrong:
         raise CheckpointError(
-            f"{folder}: the experts of {len(wrong)} layers have moved (plugins.expert_balance), and this recipe has no "
-            f"such plugin: it would train experts in a wrong order; switch it on, or first "
+            f"{folder}: the experts of {len(wrong)} layers have moved (plugins.expert_balance), and this recipe, which "
+            f"does not have the plugin, would train them in a wrong order; switch the plugin on, or first run "
             f"`tc3 experts restore-order {folder}`"
         )

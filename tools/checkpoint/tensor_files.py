@@ -76,15 +76,17 @@ def read_headers(file: Path) -> dict[str, Header]:
         content.pop("__metadata__", None)
         found = {name: _header(each, _LENGTH_BYTES + length) for name, each in content.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{file}: not a complete safetensors file: its header cannot be read") from None
+        raise CheckpointError(f"{file}: this is not a complete safetensors file: its header cannot be read") from None
     end = _LENGTH_BYTES + length
     for name, header in sorted(found.items(), key=lambda item: (item[1].start, item[1].bytes)):
         if header.start != end or header.bytes != math.prod(header.shape) * _width(header, file, name):
             kind = f"{header.dtype} {list(header.shape)}, bytes {header.start} to {header.start + header.bytes}"
-            raise CheckpointError(f"{file}: not a complete safetensors file: {name} is {kind}, which do not fit")
+            raise CheckpointError(
+                f"{file}: this is not a complete safetensors file: {name} is {kind}, which do not fit together"
+            )
         end += header.bytes
     if size != end:
-        raise CheckpointError(f"{file}: not a complete safetensors file ({size} bytes instead of {end})")
+        raise CheckpointError(f"{file}: this is not a complete safetensors file: it has {size} bytes instead of {end}")
     return found
 
 
@@ -99,7 +101,9 @@ def _header(entry: Mapping[str, Any], base: int) -> Header:
 def _width(header: Header, file: Path, name: str) -> int:
     """Bytes of an element."""
     if header.dtype not in _WIDTHS:
-        raise CheckpointError(f"{file}: {name} is of type {header.dtype!r}; known are {', '.join(_WIDTHS)}")
+        raise CheckpointError(
+            f"{file}: {name} is of the unknown type {header.dtype!r}; the known types are {', '.join(_WIDTHS)}"
+        )
     return _WIDTHS[header.dtype]
 
 

@@ -39,7 +39,7 @@ HEADER = b"MMIDIDX\x00\x00"
 DTYPE_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 _COUNTS = struct.Struct("<QBQQ")  # version, dtype code, sequences, documents + 1
 _CHUNK = 1 << 16  # documents, or tokens, handled at a time
-_NOT_ONE_SEQUENCE = "does not hold one sequence a document"
+_NOT_ONE_SEQUENCE = "the index does not hold one sequence for each document"
 
 
 def choose_dtype(requested: str, vocab_size: int) -> str:
@@ -136,7 +136,7 @@ def map_lengths(prefix: str | Path) -> np.ndarray:
         _, documents = _read_header(stream, path)
         start = stream.tell()
     if not documents:
-        raise BrokenIndexError(f"{path}: holds no documents")
+        raise BrokenIndexError(f"{path}: the index holds no documents")
     return np.memmap(path, dtype=np.int32, mode="r", offset=start, shape=(documents,))
 
 
@@ -144,11 +144,11 @@ def _require(path: Path) -> None:
     """Raise `DataError` unless `path` is a file that can be read."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise DataError(f"{path}: is not a file")
+            raise DataError(f"{path}: this is not a file")
         with open(path, "rb"):
             pass
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"{path}: no such file; PREFIX is the path without .bin or .idx") from None
+        raise DataError(f"{path}: there is no such file; give PREFIX, which is the path without .bin or .idx") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
 
@@ -156,17 +156,17 @@ def _require(path: Path) -> None:
 def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
     """Dtype of the ids and number of documents; leaves `stream` at the lengths. Raises `BrokenIndexError`."""
     if stream.read(len(HEADER)) != HEADER:
-        raise BrokenIndexError(f"{path}: is not a Megatron index (wrong first bytes)")
+        raise BrokenIndexError(f"{path}: this is not a Megatron index, because its first bytes are wrong")
     try:
         version, code, sequences, documents = _COUNTS.unpack(stream.read(_COUNTS.size))
     except struct.error:
-        raise BrokenIndexError(f"{path}: ends inside its header") from None
+        raise BrokenIndexError(f"{path}: the file ends inside its header") from None
     names = {number: name for name, number in DTYPE_CODES.items()}
     if version != 1 or code not in names:
-        raise BrokenIndexError(f"{path}: version {version}, dtype code {code} is not a text index this reads")
+        raise BrokenIndexError(f"{path}: an index of version {version} and dtype code {code} cannot be read here")
     expected = len(HEADER) + _COUNTS.size + 12 * sequences + 8 * documents
     if path.stat().st_size != expected:
-        raise BrokenIndexError(f"{path}: is {path.stat().st_size:,} bytes, but its counts say {expected:,}")
+        raise BrokenIndexError(f"{path}: the file has {path.stat().st_size:,} bytes, but its counts say {expected:,}")
     if documents != sequences + 1:
         raise BrokenIndexError(f"{path}: {_NOT_ONE_SEQUENCE}")
     return np.dtype(names[code]), sequences
@@ -215,15 +215,17 @@ class IndexReader:
 
     def _check_sizes(self) -> None:
         if len(self.lengths) and int(self.lengths.min()) < 1:
-            raise BrokenIndexError(f"{self.idx_path}: holds a document of {int(self.lengths.min())} tokens")
+            raise BrokenIndexError(f"{self.idx_path}: the index holds a document of {int(self.lengths.min())} tokens")
         start = 0
         for pointers in _pointers(self.lengths, self.dtype.itemsize):
             if not np.array_equal(pointers, self.offsets[start : start + len(pointers)]):
-                raise BrokenIndexError(f"{self.idx_path}: its offsets do not follow from its lengths")
+                raise BrokenIndexError(f"{self.idx_path}: the offsets of the index do not follow from its lengths")
             start += len(pointers)
         size, expected = self.bin_path.stat().st_size, self.tokens * self.dtype.itemsize
         if size != expected:
-            raise BrokenIndexError(f"{self.bin_path}: is {size:,} bytes, its index {self.idx_path} says {expected:,}")
+            raise BrokenIndexError(
+                f"{self.bin_path}: the file has {size:,} bytes, but its index {self.idx_path} says {expected:,}"
+            )
 
 
 # The corpora of a recipe's `data_path`, told apart as MindFormers does: prefixes, or weights and prefixes by turns.
@@ -251,16 +253,18 @@ def read_blend(data_path: Any) -> Blend:
     """
     entries = data_path if isinstance(data_path, list) else []
     if not entries or not all(type(entry) in (str, int, float) for entry in entries):
-        raise DataError(f"wants a list such as ['1', PREFIX], got {data_path!r}, which is not a list of paths")
+        raise DataError(f"the value must be a list such as ['1', PREFIX], but {data_path!r} is not a list of paths")
     words = [str(entry).strip() for entry in data_path]
     weights = [_weight(word) for word in words[::2]]
     known = [weight for weight in weights if weight is not None]
     if len(words) % 2 or not known:
         return Blend(words, None)
     if len(known) < len(weights):
-        raise DataError(f"mixes weighted and unweighted prefixes: {data_path!r}; weigh each prefix, or none")
+        raise DataError(f"{data_path!r} mixes prefixes with and without weights; weigh each prefix, or none")
     if not all(math.isfinite(weight) and weight >= 0 for weight in known) or not sum(known):
-        raise DataError(f"{', '.join(words[::2])}: not shares of a whole; write finite numbers of zero or more")
+        raise DataError(
+            f"{', '.join(words[::2])}: these weights are not shares of a whole; write finite numbers of zero or more"
+        )
     return Blend(words[1::2], known)
 
 

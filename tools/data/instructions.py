@@ -31,7 +31,7 @@ from tools.files.atomic import keep_existing, write_atomically
 INSTRUCTION = "Say what this Python function does."
 SHORTEST, LONGEST = 12, 300  # characters of an answer
 MOST = 20_000  # conversations that are counted: some seconds
-_WANTED = 'want lines such as {"instruction": "...", "input": "", "output": "..."}'
+_WANTED = 'the file must hold lines such as {"instruction": "...", "input": "", "output": "..."}'
 # the handler's words, which tests hold to MindFormers' own
 SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -66,7 +66,9 @@ class Options:
         """
         if not self.output.name or self.output.is_dir():
             where = self.output / "instructions"
-            raise DataError(f"--output {self.output}: is a folder; give the start of files' names, such as {where}")
+            raise DataError(
+                f"--output {self.output}: this is a folder; give the first part of the files' names, such as {where}"
+            )
         splits = ("train", HELD_OUT) if self.held_out else ("train",)
         return {split: self.output.parent / f"{split_name(self.output.name, split)}.jsonl" for split in splits}
 
@@ -97,7 +99,7 @@ def write(options: Options, skips: Skips) -> dict[str, Any]:
         if not found.rows[split]:
             raise DataError(
                 f"--input {' '.join(options.corpus.inputs)}: {found.documents} documents, and the {split} split has no "
-                "function with a docstring; wants Python sources, such as stdlib"
+                "function with a docstring; give Python sources, such as stdlib"
             )
     summary: dict[str, Any] = {"documents": found.documents, "no_python": found.without, "held_out": options.held_out}
     for split, path in reversed(files.items()):  # training data last: who finds it, finds what is held out, too
@@ -184,10 +186,10 @@ def rows_of(key: str, file: Path) -> Iterator[dict[str, str]]:
         raise DataError(f"{key}: {file}: cannot be read ({error}); {_WANTED}") from None
     rows = enumerate(listed, 1) if listed is not None else _parsed(key, file, text)
     for number, row in rows:
-        wrong = "is no mapping" if not isinstance(row, dict) else ""
+        wrong = "the conversation is not a mapping" if not isinstance(row, dict) else ""
         for name in ("instruction", "output") if not wrong else ():
             if not isinstance(row.get(name), str) or not row[name].strip():
-                wrong = f"has no text under {name!r}"
+                wrong = f"the conversation has no text under {name!r}"
                 break
         if wrong:
             raise DataError(f"{key}: {file}:{number}: {wrong}; {_WANTED}")
@@ -200,7 +202,7 @@ def _parsed(key: str, file: Path, text: str) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, json.loads(line)
             except ValueError as error:
-                raise DataError(f"{key}: {file}:{number}: is not JSON ({error}); {_WANTED}") from None
+                raise DataError(f"{key}: {file}:{number}: the line is not JSON ({error}); {_WANTED}") from None
 
 
 def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) -> int | None:
@@ -252,8 +254,9 @@ def read_tokenizer(key: str, folder: Path) -> Any:
     """
     if not folder.is_dir():
         raise DataError(
-            f"{key}: {folder}: no such folder; the tokenizer of the weights to begin with, such as the one that "
-            f"launch/quickstart makes: --set {key}=FOLDER"
+            f"{key}: {folder}: there is no such folder; name the tokenizer of the weights to begin with, such as that "
+            "which "
+            f"launch/quickstart makes, by --set {key}=FOLDER"
         )
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -263,4 +266,4 @@ def read_tokenizer(key: str, folder: Path) -> Any:
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library's errors have no class of their own
-        raise DataError(f"{key}: {file}: not a tokenizer that can be read ({error})") from None
+        raise DataError(f"{key}: {file}: this is not a tokenizer that can be read ({error})") from None

@@ -66,7 +66,7 @@ def checked_sidecar(prefix: str | Path) -> dict[str, Any]:
 def _check(path: Path, place: str, value: Any, form: Any) -> None:
     kind: type = form if isinstance(form, type) else type(form)
     if not _fits(value, kind):
-        raise DataError(f"{path}: {place}: want {_WORDS[kind]}, got {value!r:.60}; make the pair again")
+        raise DataError(f"{path}: {place}: the value must be {_WORDS[kind]}, not {value!r:.60}; make the pair again")
     if isinstance(form, list):
         for number, item in enumerate(value):
             _check(path, f"{place}[{number}]", item, form[0])
@@ -74,7 +74,9 @@ def _check(path: Path, place: str, value: Any, form: Any) -> None:
         for key, inner in form.items():
             name = f"{place}.{key}" if place else key
             if key not in value:
-                raise DataError(f"{path}: {name}: missing{did_you_mean(key, list(value))}; make the pair again")
+                raise DataError(
+                    f"{path}: {name}: the key is missing{did_you_mean(key, list(value))}; make the pair again"
+                )
             _check(path, name, value[key], inner)
 
 
@@ -108,13 +110,15 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         hint = f"; give the prefix without {path.suffixes[-2]}" if path.suffixes[-2:-1] in ([".bin"], [".idx"]) else ""
-        raise DataError(f"{path}: no such file; `tc3 data prepare` writes it beside .bin and .idx{hint}") from None
+        raise DataError(
+            f"{path}: there is no such file, which `tc3 data prepare` writes beside .bin and .idx{hint}"
+        ) from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: {not_json(error)}") from None
     if not isinstance(content, dict) or content.get("format") != "tc3-data-1":
-        raise DataError(f"{path}: is not a sidecar of `tc3 data prepare`")
+        raise DataError(f"{path}: this is not a sidecar of `tc3 data prepare`")
     return content
 
 
@@ -126,15 +130,19 @@ def check_prefix(prefix: Path, splits: tuple[str, ...], trains_tokenizer: bool, 
     if prefix.suffix in SUFFIXES:
         raise DataError(f"--output {prefix}: give the prefix without {prefix.suffix}")
     if os.path.isdir(prefix) and not _is_cache(prefix):
-        raise DataError(f"--output {prefix}: is a folder; give the first part of files' names, such as {prefix}/corpus")
+        raise DataError(
+            f"--output {prefix}: this is a folder; give the first part of the files' names, such as {prefix}/corpus"
+        )
     files = files_of(prefix, splits)
     for path in files:
         if os.path.isdir(path):
-            raise DataError(f"{path}: is a folder, where a file of --output {prefix} would go; choose another --output")
+            raise DataError(
+                f"{path}: this is a folder, where a file of --output {prefix} would go; choose another --output"
+            )
     folders = [prefix.parent / tokenizer_name(prefix.name)] if trains_tokenizer else []
     found = [path for path in (*files, *folders) if os.path.lexists(path)] + _stale_split(prefix)
     if found and not force:
-        raise DataError(f"{found[0]}: exists; choose another --output, or replace it with --force")
+        raise DataError(f"{found[0]}: the file exists; choose another --output, or replace it with --force")
 
 
 def files_of(prefix: Path, splits: tuple[str, ...]) -> list[Path]:

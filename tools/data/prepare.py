@@ -108,7 +108,9 @@ def _keep_inputs(options: PrepareOptions) -> None:
     outs = {path.name: path for path in outputs.files_of(options.output, options.splits) if os.path.exists(path)}
     for path in options.corpus.files() if outs else ():
         if path.name in outs and os.path.samefile(path, outs[path.name]):
-            raise DataError(f"--output {options.output}: would overwrite its own input {path}; choose another --output")
+            raise DataError(
+                f"--output {options.output}: this would overwrite the input {path}; choose another --output"
+            )
 
 
 def _tokenizer(options: PrepareOptions, stage: Path, size: int, reporter: Reporter) -> Tokenizer:
@@ -261,6 +263,6 @@ def _check(options: PrepareOptions, stage: Path, tokenizer: Tokenizer, size: int
         report = verify(prefix, options.corpus, tokenizer, fraction, reporter)
         if report.findings:
             raise DataError(
-                f"the {split} split does not read back as written, nothing is published: {report.findings[0]}"
+                f"the {split} split does not read back as it was written, so nothing is published: {report.findings[0]}"
             )
         reporter.log(f"checked {split}: {report.summary()}")

@@ -191,14 +191,16 @@ def _files_of(name: str, globs: tuple[str, ...]) -> Iterator[Path]:
         yield path
         return
     if not stat.S_ISDIR(mode):
-        raise DataError(f"--input {name}: is a pipe or device; it is read more than once, so save it as a file")
+        raise DataError(
+            f"--input {name}: this is a pipe or a device, but inputs are read more than once; save it as a file"
+        )
     found = False
     for file in _walk(path, globs):
         found = True
         yield file
     if not found:
         wanted = " ".join(globs) if globs else "the text-like suffixes that `tc3 data prepare --help` lists"
-        raise DataError(f"--input {name}: no file in this folder matches {wanted}; choose with --glob '*.xyz'")
+        raise DataError(f"--input {name}: no file in this folder matches {wanted}; choose files with --glob '*.xyz'")
 
 
 def _mode(name: str) -> int:
@@ -206,7 +208,7 @@ def _mode(name: str) -> int:
     try:
         return os.stat(name).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"--input {name}: no such file or folder{_nearest(Path(name))}") from None
+        raise DataError(f"--input {name}: there is no such file or folder{_nearest(Path(name))}") from None
     except OSError as error:
         raise DataError(f"--input {name}: cannot be read ({error.strerror})") from None
 
@@ -275,7 +277,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             else:
                 yield raw, raw
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: truncated or broken gzip ({error}); copy the file again") from error
+        raise DataError(f"{path}: the gzip file is truncated or broken ({error}); copy it again") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
 

@@ -131,11 +131,15 @@ def load(folder: str | Path, eod_token: str | None = None, trust_remote_code: bo
     Raises `DataError` when the folder is missing, is not a tokenizer, or names no end-of-document token.
     """
     if not os.path.isdir(folder):
-        raise DataError(f"--tokenizer {folder}: no such folder; give `bytes` or a Hugging Face tokenizer folder")
+        raise DataError(
+            f"--tokenizer {folder}: there is no such folder; give `bytes`, or the folder of a Hugging Face tokenizer"
+        )
     hugging_face = _load_hugging_face(str(folder), trust_remote_code)
     token = eod_token or hugging_face.eos_token
     if not token:
-        raise DataError(f"--tokenizer {folder}: it has no eos_token; name the token that ends a document: --eod-token")
+        raise DataError(
+            f"--tokenizer {folder}: the tokenizer has no eos_token; name the token that ends a document by --eod-token"
+        )
     vocabulary = hugging_face.get_vocab()
     if token not in vocabulary:
         near = did_you_mean(token, list(vocabulary))
@@ -162,7 +166,9 @@ def _load_hugging_face(folder: str, trust_remote_code: bool) -> Any:
     except Exception as error:  # its loaders let anything through, KeyError included
         reason = str(error).strip().split("\n")[0]
         hint = "; its own code runs only with --trust-remote-code" if "trust_remote_code" in str(error) else ""
-        raise DataError(f"--tokenizer {folder}: not a tokenizer that transformers can load ({reason}){hint}") from error
+        raise DataError(
+            f"--tokenizer {folder}: this is not a tokenizer that transformers can load ({reason}){hint}"
+        ) from error
 
 
 def _describe(backend: str, folder: Path, eod_token: str) -> Tokenizer:

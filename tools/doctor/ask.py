@@ -61,11 +61,15 @@ class Answer:
 def parsed(text: str) -> Report | Trouble:
     """Return the report that a text holds, or say why the text is not a report."""
     if len(text) > _MOST:
-        return Trouble("report", f"{len(text):,} characters: no report", "look what prints there when a shell starts")
+        return Trouble(
+            "report",
+            f"the output has {len(text):,} characters, so it is not a report",
+            "look what prints there when a shell starts",
+        )
     try:
         return read_report(text)
     except ReportError as error:
-        return Trouble("report", str(error), "tc3 doctor --json on that host, with the same checkout as here")
+        return Trouble("report", str(error), "run tc3 doctor --json on that host, with the same checkout as here")
 
 
 def read_folder(folder: Path) -> Mapping[str, Answer]:
@@ -79,7 +83,10 @@ def read_folder(folder: Path) -> Mapping[str, Answer]:
     except OSError as error:
         raise ClusterError(f"--nodes {folder}: cannot be listed: {error.strerror}") from None
     if not files:
-        raise ClusterError(f"--nodes {folder}: no *.json there; it needs HOST.json of each host, by tc3 doctor --json")
+        raise ClusterError(
+            f"--nodes {folder}: the folder holds no *.json; it needs a HOST.json of each host, which tc3 doctor --json "
+            "prints"
+        )
     return {path.stem: Answer(_of_file(path)) for path in files}
 
 
@@ -89,7 +96,7 @@ def _of_file(path: Path) -> Report | Trouble:
             return parsed(" " * (_MOST + 1))
         return parsed(path.read_text(encoding="utf-8", errors="replace"))
     except OSError as error:
-        return Trouble("report", f"{path}: {error.strerror}", "write it anew: tc3 doctor --json there")
+        return Trouble("report", f"{path}: {error.strerror}", "run tc3 doctor --json there again")
 
 
 AT_ONCE = 64
@@ -209,7 +216,7 @@ def _ask(host: str, command: str, sessions: _Sessions) -> Answer:
         finally:
             late = sessions.end(process)
         if late:
-            mend = "look there: a file system or a driver that hangs; --limit SECONDS for slow hosts"
+            mend = "look there for a file system or a driver that hangs; give slow hosts more time by --limit SECONDS"
             return Answer(Trouble("ssh", f"no answer within {sessions.limit:g} s", mend))
         errors.seek(0)
         return Answer(_told(host, code, text, errors.read(_MOST).decode(errors="replace")), skew)

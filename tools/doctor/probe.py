@@ -216,7 +216,7 @@ def measure(seats: Sequence[Seat], folder: Path, rounds: int, notes: Sequence[st
     """
     above = next((one for one in (folder, *folder.parents) if one.exists()), None)
     if above is None:
-        raise ClusterError(f"{folder}: no folder above it exists to write to")
+        raise ClusterError(f"{folder}: the probe writes a file, but neither this folder nor one above it exists")
     words = f"probing {len(seats)} worker{'s' * (len(seats) > 1)}"
     with terminate_as_interrupt(), Progressing(words, rounds) as progress, Team(seats) as team:
         course = Course(team, str(above))
@@ -317,14 +317,16 @@ def _start(seat: Seat, folder: str) -> dict[str, Any]:
 def probe_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options --probe (`wants_probe`) and --workers to a command."""
     workers = click.option(
-        "--workers", type=int, help="Workers to probe; default: the recipe's on one host, or one for each NPU or core."
+        "--workers",
+        type=int,
+        help="Probe so many workers.  [default: the recipe's on one host, or one for each NPU or core]",
     )
     flag = click.option(
         "--probe",
         "wants_probe",
         is_flag=True,
-        help="Also measure matrix products, memory, disk and links of each worker, some seconds on all its cores, and "
-        "fail for one that is slower than its peers. Not beside a training run: both would be slower.",
+        help="Also measure matrix products, memory, disk and links of each worker for some seconds on all its cores, "
+        "and fail if one is slower than its peers. Do not probe beside a training run, because both would be slower.",
     )
     return flag(workers(command))
 
@@ -337,7 +339,7 @@ def probe_if(wanted: bool, patient: Patient, recipe: Path | None, workers: int |
     """
     if not wanted:
         if workers is not None:
-            raise ClusterError(f"--workers {workers} goes with --probe: add --probe, or leave --workers out")
+            raise ClusterError(f"--workers {workers} works only with --probe; add --probe, or leave out --workers")
         return None
     if not patient.root.live:
         raise ClusterError(f"--root {patient.root.path}: a recorded host cannot be probed; leave out --root or --probe")

@@ -162,7 +162,7 @@ def keep_existing(option: str, path: str | os.PathLike[str] | None, force: bool)
         DataError: there is a file, and `force` is not given.
     """
     if path is not None and os.path.lexists(path) and not force:
-        raise DataError(f"{option} {path}: exists; give it another name, or replace it with --force")
+        raise DataError(f"{option} {path}: the file exists; choose another name, or replace it with --force")
 
 
 _LIMIT = 1 << 20  # bytes

@@ -21,7 +21,7 @@ def check_ending(path: Path, option: str = "--picture", endings: Sequence[str] =
         DataError: it has none of the `endings`.
     """
     if path.suffix not in endings:
-        raise DataError(f"{option} {path}: the file must end in {' or '.join(endings)}")
+        raise DataError(f"{option} {path}: the name of the file must end in {' or '.join(endings)}")
 
 
 def check_page(path: Path) -> None:

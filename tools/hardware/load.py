@@ -230,8 +230,8 @@ def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
         return _Reader(word, shown=word).hardware()
     hint = did_you_mean(Path(word).stem.lower().replace(" ", "_"), known_hardware())
     raise RecipeError(
-        f"cluster {word}: no such file, and not one of {', '.join(known_hardware())}{hint}; "
-        "for another cluster copy one of them and pass its path"
+        f"cluster {word}: there is no such file, and the known clusters are {', '.join(known_hardware())}{hint}; "
+        "for another cluster, copy the file of a known one and pass its path"
     )
 
 
@@ -249,7 +249,7 @@ class _Reader:
         content = self._mapping(self.content, "", [*_WORDS, *_FIGURES], required=True, more=(_HOST,))
         for word in _WORDS:
             if not isinstance(content[word], str):
-                raise RecipeError(f"{self.shown}: {word}: want text, got {content[word]!r}")
+                raise RecipeError(f"{self.shown}: {word}: the value must be text, not {content[word]!r}")
         values = {key: self._value(content[key], key, kind) for key, kind in _FIGURES.items()}
         values["intra_node"] = Link(**values["intra_node"])
         values["inter_node"] = Link(**values["inter_node"])
@@ -270,7 +270,7 @@ class _Reader:
         more = {} if dtypes else {"ports": _PORTS}
         content = self._mapping(content, key, list(kind), required=not dtypes, more=tuple(more))
         if not content:
-            raise RecipeError(f"{self.shown}: {key}: empty; give at least one of {', '.join(kind)}")
+            raise RecipeError(f"{self.shown}: {key}: the mapping is empty; give at least one of {', '.join(kind)}")
         return {name: self._figure(content[name], f"{key}.{name}", {**kind, **more}[name]) for name in content}
 
     def _figure(self, content: Any, key: str, kind: Range) -> float:
@@ -280,7 +280,7 @@ class _Reader:
         if certainty not in CERTAINTIES:
             hint = did_you_mean(str(certainty), list(CERTAINTIES))
             wanted = ", ".join(CERTAINTIES)
-            raise RecipeError(f"{self.shown}: {key}.certainty: want one of {wanted}, got {certainty!r}{hint}")
+            raise RecipeError(f"{self.shown}: {key}.certainty: {certainty!r} is not one of {wanted}{hint}")
         if not isinstance(source, str) or not source.strip():
             raise RecipeError(f"{self.shown}: {key}.source: say where the number comes from")
         self.origins[key] = Origin(certainty, source)
@@ -296,14 +296,14 @@ class _Reader:
         """`content` as a mapping of `known` keys, of which all must be there if `required`, and of `more`."""
         place = f"{key}." if key else ""
         if not isinstance(content, dict):
-            raise RecipeError(f"{self.shown}: {key or 'the file'}: want a mapping of {', '.join(known)}")
+            raise RecipeError(f"{self.shown}: {key or 'the file'}: this must be a mapping of {', '.join(known)}")
         for name in content:
             if not key and name in _GONE:
-                raise RecipeError(f"{self.shown}: {name}: no longer read; {_GONE[name]}")
+                raise RecipeError(f"{self.shown}: {name}: the key is no longer read; {_GONE[name]}")
         refuse_unknown(f"{self.shown}: {place}", content, [*known, *more])
         for name in known:
             if required and name not in content:
-                raise RecipeError(f"{self.shown}: {place}{name}: missing")
+                raise RecipeError(f"{self.shown}: {place}{name}: the key is missing")
         return content
 
 

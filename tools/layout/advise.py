@@ -48,12 +48,14 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
         raise refusal(recipe, MODEL, f"its sizes do not make a model ({error}); `tc3 check` says more") from None
     experts, path = model.experts, (*PARALLEL, "expert_parallel")
     if MOE not in model.pattern:
-        raise refusal(recipe, (*MODEL, "n_routed_experts"), "the model has no routed experts: nothing to report")
+        raise refusal(
+            recipe, (*MODEL, "n_routed_experts"), "the model has no routed experts, so there is nothing to report"
+        )
     if not view.flag(("use_parallel",)):
-        raise refusal(recipe, ("use_parallel",), "one device has nobody to send tokens to; set it to True")
+        raise refusal(recipe, ("use_parallel",), "a single device has nobody to send tokens to; set the key to True")
     if view.ep == 1:
         able = max(ep for ep in range(1, 17) if experts % ep == 0 and view.dp * view.tp % ep == 0)
-        raise refusal(recipe, path, f"1 sends no token anywhere; try --ep {able}")
+        raise refusal(recipe, path, f"a degree of 1 sends no token anywhere; try --ep {able}")
     if experts % view.ep:
         divisors = (divisor for divisor in range(2, experts + 1) if experts % divisor == 0)
         near = min(divisors, key=lambda divisor: abs(divisor - view.ep))
@@ -207,7 +209,7 @@ def advise(
         if mode not in MODES:
             hint = did_you_mean(mode, list(MODES))
             raise RecipeError(
-                f"plugins.hierarchical_ep.mode: unknown mode {mode!r}, expected auto, {', '.join(MODES)}{hint}"
+                f"plugins.hierarchical_ep.mode: {mode!r} is not a mode; write one of auto, {', '.join(MODES)}{hint}"
             )
     recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
     check(recipe, hardware)
@@ -310,7 +312,10 @@ def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
     dispatch = look(recipe, DISPATCH)
     if not dispatch:
         if look(recipe, CHUNKS) == AUTO:
-            raise RecipeError("plugins.ep_overlap: it cuts the dispatch of plugins.hierarchical_ep; switch that on too")
+            raise RecipeError(
+                "plugins.ep_overlap: the plugin cuts the dispatch of plugins.hierarchical_ep; switch that plugin on, "
+                "too"
+            )
         return {}, []
     modes, cuts, stride = left_open(recipe)
     if len(modes) == 1 and cuts:

@@ -330,7 +330,7 @@ class _Place:
             self.refuse("must be a mapping")
         where = f"{self.where}.{name}" if self.where else name
         if name not in self.value:
-            raise DataError(f"{self.path}: {where}: is missing{did_you_mean(name, list(self.value))}")
+            raise DataError(f"{self.path}: {where}: the key is missing{did_you_mean(name, list(self.value))}")
         return _Place(self.path, where, self.value[name])
 
     def only(self, *known: str) -> None:
@@ -387,7 +387,9 @@ def judge(instance: Instance, solution: list) -> Judgement:
     except (TypeError, ValueError):
         parts = []
     if [part.shape for part in parts] != want or any(part.dtype.kind != "i" for part in parts):
-        raise DataError(f"solution of {instance.name}: it must be whole numbers n[type][v][s][option] of shapes {want}")
+        raise DataError(
+            f"solution of {instance.name}: the solution must be whole numbers n[type][v][s][option] of shapes {want}"
+        )
     plan = instance.from_solution(solution)[None]
     if not instance.well_formed(plan)[0]:
         raise DataError(

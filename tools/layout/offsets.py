@@ -92,7 +92,7 @@ def read_layout(path: Path) -> LayoutFile:
     content = read_yaml(path, RecipeError)
     wanted = [field.name for field in fields(LayoutFile)]
     if not isinstance(content, dict) or not set(wanted) <= set(content):
-        raise RecipeError(f"{path}: must be a mapping of {', '.join(wanted)}; make it anew")
+        raise RecipeError(f"{path}: the file must be a mapping of {', '.join(wanted)}; make it again")
     refuse_unknown(f"{path}: ", content, wanted)
     return LayoutFile(**content)
 
@@ -136,20 +136,21 @@ def string_values(recipe: Recipe, text: str) -> Values:
     stages, chunks = (view.pp, view.chunks) if view.parallel else (1, 1)
     if is_v_shaped(view.scheduler):
         raise RecipeError(
-            f"layout {text!r}: layouts run from the first stage to the last, {view.scheduler} runs back up"
+            f"layout {text!r}: a layout runs from the first stage to the last, but {view.scheduler} runs back"
         )
     counts, mtp = counts_of(text, stages)
     if len(counts) != chunks:
         raise RecipeError(
-            f"layout {text!r}: {len(counts)} chunks on each of {stages} stages, but pp_interleave_num is {chunks} (it "
-            "counts with parallel.pipeline_config.pipeline_interleave: True)"
+            f"layout {text!r}: the layout has {len(counts)} chunks on each of {stages} stages, but pp_interleave_num "
+            f"is {chunks} "
+            "(it counts only with parallel.pipeline_config.pipeline_interleave: True)"
         )
     for name, have, want in (
         ("decoder layers", sum(map(sum, counts)), built.number("num_layers")),
         ("MTP layers", mtp, built.number("mtp_num_layers")),
     ):
         if have != want:
-            raise RecipeError(f"layout {text!r}: {have} {name}, but the model has {want}")
+            raise RecipeError(f"layout {text!r}: the layout has {have} {name}, but the model has {want}")
     return {OFFSET: offset_of(counts)}
 
 
@@ -182,7 +183,7 @@ def file_values(recipe: Recipe, layout: LayoutFile) -> Values:
     inputs = inputs_of(recipe)
     if layout.digest != digest_of(inputs):
         changed = "; ".join(differences(layout.inputs, inputs)) or "its digest is not that of its inputs"
-        raise RecipeError(f"auto: {path_of(recipe.source)} was made for other inputs ({changed}): {remedy(recipe)}")
+        raise RecipeError(f"auto: {path_of(recipe.source)} was made for other inputs ({changed}); {remedy(recipe)}")
     view, config = View(recipe), from_recipe(even_layout(recipe))
     counts = counts_of_offset(layout.offset, config.model.layers, config.pp, config.chunks)
     placed = replace(config, layers=tuple(tuple(row) for row in counts), recompute=Recompute())

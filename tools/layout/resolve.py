@@ -75,8 +75,9 @@ def sample_cost(recipe: Recipe) -> Cost:
         pair, token = pair_flops(model) // PASSES, linear_flops(model) // PASSES  # forward
     except (KeyError, TypeError, ValueError) as error:
         raise RecipeError(
-            f"model.model_config: its sizes make no model ({error}), from which {KEY} computes the cost of a sample; "
-            f"tc3 check says more, or write measured per_pair and per_token under {KEY}"
+            f"model.model_config: these sizes do not make a model ({error}), but {KEY} computes the cost of a sample "
+            "from them; "
+            f"see tc3 check, or write measured per_pair and per_token under {KEY}"
         ) from None
     passes = PASSES + recomputed_share(recipe)
     return Cost(passes * pair, passes * token, COMPUTED)
@@ -277,7 +278,7 @@ def _dispatch(recipe: Recipe) -> tuple[Values, list[str]]:
         raise
     except _BROKEN:
         right = f"tc3 check {recipe.source} says what is wrong with it"
-        raise RecipeError(f"{dotted(MODE)}: no value follows from this recipe: {right}") from None
+        raise RecipeError(f"{dotted(MODE)}: no value follows from this recipe; {right}") from None
 
 
 def _auto_layout(recipe: Recipe, layout: Layout, say: Say) -> tuple[Values, list[str]]:
@@ -295,13 +296,13 @@ def _layout_file(recipe: Recipe, search: bool, say: Say) -> LayoutFile:
     """The answer that is kept beside the recipe, made where there is none and `search` says so."""
     if not recipe.source:
         raise RecipeError(
-            "offset: auto takes the layout from a file beside the recipe, and this recipe was not loaded from a file"
+            "offset: auto takes the layout from a file beside the recipe, but this recipe was not loaded from a file"
         )
     path = path_of(recipe.source)
     if path.is_file():
         return read_layout(path)
     if not search:
-        raise RecipeError(f"auto: it takes the layout from {path}, which is not there: {remedy(recipe)}")
+        raise RecipeError(f"auto: the layout comes from {path}, which is not there; {remedy(recipe)}")
     say(f"{path}: not there; about {EFFORTS[EFFORT]:g} s of search for the layout that `{_KEY}: auto` asks for")
     found = make_layout(recipe, DEFAULT_HARDWARE, Budget(EFFORTS[EFFORT], TIME_LIMIT))
     write_layout(found, path, f"tc3 train {recipe.source}")

@@ -83,7 +83,7 @@ def order_table(schedule: str, stage: int, stages: int, chunks: int, micro_batch
     """
     check_schedule(schedule, stages, chunks, micro_batches, parts)
     if not 0 <= stage < stages:
-        raise RecipeError(f"stage {stage}: must be 0 to {stages - 1}")
+        raise RecipeError(f"stage {stage}: the stage must lie between 0 and {stages - 1}")
     found = _ORDERS[schedule]
     more = (parts,) if found.splits else ()
     return widened(found.order(stage, stages, chunks, micro_batches, *more))
@@ -95,15 +95,15 @@ def check_schedule(schedule: str, stages: int, chunks: int, micro_batches: int, 
     """
     if schedule not in _ORDERS:
         near = did_you_mean(schedule, list(_ORDERS))
-        raise RecipeError(f"pipeline schedule {schedule!r}: must be one of {', '.join(_ORDERS)}{near}")
+        raise RecipeError(f"pipeline schedule {schedule!r}: the schedule must be one of {', '.join(_ORDERS)}{near}")
     if min(stages, chunks, micro_batches, parts) < 1:
         numbers = f"{stages} stages, {chunks} chunks, {micro_batches} micro-batches, {parts} parts of a sequence"
-        raise RecipeError(f"pipeline: {numbers}: each must be at least 1")
+        raise RecipeError(f"pipeline: {numbers}: each number must be at least 1")
     possible, need = _needs(schedule, stages, chunks, micro_batches, parts)
     if not possible:
         have = f"{stages} stages, {chunks} chunks, {micro_batches} micro-batches"
         split = f", sequences in {parts} parts" if parts > 1 else ""
-        raise RecipeError(f"pipeline schedule {schedule} with {have}{split}: it needs {need}")
+        raise RecipeError(f"pipeline schedule {schedule} with {have}{split}: the schedule needs {need}")
 
 
 @lru_cache(maxsize=65536)

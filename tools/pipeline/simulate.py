@@ -160,7 +160,7 @@ def _transfers(table: Timetable, durations: Durations) -> tuple[np.ndarray, np.n
     operation (then what the backward of a pair) waits after its input has left the other stage's hands."""
     if durations.overlap not in OVERLAPS:
         near = did_you_mean(durations.overlap, list(OVERLAPS))
-        raise RecipeError(f"overlap {durations.overlap!r}: must be one of {', '.join(OVERLAPS)}{near}")
+        raise RecipeError(f"overlap {durations.overlap!r}: the overlap must be one of {', '.join(OVERLAPS)}{near}")
     send_hidden = receive_hidden = np.full(table.work.shape, durations.overlap == "full") | (table.paired == PAIR)
     if durations.overlap == "1f1b":
         send_hidden, receive_hidden = send_hidden | (table.paired == 2), receive_hidden | (table.paired == 1)

@@ -275,7 +275,7 @@ class _Member:
         self.process.join(timeout=5)
         code = self.process.exitcode
         return DataError(
-            f"a worker process died (exit code {code}); -9 mostly means out of memory: try fewer --workers"
+            f"a worker process died (exit code {code}); -9 mostly means that the memory was full: try fewer --workers"
         )
 
 

@@ -147,10 +147,10 @@ def read_hosts(path: Path) -> tuple[list[str], int]:
     """
     try:
         if path.exists() and not path.is_file():
-            raise ClusterError(f"--nodes {path}: cannot be read (not an ordinary file)")
+            raise ClusterError(f"--nodes {path}: it cannot be read, because it is not an ordinary file")
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise ClusterError(f"--nodes {path}: cannot be read: byte {error.start + 1} is not UTF-8") from None
+        raise ClusterError(f"--nodes {path}: the file cannot be read: byte {error.start + 1} is not UTF-8") from None
     except OSError as error:
         raise ClusterError(f"--nodes {path}: cannot be read ({error.strerror})") from None
     seen: dict[str, int] = {}
@@ -160,18 +160,21 @@ def read_hosts(path: Path) -> tuple[list[str], int]:
             continue
         match = _LINE.fullmatch(text)
         if not match or not _HOST.fullmatch(match["host"]) or match["slots"] == "0":
-            raise ClusterError(f"{path}:{number}: HOST or HOST SLOTS (node0 8) is needed, but {text!r} was given")
+            raise ClusterError(f"{path}:{number}: each line must be HOST or HOST SLOTS (node0 8), not {text!r}")
         if len(match["slots"] or "") > _DIGITS:
             raise ClusterError(f"{path}:{number}: {text[:40]!r}: no host has so many slots")
         host, here = match["host"], int(match["slots"] or DEVICES)
         if host in seen:
-            raise ClusterError(f"{path}:{number}: {host} stands in line {seen[host]} already")
+            raise ClusterError(f"{path}:{number}: {host} is already named in line {seen[host]}")
         if slots and here != slots:
             wrong = f"{host} has {here} slots, {next(iter(seen))} has {slots}"
-            raise ClusterError(f"{path}:{number}: {wrong}; msrun numbers workers as if every node had as many")
+            raise ClusterError(
+                f"{path}:{number}: {wrong}; give all hosts the same slots, because msrun numbers workers as if every "
+                "host had as many"
+            )
         seen[host], slots = number, here
     if not seen:
-        raise ClusterError(f"--nodes {path}: it names no host; write one on each line: HOST or HOST SLOTS")
+        raise ClusterError(f"--nodes {path}: the file names no host; write HOST or HOST SLOTS on each line")
     return list(seen), slots
 
 

@@ -170,7 +170,9 @@ def stage_of(config: Configuration, rank: int | None) -> int | None:
     if rank is None:
         return None
     if not 0 <= rank < config.devices:
-        raise RecipeError(f"rank {rank}: the recipe has {config.devices} devices; is the profile of another recipe?")
+        raise RecipeError(
+            f"rank {rank}: the recipe has only {config.devices} devices, so the profile is of another recipe"
+        )
     return rank // (config.devices // config.pp)
 
 

@@ -292,7 +292,10 @@ def host_content(profile: Profile, config: Configuration, name: str) -> dict[str
             sizes = [prod(shape) for shape in kernel.inputs]
             bytes_.append(_ITEM * (sum(sizes) + max(sizes)) * kernel.count / kernel.seconds)
     if not rates or not bytes_:
-        raise DataError(f"{profile.source}: no shapes of matmuls and other operators: a CPU's peaks cannot be measured")
+        raise DataError(
+            f"{profile.source}: the profile has no shapes of matmuls and other operators, so a CPU's peaks cannot be "
+            "measured"
+        )
     peak = _figure(max(rates), "derived", "fastest matmul of the profile")
     link = {
         "bytes_per_s": _figure(1e10, "assumed", "one device sends nothing"),

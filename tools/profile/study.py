@@ -43,8 +43,8 @@ def require_match(profile: Profile, config: Configuration, stage: int | None) ->
     have = [set(config.layer_numbers(place)) for place in stages]
     if named and named not in have:
         raise DataError(
-            f"{profile.source}: names layers {_span(named)}, but the recipe has {_span(have[0])}"
-            f"{f' on stage {stages[0]}' if config.pp > 1 else ''}: it is of another recipe or another rank"
+            f"{profile.source}: the profile names layers {_span(named)}, but the recipe has {_span(have[0])}"
+            f"{f' on stage {stages[0]}' if config.pp > 1 else ''}: the profile is of another recipe or another rank"
         )
     _attention(profile, config, stages)
     _flops(profile, config, stages)
@@ -61,7 +61,8 @@ def _attention(profile: Profile, config: Configuration, stages: Sequence[int]) -
         more = count / wanted[0] if wanted[0] else 0.0
         advice = f"; if the profile holds {more:.0f} steps, say --steps {more:.0f}" if more == int(more) > 1 else ""
         raise DataError(
-            f"{profile.source}: {count} FlashAttentionScoreGrad kernels, but the recipe's layers and micro-batches "
+            f"{profile.source}: the profile has {count} FlashAttentionScoreGrad kernels, but the recipe's layers and "
+            "micro-batches "
             f"make {steps * wanted[0]} in {steps} step{'s' if steps > 1 else ''}{advice}"
         )
 
@@ -81,8 +82,9 @@ def _flops(profile: Profile, config: Configuration, stages: Sequence[int]) -> No
     wanted = [flops(config, stage) for stage in stages]
     if not any(1 / _ALIKE < done / each < _ALIKE for each in wanted if each):
         raise DataError(
-            f"{profile.source}: its matmuls do {done:.3g} FLOPs a step, but the recipe's {wanted[0]:.3g}: another "
-            "batch, sequence, layout or number of steps"
+            f"{profile.source}: its matmuls do {done:.3g} FLOPs a step, but those of the recipe {wanted[0]:.3g}; the "
+            "profile is of "
+            "another batch, sequence, layout or number of steps"
         )
 
 

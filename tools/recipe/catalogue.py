@@ -168,7 +168,7 @@ def _entry(path: Path, name: str, body: dict[str, Any], card: dict[str, Any]) ->
         _check_keys(path, f"{where}.status[{number}]", status, {"claim", "how", "what"}, set())
         _check_claim(path, f"{where}.status[{number}].claim", status["claim"])
     if not (path.parent / name).is_file():
-        raise RecipeError(f"{path}: {where}: no such recipe beside the card")
+        raise RecipeError(f"{path}: {where}: the recipe does not exist beside the card")
     of_card: dict[str, Any] = {key: card[key] for key in ("kind", "why", "parameters") if key in card}
     return Entry(path.parent / name, **{**of_card, **body, "assumed": body.get("assumed") or {}})
 
@@ -178,7 +178,7 @@ def _host_measures(path: Path, raw: dict[str, Any]) -> dict[str, str]:
     _check_keys(path, "host_measures", raw, set(), set(MEASURES))
     for name, role in raw.items():
         if role not in ROLES:
-            raise RecipeError(f"{path}: host_measures.{name}: {role!r}, expected one of {', '.join(ROLES)}")
+            raise RecipeError(f"{path}: host_measures.{name}: {role!r} is not a role; write one of {', '.join(ROLES)}")
     return raw
 
 
@@ -187,7 +187,7 @@ def _conflict(path: Path, number: int, body: dict[str, Any]) -> Conflict:
     _check_keys(path, where, body, _CONFLICT_KEYS, {"child"})
     for name in (body["recipe"], *([body["child"]] if "child" in body else [])):
         if not (path.parent / name).is_file():
-            raise RecipeError(f"{path}: {where}: {name}: no such recipe beside the card")
+            raise RecipeError(f"{path}: {where}: {name} does not exist beside the card")
     return Conflict(**body)
 
 
@@ -201,21 +201,21 @@ def _check_keys(path: Path, where: str, raw: Any, wanted: set[str], optional: se
     prefix = f"{where}." if where else ""
     refuse_unknown(f"{path}: {prefix}", raw, sorted(wanted | optional))
     for key in sorted(wanted - set(raw)):
-        raise RecipeError(f"{path}: {prefix}{key}: missing")
+        raise RecipeError(f"{path}: {prefix}{key}: the key is missing")
 
 
 def _check_choice(path: Path, where: str, kind: str) -> None:
     if kind not in KINDS:
         hint = did_you_mean(kind, list(KINDS))
-        raise RecipeError(f"{path}: {where}: unknown kind {kind!r}, expected one of {', '.join(KINDS)}{hint}")
+        raise RecipeError(f"{path}: {where}: {kind!r} is not a kind; write one of {', '.join(KINDS)}{hint}")
 
 
 def _check_claim(path: Path, where: str, claim: str) -> None:
     for known in CLAIMS:
         if claim == known or (known.endswith("-") and claim.startswith(known) and claim[len(known) :].isdigit()):
             return
-    raise RecipeError(f"{path}: {where}: {claim!r} is no claim: use trained-on-cpu-mini, compiled-virtual-<devices>, "
-                      "modelled or assumed")  # fmt: skip
+    raise RecipeError(f"{path}: {where}: {claim!r} is not a claim; write trained-on-cpu-mini, "
+                      "compiled-virtual-<devices>, modelled or assumed")  # fmt: skip
 
 
 HEAD = """\
@@ -274,7 +274,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 @click.command()
-@click.option("--check", is_flag=True, help="Write nothing; exit 1 when recipes/README.md is stale.")
+@click.option("--check", is_flag=True, help="Write nothing, and exit with 1 if recipes/README.md is stale.")
 def main(check: bool) -> None:
     """Write recipes/README.md from the cards."""
     target = RECIPES / "README.md"

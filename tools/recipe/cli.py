@@ -67,7 +67,9 @@ TITLES = {
     "nothing": "changes nothing numerical",
 }
 as_written_option = click.option(
-    "--as-written", is_flag=True, help="Keep `auto` and layout strings, which MindFormers cannot read, unresolved."
+    "--as-written",
+    is_flag=True,
+    help="Keep `auto` and layout strings as they are written, although MindFormers cannot read them.",
 )
 _LONG = 120  # characters of a value that are printed; --json has them all
 
@@ -81,8 +83,12 @@ def recipe() -> None:
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--mini", is_flag=True, help="Show the mini that `tc3 train --mini` trains on CPU.")
-@click.option("--parallel", is_flag=True, help="With --mini: show the mini that keeps the recipe's parallel strategy.")
-@click.option("--workers", type=Number("workers"), help=f"Number of CPU workers of --parallel.  [default: {WORKERS}]")
+@click.option("--parallel", is_flag=True, help="Show the mini of --mini that keeps the recipe's parallel strategy.")
+@click.option(
+    "--workers",
+    type=Number("workers"),
+    help=f"Scale the strategy of --parallel to so many CPU workers.  [default: {WORKERS}]",
+)
 @as_written_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of YAML.")
 def show(

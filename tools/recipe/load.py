@@ -114,7 +114,7 @@ class _Bases:
             real = file
         if real in parents:
             chain = " -> ".join(os.path.relpath(name) for name in [*parents[parents.index(real) :], real])
-            raise RecipeError(f"{file}: `{BASE_CONFIG}` goes in a circle: {chain}")
+            raise RecipeError(f"{file}: the recipe is its own base by way of `{BASE_CONFIG}`: {chain}")
         if real not in self.spots:
             if len(parents) + len(self.spots) >= _MAX_FILES:
                 raise RecipeError(f"{file}: the recipe is made of more than {_MAX_FILES} files")
@@ -136,10 +136,12 @@ class _Bases:
 def _base_file(name: _Spot, file: str) -> str:
     """Path of a base named in `file`; raises when it is not there."""
     if not isinstance(name.value, str):
-        raise RecipeError(f"{name.file}:{name.line}: `{BASE_CONFIG}` wants file names, got {name.value!r}")
+        raise RecipeError(
+            f"{name.file}:{name.line}: `{BASE_CONFIG}` must be a file name or a list of them, not {name.value!r}"
+        )
     base = os.path.join(os.path.dirname(file), name.value)
     if not os.path.isfile(base):
-        raise RecipeError(f"{name.file}:{name.line}: base {name.value!r} not found{_nearby(base)}")
+        raise RecipeError(f"{name.file}:{name.line}: the base {name.value!r} was not found{_nearby(base)}")
     return base
 
 
@@ -182,7 +184,7 @@ def _marks(spot: _Spot, path: KeyPath) -> Any:
 
 def _text(file: str) -> str:
     if not file.endswith((".yaml", ".yml")):
-        raise RecipeError(f"{file}: a recipe is a .yaml file{_nearby(file)}")
+        raise RecipeError(f"{file}: a recipe must be a .yaml file{_nearby(file)}")
     try:
         return small_text(file)
     except FileNotFoundError:
@@ -212,8 +214,8 @@ class _Reader:
             self.loader = SmallLoader(self.text)
             self.root = self.loader.get_single_node()
             if not isinstance(self.root, yaml.MappingNode):
-                found = "nothing" if self.root is None else "a list or a plain value"
-                raise RecipeError(f"{self.file}:1: the top level of a recipe must be a mapping, found {found}")
+                found = "the file is empty" if self.root is None else "it is a list or a plain value"
+                raise RecipeError(f"{self.file}:1: the top level of a recipe must be a mapping, but {found}")
             for node in _mappings(self.root):  # before any is flattened, which also flattens what it merges
                 self._refuse_duplicates(node)
             return self._spot(self.root)
@@ -237,7 +239,7 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         if node.tag not in _PLAIN_TAGS:
-            raise RecipeError(f"{self.file}:{node.start_mark.line + 1}: tag {node.tag!r} is not plain YAML")
+            raise RecipeError(f"{self.file}:{node.start_mark.line + 1}: the tag {node.tag!r} is not plain YAML")
         if isinstance(node, yaml.SequenceNode):
             return [self._spot(item) for item in node.value]
         assert isinstance(node, yaml.MappingNode)
@@ -265,8 +267,8 @@ class _Reader:
                 raise RecipeError(f"{self.file}:{line}: the key {key_node.value} must be a plain word")
             if key in first:
                 raise RecipeError(
-                    f"{self.file}:{line}: key {key!r} is already set in line {first[key]}; "
-                    "YAML would silently keep the last one: remove one of them"
+                    f"{self.file}:{line}: the key {key!r} is already set in line {first[key]}; "
+                    "YAML would silently keep the last value, so remove one of them"
                 )
             first[key] = line
 

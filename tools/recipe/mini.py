@@ -159,7 +159,7 @@ def load_mini(
         except RecipeError as error:
             raise in_file(loaded, error) from None
         except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:  # no recipe that check would pass
-            wrong = f"--mini cannot shrink it: tc3 check {path} says what is wrong with it"
+            wrong = f"--mini cannot shrink this recipe; tc3 check {path} says what is wrong with it"
             raise RecipeError(f"{path}: {wrong}") from error
         dump_recipe(Recipe(derived), file)
         mini = load_recipe(file)
@@ -228,7 +228,10 @@ def _shrink_groups(model: dict[str, Any]) -> None:
     """
     sizes = ("num_attention_heads", "num_key_value_heads", "head_dim")
     if missing := [key for key in sizes if not model.get(key)]:
-        raise RecipeError(f"model.model_config.{missing[0]}: --mini scales it; write the size that the model has")
+        raise RecipeError(
+            f"model.model_config.{missing[0]}: --mini scales this size, but the recipe does not give it; write the "
+            "size that the model has"
+        )
     heads, groups, head_dim = (model[key] for key in sizes)
     widened = heads * head_dim / model["hidden_size"]
     shared = heads // groups  # query heads of a group
@@ -374,13 +377,19 @@ def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int
     """
     view = View(recipe)
     if not view.parallel:
-        raise RecipeError(f"{recipe.source}: --parallel keeps how a model is split; this recipe does not split it")
+        raise RecipeError(
+            f"{recipe.source}: --parallel keeps the way in which a recipe splits its model, but this recipe does not "
+            "split it"
+        )
     model = mini["model"]["model_config"]
     # tensor parallelism deals whole heads; those of keys and values, where query heads share them
     heads = model["num_key_value_heads" if model["model_type"] == GROUPED else "num_attention_heads"]
     degrees = scale_degrees(Degrees(view.pp, min(view.tp, heads), view.dp, view.cp, view.ep), workers)
     if degrees.workers == 1:
-        raise RecipeError(f"{recipe.source}: --parallel needs a degree above 1 that fits {workers} workers")
+        raise RecipeError(
+            f"{recipe.source}: --parallel needs a parallel degree above 1 that fits {workers} workers, and this recipe "
+            "has none"
+        )
     for key in _OWN:
         if (value := view.get((*MODEL, key))) is None:
             model.pop(key, None)

@@ -48,7 +48,10 @@ def apply_overrides(
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or not name.strip():
-            raise RecipeError(f"--set {override}: write KEY.PATH=VALUE, for instance runner_config.batch_size=4")
+            raise RecipeError(
+                f"--set {override}: an override must have the form KEY.PATH=VALUE, for instance "
+                "runner_config.batch_size=4"
+            )
         if is_new(result, name.strip()):
             _write_new(result, name.strip(), _parse(text, override), override)
             continue
@@ -131,7 +134,7 @@ def _parse(text: str, override: str) -> Any:
         return _floats(SmallLoader(text).get_single_data())
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = getattr(error, "problem", None) or "broken"
-        raise RecipeError(f"--set {override[:100]}: the value is not valid YAML ({reason}); quote it") from None
+        raise RecipeError(f"--set {override[:100]}: the value is not valid YAML ({reason}); put it in quotes") from None
 
 
 def _write_new(recipe: Recipe, name: str, value: Any, override: str) -> None:
@@ -168,7 +171,7 @@ def _assign(
     for place in shared_paths(recipe, path):
         earlier = given.setdefault(place, override)
         if earlier != override and get_path(recipe, place) != value:
-            raise RecipeError(f"--set {override}: sets {dotted(place)}, which --set {earlier} has set already")
+            raise RecipeError(f"--set {override}: this sets {dotted(place)}, which --set {earlier} has already set")
         get_path(recipe, place[:-1])[place[-1]] = value
         _forget_below(recipe, place)
 
@@ -253,6 +256,6 @@ def write_new(recipe: dict[str, Any], name: str, value: Any, where: str) -> None
         raise RecipeError(f"{where}: there is no plugin {plugin!r}{did_you_mean(plugin, list(ADAPTERS))}")
     if setting is None and value is not False and not isinstance(value, dict):
         right = f"{SECTION}.{plugin}={{}} for the defaults, {SECTION}.{plugin}.SETTING=VALUE for one of its own"
-        raise RecipeError(f"{where}: expected the plugin's settings, got {value!r}; write {right}")
+        raise RecipeError(f"{where}: {value!r} is not a mapping of the plugin's settings; write {right}")
     written = recipe[SECTION] = recipe.get(SECTION) or {}
     written[plugin] = value if setting is None else {**(written.get(plugin) or {}), setting: value}

@@ -265,5 +265,5 @@ def require_resolved(recipe: Recipe, *paths: KeyPath) -> None:
         if path in paths or not paths:
             raise RecipeError(
                 f"{recipe.source or 'the recipe'}: {dotted(path)}: {look(recipe, path)} is not resolved; "
-                f"`tc3 recipe show` prints a recipe with values in its place"
+                f"`tc3 recipe show` prints the recipe with values in its place"
             )

@@ -265,7 +265,7 @@ def _lines(site: Path) -> dict[str, str]:
         if file.endswith(".so"):
             if snippet.encode() not in (site / file).read_bytes():
                 raise LookupError(
-                    f"rule {name}: {file} no longer contains {snippet!r}: check whether the rule still holds"
+                    f"rule {name}: {file} no longer contains {snippet!r}; check whether the rule still holds"
                 )
             found[name] = f"{file}: {snippet}"
             continue

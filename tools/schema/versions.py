@@ -75,9 +75,9 @@ def require_verified() -> None:
     """
     if not (found := others()):
         return
-    line = f"{words(found)} {'is' if len(found) == 1 else 'are'} installed, verified is {words(verified())}"
+    line = f"{words(found)} {'is' if len(found) == 1 else 'are'} installed, but {words(verified())} were verified"
     if not going_on():
-        raise VersionError(f"{line}: install the versions in constraints.txt, or go on with --unverified")
+        raise VersionError(f"{line}; install the versions in constraints.txt, or go on with --unverified")
     click.echo(f"--unverified: {line}: what follows may be wrong for it", err=True)
 
 

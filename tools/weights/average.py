@@ -86,7 +86,9 @@ def _mean(sources: Sequence[Source], shares: Sequence[float], file: str, name: s
     for source, share in zip(sources, shares, strict=True):
         array = source.stored.read_from(file, name)
         if not np.isfinite(array.astype(np.float32, copy=False)).all():
-            raise CheckpointError(f"{source.path / file}: {name} has values that are not finite: no average is taken")
+            raise CheckpointError(
+                f"{source.path / file}: {name} has values that are not finite, so no average is taken"
+            )
         wide = array.astype(np.float64) * share
         total = wide if total is None else total + wide
     assert total is not None, "there are sources"
@@ -97,12 +99,14 @@ def _shares(sources: Sequence[Source], shares: Sequence[float] | None) -> Sequen
     if shares is None:
         return [1 / len(sources)] * len(sources)
     if len(shares) != len(sources):
-        raise CheckpointError(f"--weights: {len(shares)} shares for {len(sources)} checkpoints; give one for each")
+        raise CheckpointError(
+            f"--weights: {len(shares)} shares are given for {len(sources)} checkpoints; give one for each"
+        )
     given = ", ".join(f"{share:g}" for share in shares)
     if any(not 0 <= share <= 1 for share in shares):  # nor is NaN
         raise CheckpointError(f"--weights {given}: each share of an average must be from 0 to 1")
     if not math.isclose(sum(shares), 1, rel_tol=1e-6):
-        raise CheckpointError(f"--weights {given}: add up to {sum(shares):g}; they must add up to 1")
+        raise CheckpointError(f"--weights {given}: the shares add up to {sum(shares):g}; they must add up to 1")
     return shares
 
 
@@ -114,7 +118,7 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
     first = sources[0]
     for source in sources:
         if source.form != "MindFormers":
-            raise CheckpointError(f"{source.path}: {source.form}; only iterations of runs can be averaged")
+            raise CheckpointError(f"{source.path}: this is {source.form}; only iterations of runs can be averaged")
         source.require_whole()
         if wrong := _difference(_kinds(first), _kinds(source)):
             raise CheckpointError(
@@ -122,7 +126,7 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
             )
         if _placed(source) != _placed(first):
             raise CheckpointError(
-                f"{source.path}: its experts have moved since {first.path}; put both in order with "
+                f"{source.path}: the experts have moved since {first.path}; put both in order with "
                 "`tc3 experts restore-order`"
             )
 

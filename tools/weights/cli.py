@@ -53,10 +53,14 @@ def weights() -> None:
     """
 
 
-@weights.command("inspect", context_settings=SETTINGS, short_help="Say what a checkpoint holds, or how two differ.")
+@weights.command(
+    "inspect", context_settings=SETTINGS, short_help="Show what a checkpoint holds, or how two checkpoints differ."
+)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--values", is_flag=True, help="Read all values: check norms, non-finite values, copies and checksums.")
-@click.option("--diff", "other", type=click.Path(path_type=Path), help="Compare with OTHER, in whatever layout.")
+@click.option("--values", is_flag=True, help="Read all values to check norms, non-finite values, copies and checksums.")
+@click.option(
+    "--diff", "other", type=click.Path(path_type=Path), help="Compare CHECKPOINT with OTHER, whatever layout each has."
+)
 @json_option
 def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json: bool) -> None:
     """Show what CHECKPOINT holds. Only the headers of its files are read, which takes a second whatever its size.
@@ -84,8 +88,18 @@ def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json:
 
 @weights.command("average", context_settings=SETTINGS, short_help="Average checkpoints of one run.")
 @click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--to", "target", required=True, type=click.Path(path_type=Path), help="New folder to write into.")
-@click.option("--weights", "shares", help="A share for each, adding up to 1: 0.5,0.3,0.2.  [default: equal ones]")
+@click.option(
+    "--to",
+    "target",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Write into this folder, which must not exist yet.",
+)
+@click.option(
+    "--weights",
+    "shares",
+    help="Weigh the checkpoints by these shares, which add up to 1: 0.5,0.3,0.2.  [default: equal shares]",
+)
 @salvage_option
 def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | None, salvage: bool) -> None:
     """Write the average of the weights of CHECKPOINTS. These are iterations of one run, or of several runs in one
@@ -103,19 +117,29 @@ def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | N
     _print_damaged(damaged)
 
 
-@weights.command("convert", context_settings=SETTINGS, short_help="Convert from or to Hugging Face's form.")
+@weights.command("convert", context_settings=SETTINGS, short_help="Convert weights from or to Hugging Face's form.")
 @click.argument("source", metavar="FROM", type=click.Path(path_type=Path))
 @click.argument("target", metavar="TO", type=click.Path(path_type=Path))
-@click.option("--recipe", type=click.Path(path_type=Path), help="Recipe of the model.  [default: that of FROM's run]")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Data type of trained weights.  [default: keep theirs]")
 @click.option(
-    "--file-size", default=5.0, type=Number("file_gb"), help="Most GB of a file, 0.001 or more.", show_default=True
+    "--recipe",
+    type=click.Path(path_type=Path),
+    help="Take the model from this recipe.  [default: the recipe of FROM's run]",
 )
-@click.option("--workers", default=1, type=Number("files"), help="Number of files written at once.", show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(list(DTYPES)), help="Write trained weights in this data type.  [default: their own]"
+)
+@click.option(
+    "--file-size",
+    default=5.0,
+    type=Number("file_gb"),
+    help="Write files of so many GB at most (0.001 or more).",
+    show_default=True,
+)
+@click.option("--workers", default=1, type=Number("files"), help="Write so many files at once.", show_default=True)
 @click.option(
     "--tokenizer",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Tokenizer folder to copy beside weights for Hugging Face.",
+    help="Copy this tokenizer folder beside weights for Hugging Face.",
 )
 @click.option("--dry-run", is_flag=True, help="Compare names, shapes and types from headers only; write nothing.")
 @salvage_option
@@ -141,7 +165,9 @@ def convert_command(
     """
     weights_in = open_source(source)
     if tokenizer and weights_in.form == "Hugging Face":
-        raise click.UsageError("--tokenizer is copied beside weights for Hugging Face: FROM is in that form")
+        raise click.UsageError(
+            "--tokenizer copies a tokenizer beside weights for Hugging Face, but FROM is already in that form"
+        )
     conversion = prepare(weights_in, recipe, DTYPES[dtype] if dtype else None, int(file_size * 1e9))
     damaged: list[str] = []
     if not dry_run:
@@ -158,12 +184,12 @@ def convert_command(
     _print_damaged(damaged)
 
 
-@weights.command("reshard", context_settings=SETTINGS, short_help="Write it in another layout.")
+@weights.command("reshard", context_settings=SETTINGS, short_help="Write a checkpoint in another layout.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("target", metavar="TO", type=click.Path(path_type=Path))
-@click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Recipe whose layout TO gets.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value of the recipe.")
-@click.option("--workers", default=1, type=Number("files"), help="Number of files written at once.", show_default=True)
+@click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Give TO the layout of this recipe.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@click.option("--workers", default=1, type=Number("files"), help="Write so many files at once.", show_default=True)
 @click.option("--dry-run", is_flag=True, help="Plan from file headers only, or from recipes, and write nothing.")
 @salvage_option
 @json_option
@@ -188,7 +214,7 @@ def reshard_command(
     if checkpoint.suffix in _RECIPES:
         if not dry_run:
             raise CheckpointError(
-                f"{checkpoint}: a recipe; --dry-run plans what its run would save, nothing is written"
+                f"{checkpoint}: this is a recipe, which holds no weights; add --dry-run to plan what its run would save"
             )
         planned, written = plan_recipes(load_recipe(checkpoint), new), target
     else:
@@ -216,7 +242,9 @@ def _numbers(text: str) -> list[float]:
     try:
         return [float(word) for word in text.split(",")]
     except ValueError:
-        raise CheckpointError(f"--weights {text}: want numbers between commas, such as 0.5,0.3,0.2") from None
+        raise CheckpointError(
+            f"--weights {text}: shares must be numbers with commas between them, such as 0.5,0.3,0.2"
+        ) from None
 
 
 def _progress() -> Callable[[str], None]:

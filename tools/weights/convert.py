@@ -107,7 +107,7 @@ class _Parts:
             if differing:
                 ranks = ", ".join(map(str, differing))
                 raise CheckpointError(
-                    f"{self.source.path}: {name} has several values, those of ranks {ranks} are not rank 0's: "
+                    f"{self.source.path}: {name} differs between ranks: those of ranks {ranks} are not that of rank 0; "
                     "`tc3 weights inspect --values` lists them"
                 )
         part = _as_type(entry.part(self.arrays[name], index), self.source.headers[name].dtype, self.plan, entry)

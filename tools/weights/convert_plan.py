@@ -142,7 +142,7 @@ def _type(entry: Entry, to: Target, given: Mapping[str, Header], dtype: str | No
         return dtype
     if len(types) > 1:
         raise CheckpointError(
-            f"{entry.mindformers}: its parts are of several types ({', '.join(types)}): choose one with --dtype"
+            f"{entry.mindformers}: its parts are of several types ({', '.join(types)}); choose one with --dtype"
         )
     return types[0]
 
@@ -259,7 +259,7 @@ def _recipe_beside(source: Source) -> Path:
     """RUN/recipe.yaml of RUN/checkpoint/iteration_*."""
     file = source.path.absolute().parent.parent / "recipe.yaml"
     if not file.exists():
-        raise RecipeError(f"--recipe: {source.path} is in no run's folder: name the recipe of its model")
+        raise RecipeError(f"--recipe: {source.path} is in no run's folder, so name the recipe of its model")
     return file
 
 

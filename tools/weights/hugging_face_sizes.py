@@ -205,7 +205,7 @@ def check_config(folder: Path, sizes: Sizes) -> bool:
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not the configuration of a model: it {not_json(error)}") from None
+        raise CheckpointError(f"{file}: this is not the configuration of a model: it {not_json(error)}") from None
     wanted = {name: value for name, value in config_of(sizes, "").items() if name in sizes.hf}
     wrong = [
         f"{name} is {_get(given, name)!r}, the recipe's {value!r}"
@@ -213,7 +213,7 @@ def check_config(folder: Path, sizes: Sizes) -> bool:
         if name not in _UNCOMPARED and _differs(_get(given, name), value)
     ]
     if wrong:
-        raise CheckpointError(f"{file}: another model than the recipe's: {'; '.join(wrong)}")
+        raise CheckpointError(f"{file}: this is another model than the recipe's: {'; '.join(wrong)}")
     return True
 
 

@@ -128,8 +128,9 @@ def salvaged(
     if found and not allowed:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise CheckpointError(
-            f"{found[0]}{more}; nothing was written: a new seal would hide it. --salvage takes the numbers as they are "
-            f"and says so in the result ({SALVAGED})"
+            f"{found[0]}{more}; nothing was written, because a new seal would hide the damage. --salvage takes the "
+            "values unchanged "
+            f"and records the damage in the result ({SALVAGED})"
         )
     return found
 

@@ -280,14 +280,14 @@ def plan_stored(source: Source, recipe: Recipe) -> Resharding:
     """
     if source.form != "MindFormers":
         raise CheckpointError(
-            f"{source.path}: {source.form}; give an iteration of a run, such as checkpoint/iteration_*"
+            f"{source.path}: this is {source.form}; give an iteration of a run, such as checkpoint/iteration_*"
         )
     source.require_whole()
     refuse_moved(source.stored.folder, View(recipe).keeps_placements)
     target, stored = target_of(recipe), source.stored
     _check(source.path, {name: header.shape for name, header in source.headers.items()}, target)
     if wrong := [name for name, header in source.headers.items() if header.dtype not in TYPES]:
-        raise CheckpointError(f"{source.path}: {_some(wrong)}: their type is not known here")
+        raise CheckpointError(f"{source.path}: the type of {_some(wrong)} is not known here")
     items: list[Item] = []
     for name, tensor in stored.tensors.items():
         holders = tuple(tuple(rank for rank, _ in copies) for copies in tensor.copies)
@@ -337,7 +337,7 @@ def _check(path: Path, shapes: Mapping[str, Shape], target: Target) -> None:
         ],
     }
     if found := [f"{len(names)} {what}: {_some(names)}" for what, names in lists.items() if names]:
-        raise CheckpointError(f"{path}: not the model of the recipe; {'; '.join(found)}")
+        raise CheckpointError(f"{path}: this is not the model of the recipe; {'; '.join(found)}")
 
 
 def _kind(file: str) -> Kind:

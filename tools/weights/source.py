@@ -84,7 +84,7 @@ class Source:
     def require_whole(self) -> None:
         """Raise CheckpointError if the seals do not match; checksums are not compared."""
         if reason := self.seal_fault(checksums=False):
-            raise CheckpointError(f"{self.path}: not a whole checkpoint: {reason}")
+            raise CheckpointError(f"{self.path}: this is not a whole checkpoint: {reason}")
 
     @cached_property
     def sealed(self) -> bool:
@@ -141,7 +141,7 @@ def open_source(path: Path) -> Source:
 def refuse_target(target: Path) -> None:
     """Raise CheckpointError if the folder that weights are to be written into exists."""
     if target.exists():
-        raise CheckpointError(f"{target}: is there already; remove it, or name another folder")
+        raise CheckpointError(f"{target}: the folder exists; remove it, or name another one")
 
 
 _MARGIN = 1.02  # headers, indices, metadata, seals, checksums
@@ -161,7 +161,9 @@ def require_room(folder: Path, target: Path, size: int, written: int = 0) -> Non
     except OSError as error:
         raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
     if (wanted := int(size * _MARGIN) - written) > free:
-        raise DataError(f"{target}: {wanted / 1e9:,.3f} GB are to be written, {free / 1e9:,.3f} GB are free there")
+        raise DataError(
+            f"{target}: {wanted / 1e9:,.3f} GB are to be written, but only {free / 1e9:,.3f} GB are free there"
+        )
 
 
 def _hugging_face(folder: Path) -> Stored:
@@ -173,16 +175,20 @@ def _hugging_face(folder: Path) -> Stored:
     except OSError as error:
         raise CheckpointError(f"{folder / INDEX}: cannot be read ({error.strerror})") from None
     except json.JSONDecodeError as error:
-        raise CheckpointError(f"{folder / INDEX}: not an index of safetensors: it {not_json(error)}") from None
+        raise CheckpointError(f"{folder / INDEX}: this is not an index of safetensors: it {not_json(error)}") from None
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise CheckpointError(f"{folder / INDEX}: not an index of safetensors: it has no weight_map") from None
+        raise CheckpointError(f"{folder / INDEX}: this is not an index of safetensors: it has no weight_map") from None
     if not all(isinstance(file, str) for file in where.values()):
-        raise CheckpointError(f"{folder / INDEX}: not an index of safetensors: weight_map: want names of files")
+        raise CheckpointError(
+            f"{folder / INDEX}: this is not an index of safetensors: its weight_map must hold names of files"
+        )
     files = {file: read_headers(folder / file) for file in sorted(set(where.values()))}
     for name, file in where.items():
         if name not in files[file]:
-            raise CheckpointError(f"{folder / file}: holds no {name}, though {INDEX} says so; was it all copied?")
+            raise CheckpointError(
+                f"{folder / file}: the file does not hold {name}, although {INDEX} says so; copy the folder again"
+            )
     for file, headers in files.items():
         if unknown := [name for name in headers if where.get(name) != file]:
-            raise CheckpointError(f"{folder / file}: holds {unknown[0]}, which {INDEX} does not name there")
+            raise CheckpointError(f"{folder / file}: the file holds {unknown[0]}, which {INDEX} does not name there")
     return Stored(folder, files)

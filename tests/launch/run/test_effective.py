@@ -167,7 +167,7 @@ def test_what_cannot_be_trained_is_refused_with_its_key_and_a_remedy(recipe, cou
     ("line", "words"),
     [
         ("{", "is not JSON"),
-        ("[1]", "is no mapping"),
+        ("[1]", "is not a mapping"),
         ('{"instruction": "a"}', "has no text under 'output'"),
         ('{"prompt": "a", "output": "b"}', "has no text under 'instruction'"),
         ('{"instruction": 3, "output": "b"}', "has no text under 'instruction'"),
@@ -180,7 +180,7 @@ def test_a_row_that_is_no_conversation_is_named(recipe, tmp_path, line, words):
     file.write_text(json.dumps(talk(1)[0]) + "\n" + line + "\n")
     with pytest.raises(DataError, match=r"mine\.jsonl:2: ") as error:
         fitted_to_conversations(given, None)
-    assert words in str(error.value) and "want lines such as" in str(error.value)
+    assert words in str(error.value) and "the file must hold lines such as" in str(error.value)
 
 
 def test_what_is_missing_is_left_to_those_who_look_for_files(recipe, tmp_path):

@@ -182,7 +182,7 @@ def test_moved_experts_need_a_recipe_that_knows_of_them(one, tmp_path):
 
 def test_room_is_looked_for_first(one, tmp_path, monkeypatch):
     monkeypatch.setattr(reshard.shutil, "disk_usage", lambda _: SimpleNamespace(free=5_000_000))
-    with pytest.raises(DataError, match=r"GB are to be written, 0.005 GB are free"):
+    with pytest.raises(DataError, match=r"GB are to be written, but only 0.005 GB are free"):
         laid_out(one, LAYOUTS["tp2"], tmp_path / "to")
     assert list(tmp_path.iterdir()) == []
 
@@ -204,7 +204,7 @@ def test_a_disk_that_fills_up_leaves_nothing(one, tmp_path, monkeypatch, after):
 
 
 def test_a_folder_that_is_there_is_left_alone(one, tmp_path):
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="the folder exists"):
         laid_out(one, LAYOUTS["tp2"], tmp_path)
 
 

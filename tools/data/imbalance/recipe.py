@@ -97,7 +97,7 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
         raise RecipeError(f"--window {layout.window}: the run has {layout.steps(samples):,} steps")
     length = view.get((*CONFIG, "seq_length"))
     if type(length) is not int or length < 1:
-        raise refusal(recipe, (*CONFIG, "seq_length"), f"{length!r}; write the tokens of a sample")
+        raise refusal(recipe, (*CONFIG, "seq_length"), f"{length!r} is not a length; write the tokens of a sample")
     algorithm = view.get(("parallel_config", "context_parallel_algo"), "colossalai_cp")
     return Setting(
         sequence_length=length,
@@ -133,7 +133,7 @@ def _notes(view: View, prefix: str | Path) -> list[str]:
     if blend and len(blend.prefixes) > 1:
         notes.append(
             f"the recipe blends {len(blend.prefixes)} corpora{_shares(blend)}; these numbers are as if it trained on "
-            "PREFIX alone"
+            "only PREFIX"
         )
     written, found = view.get((*CONFIG, "eod")), _end_of_document(prefix)
     if found is not None and written != found:
@@ -169,7 +169,7 @@ def _samples(view: View, layout: Layout) -> int:
     path = (*LOADER, "sizes")
     sizes = view.get(path)
     if not isinstance(sizes, list) or not sizes or type(sizes[0]) is not int:
-        raise refusal(view.recipe, path, f"{sizes!r}; write [samples of the run, 0, 0]")
+        raise refusal(view.recipe, path, f"{sizes!r} gives no number of samples; write [samples of the run, 0, 0]")
     if sizes[0] < layout.batch:
         raise refusal(view.recipe, path, f"{sizes[0]:,} samples fill no step of {layout.batch:,}")
     return sizes[0]
@@ -192,7 +192,7 @@ def _training_share(view: View) -> float:
     """The first of `split`'s shares, normalised as MindFormers does."""
     shares = [float(text) for text in re.findall(r"[.0-9]+", str(view.get((*CONFIG, "split"), "1")))]
     if not shares or not shares[0]:
-        raise refusal(view.recipe, (*CONFIG, "split"), "trains on no document; write '1, 0, 0'")
+        raise refusal(view.recipe, (*CONFIG, "split"), "this trains on no document; write '1, 0, 0'")
     return shares[0] / sum(shares)
 
 
