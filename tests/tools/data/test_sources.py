@@ -162,7 +162,7 @@ def test_missing_inputs_and_pipes_are_refused_with_a_suggestion(tmp_path: Path) 
     with pytest.raises(DataError, match="did you mean 'stdlib'"):
         Corpus(("stdlb",)).measure()
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="pipe or device"):
+    with pytest.raises(DataError, match="a pipe or a device"):
         Corpus((str(tmp_path / "pipe"),)).measure()
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="--glob"):
