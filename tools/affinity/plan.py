@@ -86,9 +86,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan holds the cores of each worker, and the cores that are left for interrupts (by node), for the system and
-    for nothing.
-    """
+    """A plan holds the cores of each worker, and those left for interrupts (by node), the system, and nothing."""
 
     host: Host
     workers: list[Worker]

@@ -40,9 +40,7 @@ def _status(root: Root, name: str) -> str:
 
 
 def msrun_sees(root: Root) -> list[int]:
-    """Return the cores that `msrun --bind_core` and `msrun --bind_numa FILE` may use. Control groups of version 2 give
-    them none.
-    """
+    """Return the cores that msrun may bind. Control groups of version 2 give it none."""
     return sorted(set(expand(root.read(MSRUN_READS) or "")))
 
 

@@ -50,9 +50,7 @@ def scan_checkpoints(
 
 
 def is_sealed(folder: Path) -> bool:
-    """Return whether any rank has sealed its part. A sealed part shows that a run of this repository saved the
-    checkpoint.
-    """
+    """Return whether any rank has sealed its part, which only runs of this repository do."""
     return any(folder.glob("seal_rank_*.json"))
 
 

@@ -106,9 +106,7 @@ class Stored:
 
     @cached_property
     def unlisted(self) -> dict[str, dict[int, str]]:
-        """Return name -> rank -> file for the tensors that ranks wrote without a listed layout: counters, and biases of
-        routers.
-        """
+        """Return name -> rank -> file of tensors without a listed layout, such as counters."""
         found: dict[str, dict[int, str]] = {}
         for file, headers in self.files.items():
             for name in headers.keys() - self.tensors.keys():
@@ -116,9 +114,7 @@ class Stored:
         return found
 
     def read(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return one whole tensor, and the ranks whose copy of a slice differs in any bit from that of the first
-        rank.
-        """
+        """Return one whole tensor, and the ranks whose copy of a slice differs from the first rank's."""
         tensor = self.tensors[name]
         whole, differing = None, set()
         for place, copies in enumerate(tensor.copies):
@@ -251,9 +247,7 @@ def _are_numbers(found: Any) -> TypeGuard[list[int]]:
 
 
 def kind_of(name: str) -> Kind:
-    """Return the kind of a tensor: a trained weight, its optimizer state, or something else, such as a counter or a
-    router's balance.
-    """
+    """Return the kind of a tensor: a trained weight, its optimizer state, or another, such as a counter."""
     if name.startswith(_OPTIMIZER_PREFIXES):
         return "optimizer"
     return "weights" if name.rsplit(".", 1)[-1] in _TRAINED_ENDINGS else "other"

@@ -109,9 +109,7 @@ def _width(header: Header, file: Path, name: str) -> int:
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor to be written has a type as safetensors names it, a shape, and elements that come in row-major
-    pieces.
-    """
+    """A `Made` tensor is to be written. Its elements come in row-major pieces."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -236,9 +236,7 @@ class IndexReader:
 
 
 class Blend(NamedTuple):
-    """A `Blend` holds the prefixes of corpora with their weights. The weights are None if corpora are taken by their
-    sizes.
-    """
+    """A `Blend` holds the prefixes of corpora and their weights, which are None if sizes decide."""
 
     prefixes: list[str]
     weights: list[float] | None

@@ -226,9 +226,7 @@ def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) ->
 
 
 def samples(rows: list[dict[str, str]], length: int, tokenizer: Any) -> int:
-    """Return how many samples of `length` tokens the conversations give when `plugins.packed_labels.plan.pack` packs
-    them.
-    """
+    """Return how many samples of `length` tokens `packed_labels.plan.pack` makes of the conversations."""
 
     def tokens(text: str) -> int:
         return len(tokenizer.encode(text).ids)

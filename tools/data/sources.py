@@ -87,9 +87,7 @@ class Skips:
     _faults: int = 0
 
     def add(self, kind: str, where: str, why: str) -> None:
-        """Count one skipped document. With `strict`, raise `DataError` if the document is faulty and not merely
-        empty.
-        """
+        """Count one skipped document. With `strict`, raise `DataError` unless it is merely empty."""
         message = f"{where}: {why}"
         self.first = self.first or message
         self.counts[kind] += 1
@@ -161,18 +159,14 @@ class Corpus:
             yield from read(path, self.jsonl_key, skips)
 
     def measure(self) -> tuple[int, int]:
-        """Return the number of files and their size in bytes on disk. Missing inputs are found here, before any
-        work.
-        """
+        """Return the number of files and their bytes on disk. Missing inputs are found here."""
         count = size = 0
         for path in self.files():
             count, size = count + 1, size + path.stat().st_size
         return count, size
 
     def describe(self) -> list[dict[str, str]]:
-        """Return the `sources` of a sidecar: the absolute path of each input, or "stdlib" with the version of
-        Python.
-        """
+        """Return the sidecar's `sources`: absolute paths, or "stdlib" with its Python version."""
         return [
             {"input": STDLIB_NAMES[0], "python": platform.python_version()}
             if name in STDLIB_NAMES

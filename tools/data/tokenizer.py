@@ -48,9 +48,7 @@ class Tokenizer:
 
 
 class Coder:
-    """A `Coder` converts text to ids and back. It adds nothing to a text, and text that looks like a special token
-    stays text.
-    """
+    """A `Coder` converts text to ids and back. Text that looks like a special token stays text."""
 
     def __init__(self, spec: TokenizerSpec) -> None:
         if spec.backend is None:

@@ -45,9 +45,7 @@ _MEANING: dict[str, tuple[Verdict, str]] = {
 
 @dataclass(frozen=True)
 class Outlier:
-    """An `Outlier` names the hosts that differ from the others in one respect, with what they report, what is usual,
-    and what to do.
-    """
+    """An `Outlier` names hosts that differ in one respect, what is usual, and what to do."""
 
     what: str
     verdict: Verdict

@@ -66,9 +66,7 @@ def reserved_ports(patient: Patient) -> Answer:
     mend="ss -ltnp shows who listens; end it, or choose MASTER_PORT, HCCL_IF_BASE_PORT",
 )
 def free_ports(patient: Patient) -> Answer:
-    """Nobody listens on the ports that a launch needs. tc3 train and tc3 agent choose a free port for the scheduler
-    themselves.
-    """
+    """Nobody listens on the ports that a launch needs; the scheduler's is chosen by tc3 train."""
     tables = [patient.root.read(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
     if all(table is None for table in tables):
         return Answer("unknown", "/proc/net/tcp cannot be read")
@@ -93,9 +91,7 @@ def card_sizes(root: Root) -> dict[str, str]:
     mend="ip link set CARD mtu 9000 (as the switch, on every host)",
 )
 def packet_size(patient: Patient) -> Answer:
-    """All network cards of the host have the same packet size. tc3 doctor --nodes compares it with that of other
-    hosts.
-    """
+    """All network cards have the same packet size, which tc3 doctor --nodes compares between hosts."""
     sizes = told(card_sizes(patient.root) or None, "no network card is seen (in a container: ask its host)")
     seen = ", ".join(f"{card} {size}" for card, size in sizes.items())
     return Answer("warn" if len(set(sizes.values())) > 1 else "ok", seen)
@@ -231,9 +227,7 @@ def _first_value(root: Root, patterns: Sequence[str], key: str) -> str | None:
 
 
 def ascend_versions(root: Root) -> dict[str, str | None]:
-    """Return the versions of the driver, its firmware and CANN, which stand in their files; None for a version that is
-    not found.
-    """
+    """Return the versions of the driver, its firmware and CANN; None for one that is not found."""
     return {name: _first_value(root, places, "version") for name, places in _VERSION_FILES.items()}
 
 
@@ -244,9 +238,7 @@ def ascend_versions(root: Root) -> dict[str, str | None]:
     npu=True,
 )
 def ascend_software(patient: Patient) -> Answer:
-    """Driver and CANN are installed, and the driver supports the firmware. Whether CANN supports both is not known
-    here.
-    """
+    """Driver and CANN are installed, and the driver supports the firmware. CANN's own needs are not known."""
     found = ascend_versions(patient.root)
     seen = ", ".join(f"{name} {version}" if version else f"no {name} seen" for name, version in found.items())
     taken = _first_value(patient.root, _VERSION_FILES["driver"], "compatible_version_fw")

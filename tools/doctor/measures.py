@@ -16,9 +16,7 @@ _COPY = 128 << 20  # bytes, more than a last-level cache holds of both copies
 
 
 def cpu_matmul(threads: int) -> Callable[[], float]:
-    """Return a function that multiplies float32 matrices by NumPy's BLAS and returns the GFLOP done. Each thread has
-    equal work.
-    """
+    """Return a function that multiplies float32 matrices by NumPy's BLAS and returns the GFLOP done."""
     side = round(_SIDE * threads ** (1 / 3) / 64) * 64
     left, right = (np.full((side, side), 0.5, np.float32) for _ in range(2))
     out = np.empty_like(left)

@@ -126,9 +126,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Outlier:
-    """An `Outlier` says who is slow on which host, by which measure ("worker" for a worker that ended), and what was
-    seen.
-    """
+    """An `Outlier` says who is slow on which host, by which measure, and what was seen."""
 
     host: str
     who: str
@@ -322,9 +320,7 @@ def _slow_ends(
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate has a verdict and its reasons. The verdict fail keeps a run from starting; warn and unknown are only
-    reported.
-    """
+    """A gate has a verdict and its reasons. The verdict fail keeps a run from starting; others are reported."""
 
     verdict: Verdict
     reasons: list[str]
@@ -343,9 +339,7 @@ def gate(reports: Mapping[str, Probe]) -> Gate:
 
 
 def findings(reports: Mapping[str, Probe]) -> list[Finding]:
-    """Return the outliers as the doctor reports them, those that fail first. If none fails, also return what was
-    compared.
-    """
+    """Return the outliers as the doctor reports them. If none fails, also return what was compared."""
     found = outliers(reports)
     rows = [
         Finding("probe", item.verdict, f"{item.host}, {item.who}: {item.seen}".removeprefix(", "), WHY, SOURCE, mend)

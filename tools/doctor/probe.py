@@ -106,9 +106,7 @@ class Member:
 
 
 class Team:
-    """A `Team` holds the workers on their seats. As a context manager it leaves no process behind, also after
-    Ctrl-C.
-    """
+    """A `Team` holds workers on their seats. As a context manager it leaves no process behind."""
 
     def __init__(self, seats: Sequence[Seat]):
         self.seats = seats

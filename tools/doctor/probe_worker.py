@@ -55,9 +55,7 @@ def timed(work: Callable[[], float], seconds: float) -> Piece:
 
 
 def waiting(work: Callable[[], Result]) -> tuple[Result, float]:
-    """Return the result of `work`, and the share of its time in which this process was ready but other processes had
-    its cores.
-    """
+    """Return the result of `work`, and the share of its time in which others had this process's cores."""
     began, (_, before) = time.perf_counter(), scheduled()
     result = work()
     waited = max(0.0, scheduled()[1] - before)
@@ -140,9 +138,7 @@ MARK = "tc3-probe "  # what libraries print on stdout has no such mark
 
 
 class Desk:
-    """A `Desk` keeps the state between commands. Each public method is a command, whose arguments and answer are
-    JSON.
-    """
+    """A `Desk` keeps the state between commands. Each public method is a command with JSON arguments."""
 
     def start(self, cores: list[int], npu: bool, folder: str, kind: str) -> dict[str, Any]:
         """Bind this process to cores and prepare the work. Without cores, the process stays where the host puts it."""
@@ -194,9 +190,7 @@ class Desk:
 
 
 def processor() -> str:
-    """Return the model of the processor in /proc/cpuinfo. On Arm, which gives no name, return the numbers of maker and
-    part.
-    """
+    """Return the model of the processor in /proc/cpuinfo, or on Arm the numbers of maker and part."""
     rows: dict[str, str] = {}
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
         for line in lines:

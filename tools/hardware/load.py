@@ -50,9 +50,7 @@ def name_of(text: str) -> str:
 
 
 def device_in(text: str) -> str:
-    """Return the name of the device in a description such as "H100-80GB SXM, 8 a node"; return "" if no known device is
-    named.
-    """
+    """Return the name of the device in a text such as "H100-80GB SXM, 8 a node"; return "" for no known one."""
     name = name_of(text)
     if name in NAMES:
         return name
@@ -199,9 +197,7 @@ class Hardware:
     file: str = field(default="", repr=False, compare=False)
 
     def with_faster(self, link: str, factor: float) -> Hardware:
-        """Return the same cluster with the bandwidth of `link`, "intra_node" or "inter_node", multiplied by
-        `factor`.
-        """
+        """Return the cluster with the bandwidth of "intra_node" or "inter_node" times `factor`."""
         old: Link = getattr(self, link)
         changed: dict[str, Any] = {link: replace(old, bytes_per_s=old.bytes_per_s * factor)}
         return replace(self, **changed)

@@ -10,9 +10,7 @@ BOTH = tuple(sorted((*LONG, *SHORT)))
 
 
 def short_dtype(name: object, default: str) -> str:
-    """Return the short name of a number type, which a recipe may give by either name; return `default` if the type is
-    not known.
-    """
+    """Return the short name of a number type; return `default` if the type is not known."""
     text = str(name)
     return SHORT.get(text, text if text in LONG else default)
 

@@ -78,9 +78,7 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
 
 @dataclass(frozen=True)
 class ModeReport:
-    """A `ModeReport` describes one dispatch mode. Bytes and `choice` are those of the busiest rank, for each MoE
-    layer and micro-batch.
-    """
+    """A `ModeReport` describes one dispatch mode by its busiest rank, for each MoE layer and micro-batch."""
 
     mode: str
     inter_bytes: float  # over each class of links, forward and backward, with what recomputation repeats
@@ -97,9 +95,7 @@ class ModeReport:
 
     @property
     def exposed(self) -> tuple[float, float]:
-        """Return the seconds of a step for which the slowest stage waits for EP communication, without and with
-        overlap.
-        """
+        """Return the seconds of EP communication that nothing hides, without and with overlap."""
         return self.whole.by_part["ep"], self.cut.by_part["ep"]
 
     @property
@@ -109,17 +105,13 @@ class ModeReport:
 
     @property
     def share_of_communication(self) -> tuple[float, float]:
-        """Return exposed EP communication divided by all exposed communication, without and with overlap (report
-        section 4.4).
-        """
+        """Return exposed EP communication over all exposed communication (report section 4.4)."""
         return self.exposed[0] / self.whole.exposed, self.exposed[1] / self.cut.exposed
 
 
 @dataclass(frozen=True)
 class Written:
-    """A `Written` holds the dispatch that the recipe itself writes, with the best values for what it leaves to
-    `auto`.
-    """
+    """A `Written` holds the dispatch that the recipe writes, with the best values for `auto`."""
 
     mode: str
     chunks: Chunks
@@ -172,9 +164,7 @@ class Advice:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the `plugins:` section to write. `ep_overlap` is left out if chunks gain nothing, and stride 1 is
-        left out.
-        """
+        """Return the `plugins:` section to write, without what would change nothing."""
         settings: dict[str, Any] = {"hierarchical_ep": {"mode": self.mode}}
         if self.chunks != (1, 1):
             settings["ep_overlap"] = {"chunks": list(self.chunks)}

@@ -71,9 +71,7 @@ class Budget:
         self.spent += units
 
     def part(self, share: float, seconds: float = math.inf) -> Budget:
-        """Return a budget with a share of the whole, within what is left. Work that it spends is also spent from
-        this budget.
-        """
+        """Return a budget with a share of the whole. Its work is also spent from this budget."""
         return _Part(self, min(self.left, share * self.effort), seconds)
 
     def stop(self) -> None:

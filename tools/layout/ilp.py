@@ -98,9 +98,7 @@ class PathModel:
     def best(
         self, budget: Budget, below: float = INFINITE, low: np.ndarray | None = None, high: np.ndarray | None = None
     ) -> Answer:
-        """Solve for whole layers, with T at most `below` and each count from `low` to `high` ([K, C]; all counts by
-        default).
-        """
+        """Solve for whole layers, with T at most `below` and counts from `low` to `high` [K, C]."""
         return self._run(budget, self._time, below, low, high)
 
     def least_excess(self, budget: Budget) -> Answer:

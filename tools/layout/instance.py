@@ -35,9 +35,7 @@ CAP_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Option:
-    """An `Option` is a way to recompute a layer: the time that it adds to backward, and the activation memory of a
-    micro-batch in flight.
-    """
+    """An `Option` is a way to recompute a layer, with its time in backward and its memory in flight."""
 
     name: str
     extra_backward: float
@@ -107,16 +105,12 @@ class Instance:
 
     @cached_property
     def peaks(self) -> tuple[np.ndarray, ...]:
-        """Return [vectors, chunks] for each stage: the numbers of micro-batches in flight that no other moment of
-        the stage exceeds.
-        """
+        """Return [vectors, chunks] for each stage: the most micro-batches in flight at one moment."""
         return tuple(peak_vectors(order, self.chunks) for order in self.table.orders)
 
     @cached_property
     def least_layers(self) -> int:
-        """Return how many layers each chunk but the first and the last must hold: 1 if the model has enough layers,
-        else 0.
-        """
+        """Return how many layers each inner chunk must hold: 1 if there are enough, else 0."""
         return int(sum(kind.count for kind in self.types) >= self.chunks * self.stages - 2)
 
     @cached_property
@@ -138,18 +132,14 @@ class Instance:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """Return [2, K]: forward and backward of a layer in each column. A third row holds the weight gradients if
-        they are split.
-        """
+        """Return [2, K] or [3, K]: forward, backward and split weight gradients of a layer."""
         if not splits_backward(self.schedule):
             return self.costs[:2]
         return np.vstack([self.costs[:2], [self.types[t].weight for t, _ in self.columns]])
 
     @cached_property
     def fixed(self) -> np.ndarray:
-        """Return [rows, C]: the times that no layer causes. These are `ends`, whose weight gradients are not split
-        off.
-        """
+        """Return [rows, C]: the times that no layer causes. Weight gradients of `ends` are not split."""
         return np.vstack([self.ends, np.zeros((len(self.rows) - 2, self.ends.shape[1]))])
 
     def times(self, plans: np.ndarray) -> np.ndarray:

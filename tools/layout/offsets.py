@@ -86,9 +86,7 @@ def write_layout(layout: LayoutFile, path: Path, command: str) -> None:
 
 
 def read_layout(path: Path) -> LayoutFile:
-    """Return the content of a layout file. RecipeError is raised if it cannot be read, or if a key is missing or
-    unknown.
-    """
+    """Return the content of a layout file. RecipeError is raised if it cannot be read or lacks a key."""
     content = read_yaml(path, RecipeError)
     wanted = [field.name for field in fields(LayoutFile)]
     if not isinstance(content, dict) or not set(wanted) <= set(content):
@@ -166,9 +164,7 @@ def even_values(recipe: Recipe) -> Values:
 
 
 def even_layout(recipe: Recipe) -> Recipe:
-    """Return a copy of the recipe with layers spread evenly and nothing recomputed. It can be read while the
-    recipe's own layout is open.
-    """
+    """Return a copy that can be read while its layout is open: spread evenly, without recomputation."""
     even = copy.deepcopy(recipe)
     put(even, even_values(recipe))
     return even
@@ -203,9 +199,7 @@ def remedy(recipe: Recipe) -> str:
 
 
 def inputs_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the inputs of the answer without the cluster: all values that the model of time and memory reads, and
-    the model's version.
-    """
+    """Return the inputs of the answer, without the cluster: all that the model reads, and its version."""
     config = from_recipe(even_layout(recipe))
     run = {name: value for name, value in asdict(config).items() if name not in (*_ANSWERS, *_OF_DATA, "model")}
     run = {name: value for name, value in run.items() if name not in _TAKEN or value != _TAKEN[name]}

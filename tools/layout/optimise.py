@@ -30,9 +30,7 @@ from tools.layout.instance import Instance
 
 
 def recompute_less(instance: Instance, plan: np.ndarray) -> np.ndarray:
-    """Return `plan` [K, C], which keeps the cap, with layers that recompute less as long as the plan keeps the cap.
-    Layers do not move.
-    """
+    """Return `plan` [K, C] with less recomputation, as much as the cap allows. Layers do not move."""
     # chunks near the model's end hold the fewest micro-batches: there memory buys most
     for chunk in reversed(range(plan.shape[1])):
         for index in range(len(instance.types)):
@@ -87,9 +85,7 @@ _SECOND, _THIRD, _SAME_STAGE, _STAYS, _NEXT_CHUNK = 0.45, 0.2, 0.6, 0.45, 0.25
 
 
 def anneal(incumbent: Incumbent, starts: np.ndarray, budget: Budget, rng: np.random.Generator) -> None:
-    """Search from `starts` [S, K, C], which are plans that satisfy the rules, until `budget` is spent. Every better
-    plan is offered.
-    """
+    """Search from the legal plans `starts` [S, K, C] until `budget` is spent, and offer every better plan."""
     instance = incumbent.instance
     changes = Changes(instance, rng)
     plans = starts[np.arange(CHAINS) % len(starts)].copy()
@@ -198,9 +194,7 @@ class Outcome:
 def optimise(
     instance: Instance, budget: Budget, seed: int = 0, report: Callable[[Incumbent], None] | None = None
 ) -> Outcome:
-    """Search until `budget` is spent or the best plan is proven to be optimal. `report` is called with every
-    improvement.
-    """
+    """Search until `budget` is spent or the best plan is proven. `report` hears of every improvement."""
     incumbent = Incumbent(instance, work_bound(instance), report)
     even = even_plan(instance)
     if instance.fits(even[None])[0]:

@@ -20,9 +20,7 @@ from tools.pipeline.simulate import Durations, Simulation, draw_timeline, memory
 
 
 def solution_json(outcome: Outcome) -> dict[str, Any]:
-    """Return the content of the solution file: name, solution n[type][v][s][option], time and peak_mem. Its form is
-    stable.
-    """
+    """Return the content of the solution file: name, solution n[type][v][s][option], time and peak_mem."""
     assert outcome.plan is not None
     return {
         "name": outcome.instance.name,
@@ -33,9 +31,7 @@ def solution_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def report_json(outcome: Outcome) -> dict[str, Any]:
-    """Return the solution with its time and bounds. Without a plan, `solution` is null and `why` says what is
-    missing.
-    """
+    """Return the solution with its time and bounds. Without a plan, `why` says what is missing."""
     known = {
         "lower_bound": _finite(outcome.bound),
         "work_bound": outcome.work_bound,

@@ -152,9 +152,7 @@ def place(
 
 
 class Way(NamedTuple):
-    """A `Way` holds the last arguments of `pipeline_instance` for one of the instances by which a configuration is
-    placed.
-    """
+    """A `Way` holds the arguments of `pipeline_instance` that differ between instances of a configuration."""
 
     full: bool
     mtp: bool = False
@@ -244,9 +242,7 @@ def _options_of(instance: Instance, plan: np.ndarray, chunk: int) -> list[str]:
 
 
 def order_of(instance: Instance) -> list[str]:
-    """Return the names of all options as MindFormers counts them, the strongest first. Of two, that with more groups
-    is the stronger.
-    """
+    """Return the names of all options, the strongest first, as MindFormers counts them."""
     names = {option.name for kind in instance.types for option in kind.options}
     return sorted(names, key=lambda name: (_ORDER.index(name) if name in _ORDER else 1, -len(parts_of(name)), name))
 

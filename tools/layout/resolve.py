@@ -216,9 +216,7 @@ def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file
 
 
 def resolve_for_check(recipe: Recipe) -> tuple[Recipe, list[UnresolvedError]]:
-    """Return the resolved recipe and why values could not be resolved. These are replaced by an even layout and the
-    plainest dispatch.
-    """
+    """Return the resolved recipe, with plain values for what cannot be resolved, and the reasons."""
     failed: list[UnresolvedError] = []
     return _resolved(recipe, lambda line: None, "file", True, failed), failed
 

@@ -12,9 +12,7 @@ DENSE, MOE = "dense", "moe"
 
 @dataclass(frozen=True)
 class Latent:
-    """A `Latent` holds the ranks and head widths of multi-latent attention. Queries are not compressed if `query_rank`
-    is 0.
-    """
+    """A `Latent` holds the ranks and head widths of MLA. Queries are not compressed if `query_rank` is 0."""
 
     query_rank: int
     kv_rank: int
@@ -93,9 +91,7 @@ class Model:
 
     @property
     def alternates(self) -> bool:
-        """Return whether layers of one kind lie in several places. Dense layers before or after the MoE layers do not
-        count.
-        """
+        """Return whether layers of one kind lie apart, other than dense ones at both ends."""
         return len(list(groupby(self.pattern))) > 2
 
 

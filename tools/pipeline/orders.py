@@ -212,9 +212,7 @@ def plain_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.n
 
 
 def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the eight phases of MindSpore's `ZeroBubbleV`. This is the order of DualPipeV with few weight gradients
-    split off.
-    """
+    """Return the eight phases of MindSpore's `ZeroBubbleV`, which is DualPipeV with few splits."""
     after = stages - stage - 1
     half = (stage + 1) // 2
     split = {
@@ -273,18 +271,14 @@ _BLOCK = (("F", 0), ("F", 1), ("B", 1), ("B", 0))  # in the order in which a mic
 
 
 def v_min(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return V-Min: a stage runs one unit after its neighbour in both directions, with (p + 4) // 3 micro-batches in
-    flight.
-    """
+    """Return V-Min: one unit after the neighbour in both directions, (p + 4) // 3 micro-batches in flight."""
     turn = 2 if stages % 3 == 0 else 0  # without it two operations of a stage would fall on one time
     times = (stage, 2 * stages - 1 - stage, 2 * stages + turn + stage, 4 * stages + turn - 1 - stage)
     return _repeated(times, micro_batches)
 
 
 def v_half(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return V-Half: a stage runs two units after its neighbour forth and one unit back, with (p + 2) // 2
-    micro-batches in flight.
-    """
+    """Return V-Half: two units after the neighbour forth and one back, (p + 2) // 2 micro-batches in flight."""
     turn = 3 if stages % 2 == 0 else 0
     there, back = 3 * stages + turn - 1 + 2 * stage, 6 * stages + turn - 2 - stage
     return _repeated((2 * stage, 3 * stages - 2 - stage, there, back), micro_batches)

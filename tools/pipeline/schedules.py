@@ -78,9 +78,7 @@ def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batche
 
 
 def order_table(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return `operations` as numbers [operations, COLUMNS] (`tools.pipeline.orders`), with pairs. Errors are those
-    of `operations`.
-    """
+    """Return `operations` as numbers [operations, COLUMNS], with pairs. Errors are those of `operations`."""
     check_schedule(schedule, stages, chunks, micro_batches, parts)
     if not 0 <= stage < stages:
         raise RecipeError(f"stage {stage}: the stage must lie between 0 and {stages - 1}")
@@ -90,9 +88,7 @@ def order_table(schedule: str, stage: int, stages: int, chunks: int, micro_batch
 
 
 def check_schedule(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> None:
-    """Raise an error for a schedule that does not exist or cannot run with these sizes. Errors are those of
-    `operations`.
-    """
+    """Raise an error for a schedule that does not exist or cannot run, as `operations` does."""
     if schedule not in _ORDERS:
         near = did_you_mean(schedule, list(_ORDERS))
         raise RecipeError(f"pipeline schedule {schedule!r}: the schedule must be one of {', '.join(_ORDERS)}{near}")
@@ -146,9 +142,7 @@ def _needs(schedule: str, stages: int, chunks: int, micro_batches: int, parts: i
 
 
 def schedule_of(scheduler: str, chunks: int) -> str:
-    """Return the schedule that MindFormers' `pipeline_scheduler` names. The word 1f1b also stands for the
-    interleaved schedule.
-    """
+    """Return the schedule that MindFormers' `pipeline_scheduler` names; 1f1b may be the interleaved one."""
     return "interleaved_1f1b" if scheduler == "1f1b" and chunks > 1 else scheduler
 
 
@@ -197,7 +191,5 @@ def why_not(schedule: str) -> str:
 
 
 def interleaves(schedule: str, chunks: int) -> bool:
-    """Return the value that `pipeline_interleave` must have. MindFormers accepts schedulers other than 1f1b only if
-    it is set.
-    """
+    """Return the value that `pipeline_interleave` must have. Schedulers other than 1f1b need True."""
     return chunks > 1 or scheduler_of(schedule) != "1f1b"

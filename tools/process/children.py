@@ -93,9 +93,7 @@ def collected_signals(received: list[int], numbers: Sequence[int] = NUMBERS) -> 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the end of the block, which takes milliseconds (renames, or the start of a
-    process).
-    """
+    """Delay Ctrl-C and SIGTERM until the end of the block, which takes milliseconds."""
     arrived: list[int] = []
     try:
         with collected_signals(arrived, (signal.SIGINT, signal.SIGTERM)):

@@ -119,9 +119,7 @@ def expand(text: str) -> list[int]:
 
 
 def compress(cores: Iterable[int]) -> str:
-    """Return numbers as Linux writes a list of cores: [0, 1, 2, 3, 8] gives ``"0-3,8"``, and no numbers give an empty
-    text.
-    """
+    """Return numbers as Linux writes a list of cores: [0, 1, 2, 3, 8] gives ``"0-3,8"``."""
     ranges: list[list[int]] = []
     for core in sorted(cores):
         if ranges and core == ranges[-1][1] + 1:
@@ -245,9 +243,7 @@ def _first_row(cells: list[str]) -> tuple[int, str, str] | None:
 
 
 def npu_processes(text: str) -> list[tuple[int, int, str]] | None:
-    """Return (card, process id, name) of each row of the table of processes. Return None if the table is missing or has
-    an unknown form.
-    """
+    """Return (card, process id, name) of each row of the table of processes; None for an unknown form."""
     rows = list(_table(text, "Process id"))
     found = []
     for cells in rows:
@@ -279,9 +275,7 @@ def npu_smi_version(text: str) -> str | None:
 
 
 def core_lists(text: str) -> dict[int, str]:
-    """Return device -> its column `CPU Affinity` in `npu-smi info -t topo`. The result is empty if the driver has no
-    such column.
-    """
+    """Return device -> its column `CPU Affinity` in `npu-smi info -t topo`, if there is one."""
     found = {}
     for row in _TOPOLOGY.finditer(text):
         words = row[2].split()

@@ -197,8 +197,6 @@ class TerminalReporter(_OnStderr, Reporter):
 
 
 class CountingReporter(TerminalReporter):
-    """A `CountingReporter` is a `TerminalReporter` for work that is counted in items instead of bytes. Its bar shows a
-    share and the time.
-    """
+    """A `CountingReporter` is a `TerminalReporter` for work that is counted in items instead of bytes."""
 
     COLUMNS = ("TaskProgressColumn", "TimeElapsedColumn")

@@ -204,9 +204,7 @@ def modelled(config: Configuration, hardware: Hardware, efficiency: Efficiency, 
 
 
 def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
-    """Return the seconds of all micro-batches of a stage by part. Recomputation is added to the part that it
-    repeats.
-    """
+    """Return the seconds of all micro-batches of a stage by part, recomputation included."""
     total = dict.fromkeys(Parts.__dataclass_fields__, 0.0)
     layers = {kind: times.layer(config, kind) for kinds in config.stage_kinds(stage) for kind in set(kinds)}
     for chunk, every in enumerate(config.stage_kinds(stage)):
@@ -270,9 +268,7 @@ class Line:
 
 
 def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
-    """Return the terms that either side has, the largest difference first. The host's terms are joined if names do
-    not split them.
-    """
+    """Return the terms of either side, the largest difference first. The host's terms may be joined."""
     terms = dict(measured.terms)
     expected = {term: predicted.get(term, 0.0) for term in TERMS}
     if not measured.scoped:

@@ -177,9 +177,7 @@ def term_of(kernel: Kernel, config: Configuration) -> str:
 
 
 def expanded(kernel: Kernel) -> bool:
-    """Return whether the kernel is a part of an operator that the graph compiler took apart. Such kernels name no
-    cell.
-    """
+    """Return whether the graph compiler took the kernel out of an operator. Such kernels name no cell."""
     return kernel.name.startswith("Expand/")
 
 
@@ -243,8 +241,6 @@ def place(kernel: Kernel) -> str | None:
 
 
 def layer_numbers(kernels: tuple[Kernel, ...]) -> set[int]:
-    """Return the numbers of the decoder layers that scopes name. The layers of an MTP block have numbers of their
-    own and do not count.
-    """
+    """Return the numbers of the decoder layers that scopes name, without the layers of MTP blocks."""
     return {int(found[1]) for kernel in kernels if not _MTP.search(kernel.name)
             for found in [LAYER.search(kernel.name)] if found}  # fmt: skip

@@ -172,9 +172,7 @@ def _kernel(row: Row, place: str, ranks: dict[str, tuple[int, ...]], origin: Dec
 
 
 def shapes_of(text: str) -> Shapes:
-    """Return the shapes in a text such as "4096,2560;2560,7680", in which semicolons separate tensors. Return () for
-    N/A.
-    """
+    """Return the shapes in a text such as "4096,2560;2560,7680"; return () for N/A."""
     found = []
     for part in text.replace('"', "").split(";"):
         sizes = part.strip().strip("[]()")

@@ -89,9 +89,7 @@ def _flops(profile: Profile, config: Configuration, stages: Sequence[int]) -> No
 
 
 def flops(config: Configuration, stage: int) -> float:
-    """Return the FLOPs of a stage's matmuls in one step without recomputation. Backward counts twice as much as
-    forward.
-    """
+    """Return the FLOPs of a stage's matmuls in one step without recomputation, forward and backward."""
     kinds = [kind for chunk in config.stage_kinds(stage) for kind in chunk]
     return 3 * config.micro_batches * sum(matmul.flops for kind in kinds for matmul in work(config, kind).matmuls)
 

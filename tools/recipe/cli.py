@@ -51,9 +51,7 @@ def recipe_as_text(
     as_written: bool = False,
     workers: int | None = None,
 ) -> str:
-    """Return the text of the `effective` recipe, which ends with a newline. YAML keeps the anchors of the recipe's
-    author.
-    """
+    """Return the text of the `effective` recipe. YAML keeps the anchors of the recipe's author."""
     recipe = effective(path, overrides, mini, as_written, workers)
     if as_json:
         return json.dumps(recipe, indent=2, default=str) + "\n"  # YAML alone knows dates

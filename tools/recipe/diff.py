@@ -32,9 +32,7 @@ class Meaning(NamedTuple):
 
 
 def meaning_of(words: tuple[str, ...]) -> Meaning:
-    """Return the meaning of a key path without its list indices. An unknown key counts as a change of the numbers, to
-    be safe.
-    """
+    """Return the meaning of a key path. An unknown key counts as a change of the numbers, to be safe."""
     same_as, patterns = _table()
     for copy, original in same_as.items():
         if words[: len(copy)] == copy and len(words) > len(copy):
@@ -98,9 +96,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """A `Change` is one difference. `words` is the key path, in which a list entry is named by its `type` instead of
-    its index.
-    """
+    """A `Change` is one difference. In `words`, the key path, a list entry is named by its `type`."""
 
     words: tuple[str, ...]
     before: Any
@@ -116,9 +112,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A `Comparison` is the result of `compare`: the batches of both sides, and the changes, those of the most
-    important group first.
-    """
+    """A `Comparison` holds the batches of both sides, and the changes, the most important group first."""
 
     before: Batch
     after: Batch
@@ -139,9 +133,7 @@ class _Pair(NamedTuple):
 
 
 def compare(before: Recipe, after: Recipe) -> Comparison:
-    """Return every difference between two flat recipes. A value that an anchor shares on both sides is one
-    difference.
-    """
+    """Return every difference between two flat recipes. A value shared by an anchor is one difference."""
     batches = batch_of(before), batch_of(after)
     found: dict[Any, Change] = {}
     for pair in _differences((), ((), ()), before, after):

@@ -51,9 +51,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """A `Report` holds the findings on one recipe, and a table of its sizes. The table is None if the recipe is too
-    broken for it.
-    """
+    """A `Report` holds the findings on one recipe, and its sizes. Sizes are None if the recipe is too broken."""
 
     recipe: Recipe
     findings: list[Finding] = field(default_factory=list)
@@ -85,9 +83,7 @@ class Report:
 
 
 class Findings:
-    """A `Findings` collects the findings on one recipe. A value that an anchor puts at several places gets one
-    finding.
-    """
+    """A `Findings` collects the findings on one recipe. A value that is shared by an anchor gets one finding."""
 
     def __init__(self, recipe: Recipe, line_of: Any):
         self.recipe = recipe
@@ -108,9 +104,7 @@ class Findings:
         self._add(NOTE, path, wrong, right, self.line_of(rule))
 
     def refusal(self, section: KeyPath, error: RecipeError, rule: str = "", right: str = "") -> None:
-        """Add what a plugin's reader refuses at the key that the error names; add it at `section` if that key lies
-        elsewhere.
-        """
+        """Add what a plugin's reader refuses at the key that the error names, or else at `section`."""
         path = tuple(error.key.split("."))
         inside = path[: len(section)] == section
         self.error(path if inside else section, error.wrong if inside else str(error), right, rule)

@@ -37,9 +37,7 @@ _idents = itertools.count()
 
 
 class Mark(NamedTuple):
-    """A `Mark` says where a value was written. Two key paths with the same `ident` are one value that an anchor
-    shares.
-    """
+    """A `Mark` says where a value was written. Key paths with one `ident` share a value by an anchor."""
 
     file: str
     line: int
@@ -375,9 +373,7 @@ _DEGREES = ("data_parallel", "model_parallel", "pipeline_stage", "context_parall
 
 
 class Refusal(NamedTuple):
-    """A `Refusal` is one number that is refused: where it was written, what is wrong with it, and what would be
-    right.
-    """
+    """A `Refusal` is a number that is refused: where it stands, what is wrong, and what would be right."""
 
     path: tuple[Any, ...]
     value: Any
@@ -402,9 +398,7 @@ def refuse_numbers(recipe: Mapping[str, Any]) -> None:
 
 
 def bad_numbers(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield every number of a recipe that is refused, in the order of the keys, and at the end the number of
-    devices.
-    """
+    """Yield every refused number of a recipe in the order of its keys, and last the number of devices."""
     bad = list(bad_leaves(recipe))
     yield from bad or bad_devices(recipe)
 
@@ -429,9 +423,7 @@ def bad_devices(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def number_problem(path: tuple[Any, ...], value: Any) -> tuple[str, str] | None:
-    """Return what is wrong with a value as a number, and what would be right. Return None if it is valid or is not a
-    number.
-    """
+    """Return what is wrong with a number, and what would be right. Return None if nothing is wrong."""
     span = recipe_range(_words(path))
     if isinstance(value, str):
         return _text_problem(value, span) if span else None

@@ -180,9 +180,7 @@ def leave_ascend(recipe: dict[str, Any]) -> None:
 
 
 def shrink_model(model: dict[str, Any], length: int = SEQ_LENGTH) -> None:
-    """Scale a `model_config` down in place. Ratios that define the architecture are kept where this gives an integer
-    size.
-    """
+    """Scale a `model_config` down in place. Ratios that define the architecture are kept where they can be."""
     hidden, seq_length = model["hidden_size"], model["seq_length"]
     dense = min(model.get("first_k_dense_replace") or 0, 1)
     model["num_hidden_layers"] = 2

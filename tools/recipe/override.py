@@ -231,9 +231,7 @@ SECTION = "plugins"
 
 
 def is_new(recipe: Mapping[str, Any], name: str) -> bool:
-    """Return whether a dotted name is a plugin or a plugin's setting that the recipe does not have and that is not a
-    typing error.
-    """
+    """Return whether a dotted name is a plugin or its setting that the recipe lacks, and not a typing error."""
     words = name.split(".")
     if words[0] != SECTION or len(words) not in (2, 3):
         return False

@@ -28,9 +28,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class View:
-    """A `View` gives the sizes of a recipe. A value of the wrong type counts as its default; `tc3 check` reports it by
-    itself.
-    """
+    """A `View` gives the sizes of a recipe. A value of the wrong type counts as its default."""
 
     recipe: Recipe
 
@@ -54,9 +52,7 @@ class View:
 
     @cached_property
     def parallel(self) -> bool:
-        """Return whether the model is split over devices (semi-auto parallel). Data parallelism by itself does not
-        split it.
-        """
+        """Return whether the model is split over devices. Data parallelism does not split it."""
         return self.flag(("use_parallel",)) and splits_model(self.get(("parallel", "parallel_mode"), 1))
 
     def _size(self, key: str) -> int:
@@ -105,17 +101,13 @@ class View:
 
     @cached_property
     def accumulation(self) -> int:
-        """Return the number of gradient accumulation steps. They have no effect in a pipeline and outside semi-auto
-        parallel mode.
-        """
+        """Return the gradient accumulation steps, which work only in semi-auto mode without a pipeline."""
         steps = self.number((*RUNNER, "gradient_accumulation_steps"), 1)
         return steps if self.parallel and self.pp == 1 else 1
 
     @cached_property
     def mask_documents(self) -> int:
-        """Return the number of documents of a sample that the compressed mask of MindFormers'
-        BlendedMegatronDatasetDataLoader holds.
-        """
+        """Return the number of documents of a sample that the compressed mask holds."""
         config = (*LOADER, "config")
         older_name = self.number((*config, "compressed_eod_mask_length"), 128)
         return self.number((*config, "eod_pad_length"), older_name)
@@ -133,9 +125,7 @@ class View:
 
     @cached_property
     def full_batch(self) -> bool:
-        """Return whether every rank reads the whole global batch. The trainer fills this in if the recipe gives no
-        dataset_strategy.
-        """
+        """Return whether every rank reads the whole global batch. The trainer can fill this in."""
         strategy = self.get(("parallel", "dataset_strategy"))
         config = (*LOADER, "config") if self.megatron else LOADER
         masks = (self.flag((*config, f"create_{name}_mask")) for name in ("attention", "compressed_eod"))
@@ -185,9 +175,7 @@ class View:
 
     @cached_property
     def node(self) -> int:
-        """Return the number of devices of a node. It tells communication inside a node from communication between
-        nodes.
-        """
+        """Return the number of devices of a node."""
         return self.number((*MODEL, "npu_nums_per_device"), DEVICES_PER_NODE)
 
     @cached_property
@@ -212,9 +200,7 @@ class View:
 
     @cached_property
     def cpu_classes(self) -> bool:
-        """Return whether the recipe runs data parallel on CPU, by this repository's classes for CPU
-        (plugins/cpu_backend).
-        """
+        """Return whether the recipe runs data parallel on CPU (plugins/cpu_backend)."""
         return self.on_cpu and not self.sharded_on_cpu
 
     @cached_property

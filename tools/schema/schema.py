@@ -100,9 +100,7 @@ _TOKENIZER = (
 
 @dataclass(frozen=True)
 class Shape:
-    """A `Shape` says what may stand at one place of a recipe: a value, a mapping of keys, a typed mapping, or a
-    list.
-    """
+    """A `Shape` says what may stand at a place of a recipe: a value, a mapping, a typed mapping, or a list."""
 
     spec: Spec = field(default_factory=dict)
     keys: dict[str, Shape] | None = None  # of a mapping; None when it is no mapping, or when anything goes
@@ -126,15 +124,11 @@ class Schema:
         self._shapes: dict[str, Shape] = {}
 
     def line(self, rule: str) -> str:
-        """Return the MindFormers line behind one of our rules, as ``mindformers/...py:123``; return an empty text if no
-        rule is named.
-        """
+        """Return the MindFormers line behind a rule, ``mindformers/...py:123``; return "" if no rule is named."""
         return self.data["lines"][rule] if rule else ""
 
     def model_type(self, recipe: dict[str, Any]) -> str:
-        """Return the type of the recipe's model; return TeleChat3-MoE if the recipe names no model that this
-        MindFormers has.
-        """
+        """Return the type of the recipe's model, or that of TeleChat3-MoE if MindFormers has no such model."""
         model = recipe.get("model")
         config = model.get("model_config") if isinstance(model, dict) else None
         name = config.get("model_type") if isinstance(config, dict) else None
@@ -147,9 +141,7 @@ class Schema:
         return {**transformer["fields"], **extra}
 
     def targets(self, model: str, key: str) -> list[tuple[str, str | None]]:
-        """Return the fields into which the converter of `model` writes `key`, as pairs (field, name of the applied
-        function).
-        """
+        """Return the fields into which the converter writes `key`, as pairs (field, applied function's name)."""
         rules = self.models[model]["mapping"].get(key)
         if rules is not None:
             return [(target, function) for target, function in rules]

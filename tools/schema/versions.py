@@ -42,9 +42,7 @@ def installed(distribution: str) -> str | None:
 
 
 def others() -> dict[str, str]:
-    """Return distribution -> installed version, for the distributions whose installed version is not the verified
-    one.
-    """
+    """Return distribution -> installed version, where that is not the verified version."""
     found = {distribution: installed(distribution) for distribution in _NAMES}
     return {name: version for name, version in found.items() if version and version != verified()[name]}
 
@@ -82,9 +80,7 @@ def require_verified() -> None:
 
 
 def unverified_option(command: Command) -> Command:
-    """Add the option `--unverified` to a command that calls `require_verified`. The option applies to everything that
-    the command starts.
-    """
+    """Add `--unverified` to a command. The option applies to everything that the command starts."""
     text = f"Continue although MindSpore or MindFormers is not the verified version (as {VARIABLE}=1 does)."
     return click.option("--unverified", is_flag=True, expose_value=False, callback=_remember, help=text)(command)
 

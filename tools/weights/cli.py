@@ -48,9 +48,7 @@ salvage_option = click.option(
 
 @click.group(context_settings=SETTINGS)
 def weights() -> None:
-    """Inspect, average, convert and reshard weights. They may be an iteration of a run or weights in Hugging Face's
-    form.
-    """
+    """Inspect, average, convert and reshard weights of a run's iteration or in Hugging Face's form."""
 
 
 @weights.command(

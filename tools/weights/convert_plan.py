@@ -32,9 +32,7 @@ _BUFFER = ".rotary_emb.inv_freq"  # of old exports: computed, not trained
 
 @dataclass(frozen=True)
 class Shard:
-    """A `Shard` is a file to write, with its `entries` in the order of the forward pass and the bytes of their
-    elements.
-    """
+    """A `Shard` is a file to write: its `entries`, in the order of the forward pass, and their bytes."""
 
     file: str
     entries: tuple[Entry, ...]

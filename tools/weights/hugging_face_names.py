@@ -79,9 +79,7 @@ class Entry:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def pieces(self, part: Callable[[int], np.ndarray]) -> Iterator[np.ndarray]:
-        """Yield the result of `join` in arrays that lie one below the other, one expert at a time. `part(i)` is
-        called once for each i.
-        """
+        """Yield the result of `join` expert by expert. `part(i)` is called once for each i."""
         if self.how == "gate_up":
             both = [part(0), part(1)]
             yield np.stack(both, axis=1).reshape(self.shape) if self.interleaved else np.concatenate(both)

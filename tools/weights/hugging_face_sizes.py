@@ -54,9 +54,7 @@ class Sizes:
 
     @property
     def is_dense(self) -> bool:
-        """Return whether the model is Llama: it has no experts, and it has grouped queries instead of latent
-        attention.
-        """
+        """Return whether the model is Llama: without experts, and with grouped queries."""
         return "n_routed_experts" not in self.hf
 
 

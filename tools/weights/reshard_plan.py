@@ -83,9 +83,7 @@ class Plan:
 
     @property
     def files(self) -> list[tuple[int, Kind]]:
-        """Return (rank, kind) of every file. Each rank has a file of weights, and a file of states if any rank has
-        states.
-        """
+        """Return (rank, kind) of every file. Each rank has weights, and states if any rank has."""
         kinds: tuple[Kind, ...] = ("model", "opt") if any(move.kind == "opt" for move in self.moves) else ("model",)
         return [(rank, kind) for rank in range(self.world) for kind in kinds]
 
@@ -121,9 +119,7 @@ Item = tuple[str, str, Kind, Lying, Layout]  # name, type, kind, how it lies, ho
 
 
 def plan_moves(items: Iterable[Item], world: int) -> tuple[Move, ...]:
-    """Return the moves of all tensors. Each new slice is written by the holder that has the fewest bytes to write so
-    far.
-    """
+    """Return the moves of all tensors. The holder with the fewest bytes so far writes a new slice."""
     load = np.zeros(world, np.int64)
     found = []
     for name, dtype, kind, old, layout in items:

@@ -42,9 +42,7 @@ class Source:
 
     @cached_property
     def headers(self) -> dict[str, Header]:
-        """Return name -> header for every tensor. A header gives the type, the whole shape and the bytes of all
-        parts without copies.
-        """
+        """Return name -> header for every tensor: its type, whole shape, and bytes without copies."""
         found = {}
         for name, tensor in self.stored.tensors.items():
             size = sum(self.stored.files[copies[0][1]][name].bytes for copies in tensor.copies)
@@ -105,9 +103,7 @@ class Source:
         return array, differing
 
     def bits(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return what `read` returns, as integers of the same width. They come from the file itself if it holds the
-        tensor unchanged.
-        """
+        """Return what `read` returns, as integers of the same width."""
         tensor = self.stored.tensors.get(name)
         if tensor is None or len(tensor.copies) > 1 or len(tensor.copies[0]) > 1 or self.placements:
             array, differing = self.read(name)

@@ -64,9 +64,7 @@ class Seconds:
     error: str
 
     def step(self, over_even: float) -> float:
-        """Return the seconds of a step whose computation takes `over_even` times as long as it would with even
-        samples.
-        """
+        """Return the seconds of a step that computes `over_even` times as long as an even one."""
         return self.even + (over_even - 1) * self.stretched
 
 
@@ -125,9 +123,7 @@ class Distribution:
         return _first(self.values, self.counts * self.values, share)
 
     def octaves(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (from, below, count, sum) for each power of two, from that of the smallest value to that of the
-        largest value.
-        """
+        """Yield (from, below, count, sum) for each power of two in the range of the values."""
         octave = np.frexp(self.values)[1] - 1  # exact below 2**53
         for power in range(int(octave[0]), int(octave[-1]) + 1):
             mine = octave == power
@@ -218,9 +214,7 @@ class Imbalance:
 
     @property
     def uneven(self) -> tuple[float, float] | None:
-        """Return the predicted seconds of a step of this corpus (without, with) the plugin. Return None if they
-        cannot be predicted.
-        """
+        """Return the predicted seconds of a step (without, with) the plugin, or None if unknown."""
         if self.result is None or isinstance(self.seconds, str):
             return None
         model = self.result.steps.model
@@ -228,9 +222,7 @@ class Imbalance:
 
     @property
     def speed_up(self) -> float | None:
-        """Return a step's seconds without the plugin divided by those with the plugin. Only computation counts if
-        seconds are not predicted.
-        """
+        """Return the seconds of a step, or of its computation, divided by those with the plugin."""
         if self.result is None:
             return None
         return self.uneven[0] / self.uneven[1] if self.uneven else self.result.steps.speed_up

@@ -202,9 +202,7 @@ _CONTEXT_SAMPLES = 32
 
 @dataclass(frozen=True)
 class OneStep:
-    """A `OneStep` holds the attention [ranks, micro-batches] of one step, divided by the mean, without and with the
-    plan.
-    """
+    """A `OneStep` holds the attention [ranks, micro-batches] of a step over the mean, without and with the plan."""
 
     number: int
     before: np.ndarray
@@ -255,9 +253,7 @@ class _Window:
 
 
 def measure_steps(index: GPTIndex, setting: Setting, starts: np.ndarray, reporter: Reporter) -> Steps:
-    """Plan the windows of steps that begin at `starts` (int64 [n], rising), and compare them with steps without a
-    plan.
-    """
+    """Plan the windows of steps that begin at `starts` (int64 [n], rising), and compare them with no plan."""
     reporter.start("planning steps", len(starts))
     windows = []
     for number, start in enumerate(starts.tolist()):
