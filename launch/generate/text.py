@@ -11,7 +11,7 @@ import numpy as np
 
 from launch.run.preflight import data_prefixes
 from plugins.errors import DataError
-from tools.data.outputs import check_form, read_sidecar
+from tools.data.outputs import checked_sidecar
 from tools.data.tokenizer import Coder, Tokenizer, load
 from tools.recipe.load import Recipe
 from tools.recipe.view import LOADER, look
@@ -81,8 +81,7 @@ def tokenizer_of(recipe: Recipe, weights: Path, given: Path | None) -> Tokenizer
         return _fast_tokenizer(instructions)
     for prefix in prefixes:
         if Path(f"{prefix}.json").exists():
-            sidecar = read_sidecar(prefix)
-            check_form(Path(f"{prefix}.json"), sidecar)
+            sidecar = checked_sidecar(prefix)
             written = sidecar["tokenizer"]
             found = _fast_tokenizer(Path(prefix).parent / written["path"], sidecar["eod_token"])
             if found.fingerprint != written["fingerprint"]:

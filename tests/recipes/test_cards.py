@@ -14,9 +14,14 @@ from tests.recipes.test_numbers import CARDS, ENTRIES
 from tools.doctor import cli as doctor  # its import enters every check
 from tools.doctor.checks import CHECKS
 from tools.recipe import catalogue as command
-from tools.recipe.catalogue import MEASURES, ROLES, assumptions, catalogue, load_card, load_cards
+from tools.recipe.catalogue import MEASURES, ROLES, catalogue, load_card, load_cards
 
-ASSUMED = [(card, *row) for card in CARDS.values() for row in assumptions(card)]
+ASSUMED = [
+    (card, entry, key_path, reason)
+    for card in CARDS.values()
+    for entry in card.entries
+    for key_path, reason in {**card.assumed, **entry.assumed}.items()
+]
 CONFLICTS = [(card, conflict) for card in CARDS.values() for conflict in card.conflicts]
 # what a context stage may change of the pre-training it goes on from; everything else is inherited
 CONTEXT_MAY_CHANGE = {
@@ -198,17 +203,21 @@ def test_only_yaml_beside_the_catalogue():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("claim: assumed", "claim: trained", "'trained' is no claim"),
-        ("claim: assumed", "claim: compiled-virtual-many", "is no claim"),
+        ("claim: assumed", "claim: trained", "'trained' is not a claim"),
+        ("claim: assumed", "claim: compiled-virtual-many", "is not a claim"),
         ("kind: full", "kind: ful", "did you mean 'full'"),
         ("sources:", "source:", "source: no such key (did you mean 'sources'?)"),
         ("        what:", "        on:", "no such key"),  # YAML reads a plain `on` as True
-        ("  finetune_4k.yaml:", "  finetune_8k.yaml:", "no such recipe"),
-        ("    devices: 256\n", "", "devices: missing"),
-        ("    other_at: *acceptance\n", "", "conflicts[0].other_at: missing"),
-        ("isolation: checked", "isolation: done", "host_measures.isolation: 'done', expected one of applied, checked"),
+        ("  finetune_4k.yaml:", "  finetune_8k.yaml:", "does not exist beside the card"),
+        ("    devices: 256\n", "", "devices: the key is missing"),
+        ("    other_at: *acceptance\n", "", "conflicts[0].other_at: the key is missing"),
+        (
+            "isolation: checked",
+            "isolation: done",
+            "host_measures.isolation: 'done' is not a role; write one of applied, checked",
+        ),
         ("idle_threshold:", "idle_treshold:", "no such key (did you mean 'idle_threshold'?)"),
-        ("    child: pretrain_4k_acc", "    child: pretrain_8k_acc", "no such recipe"),
+        ("    child: pretrain_4k_acc", "    child: pretrain_8k_acc", "does not exist beside the card"),
     ],
 )
 def test_a_wrong_card_is_refused_by_name(tmp_path, monkeypatch, old, new, message):

@@ -1,4 +1,6 @@
-"""This module is the command `tc3 affinity`: it says which cores each worker of this host gets, and changes nothing."""
+"""This module is the command `tc3 affinity`. It prints which cores each worker of this host gets, and changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ _MARKS = digits + ascii_lowercase
 
 
 def isolation(plan: Plan) -> list[tuple[str, str]]:
-    """Return (what it does, the line) for each command; these commands need root. The list is empty if no core is left
-    for the system.
+    """Return (what it does, the line) for each command that keeps other work off the workers' cores. The commands need
+    root. The list is empty if no core is left for the system.
     """
     workers = [core for worker in plan.workers for core in worker.cores]
     interrupts = [core for cores in plan.interrupts.values() for core in cores]
@@ -46,7 +48,7 @@ def isolation(plan: Plan) -> list[tuple[str, str]]:
 
 
 def picture(plan: Plan) -> str:
-    """Return rows like ``node 6  144-167  IS00000000000111...  <- NPU 0, 1``, and a legend."""
+    """Return one row for each NUMA node, like ``node 6  144-167  IS00000000000111...  <- NPU 0, 1``, and a legend."""
     marks = {core: _MARKS[worker.rank % len(_MARKS)] for worker in plan.workers for core in worker.cores}
     marks.update(dict.fromkeys(plan.system, "S"))
     marks.update({core: "I" for cores in plan.interrupts.values() for core in cores})
@@ -62,12 +64,17 @@ def picture(plan: Plan) -> str:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", required=False, type=click.Path(path_type=Path))
-@click.option("--workers", type=int, help="Number of workers on this host; default: the recipe's, or one for each NPU.")
+@click.option(
+    "--workers",
+    type=int,
+    help="Plan for so many workers on this host.  [default: the recipe's number, or one for each NPU]",
+)
 @root_option
 @click.option("--bind-file", type=click.Path(path_type=Path), help="Write the file that `msrun --bind_numa` reads.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def affinity(recipe: Path | None, workers: int | None, root: Path, bind_file: Path | None, as_json: bool) -> None:
-    """Plan which cores each worker gets: near its NPU, shared with nobody, divided by role; RECIPE gives their number.
+    """Plan which cores each worker gets. A worker's cores are near its NPU, are shared with no other worker and are
+    divided by role. RECIPE gives the number of workers.
 
     The command changes nothing. Exit code: 0 a plan was made, 2 something has to be mended first.
     """
@@ -86,7 +93,7 @@ def affinity(recipe: Path | None, workers: int | None, root: Path, bind_file: Pa
 
 
 def as_dict(plan: Plan, numactl: bool) -> dict[str, Any]:
-    """Return the plan as JSON values, with lists of cores in Linux's form."""
+    """Return the plan as JSON values. Cores are written as Linux writes lists of them."""
     host, devices = plan.host, [worker.npu for worker in plan.workers]
     words = msrun.prefixes(plan, numactl) if plan.binds else [[] for _ in devices]
     theirs = msrun.own_plan(host, devices)

@@ -1,4 +1,5 @@
-"""This module knows how `msrun` of MindSpore 2.9.0 treats a host: the file that it reads, and its own choice of cores.
+"""This module knows how `msrun` of MindSpore 2.9.0 treats a host: which bind file it reads, and which cores it chooses
+itself.
 
 Sources, below the installed `mindspore`: `parallel/cluster/process_entity/_bind.py` (prefixes, checks),
 `runtime/thread_bind_core.py` (its own plan, cores by module), `parallel/cluster/run.py` (the option).
@@ -24,8 +25,8 @@ _VISIBLE = re.compile(r"\d+(?:,\d+)*")
 
 
 def bind_file(plan: Plan, numactl: bool) -> dict[str, Any]:
-    """Return the file for `msrun --bind_numa FILE`, and for `context.affinity_config: FILE`, which binds threads by
-    module.
+    """Return the content of the file that `msrun --bind_numa FILE` reads. `context.affinity_config: FILE` reads the
+    same file and binds threads by module.
 
     msrun refuses a file that wants memory bound where `numactl` is not installed, so it is left out there.
     """
@@ -56,7 +57,9 @@ def _key(npu: int | None, rank: int) -> str:
 
 
 def prefixes(plan: Plan, numactl: bool) -> list[list[str]]:
-    """Return the words before each worker's command, for other launchers than msrun, or if msrun cannot bind."""
+    """Return the command words that go before each worker's command, for launchers other than msrun and for hosts on
+    which msrun cannot bind.
+    """
     words = []
     for worker in plan.workers:
         cores = compress(worker.cores)
@@ -68,7 +71,7 @@ def prefixes(plan: Plan, numactl: bool) -> list[list[str]]:
 
 
 def obstacle(host: Host, plan: Plan) -> str | None:
-    """Return why msrun would not accept the file; None if it would."""
+    """Return why msrun would refuse the bind file; return None if msrun would accept it."""
     if not host.msrun:
         return (
             "msrun of MindSpore 2.9.0 reads the cpuset of control groups of version 1 only; here it refuses every bind "
@@ -81,7 +84,8 @@ def obstacle(host: Host, plan: Plan) -> str | None:
 
 
 def own_plan(host: Host, devices: Sequence[int | None]) -> list[list[int]]:
-    """Return the cores of each worker under `msrun --bind_core=True`; none if it would bind nothing.
+    """Return the cores that each worker gets under `msrun --bind_core=True`; return empty lists if msrun would bind
+    nothing.
 
     It cuts the cores into equal parts, fills a device from its own NUMA node and then from the nodes that are nobody's,
     in order and however far. Where `npu-smi` does not answer, or a node's cores are not all ranges, it deals them out
@@ -92,17 +96,14 @@ def own_plan(host: Host, devices: Sequence[int | None]) -> list[list[int]]:
     share = len(cores) // parts
     if share < 1:
         return [[] for _ in devices]
-    if npus and all(host.npus[npu] is not None for npu in npus) and _all_ranges(host):
+    all_ranges = all("-" in part for cores in host.nodes.values() for part in compress(cores).split(","))
+    if npus and all(host.npus[npu] is not None for npu in npus) and all_ranges:
         dealt = _by_node(host, npus, share)
     else:
         dealt = {npu: cores[i * share : (i + 1) * share] for i, npu in enumerate(npus or range(parts))}
         if not npus:
             dealt[parts - 1] = cores[(parts - 1) * share :]
     return [dealt[rank if npu is None else npu] for rank, npu in enumerate(devices)]
-
-
-def _all_ranges(host: Host) -> bool:
-    return all("-" in part for cores in host.nodes.values() for part in compress(cores).split(","))
 
 
 def _by_node(host: Host, npus: Sequence[int], share: int) -> dict[int, list[int]]:
@@ -123,7 +124,7 @@ def _by_node(host: Host, npus: Sequence[int], share: int) -> dict[int, list[int]
 
 
 def visible(environ: Mapping[str, str], npus: Sequence[int]) -> tuple[list[int], list[str]]:
-    """Return the NPUs that workers get, first worker first, and errors of ASCEND_RT_VISIBLE_DEVICES.
+    """Return the NPUs of the workers, that of the first worker first, and what is wrong with ASCEND_RT_VISIBLE_DEVICES.
 
     MindSpore sorts the list before it names a device (`_get_physical_device_id`), and CANN takes ascending lists only.
     """
@@ -146,8 +147,8 @@ def visible(environ: Mapping[str, str], npus: Sequence[int]) -> tuple[list[int],
 
 
 def plan_for(host: Host, recipe: Path | None, workers: int | None) -> Plan:
-    """Return the plan for the workers of a recipe on one node, for a given number of workers, or for one worker on each
-    NPU.
+    """Return the plan for the workers that a recipe starts on one node, for a given number of workers, or for one
+    worker on each NPU.
 
     Raises:
         ClusterError: neither says how many; more workers than NPUs. RecipeError: the recipe cannot be read.
@@ -157,16 +158,13 @@ def plan_for(host: Host, recipe: Path | None, workers: int | None) -> Plan:
     npus, notes = ([], []) if on_cpu else visible(os.environ, list(host.npus))
     if workers is not None and (wrong := Range(1, RANGES["workers"].high).refusal(workers)):
         raise ClusterError(f"--workers {workers} {wrong}")
-    count = workers or (_on_a_node(view, on_cpu) if view is not None else len(npus))
+    count = workers or len(npus)
+    if view is not None and not workers:  # on CPU a launch starts all workers on one host
+        count = view.devices if on_cpu and view.on_cpu else min(view.devices, view.node)
     if not count:
-        raise ClusterError("this host has no NPU: name a RECIPE or the number of --workers")
+        raise ClusterError("this host has no NPU; name a RECIPE, or give the number of --workers")
     if view is not None and on_cpu and not view.on_cpu:
-        notes = [*notes, "the recipe is for NPUs, of which none is seen here: planned as for workers on CPU"]
+        notes = [*notes, "the recipe is for NPUs, but no NPU is seen here; the plan is that for workers on CPU"]
     plan = make_plan(host, count, None if on_cpu else npus)
     plan.notes[:0] = notes
     return plan
-
-
-def _on_a_node(view: View, on_cpu: bool) -> int:
-    """Workers that a launch starts on one host: all of them on CPU."""
-    return view.devices if on_cpu and view.on_cpu else min(view.devices, view.node)

@@ -1,5 +1,5 @@
-"""This module plans a host: the cores of each worker by role, and the cores left for interrupts and the system. The
-module has no side effects.
+"""This module plans the cores of a host. It gives each worker cores by role and keeps cores for interrupts and for the
+system. The module has no side effects.
 
 Workers have cores of their own, and other processes have other cores (report, section 6: isolation). `make_plan`
 assigns the cores. `shares` computes how many cores each worker takes from each NUMA node: a transport problem, solved
@@ -31,8 +31,8 @@ DATA = 4  # of a worker's cores, at most, for the threads of the dataset
 
 
 def shares(near: Sequence[int], free: Mapping[int, int], distance: Mapping[tuple[int, int], int]) -> np.ndarray:
-    """Return the number of cores [W, N] of each worker from each node, in the order of `free`; every worker gets
-    equally many.
+    """Return the number of cores [W, N] that each worker takes from each node, in the order of `free`. Every worker
+    gets the same number of cores.
 
     Args:
         near: [W] the node nearest to each worker's NPU.
@@ -43,7 +43,10 @@ def shares(near: Sequence[int], free: Mapping[int, int], distance: Mapping[tuple
     workers, count = len(near), len(nodes)
     share = sum(free.values()) // workers
     cost = np.array([[distance[home, node] for node in nodes] for home in near], dtype=float)
-    solver = _solver()
+    solver = highspy.Highs()
+    options = {"output_flag": False, "threads": 1, "mip_rel_gap": 0.0, "mip_abs_gap": 1e-7, "mip_allow_restart": False}
+    for option, value in options.items():
+        solver.setOptionValue(option, value)
     for amount in cost.ravel():
         solver.addCol(amount, 0.0, float(share), 0, np.array([], np.int32), np.array([]))
     # less than the smallest difference of the first aim: distances are whole numbers
@@ -63,17 +66,11 @@ def shares(near: Sequence[int], free: Mapping[int, int], distance: Mapping[tuple
     return np.rint(np.array(solver.getSolution().col_value[: which.size])).astype(int).reshape(which.shape)
 
 
-def _solver() -> highspy.Highs:
-    solver = highspy.Highs()
-    options = {"output_flag": False, "threads": 1, "mip_rel_gap": 0.0, "mip_abs_gap": 1e-7, "mip_allow_restart": False}
-    for option, value in options.items():
-        solver.setOptionValue(option, value)
-    return solver
-
-
 @dataclass(frozen=True)
 class Worker:
-    """A worker has a local rank, NPU (None on CPU), nearest node, cores (near to far, and by role), nodes of memory."""
+    """A worker has a local rank, an NPU (None on CPU), the NUMA node nearest to it, cores (ordered from near to far,
+    and by role), and the nodes whose memory it uses.
+    """
 
     rank: int
     npu: int | None
@@ -83,15 +80,13 @@ class Worker:
     memory: list[int]
 
     def counts(self, host: Host) -> dict[str, int]:
-        """Return the cores on its own node, elsewhere in its socket, and on another socket."""
+        """Return how many of the worker's cores are on its own node, elsewhere in its socket, and on another socket."""
         return how_far(host, self.home, self.cores)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan says what each worker gets, and which cores are left: for interrupts (by node), for the system, and
-    unused.
-    """
+    """A plan holds the cores of each worker, and those left for interrupts (by node), the system, and nothing."""
 
     host: Host
     workers: list[Worker]
@@ -107,7 +102,7 @@ class Plan:
 
 
 def how_far(host: Host, home: int, cores: Sequence[int]) -> dict[str, int]:
-    """Return how many of `cores` are on node `home`, elsewhere in its socket, and remote."""
+    """Return how many of `cores` are on node `home`, elsewhere in the socket of that node, and on another socket."""
     far = [host.distance[home, host.node_of(core)] for core in cores]
     own = sum(distance == OWN for distance in far)
     remote = sum(distance >= SOCKET for distance in far)
@@ -115,13 +110,14 @@ def how_far(host: Host, home: int, cores: Sequence[int]) -> dict[str, int]:
 
 
 def make_plan(host: Host, count: int, npus: Sequence[int] | None) -> Plan:
-    """Return a plan that divides the cores among `count` workers, the first on the first of `npus`; None is for CPU.
+    """Return a plan that divides the cores among `count` workers. The first worker drives the first of `npus`; None
+    means workers on CPU.
 
     Raises:
         ClusterError: there are fewer NPUs than workers.
     """
     if npus is not None and len(npus) < count:
-        raise ClusterError(f"{count} workers on {len(npus)} NPUs: every worker needs an NPU of its own")
+        raise ClusterError(f"{count} workers do not fit on {len(npus)} NPUs: every worker needs an NPU of its own")
     devices: list[int | None] = list(npus[:count]) if npus is not None else [None] * count
     total = sum(len(host.free(node)) for node in host.nodes)
     if total < count:
@@ -182,7 +178,7 @@ def _workers(host: Host, devices: list[int | None], homes: list[int], free: Mapp
 
 
 def roles(cores: list[int]) -> dict[str, list[int]]:
-    """Return a worker's cores by MindSpore's module names, from near to far.
+    """Return a worker's cores by the names of MindSpore's modules. Within a module, near cores come before far ones.
 
     `main` is wide, for msrun starts the process on it, and every thread that has no module of its own (the pool of CPU
     kernels, the communication library) stays there. The first two of it are free of the runtime's fixed threads. With

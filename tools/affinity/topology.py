@@ -1,4 +1,4 @@
-"""This module reads a host: its NUMA nodes, how far they are from each other, and which is nearest to each NPU."""
+"""This module reads the NUMA nodes of a host, the distances between them, and the node nearest to each NPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOST_FOLDERS = ("proc", "sys", "etc", "usr", OUTPUTS)  # of a host, of which a 
 
 
 def allowed(root: Root) -> list[int] | None:
-    """Return the cores of the process's cpuset on which it may be scheduled; None if no file says.
+    """Return the cores on which this process may be scheduled, which its cpuset limits; return None if no file says.
 
     Control groups of version 1 and of version 2 are read; in a container the process's own group is mounted as the
     top one, so a group's path is tried from the deepest folder upwards.
@@ -40,7 +40,7 @@ def _status(root: Root, name: str) -> str:
 
 
 def msrun_sees(root: Root) -> list[int]:
-    """Return the cores for `msrun --bind_core` and `--bind_numa FILE`: only version 1 has them."""
+    """Return the cores that msrun may bind. Control groups of version 2 give it none."""
     return sorted(set(expand(root.read(MSRUN_READS) or "")))
 
 
@@ -58,7 +58,7 @@ def _group_cores(root: Root) -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """This is the host from which a plan is made.
+    """A `Host` holds the cores, NUMA nodes and NPUs from which a plan is made.
 
     Attributes:
         nodes: NUMA node -> all of its cores.
@@ -86,7 +86,7 @@ class Host:
 
 
 def read_host(root: Root) -> Host:
-    """Return the host below `root`.
+    """Return the host whose files are below `root`.
 
     Raises:
         ClusterError: nothing there says which cores it has, or what says it cannot be read.
@@ -107,7 +107,7 @@ def read_host(root: Root) -> Host:
     except ValueError as error:
         if isinstance(error, ClusterError):
             raise
-        raise ClusterError(f"{root.path}: one of its lists of cores or distances cannot be read ({error})") from None
+        raise ClusterError(f"{root.path}: a list of cores or distances of this host cannot be read ({error})") from None
 
 
 def _nodes(root: Root) -> dict[int, list[int]]:
@@ -119,7 +119,10 @@ def _nodes(root: Root) -> dict[int, list[int]]:
     if not any(found.values()):
         found = _lscpu_nodes(root.ask("lscpu", "-p") or "")
     if not any(found.values()):
-        raise ClusterError(f"{root.path}: no {NODES}/node*/cpulist and no output of `lscpu -p`: which cores has it?")
+        raise ClusterError(
+            f"{root.path}: the host does not say which cores it has: there is neither {NODES}/node*/cpulist nor output "
+            "of `lscpu -p`"
+        )
     return {node: sorted(cores) for node, cores in sorted(found.items()) if cores}
 
 
@@ -174,7 +177,9 @@ def _pci_node(root: Root, bus: str, nodes: Mapping[int, list[int]]) -> int | Non
 def _refuse_empty_root(context: click.Context, option: click.Parameter, root: Path) -> Path:
     """Refuse a folder that holds nothing of a host: everything would be unknown, and nothing wrong."""
     if not any((root / name).is_dir() for name in _HOST_FOLDERS):
-        raise ClusterError(f"--root {root}: not a recorded host: it has none of {', '.join(_HOST_FOLDERS)}")
+        raise ClusterError(
+            f"--root {root}: the folder is not a recorded host: it holds none of {', '.join(_HOST_FOLDERS)}"
+        )
     return root
 
 

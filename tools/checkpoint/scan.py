@@ -18,7 +18,7 @@ ASIDE = "set_aside_"  # before an iteration's name: no reader takes it for a che
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """This is a complete checkpoint: its folder, the training step that it holds, and whether a user has named it."""
+    """A complete checkpoint has a folder, a training step, and a flag that says whether a user has named it."""
 
     path: Path
     step: int
@@ -50,14 +50,12 @@ def scan_checkpoints(
 
 
 def is_sealed(folder: Path) -> bool:
-    """Return whether any rank has sealed its part, which shows that a run of this repository saved it at least in
-    part.
-    """
+    """Return whether any rank has sealed its part, which only runs of this repository do."""
     return any(folder.glob("seal_rank_*.json"))
 
 
 def later_than(root: Path, taken: Path) -> list[Path]:
-    """Return the iterations under `root` that a run which goes on from `taken` abandons, newest first.
+    """Return the iterations under `root` that a run abandons when it goes on from `taken`, newest first.
 
     Those after it, if it is one of them; else all, for they are another run's.
     """
@@ -66,7 +64,7 @@ def later_than(root: Path, taken: Path) -> list[Path]:
 
 
 def set_aside(folder: Path, sure: Callable[[Path], bool] = lambda moved: True) -> Path | None:
-    """Rename an iteration so that it is not found as a checkpoint any more; return the new path. Nothing is deleted.
+    """Rename an iteration so that it is no longer found as a checkpoint, and return its new path. Nothing is deleted.
 
     None where it is gone, or where what was renamed is not the one that was meant (`sure` says so): who looked at it
     and was held up since may have found the next attempt's under its name. That one gets its name back.

@@ -1,4 +1,5 @@
-"""This module reads a checkpoint that many ranks wrote as whole tensors, which are read on demand.
+"""This module reads a checkpoint that many ranks wrote. It gives every tensor as a whole, and reads a tensor when it is
+asked for.
 
 `open_stored` opens it by the headers of its files. MindFormers 1.9.0 (`checkpoint/metadata.py`, `sharded_tensor.py`)
 writes for every rank a safetensors file of weights and one of the optimizer's state, and a metadata.json:
@@ -47,7 +48,7 @@ _OPTIMIZER_PREFIXES = ("adam_", "moment", "exp_avg", BUFFERS)  # of names that e
 
 @dataclass(frozen=True)
 class Tensor:
-    """This is a tensor of a checkpoint, with the places of its slices.
+    """A `Tensor` describes one tensor of a checkpoint and the files that hold its slices.
 
     Args:
         dtype: as safetensors writes it; shape: of the whole; cuts: into how many parts each axis is cut.
@@ -66,20 +67,20 @@ class Tensor:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the files that hold a part of the tensor."""
+        """Return the ranks that hold a part of the tensor."""
         return tuple(sorted({rank for copies in self.copies for rank, _ in copies}))
 
 
 @dataclass(frozen=True)
 class Stored:
-    """This is the folder of one iteration: what each file holds, by name."""
+    """A `Stored` checkpoint is the folder of one iteration. It knows from the headers what each file holds, by name."""
 
     folder: Path
     files: Mapping[str, Mapping[str, Header]]
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor whose layout the checkpoint lists, if all its slices exist.
+        """Return every tensor whose layout the checkpoint lists. All slices of a tensor must exist.
 
         Raises:
             CheckpointError: a slice or a tensor is missing, or has another shape than the metadata say.
@@ -88,7 +89,7 @@ class Stored:
         if not metadata.exists():
             if len({rank_of(name) for name in self.files}) > 1:
                 raise CheckpointError(
-                    f"{self.folder}: several ranks wrote here, and {METADATA}, which says how, is missing"
+                    f"{self.folder}: several ranks wrote here, but {METADATA}, which describes their layout, is missing"
                 )
             return {
                 name: Tensor(header.dtype, header.shape, (1,) * len(header.shape), (((0, file),),))
@@ -105,9 +106,7 @@ class Stored:
 
     @cached_property
     def unlisted(self) -> dict[str, dict[int, str]]:
-        """Return name -> rank -> file for tensors that ranks wrote without a listed layout: counters, biases of
-        routers.
-        """
+        """Return name -> rank -> file of tensors without a listed layout, such as counters."""
         found: dict[str, dict[int, str]] = {}
         for file, headers in self.files.items():
             for name in headers.keys() - self.tensors.keys():
@@ -115,9 +114,7 @@ class Stored:
         return found
 
     def read(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return one whole tensor, and the ranks whose copy of a slice differs in any bit from that of the first
-        rank.
-        """
+        """Return one whole tensor, and the ranks whose copy of a slice differs from the first rank's."""
         tensor = self.tensors[name]
         whole, differing = None, set()
         for place, copies in enumerate(tensor.copies):
@@ -142,13 +139,13 @@ class Stored:
     def _tensor(self, name: str, tensor: Mapping[str, Any], storage: Mapping[str, Any]) -> Tensor:
         """One tensor of metadata.json: all its slices are there once, and have one shape."""
         shape, cuts = tuple(tensor["global_shape"]), tuple(tensor["axis_fragmentations"])
-        slices = {_slice_number(chunk): tuple(chunk["local_shape"]) for chunk in tensor["chunk"]}
+        slices = {int(chunk["global_offset"][0]): tuple(chunk["local_shape"]) for chunk in tensor["chunk"]}
         part = tuple(length // count for length, count in zip(shape, cuts, strict=True))
         even = tuple(length * count for length, count in zip(part, cuts, strict=True)) == shape
         if not even or slices.keys() != set(range(math.prod(cuts))) or set(slices.values()) != {part}:
             found = f"slices {sorted(slices)} of shapes {sorted(set(slices.values()))}"
             raise CheckpointError(
-                f"{self.folder}: {name} {list(shape)}, cut {list(cuts)}: {found} do not make up the whole"
+                f"{self.folder}: {name} {list(shape)}, cut {list(cuts)}: {found} do not make up the whole tensor"
             )
         copies = tuple(self._copies(name, place, part, storage) for place in range(len(slices)))
         return Tensor(self.files[copies[0][0][1]][name].dtype, shape, cuts, copies)
@@ -164,15 +161,18 @@ class Stored:
             if name not in self.files.get(file, {}):
                 gone = "; the file is not there" * (file not in self.files)
                 raise CheckpointError(
-                    f"{self.folder / file}: holds no {name}, though {METADATA} says so{gone}; was it all copied?"
+                    f"{self.folder / file}: the file does not hold {name}, although {METADATA} says so{gone}; copy the "
+                    "checkpoint again"
                 )
             if (found := self.files[file][name].shape) != shape:
-                raise CheckpointError(f"{self.folder / file}: {name} is {list(found)}; a slice of it is {list(shape)}")
+                raise CheckpointError(
+                    f"{self.folder / file}: {name} has shape {list(found)}, but a slice of it must have {list(shape)}"
+                )
         return tuple(sorted((int(entry["storage_rank"]), entry["file_name"]) for entry in entries))
 
 
 def open_stored(folder: Path) -> Stored:
-    """Return a checkpoint from the headers of its files.
+    """Return a checkpoint, for which only the headers of its files are read.
 
     Args:
         folder: MindFormers' `iteration_*`.
@@ -182,7 +182,10 @@ def open_stored(folder: Path) -> Stored:
     """
     files = {path.name: read_headers(path) for path in sorted(folder.glob("*.safetensors"))}
     if not files:
-        raise CheckpointError(f"{folder}: no safetensors; give an iteration's folder, such as checkpoint/iteration_*")
+        raise CheckpointError(
+            f"{folder}: the folder holds no safetensors files; give the folder of an iteration, such as "
+            "checkpoint/iteration_*"
+        )
     return Stored(folder, files)
 
 
@@ -193,7 +196,7 @@ def rank_of(name: str) -> int:
 
 
 def read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a metadata.json: name -> tensor, and slice -> the files that hold it.
+    """Return the two tables of a metadata.json: name -> tensor, and slice -> the files that hold it.
 
     Raises:
         CheckpointError: it is not what MindFormers writes.
@@ -202,14 +205,18 @@ def read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         content = json.loads(file.read_text())
         listed, storage = content["state_dict_metadata"], content["storage_data"]
     except json.JSONDecodeError as error:
-        raise CheckpointError(f"{file}: not MindFormers' metadata of a checkpoint: it {not_json(error)}") from None
+        raise CheckpointError(
+            f"{file}: this is not MindFormers' metadata of a checkpoint: it {not_json(error)}"
+        ) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         wanted = "state_dict_metadata and storage_data"
-        raise CheckpointError(f"{file}: not MindFormers' metadata of a checkpoint: it lacks {wanted}") from None
+        raise CheckpointError(f"{file}: this is not MindFormers' metadata of a checkpoint: it lacks {wanted}") from None
     for kind, section, holds in (("tensor", listed, _is_tensor), ("slice", storage, _is_slice)):
         wrong = [name for name in section if not holds(section[name])] if isinstance(section, dict) else ["all"]
         if wrong:
-            raise CheckpointError(f"{file}: {wrong[0]}: MindFormers' metadata describe no {kind} like this: damaged?")
+            raise CheckpointError(
+                f"{file}: {wrong[0]}: MindFormers' metadata do not describe a {kind} like this; the file may be damaged"
+            )
     return listed, storage
 
 
@@ -239,16 +246,8 @@ def _are_numbers(found: Any) -> TypeGuard[list[int]]:
     return isinstance(found, list) and all(type(number) is int and number >= 0 for number in found)
 
 
-def _slice_number(chunk: Mapping[str, Any]) -> int:
-    """Which slice it is, counted in row-major order."""
-    (place,) = chunk["global_offset"]
-    return int(place)
-
-
 def kind_of(name: str) -> Kind:
-    """Return the kind of a tensor: a trained weight, its optimizer state, or something else (counters, the balance of
-    routers).
-    """
+    """Return the kind of a tensor: a trained weight, its optimizer state, or another, such as a counter."""
     if name.startswith(_OPTIMIZER_PREFIXES):
         return "optimizer"
     return "weights" if name.rsplit(".", 1)[-1] in _TRAINED_ENDINGS else "other"
@@ -256,7 +255,7 @@ def kind_of(name: str) -> Kind:
 
 @dataclass(frozen=True)
 class Whole:
-    """This is a checkpoint as if one process had written it.
+    """A `Whole` checkpoint holds all tensors as one process would have written them.
 
     Args:
         arrays: name -> the whole tensor.
@@ -294,11 +293,12 @@ def read_whole(folder: Path) -> Whole:
 
 
 class UnreadableError(CheckpointError):
-    """A file is damaged, or is not a safetensors file."""
+    """A file is damaged, or it is not a safetensors file."""
 
 
 def read_placements(folder: Path) -> dict[str, np.ndarray]:
-    """Return the name of each module of experts with a placement (`decoder.layers.0.mlp.experts`) -> int [E].
+    """Return the placement, int [E], of each module of experts that has one, by the module's name
+    (`decoder.layers.0.mlp.experts`).
 
     Args:
         folder: MindFormers' `iteration_*`; may be one of the legacy format or no checkpoint at all, which have none.
@@ -324,16 +324,16 @@ def _placements_in(file: Path) -> Iterator[tuple[str, np.ndarray]]:
                 if last == PLACEMENT:
                     yield module, tensors.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise UnreadableError(f"{file}: not a complete safetensors file ({error})") from None
+        raise UnreadableError(f"{file}: this is not a complete safetensors file ({error})") from None
 
 
 def moved(placements: dict[str, np.ndarray]) -> list[str]:
-    """Return the modules whose experts are not in logical order."""
+    """Return the modules whose experts do not stand in logical order."""
     return [module for module, slots in placements.items() if (slots != np.arange(len(slots))).any()]
 
 
 def refuse_moved(folder: Path, balanced: bool) -> None:
-    """Raise CheckpointError if a run without plugins.expert_balance is to begin with experts that have moved.
+    """Raise CheckpointError if a run without plugins.expert_balance would begin with experts that have moved.
 
     Args:
         folder: an iteration, or a folder of iterations, of which MindFormers takes the newest.
@@ -350,7 +350,7 @@ def refuse_moved(folder: Path, balanced: bool) -> None:
         return  # whoever reads the weights says what is wrong with the file
     if wrong:
         raise CheckpointError(
-            f"{folder}: the experts of {len(wrong)} layers have moved (plugins.expert_balance), and this recipe has no "
-            f"such plugin: it would train experts in a wrong order; switch it on, or first "
+            f"{folder}: the experts of {len(wrong)} layers have moved (plugins.expert_balance), and this recipe, which "
+            f"does not have the plugin, would train them in a wrong order; switch the plugin on, or first run "
             f"`tc3 experts restore-order {folder}`"
         )

@@ -1,4 +1,4 @@
-"""This module reads the headers of safetensors files, and writes such files while their tensors are made.
+"""This module reads the headers of safetensors files, and writes such files while their tensors are computed.
 
 `TYPES` has safetensors' names of types, widest aligned first: that is the order in which the package writes tensors.
 `read_headers` says what a file says of its tensors, without reading them. `save_file` writes a file piece by piece, and
@@ -48,8 +48,8 @@ _MOST_WAITING = 4  # pieces that the thread that hashes may be behind
 
 @dataclass(frozen=True)
 class Header:
-    """This is a file's entry for a tensor: its type as safetensors writes it (F32, BF16), its shape, its bytes, its
-    place.
+    """A `Header` is a file's entry for a tensor: its type as safetensors writes it (F32, BF16), its shape, its size in
+    bytes, and where it begins.
     """
 
     dtype: str
@@ -76,15 +76,17 @@ def read_headers(file: Path) -> dict[str, Header]:
         content.pop("__metadata__", None)
         found = {name: _header(each, _LENGTH_BYTES + length) for name, each in content.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{file}: not a complete safetensors file: its header cannot be read") from None
+        raise CheckpointError(f"{file}: this is not a complete safetensors file: its header cannot be read") from None
     end = _LENGTH_BYTES + length
     for name, header in sorted(found.items(), key=lambda item: (item[1].start, item[1].bytes)):
         if header.start != end or header.bytes != math.prod(header.shape) * _width(header, file, name):
             kind = f"{header.dtype} {list(header.shape)}, bytes {header.start} to {header.start + header.bytes}"
-            raise CheckpointError(f"{file}: not a complete safetensors file: {name} is {kind}, which do not fit")
+            raise CheckpointError(
+                f"{file}: this is not a complete safetensors file: {name} is {kind}, which do not fit together"
+            )
         end += header.bytes
     if size != end:
-        raise CheckpointError(f"{file}: not a complete safetensors file ({size} bytes instead of {end})")
+        raise CheckpointError(f"{file}: this is not a complete safetensors file: it has {size} bytes instead of {end}")
     return found
 
 
@@ -99,15 +101,15 @@ def _header(entry: Mapping[str, Any], base: int) -> Header:
 def _width(header: Header, file: Path, name: str) -> int:
     """Bytes of an element."""
     if header.dtype not in _WIDTHS:
-        raise CheckpointError(f"{file}: {name} is of type {header.dtype!r}; known are {', '.join(_WIDTHS)}")
+        raise CheckpointError(
+            f"{file}: {name} is of the unknown type {header.dtype!r}; the known types are {', '.join(_WIDTHS)}"
+        )
     return _WIDTHS[header.dtype]
 
 
 @dataclass(frozen=True)
 class Made:
-    """This is a tensor to be written: its type as safetensors names it, its shape, and its elements in row-major
-    pieces.
-    """
+    """A `Made` tensor is to be written. Its elements come in row-major pieces."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -125,7 +127,8 @@ def in_order(tensors: Mapping[str, Made]) -> list[str]:
 
 
 def save_file(tensors: Mapping[str, Made], path: Path, metadata: Mapping[str, str]) -> str:
-    """Write `path`, which is completely on the disk when this returns; return its SHA-256, in hexadecimal.
+    """Write `path`, and return its SHA-256 in hexadecimal. The file is completely on the disk when this function
+    returns.
 
     Raises:
         OSError: it cannot be written.
@@ -140,7 +143,7 @@ def save_file(tensors: Mapping[str, Made], path: Path, metadata: Mapping[str, st
 
 
 def save_arrays(arrays: Mapping[str, np.ndarray], path: Path) -> str:
-    """Write arrays from memory as `save_file` does, for MindSpore; return the file's SHA-256.
+    """Write arrays from memory as `save_file` does, in the form that MindSpore reads; return the file's SHA-256.
 
     The `safetensors` package writes the same bytes, but its error for a full disk is not an OSError.
 

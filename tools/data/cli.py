@@ -1,5 +1,5 @@
-"""This module is `tc3 data`: it prepares or verifies a corpus, and shows how the corpus loads the devices of a
-recipe.
+"""This module is the command `tc3 data`. It prepares and verifies a corpus, and shows how the corpus loads the
+devices of a recipe.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ DEFAULT_VOCAB = 2048
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
 INPUT_HELP = (
-    "Read this; may be repeated. Text: one file is one document. JSON lines (.jsonl .ndjson .json): one line is"
-    " one document. Either may be .gz. DIR: its text-like files and those of its sub-folders, sorted; text-like is "
-    + " ".join(FOLDER_SUFFIXES)
-    + ". stdlib: the sources of Python's standard library."
+    "Read this; may be repeated. A text file is one document. In JSON lines (.jsonl .ndjson .json) each line is"
+    " one document. Either may be .gz. DIR stands for its text-like files and those of its sub-folders, sorted. Files"
+    " are text-like if they end in " + " ".join(FOLDER_SUFFIXES) + ". stdlib stands for the sources of Python's"
+    " standard library."
 )
 OUTPUT_HELP = "Write PREFIX.bin, PREFIX.idx and PREFIX.json (counts, ids, sources). The folder is created."
 TOKENIZER_HELP = (
-    "bytes: train a byte-level BPE on the corpus and save it as PREFIX_tokenizer/. DIR: a Hugging Face tokenizer"
-    " folder, such as the PREFIX_tokenizer/ of an earlier run."
+    "bytes trains a byte-level BPE on the corpus and saves it as PREFIX_tokenizer/. DIR is the folder of a Hugging"
+    " Face tokenizer, such as the PREFIX_tokenizer/ of an earlier run."
 )
-VOCAB_HELP = f"Vocabulary size of the tokenizer that `bytes` trains.  [default: {DEFAULT_VOCAB}]"
+VOCAB_HELP = f"Give the tokenizer that `bytes` trains this vocabulary size.  [default: {DEFAULT_VOCAB}]"
 HELD_OUT_HELP = "Keep this share of the documents out of PREFIX and write it as PREFIX_heldout."
-DTYPE_HELP = "Store ids in this type. auto: uint16 below 65,500 ids, else int32."
-WORKERS_HELP = "Number of processes that encode; the output is the same for any number.  [default: the cores]"
+DTYPE_HELP = "Store ids in this type. auto takes uint16 below 65,500 ids, and int32 otherwise."
+WORKERS_HELP = "Encode with so many processes. The output is the same for any number.  [default: the cores]"
 INSTRUCTIONS_INPUT = (
     "Read these Python sources: a file, a folder with its sub-folders, or stdlib (Python's own); may be repeated."
 )
 INSTRUCTIONS_OUTPUT = "Write PREFIX.jsonl; each line has instruction, input, output. The folder is created."
 INSTRUCTIONS_HELD_OUT = (
-    "Keep the functions of this share of the modules out of PREFIX and write them as PREFIX_heldout.jsonl: of stdlib,"
-    " with the same seed, those that `tc3 data prepare` holds out."
+    "Keep the functions of this share of the modules out of PREFIX, and write them as PREFIX_heldout.jsonl. For stdlib"
+    " and the same seed, these are the modules that `tc3 data prepare` holds out."
 )
 
 
 @click.group(context_settings=SETTINGS)
 def data() -> None:
-    """Turn a corpus into the Megatron .bin/.idx that MindFormers trains on, and check it.
+    """Turn a corpus into the Megatron .bin/.idx files that MindFormers trains on, and check these files.
 
     Start with Python's own standard library, which every machine has:
 
@@ -60,15 +60,23 @@ def data() -> None:
 @click.option("--output", required=True, type=click.Path(path_type=Path), metavar="PREFIX", help=OUTPUT_HELP)
 @click.option("--tokenizer", default="bytes", metavar="bytes|DIR", help=TOKENIZER_HELP)
 @click.option("--vocab-size", type=Number("vocab_size"), metavar="N", help=VOCAB_HELP)
-@click.option("--eod-token", metavar="TOKEN", help="Token of DIR that ends a document.  [default: its eos_token]")
+@click.option(
+    "--eod-token", metavar="TOKEN", help="End each document with this token of DIR.  [default: its eos_token]"
+)
 @click.option("--trust-remote-code", is_flag=True, help="Let DIR's tokenizer run the Python code in that folder.")
-@click.option("--jsonl-key", default="text", metavar="KEY", help="The field of each JSON line that holds the text.")
-@click.option("--glob", "globs", multiple=True, metavar="PATTERN", help="Files to read from a folder, e.g. '*.py'.")
+@click.option("--jsonl-key", default="text", metavar="KEY", help="Read the text from this field of each JSON line.")
+@click.option(
+    "--glob",
+    "globs",
+    multiple=True,
+    metavar="PATTERN",
+    help="Read only such files from a folder, e.g. '*.py'; may be repeated.",
+)
 @click.option("--held-out", type=Number("share"), default=0.0, metavar="FRACTION", help=HELD_OUT_HELP)
-@click.option("--seed", type=Number("seed"), default=1234, help="Seed that decides which documents --held-out takes.")
+@click.option("--seed", type=Number("seed"), default=1234, help="Choose the documents of --held-out with this seed.")
 @click.option("--dtype", type=click.Choice(["auto", "uint16", "int32"]), default="auto", help=DTYPE_HELP)
 @click.option("--workers", type=Number("workers"), metavar="N", help=WORKERS_HELP)
-@click.option("--strict", is_flag=True, help="Stop at a broken line or invalid UTF-8, instead of skipping it.")
+@click.option("--strict", is_flag=True, help="Stop at a broken line or at invalid UTF-8 instead of skipping it.")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON on stdout.")
 def prepare(
@@ -82,7 +90,7 @@ def prepare(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Write a corpus as Megatron .bin/.idx, each document ended by an end-of-document token.
+    """Write a corpus as Megatron .bin/.idx files. Each document ends with an end-of-document token.
 
     The result is read back and compared with its source before it appears under PREFIX; an interrupted or failed run
     leaves nothing there. Lines and files that are not documents are named, skipped and counted.
@@ -93,15 +101,17 @@ def prepare(
     if flags["held_out"] == 1:
         raise click.UsageError("--held-out 1 leaves nothing to train on; give a share below 1, such as 0.01")
     if tokenizer == "bytes" and (flags["eod_token"] or flags["trust_remote_code"]):
-        raise DataError("--eod-token and --trust-remote-code go with --tokenizer DIR")
+        raise DataError("--eod-token and --trust-remote-code work only with --tokenizer DIR")
     if tokenizer != "bytes" and vocab_size is not None:
-        raise DataError(f"--vocab-size goes with --tokenizer bytes; the vocabulary of {tokenizer} is fixed")
+        raise DataError(
+            f"--vocab-size works only with --tokenizer bytes, because the vocabulary of {tokenizer} is fixed"
+        )
     options = PrepareOptions(
         corpus=Corpus(inputs, jsonl_key, globs),
         output=output,
         tokenizer=tokenizer,
         vocab_size=DEFAULT_VOCAB if vocab_size is None else vocab_size,
-        workers=workers or _cores(),
+        workers=workers or len(os.sched_getaffinity(0)),
         **flags,
     )
     with terminate_as_interrupt(), TerminalReporter() as reporter:
@@ -114,12 +124,13 @@ def prepare(
 @click.option("--output", required=True, type=click.Path(path_type=Path), metavar="PREFIX", help=INSTRUCTIONS_OUTPUT)
 @click.option("--held-out", type=Number("share"), default=0.0, metavar="FRACTION", help=INSTRUCTIONS_HELD_OUT)
 @click.option(
-    "--seed", type=Number("seed"), default=1234, help="Seed that decides which modules --held-out takes, and the order."
+    "--seed", type=Number("seed"), default=1234, help="Choose the modules of --held-out, and the order, with this seed."
 )
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON on stdout.")
 def instructions(inputs: tuple[str, ...], output: Path, as_json: bool, **flags: Any) -> None:
-    """Make instructions from Python sources: a function's signature, answered by the first paragraph of its docstring.
+    """Make instructions for fine-tuning from Python sources. A function's signature is the question, and the first
+    paragraph of its docstring is the answer.
 
     The same input gives the same file on every machine. MindFormers' AlpacaInstructDataHandler reads such files.
     """
@@ -151,18 +162,18 @@ def instructions(inputs: tuple[str, ...], output: Path, as_json: bool, **flags: 
 def verify(
     context: click.Context, prefix: Path, inputs: tuple[str, ...], tokenizer: str | None, sample: float, as_json: bool
 ) -> None:
-    """Check PREFIX.bin and PREFIX.idx: whole, unchanged since written, and equal to their sources.
+    """Check that PREFIX.bin and PREFIX.idx are complete, unchanged since they were written, and equal to their
+    sources.
 
     The documents are decoded and compared with the source files, where those still exist. With a tokenizer
     that does not keep all text, the sources are encoded again and the ids compared; the outcome says which. Exit
     code 1 when something is wrong.
     """
-    from tools.data.outputs import check_form, read_sidecar
+    from tools.data.outputs import checked_sidecar
     from tools.data.tokenizer import load
     from tools.data.verify import verify as run
 
-    sidecar = read_sidecar(prefix)
-    check_form(Path(f"{prefix}.json"), sidecar)
+    sidecar = checked_sidecar(prefix)
     corpus = Corpus(inputs, sidecar["jsonl_key"], tuple(sidecar["globs"])) if inputs else None
     with TerminalReporter() as reporter:
         reporter.start("loading the tokenizer", 0)
@@ -174,10 +185,6 @@ def verify(
     verdict = "WRONG" if report.findings else "ok"
     click.echo(json.dumps(report.to_dict(), indent=2) if as_json else f"{verdict}: {report.summary()}")
     context.exit(1 if report.findings else 0)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _describe(prefix: Path, summary: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
-"""This module handles the Megatron index format: `.bin` holds the token ids end to end, `.idx` says where documents
-begin.
+"""This module reads and writes the Megatron index format. `.bin` holds the token ids end to end, and `.idx` says
+where documents begin.
 
 `.idx`, little endian: `HEADER` (MMIDIDX and two zero bytes), uint64 version 1, uint8 dtype code, uint64 sequences,
 uint64 documents + 1, then int32[sequences] lengths in tokens, int64[sequences] byte offsets into `.bin`,
@@ -39,11 +39,12 @@ HEADER = b"MMIDIDX\x00\x00"
 DTYPE_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 _COUNTS = struct.Struct("<QBQQ")  # version, dtype code, sequences, documents + 1
 _CHUNK = 1 << 16  # documents, or tokens, handled at a time
-_NOT_ONE_SEQUENCE = "does not hold one sequence a document"
+_NOT_ONE_SEQUENCE = "the index does not hold one sequence for each document"
 
 
 def choose_dtype(requested: str, vocab_size: int) -> str:
-    """Return the dtype of the token ids: "uint16" below 65,500 ids, else "int32", as Megatron's `optimal_dtype`.
+    """Return the type of the token ids as Megatron's `optimal_dtype` chooses it: "uint16" below 65,500 ids, else
+    "int32".
 
     `requested` is "auto", "uint16" or "int32". Raises `DataError` when `vocab_size` ids do not fit.
     """
@@ -60,7 +61,7 @@ class BrokenIndexError(DataError):
 
 
 class IndexWriter:
-    """This writes `.bin` as documents arrive and `.idx` at the end."""
+    """An `IndexWriter` writes `.bin` as documents arrive, and `.idx` at the end."""
 
     def __init__(self, bin_path: Path, dtype: str) -> None:
         self.dtype = np.dtype(dtype)
@@ -76,12 +77,12 @@ class IndexWriter:
 
     @property
     def sha256(self) -> str:
-        """Return the hex digest of `.bin` so far."""
+        """Return the SHA-256 of what `.bin` holds so far, in hexadecimal."""
         return self._sha256.hexdigest()
 
     def add(self, lengths: np.ndarray, tokens: np.ndarray) -> None:
-        """Append whole documents; lengths is int32 [documents], the tokens of each; tokens is dtype [sum of
-        lengths].
+        """Append whole documents. `lengths` is int32 [documents], the tokens of each document; `tokens` has the type
+        of the ids and is [sum of lengths].
         """
         assert tokens.dtype == self.dtype and lengths.dtype == np.int32
         self._bin.write(tokens.data)
@@ -124,7 +125,7 @@ def _pointers(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarray]:
 
 
 def map_lengths(prefix: str | Path) -> np.ndarray:
-    """Map the document lengths of PREFIX.idx, int32 [documents], read-only; PREFIX.bin need not exist.
+    """Return the document lengths of PREFIX.idx, int32 [documents], mapped read-only. PREFIX.bin need not exist.
 
     For corpora whose offsets nobody asks for: costs no memory of this process but pages of the file, 4 bytes a
     document. The lengths themselves are not checked. Raises as `IndexReader`.
@@ -135,7 +136,7 @@ def map_lengths(prefix: str | Path) -> np.ndarray:
         _, documents = _read_header(stream, path)
         start = stream.tell()
     if not documents:
-        raise BrokenIndexError(f"{path}: holds no documents")
+        raise BrokenIndexError(f"{path}: the index holds no documents")
     return np.memmap(path, dtype=np.int32, mode="r", offset=start, shape=(documents,))
 
 
@@ -143,11 +144,11 @@ def _require(path: Path) -> None:
     """Raise `DataError` unless `path` is a file that can be read."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise DataError(f"{path}: is not a file")
+            raise DataError(f"{path}: this is not a file")
         with open(path, "rb"):
             pass
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"{path}: no such file; PREFIX is the path without .bin or .idx") from None
+        raise DataError(f"{path}: there is no such file; give PREFIX, which is the path without .bin or .idx") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
 
@@ -155,24 +156,24 @@ def _require(path: Path) -> None:
 def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
     """Dtype of the ids and number of documents; leaves `stream` at the lengths. Raises `BrokenIndexError`."""
     if stream.read(len(HEADER)) != HEADER:
-        raise BrokenIndexError(f"{path}: is not a Megatron index (wrong first bytes)")
+        raise BrokenIndexError(f"{path}: this is not a Megatron index, because its first bytes are wrong")
     try:
         version, code, sequences, documents = _COUNTS.unpack(stream.read(_COUNTS.size))
     except struct.error:
-        raise BrokenIndexError(f"{path}: ends inside its header") from None
+        raise BrokenIndexError(f"{path}: the file ends inside its header") from None
     names = {number: name for name, number in DTYPE_CODES.items()}
     if version != 1 or code not in names:
-        raise BrokenIndexError(f"{path}: version {version}, dtype code {code} is not a text index this reads")
+        raise BrokenIndexError(f"{path}: an index of version {version} and dtype code {code} cannot be read here")
     expected = len(HEADER) + _COUNTS.size + 12 * sequences + 8 * documents
     if path.stat().st_size != expected:
-        raise BrokenIndexError(f"{path}: is {path.stat().st_size:,} bytes, but its counts say {expected:,}")
+        raise BrokenIndexError(f"{path}: the file has {path.stat().st_size:,} bytes, but its counts say {expected:,}")
     if documents != sequences + 1:
         raise BrokenIndexError(f"{path}: {_NOT_ONE_SEQUENCE}")
     return np.dtype(names[code]), sequences
 
 
 class IndexReader:
-    """This reads a pair back without mapping it into memory, and checks that both files are complete.
+    """An `IndexReader` reads a pair back without mapping it into memory, and checks that both files are complete.
 
     Raises `DataError` when a file is missing, `BrokenIndexError` when it has another format or contradicts its counts.
     """
@@ -194,11 +195,11 @@ class IndexReader:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens in `.bin`, including end-of-document ids."""
+        """Return the number of tokens in `.bin`, with the end-of-document ids."""
         return int(self.lengths.sum(dtype=np.int64))
 
     def blocks(self, size: int = 1 << 20) -> Iterator[np.ndarray]:
-        """Yield all ids in order, `size` at a time."""
+        """Yield all ids in order, in blocks of `size` ids."""
         with open(self.bin_path, "rb") as stream:
             while len(block := np.fromfile(stream, dtype=self.dtype, count=size)):
                 yield block
@@ -214,15 +215,17 @@ class IndexReader:
 
     def _check_sizes(self) -> None:
         if len(self.lengths) and int(self.lengths.min()) < 1:
-            raise BrokenIndexError(f"{self.idx_path}: holds a document of {int(self.lengths.min())} tokens")
+            raise BrokenIndexError(f"{self.idx_path}: the index holds a document of {int(self.lengths.min())} tokens")
         start = 0
         for pointers in _pointers(self.lengths, self.dtype.itemsize):
             if not np.array_equal(pointers, self.offsets[start : start + len(pointers)]):
-                raise BrokenIndexError(f"{self.idx_path}: its offsets do not follow from its lengths")
+                raise BrokenIndexError(f"{self.idx_path}: the offsets of the index do not follow from its lengths")
             start += len(pointers)
         size, expected = self.bin_path.stat().st_size, self.tokens * self.dtype.itemsize
         if size != expected:
-            raise BrokenIndexError(f"{self.bin_path}: is {size:,} bytes, its index {self.idx_path} says {expected:,}")
+            raise BrokenIndexError(
+                f"{self.bin_path}: the file has {size:,} bytes, but its index {self.idx_path} says {expected:,}"
+            )
 
 
 # The corpora of a recipe's `data_path`, told apart as MindFormers does: prefixes, or weights and prefixes by turns.
@@ -233,37 +236,34 @@ class IndexReader:
 
 
 class Blend(NamedTuple):
-    """These are corpora by their prefixes, with one weight each, or weights None if corpora are taken by their
-    sizes.
-    """
+    """A `Blend` holds the prefixes of corpora and their weights, which are None if sizes decide."""
 
     prefixes: list[str]
     weights: list[float] | None
 
 
 def read_blend(data_path: Any) -> Blend:
-    """Split a `data_path` into prefixes and weights.
+    """Return the prefixes and weights that a `data_path` holds.
 
     Raises:
         DataError: it is not a list of texts and numbers, or MindFormers could not read it. The message does not say
             where it stands.
     """
-    if not isinstance(data_path, list) or not data_path or not all(_is_word(entry) for entry in data_path):
-        raise DataError(f"wants a list such as ['1', PREFIX], got {data_path!r}, which is not a list of paths")
+    entries = data_path if isinstance(data_path, list) else []
+    if not entries or not all(type(entry) in (str, int, float) for entry in entries):
+        raise DataError(f"the value must be a list such as ['1', PREFIX], but {data_path!r} is not a list of paths")
     words = [str(entry).strip() for entry in data_path]
     weights = [_weight(word) for word in words[::2]]
     known = [weight for weight in weights if weight is not None]
     if len(words) % 2 or not known:
         return Blend(words, None)
     if len(known) < len(weights):
-        raise DataError(f"mixes weighted and unweighted prefixes: {data_path!r}; weigh each prefix, or none")
+        raise DataError(f"{data_path!r} mixes prefixes with and without weights; weigh each prefix, or none")
     if not all(math.isfinite(weight) and weight >= 0 for weight in known) or not sum(known):
-        raise DataError(f"{', '.join(words[::2])}: not shares of a whole; write finite numbers of zero or more")
+        raise DataError(
+            f"{', '.join(words[::2])}: these weights are not shares of a whole; write finite numbers of zero or more"
+        )
     return Blend(words[1::2], known)
-
-
-def _is_word(entry: Any) -> bool:
-    return isinstance(entry, str | int | float) and not isinstance(entry, bool)
 
 
 def _weight(word: str) -> float | None:
@@ -275,8 +275,8 @@ def _weight(word: str) -> float | None:
 
 @dataclass(frozen=True)
 class Source:
-    """This is one kind of document: share is its share of the corpus's tokens, median and longest are tokens, and sigma
-    is that of the logarithm.
+    """A `Source` is one kind of document: its share of the corpus's tokens, its median and longest number of tokens,
+    and the sigma of the logarithm of this number.
     """
 
     share: float
@@ -285,7 +285,7 @@ class Source:
     longest: int = 1 << 21
 
     def mean(self) -> float:
-        """Return the mean number of tokens of a document, before clipping."""
+        """Return the mean number of tokens of a document before long documents are cut."""
         return self.median * float(np.exp(self.sigma**2 / 2))
 
 
@@ -308,7 +308,8 @@ CORPORA = {
 
 
 def document_lengths(tokens: int, sources: tuple[Source, ...], seed: int) -> np.ndarray:
-    """Return int32 [documents], together at least `tokens`, each at least 2 (one token and the end of the document).
+    """Return document lengths, int32 [documents], which are at least `tokens` together. Each is at least 2: one
+    token and the end of the document.
 
     The sources are mixed document by document. The result depends on the arguments only.
     """
@@ -329,7 +330,8 @@ def document_lengths(tokens: int, sources: tuple[Source, ...], seed: int) -> np.
 
 
 def synthetic_index(samples: int, sequence_length: int, seed: int) -> GPTIndex:
-    """Return the index of a dataset of at least `samples` samples: one epoch of a corpus made for `sequence_length`.
+    """Return the index of a dataset of at least `samples` samples. It is one epoch of a corpus that is made for
+    `sequence_length`.
 
     sequence_length: 4,096, 32,768 or 131,072 (the keys of `CORPORA`).
     """
@@ -338,8 +340,8 @@ def synthetic_index(samples: int, sequence_length: int, seed: int) -> GPTIndex:
 
 
 def write_corpus(prefix: Path, lengths: np.ndarray, vocab_size: int, end_of_document: int, seed: int) -> None:
-    """Write a corpus with these lengths as PREFIX.bin and PREFIX.idx: ids are random, and each document ends with its
-    end id.
+    """Write PREFIX.bin and PREFIX.idx with documents of these lengths. Ids are random, and each document ends with
+    its end id.
 
     lengths: int32 [documents]; ids are drawn from [0, vocab_size) without `end_of_document`.
     """

@@ -1,4 +1,4 @@
-"""This module makes instructions from Python sources, and counts the samples of packed conversations.
+"""This module makes instructions from Python sources, and counts the samples that packed conversations give.
 
 Of sources a function's signature is the question, and what its docstring says first the answer.
 
@@ -31,7 +31,7 @@ from tools.files.atomic import keep_existing, write_atomically
 INSTRUCTION = "Say what this Python function does."
 SHORTEST, LONGEST = 12, 300  # characters of an answer
 MOST = 20_000  # conversations that are counted: some seconds
-_WANTED = 'want lines such as {"instruction": "...", "input": "", "output": "..."}'
+_WANTED = 'the file must hold lines such as {"instruction": "...", "input": "", "output": "..."}'
 # the handler's words, which tests hold to MindFormers' own
 SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -50,7 +50,7 @@ WITHOUT_INPUT = (
 
 @dataclass(frozen=True)
 class Options:
-    """These are the options of `tc3 data instructions`, as those of `tc3 data prepare` with the same names."""
+    """An `Options` holds the options of `tc3 data instructions`, which mean what they mean for `tc3 data prepare`."""
 
     corpus: Corpus
     output: Path
@@ -59,14 +59,16 @@ class Options:
     force: bool = False
 
     def files(self) -> dict[str, Path]:
-        """Return the path of each split.
+        """Return the path of each split's file.
 
         Raises:
             DataError: the output is a folder.
         """
         if not self.output.name or self.output.is_dir():
             where = self.output / "instructions"
-            raise DataError(f"--output {self.output}: is a folder; give the start of files' names, such as {where}")
+            raise DataError(
+                f"--output {self.output}: this is a folder; give the first part of the files' names, such as {where}"
+            )
         splits = ("train", HELD_OUT) if self.held_out else ("train",)
         return {split: self.output.parent / f"{split_name(self.output.name, split)}.jsonl" for split in splits}
 
@@ -79,7 +81,7 @@ class _Found:
 
 
 def write(options: Options, skips: Skips) -> dict[str, Any]:
-    """Write the instructions as JSON lines of `instruction`, `input` and `output`; return the counts.
+    """Write the instructions as JSON lines with `instruction`, `input` and `output`, and return the counts.
 
     The order is a shuffle that depends on the instructions and the seed only. An answer that training data has word
     for word is not a held-out one.
@@ -97,7 +99,7 @@ def write(options: Options, skips: Skips) -> dict[str, Any]:
         if not found.rows[split]:
             raise DataError(
                 f"--input {' '.join(options.corpus.inputs)}: {found.documents} documents, and the {split} split has no "
-                "function with a docstring; wants Python sources, such as stdlib"
+                "function with a docstring; give Python sources, such as stdlib"
             )
     summary: dict[str, Any] = {"documents": found.documents, "no_python": found.without, "held_out": options.held_out}
     for split, path in reversed(files.items()):  # training data last: who finds it, finds what is held out, too
@@ -172,7 +174,7 @@ def _answer(docstring: str | None) -> str:
 
 
 def rows_of(key: str, file: Path) -> Iterator[dict[str, str]]:
-    """Yield the conversations of a file: JSON lines, or one JSON list.
+    """Yield the conversations of a file, which holds JSON lines or one JSON list.
 
     Raises:
         DataError: the first line that is none.
@@ -189,10 +191,10 @@ def rows_of(key: str, file: Path) -> Iterator[dict[str, str]]:
         raise DataError(f"{key}: {file}: {not_json(error)}; {_WANTED}") from None
     rows = enumerate(listed, 1) if listed is not None else _parsed(key, file, text)
     for number, row in rows:
-        wrong = "is no mapping" if not isinstance(row, dict) else ""
+        wrong = "the conversation is not a mapping" if not isinstance(row, dict) else ""
         for name in ("instruction", "output") if not wrong else ():
             if not isinstance(row.get(name), str) or not row[name].strip():
-                wrong = f"has no text under {name!r}"
+                wrong = f"the conversation has no text under {name!r}"
                 break
         if wrong:
             raise DataError(f"{key}: {file}:{number}: {wrong}; {_WANTED}")
@@ -209,8 +211,8 @@ def _parsed(key: str, file: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) -> int | None:
-    """Return the samples of `length` tokens of (key, file) packed one after the other; None for more than `MOST`
-    conversations.
+    """Return how many samples of `length` tokens the files (key, file) give when they are packed one after the
+    other. Return None for more than `MOST` conversations.
 
     Raises:
         DataError: a row is not a conversation, or no answer fits in a sample.
@@ -229,9 +231,7 @@ def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) ->
 
 
 def samples(rows: list[dict[str, str]], length: int, tokenizer: Any) -> int:
-    """Return how many samples of `length` tokens the conversations make when `plugins.packed_labels.plan.pack` packs
-    them.
-    """
+    """Return how many samples of `length` tokens `packed_labels.plan.pack` makes of the conversations."""
 
     def tokens(text: str) -> int:
         return len(tokenizer.encode(text).ids)
@@ -250,15 +250,16 @@ def samples(rows: list[dict[str, str]], length: int, tokenizer: Any) -> int:
 
 
 def read_tokenizer(key: str, folder: Path) -> Any:
-    """Return the tokenizer of a folder as its own library reads it; None if the folder has no tokenizer.json.
+    """Return the tokenizer of a folder, read by its own library. Return None if the folder has no tokenizer.json.
 
     Raises:
         DataError: there is no such folder, or its file cannot be read.
     """
     if not folder.is_dir():
         raise DataError(
-            f"{key}: {folder}: no such folder; the tokenizer of the weights to begin with, such as the one that "
-            f"launch/quickstart makes: --set {key}=FOLDER"
+            f"{key}: {folder}: there is no such folder; name the tokenizer of the weights to begin with, such as that "
+            "which "
+            f"launch/quickstart makes, by --set {key}=FOLDER"
         )
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -268,4 +269,4 @@ def read_tokenizer(key: str, folder: Path) -> Any:
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library's errors have no class of their own
-        raise DataError(f"{key}: {file}: not a tokenizer that can be read ({error})") from None
+        raise DataError(f"{key}: {file}: this is not a tokenizer that can be read ({error})") from None

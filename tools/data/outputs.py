@@ -1,4 +1,4 @@
-"""This module handles the files that belong to one prefix, which appear all at once or not at all.
+"""This module handles the files that belong to one prefix. They appear all at once or not at all.
 
 PREFIX.bin  PREFIX.idx  PREFIX.json          the training split
 PREFIX_heldout.bin  .idx  .json              the held-out split, if asked for
@@ -52,19 +52,21 @@ _WORDS: dict[type, str] = {
 }
 
 
-def check_form(path: Path, sidecar: dict[str, Any]) -> None:
-    """Compare the sidecar in `path` with the form that `tc3 data prepare` writes.
+def checked_sidecar(prefix: str | Path) -> dict[str, Any]:
+    """Return the sidecar `PREFIX.json` if it has the form that `tc3 data prepare` writes.
 
     Raises:
-        DataError: a key is missing or of another kind.
+        DataError: as `read_sidecar`; a key is missing or of another kind.
     """
-    _check(path, "", sidecar, _FORM)
+    sidecar = read_sidecar(prefix)
+    _check(Path(f"{prefix}.json"), "", sidecar, _FORM)
+    return sidecar
 
 
 def _check(path: Path, place: str, value: Any, form: Any) -> None:
     kind: type = form if isinstance(form, type) else type(form)
     if not _fits(value, kind):
-        raise DataError(f"{path}: {place}: want {_WORDS[kind]}, got {value!r:.60}; make the pair again")
+        raise DataError(f"{path}: {place}: the value must be {_WORDS[kind]}, not {value!r:.60}; make the pair again")
     if isinstance(form, list):
         for number, item in enumerate(value):
             _check(path, f"{place}[{number}]", item, form[0])
@@ -72,7 +74,9 @@ def _check(path: Path, place: str, value: Any, form: Any) -> None:
         for key, inner in form.items():
             name = f"{place}.{key}" if place else key
             if key not in value:
-                raise DataError(f"{path}: {name}: missing{did_you_mean(key, list(value))}; make the pair again")
+                raise DataError(
+                    f"{path}: {name}: the key is missing{did_you_mean(key, list(value))}; make the pair again"
+                )
             _check(path, name, value[key], inner)
 
 
@@ -86,17 +90,18 @@ HELD_OUT = "heldout"
 
 
 def split_name(name: str, split: str) -> str:
-    """Return the file name, without suffix, of a split ("train" or "heldout") of the prefix called `name`."""
+    """Return the file name, without suffix, of a split ("train" or "heldout") of the prefix that is called `name`."""
     return name if split == "train" else f"{name}_{split}"
 
 
 def tokenizer_name(name: str) -> str:
-    """Return the folder name of the tokenizer trained for the prefix called `name`."""
+    """Return the name of the folder for the tokenizer that is trained for the prefix called `name`."""
     return f"{name}_tokenizer"
 
 
 def read_sidecar(prefix: str | Path) -> dict[str, Any]:
-    """Return the sidecar `PREFIX.json`: documents, tokens, vocab_size, eod_id, dtype, ... (see `prepare`).
+    """Return the content of the sidecar `PREFIX.json`: documents, tokens, vocab_size, eod_id, dtype and more (see
+    `prepare`).
 
     Raises `DataError` when it is missing, cannot be read or is not what `tc3 data prepare` writes.
     """
@@ -105,37 +110,43 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         hint = f"; give the prefix without {path.suffixes[-2]}" if path.suffixes[-2:-1] in ([".bin"], [".idx"]) else ""
-        raise DataError(f"{path}: no such file; `tc3 data prepare` writes it beside .bin and .idx{hint}") from None
+        raise DataError(
+            f"{path}: there is no such file, which `tc3 data prepare` writes beside .bin and .idx{hint}"
+        ) from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: {not_json(error)}") from None
     if not isinstance(content, dict) or content.get("format") != "tc3-data-1":
-        raise DataError(f"{path}: is not a sidecar of `tc3 data prepare`")
+        raise DataError(f"{path}: this is not a sidecar of `tc3 data prepare`")
     return content
 
 
 def check_prefix(prefix: Path, splits: tuple[str, ...], trains_tokenizer: bool, force: bool) -> None:
-    """Refuse a prefix that is invalid or whose files exist (unless `force`).
+    """Refuse a prefix that is invalid, or whose files exist when `force` is not given.
 
     Raises `DataError`.
     """
     if prefix.suffix in SUFFIXES:
         raise DataError(f"--output {prefix}: give the prefix without {prefix.suffix}")
     if os.path.isdir(prefix) and not _is_cache(prefix):
-        raise DataError(f"--output {prefix}: is a folder; give the first part of files' names, such as {prefix}/corpus")
+        raise DataError(
+            f"--output {prefix}: this is a folder; give the first part of the files' names, such as {prefix}/corpus"
+        )
     files = files_of(prefix, splits)
     for path in files:
         if os.path.isdir(path):
-            raise DataError(f"{path}: is a folder, where a file of --output {prefix} would go; choose another --output")
+            raise DataError(
+                f"{path}: this is a folder, where a file of --output {prefix} would go; choose another --output"
+            )
     folders = [prefix.parent / tokenizer_name(prefix.name)] if trains_tokenizer else []
     found = [path for path in (*files, *folders) if os.path.lexists(path)] + _stale_split(prefix)
     if found and not force:
-        raise DataError(f"{found[0]}: exists; choose another --output, or replace it with --force")
+        raise DataError(f"{found[0]}: the file exists; choose another --output, or replace it with --force")
 
 
 def files_of(prefix: Path, splits: tuple[str, ...]) -> list[Path]:
-    """Return the files that the splits of `prefix` are written to."""
+    """Return the files into which the splits of `prefix` are written."""
     return [prefix.parent / (split_name(prefix.name, split) + suffix) for split in splits for suffix in SUFFIXES]
 
 
@@ -149,7 +160,7 @@ def _is_cache(prefix: Path) -> bool:
 
 @contextmanager
 def staged(prefix: Path) -> Iterator[Path]:
-    """Yield a new hidden folder beside `prefix`, on the same file system, which is removed after the block.
+    """Yield a new hidden folder beside `prefix`, on the same file system. It is removed after the block.
 
     Creates the output folder when it is missing. Raises `DataError` when it cannot be written.
     """
@@ -166,7 +177,7 @@ def staged(prefix: Path) -> Iterator[Path]:
 
 
 def publish(stage: Path, prefix: Path, splits: tuple[str, ...], force: bool) -> None:
-    """Rename the files in `stage` to their place beside `prefix`, replacing existing files if `force`.
+    """Rename the files in `stage` to their places beside `prefix`. Existing files are replaced if `force` is given.
 
     At no moment is there an .idx beside a .bin that it does not belong to: old .idx files go first, new ones come
     last, each after its .bin and .json. A power cut leaves the old pair, the new pair, or no readable pair.
@@ -200,12 +211,12 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def leftovers(prefix: Path) -> list[Path]:
-    """Return staging folders of earlier runs for `prefix` that were killed before they could clean up."""
+    """Return the staging folders of earlier runs for `prefix` that were killed before they could remove them."""
     return sorted(prefix.parent.glob(f".{prefix.name}.unfinished-*"))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` and flush it to disk."""
+    """Write `content` as JSON, and flush the file to disk."""
     with open(path, "w", encoding="utf-8") as stream:
         stream.write(json.dumps(content, indent=2) + "\n")
         stream.flush()

@@ -1,4 +1,4 @@
-"""This module is the pipeline of `tc3 data prepare`: corpus -> tokenizer -> `.bin/.idx` per split -> check ->
+"""This module is the pipeline of `tc3 data prepare`: corpus -> tokenizer -> `.bin/.idx` of each split -> check ->
 publish.
 """
 
@@ -33,7 +33,7 @@ _JOB_CHARACTERS = 1 << 18  # text handed to a worker at a time
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """This is one run of `tc3 data prepare`.
+    """A `PrepareOptions` holds the options of one run of `tc3 data prepare`.
 
     output: the prefix. tokenizer: "bytes" (train one of `vocab_size` ids) or a Hugging Face folder.
     held_out: fraction of documents, 0 for none, chosen by `seed`. dtype: "auto", "uint16" or "int32".
@@ -54,11 +54,11 @@ class PrepareOptions:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Return "train", and "heldout" if one is requested."""
+        """Return "train", and "heldout" if a held-out split is requested."""
         return ("train", outputs.HELD_OUT) if self.held_out else ("train",)
 
     def split_of(self, index: int) -> str:
-        """Return the split of document `index`."""
+        """Return the split to which document `index` belongs."""
         return outputs.HELD_OUT if held_out(self.seed, index, self.held_out) else "train"
 
 
@@ -77,7 +77,7 @@ class _Encoded(NamedTuple):
 
 
 def prepare(options: PrepareOptions, reporter: Reporter | None = None) -> dict[str, Any]:
-    """Write, check and publish the pairs of `options.output`; return the training split's sidecar.
+    """Write, check and publish the pairs of `options.output`, and return the sidecar of the training split.
 
     With a held-out split its sidecar is under "heldout". Nothing appears under the prefix unless all of it is right.
     Memory is flat in the size of the corpus: the largest document, a few MB per worker, and 4 bytes per document (28
@@ -108,7 +108,9 @@ def _keep_inputs(options: PrepareOptions) -> None:
     outs = {path.name: path for path in outputs.files_of(options.output, options.splits) if os.path.exists(path)}
     for path in options.corpus.files() if outs else ():
         if path.name in outs and os.path.samefile(path, outs[path.name]):
-            raise DataError(f"--output {options.output}: would overwrite its own input {path}; choose another --output")
+            raise DataError(
+                f"--output {options.output}: this would overwrite the input {path}; choose another --output"
+            )
 
 
 def _tokenizer(options: PrepareOptions, stage: Path, size: int, reporter: Reporter) -> Tokenizer:
@@ -261,6 +263,6 @@ def _check(options: PrepareOptions, stage: Path, tokenizer: Tokenizer, size: int
         report = verify(prefix, options.corpus, tokenizer, fraction, reporter)
         if report.findings:
             raise DataError(
-                f"the {split} split does not read back as written, nothing is published: {report.findings[0]}"
+                f"the {split} split does not read back as it was written, so nothing is published: {report.findings[0]}"
             )
         reporter.log(f"checked {split}: {report.summary()}")

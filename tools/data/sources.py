@@ -1,5 +1,5 @@
-"""This module reads documents from files: text, JSON lines, `.gz` of both, folders of them, and Python's standard
-library.
+"""This module reads documents from files: text, JSON lines, both as `.gz`, folders of such files, and Python's
+standard library.
 
 Everything streams: memory holds one document (one line of JSON lines, one whole text file) at a time.
 """
@@ -33,7 +33,7 @@ _RANGE = float(1 << 64)
 
 
 def chosen(salt: str, index: int, fraction: float) -> bool:
-    """Return True for about `fraction` of all indices; they are the same indices in every run, on every machine.
+    """Return True for about `fraction` of all indices. They are the same indices in every run, on every machine.
 
     `index` counts from 0; of documents, those of the corpus that are kept (skipped ones have no index).
     """
@@ -42,12 +42,12 @@ def chosen(salt: str, index: int, fraction: float) -> bool:
 
 
 def held_out(seed: int, index: int, fraction: float) -> bool:
-    """Return True when document `index` belongs to the held-out split."""
+    """Return whether document `index` belongs to the held-out split."""
     return chosen(f"held-out-{seed}", index, fraction)
 
 
 def spread(texts: Iterable[str], total: int, budget: int) -> Iterator[str]:
-    """Yield about `budget` bytes of `texts`, spread over all texts: some of their pieces of `PIECE` characters.
+    """Yield about `budget` bytes of `texts` in pieces of `PIECE` characters, which are spread over all texts.
 
     total: the bytes of UTF-8 that `texts` hold; within the budget, every text is yielded whole. Else the first piece
     is among the chosen, and what they hold differs from the budget by less than the largest piece.
@@ -75,7 +75,7 @@ SHOWN = 10
 
 @dataclass
 class Skips:
-    """These are counts of skipped documents by kind: `empty`, `invalid_utf8`, `broken_lines`.
+    """A `Skips` counts skipped documents by kind: `empty`, `invalid_utf8` and `broken_lines`.
 
     strict: raise at the first that is not merely empty. reporter: where the first `SHOWN` of them are named.
     """
@@ -87,7 +87,7 @@ class Skips:
     _faults: int = 0
 
     def add(self, kind: str, where: str, why: str) -> None:
-        """Count one skipped document; with strict, raise `DataError` if it is faulty and not just empty."""
+        """Count one skipped document. With `strict`, raise `DataError` unless it is merely empty."""
         message = f"{where}: {why}"
         self.first = self.first or message
         self.counts[kind] += 1
@@ -102,7 +102,7 @@ class Skips:
             self.reporter.log("skipped ... more: only counted from here on")
 
     def summary(self) -> str:
-        """Return a text such as "skipped 2 empty, 1 invalid_utf8", or an empty string."""
+        """Return a text such as "skipped 2 empty, 1 invalid_utf8"; return an empty text if nothing was skipped."""
         counted = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.items() if count)
         return f"skipped {counted}" if counted else ""
 
@@ -121,7 +121,7 @@ _STDLIB_SKIPPED_FILES = ("_sysconfigdata*", "sitecustomize.py", "usercustomize.p
 
 
 class Document(NamedTuple):
-    """This is one training document with its source."""
+    """A `Document` is one training document with the place from which it was read."""
 
     text: str
     where: str  # "file", or "file:line"
@@ -130,7 +130,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """These are the inputs of one run, in order; iterating twice gives the same documents in the same order.
+    """A `Corpus` holds the inputs of one run, in order. Iterating twice gives the same documents in the same order.
 
     inputs: files, folders or "stdlib". jsonl_key: the field of a JSON line that holds the text.
     globs: file name patterns that a folder contributes (empty: `FOLDER_SUFFIXES`).
@@ -141,7 +141,8 @@ class Corpus:
     globs: tuple[str, ...] = ()
 
     def files(self) -> Iterator[Path]:
-        """Yield every file, in input order; the files of a folder come sorted, before those of its sub-folders.
+        """Yield every file in the order of the inputs. The files of a folder come sorted, before those of its
+        sub-folders.
 
         Raises `DataError` for an input that does not exist or a folder without a matching file.
         """
@@ -149,7 +150,7 @@ class Corpus:
             yield from _files_of(name, self.globs)
 
     def documents(self, skips: Skips) -> Iterator[Document]:
-        """Yield the documents of every file; text that cannot be a document is counted in `skips`.
+        """Yield the documents of every file. Text that cannot be a document is counted in `skips`.
 
         Raises `DataError` for a file that cannot be read, a truncated gzip, or, when strict, the first skip.
         """
@@ -158,14 +159,14 @@ class Corpus:
             yield from read(path, self.jsonl_key, skips)
 
     def measure(self) -> tuple[int, int]:
-        """Return the number of files and their size in bytes on disk; this finds missing inputs before any work."""
+        """Return the number of files and their bytes on disk. Missing inputs are found here."""
         count = size = 0
         for path in self.files():
             count, size = count + 1, size + path.stat().st_size
         return count, size
 
     def describe(self) -> list[dict[str, str]]:
-        """Return the sidecar's `sources`: an absolute path for each, or "stdlib" and its Python version."""
+        """Return the sidecar's `sources`: absolute paths, or "stdlib" with its Python version."""
         return [
             {"input": STDLIB_NAMES[0], "python": platform.python_version()}
             if name in STDLIB_NAMES
@@ -184,14 +185,16 @@ def _files_of(name: str, globs: tuple[str, ...]) -> Iterator[Path]:
         yield path
         return
     if not stat.S_ISDIR(mode):
-        raise DataError(f"--input {name}: is a pipe or device; it is read more than once, so save it as a file")
+        raise DataError(
+            f"--input {name}: this is a pipe or a device, but inputs are read more than once; save it as a file"
+        )
     found = False
     for file in _walk(path, globs):
         found = True
         yield file
     if not found:
         wanted = " ".join(globs) if globs else "the text-like suffixes that `tc3 data prepare --help` lists"
-        raise DataError(f"--input {name}: no file in this folder matches {wanted}; choose with --glob '*.xyz'")
+        raise DataError(f"--input {name}: no file in this folder matches {wanted}; choose files with --glob '*.xyz'")
 
 
 def _mode(name: str) -> int:
@@ -199,7 +202,7 @@ def _mode(name: str) -> int:
     try:
         return os.stat(name).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"--input {name}: no such file or folder{_nearest(Path(name))}") from None
+        raise DataError(f"--input {name}: there is no such file or folder{_nearest(Path(name))}") from None
     except OSError as error:
         raise DataError(f"--input {name}: cannot be read ({error.strerror})") from None
 
@@ -268,7 +271,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             else:
                 yield raw, raw
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: truncated or broken gzip ({error}); copy the file again") from error
+        raise DataError(f"{path}: the gzip file is truncated or broken ({error}); copy it again") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
 

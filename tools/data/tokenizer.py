@@ -1,4 +1,4 @@
-"""This module provides tokenizers: a byte-level BPE trained on the corpus, or a Hugging Face folder.
+"""This module provides tokenizers: it trains a byte-level BPE on the corpus, or loads a Hugging Face folder.
 
 A tokenizer travels to worker processes as a `TokenizerSpec` and is rebuilt there as a `Coder`.
 """
@@ -24,7 +24,7 @@ SMALLEST_VOCAB = 256 + 1  # every byte, and EOD_TOKEN
 
 
 class TokenizerSpec(NamedTuple):
-    """This is what a process needs to rebuild a tokenizer."""
+    """A `TokenizerSpec` holds what a process needs to rebuild a tokenizer."""
 
     backend: str | None  # tokenizer.json; None for a slow Hugging Face tokenizer, which is loaded from `folder`
     folder: str
@@ -33,7 +33,7 @@ class TokenizerSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """These are a loaded tokenizer's facts.
+    """A `Tokenizer` holds the facts of a loaded tokenizer.
 
     vocab_size: largest id + 1, what a model's embedding must at least hold.
     lossless: decoding gives back the exact text. fingerprint: equal for tokenizers that give equal ids.
@@ -48,9 +48,7 @@ class Tokenizer:
 
 
 class Coder:
-    """This converts text to ids and back. Nothing is added to a text, and text that looks like a special token stays
-    text.
-    """
+    """A `Coder` converts text to ids and back. Text that looks like a special token stays text."""
 
     def __init__(self, spec: TokenizerSpec) -> None:
         if spec.backend is None:
@@ -77,7 +75,8 @@ class Coder:
 
 
 def train(texts: Iterable[str], vocab_size: int, folder: Path) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocab_size` ids and save it in `folder` for `AutoTokenizer`.
+    """Train a byte-level BPE of at most `vocab_size` ids, and save it in `folder` so that `AutoTokenizer` can load
+    it.
 
     The same texts give the same files, whatever the number of threads. A small corpus gives fewer ids.
     Raises `DataError` when `vocab_size` cannot hold all bytes and the end-of-document token.
@@ -124,17 +123,21 @@ def _train(backend: tokenizers.Tokenizer, texts: Iterable[str], trainer: Any) ->
 
 
 def load(folder: str | Path, eod_token: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
-    """Load a Hugging Face tokenizer folder, never from the network.
+    """Load the tokenizer of a Hugging Face folder. Nothing is loaded from the network.
 
     eod_token: the token that ends a document; None takes the tokenizer's `eos_token`.
     Raises `DataError` when the folder is missing, is not a tokenizer, or names no end-of-document token.
     """
     if not os.path.isdir(folder):
-        raise DataError(f"--tokenizer {folder}: no such folder; give `bytes` or a Hugging Face tokenizer folder")
+        raise DataError(
+            f"--tokenizer {folder}: there is no such folder; give `bytes`, or the folder of a Hugging Face tokenizer"
+        )
     hugging_face = _load_hugging_face(str(folder), trust_remote_code)
     token = eod_token or hugging_face.eos_token
     if not token:
-        raise DataError(f"--tokenizer {folder}: it has no eos_token; name the token that ends a document: --eod-token")
+        raise DataError(
+            f"--tokenizer {folder}: the tokenizer has no eos_token; name the token that ends a document by --eod-token"
+        )
     vocabulary = hugging_face.get_vocab()
     if token not in vocabulary:
         near = did_you_mean(token, list(vocabulary))
@@ -161,7 +164,9 @@ def _load_hugging_face(folder: str, trust_remote_code: bool) -> Any:
     except Exception as error:  # its loaders let anything through, KeyError included
         reason = str(error).strip().split("\n")[0]
         hint = "; its own code runs only with --trust-remote-code" if "trust_remote_code" in str(error) else ""
-        raise DataError(f"--tokenizer {folder}: not a tokenizer that transformers can load ({reason}){hint}") from error
+        raise DataError(
+            f"--tokenizer {folder}: this is not a tokenizer that transformers can load ({reason}){hint}"
+        ) from error
 
 
 def _describe(backend: str, folder: Path, eod_token: str) -> Tokenizer:

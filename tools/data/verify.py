@@ -1,5 +1,5 @@
-"""This module reads a pair back and checks whether it is complete, unchanged since it was written, and equal to the
-text of its sources.
+"""This module reads a pair back. It checks whether the pair is complete, unchanged since it was written, and equal
+to the text of its sources.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 from tools.data import outputs
 from tools.data import tokenizer as tokenizers
 from tools.data.index import BrokenIndexError, IndexReader
-from tools.data.outputs import check_form
 from tools.data.sources import STDLIB_NAMES, Corpus, Skips, chosen, held_out
 from tools.data.tokenizer import Coder, Tokenizer
 from tools.process.waiting import Reporter
@@ -27,7 +26,7 @@ _BATCH_CHARACTERS = 1 << 18
 
 @dataclass
 class Verification:
-    """The outcome. `findings` (at most about 10 are kept) is empty if no error was found.
+    """A `Verification` is the outcome of a check. `findings` (about 10 at most) is empty if no error was found.
 
     compared: documents whose content was compared with the source. method: "text" (decoded ids equal the source's
     text), "ids" (the tokenizer loses text, so the source was encoded again and the ids are equal), or "none".
@@ -52,7 +51,7 @@ class Verification:
         return f"{counts}: {how[self.method]}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the outcome for `--json`."""
+        """Return the content that `--json` prints."""
         return asdict(self)
 
 
@@ -79,8 +78,7 @@ def verify(
     Raises `DataError` when a file is missing; what is wrong inside the files becomes a finding.
     """
     reporter = reporter or Reporter()
-    sidecar = outputs.read_sidecar(prefix)
-    check_form(Path(f"{prefix}.json"), sidecar)
+    sidecar = outputs.checked_sidecar(prefix)
     report = Verification(str(prefix))
     try:
         reader = IndexReader(prefix)

@@ -1,5 +1,5 @@
-"""This module runs `tc3 doctor --json` on many hosts by ssh, many at once, each with a time limit, and leaves no
-process behind.
+"""This module runs `tc3 doctor --json` on many hosts by ssh. It asks many hosts at once, gives each a time limit, and
+leaves no process behind.
 
 The same ssh session measures the clock first: we send a line, the host answers with its time. Its clock then stood
 between our sending and our receiving; of several rounds the shortest one is the most exact. The start of a connection
@@ -33,8 +33,8 @@ _MOST = 1 << 22  # bytes that are taken of a report; a real one has some 20 thou
 
 @dataclass(frozen=True)
 class Skew:
-    """This is the number of seconds by which a host's clock is ahead of ours, and the possible error: half of the round
-    trip.
+    """A `Skew` is the number of seconds by which a host's clock is ahead of ours, with the possible error, which is
+    half of the round trip.
     """
 
     ahead: float
@@ -43,7 +43,7 @@ class Skew:
 
 @dataclass(frozen=True)
 class Trouble:
-    """This says why there is no report of a host: what failed (`ssh`, `report`), in words, and what to do."""
+    """A `Trouble` says why there is no report of a host: what failed (`ssh` or `report`), in words, and what to do."""
 
     what: str
     words: str
@@ -52,24 +52,28 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Answer:
-    """This is the answer of one host; `skew` is None if it was not measured."""
+    """An `Answer` holds what one host answered. `skew` is None if its clock was not measured."""
 
     told: Report | Trouble
     skew: Skew | None = None
 
 
 def parsed(text: str) -> Report | Trouble:
-    """Return a report, or why a text is not one."""
+    """Return the report that a text holds, or say why the text is not a report."""
     if len(text) > _MOST:
-        return Trouble("report", f"{len(text):,} characters: no report", "look what prints there when a shell starts")
+        return Trouble(
+            "report",
+            f"the output has {len(text):,} characters, so it is not a report",
+            "look what prints there when a shell starts",
+        )
     try:
         return read_report(text)
     except ReportError as error:
-        return Trouble("report", str(error), "tc3 doctor --json on that host, with the same checkout as here")
+        return Trouble("report", str(error), "run tc3 doctor --json on that host, with the same checkout as here")
 
 
 def read_folder(folder: Path) -> Mapping[str, Answer]:
-    """Return host -> its answer, from a folder with a file HOST.json for each host.
+    """Return host -> answer, from a folder that holds a file HOST.json for each host.
 
     Raises:
         ClusterError: there is no such file, or the folder cannot be listed.
@@ -79,7 +83,10 @@ def read_folder(folder: Path) -> Mapping[str, Answer]:
     except OSError as error:
         raise ClusterError(f"--nodes {folder}: cannot be listed: {error.strerror}") from None
     if not files:
-        raise ClusterError(f"--nodes {folder}: no *.json there; it needs HOST.json of each host, by tc3 doctor --json")
+        raise ClusterError(
+            f"--nodes {folder}: the folder holds no *.json; it needs a HOST.json of each host, which tc3 doctor --json "
+            "prints"
+        )
     return {path.stem: Answer(_of_file(path)) for path in files}
 
 
@@ -89,7 +96,7 @@ def _of_file(path: Path) -> Report | Trouble:
             return parsed(" " * (_MOST + 1))
         return parsed(path.read_text(encoding="utf-8", errors="replace"))
     except OSError as error:
-        return Trouble("report", f"{path}: {error.strerror}", "write it anew: tc3 doctor --json there")
+        return Trouble("report", f"{path}: {error.strerror}", "run tc3 doctor --json there again")
 
 
 AT_ONCE = 64
@@ -108,7 +115,7 @@ _START = "from launch.cli import main; main()"
 
 
 def ask_all(hosts: Sequence[str], words: Sequence[str], limit: float = LIMIT) -> dict[str, Answer]:
-    """Return host -> answer, in the order of `hosts`; `words` follow ``tc3 doctor --json``.
+    """Return host -> answer, in the order of `hosts`. `words` are the arguments that follow ``tc3 doctor --json``.
 
     The checkout, Python and the working folder are expected where they are here, as the launch scripts do.
 
@@ -209,7 +216,7 @@ def _ask(host: str, command: str, sessions: _Sessions) -> Answer:
         finally:
             late = sessions.end(process)
         if late:
-            mend = "look there: a file system or a driver that hangs; --limit SECONDS for slow hosts"
+            mend = "look there for a file system or a driver that hangs; give slow hosts more time by --limit SECONDS"
             return Answer(Trouble("ssh", f"no answer within {sessions.limit:g} s", mend))
         errors.seek(0)
         return Answer(_told(host, code, text, errors.read(_MOST).decode(errors="replace")), skew)

@@ -1,4 +1,5 @@
-"""This module defines a check: what it looks at, why this matters with its source, and the command that mends it.
+"""This module defines what a check is: a look at a host, the reason why the result matters with its source, and the
+command that mends it.
 
 A check changes nothing. It is a function from a host to an `Answer`; `check` adds the words and enters it in `CHECKS`.
 """
@@ -22,7 +23,7 @@ REPORT = "report, section 6"
 
 @dataclass(frozen=True)
 class Patient:
-    """These are the host, and the recipe that is to run on it, if one was named."""
+    """A `Patient` is a host, with the recipe that is to run on it if one was named."""
 
     root: Root
     recipe: View | None = None
@@ -57,7 +58,7 @@ class Patient:
 
 @dataclass(frozen=True)
 class Answer:
-    """This is the result of a check: the verdict, and what was seen."""
+    """An `Answer` is the result of a check: the verdict, and what the check saw."""
 
     verdict: Verdict
     seen: str
@@ -65,7 +66,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Check:
-    """This is one check; `npu` marks checks that a recipe on CPU does not need."""
+    """A `Check` is a function with its words. `npu` marks a check that a recipe on CPU does not need."""
 
     name: str
     look: Callable[[Patient], Answer]
@@ -77,7 +78,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Finding:
-    """This is one check of one host, as it is reported."""
+    """A `Finding` is one check of one host in the form in which it is reported."""
 
     check: str
     verdict: Verdict
@@ -93,7 +94,7 @@ Told = TypeVar("Told")
 
 
 class UntoldError(ValueError):
-    """A host does not provide what a check looks at: the check is unknown, and the message says what was seen."""
+    """A host does not provide what a check looks at. The check is then unknown, and the message says what was seen."""
 
 
 def told(value: Told | None, otherwise: str) -> Told:
@@ -104,7 +105,7 @@ def told(value: Told | None, otherwise: str) -> Told:
 
 
 def check(why: str, source: str, mend: str, npu: bool = False) -> Callable[[Looker], Looker]:
-    """Add a function to `CHECKS`, under its name. If something cannot be read, the check is unknown."""
+    """Add a function to `CHECKS` under its name. The check is unknown if something cannot be read."""
 
     def enter(look: Looker) -> Looker:
         @wraps(look)
@@ -124,7 +125,7 @@ def check(why: str, source: str, mend: str, npu: bool = False) -> Callable[[Look
 
 
 def examine(patient: Patient, modules: Sequence[str]) -> list[Finding]:
-    """Return every check of `modules` that the recipe needs, in their order."""
+    """Return the findings of every check of `modules` that the recipe needs, in the order of the modules."""
     found = []
     for item in sorted(CHECKS.values(), key=lambda item: modules.index(item.look.__module__)):
         if item.npu and patient.on_cpu:

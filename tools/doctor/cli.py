@@ -1,4 +1,4 @@
-"""This module is `tc3 doctor`: it says whether this host is fit to train, or which of many hosts is not."""
+"""This module is the command `tc3 doctor`. It says whether this host is fit to train, or which of many hosts is not."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ MODULES = [module.__name__ for module in (host, devices)]  # the order of the re
 @click.option(
     "--nodes",
     type=click.Path(exists=True, path_type=Path),
-    help="Ask every host of this file (as for tc3 train --script) by ssh, or read a folder's HOST.json files.",
+    help="Ask the hosts of this file (as for tc3 train --script) by ssh, or read the HOST.json files of this folder.",
 )
 @click.option(
     "--limit",
     type=Number("patience"),
-    help=f"With --nodes FILE: seconds to wait for one host; default {LIMIT:g}, with --probe {PROBE_LIMIT:g}.",
+    help=f"Wait so many seconds for one host of --nodes.  [default: {LIMIT:g}, with --probe {PROBE_LIMIT:g}]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print findings and facts as JSON.")
 def doctor(
@@ -52,7 +52,7 @@ def doctor(
     limit: float | None,
     as_json: bool,
 ) -> None:
-    """Check a host for what slows or ends runs; with RECIPE, also for what that recipe needs.
+    """Check a host for what would slow down or end a run. With RECIPE, also check what that recipe needs.
 
     Nothing is changed, and root is not needed. Exit code: 0 fit, 1 a check fails, 2 something to mend first.
     """
@@ -60,16 +60,18 @@ def doctor(
     patient = Patient(Root(root), view)
     if nodes is not None:
         if not patient.root.live:
-            raise click.UsageError("--root is one recorded host and --nodes are many: give one of them")
+            raise click.UsageError(
+                "--root names one recorded host and --nodes names many hosts; give only one of the two options"
+            )
         if nodes.is_dir() and wants_probe:
             raise click.UsageError(
-                "--probe with reports in a folder: they hold their probes already, leave out --probe"
+                "--probe does not go with reports in a folder, which hold their probes already; leave out --probe"
             )
         words = [] if recipe is None else [str(recipe.absolute())]
         words += ["--probe"] * wants_probe + (["--workers", str(workers)] if workers is not None else [])
         _compare(nodes, words, limit or (PROBE_LIMIT if wants_probe else LIMIT), as_json)
     if limit is not None:
-        raise click.UsageError("--limit goes with --nodes: add --nodes, or leave --limit out")
+        raise click.UsageError("--limit works only with --nodes; add --nodes, or leave out --limit")
     probed = probe_if(wants_probe, patient, recipe, workers)
     findings = examine(patient, MODULES) + (probe_findings({"": probed}) if probed else [])
     click.echo(Report(findings, gather(patient), probed).text() if as_json else _text(findings))

@@ -1,5 +1,5 @@
-"""This module finds what differs between hosts: hosts without a report, failing checks, and versions or clocks that
-differ from those of most hosts.
+"""This module finds in what hosts differ: hosts without a report, checks that fail, and versions or clocks that differ
+from those of most hosts.
 
 The module turns answers into outliers, without side effects. The value of most hosts counts as right, because there is
 no other reference; if no value has more than half of the hosts, all values are shown.
@@ -45,7 +45,7 @@ _MEANING: dict[str, tuple[Verdict, str]] = {
 
 @dataclass(frozen=True)
 class Outlier:
-    """These hosts differ from the others in one respect: what they report, what is usual, and what to do."""
+    """An `Outlier` names hosts that differ in one respect, what is usual, and what to do."""
 
     what: str
     verdict: Verdict
@@ -57,8 +57,8 @@ class Outlier:
 
 @dataclass(frozen=True)
 class Comparison:
-    """These are the outliers, worst first; checks by the verdict that they have on every host; and facts that all hosts
-    share.
+    """A `Comparison` holds the outliers, the worst first, the checks that have one verdict on every host, and the facts
+    that all hosts share.
     """
 
     outliers: Sequence[Outlier]
@@ -67,7 +67,7 @@ class Comparison:
 
 
 def compare(answers: Mapping[str, Answer]) -> Comparison:
-    """Return what differs between hosts."""
+    """Return in what the hosts differ."""
     reports = {host: answer.told for host, answer in answers.items() if isinstance(answer.told, Report)}
     names = dict.fromkeys(name for report in reports.values() for name in report.facts)
     facts = [item for name in names for item in _fact(name, reports)]
@@ -198,7 +198,7 @@ def _probes(reports: Mapping[str, Report]) -> list[Outlier]:
 
 
 def text(answers: Mapping[str, Answer], comparison: Comparison) -> str:
-    """Return only outliers, worst first, with one line each for what all hosts have in common."""
+    """Return the outliers, the worst first, and a line for each kind of thing that all hosts have in common."""
     reported = sum(isinstance(answer.told, Report) for answer in answers.values())
     lines = [f"{len(answers)} host{'s' * (len(answers) > 1)}, {reported} with a report"]
     width = max([len(item.what) for item in comparison.outliers], default=0)
@@ -221,7 +221,7 @@ def _lines(item: Outlier, width: int) -> list[str]:
 
 
 def as_json(answers: Mapping[str, Answer], comparison: Comparison) -> dict[str, Any]:
-    """Return the whole comparison, with hosts by name and the measured clocks in seconds."""
+    """Return the whole comparison, with the names of all hosts and the measured clocks in seconds."""
     return {
         "hosts": {host: isinstance(answer.told, Report) for host, answer in answers.items()},
         "clocks": {host: asdict(answer.skew) for host, answer in answers.items() if answer.skew is not None},

@@ -1,4 +1,4 @@
-"""This module checks a host's network, its NPUs, and the needs of a recipe.
+"""This module checks a host's network and its NPUs, and whether the host meets the needs of a recipe.
 
 The first checks look at ports, names and packet sizes between hosts. Those of NPUs ask whether they are seen, healthy,
 free, linked, at their clock, and under software that fits together; formats differ by driver and are read leniently.
@@ -66,7 +66,7 @@ def reserved_ports(patient: Patient) -> Answer:
     mend="ss -ltnp shows who listens; end it, or choose MASTER_PORT, HCCL_IF_BASE_PORT",
 )
 def free_ports(patient: Patient) -> Answer:
-    """Nobody listens on the ports of a launch; tc3 train and tc3 agent choose a free port for the scheduler."""
+    """Nobody listens on the ports that a launch needs; the scheduler's is chosen by tc3 train."""
     tables = [patient.root.read(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
     if all(table is None for table in tables):
         return Answer("unknown", "/proc/net/tcp cannot be read")
@@ -91,7 +91,7 @@ def card_sizes(root: Root) -> dict[str, str]:
     mend="ip link set CARD mtu 9000 (as the switch, on every host)",
 )
 def packet_size(patient: Patient) -> Answer:
-    """All network cards have the same packet size; tc3 doctor --nodes compares it with that of other hosts."""
+    """All network cards have the same packet size, which tc3 doctor --nodes compares between hosts."""
     sizes = told(card_sizes(patient.root) or None, "no network card is seen (in a container: ask its host)")
     seen = ", ".join(f"{card} {size}" for card, size in sizes.items())
     return Answer("warn" if len(set(sizes.values())) > 1 else "ok", seen)
@@ -176,7 +176,7 @@ def npu_processes(patient: Patient) -> Answer:
     npu=True,
 )
 def npu_clock(patient: Patient) -> Answer:
-    """AI cores that work run at their rated clock; a lower clock of idle cores does not matter."""
+    """AI cores that work run at their rated clock. A lower clock of idle cores does not matter."""
     table = _npu_smi_table(patient)
     chips = host.chips(table)
     seen, slow, resting = [], False, False
@@ -227,7 +227,7 @@ def _first_value(root: Root, patterns: Sequence[str], key: str) -> str | None:
 
 
 def ascend_versions(root: Root) -> dict[str, str | None]:
-    """Return the versions of the driver, its firmware and CANN from their files; None for what is not found."""
+    """Return the versions of the driver, its firmware and CANN; None for one that is not found."""
     return {name: _first_value(root, places, "version") for name, places in _VERSION_FILES.items()}
 
 
@@ -238,9 +238,7 @@ def ascend_versions(root: Root) -> dict[str, str | None]:
     npu=True,
 )
 def ascend_software(patient: Patient) -> Answer:
-    """Driver and CANN are installed, and the driver supports the firmware; whether CANN supports both is not known
-    here.
-    """
+    """Driver and CANN are installed, and the driver supports the firmware. CANN's own needs are not known."""
     found = ascend_versions(patient.root)
     seen = ", ".join(f"{name} {version}" if version else f"no {name} seen" for name, version in found.items())
     taken = _first_value(patient.root, _VERSION_FILES["driver"], "compatible_version_fw")
@@ -287,7 +285,7 @@ def checkpoint_room(patient: Patient) -> Answer:
     mend="fewer workers, or end what else uses memory",
 )
 def memory(patient: Patient) -> Answer:
-    """The host has enough memory for the workers; the need of workers that drive an NPU is not known."""
+    """The host has enough memory for the workers. How much a worker that drives an NPU needs is not known."""
     row = patient.find(r"^MemAvailable:\s+(\d+) kB", "/proc/meminfo", "/proc/meminfo does not tell")
     free, need = int(row[1]) * 1024, patient.workers * WORKER
     seen = f"{free / GIB:.0f} GiB available for {patient.workers} worker{'s' * (patient.workers > 1)}"

@@ -1,4 +1,4 @@
-"""This module holds a worker's own measurements: matrix products, the host's memory, the disk."""
+"""This module holds what a worker measures by itself: matrix products, the host's memory, and the disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COPY = 128 << 20  # bytes, more than a last-level cache holds of both copies
 
 
 def cpu_matmul(threads: int) -> Callable[[], float]:
-    """Return a product in float32 by NumPy's BLAS, with equal work for each thread; the product returns GFLOP."""
+    """Return a function that multiplies float32 matrices by NumPy's BLAS and returns the GFLOP done."""
     side = round(_SIDE * threads ** (1 / 3) / 64) * 64
     left, right = (np.full((side, side), 0.5, np.float32) for _ in range(2))
     out = np.empty_like(left)
@@ -30,7 +30,8 @@ def cpu_matmul(threads: int) -> Callable[[], float]:
 
 
 def device_matmul(target: str = "Ascend", side: int = DEVICE_SIDE) -> Callable[[], float]:
-    """Return the products in float16 by MindSpore on the worker's device; they return GFLOP.
+    """Return a function that multiplies float16 matrices by MindSpore on the worker's device and returns the GFLOP
+    done.
 
     Never run on an NPU; tests run it with `target` CPU.
     """
@@ -41,7 +42,7 @@ def device_matmul(target: str = "Ascend", side: int = DEVICE_SIDE) -> Callable[[
 
 
 def memory_copy() -> Callable[[], float]:
-    """Return a copy by one thread in the host's memory; the copy returns GB, read and written."""
+    """Return a function that copies in the host's memory by one thread and returns the GB that it read and wrote."""
     source, target = (np.ones(_COPY // 8) for _ in range(2))
 
     def work() -> float:
@@ -53,7 +54,7 @@ def memory_copy() -> Callable[[], float]:
 
 
 def disk_write(folder: str, size: int) -> float:
-    """Return MB/s of a synchronised write of `size` bytes below `folder`, into a file without a name.
+    """Return the MB/s at which `size` bytes are written and synchronised below `folder`, into a file without a name.
 
     Raises:
         OSError: it cannot be written to.

@@ -1,5 +1,5 @@
-"""This module finds which workers, links and disks are slower than their peers, on one host or many. The module has no
-side effects.
+"""This module finds the workers, links and disks that are slower than their peers, on one host or on many. The module
+has no side effects.
 
 `Probe` is the result of a probe, as in its JSON: lists hold one number for each round. `outliers` names slow workers,
 links and disks. `gate` says whether a run may start on probed hosts, for launches and restarts; `findings` gives the
@@ -62,7 +62,7 @@ Ends = tuple[str, tuple[int, int]]  # host, (source, target)
 
 
 class Worker(TypedDict):
-    """This is a probe's result for one worker.
+    """A `Worker` holds a probe's result for one worker.
 
     Attributes:
         place: where it runs; "" for this host.
@@ -89,7 +89,7 @@ class Worker(TypedDict):
 
 
 class Link(TypedDict):
-    """This is a link from one worker to another, which are indices into the workers.
+    """A `Link` holds a probe's result for the link from one worker to another. Both ends are indices into the workers.
 
     Attributes:
         bandwidth: GB/s of the fastest message of 1 MiB, with its acknowledgement.
@@ -107,7 +107,7 @@ class Link(TypedDict):
 
 
 class Probe(TypedDict):
-    """This is the probe of one host, or of several places driven from one host."""
+    """A `Probe` holds the results of one host, or of several places that are driven from one host."""
 
     device: str
     rounds: int
@@ -118,7 +118,7 @@ class Probe(TypedDict):
 
 
 class Times(NamedTuple):
-    """This is the time of a unit of work: the median of the rounds, and the best."""
+    """The time of a unit of work is given by the median of the rounds and by the best round."""
 
     typical: float
     best: float
@@ -126,7 +126,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Outlier:
-    """This says who is slow on which host, by which measure ("worker" for one that ended), and what was seen."""
+    """An `Outlier` says who is slow on which host, by which measure, and what was seen."""
 
     host: str
     who: str
@@ -136,8 +136,8 @@ class Outlier:
 
 
 def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, tuple[float, float]]:
-    """Return key -> (time divided by the centre's time, limit) for those whose median and best are both above the
-    limit.
+    """Return key -> (time divided by the centre's time, limit) for the keys whose median and best time both lie above
+    the limit.
 
     Args:
         floors: key -> its floor, as a share of the centre.
@@ -157,7 +157,7 @@ def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, t
 
 
 def floors(measure: str, waited: Mapping[Key, float], on_cores: bool = False) -> dict[Key, float]:
-    """Return key -> floor, from the shares of waiting of all workers that are compared."""
+    """Return key -> floor, which grows with the shares of time for which the compared workers waited."""
     centre, least = median_high(waited.values()), ON_CORES.get(measure, 0.0) if on_cores else 0.0
     return {
         key: max(least, FLOORS[measure] / (1 - min(max(share, centre), _MOST_WAITED))) for key, share in waited.items()
@@ -169,7 +169,7 @@ def _on_cores(reports: Iterable[Probe]) -> bool:
 
 
 def outliers(reports: Mapping[str, Probe]) -> list[Outlier]:
-    """Return every worker, link and disk of the hosts (name -> its probe) that is slower than its peers.
+    """Return every worker, link and disk that is slower than its peers on all hosts (name -> probe).
 
     Also what needs no comparison: workers that ended (fail), and those that waited for their cores or were stopped by
     a limit (warn).
@@ -184,7 +184,7 @@ def outliers(reports: Mapping[str, Probe]) -> list[Outlier]:
 
 
 def compared(reports: Mapping[str, Probe]) -> int:
-    """Return how many workers have at least one other of their kind to be compared with."""
+    """Return how many workers have at least one other worker of their kind to be compared with."""
     kinds = [worker["kind"] for report in reports.values() for worker in report["workers"] if worker["matmul"]]
     return sum(kinds.count(kind) > 1 for kind in kinds)
 
@@ -320,14 +320,14 @@ def _slow_ends(
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate has a verdict and its reasons: fail keeps a run from starting; warn and unknown are only reported."""
+    """A gate has a verdict and its reasons. The verdict fail keeps a run from starting; others are reported."""
 
     verdict: Verdict
     reasons: list[str]
 
 
 def gate(reports: Mapping[str, Probe]) -> Gate:
-    """Return the gate for the probes of hosts (name -> probe), compared with each other.
+    """Return the gate for the probes of hosts (name -> probe), which are compared with each other.
 
     fail: somebody is slower than their peers, or ended. unknown: nobody has a peer, so slow cannot be told. warn: a
     worker waited for its cores or was stopped by a limit, as others may have been. Otherwise ok.
@@ -339,7 +339,7 @@ def gate(reports: Mapping[str, Probe]) -> Gate:
 
 
 def findings(reports: Mapping[str, Probe]) -> list[Finding]:
-    """Return the outliers as the doctor reports them, failing ones first; if none fails, return what was compared."""
+    """Return the outliers as the doctor reports them. If none fails, also return what was compared."""
     found = outliers(reports)
     rows = [
         Finding("probe", item.verdict, f"{item.host}, {item.who}: {item.seen}".removeprefix(", "), WHY, SOURCE, mend)

@@ -1,4 +1,4 @@
-"""This module probes this host: it measures workers in rounds, on the cores on which they would train.
+"""This module probes this host. It measures workers in rounds, on the cores on which they would train.
 
 In a round all workers multiply at once, then copy, then write; then the links, one at a time. So in each round every
 worker has the same neighbours, and a load of a few seconds disturbs the same rounds of all workers.
@@ -42,7 +42,7 @@ _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 @dataclass(frozen=True)
 class Seat:
-    """This is the place where a worker runs.
+    """A `Seat` is the place where a worker of the probe runs.
 
     Attributes:
         cores: to bind it to; none where there are fewer cores than workers.
@@ -74,7 +74,7 @@ class Seat:
 
 @dataclass
 class Member:
-    """This is a worker's process, and why it gives no more answers."""
+    """A `Member` is the process of one worker, with the reason if the worker gives no more answers."""
 
     process: subprocess.Popen[bytes]
     errors: IO[bytes]
@@ -82,14 +82,14 @@ class Member:
     rest: bytes = field(default=b"", repr=False)
 
     def send(self, command: Mapping[str, Any]) -> None:
-        """Write a command; a worker that has ended is noticed when it does not answer."""
+        """Write a command. A worker that has ended is noticed when it does not answer."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.write(json.dumps(command).encode() + b"\n")
             self.process.stdin.flush()
 
     def read(self) -> list[dict[str, Any]] | None:
-        """Yield the answers that have come, and None at the end."""
+        """Return the answers that have come; return None when the worker has ended."""
         assert self.process.stdout is not None
         text = os.read(self.process.stdout.fileno(), 1 << 16)
         *lines, self.rest = (self.rest + text).split(b"\n")
@@ -106,7 +106,7 @@ class Member:
 
 
 class Team:
-    """These are workers on their seats. As a context manager this leaves no process behind, also after Ctrl-C."""
+    """A `Team` holds workers on their seats. As a context manager it leaves no process behind."""
 
     def __init__(self, seats: Sequence[Seat]):
         self.seats = seats
@@ -130,7 +130,7 @@ class Team:
         self.close()
 
     def close(self) -> None:
-        """End the workers; their results are of no use to anybody else."""
+        """End the workers, which serve nobody else."""
         for member in self.members:
             member.process.kill()
         for member in self.members:
@@ -141,7 +141,7 @@ class Team:
                         stream.close()
 
     def ask(self, commands: Mapping[int, Mapping[str, Any]], patience: float = PATIENCE) -> dict[int, Any]:
-        """Send a command to some workers at once; return index -> value for those that answered.
+        """Send a command to some workers at once; return index -> value for the workers that answered.
 
         Who gives an error, ends, or takes longer than `patience` seconds has failed; it is ended and asked no more.
         """
@@ -188,8 +188,8 @@ MOST = 8  # workers of a host of which neither a recipe, NPUs nor --workers say 
 
 
 def probe(recipe: Path | None, workers: int | None, folder: Path) -> Probe:
-    """Probe this host with the workers of a recipe, with a given number, with one for each NPU, or with one for each
-    core.
+    """Return the probe of this host with the workers of a recipe, with a given number of workers, with one for each
+    NPU, or with one for each core.
 
     Raises:
         ClusterError: the cores cannot be told; more workers than NPUs. RecipeError: the recipe cannot be read.
@@ -208,13 +208,13 @@ def probe(recipe: Path | None, workers: int | None, folder: Path) -> Probe:
 
 
 def measure(seats: Sequence[Seat], folder: Path, rounds: int, notes: Sequence[str] = ()) -> Probe:
-    """Start a worker on each seat, and measure in the given number of rounds; files are written below `folder`.
+    """Start a worker on each seat and measure in the given number of rounds. Files are written below `folder`.
 
     Ctrl-C and SIGTERM end the workers first.
     """
     above = next((one for one in (folder, *folder.parents) if one.exists()), None)
     if above is None:
-        raise ClusterError(f"{folder}: no folder above it exists to write to")
+        raise ClusterError(f"{folder}: the probe writes a file, but neither this folder nor one above it exists")
     words = f"probing {len(seats)} worker{'s' * (len(seats) > 1)}"
     with terminate_as_interrupt(), Progressing(words, rounds) as progress, Team(seats) as team:
         course = Course(team, str(above))
@@ -232,7 +232,7 @@ def measure(seats: Sequence[Seat], folder: Path, rounds: int, notes: Sequence[st
 
 
 class Course:
-    """These are the rounds of a team, with their results."""
+    """A `Course` runs the rounds of a team and collects their results."""
 
     def __init__(self, team: Team, folder: str):
         self.team = team
@@ -296,8 +296,8 @@ class Course:
 
 
 def pairs(count: int) -> list[tuple[int, int]]:
-    """Yield each worker with those 1, 2, 4, ... places further round a ring: all pairs for up to five workers, n log n
-    for many.
+    """Return pairs of each worker with those 1, 2, 4, ... places further round a ring. These are all pairs for up to
+    five workers, and n log n pairs for many.
     """
     steps = [1 << power for power in range(count.bit_length()) if 1 << power <= count // 2]
     return sorted({(min(a, b), max(a, b)) for step in steps for a in range(count) for b in [(a + step) % count]})
@@ -313,16 +313,18 @@ def _start(seat: Seat, folder: str) -> dict[str, Any]:
 
 
 def probe_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --probe (`wants_probe`) and --workers."""
+    """Add the options --probe (`wants_probe`) and --workers to a command."""
     workers = click.option(
-        "--workers", type=int, help="Workers to probe; default: the recipe's on one host, or one for each NPU or core."
+        "--workers",
+        type=int,
+        help="Probe so many workers.  [default: the recipe's on one host, or one for each NPU or core]",
     )
     flag = click.option(
         "--probe",
         "wants_probe",
         is_flag=True,
-        help="Also measure matrix products, memory, disk and links of each worker, some seconds on all its cores, and "
-        "fail for one that is slower than its peers. Not beside a training run: both would be slower.",
+        help="Also measure matrix products, memory, disk and links of each worker for some seconds on all its cores, "
+        "and fail if one is slower than its peers. Do not probe beside a training run, because both would be slower.",
     )
     return flag(workers(command))
 
@@ -335,7 +337,7 @@ def probe_if(wanted: bool, patient: Patient, recipe: Path | None, workers: int |
     """
     if not wanted:
         if workers is not None:
-            raise ClusterError(f"--workers {workers} goes with --probe: add --probe, or leave --workers out")
+            raise ClusterError(f"--workers {workers} works only with --probe; add --probe, or leave out --workers")
         return None
     if not patient.root.live:
         raise ClusterError(f"--root {patient.root.path}: a recorded host cannot be probed; leave out --root or --probe")

@@ -1,5 +1,5 @@
-"""This module is one worker of the probe, `python -m tools.doctor.probe_worker`: it reads commands and writes answers
-as lines of JSON.
+"""This module is one worker of the probe, which `python -m tools.doctor.probe_worker` starts. It reads commands and
+writes answers as lines of JSON.
 
 The worker ends with its stdin, that is with the process that started it, and by an alarm when a command takes too long.
 """
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class Piece(NamedTuple):
-    """This is one round of a measure.
+    """A `Piece` is the result of one round of a measure.
 
     Attributes:
         rate: amount a second of the time in which the worker was let run.
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 def timed(work: Callable[[], float], seconds: float) -> Piece:
-    """Repeat `work`, which returns the amount that it did, for `seconds`.
+    """Repeat `work` for `seconds` and return its rate. `work` returns the amount that it did.
 
     Time in which other processes had the cores is taken out of the rate: it tells of them, not of this worker. Time in
     which a limit stopped the worker stays in. The kernel counts both as waiting (schedstat), the limit also by itself.
@@ -55,9 +55,7 @@ def timed(work: Callable[[], float], seconds: float) -> Piece:
 
 
 def waiting(work: Callable[[], Result]) -> tuple[Result, float]:
-    """Return the result of `work`, and the share of its time in which this process was ready, but others had its
-    cores.
-    """
+    """Return the result of `work`, and the share of its time in which others had this process's cores."""
     began, (_, before) = time.perf_counter(), scheduled()
     result = work()
     waited = max(0.0, scheduled()[1] - before)
@@ -77,7 +75,7 @@ def listen(address: str) -> socket.socket:
 
 
 def serve(listener: socket.socket) -> None:
-    """Accept one connection, and answer each of its messages with a byte until it ends.
+    """Accept one connection, and answer each of its messages with a byte until the connection ends.
 
     A message is its length in 8 bytes, and as many bytes. A connection without one was given up by a round before.
     Raises OSError (a time-out is one).
@@ -140,10 +138,10 @@ MARK = "tc3-probe "  # what libraries print on stdout has no such mark
 
 
 class Desk:
-    """This is the state between commands; each public method is a command, whose arguments and answer are JSON."""
+    """A `Desk` keeps the state between commands. Each public method is a command with JSON arguments."""
 
     def start(self, cores: list[int], npu: bool, folder: str, kind: str) -> dict[str, Any]:
-        """Bind to cores (with none, stay where the host puts it) and prepare the work."""
+        """Bind this process to cores and prepare the work. Without cores, the process stays where the host puts it."""
         if cores:
             os.sched_setaffinity(0, cores)
         from tools.doctor import measures  # NumPy's threads stay on the cores that it finds
@@ -163,24 +161,26 @@ class Desk:
         return list(timed(self.copy, seconds))
 
     def disk(self, size: int) -> float:
-        """MB/s."""
+        """Return the MB/s of a synchronised write."""
         return self.measures.disk_write(self.folder, size)
 
     def listen(self, address: str) -> int:
-        """The port."""
+        """Listen at an address, and return the port."""
         self.listener = listen(address)
         return int(self.listener.getsockname()[1])
 
     def serve(self) -> float | str:
-        """Answer one connection; return the share of the time waited for a core, or why there was no connection."""
+        """Answer one connection. Return the share of the time for which this worker waited for a core, or the reason
+        why there was no connection.
+        """
         try:
             return waiting(lambda: serve(self.listener))[1]
         except OSError as error:  # the link's, not the worker's
             return str(error)
 
     def connect(self, address: str, port: int, seconds: float) -> list[float] | str:
-        """Return GB/s and microseconds to the worker that serves there, and the share of time waited for a core; or why
-        there are none.
+        """Return GB/s and microseconds to the worker that serves there, and the share of time for which this worker
+        waited for a core; return the reason if the link cannot be measured.
         """
         try:
             found, share = waiting(lambda: measure(address, port, seconds))
@@ -190,7 +190,7 @@ class Desk:
 
 
 def processor() -> str:
-    """Return the model of the processor from /proc/cpuinfo, or its numbers if, as on Arm, it has no name."""
+    """Return the model of the processor in /proc/cpuinfo, or on Arm the numbers of maker and part."""
     rows: dict[str, str] = {}
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
         for line in lines:

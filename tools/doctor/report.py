@@ -1,5 +1,5 @@
-"""This module makes the report of one host that `tc3 doctor --json` prints, and reads it again, possibly on another
-host.
+"""This module makes the report of one host that `tc3 doctor --json` prints, and reads such a report again, possibly on
+another host.
 
 `gather` collects the facts of a host: what has to be the same on every host of a run, which is versions, packet sizes,
 recipe and data. A fact is a text, or None if the host does not report it; a name and its value say everything, so hosts
@@ -57,13 +57,13 @@ def gather(patient: Patient) -> Facts:
 
 
 def tool_version() -> str:
-    """Return the version of the tool, because another version may mean other things by the same words."""
+    """Return the version of this tool. Another version may mean other things by the same words."""
     return installed("telechat3-moe-recipes") or "not installed"
 
 
 @lru_cache(maxsize=1)
 def code() -> str:
-    """Return the sha256 of the checkout's Python files: a stale copy on one host trains something else."""
+    """Return the SHA-256 of the checkout's Python files. A host with a stale copy would train something else."""
     digest = hashlib.sha256()
     for path in sorted(path for folder in _CODE for path in (CHECKOUT / folder).rglob("*.py")):
         digest.update(str(path.relative_to(CHECKOUT)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -113,12 +113,12 @@ def _data_fact(prefix: str) -> str | None:
 
 
 class ReportError(ValueError):
-    """A text is not a report, or not one of this tool's version; the message goes after the host's name."""
+    """A text is not a report, or it is not a report of this version. The message is printed after the host's name."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """This is the report of one host: its findings, its facts, and the results of its probe, if one was requested."""
+    """A `Report` holds the findings of one host, its facts, and the results of its probe if one was requested."""
 
     findings: Sequence[Finding]
     facts: Facts
@@ -132,7 +132,7 @@ class Report:
 
 
 def read_report(text: str) -> Report:
-    """Return the report in a text.
+    """Return the report that a text holds.
 
     Raises:
         ReportError: it is not JSON to its end, or not what `Report.text` of this version writes.
@@ -141,17 +141,19 @@ def read_report(text: str) -> Report:
         data = json.loads(text)
     except (ValueError, RecursionError):
         start = " ".join(text.split())[:60]
-        raise ReportError(f"not complete JSON: {start!r}..." if start else "no report at all") from None
+        raise ReportError(f"the text is not complete JSON: {start!r}..." if start else "the text is empty") from None
     if isinstance(data, list):
-        raise ReportError("a report of an earlier tc3: update the checkout on that host")
+        raise ReportError("the report is of an earlier tc3; update the checkout on that host")
     facts = data.get("facts") if isinstance(data, dict) else None
     if not isinstance(facts, dict) or not all(isinstance(value, str | None) for value in facts.values()):
-        raise ReportError("JSON that is not a report of tc3 doctor")
+        raise ReportError("the JSON is not a report of tc3 doctor")
     if facts.get("tc3") != tool_version():
-        raise ReportError(f"a report of tc3 {facts.get('tc3')}, here is {tool_version()}: not compared")
+        raise ReportError(
+            f"the report is of tc3 {facts.get('tc3')}, but here is {tool_version()}; the two are not compared"
+        )
     findings, probe = data.get("findings"), data.get("probe")
     if not isinstance(findings, list) or not all(_has_form(item, Finding) for item in findings) or not _is_probe(probe):
-        raise ReportError("a report that lacks a part: its findings or its probe cannot be read")
+        raise ReportError("the report lacks a part: its findings or its probe cannot be read")
     return Report([Finding(**item) for item in findings], facts, probe)
 
 

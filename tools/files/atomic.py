@@ -1,5 +1,5 @@
-"""This module reads and writes files of commands: they are written completely or not at all, with digests; it also
-reads the ends of logs.
+"""This module reads and writes the files of commands. A file is written completely or not at all. The module also
+computes digests, and reads the ends of logs.
 
 Therefore no reader takes an incomplete report, plan or picture for a complete one. `what_is` says what exists at a path
 that a user gave; it follows links, also those that form a cycle. Digests cover a whole file, or blocks spread over a
@@ -23,12 +23,12 @@ from plugins.errors import DataError
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:
-    """Return `path` without links as far as they resolve, because `Path.resolve` fails if links form a cycle."""
+    """Return `path` with its links resolved as far as possible. `Path.resolve` fails if links form a cycle."""
     return Path(os.path.realpath(path))
 
 
 def what_is(path: str | os.PathLike[str]) -> str:
-    """Return in words what exists at `path` instead of the wanted file: "no such file or folder", "a folder"."""
+    """Return in words what exists at `path` where a file is wanted, such as "no such file or folder" or "a folder"."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -49,7 +49,7 @@ _CHUNK = 1 << 22
 
 
 def whole_digest(path: Path) -> str:
-    """Return the sha256 of a file."""
+    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as data:
         while chunk := data.read(_CHUNK):
@@ -58,8 +58,8 @@ def whole_digest(path: Path) -> str:
 
 
 def sampled_digest(path: Path) -> str:
-    """Return the sha256 of `BLOCKS` blocks spread over a file, including the first and the last; of the whole file if
-    it has no more.
+    """Return the SHA-256 of `BLOCKS` blocks spread over a file, of which the first and the last are two. A file that
+    has no more blocks is read whole.
     """
     size = path.stat().st_size
     if size <= BLOCK * BLOCKS:
@@ -73,8 +73,8 @@ def sampled_digest(path: Path) -> str:
 
 
 def atomic_file(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
-    """Yield a path beside `path`, with the same ending, to write to; it replaces `path` when the block ends without
-    error.
+    """Yield a path beside `path`, with the same ending, for the caller to write to. It replaces `path` when the block
+    ends without an error.
 
     Folders that are missing are made. When the block is left by an exception, Ctrl-C too, what stood at `path` stays.
 
@@ -85,8 +85,8 @@ def atomic_file(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
 
 
 def atomic_folder(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
-    """Yield a folder beside `path` to write into; it becomes `path`, which may not exist yet, when the block ends
-    without error.
+    """Yield a folder beside `path` for the caller to write into. It becomes `path`, which must not exist yet, when the
+    block ends without an error.
 
     When the block is left by an exception, Ctrl-C too, nothing stays.
 
@@ -124,7 +124,7 @@ def _beside(
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Refuse a file that cannot be written, before the long work; nothing is left behind.
+    """Refuse a file that cannot be written before long work begins. Nothing is left behind.
 
     Raises:
         DataError: it is a folder, or stands in a file or in a folder in which nothing can be written.
@@ -152,7 +152,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
 
 
 def keep_existing(option: str, path: str | os.PathLike[str] | None, force: bool) -> None:
-    """Refuse to replace an answer on which somebody may have built, before the long work.
+    """Refuse to replace an existing result before long work begins, because somebody may have built on it.
 
     Args:
         option: of the command line, for the message.
@@ -162,14 +162,14 @@ def keep_existing(option: str, path: str | os.PathLike[str] | None, force: bool)
         DataError: there is a file, and `force` is not given.
     """
     if path is not None and os.path.lexists(path) and not force:
-        raise DataError(f"{option} {path}: exists; give it another name, or replace it with --force")
+        raise DataError(f"{option} {path}: the file exists; choose another name, or replace it with --force")
 
 
 _LIMIT = 1 << 20  # bytes
 
 
 def last_lines(log: Path) -> list[str]:
-    """Return the lines of the last megabyte of a log; none when there is no such file."""
+    """Return the lines of the last megabyte of a log; return no lines if the file cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(0, 2)

@@ -1,4 +1,4 @@
-"""This module makes pictures by matplotlib without a display: the same numbers give the same file."""
+"""This module draws pictures with matplotlib, without a display. The same numbers give the same file."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ PAGES = (".html", ".htm")
 
 
 def check_ending(path: Path, option: str = "--picture", endings: Sequence[str] = ENDINGS) -> None:
-    """Refuse a file that cannot be drawn, before the long work.
+    """Refuse a file whose ending says that it cannot be drawn, before long work begins.
 
     Raises:
         DataError: it has none of the `endings`.
     """
     if path.suffix not in endings:
-        raise DataError(f"{option} {path}: the file must end in {' or '.join(endings)}")
+        raise DataError(f"{option} {path}: the name of the file must end in {' or '.join(endings)}")
 
 
 def check_page(path: Path) -> None:
-    """Refuse to write a page over a file that is probably not a page, as `check_ending` does."""
+    """Refuse to write a page over a file that is probably not a page. Errors are those of `check_ending`."""
     check_ending(path, "--html", PAGES)
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure, whose size is in inches. Matplotlib is imported only in this function."""
+    """Return an empty figure; its size is given in inches. Only this function imports matplotlib's figures."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -40,7 +40,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> Path:
-    """Write `figure` to an .svg or .png; return `path`.
+    """Write `figure` to an .svg or .png file, and return `path`.
 
     Raises:
         DataError: as `check_ending`, or the file cannot be written.
@@ -52,7 +52,7 @@ def save_figure(figure: Any, path: Path) -> Path:
 
 
 def svg_text(figure: Any) -> str:
-    """Return the `<svg>` element, for use in a page."""
+    """Return the figure as an `<svg>` element for use in a page."""
     text = io.StringIO()
     _save(figure, text, "svg")
     written = text.getvalue()

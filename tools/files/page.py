@@ -1,4 +1,4 @@
-"""This module makes HTML pages that need no other files: their look, tables and lists; all text is escaped here.
+"""This module makes HTML pages, with tables and lists, that need no other files. It escapes all text.
 
 What these functions return is markup, and so is the body of `page` and of `folded`; every other argument is text.
 """
@@ -27,7 +27,7 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .1em 1em; margi
 
 
 class Cell(NamedTuple):
-    """This is a cell of a table with more than text: with a class of the look above, or over several columns."""
+    """A `Cell` is a cell of a table that has a class of the style above, or spans several columns."""
 
     text: str
     kind: str = ""
@@ -35,14 +35,14 @@ class Cell(NamedTuple):
 
 
 def page(title: str, body: Iterable[str], style: str = "") -> str:
-    """Return a whole file; `style` holds the styles that only this page needs."""
+    """Return a whole HTML file. `style` holds the styles that only this page needs."""
     joined = "\n".join(body)
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}{style}</style>'
     return f'{BEGINS}\n<html lang="en"><head>{head}</head>\n<body>\n{joined}\n</body></html>\n'
 
 
 def text(words: str, tag: str = "p", kind: str = "") -> str:
-    """Return an element that holds text: a paragraph, or a heading."""
+    """Return an element that holds text, such as a paragraph or a heading."""
     return f"<{tag}{_class(kind)}>{escape(words)}</{tag}>"
 
 
@@ -53,7 +53,7 @@ def table(
     words: Collection[int] = (),
     kinds: Sequence[str] = (),
 ) -> str:
-    """Return a table, which scrolls by itself if the page is narrower.
+    """Return a table. It scrolls by itself if the page is narrower.
 
     Args:
         kind: "numbers" aligns all columns right but the first and those whose places are in `words`.
@@ -81,23 +81,23 @@ def _class(kind: str) -> str:
 
 
 def bullets(lines: Sequence[str]) -> str:
-    """Return a list; an empty text if the list would be empty."""
+    """Return a list of lines; return an empty text if there are no lines."""
     return f"<ul>{''.join(text(line, 'li') for line in lines)}</ul>" if lines else ""
 
 
 def counted(title: str, lines: Sequence[str]) -> str:
-    """Return a heading that says how many lines follow, and the lines as a program wrote them."""
+    """Return a heading that says how many lines follow, and then the lines as a program wrote them."""
     items = "".join(f"<li>{text(line, 'code')}</li>" for line in lines)
     return f"{text(f'{title}: {len(lines)}', 'h2')}<ul>{items}</ul>"
 
 
 def legend(title: str, meanings: Mapping[str, str]) -> str:
-    """Return an explanation of marks and names, which can be folded away."""
+    """Return an explanation of marks and names that a reader can fold away."""
     return folded(
         title, f"<dl>{''.join(text(name, 'dt') + text(said, 'dd') for name, said in meanings.items())}</dl>", True
     )
 
 
 def folded(title: str, body: str, unfolded: bool = False) -> str:
-    """Return markup below a title, which can be folded away."""
+    """Return markup below a title that a reader can fold away."""
     return f"<details{' open' if unfolded else ''}>{text(title, 'summary')}{body}</details>"

@@ -1,5 +1,5 @@
-"""This module reads YAML that people write, within limits that no recipe reaches, so that an alias bomb is refused
-before it expands.
+"""This module reads YAML that people write, within limits that no recipe reaches. An alias bomb is refused before it
+expands.
 
 A page of aliases of aliases can expand to more values than any memory holds, ten thousand brackets overflow the stack,
 and a file of 100 MB takes minutes in the parser. The composer counts the values that it has read, with aliases and
@@ -26,8 +26,8 @@ class TooLarge(yaml.MarkedYAMLError):
 
 
 class SmallLoader(yaml.SafeLoader):
-    """This is a SafeLoader that raises `TooLarge` for more than MAX_VALUES values, with aliases expanded, or more than
-    MAX_DEPTH levels.
+    """A `SmallLoader` is a SafeLoader that raises `TooLarge` for more than MAX_VALUES values, with aliases expanded, or
+    for more than MAX_DEPTH levels.
     """
 
     def __init__(self, stream: str):

@@ -41,8 +41,7 @@ NAMES = tuple(dict.fromkeys(name for _, name in _KNOWN_AS))
 
 
 def name_of(text: str) -> str:
-    """Return the name that `text` is, or for which it stands as a whole; return `text` itself if it is not a known
-    name.
+    """Return the name for which `text` stands as a whole; return `text` itself if it stands for no known name.
 
     Words that stand somewhere in it are not enough: a file that is missing must not pass for a device.
     """
@@ -51,7 +50,7 @@ def name_of(text: str) -> str:
 
 
 def device_in(text: str) -> str:
-    """Return the name of the device in a description such as "H100-80GB SXM, 8 a node"; "" if none is known."""
+    """Return the name of the device in a text such as "H100-80GB SXM, 8 a node"; return "" for no known one."""
     name = name_of(text)
     if name in NAMES:
         return name
@@ -78,7 +77,7 @@ class _Loader(SmallLoader):
 
 
 def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> Any:
-    """Return the content of a file.
+    """Return the content of a YAML file.
 
     Args:
         error: to raise; shown: the file's name in it, `path` by default.
@@ -129,7 +128,7 @@ _GONE = {"matmul_efficiency": "delete it: what matmuls reach is fitted (tools/es
 
 
 class Origin(NamedTuple):
-    """This says where a number comes from: certainty is "quoted", "derived" or "assumed"."""
+    """An `Origin` says where a number comes from. The certainty is "quoted", "derived" or "assumed"."""
 
     certainty: str
     source: str
@@ -137,7 +136,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Link:
-    """This is one class of links, as one device sees it in one direction.
+    """A `Link` describes one class of links, as one device sees it in one direction.
 
     Args:
         bytes_per_s: nominal bandwidth.
@@ -159,8 +158,8 @@ class Link:
 
 @dataclass(frozen=True)
 class HostLink:
-    """This is the bandwidth of a device to its host's memory in one direction, with or without traffic of other devices
-    as `origin` says.
+    """A `HostLink` is the bandwidth from a device to its host's memory in one direction. `origin` says whether other
+    devices send at the same time.
     """
 
     bytes_per_s: float
@@ -172,7 +171,7 @@ class HostLink:
 
 @dataclass(frozen=True)
 class Hardware:
-    """These are the figures of one cluster: sizes in bytes, times in seconds, dense FLOP/s.
+    """A `Hardware` holds the numbers of one cluster: sizes in bytes, times in seconds, and dense FLOP/s.
 
     Args:
         peak_flops: dtype ("bf16", "fp16", "fp32", "fp8", "fp4") -> FLOP/s; the dtypes that the file names.
@@ -198,9 +197,7 @@ class Hardware:
     file: str = field(default="", repr=False, compare=False)
 
     def with_faster(self, link: str, factor: float) -> Hardware:
-        """Return the same cluster with the bandwidth of `link`, "intra_node" or "inter_node", multiplied by
-        `factor`.
-        """
+        """Return the cluster with the bandwidth of "intra_node" or "inter_node" times `factor`."""
         old: Link = getattr(self, link)
         changed: dict[str, Any] = {link: replace(old, bytes_per_s=old.bytes_per_s * factor)}
         return replace(self, **changed)
@@ -212,12 +209,12 @@ class Hardware:
 
 
 def known_hardware() -> list[str]:
-    """Return the names of the files of this repository."""
+    """Return the names of this repository's hardware files."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
-    """Return the hardware of a name (see `known_hardware`), of a device ("Atlas 800T A2") or of a YAML file.
+    """Return the hardware that a name (see `known_hardware`), a device ("Atlas 800T A2") or a YAML file stands for.
 
     Raises:
         RecipeError: there is no such file, or a number is missing, impossible or without its source.
@@ -229,8 +226,8 @@ def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
         return _Reader(word, shown=word).hardware()
     hint = did_you_mean(Path(word).stem.lower().replace(" ", "_"), known_hardware())
     raise RecipeError(
-        f"cluster {word}: no such file, and not one of {', '.join(known_hardware())}{hint}; "
-        "for another cluster copy one of them and pass its path"
+        f"cluster {word}: there is no such file, and the known clusters are {', '.join(known_hardware())}{hint}; "
+        "for another cluster, copy the file of a known one and pass its path"
     )
 
 
@@ -243,12 +240,12 @@ class _Reader:
         self.content = read_yaml(Path(path), RecipeError, shown)
 
     def hardware(self) -> Hardware:
-        """Everything, checked."""
+        """Return the checked content of the file."""
         efficiency = self.content.pop("efficiency", {}) if isinstance(self.content, dict) else {}
         content = self._mapping(self.content, "", [*_WORDS, *_FIGURES], required=True, more=(_HOST,))
         for word in _WORDS:
             if not isinstance(content[word], str):
-                raise RecipeError(f"{self.shown}: {word}: want text, got {content[word]!r}")
+                raise RecipeError(f"{self.shown}: {word}: the value must be text, not {content[word]!r}")
         values = {key: self._value(content[key], key, kind) for key, kind in _FIGURES.items()}
         values["intra_node"] = Link(**values["intra_node"])
         values["inter_node"] = Link(**values["inter_node"])
@@ -269,7 +266,7 @@ class _Reader:
         more = {} if dtypes else {"ports": _PORTS}
         content = self._mapping(content, key, list(kind), required=not dtypes, more=tuple(more))
         if not content:
-            raise RecipeError(f"{self.shown}: {key}: empty; give at least one of {', '.join(kind)}")
+            raise RecipeError(f"{self.shown}: {key}: the mapping is empty; give at least one of {', '.join(kind)}")
         return {name: self._figure(content[name], f"{key}.{name}", {**kind, **more}[name]) for name in content}
 
     def _figure(self, content: Any, key: str, kind: Range) -> float:
@@ -279,7 +276,7 @@ class _Reader:
         if certainty not in CERTAINTIES:
             hint = did_you_mean(str(certainty), list(CERTAINTIES))
             wanted = ", ".join(CERTAINTIES)
-            raise RecipeError(f"{self.shown}: {key}.certainty: want one of {wanted}, got {certainty!r}{hint}")
+            raise RecipeError(f"{self.shown}: {key}.certainty: {certainty!r} is not one of {wanted}{hint}")
         if not isinstance(source, str) or not source.strip():
             raise RecipeError(f"{self.shown}: {key}.source: say where the number comes from")
         self.origins[key] = Origin(certainty, source)
@@ -295,14 +292,14 @@ class _Reader:
         """`content` as a mapping of `known` keys, of which all must be there if `required`, and of `more`."""
         place = f"{key}." if key else ""
         if not isinstance(content, dict):
-            raise RecipeError(f"{self.shown}: {key or 'the file'}: want a mapping of {', '.join(known)}")
+            raise RecipeError(f"{self.shown}: {key or 'the file'}: this must be a mapping of {', '.join(known)}")
         for name in content:
             if not key and name in _GONE:
-                raise RecipeError(f"{self.shown}: {name}: no longer read; {_GONE[name]}")
+                raise RecipeError(f"{self.shown}: {name}: the key is no longer read; {_GONE[name]}")
         refuse_unknown(f"{self.shown}: {place}", content, [*known, *more])
         for name in known:
             if required and name not in content:
-                raise RecipeError(f"{self.shown}: {place}{name}: missing")
+                raise RecipeError(f"{self.shown}: {place}{name}: the key is missing")
         return content
 
 

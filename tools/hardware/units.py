@@ -1,4 +1,4 @@
-"""This module names sizes and number types: GiB, and two names for each type."""
+"""This module names sizes (GIB, MIB) and the two names of each number type."""
 
 GIB = 1 << 30  # bytes
 MIB = 1 << 20
@@ -10,11 +10,11 @@ BOTH = tuple(sorted((*LONG, *SHORT)))
 
 
 def short_dtype(name: object, default: str) -> str:
-    """Return the short name of a type that a recipe gives in either way; `default` if the type is not known."""
+    """Return the short name of a number type; return `default` if the type is not known."""
     text = str(name)
     return SHORT.get(text, text if text in LONG else default)
 
 
 def same_dtype(one: str, other: str) -> bool:
-    """Return whether two names, or other words, mean the same."""
+    """Return whether two names stand for one number type; other words are compared as they stand."""
     return LONG.get(one, one).lower() == LONG.get(other, other).lower()

@@ -1,5 +1,5 @@
-"""This module finds which dispatch mode and how many chunks a recipe should use on a cluster, and what each mode would
-cost.
+"""This module finds which dispatch mode and how many chunks a recipe should use on a cluster, and what each mode
+would cost.
 
 The module turns a recipe and a hardware file into predictions of `tools.estimate`, without side effects. `tc3
 ep-report` prints them; if `plugins.hierarchical_ep` or `plugins.ep_overlap` has `auto`, the fastest of these modes and
@@ -28,15 +28,14 @@ from tools.hardware import DEFAULT_HARDWARE, Hardware, load_hardware
 from tools.layout.offsets import Values
 from tools.model.architecture import MOE, model_of
 from tools.recipe.findings import refusal
-from tools.recipe.load import Recipe
-from tools.recipe.override import dotted
+from tools.recipe.load import Recipe, dotted
 from tools.recipe.view import AUTO, CHUNKS, DISPATCH, MODE, MODEL, OVERLAP, PARALLEL, View, look
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 
 
 def check(recipe: Recipe, hardware: Hardware) -> None:
-    """Refuse a recipe that has no expert-parallel communication, or none on this cluster.
+    """Raise an error for a recipe that has no expert-parallel communication, or none on this cluster.
 
     Raises:
         RecipeError: no experts, no expert parallelism, degrees that do not divide, or a node of another size.
@@ -49,12 +48,14 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
         raise refusal(recipe, MODEL, f"its sizes do not make a model ({error}); `tc3 check` says more") from None
     experts, path = model.experts, (*PARALLEL, "expert_parallel")
     if MOE not in model.pattern:
-        raise refusal(recipe, (*MODEL, "n_routed_experts"), "the model has no routed experts: nothing to report")
+        raise refusal(
+            recipe, (*MODEL, "n_routed_experts"), "the model has no routed experts, so there is nothing to report"
+        )
     if not view.flag(("use_parallel",)):
-        raise refusal(recipe, ("use_parallel",), "one device has nobody to send tokens to; set it to True")
+        raise refusal(recipe, ("use_parallel",), "a single device has nobody to send tokens to; set the key to True")
     if view.ep == 1:
         able = max(ep for ep in range(1, 17) if experts % ep == 0 and view.dp * view.tp % ep == 0)
-        raise refusal(recipe, path, f"1 sends no token anywhere; try --ep {able}")
+        raise refusal(recipe, path, f"a degree of 1 sends no token anywhere; try --ep {able}")
     if experts % view.ep:
         divisors = (divisor for divisor in range(2, experts + 1) if experts % divisor == 0)
         near = min(divisors, key=lambda divisor: abs(divisor - view.ep))
@@ -77,9 +78,7 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
 
 @dataclass(frozen=True)
 class ModeReport:
-    """This is one dispatch mode. Bytes and `choice` are those of the busiest rank, for each MoE layer and
-    micro-batch.
-    """
+    """A `ModeReport` describes one dispatch mode by its busiest rank, for each MoE layer and micro-batch."""
 
     mode: str
     inter_bytes: float  # over each class of links, forward and backward, with what recomputation repeats
@@ -96,27 +95,23 @@ class ModeReport:
 
     @property
     def exposed(self) -> tuple[float, float]:
-        """Return the seconds of a step in which the slowest stage waits for EP communication, without and with
-        overlap.
-        """
+        """Return the seconds of EP communication that nothing hides, without and with overlap."""
         return self.whole.by_part["ep"], self.cut.by_part["ep"]
 
     @property
     def share_of_step(self) -> tuple[float, float]:
-        """Return the exposed EP communication divided by the step, including its bubble, without and with overlap."""
+        """Return exposed EP communication divided by the step with its bubble, without and with overlap."""
         return self.exposed[0] / self.step[0], self.exposed[1] / self.step[1]
 
     @property
     def share_of_communication(self) -> tuple[float, float]:
-        """Return the exposed EP communication divided by all exposed communication, without and with overlap (report
-        section 4.4).
-        """
+        """Return exposed EP communication over all exposed communication (report section 4.4)."""
         return self.exposed[0] / self.whole.exposed, self.exposed[1] / self.cut.exposed
 
 
 @dataclass(frozen=True)
 class Written:
-    """This is the recipe as it is written, with the best values for what it leaves to `auto`."""
+    """A `Written` holds the dispatch that the recipe writes, with the best values for `auto`."""
 
     mode: str
     chunks: Chunks
@@ -125,14 +120,14 @@ class Written:
 
     @property
     def words(self) -> str:
-        """Return the advice in one line: ``hierarchical, chunks [1, 2]: 35.70 s``."""
+        """Return the dispatch in one line, such as ``hierarchical, chunks [1, 2]: 35.70 s``."""
         chunks = f", chunks {list(self.chunks)}" if self.chunks != (1, 1) else ""
         return f"{self.mode}{chunks}: {self.step.total:.2f} s per step"
 
 
 @dataclass(frozen=True)
 class Advice:
-    """These are all modes of one recipe at one EP degree, and the setting to use."""
+    """An `Advice` holds all modes of one recipe at one EP degree, and the setting to use."""
 
     recipe: Recipe = field(repr=False)
     config: Configuration  # the run, dispatched globally and uncut
@@ -169,7 +164,7 @@ class Advice:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the `plugins:` section to write, without `ep_overlap` if chunks gain nothing, and without stride 1."""
+        """Return the `plugins:` section to write, without what would change nothing."""
         settings: dict[str, Any] = {"hierarchical_ep": {"mode": self.mode}}
         if self.chunks != (1, 1):
             settings["ep_overlap"] = {"chunks": list(self.chunks)}
@@ -204,7 +199,7 @@ def advise(
         if mode not in MODES:
             hint = did_you_mean(mode, list(MODES))
             raise RecipeError(
-                f"plugins.hierarchical_ep.mode: unknown mode {mode!r}, expected auto, {', '.join(MODES)}{hint}"
+                f"plugins.hierarchical_ep.mode: {mode!r} is not a mode; write one of auto, {', '.join(MODES)}{hint}"
             )
     recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
     check(recipe, hardware)
@@ -227,8 +222,8 @@ def advise(
 
 
 def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | None]:
-    """Return the modes, chunks and order that a recipe leaves to `auto`, as `advise` takes them; one mode if it names
-    it.
+    """Return the modes, chunks and order that a recipe leaves to `auto`, in the form that `advise` takes. There is
+    one mode if the recipe names it.
 
     Raises:
         RecipeError: settings that cannot be.
@@ -294,7 +289,7 @@ _STRIDE = (*OVERLAP, "stride")
 
 
 def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
-    """Return the values instead of `auto`, and one line about each; nothing if the recipe has no `auto`.
+    """Return the values that replace `auto`, and one line about each. Both are empty if the recipe has no `auto`.
 
     They depend on the recipe and the hardware file it names only.
 
@@ -307,7 +302,10 @@ def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
     dispatch = look(recipe, DISPATCH)
     if not dispatch:
         if look(recipe, CHUNKS) == AUTO:
-            raise RecipeError("plugins.ep_overlap: it cuts the dispatch of plugins.hierarchical_ep; switch that on too")
+            raise RecipeError(
+                "plugins.ep_overlap: the plugin cuts the dispatch of plugins.hierarchical_ep; switch that plugin on, "
+                "too"
+            )
         return {}, []
     modes, cuts, stride = left_open(recipe)
     if len(modes) == 1 and cuts:

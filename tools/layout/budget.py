@@ -1,5 +1,5 @@
-"""This module limits how long a search may run: effort, counted in work; a deadline as a safety limit; Ctrl-C as a
-request to stop.
+"""This module limits how long a search may run. Effort is counted in work, a deadline is a safety limit, and Ctrl-C
+asks the search to stop.
 
 A unit of effort takes about a second of one quiet core, but it is counted in work: simulated operations, nodes of the
 solver's tree, simplex iterations. So the same effort gives the same plan on a fast and on a slow machine, with or
@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import math
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from tools.process.children import handled
 
 EFFORTS = {"low": 3.0, "normal": 10.0, "high": 60.0}  # units for one placement
 LATE = "the time limit ended it: another machine may find another answer"
 
 
 class Budget:
-    """These are the units of work that a search may spend, and the seconds after which it must stop in any case.
+    """A `Budget` is the units of work that a search may spend, and the seconds after which it must stop in any case.
 
     Args:
         effort: units.
@@ -46,12 +47,14 @@ class Budget:
 
     @property
     def seconds_left(self) -> float:
-        """Return the seconds until the deadline; 0 once stopped."""
+        """Return the seconds until the deadline; return 0 once the budget was stopped."""
         return 0.0 if self.stopped else max(0.0, self.seconds - self.elapsed)
 
     @property
     def left(self) -> float:
-        """Return the units that are left: 0 once stopped, and after the deadline, which this call records."""
+        """Return the units that are left. There are none once the budget was stopped or its deadline has passed,
+        which this call records.
+        """
         units = max(0.0, self.effort - self.spent)
         if units and not self.stopped and self.elapsed >= self.seconds:
             self._late = True
@@ -60,7 +63,7 @@ class Budget:
 
     @property
     def over(self) -> bool:
-        """Return whether no work is left."""
+        """Return whether no units are left."""
         return self.left <= 0
 
     def spend(self, units: float) -> None:
@@ -68,13 +71,11 @@ class Budget:
         self.spent += units
 
     def part(self, share: float, seconds: float = math.inf) -> Budget:
-        """Return a budget with a share of the whole, within what is left; work that it spends is also spent from this
-        budget.
-        """
+        """Return a budget with a share of the whole. Its work is also spent from this budget."""
         return _Part(self, min(self.left, share * self.effort), seconds)
 
     def stop(self) -> None:
-        """Set the remaining work to zero."""
+        """Take away all units that are left."""
         self.stopped = True
 
     def _note_cut(self) -> None:
@@ -101,19 +102,12 @@ class _Part(Budget):
 
 @contextmanager
 def interruptible(budget: Budget) -> Iterator[None]:
-    """Make Ctrl-C and SIGTERM stop `budget` instead of raising; a second Ctrl-C raises as usual."""
+    """Make Ctrl-C and SIGTERM stop `budget` instead of raising an exception. A second Ctrl-C raises as usual."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         if budget.stopped:
             raise KeyboardInterrupt
         budget.stop()
 
-    if threading.current_thread() is not threading.main_thread():
+    with handled(signal.SIGINT, stop), handled(signal.SIGTERM, stop):
         yield
-        return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,5 +1,5 @@
-"""This module is the exact model of a pipeline-balance instance as a mixed-integer program for HiGHS, and proves bounds
-with it.
+"""This module is the exact model of a pipeline-balance instance, as a mixed-integer program for HiGHS. It also
+proves bounds with the model.
 
 Unknowns: y[k, c], layers of column k (type and option) in chunk c, and T, the step time.
 
@@ -46,7 +46,7 @@ IMPROVEMENT = 1e-6
 
 @dataclass(frozen=True)
 class Answer:
-    """This is the result of a run of the solver."""
+    """An `Answer` is the result of one run of the solver."""
 
     plan: np.ndarray | None  # [K, C] layers (not whole numbers from `relaxed`)
     value: float  # the model's T for it, or the excess of `least_excess`
@@ -55,7 +55,7 @@ class Answer:
 
 
 class PathModel:
-    """This is the model of one instance; `add_chain` adds rows to it, and it keeps its rows between runs."""
+    """A `PathModel` is the model of one instance. `add_chain` adds rows to it, and it keeps its rows between runs."""
 
     def __init__(self, instance: Instance):
         self.instance = instance
@@ -86,7 +86,7 @@ class PathModel:
         self._limit_memory()
 
     def add_chain(self, visits: np.ndarray) -> None:
-        """Bound T by a chain, given as `visits` [rows, C] of `Instance.longest_chain`."""
+        """Bound T from below by a chain, which `visits` [rows, C] of `Instance.longest_chain` gives."""
         layer = np.einsum("ik,ic->kc", self.instance.rows, visits)
         self._add_row(float((visits * self.instance.fixed).sum()), INFINITE, -layer, {self._time: 1.0})
         self.chains += 1
@@ -98,13 +98,11 @@ class PathModel:
     def best(
         self, budget: Budget, below: float = INFINITE, low: np.ndarray | None = None, high: np.ndarray | None = None
     ) -> Answer:
-        """Solve for whole layers, with T at most `below`, and each count from `low` to `high` ([K, C]; default:
-        all).
-        """
+        """Solve for whole layers, with T at most `below` and counts from `low` to `high` [K, C]."""
         return self._run(budget, self._time, below, low, high)
 
     def least_excess(self, budget: Budget) -> Answer:
-        """Find whole layers that exceed the cap on no stage by more than the smallest possible `value`."""
+        """Find whole layers that exceed the cap on no stage by more than `value`, which is the smallest possible."""
         self._solver.changeColBounds(self._excess, 0.0, INFINITE)
         answer = self._run(budget, self._excess)
         self._solver.changeColBounds(self._excess, 0.0, 0.0)
@@ -199,7 +197,7 @@ class PathModel:
 
 
 class Incumbent:
-    """This takes plans from any source, and keeps the fastest that satisfies every rule by the simulator."""
+    """An `Incumbent` takes plans from any source, and keeps the fastest that satisfies every rule by the simulator."""
 
     def __init__(self, instance: Instance, bound: float = 0.0, report: Callable[[Incumbent], None] | None = None):
         self.instance = instance
@@ -210,7 +208,7 @@ class Incumbent:
 
     @property
     def gap(self) -> float:
-        """Return the relative gap that the bound leaves: (time - bound) / time; infinite without a plan."""
+        """Return (time - bound) / time, the relative gap that the bound leaves. It is infinite without a plan."""
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else np.inf
 
     @property
@@ -224,7 +222,7 @@ class Incumbent:
         return self.time * (1 - IMPROVEMENT)
 
     def offer(self, plan: np.ndarray) -> bool:
-        """Take `plan` if it is faster, well formed and within the cap; return whether it was taken."""
+        """Take `plan` if it is faster than the best, well formed and within the cap. Return whether it was taken."""
         one = plan[None]
         if not (self.instance.well_formed(one)[0] and self.instance.fits(one)[0]):
             return False
@@ -261,7 +259,8 @@ def work_bound(instance: Instance) -> float:
 
 
 def path_bound(instance: Instance, model: PathModel, budget: Budget) -> float:
-    """Return the bound, and leave in `model` the chains on which it rests; infinite if even divided layers do not fit.
+    """Return the bound, and leave the chains on which it rests in `model`. The bound is infinite if even divided
+    layers do not fit.
 
     Stops early when `budget` does or when chains outnumber the chunks by far (each makes every later solve slower):
     the bound is then weaker but still one.
@@ -299,7 +298,7 @@ def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.
 
 
 def add_plan(incumbent: Incumbent, model: PathModel, plan: np.ndarray) -> bool:
-    """Offer a plan of the model, and add the chain that determines its time; return whether the plan was taken."""
+    """Offer a plan of the model, and add the chain that determines its time. Return whether the plan was taken."""
     _, visits = incumbent.instance.longest_chain(plan)
     model.add_chain(visits)
     return incumbent.offer(plan)

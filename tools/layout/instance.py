@@ -1,5 +1,5 @@
-"""This module holds a pipeline-balance problem in the neutral schema pp-balance/1: its file, its arrays, and the cost
-of a solution.
+"""This module holds a pipeline-balance problem in the neutral schema pp-balance/1: its file, its arrays, and the
+cost of a solution.
 
 A model's layers go to stages x chunks. Chunk (v, s) is the v-th chunk of stage s; the model's order is v-major: chunk 0
 of all stages, then chunk 1, ...; of V-shaped schedules odd chunks go from the last stage to the first. Layers of one
@@ -36,9 +36,7 @@ CAP_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Option:
-    """This is a way to recompute a layer: time added to its backward, and activation memory of a micro-batch in
-    flight.
-    """
+    """An `Option` is a way to recompute a layer, with its time in backward and its memory in flight."""
 
     name: str
     extra_backward: float
@@ -47,8 +45,8 @@ class Option:
 
 @dataclass(frozen=True)
 class LayerType:
-    """These are equal layers: their number, times of a micro-batch, and memory of parameters (with gradients and so
-    on).
+    """A `LayerType` describes equal layers: their number, the times of a micro-batch, and the memory of their
+    parameters (with gradients and so on).
 
     `weight` is the part of `backward` that is weight gradients, which some schedules split off.
     """
@@ -64,7 +62,7 @@ class LayerType:
 
 @dataclass(frozen=True)
 class Instance:
-    """This is one problem; times and memory are in the file's units.
+    """An `Instance` is one problem. Times and memory are in the units of its file.
 
     static      [stages] memory of a stage that no layer causes
     head, tail  (forward, backward) added to the first and the last chunk
@@ -108,19 +106,17 @@ class Instance:
 
     @cached_property
     def peaks(self) -> tuple[np.ndarray, ...]:
-        """Return for each stage [vectors, chunks]: micro-batches in flight that no other moment of the stage
-        exceeds.
-        """
+        """Return [vectors, chunks] for each stage: the most micro-batches in flight at one moment."""
         return tuple(peak_vectors(order, self.chunks) for order in self.table.orders)
 
     @cached_property
     def least_layers(self) -> int:
-        """Return the layers that each chunk except the first and the last must hold: 1 if the model has enough."""
+        """Return how many layers each inner chunk must hold: 1 if there are enough, else 0."""
         return int(sum(kind.count for kind in self.types) >= self.chunks * self.stages - 2)
 
     @cached_property
     def places(self) -> np.ndarray:
-        """Return [C]: v * P + s of the chunk (v, s) at each place of the model's order."""
+        """Return [C]: for each place in the model's order, v * P + s of its chunk (v, s)."""
         numbers = np.arange(self.chunks * self.stages).reshape(self.chunks, self.stages)
         if is_v_shaped(self.schedule):
             numbers[1::2] = numbers[1::2, ::-1].copy()
@@ -132,25 +128,23 @@ class Instance:
         return self.places % self.stages
 
     def by_stage(self, values: np.ndarray) -> np.ndarray:
-        """Reorder [..., C] from the model's order to that of v * P + s, or back again."""
+        """Reorder [..., C] from the model's order to the order of v * P + s, or back again."""
         return values[..., self.places] if is_v_shaped(self.schedule) else values
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """Return [2, K], forward and backward of a layer in each column; [3, K] with weight gradients if they are
-        split.
-        """
+        """Return [2, K] or [3, K]: forward, backward and split weight gradients of a layer."""
         if not splits_backward(self.schedule):
             return self.costs[:2]
         return np.vstack([self.costs[:2], [self.types[t].weight for t, _ in self.columns]])
 
     @cached_property
     def fixed(self) -> np.ndarray:
-        """Return [rows, C], the times that no layer causes: `ends`, whose weight gradients are not split off."""
+        """Return [rows, C]: the times that no layer causes. Weight gradients of `ends` are not split."""
         return np.vstack([self.ends, np.zeros((len(self.rows) - 2, self.ends.shape[1]))])
 
     def times(self, plans: np.ndarray) -> np.ndarray:
-        """Return [..., rows, C] times of the chunks of plans [..., K, C], as `rows`."""
+        """Return [..., rows, C]: the times of the chunks of plans [..., K, C], in the rows of `rows`."""
         return np.einsum("ik,...kc->...ic", self.rows, plans) + self.fixed
 
     def step_times(self, plans: np.ndarray) -> np.ndarray:
@@ -265,7 +259,7 @@ def read_instance(path: Path) -> Instance:
 
 
 def with_margin(instance: Instance, share: float) -> Instance:
-    """Return the instance with a share of its cap left free."""
+    """Return the instance with a share of its memory cap left free."""
     return replace(instance, cap=(1 - share) * instance.cap)
 
 
@@ -329,7 +323,7 @@ class _Place:
         self.path, self.where, self.value = path, where, value
 
     def refuse(self, want: str) -> None:
-        """Raise `DataError` with file, key path, value and what would be right."""
+        """Raise `DataError` with the file, the key path, the value, and what would be right."""
         shown = json.dumps(self.value)
         shown = shown if len(shown) < 60 else f"{shown[:60]}..."
         raise DataError(f"{self.path}: {self.where or 'the whole file'}: {shown}: {want}")
@@ -340,11 +334,11 @@ class _Place:
             self.refuse("must be a mapping")
         where = f"{self.where}.{name}" if self.where else name
         if name not in self.value:
-            raise DataError(f"{self.path}: {where}: is missing{did_you_mean(name, list(self.value))}")
+            raise DataError(f"{self.path}: {where}: the key is missing{did_you_mean(name, list(self.value))}")
         return _Place(self.path, where, self.value[name])
 
     def only(self, *known: str) -> None:
-        """Refuse keys that are neither `known` nor notes."""
+        """Refuse keys that are neither `known` keys nor notes."""
         keys = [key for key in self.value if not key.startswith("about")] if isinstance(self.value, dict) else []
         refuse_unknown(f"{self.path}: {self.where}{'.' * bool(self.where)}", keys, known, DataError)
 
@@ -376,8 +370,8 @@ class _Place:
 
 @dataclass(frozen=True)
 class Judgement:
-    """This is a solution's simulated step time, peak memory per stage, and the stages over the cap (stage -> by how
-    much).
+    """A `Judgement` holds a solution's simulated step time, the peak memory of each stage, and the stages over the
+    cap (stage -> by how much).
     """
 
     time: float
@@ -386,7 +380,7 @@ class Judgement:
 
 
 def judge(instance: Instance, solution: list) -> Judgement:
-    """Simulate a solution n[type][v][s][option] as the schema's `doc` describes.
+    """Simulate a solution n[type][v][s][option] as the `doc` of the schema describes, and return the result.
 
     Raises:
         DataError: its shape is wrong, it does not place every layer once, or types leave the model's order.
@@ -397,7 +391,9 @@ def judge(instance: Instance, solution: list) -> Judgement:
     except (TypeError, ValueError):
         parts = []
     if [part.shape for part in parts] != want or any(part.dtype.kind != "i" for part in parts):
-        raise DataError(f"solution of {instance.name}: it must be whole numbers n[type][v][s][option] of shapes {want}")
+        raise DataError(
+            f"solution of {instance.name}: the solution must be whole numbers n[type][v][s][option] of shapes {want}"
+        )
     plan = instance.from_solution(solution)[None]
     if not instance.well_formed(plan)[0]:
         raise DataError(

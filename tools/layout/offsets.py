@@ -1,5 +1,5 @@
-"""This module makes tables for `model.model_config.offset`: from a Megatron layout string, from the file of `auto`, or
-by an even spread.
+"""This module makes tables for `model.model_config.offset`: from a Megatron layout string, from the file of `auto`,
+or by an even spread.
 
 A layout string says where the layers run, and is translated to an offset. `auto` stands for a result of the pipeline
 optimiser that is stored beside the recipe (`LayoutFile`), with the tables of `recompute_config`, which `auto` also
@@ -46,7 +46,7 @@ _HEAD = "# What `offset: auto` stands for."
 
 @dataclass(frozen=True)
 class LayoutFile:
-    """One answer."""
+    """A `LayoutFile` holds one answer of the pipeline optimiser."""
 
     digest: str  # of `inputs`
     inputs: Mapping[str, Any]  # what the answer depends on, by dotted name
@@ -61,12 +61,12 @@ class LayoutFile:
 
 
 def path_of(recipe: str) -> Path:
-    """Return the layout file of a recipe's file."""
+    """Return the path of the layout file that belongs to a recipe's file."""
     return Path(recipe).with_suffix(ENDING)
 
 
 def is_layout_file(path: Path) -> bool:
-    """Return whether a file is a layout file, which may be written anew."""
+    """Return whether a file is a layout file, which may be replaced."""
     try:
         with path.open(encoding="utf-8") as file:
             return file.readline().startswith(_HEAD)
@@ -75,28 +75,28 @@ def is_layout_file(path: Path) -> bool:
 
 
 def digest_of(inputs: Mapping[str, Any]) -> str:
-    """Return sixteen letters that identify the inputs."""
+    """Return sixteen hexadecimal digits that identify the inputs."""
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def write_layout(layout: LayoutFile, path: Path, command: str) -> None:
-    """Write the file, which `command` made; raise DataError for a folder that cannot be written to."""
+    """Write the layout file that `command` made. DataError is raised for a folder that cannot be written to."""
     head = f"{_HEAD} Made by `{command}`; read at every launch.\n"
     write_atomically(path, head + recipe_text(asdict(layout)))
 
 
 def read_layout(path: Path) -> LayoutFile:
-    """Read a file; raise RecipeError if it cannot be read, or if a key is missing or unknown."""
+    """Return the content of a layout file. RecipeError is raised if it cannot be read or lacks a key."""
     content = read_yaml(path, RecipeError)
     wanted = [field.name for field in fields(LayoutFile)]
     if not isinstance(content, dict) or not set(wanted) <= set(content):
-        raise RecipeError(f"{path}: must be a mapping of {', '.join(wanted)}; make it anew")
+        raise RecipeError(f"{path}: the file must be a mapping of {', '.join(wanted)}; make it again")
     refuse_unknown(f"{path}: ", content, wanted)
     return LayoutFile(**content)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return in words what differs between inputs, such as "pp 8, was 4"."""
+    """Return the differences between inputs in words, such as "pp 8, was 4"."""
     names = [*now, *(name for name in before if name not in now)]
     return [
         f"{name} {now.get(name, 'absent')}, was {before.get(name, 'absent')}"
@@ -124,7 +124,7 @@ def put(recipe: Recipe, values: Values) -> None:
 
 
 def string_values(recipe: Recipe, text: str) -> Values:
-    """Return the offset for a layout string.
+    """Return the offset that a layout string stands for.
 
     Raises:
         RecipeError: it is not a layout string, or does not fit the model or the pipeline.
@@ -134,25 +134,26 @@ def string_values(recipe: Recipe, text: str) -> Values:
     stages, chunks = (view.pp, view.chunks) if view.parallel else (1, 1)
     if is_v_shaped(view.scheduler):
         raise RecipeError(
-            f"layout {text!r}: layouts run from the first stage to the last, {view.scheduler} runs back up"
+            f"layout {text!r}: a layout runs from the first stage to the last, but {view.scheduler} runs back"
         )
     counts, mtp = counts_of(text, stages)
     if len(counts) != chunks:
         raise RecipeError(
-            f"layout {text!r}: {len(counts)} chunks on each of {stages} stages, but pp_interleave_num is {chunks} (it "
-            "counts with parallel.pipeline_config.pipeline_interleave: True)"
+            f"layout {text!r}: the layout has {len(counts)} chunks on each of {stages} stages, but pp_interleave_num "
+            f"is {chunks} "
+            "(it counts only with parallel.pipeline_config.pipeline_interleave: True)"
         )
     for name, have, want in (
         ("decoder layers", sum(map(sum, counts)), built.number("num_layers")),
         ("MTP layers", mtp, built.number("mtp_num_layers")),
     ):
         if have != want:
-            raise RecipeError(f"layout {text!r}: {have} {name}, but the model has {want}")
+            raise RecipeError(f"layout {text!r}: the layout has {have} {name}, but the model has {want}")
     return {OFFSET: offset_of(counts)}
 
 
 def even_values(recipe: Recipe) -> Values:
-    """Return a table in which the layers are spread evenly and nothing is recomputed."""
+    """Return tables in which the layers are spread evenly and nothing is recomputed."""
     flat = copy.deepcopy(recipe)
     put(flat, {OFFSET: 0})
     view = View(flat)
@@ -163,9 +164,7 @@ def even_values(recipe: Recipe) -> Values:
 
 
 def even_layout(recipe: Recipe) -> Recipe:
-    """Return a copy with layers spread evenly and nothing recomputed, so that a recipe can be read while its layout is
-    open.
-    """
+    """Return a copy that can be read while its layout is open: spread evenly, without recomputation."""
     even = copy.deepcopy(recipe)
     put(even, even_values(recipe))
     return even
@@ -180,7 +179,7 @@ def file_values(recipe: Recipe, layout: LayoutFile) -> Values:
     inputs = inputs_of(recipe)
     if layout.digest != digest_of(inputs):
         changed = "; ".join(differences(layout.inputs, inputs)) or "its digest is not that of its inputs"
-        raise RecipeError(f"auto: {path_of(recipe.source)} was made for other inputs ({changed}): {remedy(recipe)}")
+        raise RecipeError(f"auto: {path_of(recipe.source)} was made for other inputs ({changed}); {remedy(recipe)}")
     view, config = View(recipe), from_recipe(even_layout(recipe))
     counts = counts_of_offset(layout.offset, config.model.layers, config.pp, config.chunks)
     placed = replace(config, layers=tuple(tuple(row) for row in counts), recompute=Recompute())
@@ -200,9 +199,7 @@ def remedy(recipe: Recipe) -> str:
 
 
 def inputs_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the inputs of the answer, except the cluster: all values that the model of time and memory reads, and its
-    version.
-    """
+    """Return the inputs of the answer, without the cluster: all that the model reads, and its version."""
     config = from_recipe(even_layout(recipe))
     run = {name: value for name, value in asdict(config).items() if name not in (*_ANSWERS, *_OF_DATA, "model")}
     run = {name: value for name, value in run.items() if name not in _TAKEN or value != _TAKEN[name]}

@@ -1,5 +1,5 @@
-"""This module finds which layers go to which stage and chunk, and what each recomputes: the fastest plan under every
-stage's memory cap.
+"""This module finds which layers go to which stage and chunk, and what each recomputes. It looks for the fastest
+plan that keeps every stage's memory cap.
 
 1. A first plan at once, if evenly spread layers fit.
 2. What no plan can beat, and the chains that make the model exact where it matters. Without a plan
@@ -30,9 +30,7 @@ from tools.layout.instance import Instance
 
 
 def recompute_less(instance: Instance, plan: np.ndarray) -> np.ndarray:
-    """Return `plan` [K, C], which keeps the cap, with layers that recompute less as long as it keeps the cap; layers do
-    not move.
-    """
+    """Return `plan` [K, C] with less recomputation, as much as the cap allows. Layers do not move."""
     # chunks near the model's end hold the fewest micro-batches: there memory buys most
     for chunk in reversed(range(plan.shape[1])):
         for index in range(len(instance.types)):
@@ -41,8 +39,8 @@ def recompute_less(instance: Instance, plan: np.ndarray) -> np.ndarray:
 
 
 def even_plan(instance: Instance) -> np.ndarray:
-    """Return layers in model order, equally many in each chunk, each with its type's smallest activation; the plan may
-    not fit.
+    """Return a plan with layers in model order, equally many in each chunk, each with its type's smallest
+    activation. The plan may not fit.
     """
     plan = np.zeros((len(instance.columns), instance.chunks * instance.stages), int)
     size = plan.shape[1]
@@ -87,9 +85,7 @@ _SECOND, _THIRD, _SAME_STAGE, _STAYS, _NEXT_CHUNK = 0.45, 0.2, 0.6, 0.45, 0.25
 
 
 def anneal(incumbent: Incumbent, starts: np.ndarray, budget: Budget, rng: np.random.Generator) -> None:
-    """Search from `starts` [S, K, C], plans that satisfy the rules, until `budget` is spent; offer every better
-    plan.
-    """
+    """Search from the legal plans `starts` [S, K, C] until `budget` is spent, and offer every better plan."""
     instance = incumbent.instance
     changes = Changes(instance, rng)
     plans = starts[np.arange(CHAINS) % len(starts)].copy()
@@ -120,7 +116,7 @@ def _legal(instance: Instance, tried: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 class Changes:
-    """This draws changes of plans; every layer keeps its type, but a change may break other rules."""
+    """A `Changes` draws changes of plans. Every layer keeps its type, but a change may break other rules."""
 
     def __init__(self, instance: Instance, rng: np.random.Generator):
         self._rng = rng
@@ -176,7 +172,7 @@ _ANNEAL = 0.7
 
 @dataclass(frozen=True)
 class Outcome:
-    """This is the result of a search."""
+    """An `Outcome` is the result of a search."""
 
     instance: Instance
     plan: np.ndarray | None  # [K, C]
@@ -191,14 +187,14 @@ class Outcome:
 
     @property
     def gap(self) -> float:
-        """Return (time - bound) / time."""
+        """Return (time - bound) / time; return infinity without a plan."""
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else float("inf")
 
 
 def optimise(
     instance: Instance, budget: Budget, seed: int = 0, report: Callable[[Incumbent], None] | None = None
 ) -> Outcome:
-    """Search until `budget` is spent or the best plan is proven best; `report` is called with every improvement."""
+    """Search until `budget` is spent or the best plan is proven. `report` hears of every improvement."""
     incumbent = Incumbent(instance, work_bound(instance), report)
     even = even_plan(instance)
     if instance.fits(even[None])[0]:

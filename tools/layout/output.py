@@ -1,5 +1,5 @@
-"""This module writes the output of `tc3 search pipeline`: the solution file, the summary for people, one JSON object
-for machines, a picture.
+"""This module writes the output of `tc3 search pipeline`: the solution file, a summary for people, one JSON object
+for programs, and a picture.
 
 The picture shows who runs what when (as the report's figures 2 and 9), and the memory of each stage over the step.
 """
@@ -20,7 +20,7 @@ from tools.pipeline.simulate import Durations, Simulation, draw_timeline, memory
 
 
 def solution_json(outcome: Outcome) -> dict[str, Any]:
-    """Return the solution file's content: name, solution n[type][v][s][option], time and peak_mem (stable)."""
+    """Return the content of the solution file: name, solution n[type][v][s][option], time and peak_mem."""
     assert outcome.plan is not None
     return {
         "name": outcome.instance.name,
@@ -31,9 +31,7 @@ def solution_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def report_json(outcome: Outcome) -> dict[str, Any]:
-    """Return the solution with its time and bounds; without a plan `solution` is null and `why` says what is
-    missing.
-    """
+    """Return the solution with its time and bounds. Without a plan, `why` says what is missing."""
     known = {
         "lower_bound": _finite(outcome.bound),
         "work_bound": outcome.work_bound,
@@ -52,7 +50,7 @@ def _finite(value: float) -> float | None:
 
 
 def print_text(outcome: Outcome, console: Console) -> None:
-    """Print step time, bound and a row for each stage."""
+    """Print the step time, its bound, and a row for each stage."""
     instance, plan = outcome.instance, outcome.plan
     assert plan is not None
     proof = "proven best" if outcome.finished else f"at most {100 * outcome.gap:.2f} % from the best"
@@ -91,7 +89,7 @@ def _recompute(outcome: Outcome, own: np.ndarray) -> str:
 
 
 def draw(instance: Instance, plan: np.ndarray, path: Path) -> Path:
-    """Draw the timeline and the memory of a plan [K, C]; return `path`; errors are as in `save_figure`."""
+    """Draw the timeline and the memory of a plan [K, C], and return `path`. Errors are those of `save_figure`."""
     forward, backward = instance.by_stage(instance.times(plan)[:2]).reshape(2, instance.chunks, instance.stages)
     simulation = simulate_timetable(instance.table, Durations(forward, backward))
     figure = new_figure(14, 3 + 0.4 * instance.stages)

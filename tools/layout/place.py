@@ -1,5 +1,5 @@
-"""This module assigns a configuration's layers to stages and chunks, and chooses what each recomputes, by the pipeline
-optimiser.
+"""This module assigns a configuration's layers to stages and chunks and chooses what each layer recomputes. It uses
+the pipeline optimiser.
 
 `place` makes a pipeline-balance instance of the configuration (`problem`), has it optimised and turns the
 plan back into tables of layers and recomputation as MindFormers reads them: each option counts from a chunk's first
@@ -35,8 +35,8 @@ from tools.pipeline.schedules import pairs_up
 
 
 def eased(config: Configuration, model: TimeModel, cap_bytes: float) -> Configuration:
-    """Return `config` with fewer recomputed layers of each group, the most expensive group first, as long as every
-    stage keeps `cap_bytes`.
+    """Return `config` with fewer recomputed layers of each group, as long as every stage keeps `cap_bytes`. The most
+    expensive group comes first.
     """
     kind = config.model.last_kind
     names = [name for name, _ in config.recompute.operators] + [NORMS] * bool(config.recompute.select)
@@ -63,13 +63,13 @@ def _fewest(config: Configuration, name: str, chunk: int, stage: int, cap_bytes:
 
 
 def recomputed_table(config: Configuration, name: str) -> Table:
-    """Return the layers that recompute a group, or norms."""
+    """Return the table of the layers that recompute a group of operators, or norms."""
     none: Table = tuple((0,) * config.pp for _ in config.layers)
     return (config.recompute.select if name == NORMS else dict(config.recompute.operators).get(name)) or none
 
 
 def with_table(config: Configuration, name: str, table: Table) -> Configuration:
-    """Return the configuration with other layers for a group, or for norms; a group without layers is removed."""
+    """Return the configuration with another table for a group, or for norms. A group without layers is removed."""
     some = table if any(map(any, table)) else None
     if name == NORMS:
         return replace(config, recompute=replace(config.recompute, select=some))
@@ -85,7 +85,7 @@ _ORDER = ("full", "select", "communication", "none")  # of a chunk's layers, as 
 
 @dataclass(frozen=True)
 class Placement:
-    """This is the result of `place`."""
+    """A `Placement` is the result of `place`."""
 
     configuration: Configuration | None  # with its new layers and recomputation; None where nothing fits
     step_s: float  # simulated seconds of a step; infinite without a configuration
@@ -99,8 +99,8 @@ class Placement:
 def place(
     config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, seed: int = 0, groups: bool = False
 ) -> Placement:
-    """Return the fastest placement of `config`'s layers, with recomputation for each, that keeps `cap_bytes` on every
-    stage.
+    """Return the fastest placement of `config`'s layers, with the recomputation of each, that keeps `cap_bytes` on
+    every stage.
 
     The configuration's own tables are one of the candidates, and the only one for models whose dense and MoE layers
     alternate. Of schedules with pairs (`tools.pipeline.orders`) the optimiser does not count what a pair hides,
@@ -152,7 +152,7 @@ def place(
 
 
 class Way(NamedTuple):
-    """These are the last arguments of `pipeline_instance`, for an instance by which a configuration is placed."""
+    """A `Way` holds the arguments of `pipeline_instance` that differ between instances of a configuration."""
 
     full: bool
     mtp: bool = False
@@ -160,7 +160,7 @@ class Way(NamedTuple):
 
 
 def ways(config: Configuration) -> list[Way]:
-    """Return the instances by which a configuration is placed; [] if no layer is moved.
+    """Return the instances by which a configuration is placed; return [] if no layer can move.
 
     No layer recomputes everything; some do; the last one does, and MTP with it.
     """
@@ -170,7 +170,7 @@ def ways(config: Configuration) -> list[Way]:
 
 
 def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
-    """Return the same instances with groups of operators that layers may recompute as well; [] if no group is known.
+    """Return instances in which layers may recompute groups of operators as well; return [] if no group is known.
 
     Without whole layers once for each number of groups: what a pass works with hangs on which groups there are.
     """
@@ -184,7 +184,7 @@ def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
 def least_seconds(
     config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, groups: bool = False
 ) -> float:
-    """Return a lower bound on the seconds of a step, for everything that `place` may return for `config`.
+    """Return a lower bound on the seconds of a step. It holds for everything that `place` may return for `config`.
 
     The least `path_bound` of its instances; gradients and optimizer count nothing, for they hang on the layers. 0
     where nothing is moved, infinite where nothing fits.
@@ -216,7 +216,7 @@ def _why(config: Configuration, cap_bytes: float, outcomes: list[Outcome]) -> st
 
 
 def configuration_of(config: Configuration, instance: Instance, plan: np.ndarray) -> Configuration:
-    """Return `config` with the layers and recomputation of a plan [K, C] whose options are `in_order`."""
+    """Return `config` with the layers and recomputation of a plan [K, C], whose options are `in_order`."""
     layers = _table(instance, plan.sum(axis=0))
     chunks = [_options_of(instance, plan, chunk) for chunk in range(plan.shape[1])]
     names = {name for options in chunks for option in options for name in parts_of(option)}
@@ -242,15 +242,13 @@ def _options_of(instance: Instance, plan: np.ndarray, chunk: int) -> list[str]:
 
 
 def order_of(instance: Instance) -> list[str]:
-    """Return the names of all options, the strongest first, as MindFormers counts them; options with more groups come
-    first.
-    """
+    """Return the names of all options, the strongest first, as MindFormers counts them."""
     names = {option.name for kind in instance.types for option in kind.options}
     return sorted(names, key=lambda name: (_ORDER.index(name) if name in _ORDER else 1, -len(parts_of(name)), name))
 
 
 def last_full(instance: Instance, plan: np.ndarray) -> np.ndarray:
-    """Return the plan [K, C] with all layers of its last chunk recomputed fully, as far as their types allow."""
+    """Return the plan [K, C] with all layers of its last chunk recomputed fully, as far as their types allow it."""
     found, chunk = plan.copy(), np.flatnonzero(plan.any(axis=0))[-1]
     for index, kind in enumerate(instance.types):
         names, columns = [option.name for option in kind.options], instance.type_columns(index)
@@ -261,8 +259,8 @@ def last_full(instance: Instance, plan: np.ndarray) -> np.ndarray:
 
 
 def in_order(instance: Instance, plan: np.ndarray) -> np.ndarray | None:
-    """Return the plan [K, C] with each chunk's options in MindFormers' order: the fastest that fits; None if none
-    does.
+    """Return the plan [K, C] with the options of each chunk in MindFormers' order. It is the fastest such plan that
+    fits; None means that none fits.
     """
     order = order_of(instance)
     for chunk in range(plan.shape[1]):

@@ -1,5 +1,5 @@
-"""This module describes a configuration's pipeline as a `tools.layout.instance.Instance`, by the estimator's own times
-and bytes.
+"""This module describes a configuration's pipeline as a `tools.layout.instance.Instance`, by the estimator's own
+times and bytes.
 
 Times in milliseconds, memory in GiB. Layer types: "dense" and "moe". Embedding, head and MTP stay at the ends: their
 times are the instance's head and tail, their memory is static. What a stage needs once whatever it holds (buffers,
@@ -30,7 +30,7 @@ _MS = 1000
 
 @dataclass(frozen=True)
 class PlacedInstance(Instance):
-    """This is an instance whose chunks wait for transfers from another stage.
+    """A `PlacedInstance` is an instance whose chunks wait for transfers from another stage.
 
     receiving   added to each forward but the first chunk's and each backward but the last chunk's. A sender's own time
                 is left out, so that no real plan is faster than the instance says.
@@ -50,7 +50,7 @@ class PlacedInstance(Instance):
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Return [2, C], forward and backward of everything that no layer causes."""
+        """Return [2, C]: forward and backward of everything that no layer causes."""
         fixed = np.full((2, self.chunks * self.stages), self.receiving)
         fixed[:, 0] += self.head
         fixed[:, -1] += self.tail
@@ -65,7 +65,7 @@ class PlacedInstance(Instance):
 def pipeline_instance(
     config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False, groups: Sequence[str] = ()
 ) -> PlacedInstance:
-    """Return the problem of placing `config`'s layers anew; their present place and recomputation are not read.
+    """Return the problem of placing `config`'s layers anew. Their present place and recomputation are not read.
 
     Args:
         full: layers may recompute everything. MindFormers' recipes then have working memory for a whole layer's
@@ -121,14 +121,12 @@ def pipeline_instance(
 
 
 def kind_count(config: Configuration, kind: str) -> int:
-    """Return the layers of a kind."""
+    """Return the number of layers of a kind."""
     return config.model.pattern.count(kind)
 
 
 def table_of(config: Configuration, counts: list[int]) -> Table:
-    """Return [chunks][stages] of a list in model order, which runs back from the last stage to the first if the
-    schedule is V-shaped.
-    """
+    """Return a list in model order as [chunks][stages]. In a V, odd chunks run from the last stage."""
     stages, turned = config.pp, is_v_shaped(config.schedule)
     rows = [tuple(counts[first : first + stages]) for first in range(0, len(counts), stages)]
     return tuple(row[::-1] if turned and chunk % 2 else row for chunk, row in enumerate(rows))
@@ -144,7 +142,7 @@ def _weights(times: list) -> float:
 
 
 def by_price(config: Configuration, model: TimeModel) -> tuple[str, ...]:
-    """Return norms and the known groups of operators, first the one that costs the least time per byte.
+    """Return norms and the known groups of operators. The group that costs the least time per byte comes first.
 
     MindFormers counts every group from a chunk's first layer, so that of two layers one has all that the other has.
     Options that add group after group in this order are the lower convex hull of time over memory, here of the kind
@@ -226,8 +224,8 @@ def _last_stage(config: Configuration) -> int:
 
 
 def may_hold_first(config: Configuration, stage: int) -> bool:
-    """Return whether a stage can hold layers of the first kind: the stages before it need one each, except the first
-    stage.
+    """Return whether a stage can hold layers of the first kind. Each stage between the first one and it needs one
+    such layer.
     """
     model = config.model
     first = kind_count(config, model.pattern[0])

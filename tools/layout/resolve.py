@@ -1,5 +1,5 @@
-"""This module replaces `auto` in a recipe by values, and no other module does: every command calls `resolve` once it
-has its recipe.
+"""This module replaces `auto` in a recipe by values, and no other module does so. Every command calls `resolve` once
+it has its recipe.
 
     1. A Megatron layout string at `model.model_config.offset`: the offset that places layers so (`offsets`).
     2. `plugins.hierarchical_ep.mode: auto` and `plugins.ep_overlap.chunks: auto`: what `tc3 ep-report` advises
@@ -55,8 +55,7 @@ from tools.layout.offsets import (
 from tools.model.architecture import model_of
 from tools.model.weights import PASSES, linear_flops, pair_flops
 from tools.pipeline.schedules import is_v_shaped
-from tools.recipe.load import KeyPath, Recipe
-from tools.recipe.override import dotted
+from tools.recipe.load import KeyPath, Recipe, dotted
 from tools.recipe.view import AUTO, CHUNKS, MODE, OFFSET, View, look
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
@@ -65,8 +64,8 @@ SECTION = ("plugins", "attention_balance")
 
 
 def sample_cost(recipe: Recipe) -> Cost:
-    """Return the training FLOPs of a token, and of a pair of tokens that attend; a recomputed forward pass counts
-    again.
+    """Return the training FLOPs of a token, and those of a pair of tokens that attend. A recomputed forward pass
+    counts again.
 
     Raises:
         RecipeError: the recipe's sizes make no model.
@@ -76,16 +75,17 @@ def sample_cost(recipe: Recipe) -> Cost:
         pair, token = pair_flops(model) // PASSES, linear_flops(model) // PASSES  # forward
     except (KeyError, TypeError, ValueError) as error:
         raise RecipeError(
-            f"model.model_config: its sizes make no model ({error}), from which {KEY} computes the cost of a sample; "
-            f"tc3 check says more, or write measured per_pair and per_token under {KEY}"
+            f"model.model_config: these sizes do not make a model ({error}), but {KEY} computes the cost of a sample "
+            "from them; "
+            f"see tc3 check, or write measured per_pair and per_token under {KEY}"
         ) from None
     passes = PASSES + recomputed_share(recipe)
     return Cost(passes * pair, passes * token, COMPUTED)
 
 
 def write_sample_cost(recipe: Recipe) -> None:
-    """Write `sample_cost` into `recipe` (in place) if its plugin is on and has no costs; errors are as in
-    `sample_cost`.
+    """Write `sample_cost` into `recipe` (in place) if the recipe has its plugin on and gives no costs. Errors are
+    those of `sample_cost`.
 
     Call it when layout and recomputation are settled, for what is recomputed counts.
     """
@@ -99,7 +99,8 @@ def write_sample_cost(recipe: Recipe) -> None:
 
 
 def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:
-    """Take over (in place) the cost with which the run of `first`, its effective recipe, began; print where it differs.
+    """Take over (in place) the cost with which the run of `first`, its effective recipe, began. Return a line if the
+    two differ.
 
     A recipe that gives measured costs of its own keeps them, and one without the plugin stays without.
     """
@@ -121,11 +122,11 @@ _KEY = dotted(OFFSET)
 
 
 class NothingFits(RecipeError):
-    """No layout stays within the memory limit."""
+    """No layout keeps within the memory limit."""
 
 
 def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, margin: float | None = None) -> LayoutFile:
-    """Ask the pipeline optimiser for a layout; the recipe's own offset and recompute tables are not read.
+    """Ask the pipeline optimiser for a layout. The recipe's own offset and recompute tables are not read.
 
     Args:
         margin: share of the memory limit to leave free; the estimator's known error by default.
@@ -166,7 +167,7 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
 
 
 def layout_text(recipe: Recipe, found: LayoutFile) -> str | None:
-    """Return a layout as Megatron writes it; None for a V-shaped pipeline."""
+    """Return a layout as Megatron writes it; return None for a V-shaped pipeline."""
     config = from_recipe(_even(recipe))
     if is_v_shaped(config.schedule):
         return None
@@ -189,7 +190,7 @@ _PLAIN = {MODE: "global", CHUNKS: [1, 1]}
 
 
 class UnresolvedError(RecipeError):
-    """This says that the value at `path` stays open because of `why`, which may name another key."""
+    """The value at `path` stays open because of `why`, which may name another key."""
 
     def __init__(self, source: str, path: KeyPath, why: str):
         super().__init__(why if why.startswith(f"{source}:") else f"{source}: {why}")
@@ -197,7 +198,7 @@ class UnresolvedError(RecipeError):
 
 
 def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file", dispatch: bool = True) -> Recipe:
-    """Return a copy of `recipe` in which nothing is `auto`, with the costs of its samples; everything else is
+    """Return a copy of `recipe` in which nothing is `auto` and the costs of samples are given. Everything else is
     unchanged.
 
     Args:
@@ -215,9 +216,7 @@ def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file
 
 
 def resolve_for_check(recipe: Recipe) -> tuple[Recipe, list[UnresolvedError]]:
-    """Resolve as `resolve` does, but with an even layout and the plainest dispatch for values that cannot be resolved;
-    also return why.
-    """
+    """Return the resolved recipe, with plain values for what cannot be resolved, and the reasons."""
     failed: list[UnresolvedError] = []
     return _resolved(recipe, lambda line: None, "file", True, failed), failed
 
@@ -277,7 +276,7 @@ def _dispatch(recipe: Recipe) -> tuple[Values, list[str]]:
         raise
     except _BROKEN:
         right = f"tc3 check {recipe.source} says what is wrong with it"
-        raise RecipeError(f"{dotted(MODE)}: no value follows from this recipe: {right}") from None
+        raise RecipeError(f"{dotted(MODE)}: no value follows from this recipe; {right}") from None
 
 
 def _auto_layout(recipe: Recipe, layout: Layout, say: Say) -> tuple[Values, list[str]]:
@@ -295,13 +294,13 @@ def _layout_file(recipe: Recipe, search: bool, say: Say) -> LayoutFile:
     """The answer that is kept beside the recipe, made where there is none and `search` says so."""
     if not recipe.source:
         raise RecipeError(
-            "offset: auto takes the layout from a file beside the recipe, and this recipe was not loaded from a file"
+            "offset: auto takes the layout from a file beside the recipe, but this recipe was not loaded from a file"
         )
     path = path_of(recipe.source)
     if path.is_file():
         return read_layout(path)
     if not search:
-        raise RecipeError(f"auto: it takes the layout from {path}, which is not there: {remedy(recipe)}")
+        raise RecipeError(f"auto: the layout comes from {path}, which is not there; {remedy(recipe)}")
     say(f"{path}: not there; about {EFFORTS[EFFORT]:g} s of search for the layout that `{_KEY}: auto` asks for")
     found = make_layout(recipe, DEFAULT_HARDWARE, Budget(EFFORTS[EFFORT], TIME_LIMIT))
     write_layout(found, path, f"tc3 train {recipe.source}")

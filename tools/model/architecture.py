@@ -1,4 +1,4 @@
-"""This module describes a transformer's sizes and the pattern of its layers, in neutral terms."""
+"""This module describes the sizes of a transformer and the pattern of its layers, without the words of a framework."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DENSE, MOE = "dense", "moe"
 
 @dataclass(frozen=True)
 class Latent:
-    """These are ranks and head widths of multi-latent attention; with `query_rank` 0, queries are not compressed."""
+    """A `Latent` holds the ranks and head widths of MLA. Queries are not compressed if `query_rank` is 0."""
 
     query_rank: int
     kv_rank: int
@@ -23,7 +23,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class Model:
-    """These are the sizes of a transformer, in elements.
+    """A `Model` holds the sizes of a transformer, in elements.
 
     Args:
         pattern: for each layer, in order, "dense" or "moe".
@@ -71,7 +71,7 @@ class Model:
 
     @property
     def layers(self) -> int:
-        """Return the number of layers, without MTP."""
+        """Return the number of layers without MTP layers."""
         return len(self.pattern)
 
     @property
@@ -86,19 +86,18 @@ class Model:
 
     @property
     def last_kind(self) -> str:
-        """Return the kind of an MTP layer's transformer layer: that of the last layer."""
+        """Return the kind of the last layer, which is also the kind of an MTP layer's transformer layer."""
         return self.pattern[-1]
 
     @property
     def alternates(self) -> bool:
-        """Return whether layers of one kind occur in more than one place, other than dense layers before or after the
-        MoE layers.
-        """
+        """Return whether layers of one kind lie apart, other than dense ones at both ends."""
         return len(list(groupby(self.pattern))) > 2
 
 
 def pattern_of(layers: int, experts: int = 0, dense: int = 0, frequency: int | Sequence[int] = 1) -> tuple[str, ...]:
-    """Return the kinds of `layers` layers, as MindFormers reads `first_k_dense_replace` and `moe_layer_freq`.
+    """Return the kinds of `layers` layers. `first_k_dense_replace` and `moe_layer_freq` are read as MindFormers reads
+    them.
 
     Args:
         experts: 0: all layers are dense.

@@ -1,4 +1,5 @@
-"""This module lists every weight of a transformer by layer, sums weights by stage, and computes the FLOPs of a token.
+"""This module lists every weight of a transformer by layer, adds up the weights of a stage, and computes the FLOPs of a
+token.
 
 Kinds of layers: "embedding", "dense", "moe", "mtp" (a layer of the last kind, its projection and three norms) and
 "head" (last norm and output projection). Letters: h hidden, n heads.
@@ -25,7 +26,7 @@ KINDS = ("embedding", "dense", "moe", "mtp", "head")
 
 @dataclass(frozen=True)
 class Weight:
-    """This is a matrix of rows x columns, as the framework stores it.
+    """A `Weight` is a matrix of rows x columns, as the framework stores it.
 
     Args:
         split: what is cut: "rows" or "columns" over tp, "experts" over ep, "" nothing.
@@ -69,7 +70,7 @@ def weights(model: Model, kind: str, shared_whole: bool = False) -> tuple[Weight
 
 @lru_cache(maxsize=256)
 def attention_weights(model: Model) -> tuple[Weight, ...]:
-    """Return the attention's part of a layer's weights."""
+    """Return the weights of a layer's attention."""
     return _latent(model) if model.latent else _grouped(model)
 
 
@@ -138,30 +139,31 @@ def _moe(model: Model, shared_whole: bool) -> tuple[Weight, ...]:
 
 
 def layer_size(model: Model, kind: str) -> int:
-    """Return the elements in the weights of one layer of a kind."""
+    """Return the number of elements in the weights of one layer of a kind."""
     return sum(weight.size for weight in weights(model, kind))
 
 
 def used_size(model: Model, kind: str) -> int:
-    """Return `layer_size`, but of the routed experts count only the top-k that a token uses."""
+    """Return the number of elements that one token uses in a layer: of the routed experts, the top-k."""
     idle = sum(weight.size for weight in weights(model, kind) if weight.split == "experts")
     return layer_size(model, kind) - (idle // model.experts * (model.experts - model.top_k) if idle else 0)
 
 
 def parameters(model: Model) -> int:
-    """Return all weights of the model."""
+    """Return the number of elements in all weights of the model."""
     return sum(layer_size(model, kind) for kind in ("embedding", "head", *model.pattern, *["mtp"] * model.mtp))
 
 
 def active_parameters(model: Model) -> int:
-    """Return the weights that one token passes through, with embedding and without MTP: the A in a name such as
-    105B-A4.7B.
+    """Return the number of elements that one token passes through, with the embedding and without MTP. A name such as
+    105B-A4.7B gives it after the A.
     """
     return sum(used_size(model, kind) for kind in ("embedding", "head", *model.pattern))
 
 
 def stage_parameters(model: Model, layers: Sequence[Sequence[int]]) -> list[int]:
-    """Return the weights on each stage (all its devices together), from layers [chunk][stage] in model order.
+    """Return the number of elements on each stage (all its devices together). `layers` is [chunk][stage] in the order
+    of the model.
 
     The embedding is on the first stage, head and MTP on the last. With an MTP layer the last stage also looks tokens up
     in the embedding, which MindFormers shares between the stages: it is counted once.
@@ -181,7 +183,8 @@ FORMULA = "6 x (weights that multiply a token) + 3 x seq x heads x (d_qk + d_v) 
 
 
 def multiplied(model: Model) -> dict[str, int]:
-    """Return the weights that multiply one token, by module: "attention", "mlp", "experts", "router", "mtp" and "head".
+    """Return the number of elements that multiply one token, by module: "attention", "mlp", "experts", "router", "mtp"
+    and "head".
 
     Of the routed experts the top-k. An MTP layer counts as "mtp" but for its prediction, which is another head.
     """
@@ -195,12 +198,12 @@ def multiplied(model: Model) -> dict[str, int]:
 
 
 def linear_flops(model: Model) -> int:
-    """Return the FLOPs of one token, forward and backward, without attention itself."""
+    """Return the FLOPs of one token, forward and backward, without those of attention itself."""
     return 2 * PASSES * sum(multiplied(model).values())
 
 
 def pair_flops(model: Model) -> int:
-    """Return the FLOPs for each pair of tokens that attend, forward and backward, in all layers."""
+    """Return the FLOPs of all layers, forward and backward, for each pair of tokens that attend."""
     return 2 * PASSES * model.heads * (model.qk_dim + model.v_dim) * (model.layers + model.mtp)
 
 

@@ -1,4 +1,5 @@
-"""This module defines the orders in which pipeline schedules run a stage's work: MindSpore's own, and those of papers.
+"""This module defines the orders in which pipeline schedules run a stage's work. They are MindSpore's own orders,
+and those of papers.
 
 An operation is one piece of work of a stage, such as the forward of one chunk for one micro-batch; an order is the
 list of a stage's operations, also written as numbers for NumPy. `tools.pipeline.schedules` names the schedules.
@@ -63,7 +64,8 @@ LOOP, V, BOTH_WAYS = "loop", "v", "both ways"
 
 
 class Op(NamedTuple):
-    """This is one piece of work of a stage: a forward, a backward, or the weight gradients split from a backward.
+    """An `Op` is one piece of work of a stage: a forward, a backward, or the weight gradients that are split from a
+    backward.
 
     A "B" without a "W" of the same micro-batch, chunk and part is the whole backward; with one it is the input
     gradients. `part` is a piece of the sequence (0 where sequences are not split): forwards of a micro-batch go through
@@ -90,12 +92,12 @@ def as_table(order: Sequence[Op | Sequence[Op]]) -> np.ndarray:
 
 
 def as_operations(table: np.ndarray) -> list[Op]:
-    """Return the operations in a table of an order, without joined operations."""
+    """Return the operations in the table of an order. Which of them are joined is not told."""
     return [Op(KINDS[kind], *rest) for kind, *rest in table[:, :4].tolist()]
 
 
 def neighbours(stages: int, chunks: int, shape: str) -> tuple[dict, dict]:
-    """Return (chunk, stage) -> the chunk and stage before it and after it in the model."""
+    """Return two maps from (chunk, stage): to the chunk and stage before it in the model, and to those after it."""
     walks = []
     for chunk in range(chunks):
         walk = range(stages) if shape == LOOP or chunk % 2 == 0 else reversed(range(stages))
@@ -107,7 +109,7 @@ def neighbours(stages: int, chunks: int, shape: str) -> tuple[dict, dict]:
 
 
 def widened(table: np.ndarray) -> np.ndarray:
-    """Extend a table of the first columns of an order by the other columns: part 0, nothing joined."""
+    """Return a table of the first columns of an order with the other columns added: part 0, and nothing joined."""
     return np.pad(table, ((0, 0), (0, COLUMNS - table.shape[1])))
 
 
@@ -172,7 +174,7 @@ def seqpipe(stage: int, stages: int, chunks: int, micro_batches: int, parts: int
 
 
 def seqvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return seqpipe in which a round has as many micro-batches as are needed for their parts to fill the stages."""
+    """Return seqpipe with rounds of as many micro-batches as are needed for their parts to fill the stages."""
     return _by_parts(_rounds_extra_spread(stages // parts, micro_batches), chunks, 2 * (stages - 1 - stage), parts)
 
 
@@ -205,14 +207,12 @@ def _by_parts(rounds: list[int], chunks: int, after: int, parts: int) -> np.ndar
 
 
 def plain_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """PipeDream-flush."""
+    """Return 1F1B with one chunk a stage, the order of PipeDream-flush."""
     return np.insert(one_forward_one_backward(stage, stages, micro_batches), 2, 0, axis=1)  # chunk 0
 
 
 def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the eight phases of MindSpore's `ZeroBubbleV` (which is DualPipeV's order with few weight gradients split
-    off).
-    """
+    """Return the eight phases of MindSpore's `ZeroBubbleV`, which is DualPipeV with few splits."""
     after = stages - stage - 1
     half = (stage + 1) // 2
     split = {
@@ -240,15 +240,15 @@ def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> n
 
 
 def zb_h1(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return ZB-H1, whose bubble is (p - 1) (F + B - W), with B only the input's gradients; as many micro-batches in
-    flight as 1F1B.
+    """Return ZB-H1. Its bubble is (p - 1) (F + B - W), where B makes only the input's gradients; it keeps as many
+    micro-batches in flight as 1F1B.
     """
     return _lagging(stages - stage, stage, micro_batches)
 
 
 def zb_h2(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return ZB-H2, whose bubble of a stage between its own first and last operation is (p - 1) (F + B - 2 W); 2 p - 1
-    in flight.
+    """Return ZB-H2. The bubble of a stage between its own first and last operation is (p - 1) (F + B - 2 W); 2 p - 1
+    micro-batches are in flight.
     """
     return _lagging(2 * (stages - stage) - 1, 2 * stage, micro_batches)
 
@@ -271,18 +271,14 @@ _BLOCK = (("F", 0), ("F", 1), ("B", 1), ("B", 0))  # in the order in which a mic
 
 
 def v_min(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return a stage's operations one unit after its neighbour's in both directions: (p + 4) // 3 micro-batches in
-    flight.
-    """
+    """Return V-Min: one unit after the neighbour in both directions, (p + 4) // 3 micro-batches in flight."""
     turn = 2 if stages % 3 == 0 else 0  # without it two operations of a stage would fall on one time
     times = (stage, 2 * stages - 1 - stage, 2 * stages + turn + stage, 4 * stages + turn - 1 - stage)
     return _repeated(times, micro_batches)
 
 
 def v_half(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return a stage's operations two units after its neighbour's forth and one back: (p + 2) // 2 micro-batches in
-    flight.
-    """
+    """Return V-Half: two units after the neighbour forth and one back, (p + 2) // 2 micro-batches in flight."""
     turn = 3 if stages % 2 == 0 else 0
     there, back = 3 * stages + turn - 1 + 2 * stage, 6 * stages + turn - 2 - stage
     return _repeated((2 * stage, 3 * stages - 2 - stage, there, back), micro_batches)
@@ -308,8 +304,8 @@ def _repeated(times: tuple[int, ...], micro_batches: int) -> np.ndarray:
 
 
 def zb_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return operations four units after the neighbour's forth and two back, with filled warm-up and end: p
-    micro-batches in flight.
+    """Return V-ZB: a stage runs four units after its neighbour forth and two units back, warm-up and end are filled,
+    and p micro-batches are in flight.
     """
     return _filled(stages, micro_batches)[stage]
 
@@ -380,8 +376,8 @@ def dual_pipe_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.
 
 
 def dual_pipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return DualPipe: a stage and its mirror do what DualPipeV of half as many stages does; the stages of the far half
-    swap chunks.
+    """Return DualPipe. A stage and its mirror do what DualPipeV of half as many stages does; the stages of the far
+    half swap their chunks.
     """
     near = stage < stages // 2
     half, mirror = micro_batches // 2, min(stage, stages - 1 - stage)
@@ -429,7 +425,7 @@ def _steps(stage: int, stages: int, micro_batches: int) -> list[Op | tuple[Op, O
 
 
 def interleaved_1f1b_pairs(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return interleaved 1F1B whose steady phase runs in pairs: a backward runs together with the forward after it.
+    """Return interleaved 1F1B whose steady phase runs in pairs: a backward and the forward after it run together.
 
     The report (section 4.1) and Pangu Ultra MoE (arXiv 2505.04519) overlap the communication of adjacent forwards
     and backwards of different micro-batches; which of the two neighbours of a backward is its partner, they do not say.

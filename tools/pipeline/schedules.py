@@ -1,5 +1,5 @@
-"""This module lists pipeline schedules by name: the order of each stage, the sizes that a schedule needs, and who can
-run it.
+"""This module lists pipeline schedules by name, with the order of each stage, the sizes that a schedule needs, and
+who can run it.
 
 MindSpore's schedules (`SCHEDULES`, see `tools.pipeline.orders`) are those that a recipe can ask for. The others
 (`PAPER_SCHEDULES`) are published, and only simulated here:
@@ -65,7 +65,8 @@ _PAIRS = ("dual_pipe", "dual_pipe_v", "interleaved_1f1b_pairs")
 
 
 def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> list[Op]:
-    """Return what `stage` of `stages` runs, in order: each of chunks x micro_batches forward and backward once.
+    """Return what `stage` of `stages` runs, in order. Each of chunks x micro_batches has one forward and one
+    backward.
 
     `chunks` is how many pieces of the model a stage holds (MindFormers' `pp_interleave_num`), `parts` into how many
     a sequence is split (`seq_split_num`). Through each chunk of dual_pipe goes one half of the micro-batches.
@@ -77,35 +78,33 @@ def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batche
 
 
 def order_table(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return `operations` as numbers [operations, COLUMNS] (`tools.pipeline.orders`), with pairs; errors are as in
-    `operations`.
-    """
+    """Return `operations` as numbers [operations, COLUMNS], with pairs. Errors are those of `operations`."""
     check_schedule(schedule, stages, chunks, micro_batches, parts)
     if not 0 <= stage < stages:
-        raise RecipeError(f"stage {stage}: must be 0 to {stages - 1}")
+        raise RecipeError(f"stage {stage}: the stage must lie between 0 and {stages - 1}")
     found = _ORDERS[schedule]
     more = (parts,) if found.splits else ()
     return widened(found.order(stage, stages, chunks, micro_batches, *more))
 
 
 def check_schedule(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> None:
-    """Refuse a schedule that does not exist or cannot run with these sizes; errors are as in `operations`."""
+    """Raise an error for a schedule that does not exist or cannot run, as `operations` does."""
     if schedule not in _ORDERS:
         near = did_you_mean(schedule, list(_ORDERS))
-        raise RecipeError(f"pipeline schedule {schedule!r}: must be one of {', '.join(_ORDERS)}{near}")
+        raise RecipeError(f"pipeline schedule {schedule!r}: the schedule must be one of {', '.join(_ORDERS)}{near}")
     if min(stages, chunks, micro_batches, parts) < 1:
         numbers = f"{stages} stages, {chunks} chunks, {micro_batches} micro-batches, {parts} parts of a sequence"
-        raise RecipeError(f"pipeline: {numbers}: each must be at least 1")
+        raise RecipeError(f"pipeline: {numbers}: each number must be at least 1")
     possible, need = _needs(schedule, stages, chunks, micro_batches, parts)
     if not possible:
         have = f"{stages} stages, {chunks} chunks, {micro_batches} micro-batches"
         split = f", sequences in {parts} parts" if parts > 1 else ""
-        raise RecipeError(f"pipeline schedule {schedule} with {have}{split}: it needs {need}")
+        raise RecipeError(f"pipeline schedule {schedule} with {have}{split}: the schedule needs {need}")
 
 
 @lru_cache(maxsize=65536)
 def can_run(schedule: str, stages: int, chunks: int, micro_batches: int) -> bool:
-    """Return whether `check_schedule` accepts an existing schedule, for whole sequences."""
+    """Return whether `check_schedule` accepts an existing schedule for whole sequences."""
     return _needs(schedule, stages, chunks, micro_batches, 1)[0]
 
 
@@ -143,12 +142,12 @@ def _needs(schedule: str, stages: int, chunks: int, micro_batches: int, parts: i
 
 
 def schedule_of(scheduler: str, chunks: int) -> str:
-    """Return the schedule that MindFormers' `pipeline_scheduler` names, which is 1f1b for the interleaved one, too."""
+    """Return the schedule that MindFormers' `pipeline_scheduler` names; 1f1b may be the interleaved one."""
     return "interleaved_1f1b" if scheduler == "1f1b" and chunks > 1 else scheduler
 
 
 def scheduler_of(schedule: str) -> str:
-    """Return the value of `pipeline_scheduler` for a schedule: the inverse of `schedule_of`."""
+    """Return the value of `pipeline_scheduler` for a schedule; this is the inverse of `schedule_of`."""
     return "1f1b" if schedule.startswith("interleaved_1f1b") else schedule
 
 
@@ -168,7 +167,7 @@ def pairs_up(schedule: str) -> bool:
 
 
 def is_v_shaped(schedule: str) -> bool:
-    """Return whether odd chunks run from the last stage to the first (the model's order then forms a V)."""
+    """Return whether odd chunks run from the last stage to the first, so that the model's order forms a V."""
     return schedule in _ORDERS and shape_of(schedule) == V
 
 
@@ -186,13 +185,11 @@ _REFUSED = {
 
 
 def why_not(schedule: str) -> str:
-    """Return why no recipe can ask for a schedule; "" if MindFormers runs it."""
+    """Return why no recipe can ask for a schedule; return "" if MindFormers runs it."""
     assert set(PAPER_SCHEDULES) <= set(_REFUSED)
     return _REFUSED.get(schedule, "")
 
 
 def interleaves(schedule: str, chunks: int) -> bool:
-    """Return the value that `pipeline_interleave` must have: MindFormers accepts schedulers other than 1f1b only with
-    it.
-    """
+    """Return the value that `pipeline_interleave` must have. Schedulers other than 1f1b need True."""
     return chunks > 1 or scheduler_of(schedule) != "1f1b"

@@ -1,5 +1,5 @@
-"""This module simulates a pipeline schedule: the time of a step, idle times, the memory of each stage over time, and a
-picture.
+"""This module simulates a pipeline schedule. It gives the time of a step, idle times, the memory of each stage over
+time, and a picture.
 
 Rules of the simulation, all stated here:
 * a stage runs its operations one after the other in the schedule's order, each as soon as what it needs is there;
@@ -39,7 +39,7 @@ OVERLAPS = ("none", "1f1b", "full")
 
 @dataclass(frozen=True)
 class Durations:
-    """This says how long each operation takes: [chunks, stages] arrays in one unit of time.
+    """A `Durations` says how long each operation takes, as [chunks, stages] arrays in one unit of time.
 
     Where sequences are split: [parts, chunks, stages] for each part, or [chunks, stages] for equally long ones.
 
@@ -60,7 +60,7 @@ class Durations:
 
 @dataclass(frozen=True)
 class Simulation:
-    """This is the result: a step's time, and per stage its work, idle share and operations with start and end."""
+    """A `Simulation` holds the time of a step, and for each stage its work and its operations with start and end."""
 
     makespan: float
     busy: np.ndarray  # [stages] time of computation
@@ -75,12 +75,12 @@ class Simulation:
 
     @property
     def idle_share(self) -> float:
-        """Return the idle time divided by all time: (p-1)/(m+p-1) for 1F1B with equal stages."""
+        """Return the idle time divided by all time, which is (p-1)/(m+p-1) for 1F1B with equal stages."""
         return 1 - float(self.busy.sum()) / (self.makespan * len(self.busy))
 
 
 def simulate(schedule: str, micro_batches: int, durations: Durations, parts: int = 1) -> Simulation:
-    """Simulate one step of a schedule of `tools.pipeline.schedules`, of sequences in `parts`.
+    """Simulate one step of a schedule of `tools.pipeline.schedules`. Sequences are split into `parts`.
 
     Raises:
         RecipeError: the schedule cannot run, or `overlap` is none of `OVERLAPS`.
@@ -90,7 +90,7 @@ def simulate(schedule: str, micro_batches: int, durations: Durations, parts: int
 
 
 def simulate_timetable(table: Timetable, durations: Durations) -> Simulation:
-    """Simulate given orders (see `tools.pipeline.timetable.lay_out`).
+    """Simulate one step of given orders (see `tools.pipeline.timetable.lay_out`).
 
     Raises:
         RecipeError: `overlap` is none of `OVERLAPS`.
@@ -110,7 +110,8 @@ def simulate_timetable(table: Timetable, durations: Durations) -> Simulation:
 
 @lru_cache(maxsize=4096)
 def filling(schedule: str, stages: int, chunks: int, micro_batches: int) -> float:
-    """Return the idle time of a stage if all stages are equal, in units of a micro-batch's work: (p - 1) / v for 1F1B.
+    """Return the idle time of a stage if all stages are equal, in units of a micro-batch's work. It is (p - 1) / v
+    for 1F1B.
 
     A forward takes as long as the input gradients and as the weight gradients; transfers take none.
     """
@@ -126,7 +127,7 @@ def makespans(
     weight: np.ndarray | None = None,
     hidden: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return the step times [plans] of many plans at once, without transfers, for whole sequences.
+    """Return the step times [plans] of many plans at once, for whole sequences and without transfers.
 
     `forward`, `backward` and `weight` are [plans, chunks, stages], `hidden` [plans, chunks, chunks, stages], as in
     `Durations`.
@@ -143,7 +144,7 @@ def makespans(
 
 
 def duration_table(durations: Durations, parts: int = 1) -> np.ndarray:
-    """Return durations by the numbers of `Timetable.work`: operations, 0 for idle, pairs."""
+    """Return durations in the order of the numbers of `Timetable.work`: operations, 0 for idle places, pairs."""
     given = [durations.forward, durations.backward, 0 if durations.weight is None else durations.weight]
     of_parts = (parts, *np.shape(durations.forward)[-2:])
     # equal parts of what was given whole; indexing would not say which shape was meant
@@ -159,7 +160,7 @@ def _transfers(table: Timetable, durations: Durations) -> tuple[np.ndarray, np.n
     operation (then what the backward of a pair) waits after its input has left the other stage's hands."""
     if durations.overlap not in OVERLAPS:
         near = did_you_mean(durations.overlap, list(OVERLAPS))
-        raise RecipeError(f"overlap {durations.overlap!r}: must be one of {', '.join(OVERLAPS)}{near}")
+        raise RecipeError(f"overlap {durations.overlap!r}: the overlap must be one of {', '.join(OVERLAPS)}{near}")
     send_hidden = receive_hidden = np.full(table.work.shape, durations.overlap == "full") | (table.paired == PAIR)
     if durations.overlap == "1f1b":
         send_hidden, receive_hidden = send_hidden | (table.paired == 2), receive_hidden | (table.paired == 1)
@@ -177,7 +178,7 @@ _IRREGULAR = ("gpipe", "seqpipe", "seqvpp", "seqsmartvpp")
 
 
 def in_flight(order: Sequence[Op], chunks: int) -> np.ndarray:
-    """Return [operations, chunks]: the micro-batches whose activations are held while each operation runs.
+    """Return [operations, chunks]: the number of micro-batches whose activations are held while each operation runs.
 
     Of sequences in parts each part counts as its share of a micro-batch. A pair holds what both its operations do: its
     forward comes first.
@@ -210,7 +211,7 @@ def enough(schedule: str, stages: int, micro_batches: Any) -> Any:
 
 
 def peak_vectors(order: Sequence[Op], chunks: int) -> np.ndarray:
-    """Return [vectors, chunks]: the moments of `in_flight` that no other moment exceeds in every chunk.
+    """Return [vectors, chunks]: the rows of `in_flight` that no other row exceeds in every chunk.
 
     Whatever a chunk's activation takes, the stage's peak is at one of them: one memory row each makes a solver's
     memory exact.
@@ -223,7 +224,7 @@ def peak_vectors(order: Sequence[Op], chunks: int) -> np.ndarray:
 def memory_over_time(
     simulation: Simulation, stage: int, static: float, activation: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (times, memory) of a stage: memory[i] is held from times[i] to times[i + 1] or the end of the step.
+    """Return (times, memory) of a stage. memory[i] is held from times[i] to times[i + 1], or to the end of the step.
 
     `activation` is what one micro-batch of each chunk holds; the peak is ``memory.max()``.
     """
@@ -243,8 +244,8 @@ _HEIGHT = 0.84
 
 
 def draw_timeline(axes: Any, simulation: Simulation, numbers: bool = False) -> None:
-    """Draw on matplotlib's `axes`: later chunks are darker, and the two operations of a pair stand above each other in
-    a frame.
+    """Draw the timeline on matplotlib's `axes`. Later chunks are darker, and the two operations of a pair stand
+    above each other in a frame.
 
     `numbers` writes each operation's micro-batch in it.
     """

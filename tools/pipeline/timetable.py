@@ -33,7 +33,7 @@ PAIR = 3  # in `Timetable.paired`
 
 @dataclass(frozen=True)
 class Timetable:
-    """These are operations by level and stage; idle places take no time. C is parts x chunks x stages.
+    """A `Timetable` holds operations by level and stage. Idle places take no time. C is parts x chunks x stages.
 
     A pair, a forward and a backward that run together, is one place.
 
@@ -69,7 +69,7 @@ class Timetable:
 
 @lru_cache(maxsize=32)
 def timetable(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> Timetable:
-    """Return the timetable of a schedule; errors are as in `tools.pipeline.schedules.operations`."""
+    """Return the timetable of a schedule. Errors are those of `tools.pipeline.schedules.operations`."""
     tables = [order_table(schedule, stage, stages, chunks, micro_batches, parts) for stage in range(stages)]
     return lay_out(tables, chunks, shape_of(schedule))
 
@@ -221,7 +221,7 @@ def _table(
 def play(
     table: Timetable, costs: Iterable[np.ndarray], plans: tuple[int, ...] = (), lags: Sequence[np.ndarray] = ()
 ) -> np.ndarray:
-    """Return [levels + 1, stages, *plans]: when each stage is free again after this many levels.
+    """Return [levels + 1, stages, *plans]: the time at which each stage is free again after so many levels.
 
     Args:
         costs: for each level [stages, *plans] how long its operations take.
@@ -243,8 +243,8 @@ def play(
 
 
 def critical_path(table: Timetable, times: np.ndarray) -> tuple[float, np.ndarray]:
-    """Return (step time, visits, in the shape of `times`): how often the longest chain runs each chunk's forward and
-    backward.
+    """Return (step time, visits). The visits, in the shape of `times`, say how often the longest chain runs each
+    chunk's forward and backward.
 
     `times` is [2, C], forward and backward of the chunks by chunk * stages + stage, or [3, C] with the weight gradients
     in the backward, which schedules with split backwards need. Their visits say how often the chain runs weight

@@ -1,4 +1,5 @@
-"""This module handles signals around work that must not be interrupted, and child processes that end with their parent.
+"""This module protects work from signals that must not interrupt it, and starts child processes that end with their
+parent.
 
 `child` starts a process that ends with a block, whatever ends the block; `run_child` runs one to its end (a training,
 or another side of a comparison), and takes it along when we are ended. `ordered_map` is a
@@ -44,7 +45,7 @@ _LOOK = 0.2  # seconds after which a waiting main thread looks for signals
 
 
 def interruptibly(work: Callable[[], Result]) -> Result:
-    """Do `work`, which may stay in C for minutes, in a thread, so that Ctrl-C ends the wait at once.
+    """Do `work` in a thread, so that Ctrl-C ends the wait at once even if the work stays in C for minutes.
 
     The work itself goes on until the process ends, so it must write nothing. It must let go of Python's lock.
     Outside the main thread, which no signal reaches, it is done right here.
@@ -83,16 +84,16 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that ask a p
 
 @contextmanager
 def collected_signals(received: list[int], numbers: Sequence[int] = NUMBERS) -> Iterator[list[int]]:
-    """Collect signals in a list instead of ending by them."""
+    """Collect signals in a list for the block, instead of being ended by them."""
     with ExitStack() as handlers:
         for number in numbers:
-            handlers.enter_context(_handler(number, lambda number, frame: received.append(number)))
+            handlers.enter_context(handled(number, lambda number, frame: received.append(number)))
         yield received
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the end of the block (milliseconds of renames or of starting a process)."""
+    """Delay Ctrl-C and SIGTERM until the end of the block, which takes milliseconds."""
     arrived: list[int] = []
     try:
         with collected_signals(arrived, (signal.SIGINT, signal.SIGTERM)):
@@ -104,7 +105,7 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def deaf_children() -> Iterator[None]:
-    """Keep Ctrl-C from processes started inside the block, so that only the parent gets it; SIGTERM still ends them.
+    """Keep Ctrl-C from the processes that the block starts, so that only the parent gets it. SIGTERM still ends them.
 
     They inherit a blocked SIGINT. Python's handlers are not inherited, and ignoring SIGINT here would lose one.
     """
@@ -118,18 +119,18 @@ def deaf_children() -> Iterator[None]:
 
 @contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Make SIGTERM end the block as Ctrl-C would: with the clean-up of every `with` and `finally`."""
+    """Make SIGTERM end the block as Ctrl-C would, so that every `with` and `finally` cleans up."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    with _handler(signal.SIGTERM, interrupt):
+    with handled(signal.SIGTERM, interrupt):
         yield
 
 
 @contextmanager
-def _handler(number, handler) -> Iterator[None]:
-    """Install `handler` for the block; do nothing outside the main thread, where Python allows no handlers."""
+def handled(number: int, handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Install a signal's `handler` for the block; do nothing outside the main thread, where Python allows none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -144,7 +145,7 @@ GRACE = 20.0  # seconds that `tc3 train` may take to end its workers
 
 
 def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `command` until it ends, like `subprocess.run(..., text=True, check=False)`; `options` are those of Popen.
+    """Run `command` until it ends, like `subprocess.run(..., text=True, check=False)`. `options` are those of Popen.
 
     Ctrl-C and SIGTERM end the child first, by SIGTERM, and by SIGKILL where that is not enough.
 
@@ -158,7 +159,7 @@ def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedPro
 
 @contextmanager
 def child(command: Sequence[str], grace: float = 0.0, **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a process that ends with the block: by SIGTERM if it has `grace` seconds, then as `kill` does.
+    """Start a process that ends with the block. If it has `grace` seconds, it gets SIGTERM first; then `kill` ends it.
 
     A second Ctrl-C does not wait for it. `options` are those of Popen. Raises OSError: it cannot be started.
     """
@@ -176,7 +177,7 @@ def child(command: Sequence[str], grace: float = 0.0, **options: Any) -> Iterato
 
 
 def kill(process: subprocess.Popen[Any]) -> None:
-    """End a process by SIGKILL with all processes that it has started, and with its session if it leads one.
+    """End a process by SIGKILL together with all processes that it has started, and with its session if it leads one.
 
     Nothing is done once somebody has waited for it: its number may be another's by then.
     """
@@ -196,7 +197,7 @@ UNUSED = ("sklearn", "scipy.stats")  # MindFormers imports NLTK for scores of te
 
 
 def import_light_nltk() -> None:
-    """Import NLTK, if it is installed, without scikit-learn and scipy.stats, which it would import but does not need.
+    """Import NLTK, if it is installed, without scikit-learn and scipy.stats, which it imports but does not need.
 
     They are a sixth of what the import of MindFormers costs each worker, so call this before. Others find NLTK's
     helpers as ever.
@@ -219,7 +220,7 @@ DEPTH = 3  # one being worked on, one waiting, one on its way back
 
 
 def ordered_map(make: Callable[[], Callable[[Job], Result]], jobs: Iterable[Job], workers: int) -> Iterator[Result]:
-    """Yield ``make()(job)`` for every job, in order.
+    """Yield ``make()(job)`` for every job, in the order of the jobs.
 
     make: builds the function, once in each worker (picklable: a module's function or a `functools.partial`).
     workers: processes; 1 works in this process. Raises `DataError` when a worker dies.
@@ -272,7 +273,7 @@ class _Member:
         self.process.join(timeout=5)
         code = self.process.exitcode
         return DataError(
-            f"a worker process died (exit code {code}); -9 mostly means out of memory: try fewer --workers"
+            f"a worker process died (exit code {code}); -9 mostly means that the memory was full: try fewer --workers"
         )
 
 

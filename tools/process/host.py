@@ -1,5 +1,5 @@
-"""This module reads facts of a host: its files below a root, the output of its tools, names of hosts, and `npu-smi`'s
-tables.
+"""This module reads the facts of a host: files below a root, the output of tools, names of hosts, and the tables of
+`npu-smi`.
 
 A recorded host is a folder that mirrors the parts of `/` that were copied (`proc/cmdline`, `sys/bus/pci/...`), with
 the output of a tool in `outputs/`, named after its command line: `outputs/npu-smi_info_-t_topo.txt`. So recorded hosts
@@ -30,7 +30,7 @@ _GRACE = 0.5  # seconds to wait for one that was killed
 
 @dataclass(frozen=True)
 class Root:
-    """This is the host whose files are below `path`: this one if `path` is `/`, otherwise a recorded one."""
+    """A `Root` is the host whose files lie below `path`: this host if `path` is `/`, otherwise a recorded host."""
 
     path: Path = Path("/")
     _answers: dict[tuple[str, ...], str | None] = field(default_factory=dict, compare=False, repr=False)
@@ -38,7 +38,7 @@ class Root:
 
     @property
     def live(self) -> bool:
-        """Return whether it is the host on which we run, whose tools can be called."""
+        """Return whether this is the host on which we run, so that its tools can be called."""
         return self.path == Path("/")
 
     def place(self, path: str) -> Path:
@@ -103,7 +103,7 @@ MOST = 1 << 17  # more than any host has cores, and than there are ports
 
 
 def expand(text: str) -> list[int]:
-    """Return the numbers of a list: ``"0-3,8"`` gives [0, 1, 2, 3, 8], in the written order.
+    """Return the numbers of a list in the written order: ``"0-3,8"`` gives [0, 1, 2, 3, 8].
 
     Raises:
         ValueError: something else than numbers and ranges, or more of them than any host has.
@@ -119,7 +119,7 @@ def expand(text: str) -> list[int]:
 
 
 def compress(cores: Iterable[int]) -> str:
-    """Return a list of numbers as text: [0, 1, 2, 3, 8] gives ``"0-3,8"``, and no cores give an empty text."""
+    """Return numbers as Linux writes a list of cores: [0, 1, 2, 3, 8] gives ``"0-3,8"``."""
     ranges: list[list[int]] = []
     for core in sorted(cores):
         if ranges and core == ranges[-1][1] + 1:
@@ -137,18 +137,18 @@ _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 
 
 def read_hosts(path: Path) -> tuple[list[str], int]:
-    """Return the names and workers of the hosts in a hosts file: each line is HOST or HOST SLOTS, and `#` starts a
-    comment.
+    """Return the names of the hosts in a hosts file, and the number of workers of each host. Each line is HOST or HOST
+    SLOTS, and `#` starts a comment.
 
     Raises:
         ClusterError: the file cannot be read, names a host twice or none at all, or hosts with unequal slots.
     """
     try:
         if path.exists() and not path.is_file():
-            raise ClusterError(f"--nodes {path}: cannot be read (not an ordinary file)")
+            raise ClusterError(f"--nodes {path}: it cannot be read, because it is not an ordinary file")
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise ClusterError(f"--nodes {path}: cannot be read: byte {error.start + 1} is not UTF-8") from None
+        raise ClusterError(f"--nodes {path}: the file cannot be read: byte {error.start + 1} is not UTF-8") from None
     except OSError as error:
         raise ClusterError(f"--nodes {path}: cannot be read ({error.strerror})") from None
     seen: dict[str, int] = {}
@@ -158,23 +158,26 @@ def read_hosts(path: Path) -> tuple[list[str], int]:
             continue
         match = _LINE.fullmatch(text)
         if not match or not _HOST.fullmatch(match["host"]) or match["slots"] == "0":
-            raise ClusterError(f"{path}:{number}: HOST or HOST SLOTS (node0 8) is needed, but {text!r} was given")
+            raise ClusterError(f"{path}:{number}: each line must be HOST or HOST SLOTS (node0 8), not {text!r}")
         if len(match["slots"] or "") > _DIGITS:
             raise ClusterError(f"{path}:{number}: {text[:40]!r}: no host has so many slots")
         host, here = match["host"], int(match["slots"] or DEVICES)
         if host in seen:
-            raise ClusterError(f"{path}:{number}: {host} stands in line {seen[host]} already")
+            raise ClusterError(f"{path}:{number}: {host} is already named in line {seen[host]}")
         if slots and here != slots:
             wrong = f"{host} has {here} slots, {next(iter(seen))} has {slots}"
-            raise ClusterError(f"{path}:{number}: {wrong}; msrun numbers workers as if every node had as many")
+            raise ClusterError(
+                f"{path}:{number}: {wrong}; give all hosts the same slots, because msrun numbers workers as if every "
+                "host had as many"
+            )
         seen[host], slots = number, here
     if not seen:
-        raise ClusterError(f"--nodes {path}: it names no host; write one on each line: HOST or HOST SLOTS")
+        raise ClusterError(f"--nodes {path}: the file names no host; write HOST or HOST SLOTS on each line")
     return list(seen), slots
 
 
 def shorten(hosts: Iterable[str]) -> str:
-    """Return names of hosts in Slurm's short form: ``["node3", "node5", "node4", "x"]`` gives ``"node[3-5],x"``.
+    """Return names of hosts in the short form of Slurm: ``["node3", "node5", "node4", "x"]`` gives ``"node[3-5],x"``.
 
     Numbers of other widths stand apart, for ``node1`` and ``node01`` are two names.
     """
@@ -201,8 +204,8 @@ _CORES = re.compile(r"\d+-\d+(?:,\d+(?:-\d+)?)*")
 
 @dataclass(frozen=True)
 class Chip:
-    """This is one device of `npu-smi info`: its number for programs, card, name, health in npu-smi's word, PCI address
-    or "".
+    """A `Chip` is one device of `npu-smi info`: its number for programs, its card, its name, its health in the words of
+    npu-smi, and its PCI address or "".
     """
 
     device: int
@@ -213,7 +216,8 @@ class Chip:
 
 
 def chips(text: str) -> list[Chip]:
-    """Return the devices of `npu-smi info`, numbered from 0 in its order, or by `Phy-ID` if it prints one.
+    """Return the devices of `npu-smi info`. They are numbered from 0 in the order of the table, or by `Phy-ID` if the
+    table has one.
 
     Each takes two rows: card, name and health; then chip, `Phy-ID` and PCI address.
     """
@@ -239,9 +243,7 @@ def _first_row(cells: list[str]) -> tuple[int, str, str] | None:
 
 
 def npu_processes(text: str) -> list[tuple[int, int, str]] | None:
-    """Return (card, process id, name) of each row of the table of processes; None if the table is missing or not
-    understood.
-    """
+    """Return (card, process id, name) of each row of the table of processes; None for an unknown form."""
     rows = list(_table(text, "Process id"))
     found = []
     for cells in rows:
@@ -267,13 +269,13 @@ def _table(text: str, column: str) -> Iterator[list[str]]:
 
 
 def npu_smi_version(text: str) -> str | None:
-    """Return the version of the driver's tools, from the first line of `npu-smi info`."""
+    """Return the version of the driver's tools, which stands in the first line of `npu-smi info`."""
     found = _VERSION.search(text)
     return found[1] if found else None
 
 
 def core_lists(text: str) -> dict[int, str]:
-    """Return device -> its column `CPU Affinity` in `npu-smi info -t topo`; nothing if a driver has no such column."""
+    """Return device -> its column `CPU Affinity` in `npu-smi info -t topo`, if there is one."""
     found = {}
     for row in _TOPOLOGY.finditer(text):
         words = row[2].split()

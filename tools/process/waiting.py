@@ -1,4 +1,4 @@
-"""This module shows progress while a command works: no command is silent for long, on a terminal or in a log.
+"""This module shows progress while a command works, so that no command is silent for long on a terminal or in a log.
 
 Work that takes more than two seconds prints what it is. A reporter writes log lines, and a progress bar or a line now
 and then, all on stderr.
@@ -20,7 +20,7 @@ AGAIN = 120.0  # seconds until words that have not changed are said again
 
 @contextmanager
 def meanwhile(what: Callable[[], object], first: float, every: float) -> Iterator[None]:
-    """Call `what` while the block runs: after `first` seconds, then each `every` seconds.
+    """Call `what` while the block runs: first after `first` seconds, then every `every` seconds.
 
     It is called from a thread of its own, which speaks even where the work stays in C for minutes. The end of the block
     waits for a call that is under way.
@@ -48,8 +48,8 @@ def _print(line: str) -> None:
 
 
 def saying(what: str, after: float | None = None) -> AbstractContextManager[None]:
-    """Print a line on stderr after two seconds (or `after`), then now and then while the block runs: ``WHAT (22 s so
-    far)``.
+    """Print a line on stderr after two seconds (or after `after` seconds), and again every 15 seconds while the block
+    runs: ``WHAT (22 s so far)``.
 
     For work that cannot say how far it is.
     """
@@ -94,7 +94,8 @@ Shown = TypeVar("Shown", bound=_OnStderr)
 
 
 class Progressing(_OnStderr):
-    """This shows changing words, and how much of `total` is done; work that ends within two seconds prints nothing.
+    """A `Progressing` shows changing words, and how much of `total` is done. Work that ends within two seconds prints
+    nothing.
 
     Off a terminal words are said once, and again only after two minutes without others.
 
@@ -128,13 +129,13 @@ class Progressing(_OnStderr):
 
 
 class Reporter:
-    """This reporter is silent; library callers and tests use it."""
+    """A `Reporter` prints nothing. Callers of the library and tests use it."""
 
     def log(self, message: str) -> None:
         """Report one line."""
 
     def start(self, label: str, total: int) -> None:
-        """Begin a stage of `total` bytes; 0 if the amount is not known."""
+        """Begin a stage of `total` bytes; 0 means that the amount is not known."""
 
     def advance(self, amount: int) -> None:
         """Count `amount` bytes as done."""
@@ -154,14 +155,14 @@ class _Stage:
     begin: float = field(default_factory=time.monotonic)
 
     def line(self) -> str:
-        """Return ``"encoding: 34%, 12 s"``; without a share if everything is read and other work goes on."""
+        """Return ``"encoding: 34%, 12 s"``. The share is left out if everything is read and other work goes on."""
         share = f"{self.done / self.total:.0%}, " if 0 < self.done < self.total else ""
         return f"{self.label}: {share}{time.monotonic() - self.begin:.0f} s"
 
 
 class TerminalReporter(_OnStderr, Reporter):
-    """This prints lines on stderr. A terminal also shows a progress bar by rich; other outputs get a line for work that
-    takes long.
+    """A `TerminalReporter` prints lines on stderr. A terminal also shows a progress bar of rich; other outputs get a
+    line now and then during long work.
     """
 
     COLUMNS = ("DownloadColumn", "TimeRemainingColumn")
@@ -196,8 +197,6 @@ class TerminalReporter(_OnStderr, Reporter):
 
 
 class CountingReporter(TerminalReporter):
-    """This is a `TerminalReporter` for work that is counted in things instead of bytes: its bar shows a share and the
-    time.
-    """
+    """A `CountingReporter` is a `TerminalReporter` for work that is counted in items instead of bytes."""
 
     COLUMNS = ("TaskProgressColumn", "TimeElapsedColumn")

@@ -39,7 +39,7 @@ _PLACES = dict(zip(("layer", "moe", "optimizer", "step"), HOST, strict=True))
 
 @dataclass(frozen=True)
 class Measured:
-    """These are a step's seconds.
+    """A `Measured` holds the seconds of a profiled step.
 
     Args:
         seconds: of the step.
@@ -164,18 +164,21 @@ _LAYER = {"matmul": ("matmul", "cut"), "attention": ("attention",), "elementwise
 
 
 def stage_of(config: Configuration, rank: int | None) -> int | None:
-    """Return the pipeline stage of a rank; None if the rank is not known and there are several stages."""
+    """Return the pipeline stage of a rank. Return None if the rank is not known and there are several stages."""
     if config.pp == 1:
         return 0
     if rank is None:
         return None
     if not 0 <= rank < config.devices:
-        raise RecipeError(f"rank {rank}: the recipe has {config.devices} devices; is the profile of another recipe?")
+        raise RecipeError(
+            f"rank {rank}: the recipe has only {config.devices} devices, so the profile is of another recipe"
+        )
     return rank // (config.devices // config.pp)
 
 
 def modelled(config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None) -> dict[str, float]:
-    """Return `TERMS` -> seconds; recomputed work counts towards its own term, and the sum is the step.
+    """Return the predicted seconds of each of `TERMS`, which add up to the step. Recomputed work counts towards the
+    term that it repeats.
 
     Args:
         stage: of the pipeline; None: the slowest.
@@ -201,9 +204,7 @@ def modelled(config: Configuration, hardware: Hardware, efficiency: Efficiency, 
 
 
 def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
-    """Return the seconds of all micro-batches of a stage by part, with recomputation added to the part that it
-    repeats.
-    """
+    """Return the seconds of all micro-batches of a stage by part, recomputation included."""
     total = dict.fromkeys(Parts.__dataclass_fields__, 0.0)
     layers = {kind: times.layer(config, kind) for kinds in config.stage_kinds(stage) for kind in set(kinds)}
     for chunk, every in enumerate(config.stage_kinds(stage)):
@@ -218,7 +219,7 @@ def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
 
 
 def whole(config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None) -> dict[str, float]:
-    """Return the seconds of layers' communication including its hidden part, as far as the model predicts it.
+    """Return the seconds of the layers' communication with its hidden part, as far as the model predicts them.
 
     Not of gradients and weights: the model hides these beside waiting, too, where a profile sees nothing hidden.
     """
@@ -249,7 +250,7 @@ WORDS = {  # term -> in words, and what to look at where it takes longer than pr
 
 @dataclass(frozen=True)
 class Line:
-    """This is a term; measured is None if only the step's length is known.
+    """A `Line` compares one term. `measured` is None if only the length of the step is known.
 
     Args:
         factor: by which only this term would have to be off to explain the whole gap; None where it cannot.
@@ -267,9 +268,7 @@ class Line:
 
 
 def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
-    """Return the terms that either side has, the largest difference first; the host's terms are joined if names do not
-    split them.
-    """
+    """Return the terms of either side, the largest difference first. The host's terms may be joined."""
     terms = dict(measured.terms)
     expected = {term: predicted.get(term, 0.0) for term in TERMS}
     if not measured.scoped:
@@ -281,7 +280,7 @@ def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
 
 
 def gap_lines_of_total(predicted: Mapping[str, float], seconds: float) -> list[Line]:
-    """Return the terms of the prediction, the largest first, if only a step's seconds are known."""
+    """Return the terms of the prediction, the largest first, for a step of which only the seconds are known."""
     gap = seconds - sum(predicted.values())
     found = []
     for term, part in predicted.items():
@@ -292,7 +291,7 @@ def gap_lines_of_total(predicted: Mapping[str, float], seconds: float) -> list[L
 
 
 def gap_table(rows: Sequence[Line], head: str = "predicted s") -> Table:
-    """Return the terms as a table; the last row is their sum."""
+    """Return the terms as a table, whose last row is their sum."""
     shown = Table(box=None, pad_edge=False)
     shown.add_column("term", no_wrap=True)
     known = all(line.measured is not None for line in rows)
@@ -316,7 +315,7 @@ def _cells(line: Line, every: float) -> list[str]:
 
 
 def gap_advice(rows: Sequence[Line], total: float) -> list[str]:
-    """Return the differences of more than a hundredth of the step by name, the largest first, and where to look."""
+    """Return the differences of more than a hundredth of the step, the largest first, and what to look at."""
     found = []
     for line in rows:
         if line.gap is not None and abs(line.gap) > 0.01 * total:

@@ -1,5 +1,5 @@
-"""This module fits efficiencies to one profiled step, each to the terms that depend on it, and makes the cluster file
-of a fit.
+"""This module fits efficiencies to one profiled step, each to the terms that depend on it, and makes the cluster
+file of the fit.
 
 1. *operators*: how a matmul's speed falls with its smallest dimension, from the kernels' shapes (only their ratios);
 2. *terms*: least squares (SciPy) on the terms of `attribute`, in shares of the step: matmul, attention, elementwise and
@@ -55,7 +55,7 @@ Numbers = Callable[[Efficiency], np.ndarray]
 
 @dataclass(frozen=True)
 class Fit:
-    """This is the result of a fit.
+    """A `Fit` is the result of a fit.
 
     Args:
         efficiency: fitted where `fitted` says so, else as it was.
@@ -72,15 +72,15 @@ class Fit:
     measured: Measured
 
     def as_json(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """Return the fit as plain numbers."""
         return asdict(self)
 
 
 class Products(TimeModel):
-    """This is a model from which the seconds of single matmuls are taken."""
+    """A `Products` is a time model that gives the seconds of single matmuls."""
 
     def product(self, config: Configuration, matmul: Matmul) -> float:
-        """Return the seconds of a product."""
+        """Return the seconds of a matmul."""
         return self._matmul(config, matmul)
 
 
@@ -92,7 +92,7 @@ def fit(
     start: Efficiency,
     stage: int | None,
 ) -> Fit:
-    """Fit `start` to a profiled step of `config`.
+    """Return the efficiencies that fit a profiled step of `config`, beginning with `start`.
 
     Args:
         stage: of the pipeline, that was profiled; None: unknown, the slowest is taken.
@@ -292,7 +292,10 @@ def host_content(profile: Profile, config: Configuration, name: str) -> dict[str
             sizes = [prod(shape) for shape in kernel.inputs]
             bytes_.append(_ITEM * (sum(sizes) + max(sizes)) * kernel.count / kernel.seconds)
     if not rates or not bytes_:
-        raise DataError(f"{profile.source}: no shapes of matmuls and other operators: a CPU's peaks cannot be measured")
+        raise DataError(
+            f"{profile.source}: the profile has no shapes of matmuls and other operators, so a CPU's peaks cannot be "
+            "measured"
+        )
     peak = _figure(max(rates), "derived", "fastest matmul of the profile")
     link = {
         "bytes_per_s": _figure(1e10, "assumed", "one device sends nothing"),
@@ -327,7 +330,7 @@ class _Whole(yaml.SafeDumper):
 
 
 def file_text(content: Mapping[str, Any], name: str, found: Fit, profile: Profile, like: str) -> str:
-    """Return the file of a cluster under a name, with the fitted efficiencies.
+    """Return the text of a cluster file called `name` that holds the fitted efficiencies.
 
     Args:
         content: of the hardware's own file.

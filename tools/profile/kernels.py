@@ -1,5 +1,5 @@
-"""This module represents a profiled run as MindSpore's profiler recorded it, on any device, with the estimator's term
-of each kernel.
+"""This module represents a profiled run as MindSpore's profiler recorded it, on any device. It also gives the
+estimator's term of each kernel.
 
 All times are in seconds. Shapes are those of the profiler, one tuple for each tensor; () if it did not record them.
 
@@ -24,7 +24,8 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Kernel:
-    """This is one execution of an operator, or, in a profile without a time line, all executions of its kind.
+    """A `Kernel` is one execution of an operator. In a profile without a time line it stands for all executions of
+    its kind.
 
     Args:
         name: with the framework's scope where the profiler knows it ("Default/.../layers-CellList/3-.../MatMul-op0").
@@ -47,7 +48,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Step:
-    """This is one step: its kernels by start, and its length, which includes the time in which none of them runs.
+    """A `Step` holds the kernels of one step in the order of their starts, and the length of the step. The length
+    includes the time in which no kernel runs.
 
     Where a profile does not tell its steps apart, these are the kernels of `repeats` steps, with that share of their
     seconds.
@@ -60,7 +62,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Profile:
-    """This is the content of a profile's folder.
+    """A `Profile` holds the content of a profile's folder.
 
     Args:
         source: the folder, in messages.
@@ -84,7 +86,7 @@ class Profile:
 
 
 def matmul_of(kernel: Kernel) -> Matmul | None:
-    """Return the product that a matmul kernel computes; None if its shapes do not determine it.
+    """Return the product that a matmul kernel computes. Return None if its shapes do not determine it.
 
     Grouped matmuls have [rows, depth] and [experts, depth, columns], rows taken as evenly spread.
     """
@@ -175,7 +177,7 @@ def term_of(kernel: Kernel, config: Configuration) -> str:
 
 
 def expanded(kernel: Kernel) -> bool:
-    """Return whether the kernel is a part of an operator that the graph compiler took apart, which names no cell."""
+    """Return whether the graph compiler took the kernel out of an operator. Such kernels name no cell."""
     return kernel.name.startswith("Expand/")
 
 
@@ -226,7 +228,8 @@ def _of_ranks(ranks: tuple[int, ...], config: Configuration) -> str:
 
 
 def place(kernel: Kernel) -> str | None:
-    """Return the place that a kernel's scope names: "moe", "layer" or "optimizer"; None if its name says nothing.
+    """Return the place that a kernel's scope names: "moe", "layer" or "optimizer". Return None if the scope names no
+    place.
 
     On a CPU "step" for what of the network is not a layer: embedding, head and loss.
     """
@@ -238,6 +241,6 @@ def place(kernel: Kernel) -> str | None:
 
 
 def layer_numbers(kernels: tuple[Kernel, ...]) -> set[int]:
-    """Return the decoder layers that scopes name; the layers of an MTP block have numbers of their own."""
+    """Return the numbers of the decoder layers that scopes name, without the layers of MTP blocks."""
     return {int(found[1]) for kernel in kernels if not _MTP.search(kernel.name)
             for found in [LAYER.search(kernel.name)] if found}  # fmt: skip

@@ -1,5 +1,5 @@
-"""This module finds and reads the profile in a folder, in any of MindSpore's formats, and says whether its steps are
-alike.
+"""This module finds and reads the profile in a folder, in any of MindSpore's formats. It also says whether the
+profile's steps are alike.
 
 An Ascend device's profile is the CSV files of ASCEND_PROFILER_OUTPUT (tests/tools/profile/SOURCES.md):
 
@@ -50,7 +50,7 @@ _LONGER = 1.25  # usual steps over one of quiet operators
 
 
 def spread_notes(lengths: Sequence[float], quiet: float | None = None) -> tuple[str, ...]:
-    """Return notes about the lengths of steps; () if they are alike, or fewer than two.
+    """Return notes about the lengths of steps; return () if the steps are alike, or if there are fewer than two.
 
     Args:
         lengths: seconds of each step.
@@ -88,7 +88,7 @@ Row = dict[str, str]
 
 
 def read_ascend(folder: Path, steps: int | None = None) -> Profile:
-    """Return the profile of one device.
+    """Return the profile of one Ascend device.
 
     Args:
         folder: an ASCEND_PROFILER_OUTPUT.
@@ -118,7 +118,7 @@ def read_ascend(folder: Path, steps: int | None = None) -> Profile:
         return Profile(str(folder), "Ascend", middle, len(found), rank=rank, notes=tuple(notes))
     if (folder / STATISTIC).is_file():
         return _from_sums(folder, steps or max(1, len(lengths)), lengths, rank)
-    raise DataError(f"{folder}: holds neither {KERNELS} nor {STATISTIC}: profile with level 0 or more")
+    raise DataError(f"{folder}: the folder holds neither {KERNELS} nor {STATISTIC}; profile with level 0 or more")
 
 
 def _rows(path: Path) -> list[Row]:
@@ -134,7 +134,7 @@ def _rows(path: Path) -> list[Row]:
     except (UnicodeDecodeError, csv.Error, OSError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
     if not rows:
-        raise DataError(f"{path}: has no rows")
+        raise DataError(f"{path}: the table has no rows")
     return rows
 
 
@@ -142,7 +142,7 @@ def _column(row: Row, name: str, place: str) -> str:
     for column in _NAMES[name]:
         if column in row:
             return row[column].strip()
-    raise DataError(f"{place.rsplit(':', 1)[0]}: no column {_NAMES[name][0]!r}; it has {', '.join(row)}")
+    raise DataError(f"{place.rsplit(':', 1)[0]}: the table has no column {_NAMES[name][0]!r}; it has {', '.join(row)}")
 
 
 def _number(text: str, place: str, column: str) -> float:
@@ -151,7 +151,7 @@ def _number(text: str, place: str, column: str) -> float:
     except ValueError:
         number = float("nan")
     if not 0 <= number < 1e18:
-        raise DataError(f"{place}: {column}: want a number of microseconds, got {text!r}")
+        raise DataError(f"{place}: {column}: {text!r} is not a number of microseconds")
     return number
 
 
@@ -172,7 +172,7 @@ def _kernel(row: Row, place: str, ranks: dict[str, tuple[int, ...]], origin: Dec
 
 
 def shapes_of(text: str) -> Shapes:
-    """Return the shapes in "4096,2560;2560,7680", which separates tensors by semicolons; () for N/A."""
+    """Return the shapes in a text such as "4096,2560;2560,7680"; return () for N/A."""
     found = []
     for part in text.replace('"', "").split(";"):
         sizes = part.strip().strip("[]()")
@@ -206,7 +206,7 @@ def _lengths(path: Path) -> dict[str, float]:
     rows = _rows(path)
     for column in _TRACE:
         if column not in rows[0]:
-            raise DataError(f"{path}: no column {column!r}; it has {', '.join(rows[0])}")
+            raise DataError(f"{path}: the table has no column {column!r}; it has {', '.join(rows[0])}")
     return {
         row.get("Step", "").strip(): _US * sum(_number(row[column], f"{path}:{number}", column) for column in _TRACE)
         for number, row in enumerate(rows, 2)
@@ -219,7 +219,7 @@ def _from_sums(folder: Path, steps: int, lengths: dict[str, float], rank: int | 
         place = f"{path}:{number}"
         kind, core = (_column(row, key, place) for key in ("kind", "core"))
         if "Total Time(us)" not in row:
-            raise DataError(f"{path}: no column 'Total Time(us)'; it has {', '.join(row)}")
+            raise DataError(f"{path}: the table has no column 'Total Time(us)'; it has {', '.join(row)}")
         seconds = _number(row["Total Time(us)"], place, "Total Time(us)") * _US / steps
         count = row.get("Count", "1").strip()
         kernels.append(Kernel(kind, kind, core, 0.0, seconds, count=max(1, int(count) if count.isdigit() else 1)))
@@ -280,7 +280,7 @@ _SHAPE = re.compile(r"input_\d+:\[([\d, ]*)\]")
 
 
 def read_cpu(folder: Path) -> Profile:
-    """Return the profile under a FRAMEWORK folder.
+    """Return the profile of a CPU, which lies in a FRAMEWORK folder.
 
     Raises:
         DataError: a file cannot be read as described above.
@@ -315,9 +315,11 @@ def _executions(path: Path) -> dict[str, list[tuple[float, float]]]:
             origin = origin or int(every[0][0])
             found[name] = [((int(part[0]) - origin) * 1e-9, float(part[1]) * 1e-3) for part in every]
         except (ValueError, IndexError):
-            raise DataError(f"{path}:{number}: want `operator;kind;start,milliseconds,thread ...`") from None
+            raise DataError(
+                f"{path}:{number}: the line must have the form `operator;kind;start,milliseconds,thread ...`"
+            ) from None
     if not any(found.values()):
-        raise DataError(f"{path}: holds no executions of operators")
+        raise DataError(f"{path}: the file holds no executions of operators")
     return {name: sorted(every) for name, every in found.items() if every}
 
 
@@ -363,7 +365,7 @@ def _quiet(runs: dict[str, list[tuple[float, float]]], shapes: dict[str, list[Sh
 
 
 def read_profile(folder: Path, steps: int | None = None) -> Profile:
-    """Return the profile at or below a folder; among several ranks, that of the lowest.
+    """Return the profile in a folder or below it. If there are several ranks, return that of the lowest.
 
     Args:
         steps: that it holds, where its files do not tell steps apart.
@@ -372,7 +374,7 @@ def read_profile(folder: Path, steps: int | None = None) -> Profile:
         DataError: there is no profile, or it cannot be read.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder: give the output folder of MindSpore's profiler")
+        raise DataError(f"{folder}: there is no such folder; give the output folder of MindSpore's profiler")
     places = [folder] if _holds_csv(folder) else []
     places += sorted(path for path in folder.rglob(FOLDER) if path.is_dir() and _holds_csv(path))
     if places:
@@ -381,7 +383,7 @@ def read_profile(folder: Path, steps: int | None = None) -> Profile:
     if frameworks:
         return read_cpu(min(frameworks, key=_by_rank))
     raise DataError(
-        f"{folder}: no profile below it: neither {FOLDER}/{KERNELS} or {STATISTIC} (Ascend) "
+        f"{folder}: the folder holds no profile: neither {FOLDER}/{KERNELS} or {STATISTIC} (Ascend) "
         f"nor FRAMEWORK/{TIMES} (CPU, with data_simplification off)"
     )
 

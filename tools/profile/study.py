@@ -33,7 +33,7 @@ _ALIKE = 2.0  # FLOPs of kernels over the model's: blocks of grouped matmuls mul
 
 
 def require_match(profile: Profile, config: Configuration, stage: int | None) -> None:
-    """Refuse a profile of another run.
+    """Raise an error if the profile is of another run.
 
     Raises:
         DataError: it names other layers than the recipe's stage has, or holds too many or too few kernels for it.
@@ -43,8 +43,8 @@ def require_match(profile: Profile, config: Configuration, stage: int | None) ->
     have = [set(config.layer_numbers(place)) for place in stages]
     if named and named not in have:
         raise DataError(
-            f"{profile.source}: names layers {_span(named)}, but the recipe has {_span(have[0])}"
-            f"{f' on stage {stages[0]}' if config.pp > 1 else ''}: it is of another recipe or another rank"
+            f"{profile.source}: the profile names layers {_span(named)}, but the recipe has {_span(have[0])}"
+            f"{f' on stage {stages[0]}' if config.pp > 1 else ''}: the profile is of another recipe or another rank"
         )
     _attention(profile, config, stages)
     _flops(profile, config, stages)
@@ -61,7 +61,8 @@ def _attention(profile: Profile, config: Configuration, stages: Sequence[int]) -
         more = count / wanted[0] if wanted[0] else 0.0
         advice = f"; if the profile holds {more:.0f} steps, say --steps {more:.0f}" if more == int(more) > 1 else ""
         raise DataError(
-            f"{profile.source}: {count} FlashAttentionScoreGrad kernels, but the recipe's layers and micro-batches "
+            f"{profile.source}: the profile has {count} FlashAttentionScoreGrad kernels, but the recipe's layers and "
+            "micro-batches "
             f"make {steps * wanted[0]} in {steps} step{'s' if steps > 1 else ''}{advice}"
         )
 
@@ -81,13 +82,14 @@ def _flops(profile: Profile, config: Configuration, stages: Sequence[int]) -> No
     wanted = [flops(config, stage) for stage in stages]
     if not any(1 / _ALIKE < done / each < _ALIKE for each in wanted if each):
         raise DataError(
-            f"{profile.source}: its matmuls do {done:.3g} FLOPs a step, but the recipe's {wanted[0]:.3g}: another "
-            "batch, sequence, layout or number of steps"
+            f"{profile.source}: its matmuls do {done:.3g} FLOPs a step, but those of the recipe {wanted[0]:.3g}; the "
+            "profile is of "
+            "another batch, sequence, layout or number of steps"
         )
 
 
 def flops(config: Configuration, stage: int) -> float:
-    """Return the matmul FLOPs of a stage's step without recomputation: forward and twice that backward."""
+    """Return the FLOPs of a stage's matmuls in one step without recomputation, forward and backward."""
     kinds = [kind for chunk in config.stage_kinds(stage) for kind in chunk]
     return 3 * config.micro_batches * sum(matmul.flops for kind in kinds for matmul in work(config, kind).matmuls)
 
@@ -101,7 +103,7 @@ def _span(numbers: set[int]) -> str:
 
 @dataclass(frozen=True)
 class Study:
-    """This is a profile with its run, and its step by term.
+    """A `Study` holds a profile with its run, and the profiled step by term.
 
     Args:
         stage: of the pipeline that was profiled; None where there are several and the folder does not say the rank.
@@ -125,7 +127,7 @@ def run_of(recipe: Path, overrides: tuple[str, ...]) -> Configuration:
 
 
 def study(folder: Path, config: Configuration, steps: int | None = None) -> Study:
-    """Read a profile and match it with its recipe.
+    """Read a profile, and match it with the run `config`.
 
     Raises:
         DataError: there is no profile, or it is of another run.
@@ -138,7 +140,7 @@ def study(folder: Path, config: Configuration, steps: int | None = None) -> Stud
 
 
 def fitted(found: Study, cluster_name: str | None, like: str | None, name: str) -> tuple[Fit, dict[str, Any], str]:
-    """These are the efficiencies of a study, with the content and the name of their hardware file.
+    """Return the efficiencies fitted to a study, and the content and the name of their hardware file.
 
     Args:
         cluster_name: a cluster or its file; None: of an Ascend profile the default, of a CPU's this host itself.

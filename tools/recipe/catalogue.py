@@ -1,5 +1,5 @@
-"""This module writes the catalogue of recipes: each folder's `card.yaml` and the recipes beside it, as one table in
-recipes/README.md.
+"""This module writes the catalogue of recipes. It makes one table in recipes/README.md from each folder's `card.yaml`
+and the recipes beside it.
 
     python -m tools.recipe.catalogue          # writes recipes/README.md; --check only says whether it is current
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ ROLES = ("applied", "checked")  # by each launch; by `tc3 doctor` only, and the 
 
 @dataclass(frozen=True)
 class Measure:
-    """This is one measure: what the report gained by it on up to 4,096 devices, our role, and the checks that look at
-    it.
+    """A `Measure` says what the report gained by one measure on up to 4,096 devices, what this repository does about
+    it, and which checks look at it.
 
     The gains are the report's. Nothing here has measured them.
     """
@@ -61,7 +61,7 @@ _CONFLICT_KEYS = {"key", "recipe", "ours", "ours_at", "other", "other_at", "why"
 
 @dataclass(frozen=True)
 class Entry:
-    """This is one recipe of a folder: its stage, its mesh in words, and what has been verified for it."""
+    """An `Entry` is one recipe of a folder: its stage, its mesh in words, and what has been verified for it."""
 
     file: Path
     stage: str
@@ -77,7 +77,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Conflict:
-    """This is a value on which public sources disagree, with the reason for the recipe's choice."""
+    """A `Conflict` is a value on which public sources disagree, with the reason for the recipe's choice."""
 
     key: str  # key path in the recipe, or global_batch_size
     recipe: str  # file beside the card
@@ -91,25 +91,25 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Card:
-    """This is the card of a folder; `parameters` is 0 if the name states no size."""
+    """A `Card` describes the recipes of a folder. `parameters` is 0 if the model's name states no size."""
 
     file: Path
+    entries: list[Entry]
     model: str
     name_billion: float
-    parameters: int
     kind: str
     summary: str
     assumed: dict[str, str]  # of every recipe in the folder
     sources: list[dict[str, str]]
-    entries: list[Entry]
+    parameters: int = 0
     why: str = ""
     conflicts: list[Conflict] = field(default_factory=list)
     host_measures: dict[str, str] = field(default_factory=dict)  # of section 6: applied or checked; none: not launched
 
 
 def load_cards(recipes: Path) -> list[Card]:
-    """Return the cards below the folder `recipes`: TeleChat3-MoE first, modelled families last, and within each small
-    models first.
+    """Return the cards below the folder `recipes`: first TeleChat3-MoE, last the modelled families, and small models
+    first within each.
 
     Raises:
         RecipeError: a card lacks a key, has one too many, or claims what no card may claim.
@@ -120,7 +120,7 @@ def load_cards(recipes: Path) -> list[Card]:
 
 
 def why_modelled(files: Iterable[str]) -> str:
-    """Return why no training should start from a recipe; empty if no card gives a reason.
+    """Return why no training should start from a recipe; return an empty text if no card gives a reason.
 
     Args:
         files: the recipe and every file that it takes values from: of a child the card of its base speaks too.
@@ -143,7 +143,7 @@ def _content(text: str) -> Any:
 
 
 def load_card(path: Path) -> Card:
-    """Return one card; raise RecipeError naming file and key, or OSError if there is none."""
+    """Return one card. RecipeError names the file and the key that is wrong; OSError is raised if there is no card."""
     try:
         raw = _content(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -152,51 +152,25 @@ def load_card(path: Path) -> Card:
     _check_mapping(path, "recipes", raw["recipes"])
     _check_choice(path, "kind", raw["kind"])
     entries = [_entry(path, name, body, raw) for name, body in raw["recipes"].items()]
-    return Card(
-        file=path,
-        model=raw["model"],
-        name_billion=raw["name_billion"],
-        parameters=raw.get("parameters", 0),
-        kind=raw["kind"],
-        summary=raw["summary"],
-        assumed=raw["assumed"],
-        sources=raw["sources"],
-        entries=entries,
-        why=raw.get("why", ""),
-        conflicts=[_conflict(path, number, body) for number, body in enumerate(raw.get("conflicts") or [])],
-        host_measures=_host_measures(path, raw.get("host_measures") or {}),
-    )
-
-
-def assumptions(card: Card) -> Iterator[tuple[Entry, str, str]]:
-    """Yield (recipe, key path, reasoning) for every assumed value; values of the folder come once for each recipe."""
-    for entry in card.entries:
-        for key_path, reason in {**card.assumed, **entry.assumed}.items():
-            yield entry, key_path, reason
+    checked = {
+        "conflicts": [_conflict(path, number, body) for number, body in enumerate(raw.get("conflicts") or [])],
+        "host_measures": _host_measures(path, raw.get("host_measures") or {}),
+    }
+    given = {key: value for key, value in raw.items() if key != "recipes"}
+    return Card(path, entries, **given | checked)
 
 
 def _entry(path: Path, name: str, body: dict[str, Any], card: dict[str, Any]) -> Entry:
     where = f"recipes.{name}"
     _check_keys(path, where, body, _ENTRY_KEYS, _OPTIONAL["entry"])
-    kind = body.get("kind", card["kind"])
-    _check_choice(path, f"{where}.kind", kind)
+    _check_choice(path, f"{where}.kind", body.get("kind", card["kind"]))
     for number, status in enumerate(body["status"]):
         _check_keys(path, f"{where}.status[{number}]", status, {"claim", "how", "what"}, set())
         _check_claim(path, f"{where}.status[{number}].claim", status["claim"])
     if not (path.parent / name).is_file():
-        raise RecipeError(f"{path}: {where}: no such recipe beside the card")
-    return Entry(
-        file=path.parent / name,
-        stage=body["stage"],
-        devices=body["devices"],
-        layout=body["layout"],
-        global_batch_size=body["global_batch_size"],
-        kind=kind,
-        status=body["status"],
-        assumed=body.get("assumed") or {},
-        why=body.get("why", card.get("why", "")),
-        parameters=body.get("parameters", card.get("parameters", 0)),
-    )
+        raise RecipeError(f"{path}: {where}: the recipe does not exist beside the card")
+    of_card: dict[str, Any] = {key: card[key] for key in ("kind", "why", "parameters") if key in card}
+    return Entry(path.parent / name, **{**of_card, **body, "assumed": body.get("assumed") or {}})
 
 
 def _host_measures(path: Path, raw: dict[str, Any]) -> dict[str, str]:
@@ -204,7 +178,7 @@ def _host_measures(path: Path, raw: dict[str, Any]) -> dict[str, str]:
     _check_keys(path, "host_measures", raw, set(), set(MEASURES))
     for name, role in raw.items():
         if role not in ROLES:
-            raise RecipeError(f"{path}: host_measures.{name}: {role!r}, expected one of {', '.join(ROLES)}")
+            raise RecipeError(f"{path}: host_measures.{name}: {role!r} is not a role; write one of {', '.join(ROLES)}")
     return raw
 
 
@@ -213,7 +187,7 @@ def _conflict(path: Path, number: int, body: dict[str, Any]) -> Conflict:
     _check_keys(path, where, body, _CONFLICT_KEYS, {"child"})
     for name in (body["recipe"], *([body["child"]] if "child" in body else [])):
         if not (path.parent / name).is_file():
-            raise RecipeError(f"{path}: {where}: {name}: no such recipe beside the card")
+            raise RecipeError(f"{path}: {where}: {name} does not exist beside the card")
     return Conflict(**body)
 
 
@@ -227,21 +201,21 @@ def _check_keys(path: Path, where: str, raw: Any, wanted: set[str], optional: se
     prefix = f"{where}." if where else ""
     refuse_unknown(f"{path}: {prefix}", raw, sorted(wanted | optional))
     for key in sorted(wanted - set(raw)):
-        raise RecipeError(f"{path}: {prefix}{key}: missing")
+        raise RecipeError(f"{path}: {prefix}{key}: the key is missing")
 
 
 def _check_choice(path: Path, where: str, kind: str) -> None:
     if kind not in KINDS:
         hint = did_you_mean(kind, list(KINDS))
-        raise RecipeError(f"{path}: {where}: unknown kind {kind!r}, expected one of {', '.join(KINDS)}{hint}")
+        raise RecipeError(f"{path}: {where}: {kind!r} is not a kind; write one of {', '.join(KINDS)}{hint}")
 
 
 def _check_claim(path: Path, where: str, claim: str) -> None:
     for known in CLAIMS:
         if claim == known or (known.endswith("-") and claim.startswith(known) and claim[len(known) :].isdigit()):
             return
-    raise RecipeError(f"{path}: {where}: {claim!r} is no claim: use trained-on-cpu-mini, compiled-virtual-<devices>, "
-                      "modelled or assumed")  # fmt: skip
+    raise RecipeError(f"{path}: {where}: {claim!r} is not a claim; write trained-on-cpu-mini, "
+                      "compiled-virtual-<devices>, modelled or assumed")  # fmt: skip
 
 
 HEAD = """\
@@ -264,7 +238,7 @@ COLUMNS = ("Recipe", "Stage", "Devices", "Layout", "Global batch", "Status")
 
 
 def catalogue(recipes: Path) -> str:
-    """Return the text of recipes/README.md for the cards below `recipes`."""
+    """Return the text of recipes/README.md for the cards below the folder `recipes`."""
     cards = load_cards(recipes)
     return "\n".join([HEAD, *(_section(card) for card in cards)])
 
@@ -272,10 +246,11 @@ def catalogue(recipes: Path) -> str:
 def _section(card: Card) -> str:
     """One model: heading, size, table of its recipes, and why it cannot run, where it cannot."""
     folder = card.file.parent.name
+    size = f"{card.parameters / 1e9:,.1f} B parameters. " if card.parameters else ""
     lines = [
         f"## {card.model}",
         "",
-        f"{_size(card)}{_sentence(card.summary)} Card: [{folder}]({folder}/card.yaml).",
+        f"{size}{card.summary[:1].upper()}{card.summary[1:]}. Card: [{folder}]({folder}/card.yaml).",
         "",
     ]
     lines += [_row(COLUMNS), _row(["---"] * len(COLUMNS)), *(_row(_cells(folder, entry)) for entry in card.entries)]
@@ -291,14 +266,6 @@ def _cells(folder: str, entry: Entry) -> list[str]:
     return [name, entry.stage, f"{entry.devices:,}", entry.layout, f"{entry.global_batch_size:,}", status]
 
 
-def _size(card: Card) -> str:
-    return f"{card.parameters / 1e9:,.1f} B parameters. " if card.parameters else ""
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
-
-
 def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -307,7 +274,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 @click.command()
-@click.option("--check", is_flag=True, help="Write nothing; exit 1 when recipes/README.md is stale.")
+@click.option("--check", is_flag=True, help="Write nothing, and exit with 1 if recipes/README.md is stale.")
 def main(check: bool) -> None:
     """Write recipes/README.md from the cards."""
     target = RECIPES / "README.md"

@@ -1,4 +1,4 @@
-"""This module is `tc3 recipe`: it shows one recipe as it will run, or compares two."""
+"""This module is the command `tc3 recipe`. It shows one recipe as it will run, or compares two recipes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def effective(
     as_written: bool = False,
     workers: int | None = None,
 ) -> Recipe:
-    """Return the recipe of a file as it would run, or the mini of it that `tc3 train --mini` would.
+    """Return the recipe of a file as it would run, or the mini that `tc3 train --mini` would train instead.
 
     With a number of `workers` the mini keeps the recipe's parallel strategy, scaled to so many (`--mini --parallel`).
     What `auto` and layout strings stand for is in their place, and said on stderr; `as_written` leaves them.
@@ -51,7 +51,7 @@ def recipe_as_text(
     as_written: bool = False,
     workers: int | None = None,
 ) -> str:
-    """Return the text of `effective`, which ends with a newline; YAML keeps the anchors of its author."""
+    """Return the text of the `effective` recipe. YAML keeps the anchors of the recipe's author."""
     recipe = effective(path, overrides, mini, as_written, workers)
     if as_json:
         return json.dumps(recipe, indent=2, default=str) + "\n"  # YAML alone knows dates
@@ -65,7 +65,9 @@ TITLES = {
     "nothing": "changes nothing numerical",
 }
 as_written_option = click.option(
-    "--as-written", is_flag=True, help="Keep `auto` and layout strings, which MindFormers cannot read, unresolved."
+    "--as-written",
+    is_flag=True,
+    help="Keep `auto` and layout strings as they are written, although MindFormers cannot read them.",
 )
 _LONG = 120  # characters of a value that are printed; --json has them all
 
@@ -79,8 +81,12 @@ def recipe() -> None:
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--mini", is_flag=True, help="Show the mini that `tc3 train --mini` trains on CPU.")
-@click.option("--parallel", is_flag=True, help="With --mini: show the mini that keeps the recipe's parallel strategy.")
-@click.option("--workers", type=Number("workers"), help=f"Number of CPU workers of --parallel.  [default: {WORKERS}]")
+@click.option("--parallel", is_flag=True, help="Show the mini of --mini that keeps the recipe's parallel strategy.")
+@click.option(
+    "--workers",
+    type=Number("workers"),
+    help=f"Scale the strategy of --parallel to so many CPU workers.  [default: {WORKERS}]",
+)
 @as_written_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of YAML.")
 def show(
@@ -92,7 +98,9 @@ def show(
     as_written: bool,
     as_json: bool,
 ) -> None:
-    """Print RECIPE flat, as stock MindFormers reads it: bases merged, overrides applied, `auto` resolved."""
+    """Print RECIPE as one flat file that stock MindFormers reads. Bases are merged, overrides are applied, and `auto`
+    is replaced by values.
+    """
     if (parallel and not mini) or (workers is not None and not parallel):
         raise click.UsageError(
             "--parallel works only with --mini, and --workers only with --parallel: --mini --parallel --workers N"
@@ -107,7 +115,7 @@ def show(
 @as_written_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def diff(before: Path, after: Path, as_written: bool, as_json: bool) -> None:
-    """Compare recipes A and B by full key path and say what each difference means for training.
+    """Compare recipes A and B by full key path, and say what each difference means for training.
 
     Exit code: 0 the same, 1 different, 2 something to mend first.
     """
@@ -159,16 +167,13 @@ def _as_dict(comparison: Comparison, before: Path, after: Path) -> dict[str, Any
         changes[group] = [
             {
                 "path": change.path,
-                **{side: value for side, value in _sides(change) if value is not ABSENT},
+                **{side: value for side, value in sides if value is not ABSENT},
                 "meaning": change.meaning.phrase,
                 "also": list(change.also),
             }
             for change in comparison.group(group)
+            for sides in [(("before", change.before), ("after", change.after))]
         ]
     sides = {"before": (before, comparison.before), "after": (after, comparison.after)}
     headers = {side: {"recipe": str(name), **batch._asdict()} for side, (name, batch) in sides.items()}
     return {"same": not comparison.changes, **headers, "changes": changes}
-
-
-def _sides(change: Change) -> list[tuple[str, Any]]:
-    return [("before", change.before), ("after", change.after)]

@@ -25,16 +25,14 @@ UNCLASSIFIED = "unclassified"
 
 
 class Meaning(NamedTuple):
-    """This says what changes: a group of `meaning.yaml` and a short phrase."""
+    """A `Meaning` says what a change of a key does: a group of `meaning.yaml`, and a short phrase."""
 
     group: str
     phrase: str
 
 
 def meaning_of(words: tuple[str, ...]) -> Meaning:
-    """Return the meaning of a key path without its list indices; an unknown key counts as a change of the numbers, to
-    be safe.
-    """
+    """Return the meaning of a key path. An unknown key counts as a change of the numbers, to be safe."""
     same_as, patterns = _table()
     for copy, original in same_as.items():
         if words[: len(copy)] == copy and len(words) > len(copy):
@@ -89,7 +87,7 @@ ABSENT = _Absent()
 
 
 class Batch(NamedTuple):
-    """These are the devices, samples (the global batch) and tokens of a step."""
+    """A `Batch` holds the devices of a run, and the samples (the global batch) and tokens of a step."""
 
     devices: int
     samples: int
@@ -98,7 +96,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """This is one difference; `words` is the key path, with the `type` of a list entry instead of its index."""
+    """A `Change` is one difference. In `words`, the key path, a list entry is named by its `type`."""
 
     words: tuple[str, ...]
     before: Any
@@ -108,13 +106,13 @@ class Change:
 
     @property
     def path(self) -> str:
-        """``callbacks.CheckpointMonitor.prefix``."""
+        """Return the key path as a text, such as ``callbacks.CheckpointMonitor.prefix``."""
         return ".".join(self.words)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """This is the result of `compare`: the batches of both sides and the changes, the most important group first."""
+    """A `Comparison` holds the batches of both sides, and the changes, the most important group first."""
 
     before: Batch
     after: Batch
@@ -135,7 +133,7 @@ class _Pair(NamedTuple):
 
 
 def compare(before: Recipe, after: Recipe) -> Comparison:
-    """Return every difference between two flat recipes; a value shared by an anchor on both sides is one difference."""
+    """Return every difference between two flat recipes. A value shared by an anchor is one difference."""
     batches = batch_of(before), batch_of(after)
     found: dict[Any, Change] = {}
     for pair in _differences((), ((), ()), before, after):
@@ -147,7 +145,7 @@ def compare(before: Recipe, after: Recipe) -> Comparison:
 
 
 def batch_of(recipe: Recipe) -> Batch:
-    """Return devices, global batch and tokens of a step, as MindFormers' trainer computes them."""
+    """Return the devices, and the global batch and the tokens of a step, as MindFormers' trainer computes them."""
     view = View(recipe)
     default = model_number(view, "seq_length")
     length = view.number((*MODEL, "seq_length"), view.number((*LOADER, "config", "seq_length"), default))

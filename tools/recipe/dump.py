@@ -1,4 +1,4 @@
-"""This module writes a flat recipe: one YAML file that MindFormers reads to the same values, in which anchors stay
+"""This module writes a flat recipe as one YAML file, from which MindFormers reads the same values. Anchors stay
 anchors.
 """
 
@@ -16,7 +16,7 @@ from tools.recipe.load import KeyPath, Recipe
 
 
 def dump_recipe(recipe: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write `recipe` as YAML to `path`, atomically, with keys in the recipe's order and without Python tags.
+    """Write `recipe` as YAML to `path`, atomically. Keys stay in the recipe's order, and no Python tags are written.
 
     Values that the recipe's author shared through anchors stay shared, so an override of the flat file
     still reaches all their places.

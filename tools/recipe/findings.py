@@ -1,22 +1,21 @@
-"""This module holds the results of a check: findings with a place and a remedy, and the recipe's sizes."""
+"""This module holds the results of a check: findings with their places and remedies, and the recipe's sizes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from plugins.errors import RecipeError
-from tools.recipe.load import KeyPath, Recipe
-from tools.recipe.override import dotted
+from tools.recipe.load import KeyPath, Recipe, dotted, place_of
 
 SEVERITIES = ERROR, WARNING, NOTE = ("error", "warning", "note")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """This is one finding: something that is wrong.
+    """A `Finding` is one thing that is wrong with a recipe.
 
     Args:
         severity: "error" (the run would fail, or be another one than was written), "warning", or "note" (it runs as
@@ -41,7 +40,7 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """Return ``file:line: `` as far as known."""
+        """Return ``file:line: `` of the value; return less if less is known."""
         return f"{self.file}:{self.line}: " if self.line else f"{self.file}: " if self.file else ""
 
     @property
@@ -52,7 +51,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """These are findings on one recipe, and its table of sizes (None when the recipe is too broken to compute it)."""
+    """A `Report` holds the findings on one recipe, and its sizes. Sizes are None if the recipe is too broken."""
 
     recipe: Recipe
     findings: list[Finding] = field(default_factory=list)
@@ -60,12 +59,12 @@ class Report:
 
     @property
     def errors(self) -> list[Finding]:
-        """Return the findings that make the recipe refused."""
+        """Return the findings for which the recipe is refused."""
         return [finding for finding in self.findings if finding.severity == ERROR]
 
     @property
     def warnings(self) -> list[Finding]:
-        """Return the findings that make the recipe refused with `--strict`."""
+        """Return the findings for which the recipe is refused with `--strict`."""
         return [finding for finding in self.findings if finding.severity == WARNING]
 
     @property
@@ -74,7 +73,7 @@ class Report:
         return not self.errors
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the content that `--json` prints."""
         return {
             "recipe": self.recipe.source,
             "clean": self.clean,
@@ -84,7 +83,7 @@ class Report:
 
 
 class Findings:
-    """This collects findings on one recipe, with one finding for a value that an anchor puts at several places."""
+    """A `Findings` collects the findings on one recipe. A value that is shared by an anchor gets one finding."""
 
     def __init__(self, recipe: Recipe, line_of: Any):
         self.recipe = recipe
@@ -101,11 +100,11 @@ class Findings:
         self._add(WARNING, path, wrong, right, source or self.line_of(rule))
 
     def note(self, path: KeyPath, wrong: str, right: str = "", rule: str = "") -> None:
-        """Add a note on a difference of MindFormers' own that the recipe cannot avoid."""
+        """Add a note on a difference that MindFormers makes and the recipe cannot avoid."""
         self._add(NOTE, path, wrong, right, self.line_of(rule))
 
     def refusal(self, section: KeyPath, error: RecipeError, rule: str = "", right: str = "") -> None:
-        """Add what a plugin's reader refuses, at the key that it names, or at `section` if that key is elsewhere."""
+        """Add what a plugin's reader refuses at the key that the error names, or else at `section`."""
         path = tuple(error.key.split("."))
         inside = path[: len(section)] == section
         self.error(path if inside else section, error.wrong if inside else str(error), right, rule)
@@ -119,33 +118,24 @@ class Findings:
 
     def _place(self, path: KeyPath) -> tuple[str, int]:
         """File and line of a key path, or of the nearest mapping around it."""
-        for inner in _upwards(path):
-            mark = self.recipe.marks.get(inner)
-            if mark:
+        for length in range(len(path), 0, -1):
+            if mark := self.recipe.marks.get(path[:length]):
                 return os.path.normpath(mark.file), mark.line
         return self.recipe.source, 0
 
 
-def _upwards(path: KeyPath) -> Iterator[KeyPath]:
-    for length in range(len(path), 0, -1):
-        yield path[:length]
-
-
 def refused(errors: Sequence[Finding]) -> RecipeError:
-    """Return the first finding of `tc3 check` in one line, as the error of a tool that cannot go on."""
+    """Return the first of `errors`, which `tc3 check` found, as the error of a tool that cannot go on."""
     more = f" (and {len(errors) - 1} more: `tc3 check` lists them)" if len(errors) > 1 else ""
     return RecipeError(f"{errors[0].place}{errors[0].words}{more}")
 
 
 def refusal(recipe: Mapping[str, Any], path: KeyPath, text: str) -> RecipeError:
-    """Return the error at a key path, with file and line if known, for a tool that cannot go on."""
-    recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
-    mark = recipe.marks.get(path)
-    source = f"{mark}: " if mark else f"{recipe.source}: " if recipe.source else ""
-    return RecipeError(f"{source}{dotted(path)}: {text}")
+    """Return an error at a key path, with file and line if these are known, for a tool that cannot go on."""
+    return RecipeError(f"{place_of(recipe, path)}{dotted(path)}: {text}")
 
 
 def in_file(recipe: Mapping[str, Any], error: RecipeError) -> RecipeError:
-    """Return `error` with the recipe's file added, if the code that raised it did not know the file."""
+    """Return `error` with the recipe's file in its message, if the code that raised it did not know the file."""
     source, text = getattr(recipe, "source", ""), str(error)
     return error if not source or source in text else RecipeError(f"{source}: {text}")

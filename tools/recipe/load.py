@@ -1,5 +1,5 @@
-"""This module reads a recipe exactly as MindFormers would, without importing it, and remembers where each value was
-written.
+"""This module reads a recipe exactly as MindFormers would, without importing MindFormers. It remembers where each value
+was written.
 
 Semantics follow `MindFormerConfig._file2dict` (mindformers 1.9.0, tools/register/config.py): `base_config:` names files
 relative to the recipe; they are merged shallowly among themselves, then the recipe deeply on top. A recipe that was
@@ -37,7 +37,7 @@ _idents = itertools.count()
 
 
 class Mark(NamedTuple):
-    """This says where a value was written. Two key paths with the same `ident` are one value that an anchor shares."""
+    """A `Mark` says where a value was written. Key paths with one `ident` share a value by an anchor."""
 
     file: str
     line: int
@@ -48,7 +48,7 @@ class Mark(NamedTuple):
 
 
 class Recipe(dict[str, Any]):
-    """This is a flat recipe: an ordinary dict that also knows its `source` file and the `marks` of its key paths."""
+    """A `Recipe` is a flat recipe: a dict that also knows its `source` file and the `marks` of its key paths."""
 
     source: str = ""
     marks: dict[KeyPath, Mark]
@@ -69,8 +69,8 @@ class _Spot:
 
 
 def load_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """Return the flat effective recipe of a file, checked so that tools can work with it; all commands except check use
-    this.
+    """Return the flat effective recipe of a file, checked so that tools can work with it. All commands except `tc3
+    check` use this function.
 
     Raises:
         RecipeError: as `read_recipe`; a section that is none, a number that no training can mean.
@@ -82,7 +82,7 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """Return the flat effective recipe of the YAML file `path`, with its bases merged in, whatever its values are.
+    """Return the flat effective recipe of the YAML file `path`, with its bases merged in. Its values are not checked.
 
     Equal, as a dict, to MindFormers' own reading before it adds defaults; list and mapping aliases stay one object.
 
@@ -112,7 +112,7 @@ class _Bases:
             real = file
         if real in parents:
             chain = " -> ".join(os.path.relpath(name) for name in [*parents[parents.index(real) :], real])
-            raise RecipeError(f"{file}: `{BASE_CONFIG}` goes in a circle: {chain}")
+            raise RecipeError(f"{file}: the recipe is its own base by way of `{BASE_CONFIG}`: {chain}")
         if real not in self.spots:
             if len(parents) + len(self.spots) >= _MAX_FILES:
                 raise RecipeError(f"{file}: the recipe is made of more than {_MAX_FILES} files")
@@ -134,10 +134,12 @@ class _Bases:
 def _base_file(name: _Spot, file: str) -> str:
     """Path of a base named in `file`; raises when it is not there."""
     if not isinstance(name.value, str):
-        raise RecipeError(f"{name.file}:{name.line}: `{BASE_CONFIG}` wants file names, got {name.value!r}")
+        raise RecipeError(
+            f"{name.file}:{name.line}: `{BASE_CONFIG}` must be a file name or a list of them, not {name.value!r}"
+        )
     base = os.path.join(os.path.dirname(file), name.value)
     if not os.path.isfile(base):
-        raise RecipeError(f"{name.file}:{name.line}: base {name.value!r} not found{_nearby(base)}")
+        raise RecipeError(f"{name.file}:{name.line}: the base {name.value!r} was not found{_nearby(base)}")
     return base
 
 
@@ -180,7 +182,7 @@ def _marks(spot: _Spot, path: KeyPath) -> Any:
 
 def _text(file: str) -> str:
     if not file.endswith((".yaml", ".yml")):
-        raise RecipeError(f"{file}: a recipe is a .yaml file{_nearby(file)}")
+        raise RecipeError(f"{file}: a recipe must be a .yaml file{_nearby(file)}")
     try:
         return small_text(file)
     except FileNotFoundError:
@@ -210,8 +212,8 @@ class _Reader:
             self.loader = SmallLoader(self.text)
             self.root = self.loader.get_single_node()
             if not isinstance(self.root, yaml.MappingNode):
-                found = "nothing" if self.root is None else "a list or a plain value"
-                raise RecipeError(f"{self.file}:1: the top level of a recipe must be a mapping, found {found}")
+                found = "the file is empty" if self.root is None else "it is a list or a plain value"
+                raise RecipeError(f"{self.file}:1: the top level of a recipe must be a mapping, but {found}")
             for node in _mappings(self.root):  # before any is flattened, which also flattens what it merges
                 self._refuse_duplicates(node)
             return self._spot(self.root)
@@ -235,7 +237,7 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         if node.tag not in _PLAIN_TAGS:
-            raise RecipeError(f"{self.file}:{node.start_mark.line + 1}: tag {node.tag!r} is not plain YAML")
+            raise RecipeError(f"{self.file}:{node.start_mark.line + 1}: the tag {node.tag!r} is not plain YAML")
         if isinstance(node, yaml.SequenceNode):
             return [self._spot(item) for item in node.value]
         assert isinstance(node, yaml.MappingNode)
@@ -263,8 +265,8 @@ class _Reader:
                 raise RecipeError(f"{self.file}:{line}: the key {key_node.value} must be a plain word")
             if key in first:
                 raise RecipeError(
-                    f"{self.file}:{line}: key {key!r} is already set in line {first[key]}; "
-                    "YAML would silently keep the last one: remove one of them"
+                    f"{self.file}:{line}: the key {key!r} is already set in line {first[key]}; "
+                    "YAML would silently keep the last value, so remove one of them"
                 )
             first[key] = line
 
@@ -321,13 +323,13 @@ SECTIONS = (
 
 
 def refuse_sections(recipe: Mapping[str, Any]) -> None:
-    """Raise an error for the first section that exists and is not a mapping; `tc3 check` finds all of them.
+    """Raise an error for the first section that is written and is not a mapping. `tc3 check` finds all such sections.
 
     Raises:
         RecipeError: with file, line and key path.
     """
     for path in SECTIONS:
-        if not isinstance(_at(recipe, path), Mapping | None):
+        if not isinstance(look(recipe, path), Mapping | None):
             _refuse(recipe, path, "must be a mapping")
     callbacks = recipe.get("callbacks")
     if not isinstance(callbacks, list | None):
@@ -337,17 +339,30 @@ def refuse_sections(recipe: Mapping[str, Any]) -> None:
             _refuse(recipe, ("callbacks", index), "must be a mapping with a `type`")
 
 
-def _at(recipe: Mapping[str, Any], path: tuple[str, ...]) -> Any:
-    node: Any = recipe
+def look(recipe: Any, path: KeyPath, default: Any = None) -> Any:
+    """Return the value at a key path, or `default`."""
     for key in path:
-        node = node.get(key) if isinstance(node, Mapping) else None
-    return node
+        if isinstance(recipe, dict) and key in recipe:
+            recipe = recipe[key]
+        else:
+            return default
+    return recipe
 
 
-def _refuse(recipe: Mapping[str, Any], path: tuple[Any, ...], wrong: str) -> None:
+def dotted(path: KeyPath) -> str:
+    """Return ``("callbacks", 2, "prefix")`` as ``callbacks.2.prefix``."""
+    return ".".join(map(str, path))
+
+
+def place_of(recipe: Mapping[str, Any], path: KeyPath = ()) -> str:
+    """Return ``file:line: `` of a key path, ``file: `` if its line is not known, or an empty text."""
     mark = getattr(recipe, "marks", {}).get(path)
-    place = str(mark) if mark else getattr(recipe, "source", "")
-    raise RecipeError(f"{place + ': ' if place else ''}{'.'.join(map(str, path))}: {wrong}")
+    source = str(mark) if mark else getattr(recipe, "source", "")
+    return f"{source}: " if source else ""
+
+
+def _refuse(recipe: Mapping[str, Any], path: KeyPath, wrong: str) -> None:
+    raise RecipeError(f"{place_of(recipe, path)}{dotted(path)}: {wrong}")
 
 
 # YAML 1.1 reads 1e-3 as text; people mean a number
@@ -358,7 +373,7 @@ _DEGREES = ("data_parallel", "model_parallel", "pipeline_stage", "context_parall
 
 
 class Refusal(NamedTuple):
-    """This is one refused number: where it was written, what is wrong with it, and what would be right."""
+    """A `Refusal` is a number that is refused: where it stands, what is wrong, and what would be right."""
 
     path: tuple[Any, ...]
     value: Any
@@ -367,26 +382,23 @@ class Refusal(NamedTuple):
 
     @property
     def size(self) -> bool:
-        """Return whether other values are computed from it, so that it should be a whole number."""
+        """Return whether other values are computed from the number, so that it should be a whole number."""
         span = recipe_range(_words(self.path))
         return span is None or span.whole
 
 
 def refuse_numbers(recipe: Mapping[str, Any]) -> None:
-    """Raise an error for the first value that should be a number and is not.
+    """Raise an error for the first value that should be a number and is not, or that lies out of range.
 
     Raises:
         RecipeError: with file, line, key path and what would be right.
     """
     for path, _, wrong, right in bad_numbers(recipe):
-        mark = getattr(recipe, "marks", {}).get(path)
-        place = str(mark) if mark else getattr(recipe, "source", "")
-        key = ".".join(map(str, path))
-        raise RecipeError(f"{place + ': ' if place else ''}{key}: {wrong}; {right}")
+        _refuse(recipe, path, f"{wrong}; {right}")
 
 
 def bad_numbers(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield every number of a recipe that is refused, in the order of its keys, and last the number of devices."""
+    """Yield every refused number of a recipe in the order of its keys, and last the number of devices."""
     bad = list(bad_leaves(recipe))
     yield from bad or bad_devices(recipe)
 
@@ -411,7 +423,7 @@ def bad_devices(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def number_problem(path: tuple[Any, ...], value: Any) -> tuple[str, str] | None:
-    """Return what is wrong with a value as a number, and what would be right; None if it is valid, or not a number."""
+    """Return what is wrong with a number, and what would be right. Return None if nothing is wrong."""
     span = recipe_range(_words(path))
     if isinstance(value, str):
         return _text_problem(value, span) if span else None
@@ -443,7 +455,9 @@ def _text_problem(text: str, span: Range) -> tuple[str, str] | None:
 
 
 def as_yaml(text: str) -> str:
-    """Return a number as YAML 1.1 reads it: ``1e-8`` becomes ``1.0e-8``; other texts are unchanged, without quotes."""
+    """Return how to write a number so that YAML 1.1 reads it: ``1e-8`` becomes ``1.0e-8``. Other texts get the advice
+    to leave out the quotes.
+    """
     text = text.strip()
     if not EXPONENT.fullmatch(text):
         return f"{text} without quotes"

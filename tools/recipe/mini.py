@@ -1,4 +1,4 @@
-"""Shrink any TeleChat recipe, dense or a mixture of experts, to one that CPU trains in a minute.
+"""This module shrinks any TeleChat recipe, dense or a mixture of experts, to a recipe that a CPU trains in a minute.
 
 Sizes are scaled down and what CPU lacks is replaced. What makes it that recipe is kept: the kind of attention, how many
 query heads share keys and values, dense-first layers, shared expert, router, MTP, YaRN's factor, document masks,
@@ -108,7 +108,8 @@ LATENT, GROUPED = "telechat3_moe", "telechat3"  # model types: multi-latent and 
 
 
 def derive_mini(recipe: Recipe, data_path: str, steps: int = 10, workers: int | None = None) -> dict[str, Any]:
-    """A flat recipe for CPU that trains `steps` steps on `data_path` (a Megatron prefix), or on instructions beside it.
+    """Return a flat recipe for CPU that trains `steps` steps on `data_path` (a Megatron prefix), or on the instructions
+    beside it.
 
     With a number of `workers` it keeps the recipe's parallel strategy, scaled to them (`keep_strategy`).
 
@@ -145,7 +146,7 @@ def derive_mini(recipe: Recipe, data_path: str, steps: int = 10, workers: int | 
 def load_mini(
     path: str | os.PathLike[str], data_path: str = CORPUS, steps: int = 10, workers: int | None = None
 ) -> Recipe:
-    """`derive_mini` of a recipe's file, as a Recipe that overrides apply to.
+    """Return the mini of a recipe's file, as a Recipe to which overrides can be applied.
 
     Raises:
         RecipeError: the file is wrong, or cannot be shrunk.
@@ -158,7 +159,7 @@ def load_mini(
         except RecipeError as error:
             raise in_file(loaded, error) from None
         except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:  # no recipe that check would pass
-            wrong = f"--mini cannot shrink it: tc3 check {path} says what is wrong with it"
+            wrong = f"--mini cannot shrink this recipe; tc3 check {path} says what is wrong with it"
             raise RecipeError(f"{path}: {wrong}") from error
         dump_recipe(Recipe(derived), file)
         mini = load_recipe(file)
@@ -168,7 +169,7 @@ def load_mini(
 
 
 def leave_ascend(recipe: dict[str, Any]) -> None:
-    """Make a recipe (in place) one for a single CPU process, its model apart (`MODEL_ON_CPU`)."""
+    """Change a recipe (in place) into one for a single CPU process. Its model is left to `MODEL_ON_CPU`."""
     for name, section in ON_CPU.items():
         recipe[name] = {**recipe.get(name, {}), **copy.deepcopy(section)}
     for name in ("pipeline_config", "parallel_optimizer_config", "strategy_ckpt_config"):
@@ -179,7 +180,7 @@ def leave_ascend(recipe: dict[str, Any]) -> None:
 
 
 def shrink_model(model: dict[str, Any], length: int = SEQ_LENGTH) -> None:
-    """Scale a `model_config` down in place. Ratios that define the architecture are kept where a size is an integer."""
+    """Scale a `model_config` down in place. Ratios that define the architecture are kept where they can be."""
     hidden, seq_length = model["hidden_size"], model["seq_length"]
     dense = min(model.get("first_k_dense_replace") or 0, 1)
     model["num_hidden_layers"] = 2
@@ -225,7 +226,10 @@ def _shrink_groups(model: dict[str, Any]) -> None:
     """
     sizes = ("num_attention_heads", "num_key_value_heads", "head_dim")
     if missing := [key for key in sizes if not model.get(key)]:
-        raise RecipeError(f"model.model_config.{missing[0]}: --mini scales it; write the size that the model has")
+        raise RecipeError(
+            f"model.model_config.{missing[0]}: --mini scales this size, but the recipe does not give it; write the "
+            "size that the model has"
+        )
     heads, groups, head_dim = (model[key] for key in sizes)
     widened = heads * head_dim / model["hidden_size"]
     shared = heads // groups  # query heads of a group
@@ -237,14 +241,14 @@ def _shrink_groups(model: dict[str, Any]) -> None:
 
 
 def compute_on_cpu(model: dict[str, Any]) -> None:
-    """Replace (in place) what a CPU lacks the operators for."""
+    """Replace (in place) the operators that a CPU lacks."""
     model.update(MODEL_ON_CPU)
     if model.get("n_routed_experts"):
         model.update(EXPERTS_ON_CPU)
 
 
 def spread_experts(mini: dict[str, Any], model: dict[str, Any]) -> None:
-    """One sample on each of `WORKERS` CPU workers, which act as two nodes and share the experts."""
+    """Give each of `WORKERS` CPU workers one sample (in place). The workers act as two nodes and share the experts."""
     mini["use_parallel"] = True
     mini["parallel_config"].update(data_parallel=WORKERS, expert_parallel=WORKERS)
     mini["parallel"]["dataset_strategy"] = [[WORKERS, *[1] * (axes - 1)] for axes in (2, 2, 2, 2, 4)]
@@ -253,7 +257,7 @@ def spread_experts(mini: dict[str, Any], model: dict[str, Any]) -> None:
 
 
 def shrink_data(mini: dict[str, Any], model: dict[str, Any], data_path: str, steps: int) -> None:
-    """Point the dataset at `data_path`, with full instead of compressed masks."""
+    """Point the dataset at `data_path`, with full masks instead of compressed ones."""
     dataset = mini["train_dataset"]
     loader = dataset["data_loader"]
     if loader.get("type") != "BlendedMegatronDatasetDataLoader":
@@ -288,7 +292,7 @@ def shrink_instructions(mini: dict[str, Any], model: dict[str, Any], data_path: 
 
 
 def shrink_schedules(mini: dict[str, Any], steps: int) -> None:
-    """Warm up within the first steps; every schedule of the recipe stays of its kind."""
+    """Shorten every schedule to `steps`, with a warm-up in the first steps. The kind of a schedule stays."""
     grouped = mini.get("grouped_lr_schedule") or {}
     schedules = [mini.get("lr_schedule"), grouped.get("default"), *(grouped.get("grouped") or [])]
     for schedule in filter(None, schedules):
@@ -300,7 +304,7 @@ def shrink_schedules(mini: dict[str, Any], steps: int) -> None:
 
 
 def shrink_callbacks(mini: dict[str, Any], model: dict[str, Any]) -> None:
-    """Print every step, save at the end, count the experts that there are."""
+    """Print every step, save at the end, and count the experts of the mini."""
     kept = []
     for callback in mini.get("callbacks", []):
         if callback["type"] == "MFLossMonitor":
@@ -327,7 +331,7 @@ _OWN = (
 
 @dataclass(frozen=True)
 class Degrees:
-    """Parallel degrees: pipeline, tensor, data, context and expert."""
+    """A `Degrees` holds the parallel degrees: pipeline, tensor, data, context and expert."""
 
     pp: int = 1
     tp: int = 1
@@ -337,12 +341,12 @@ class Degrees:
 
     @property
     def workers(self) -> int:
-        """Processes."""
+        """Return the number of processes."""
         return self.pp * self.tp * self.dp * self.cp
 
 
 def scale_degrees(own: Degrees, workers: int) -> Degrees:
-    """Degrees whose product is at most `workers`, each a power of two and no larger than the recipe's own.
+    """Return degrees whose product is at most `workers`. Each is a power of two and no larger than the recipe's own.
 
     In turn the pipeline, tensor, data and context degree is doubled where the recipe allows it, until no doubling fits.
     Experts are shared by as many data- and tensor-parallel ranks of a stage as the recipe's degree allows.
@@ -363,20 +367,27 @@ def scale_degrees(own: Degrees, workers: int) -> Degrees:
 
 
 def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int = WORKERS) -> None:
-    """Give the mini of `recipe` its strategy at `workers` processes (in place); `batch` samples a step.
+    """Give the mini of `recipe` (in place) the recipe's parallel strategy at `workers` processes. A step has `batch`
+    samples.
 
     Raises:
         RecipeError: the recipe splits nothing, or the batch does not serve the data-parallel ranks.
     """
     view = View(recipe)
     if not view.parallel:
-        raise RecipeError(f"{recipe.source}: --parallel keeps how a model is split; this recipe does not split it")
+        raise RecipeError(
+            f"{recipe.source}: --parallel keeps the way in which a recipe splits its model, but this recipe does not "
+            "split it"
+        )
     model = mini["model"]["model_config"]
     # tensor parallelism deals whole heads; those of keys and values, where query heads share them
     heads = model["num_key_value_heads" if model["model_type"] == GROUPED else "num_attention_heads"]
     degrees = scale_degrees(Degrees(view.pp, min(view.tp, heads), view.dp, view.cp, view.ep), workers)
     if degrees.workers == 1:
-        raise RecipeError(f"{recipe.source}: --parallel needs a degree above 1 that fits {workers} workers")
+        raise RecipeError(
+            f"{recipe.source}: --parallel needs a parallel degree above 1 that fits {workers} workers, and this recipe "
+            "has none"
+        )
     for key in _OWN:
         if (value := view.get((*MODEL, key))) is None:
             model.pop(key, None)

@@ -1,4 +1,4 @@
-"""This module changes single values of a recipe from the command line: `a.b.c=value`, checked against the present
+"""This module changes single values of a recipe from the command line. It checks each `a.b.c=value` against the present
 value.
 
 Keys may be new only below `plugins` (`--set plugins.NAME...`): a plugin whose name is not written is off, and a setting
@@ -17,7 +17,7 @@ import yaml
 from plugins import ADAPTERS
 from plugins.errors import RecipeError, did_you_mean
 from tools.files.small_yaml import SmallLoader
-from tools.recipe.load import EXPONENT, KeyPath, Recipe, bad_devices, bad_leaves
+from tools.recipe.load import EXPONENT, KeyPath, Recipe, bad_devices, bad_leaves, dotted, place_of
 
 __all__ = ["also_changed", "apply_overrides", "dotted", "get_path", "shared_paths"]
 
@@ -48,7 +48,10 @@ def apply_overrides(
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or not name.strip():
-            raise RecipeError(f"--set {override}: write KEY.PATH=VALUE, for instance runner_config.batch_size=4")
+            raise RecipeError(
+                f"--set {override}: an override must have the form KEY.PATH=VALUE, for instance "
+                "runner_config.batch_size=4"
+            )
         if is_new(result, name.strip()):
             _write_new(result, name.strip(), _parse(text, override), override)
             continue
@@ -60,7 +63,7 @@ def apply_overrides(
 
 
 def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
-    """Return the key paths that hold the same value as `path` through a YAML anchor, `path` first."""
+    """Return the key paths that hold the same value as `path` through a YAML anchor. `path` comes first."""
     marks = getattr(recipe, "marks", {})
     if path not in marks:
         return [path]
@@ -69,7 +72,7 @@ def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
 
 
 def also_changed(recipe: dict[str, Any], override: str) -> list[str]:
-    """Return the dotted names that ``"a.b=c"`` changes besides the one that it names, through YAML anchors."""
+    """Return the dotted names that ``"a.b=c"`` changes, through YAML anchors, beside the name that it gives."""
     name = override.partition("=")[0].strip()
     if is_new(recipe, name):
         return []
@@ -78,15 +81,10 @@ def also_changed(recipe: dict[str, Any], override: str) -> list[str]:
 
 
 def get_path(recipe: Any, path: KeyPath) -> Any:
-    """Return the value at a key path; raise KeyError or IndexError if there is none."""
+    """Return the value at a key path. KeyError or IndexError is raised if there is none."""
     for key in path:
         recipe = recipe[key]
     return recipe
-
-
-def dotted(path: KeyPath) -> str:
-    """Return ``("callbacks", 2, "prefix")`` as ``callbacks.2.prefix``."""
-    return ".".join(map(str, path))
 
 
 def _find(recipe: dict[str, Any], name: str) -> KeyPath:
@@ -99,7 +97,7 @@ def _find(recipe: dict[str, Any], name: str) -> KeyPath:
         elif isinstance(node, dict) and any(str(key) == word for key in node):
             key = next(key for key in node if str(key) == word)
         else:
-            raise RecipeError(f"{_source(recipe)}--set {name}: {_unknown(recipe, node, path, word, name)}")
+            raise RecipeError(f"{place_of(recipe)}--set {name}: {_unknown(recipe, node, path, word, name)}")
         path, node = (*path, key), node[key]
     return path
 
@@ -136,14 +134,14 @@ def _parse(text: str, override: str) -> Any:
         return _floats(SmallLoader(text).get_single_data())
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = getattr(error, "problem", None) or "broken"
-        raise RecipeError(f"--set {override[:100]}: the value is not valid YAML ({reason}); quote it") from None
+        raise RecipeError(f"--set {override[:100]}: the value is not valid YAML ({reason}); put it in quotes") from None
 
 
 def _write_new(recipe: Recipe, name: str, value: Any, override: str) -> None:
     """Add what is not there, of a plugin."""
     for place, _, wrong, right in bad_leaves(value, tuple(name.split("."))):
-        raise RecipeError(f"{_source(recipe)}--set {override}: {dotted(place)}: {wrong}; {right}")
-    write_new(recipe, name, value, f"{_source(recipe)}--set {override}")
+        raise RecipeError(f"{place_of(recipe)}--set {override}: {dotted(place)}: {wrong}; {right}")
+    write_new(recipe, name, value, f"{place_of(recipe)}--set {override}")
 
 
 def _floats(value: Any) -> Any:
@@ -167,13 +165,13 @@ def _assign(
             inner = _find(recipe, f"{dotted(path)}.{key}")
             _assign(recipe, inner, item, str(item), override, given)
         return
-    value = _fit(old, value, text, path, f"{_source(recipe, path)}--set {override}")
+    value = _fit(old, value, text, path, f"{place_of(recipe, path)}--set {override}")
     for place, _, wrong, right in bad_leaves(value, path):
         raise RecipeError(f"--set {override}: {dotted(place)}: {wrong}; {right}")
     for place in shared_paths(recipe, path):
         earlier = given.setdefault(place, override)
         if earlier != override and get_path(recipe, place) != value:
-            raise RecipeError(f"--set {override}: sets {dotted(place)}, which --set {earlier} has set already")
+            raise RecipeError(f"--set {override}: this sets {dotted(place)}, which --set {earlier} has already set")
         get_path(recipe, place[:-1])[place[-1]] = value
         _forget_below(recipe, place)
 
@@ -229,20 +227,11 @@ def _kind(value: Any) -> str:
     return _KINDS.get(type(value), "empty" if value is None else type(value).__name__)
 
 
-def _source(recipe: dict[str, Any], path: KeyPath = ()) -> str:
-    """``file:line: `` of a key path, as far as known."""
-    mark = getattr(recipe, "marks", {}).get(path)
-    source = str(mark) if mark else getattr(recipe, "source", "")
-    return f"{source}: " if source else ""
-
-
 SECTION = "plugins"
 
 
 def is_new(recipe: Mapping[str, Any], name: str) -> bool:
-    """Return whether a dotted name belongs to a plugin or one of its settings, is not in the recipe and is not a
-    typo.
-    """
+    """Return whether a dotted name is a plugin or its setting that the recipe lacks, and not a typing error."""
     words = name.split(".")
     if words[0] != SECTION or len(words) not in (2, 3):
         return False
@@ -265,6 +254,6 @@ def write_new(recipe: dict[str, Any], name: str, value: Any, where: str) -> None
         raise RecipeError(f"{where}: there is no plugin {plugin!r}{did_you_mean(plugin, list(ADAPTERS))}")
     if setting is None and value is not False and not isinstance(value, dict):
         right = f"{SECTION}.{plugin}={{}} for the defaults, {SECTION}.{plugin}.SETTING=VALUE for one of its own"
-        raise RecipeError(f"{where}: expected the plugin's settings, got {value!r}; write {right}")
+        raise RecipeError(f"{where}: {value!r} is not a mapping of the plugin's settings; write {right}")
     written = recipe[SECTION] = recipe.get(SECTION) or {}
     written[plugin] = value if setting is None else {**(written.get(plugin) or {}), setting: value}

@@ -1,4 +1,5 @@
-"""This module reads a recipe for arithmetic: typed look-ups that survive a broken recipe, and the sizes that rules use.
+"""This module reads a recipe for arithmetic. Its typed look-ups survive a broken recipe, and it computes the sizes that
+rules use.
 
 A recipe may leave values open that `tools.layout.resolve` fills in. MindFormers cannot read such a recipe, and no sizes
 can be computed from it, so `require_resolved` refuses it.
@@ -18,34 +19,21 @@ from plugins.semi_auto_cpu.chosen import chosen, splits_model
 from tools.hardware.units import GIB
 from tools.pipeline.schedules import schedule_of
 from tools.recipe.findings import refusal
-from tools.recipe.load import KeyPath, Recipe
-from tools.recipe.override import dotted
+from tools.recipe.load import KeyPath, Recipe, dotted, look
 
 PARALLEL, MODEL, RUNNER = ("parallel_config",), ("model", "model_config"), ("runner_config",)
 LOADER = ("train_dataset", "data_loader")
 _MISSING = object()
 
 
-def look(recipe: Any, path: KeyPath, default: Any = None) -> Any:
-    """Return the value at a key path, or `default`."""
-    for key in path:
-        if isinstance(recipe, dict) and key in recipe:
-            recipe = recipe[key]
-        else:
-            return default
-    return recipe
-
-
 @dataclass(frozen=True)
 class View:
-    """These are the sizes of a recipe. A value of the wrong type counts as its default, because `keys` has reported
-    it.
-    """
+    """A `View` gives the sizes of a recipe. A value of the wrong type counts as its default."""
 
     recipe: Recipe
 
     def get(self, path: KeyPath, default: Any = None) -> Any:
-        """Return the value at `path`, whatever it is."""
+        """Return the value at `path`, of whatever type it is."""
         return look(self.recipe, path, default)
 
     def has(self, path: KeyPath) -> bool:
@@ -53,20 +41,18 @@ class View:
         return look(self.recipe, path, _MISSING) is not _MISSING
 
     def number(self, path: KeyPath, default: int) -> int:
-        """Return a positive integer at `path`."""
+        """Return a positive integer at `path`; return `default` for anything else."""
         value = self.get(path, default)
         return value if type(value) is int and value > 0 else default
 
     def flag(self, path: KeyPath, default: bool = False) -> bool:
-        """Return a truth value at `path`."""
+        """Return a truth value at `path`; return `default` for anything else."""
         value = self.get(path, default)
         return value if isinstance(value, bool) else default
 
     @cached_property
     def parallel(self) -> bool:
-        """Return whether the model is split over devices (semi-auto parallel); data parallelism by itself does not
-        count.
-        """
+        """Return whether the model is split over devices. Data parallelism does not split it."""
         return self.flag(("use_parallel",)) and splits_model(self.get(("parallel", "parallel_mode"), 1))
 
     def _size(self, key: str) -> int:
@@ -74,32 +60,32 @@ class View:
 
     @cached_property
     def dp(self) -> int:
-        """Data-parallel degree."""
+        """Return the data-parallel degree."""
         return self._size("data_parallel")
 
     @cached_property
     def tp(self) -> int:
-        """Tensor-parallel degree."""
+        """Return the tensor-parallel degree."""
         return self._size("model_parallel")
 
     @cached_property
     def pp(self) -> int:
-        """Pipeline stages."""
+        """Return the number of pipeline stages."""
         return self._size("pipeline_stage")
 
     @cached_property
     def cp(self) -> int:
-        """Context-parallel degree."""
+        """Return the context-parallel degree."""
         return self._size("context_parallel")
 
     @cached_property
     def ep(self) -> int:
-        """Expert-parallel degree."""
+        """Return the expert-parallel degree."""
         return self._size("expert_parallel")
 
     @cached_property
     def chunks(self) -> int:
-        """Return the model chunks on a stage: pp_interleave_num if the pipeline is interleaved."""
+        """Return the number of model chunks on a stage, which is pp_interleave_num if the pipeline is interleaved."""
         interleaved = self.flag(("parallel", "pipeline_config", "pipeline_interleave"))
         return self.number((*MODEL, "pp_interleave_num"), 1) if interleaved else 1
 
@@ -110,42 +96,36 @@ class View:
 
     @cached_property
     def micro_batches(self) -> int:
-        """Return the micro-batches of a step in a pipeline; MindFormers resets this to 1 without a pipeline."""
+        """Return the number of micro-batches of a step. MindFormers resets it to 1 without a pipeline."""
         return self._size("micro_batch_num") if self.parallel and self.pp > 1 else 1
 
     @cached_property
     def accumulation(self) -> int:
-        """Return the gradient accumulation steps, which have no effect in a pipeline and outside semi-auto parallel
-        mode.
-        """
+        """Return the gradient accumulation steps, which work only in semi-auto mode without a pipeline."""
         steps = self.number((*RUNNER, "gradient_accumulation_steps"), 1)
         return steps if self.parallel and self.pp == 1 else 1
 
     @cached_property
     def mask_documents(self) -> int:
-        """Return the number of documents of a sample that the compressed mask holds, by MindFormers'
-        BlendedMegatronDatasetDataLoader.
-        """
+        """Return the number of documents of a sample that the compressed mask holds."""
         config = (*LOADER, "config")
         older_name = self.number((*config, "compressed_eod_mask_length"), 128)
         return self.number((*config, "eod_pad_length"), older_name)
 
     @cached_property
     def batch(self) -> int:
-        """Return the samples of a data-parallel rank and micro-batch."""
+        """Return the number of samples in a micro-batch of a data-parallel rank."""
         return self.number((*RUNNER, "batch_size"), 1)
 
     @cached_property
     def global_batch(self) -> int:
-        """Return the samples of a step, as the trainer computes it."""
+        """Return the number of samples of a step, as the trainer computes it."""
         ranks = self.dp if self.parallel else self.devices
         return self.batch * ranks * self.micro_batches * self.accumulation
 
     @cached_property
     def full_batch(self) -> bool:
-        """Return whether every rank reads the whole global batch; without dataset_strategy, this is what the trainer
-        fills in.
-        """
+        """Return whether every rank reads the whole global batch. The trainer can fill this in."""
         strategy = self.get(("parallel", "dataset_strategy"))
         config = (*LOADER, "config") if self.megatron else LOADER
         masks = (self.flag((*config, f"create_{name}_mask")) for name in ("attention", "compressed_eod"))
@@ -154,7 +134,7 @@ class View:
 
     @cached_property
     def packs(self) -> bool:
-        """Return whether the loader packs samples; then the trainer makes it create an attention mask."""
+        """Return whether the loader packs samples. If it does, the trainer makes it create an attention mask."""
         handlers = self.get((*LOADER, "handler"))
         return isinstance(handlers, list) and any(
             isinstance(item, dict) and item.get("type") == "PackingHandler" for item in handlers
@@ -162,8 +142,8 @@ class View:
 
     @cached_property
     def samples_key(self) -> KeyPath | None:
-        """Return the key path at which the recipe limits the samples of a pass; None if it does not, and the data
-        decides.
+        """Return the key path at which the recipe limits the samples of a pass. Return None if there is no limit, so
+        that the data decides.
 
         Megatron's loader has `sizes`; HFDataLoader takes so many of what its handlers make, where the last says so.
         """
@@ -176,7 +156,7 @@ class View:
 
     @cached_property
     def samples(self) -> int:
-        """Return the samples of a pass over the data; 0 if the recipe does not say."""
+        """Return the number of samples of a pass over the data; return 0 if the recipe does not say."""
         count: Any = self.recipe
         try:
             for key in self.samples_key or ("",):
@@ -187,7 +167,7 @@ class View:
 
     @cached_property
     def instruction_files(self) -> list[str]:
-        """Return the files of HFDataLoader's `data_files` if it is one path, or a list of paths."""
+        """Return the files of HFDataLoader's `data_files`, if the key holds one path or a list of paths."""
         files = self.get((*LOADER, "data_files"))
         named = [files] if isinstance(files, str) else files
         fits = isinstance(named, list) and all(isinstance(name, str) for name in named)
@@ -195,7 +175,7 @@ class View:
 
     @cached_property
     def node(self) -> int:
-        """Return the number of devices of a node, by which communication inside and between nodes is told apart."""
+        """Return the number of devices of a node."""
         return self.number((*MODEL, "npu_nums_per_device"), DEVICES_PER_NODE)
 
     @cached_property
@@ -205,7 +185,7 @@ class View:
 
     @cached_property
     def schedule(self) -> str:
-        """Return the pipeline schedule, as `tools.pipeline.schedules` names it."""
+        """Return the pipeline schedule by its name in `tools.pipeline.schedules`."""
         return schedule_of(self.scheduler, self.chunks)
 
     @cached_property
@@ -215,14 +195,12 @@ class View:
 
     @cached_property
     def sharded_on_cpu(self) -> bool:
-        """Return whether the recipe runs on CPU as the sharded graph for Ascend (plugins/semi_auto_cpu)."""
+        """Return whether the recipe runs on CPU by the sharded graph that Ascend runs (plugins/semi_auto_cpu)."""
         return chosen(self.recipe)
 
     @cached_property
     def cpu_classes(self) -> bool:
-        """Return whether the recipe runs on CPU data parallel, through this repository's classes for CPU
-        (plugins/cpu_backend).
-        """
+        """Return whether the recipe runs data parallel on CPU (plugins/cpu_backend)."""
         return self.on_cpu and not self.sharded_on_cpu
 
     @cached_property
@@ -264,7 +242,7 @@ def unresolved(recipe: Mapping[str, Any]) -> list[KeyPath]:
 
 
 def require_resolved(recipe: Recipe, *paths: KeyPath) -> None:
-    """Refuse a recipe that leaves one of `paths` open, or any value if no path is given.
+    """Raise an error if a recipe leaves one of `paths` open; without `paths`, raise it for any value that is open.
 
     Raises:
         RecipeError: it names the key, and the command that prints the recipe with values.
@@ -273,5 +251,5 @@ def require_resolved(recipe: Recipe, *paths: KeyPath) -> None:
         if path in paths or not paths:
             raise RecipeError(
                 f"{recipe.source or 'the recipe'}: {dotted(path)}: {look(recipe, path)} is not resolved; "
-                f"`tc3 recipe show` prints a recipe with values in its place"
+                f"`tc3 recipe show` prints the recipe with values in its place"
             )

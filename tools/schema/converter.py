@@ -1,5 +1,5 @@
-"""This module computes what MindFormers would build from `model.model_config`, without MindFormers: the rules of its
-ConfigConverter.
+"""This module computes what MindFormers would build from `model.model_config`, by the rules of MindFormers'
+ConfigConverter and without MindFormers.
 
 MindFormers collects defaults, drops ignored keys, adds the parallel settings, renames keys by the model's mapping
 (`schema.json`), and forgets what has no rule. A slow test holds this equal to MindFormers' own result. `model_default`
@@ -22,7 +22,7 @@ _ALONE = ("data_parallel", "model_parallel", "context_parallel", "expert_paralle
 
 @dataclass
 class Built:
-    """These are the arguments of TransformerConfig.
+    """A `Built` holds the arguments of TransformerConfig.
 
     Args:
         fields: field -> value, defaults included.
@@ -37,7 +37,7 @@ class Built:
     unread: list[str] = field(default_factory=list)
 
     def number(self, name: str, default: int = 0) -> int:
-        """Return an integer field; `default` for None and for a value of a wrong type."""
+        """Return an integer field; return `default` if the field is None or of another type."""
         value = self.fields.get(name)
         return value if type(value) is int else default
 
@@ -139,8 +139,8 @@ def _derive(built: Built) -> None:
 
 
 def model_number(view: View, key: str) -> int:
-    """Return the positive integer at `model.model_config.KEY`, or MindFormers' default of the key for the recipe's
-    model.
+    """Return the positive integer at `model.model_config.KEY`; if there is none, return MindFormers' default of the key
+    for the recipe's model.
 
     Raises:
         KeyError: MindFormers has no number for it; the caller has to ask for the key.
@@ -152,8 +152,8 @@ def model_number(view: View, key: str) -> int:
 
 
 def model_default(view: View, key: str) -> Any:
-    """Return MindFormers' default: that of the model's config class, else that of the field that the key becomes; None
-    if there is none.
+    """Return MindFormers' default of a key: that of the model's config class, or else that of the field that the key
+    becomes. Return None if there is none.
     """
     schema = load_schema()
     model = schema.model_type(view.recipe)

@@ -1,4 +1,5 @@
-"""This module makes `schema.json`: every key that the installed MindFormers knows, read from MindFormers' own sources.
+"""This module makes `schema.json`, which lists every key that the installed MindFormers knows. The keys are read from
+MindFormers' own sources.
 
     python -m tools.schema.extract          # rewrite tools/schema/schema.json and recipe.schema.json
 
@@ -209,26 +210,10 @@ SNIPPETS: dict[str, tuple[str, str]] = {
 
 SCHEMA = Path(__file__).with_name("schema.json")
 _INTERNAL = {  # names that the trainer or another class sets on, or reads from, a `config` that is not the recipe
-    *(
-        "batch_size",
-        "data_loader",
-        "data_size",
-        "device_num",
-        "divisor",
-        "drop_remainder",
-        "dynamic_batch",
-        "eod_reset",
-    ),
-    *(
-        "input_columns",
-        "local_rank",
-        "micro_batch_num",
-        "num_parallel_workers",
-        "pad_token_id",
-        "profile_cb",
-        "rank_id",
-    ),
-    *("remainder", "top_k", "trust_remote_code", "npu_num_per_node", "image_processor", "moe_config"),
+    *("batch_size", "data_loader", "data_size", "device_num", "divisor", "drop_remainder", "dynamic_batch"),
+    *("eod_reset", "input_columns", "local_rank", "micro_batch_num", "num_parallel_workers", "pad_token_id"),
+    *("profile_cb", "rank_id", "remainder", "top_k", "trust_remote_code", "npu_num_per_node", "image_processor"),
+    "moe_config",
 }
 _TYPED = {  # section -> registry it is built from
     "callbacks": "callback",
@@ -252,7 +237,7 @@ def main() -> None:
 
 
 def extract() -> dict[str, Any]:
-    """Return the whole schema of the installed MindFormers and MindSpore. Imports mindformers.
+    """Return the whole schema of the installed MindFormers and MindSpore. This function imports mindformers.
 
     Raises:
         LookupError: a line on which one of our rules is based is no longer in MindFormers.
@@ -262,7 +247,7 @@ def extract() -> dict[str, Any]:
 
     site = Path(mindformers.__file__).parent.parent
     return {
-        "versions": {"mindformers": _version("mindformers"), "mindspore": mindspore.__version__},
+        "versions": {"mindformers": importlib.metadata.version("mindformers"), "mindspore": mindspore.__version__},
         "sections": _sections(site),
         "typed": {section: registered(registry, site) for section, registry in _TYPED.items()},
         "handlers": handlers(site),
@@ -274,17 +259,13 @@ def extract() -> dict[str, Any]:
     }
 
 
-def _version(distribution: str) -> str:
-    return importlib.metadata.version(distribution)
-
-
 def _lines(site: Path) -> dict[str, str]:
     found = {}
     for name, (file, snippet) in SNIPPETS.items():
         if file.endswith(".so"):
             if snippet.encode() not in (site / file).read_bytes():
                 raise LookupError(
-                    f"rule {name}: {file} no longer contains {snippet!r}: check whether the rule still holds"
+                    f"rule {name}: {file} no longer contains {snippet!r}; check whether the rule still holds"
                 )
             found[name] = f"{file}: {snippet}"
             continue
@@ -321,18 +302,17 @@ def _sections(site: Path) -> dict[str, Any]:
     sections["grouped_lr_schedule"] = _any(["default", "grouped"])
     sections["model"] = _any({*read["model"], "arch"})
     keys = {key for _, names, _ in _MSContextApplier._migrate for key in names}
-    sections["context"].update({key: {} for key in keys | read["context"] | _affinity(context[0])})
+    affinity = reads([context[0]], ["context_config"]).get("", set())
+    sections["context"].update({key: {} for key in keys | read["context"] | affinity})
     sections.update(_mindspore_sections(site))
     sections["parallel"].update({key: {} for key in read["parallel"] if key not in sections["parallel"]})
     sections["train_dataset"] = _any(_dataset_keys(dataset, read))
     builder = reads([mf / "dataset" / "dataloader" / "blended_megatron_dataloader.py"], ["config"], True)
     sections.update(_hf_sections(mf / "dataset"))
     sections["gpt_dataset"] = {key: _gpt_spec(key) for key in sorted(builder[""])}
-    return {name: _sorted(keys) for name, keys in sections.items()}
-
-
-def _sorted(keys: dict[str, Any]) -> dict[str, Any]:
-    return {key: keys[key] for key in sorted(keys) if not key.startswith("_")}
+    return {
+        name: {key: keys[key] for key in sorted(keys) if not key.startswith("_")} for name, keys in sections.items()
+    }
 
 
 def _any(keys: Iterable[str]) -> dict[str, Any]:
@@ -346,10 +326,6 @@ def _template(cls: Any, site: Path) -> dict[str, Any]:
         return {}
     keys = [key for key in vars(cls) if not key.startswith("_") and key != "stable_rank_config"]
     return {key: spec_of(default=getattr(cls, key)) for key in keys}
-
-
-def _affinity(file: Path) -> set[str]:
-    return reads([file], ["context_config"]).get("", set())
 
 
 def _health_keys(mf: Path) -> list[str]:

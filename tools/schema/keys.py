@@ -1,5 +1,5 @@
-"""This module checks every key and value of a recipe against the schema: unknown keys, wrong types, impossible
-choices.
+"""This module checks every key and value of a recipe against the schema. It finds unknown keys, wrong types and
+impossible choices.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any
 
 from plugins.settings import Section
 from tools.recipe.findings import ERROR, Findings, refused
-from tools.recipe.load import EXPONENT, KeyPath, Recipe, as_yaml
-from tools.recipe.override import dotted
+from tools.recipe.load import EXPONENT, KeyPath, Recipe, as_yaml, dotted
 from tools.recipe.view import MODEL
 from tools.schema.schema import Schema, Shape, fits, kind, load_schema, say
 
@@ -21,14 +20,14 @@ _YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "rotary_scaling_f
 
 
 def check_keys(recipe: Recipe, schema: Schema, found: Findings) -> None:
-    """Check the whole recipe."""
+    """Add a finding for each key and value of the recipe that the schema does not allow."""
     walk = _Walk(recipe, schema, found)
     walk.visit(recipe, walk.root, ())
 
 
 def refuse_keys(recipe: Recipe) -> None:
-    """Raise an error for a recipe with a key or value that MindFormers does not have, because results about it would be
-    made up.
+    """Raise an error for a recipe with a key or value that MindFormers does not have, because results about such a
+    recipe would be wrong.
 
     Raises:
         RecipeError: the first one, with file, line, key path and what would be right, and how many more there are.
@@ -97,11 +96,10 @@ class _Walk:
     def _unknown(self, key: Any, shape: Shape, path: KeyPath) -> None:
         """An unknown key: misspelt, misplaced, or invented."""
         here = f"in {dotted(path)}" if path else "at the top level"
-        right = ""
         close = get_close_matches(str(key), list(shape.keys or {}), n=1, cutoff=0.75)
         places = _places(self.root, str(key))
-        if path == MODEL and (hint := _unmapped_hint(str(key), self.mla)):
-            right = hint
+        if path == MODEL and key in _YARN and not self.mla:  # this model's TransformerConfig has no such field
+            right = "write it inside rope_scaling"
         elif places:
             right = f"it belongs in {' or '.join(places[:2])}"
         elif close:
@@ -188,11 +186,6 @@ def _listed(names: list[Any]) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _unmapped_hint(key: str, model_has_mla: bool) -> str:
-    """What to write instead of a YaRN key on a model whose TransformerConfig has no such field."""
-    return "write it inside rope_scaling" if key in _YARN and not model_has_mla else ""
 
 
 def _places(shape: Shape, key: str, path: KeyPath = (), depth: int = 0) -> list[str]:

@@ -1,5 +1,5 @@
-"""This module holds the tree of everything that a recipe may contain, from `schema.json` (MindFormers' keys) and
-`values` (what it omits).
+"""This module builds the tree of everything that a recipe may contain, from `schema.json` (MindFormers' keys) and
+`values` (what `schema.json` leaves out).
 
 `json_schema` writes it for editors (draft 2020-12): completion, types and choices while typing. An editor sees only one
 file at a time, so the schema requires no key, and only `tc3 check` has rules about several values.
@@ -33,7 +33,8 @@ WORDS = {
 
 
 def spec_of(annotation: Any = None, default: Any = None) -> dict[str, Any]:
-    """Return ``{"types": ["int", "null"]}`` for an argument; empty if any value is allowed.
+    """Return what an argument may be, such as ``{"types": ["int", "null"]}``; return an empty mapping if any value is
+    allowed.
 
     A default that contradicts its annotation widens it (MindFormers writes `x: int = None`).
     """
@@ -60,7 +61,7 @@ def _kinds(annotation: Any) -> set[str] | None:
     origin = typing.get_origin(annotation)
     if origin in NAMES:
         return {NAMES[origin]}
-    if origin is typing.Union or origin is getattr(types, "UnionType", None):
+    if origin in (typing.Union, types.UnionType):
         parts = [_kinds(part) for part in typing.get_args(annotation)]
         known = [part for part in parts if part]
         return set().union(*known) if known else None
@@ -75,18 +76,19 @@ def kind(value: Any) -> str:
 
 
 def fits(value: Any, kinds: list[str]) -> bool:
-    """Return whether a value is of one of `kinds`; an integer is also a number."""
+    """Return whether a value is of one of `kinds`. An integer is also a number."""
     found = kind(value)
     return found in kinds or (found == "int" and "float" in kinds)
 
 
 def say(kinds: list[str]) -> str:
-    """Return ``["int", "null"]`` in words."""
+    """Return kinds such as ``["int", "null"]`` in words."""
     return " or ".join(WORDS.get(name, name) for name in kinds if name != "null") or "nothing"
 
 
 FILE = Path(__file__).with_name("schema.json")
 DEFAULT_MODEL = "telechat3_moe"
+_MAPPING: Spec = {"types": ["dict"]}
 _INJECTED = ("parallel_config", "init_method", "output_layer_init_method", "activation_func", "MAX_PATTERN_LEN")
 
 _HF_METHODS = ("rename_column", "remove_columns", "sort", "shuffle", "flatten", "take")  # of datasets.Dataset
@@ -98,7 +100,7 @@ _TOKENIZER = (
 
 @dataclass(frozen=True)
 class Shape:
-    """This says what may stand at one place of a recipe: a value, a mapping of keys, a typed mapping, or a list."""
+    """A `Shape` says what may stand at a place of a recipe: a value, a mapping, a typed mapping, or a list."""
 
     spec: Spec = field(default_factory=dict)
     keys: dict[str, Shape] | None = None  # of a mapping; None when it is no mapping, or when anything goes
@@ -111,7 +113,7 @@ class Shape:
 
 
 class Schema:
-    """This is `schema.json` with accessors."""
+    """A `Schema` gives access to the content of `schema.json`."""
 
     def __init__(self, data: dict[str, Any]):
         self.data = data
@@ -122,11 +124,11 @@ class Schema:
         self._shapes: dict[str, Shape] = {}
 
     def line(self, rule: str) -> str:
-        """Return ``mindformers/...py:123``, the line behind one of our rules; empty if there is no rule."""
+        """Return the MindFormers line behind a rule, ``mindformers/...py:123``; return "" if no rule is named."""
         return self.data["lines"][rule] if rule else ""
 
     def model_type(self, recipe: dict[str, Any]) -> str:
-        """Return the recipe's model, or TeleChat3-MoE if the recipe names none that this MindFormers has."""
+        """Return the type of the recipe's model, or that of TeleChat3-MoE if MindFormers has no such model."""
         model = recipe.get("model")
         config = model.get("model_config") if isinstance(model, dict) else None
         name = config.get("model_type") if isinstance(config, dict) else None
@@ -139,7 +141,7 @@ class Schema:
         return {**transformer["fields"], **extra}
 
     def targets(self, model: str, key: str) -> list[tuple[str, str | None]]:
-        """Return where the converter of `model` writes `key`, as (field, name of the applied function) pairs."""
+        """Return the fields into which the converter writes `key`, as pairs (field, applied function's name)."""
         rules = self.models[model]["mapping"].get(key)
         if rules is not None:
             return [(target, function) for target, function in rules]
@@ -162,21 +164,23 @@ class Schema:
         grouped = replace(self._typed("lr_schedule", {"params": Shape({"types": ["list"]})}), registry="grouped_lr")
         callbacks = Shape({"types": ["list"]}, item=self._typed("callbacks"))
         keys["grouped_lr_schedule"] = Shape(
-            _mapping(), {"default": lr, "grouped": Shape({"types": ["list"]}, item=grouped)}
+            _MAPPING, {"default": lr, "grouped": Shape({"types": ["list"]}, item=grouped)}
         )
         keys.update(callbacks=callbacks, eval_callbacks=callbacks, lr_schedule=lr, optimizer=self._typed("optimizer"))
         keys.update(trainer=self._typed("trainer"), runner_wrapper=self._wrapper())
         dataset = self._dataset()
         keys.update(train_dataset=dataset, eval_dataset=dataset)
         tasks = self._typed("dataset_task", {"dataset_config": dataset})
-        task = replace(tasks, types={name: _only_config(shape) for name, shape in (tasks.types or {}).items()})
+        only = {"dataset_config": dataset}
+        # a task takes everything from `dataset_config`, which the trainer sets; its other arguments do nothing
+        task = replace(tasks, types={name: replace(shape, keys=only) for name, shape in (tasks.types or {}).items()})
         keys.update(train_dataset_task=task, eval_dataset_task=task)
         assert keys["model"].keys is not None
         keys["model"].keys["model_config"] = self._model(model)
         plugins = {name: _plugin(name, module) for name, module in ADAPTERS.items()}
         keys["plugins"] = Shape({"types": ["dict", "null"]}, plugins)
         keys["base_config"] = Shape({"types": ["list", "str"]})
-        return Shape(_mapping(), keys, line=self.line("template_key"))
+        return Shape(_MAPPING, keys, line=self.line("template_key"))
 
     def _keys(self, section: str, extra: dict[str, Spec]) -> dict[str, Shape]:
         """Keys of one section, each with what MindFormers and `values` know of its values."""
@@ -200,14 +204,8 @@ class Schema:
                 keys[key] = self._section(inner)
         closed = name in ("runner_config", "parallel_config", "recompute_config", "swap_config", "monitor_config")
         rule = "template_key" if closed else "context_excluded" if name == "context" else ""
-        null = name in (
-            "tensorboard",
-            "checkpoint",
-            "monitor_config",
-            "swap_config",
-            "monitor_config.health_checkpoint",
-        )
-        return Shape({"types": ["dict", "null"]} if null else _mapping(), keys, line=self.line(rule))
+        may_be_null = ("tensorboard", "checkpoint", "monitor_config", "swap_config", "monitor_config.health_checkpoint")
+        return Shape({"types": ["dict", "null"]} if name in may_be_null else _MAPPING, keys, line=self.line(rule))
 
     def _typed(self, section: str, children: dict[str, Shape] | None = None) -> Shape:
         """A mapping whose `type` names a class, whose arguments are its other keys."""
@@ -218,9 +216,9 @@ class Schema:
             if section == "lr_schedule":
                 keys["warmup_epochs"] = Shape(extra["warmup_epochs"])  # read by the trainer
             types[name] = Shape(
-                _mapping(), {**keys, **(children or {})}, opened=described["open"], line=described["line"]
+                _MAPPING, {**keys, **(children or {})}, opened=described["open"], line=described["line"]
             )
-        return Shape(_mapping(), types=types, registry=section, line=self.line("registry"))
+        return Shape(_MAPPING, types=types, registry=section, line=self.line("registry"))
 
     def _wrapper(self) -> Shape:
         """runner_wrapper, whose loss scale may be a number or a class."""
@@ -232,7 +230,7 @@ class Schema:
 
     def _dataset(self) -> Shape:
         """A dataset section; with MindFormers' Megatron loader its `config` is closed too."""
-        gpt = Shape(_mapping(), self._keys("gpt_dataset", values.SECTIONS["gpt_dataset"]))
+        gpt = Shape(_MAPPING, self._keys("gpt_dataset", values.SECTIONS["gpt_dataset"]))
         loaders = self._typed("data_loader")
         assert loaders.types is not None
         megatron, hugging = (loaders.types[name].keys for name in ("BlendedMegatronDatasetDataLoader", "HFDataLoader"))
@@ -242,7 +240,7 @@ class Schema:
         hugging["handler"] = Shape({"types": ["list", "null"]}, item=self._handler())
         loaders.types["HFDataLoader"] = replace(loaders.types["HFDataLoader"], opened=False)
         keys = self._keys("train_dataset", values.SECTIONS["train_dataset"])
-        return Shape(_mapping(), {**keys, "data_loader": loaders})
+        return Shape(_MAPPING, {**keys, "data_loader": loaders})
 
     def _handler(self) -> Shape:
         """One entry of HFDataLoader's `handler`; a method of `datasets.Dataset` has arguments of its own."""
@@ -251,9 +249,9 @@ class Schema:
         for name, described in self.data["handlers"].items():
             keys = {key: Shape(self._spec(spec, known.get(key))) for key, spec in described["keys"].items()}
             keys["tokenizer"] = Shape({"types": ["dict", "null"]}, tokenizer)
-            types[name] = Shape(_mapping(), keys, line=described["line"])
-        types.update({name: Shape(_mapping(), opened=True, keys={}) for name in _HF_METHODS})
-        return Shape(_mapping(), types=types, registry="handler", line=self.line("registry"))
+            types[name] = Shape(_MAPPING, keys, line=described["line"])
+        types.update({name: Shape(_MAPPING, opened=True, keys={}) for name in _HF_METHODS})
+        return Shape(_MAPPING, types=types, registry="handler", line=self.line("registry"))
 
     def _model(self, model: str) -> Shape:
         """Keys of model.model_config: those that reach a field, and those of the model's config class."""
@@ -264,23 +262,14 @@ class Schema:
         keys = {}
         for key in sorted(names - elsewhere):
             plain = [fields[target] for target, function in self.targets(model, key) if function is None]
-            own = _of_default(described["defaults"].get(key))
+            own = spec_of(default=described["defaults"].get(key))
             keys[key] = Shape(self._spec(plain[0] if plain else own, values.MODEL.get(key)))
         architectures = {"types": ["list"], "items": ["str"], "enum_items": self.data["transformer"]["architectures"]}
         scaling = {key: Shape(spec) for key, spec in values.SECTIONS["rope_scaling"].items()}
         keys["rope_scaling"] = Shape({"types": ["dict", "null"]}, scaling)
         keys["architectures"] = Shape(architectures)
         keys["model_type"] = Shape({"enum": sorted(self.models)})
-        return Shape(_mapping(), keys, line=self.line("converter_unmapped"))
-
-
-def _mapping() -> Spec:
-    return {"types": ["dict"]}
-
-
-def _only_config(task: Shape) -> Shape:
-    """A dataset task takes everything from `dataset_config`, which the trainer sets; its other arguments do nothing."""
-    return replace(task, keys={"dataset_config": (task.keys or {})["dataset_config"]})
+        return Shape(_MAPPING, keys, line=self.line("converter_unmapped"))
 
 
 def _plugin(name: str, module: str) -> Shape:
@@ -288,10 +277,6 @@ def _plugin(name: str, module: str) -> Shape:
     section = settings_of(name) if module.startswith("plugins.") else None
     keys = {key: Shape(spec) for key, spec in values.of_plugin(section).items()} if section else {}
     return Shape({"types": ["bool", "dict", "null"]}, keys or None, opened=not keys, section=section)
-
-
-def _of_default(default: Any) -> Spec:
-    return spec_of(default=default)
 
 
 @lru_cache(maxsize=1)
@@ -313,7 +298,7 @@ _TYPES = {
 
 
 def json_schema(schema: Schema) -> str:
-    """Return the schema of every recipe as JSON text, with the keys of `model_config` of all models together."""
+    """Return the schema of every recipe as JSON text. The keys of `model_config` are those of all models together."""
     writer = _Writer()
     body = writer.of(schema.recipe(DEFAULT_MODEL))
     config = body["properties"]["model"]["properties"]["model_config"]["properties"]
@@ -337,7 +322,7 @@ class _Writer:
         self.definitions: dict[str, Any] = {}
 
     def of(self, shape: Shape, name: str = "") -> dict[str, Any]:
-        """Return the schema of one place; `name` is its key."""
+        """Return the schema of one place; `name` is the key of the place."""
         if shape.types is None and "data_loader" not in (shape.keys or {}):
             return self._inline(shape)
         name = shape.registry or name

@@ -1,5 +1,5 @@
-"""This module reads from MindFormers' sources what `extract` needs: keys that code reads, registered classes, models,
-TransformerConfig.
+"""This module reads from MindFormers' sources what `extract` needs: the keys that code reads, registered classes,
+models, and TransformerConfig.
 
 MindFormers passes most YAML sections around as dictionaries, so the code that reads them (`config.a.b`, `config["a"]`,
 `config.get("a")`, `getattr(config, "a")`) is the only place that says which keys exist.
@@ -24,8 +24,8 @@ _METHODS = {*_GETTERS, "items", "keys", "values", "append", "update", "set_value
 
 
 def reads(files: Iterable[Path], roots: Iterable[str], of_self: bool = False) -> dict[str, set[str]]:
-    """Return the keys read below each root: ``{"": {"seed", ...}, "checkpoint": {"prefix", ...}}`` for the root
-    ``config``.
+    """Return the keys that code reads below each root. For the root ``config`` the result is like ``{"": {"seed", ...},
+    "checkpoint": {"prefix", ...}}``.
 
     Args:
         files: Python sources.
@@ -50,7 +50,7 @@ def reads(files: Iterable[Path], roots: Iterable[str], of_self: bool = False) ->
 
 
 def unread(names: Iterable[str], files: Iterable[Path]) -> list[str]:
-    """Return the `names` that no file reads as an attribute or contains as a text, sorted."""
+    """Return those of `names` that no file reads as an attribute or contains as a text, sorted."""
     left = set(names)
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -93,8 +93,8 @@ _LOSS_SCALES = ("AdaptiveLossScaleUpdateCell", "DynamicLossScaleUpdateCell", "Fi
 
 
 def registered(registry: str, site: Path) -> dict[str, Any]:
-    """Return the arguments of every class of a registry that MindFormers itself wrote, and of MindSpore's
-    optimizers.
+    """Return the arguments of every class of a registry that MindFormers itself wrote, and of MindSpore's classes for
+    loss scaling.
     """
     from mindformers.tools.register import MindFormerRegister
 
@@ -149,7 +149,7 @@ def _where(cls: type, site: Path) -> str:
 
 
 def handlers(site: Path) -> dict[str, Any]:
-    """Return what HFDataLoader's `handler` may name: MindFormers' own handlers and their arguments."""
+    """Return the handlers that HFDataLoader's `handler` may name, which are MindFormers' own, with their arguments."""
     from mindformers.dataset import handler
 
     shared = reads([Path(handler.__file__).with_name("base_handler.py")], ["kwargs"])[""]
@@ -163,7 +163,7 @@ def handlers(site: Path) -> dict[str, Any]:
 
 
 def models(site: Path) -> dict[str, Any]:
-    """Return for each graph-mode model its keys, and how the converter maps them onto TransformerConfig fields."""
+    """Return the keys of each graph-mode model, and how its converter maps them to fields of TransformerConfig."""
     from mindformers.parallel_core.config_converter import ConfigConverter
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 
@@ -176,14 +176,11 @@ def models(site: Path) -> dict[str, Any]:
         if name.endswith("Config"):
             continue
         module = sys.modules[cls.__module__]
-        converters = [item for item in vars(module).values() if _is_converter(item, ConfigConverter)]
+        defined = [item for item in vars(module).values() if inspect.isclass(item)]
+        converters = [item for item in defined if issubclass(item, ConfigConverter) and item is not ConfigConverter]
         if converters:
             found[name.removeprefix("mcore_")] = _model(cls, converters[0], site)
     return found
-
-
-def _is_converter(item: Any, base: type) -> bool:
-    return inspect.isclass(item) and issubclass(item, base) and item is not base
 
 
 def _model(cls: Any, converter: Any, site: Path) -> dict[str, Any]:

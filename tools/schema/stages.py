@@ -1,4 +1,5 @@
-"""This module finds which layers a pipeline stage holds, from `offset` and the recompute settings of the same shape.
+"""This module finds which layers a pipeline stage holds, from `offset`. It also checks the recompute settings, which
+have the same shape.
 
 MindFormers: layers of chunk v on stage p = num_layers // (stages * chunks) + offset[v][p].
 """
@@ -18,7 +19,7 @@ Layers = list[list[int]]
 
 
 def layers_of(view: View, built: Built) -> Layers | None:
-    """Return MindFormers' layer_list [chunk][stage]; None if the offset does not fit. Without a pipeline the list is
+    """Return MindFormers' layer_list [chunk][stage], or None if the offset does not fit. Without a pipeline the list is
     ``[[all layers]]``.
 
     Not always where layers run: see `stage_layers_of`.
@@ -40,7 +41,7 @@ def layers_of(view: View, built: Built) -> Layers | None:
 
 
 def stage_layers_of(view: View, built: Built) -> Layers | None:
-    """Return the layers [chunk][stage] where they run; None as in `layers_of`.
+    """Return the layers [chunk][stage] of the stages that run them; return None if `layers_of` does.
 
     In zero_bubble_v the second chunk runs back up the pipeline: `layers_of` counts it from the last stage on.
     """
@@ -51,12 +52,12 @@ def stage_layers_of(view: View, built: Built) -> Layers | None:
 
 
 def runs_back(view: View) -> bool:
-    """Return whether the second chunk goes from the last stage to the first."""
+    """Return whether the second chunk runs from the last stage to the first."""
     return view.scheduler == "zero_bubble_v" and view.parallel and view.chunks > 1
 
 
 def loss_rank(view: View) -> int:
-    """Return a rank that knows the loss: one of the last stage, or of the first if the pipeline runs back to it."""
+    """Return a rank that knows the loss. It is on the last stage, or on the first stage if the pipeline runs back."""
     return view.devices - 1 if view.parallel and view.pp > 1 and not runs_back(view) else 0
 
 
@@ -72,7 +73,7 @@ def _broadcast(offset: Any, chunks: int, stages: int) -> Layers | None:
 
 
 def check_stages(view: View, built: Built, found: Findings) -> None:
-    """Check `offset` and the recompute lists, with MindFormers' own conditions."""
+    """Check `offset` and the recompute lists by MindFormers' own conditions."""
     total = built.number("num_layers")
     if view.get(("swap_config", "swap"), False) is True:
         wrong = "reaches no model: MindFormers 1.9.0 drops swap_config on the way, and nothing is swapped"
@@ -92,7 +93,8 @@ def check_stages(view: View, built: Built, found: Findings) -> None:
 
 
 def swaps(view: View) -> bool:
-    """Return whether activations are swapped to the host; then `RECOMPUTE` names layers instead of counting them.
+    """Return whether activations are swapped to the host. Then the settings of `RECOMPUTE` name layers instead of
+    counting them.
 
     That is `swap` of model_config. What stands in `swap_config` MindFormers 1.9.0 reads and checks, but hands no model:
     `TransformerOpParallelConfig.to_diff_dict` leaves it out, and compiled graphs go on counting layers.
@@ -112,7 +114,8 @@ def _offset(view: View, total: int, found: Findings) -> None:
     rows = _broadcast(offset, chunks, stages)
     right = f"for instance offset: {_spread(rest, stages, chunks)}"
     if rows is None:
-        rule = "offset_chunks" if _is_nested(offset, stages) else "offset_stages"
+        nested = isinstance(offset, list) and offset and isinstance(offset[0], list) and len(offset[0]) == stages
+        rule = "offset_chunks" if nested else "offset_stages"
         found.error(OFFSET, f"{offset!r} is not of shape {shape} (chunks x stages)", right, rule=rule)
         return
     written = sum(map(sum, rows))
@@ -127,10 +130,6 @@ def _offset(view: View, total: int, found: Findings) -> None:
         )
     elif len(counts) > 2 and min(counts[1:-1]) < 1:
         found.error(OFFSET, "a stage in the middle would hold no layer", "at least one", rule="offset_middle")
-
-
-def _is_nested(offset: Any, stages: int) -> bool:
-    return isinstance(offset, list) and bool(offset) and isinstance(offset[0], list) and len(offset[0]) == stages
 
 
 def _spread(rest: int, stages: int, chunks: int) -> list[Any]:

@@ -1,5 +1,5 @@
-"""This module adds what MindFormers' annotations leave out: which values a key may take, and the types of sections that
-code reads by hand.
+"""This module adds what MindFormers' annotations leave out: the values that a key may take, and the types of sections
+that code reads by hand.
 
 Each entry names, by its key in `tools.schema.extract.SNIPPETS`, the line of MindFormers that refuses the value, if
 there is one. `of_plugin` gives the same for a plugin, from the class of its settings.
@@ -294,7 +294,7 @@ _LIMITS = {"least": "min", "below": "below"}
 
 
 def of_plugin(section: type[Section]) -> dict[str, Spec]:
-    """Return the keys of a plugin, from the class of its settings."""
+    """Return the keys of a plugin, which follow from the class of its settings."""
     keys: dict[str, Spec] = {}
     for each in fields(section):
         limits, spec = each.metadata, dict[str, Any](description=each.metadata["meaning"])

@@ -1,5 +1,5 @@
-"""This module says which MindSpore and MindFormers were verified and which are installed, and whether a command goes on
-with others.
+"""This module says which versions of MindSpore and MindFormers were verified and which are installed, and whether a
+command goes on with other versions.
 
 The facts that this repository uses were read from the sources of one pair of versions (`versions` of schema.json) and
 tested with it, including private hooks and compiled graphs. A command that describes or runs the installed MindFormers
@@ -28,13 +28,13 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 @lru_cache(maxsize=1)
 def verified() -> dict[str, str]:
-    """Return distribution -> the version that was verified."""
+    """Return distribution -> verified version."""
     versions = json.loads(_SCHEMA.read_text(encoding="utf-8"))["versions"]
     return {distribution: versions[distribution] for distribution in _NAMES}
 
 
 def installed(distribution: str) -> str | None:
-    """Return the version on this machine; None if it is not installed."""
+    """Return the version of a distribution on this machine; return None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -42,7 +42,7 @@ def installed(distribution: str) -> str | None:
 
 
 def others() -> dict[str, str]:
-    """Return distribution -> its version, for those that are installed in another version than the verified one."""
+    """Return distribution -> installed version, where that is not the verified version."""
     found = {distribution: installed(distribution) for distribution in _NAMES}
     return {name: version for name, version in found.items() if version and version != verified()[name]}
 
@@ -53,18 +53,18 @@ def words(versions: dict[str, str]) -> str:
 
 
 def going_on() -> bool:
-    """Return whether the user asked to go on with the installed versions."""
+    """Return whether the user asked to go on with versions that are not verified."""
     return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
 def unverified_words() -> list[str]:
-    """Return the arguments with which another command goes on in the same way."""
+    """Return the arguments that make another command go on in the same way."""
     return ["--unverified"] * going_on()
 
 
 def require_verified() -> None:
-    """Check that MindSpore and MindFormers, if installed, have the verified versions; print a warning instead if the
-    user asked to go on.
+    """Raise an error if MindSpore or MindFormers is installed in another version than the verified one. Print a warning
+    instead if the user asked to go on.
 
     A package that is not installed is not an error here: who needs it says what is missing.
 
@@ -73,16 +73,14 @@ def require_verified() -> None:
     """
     if not (found := others()):
         return
-    line = f"{words(found)} {'is' if len(found) == 1 else 'are'} installed, verified is {words(verified())}"
+    line = f"{words(found)} {'is' if len(found) == 1 else 'are'} installed, but {words(verified())} were verified"
     if not going_on():
-        raise VersionError(f"{line}: install the versions in constraints.txt, or go on with --unverified")
+        raise VersionError(f"{line}; install the versions in constraints.txt, or go on with --unverified")
     click.echo(f"--unverified: {line}: what follows may be wrong for it", err=True)
 
 
 def unverified_option(command: Command) -> Command:
-    """Return the option `--unverified` of a command that calls `require_verified`; it applies to everything that the
-    command starts.
-    """
+    """Add `--unverified` to a command. The option applies to everything that the command starts."""
     text = f"Continue although MindSpore or MindFormers is not the verified version (as {VARIABLE}=1 does)."
     return click.option("--unverified", is_flag=True, expose_value=False, callback=_remember, help=text)(command)
 

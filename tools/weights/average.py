@@ -1,4 +1,4 @@
-"""This module averages several checkpoints of one model, as TeleChat2 does at the end of a training."""
+"""This module averages several checkpoints of one model, as TeleChat2 does at the end of its training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.checkpoint.stored import METADATA, Stored, kind_of, read_metadata
 from tools.checkpoint.tensor_files import save_arrays
 from tools.files.atomic import atomic_folder
 from tools.weights.inventory import mark
-from tools.weights.source import Source
+from tools.weights.source import Source, refuse_target
 
 _BALANCE = "expert_bias"  # of a router: no gradient trains it, and it belongs to the model all the same
 
@@ -28,7 +28,8 @@ def average(
     progress: Callable[[str], None] = lambda name: None,
     damaged: Sequence[str] = (),
 ) -> int:
-    """Write sum(share x weights) to `target`, in the layout of all `sources`; return the averaged tensors.
+    """Write the sum of share x weights over all `sources` to `target`, in the layout of the sources. Return the
+    number of averaged tensors.
 
     Sums are taken in float64 and rounded once to the type of the weights. The optimizer's state is left out: an average
     has none. Counters are those of the last source. A tensor of each source is in memory at a time, and the file that
@@ -65,7 +66,7 @@ def average(
 
 
 def check_average(sources: Sequence[Source], target: Path, shares: Sequence[float] | None) -> Sequence[float]:
-    """Return the shares of `average`, from headers only.
+    """Return the shares with which `average` would weigh the sources. Only headers are read.
 
     Raises:
         CheckpointError: as `average`, but for numbers that are not finite.
@@ -85,7 +86,9 @@ def _mean(sources: Sequence[Source], shares: Sequence[float], file: str, name: s
     for source, share in zip(sources, shares, strict=True):
         array = source.stored.read_from(file, name)
         if not np.isfinite(array.astype(np.float32, copy=False)).all():
-            raise CheckpointError(f"{source.path / file}: {name} has values that are not finite: no average is taken")
+            raise CheckpointError(
+                f"{source.path / file}: {name} has values that are not finite, so no average is taken"
+            )
         wide = array.astype(np.float64) * share
         total = wide if total is None else total + wide
     assert total is not None, "there are sources"
@@ -96,34 +99,34 @@ def _shares(sources: Sequence[Source], shares: Sequence[float] | None) -> Sequen
     if shares is None:
         return [1 / len(sources)] * len(sources)
     if len(shares) != len(sources):
-        raise CheckpointError(f"--weights: {len(shares)} shares for {len(sources)} checkpoints; give one for each")
+        raise CheckpointError(
+            f"--weights: {len(shares)} shares are given for {len(sources)} checkpoints; give one for each"
+        )
     given = ", ".join(f"{share:g}" for share in shares)
     if any(not 0 <= share <= 1 for share in shares):  # nor is NaN
         raise CheckpointError(f"--weights {given}: each share of an average must be from 0 to 1")
     if not math.isclose(sum(shares), 1, rel_tol=1e-6):
-        raise CheckpointError(f"--weights {given}: add up to {sum(shares):g}; they must add up to 1")
+        raise CheckpointError(f"--weights {given}: the shares add up to {sum(shares):g}; they must add up to 1")
     return shares
 
 
 def _fit(sources: Sequence[Source], target: Path) -> None:
     """Refuse what has no average, or would be averaged wrongly."""
-    if target.exists():
-        raise CheckpointError(f"{target}: is there already; remove it, or name another folder")
+    refuse_target(target)
     if len(sources) < 2:
         raise CheckpointError("an average needs two checkpoints or more")
     first = sources[0]
     for source in sources:
         if source.form != "MindFormers":
-            raise CheckpointError(f"{source.path}: {source.form}; only iterations of runs can be averaged")
-        if reason := source.seal_fault(checksums=False):
-            raise CheckpointError(f"{source.path}: not a whole checkpoint: {reason}")
+            raise CheckpointError(f"{source.path}: this is {source.form}; only iterations of runs can be averaged")
+        source.require_whole()
         if wrong := _difference(_kinds(first), _kinds(source)):
             raise CheckpointError(
                 f"{source.path}: {wrong}; {first.path} is of another model, or saved in another layout"
             )
         if _placed(source) != _placed(first):
             raise CheckpointError(
-                f"{source.path}: its experts have moved since {first.path}; put both in order with "
+                f"{source.path}: the experts have moved since {first.path}; put both in order with "
                 "`tc3 experts restore-order`"
             )
 

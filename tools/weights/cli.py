@@ -1,5 +1,5 @@
-"""This module is `tc3 weights`: it shows what is in a checkpoint, compares two, averages, converts to and from Hugging
-Face's form, and reshards.
+"""This module is the command `tc3 weights`. It shows what is in a checkpoint, compares two, averages, converts to
+and from Hugging Face's form, and reshards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tools.ranges import Number
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.weights.average import average, check_average
-from tools.weights.convert import convert, refuse_target
+from tools.weights.convert import convert
 from tools.weights.convert_plan import DTYPES, prepare
 from tools.weights.inventory import (
     SALVAGED_LINE,
@@ -35,70 +35,9 @@ from tools.weights.inventory import (
 )
 from tools.weights.reshard import folder_in, reshard
 from tools.weights.reshard_plan import plan_recipes, plan_stored
-from tools.weights.source import Source, open_source
-
-# `tc3 weights reshard`: a checkpoint in the layout of another recipe.
+from tools.weights.source import Source, open_source, refuse_target
 
 _RECIPES = (".yaml", ".yml")
-
-
-@click.command(
-    "reshard", context_settings={"help_option_names": ["-h", "--help"]}, short_help="Write it in another layout."
-)
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.argument("target", metavar="TO", type=click.Path(path_type=Path))
-@click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Recipe whose layout TO gets.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value of the recipe.")
-@click.option("--workers", default=1, type=Number("files"), help="Number of files written at once.", show_default=True)
-@click.option("--dry-run", is_flag=True, help="Plan from file headers only, or from recipes, and write nothing.")
-@click.option("--salvage", is_flag=True, help="Take damaged values unchanged, and note them in the result.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def reshard_command(
-    checkpoint: Path,
-    target: Path,
-    recipe: Path,
-    overrides: tuple[str, ...],
-    workers: int,
-    dry_run: bool,
-    salvage: bool,
-    as_json: bool,
-) -> None:
-    """Write CHECKPOINT, one iteration of a run, in the layout that the recipe has; no device is needed.
-
-    Weights, moments, the routers' biases, moved experts and counters go along. TO gets checkpoint/iteration_*, sealed,
-    and the old run's files that a resume compares; each rank reads only its own part. With --dry-run, CHECKPOINT may
-    be a recipe: then the checkpoint that its run would save is planned.
-    """
-    damaged: list[str] = []
-    new = apply_overrides(load_recipe(recipe), overrides)
-    if checkpoint.suffix in _RECIPES:
-        if not dry_run:
-            raise CheckpointError(
-                f"{checkpoint}: a recipe; --dry-run plans what its run would save, nothing is written"
-            )
-        planned, written = plan_recipes(load_recipe(checkpoint), new), target
-    else:
-        source = open_source(checkpoint)
-        planned, written = plan_stored(source, new), folder_in(target, source)
-        if not dry_run:
-            refuse_target(target)
-            damaged = salvaged([source], salvage)
-            with Progressing(f"writing {target}", planned.plan.bytes) as shown:
-                reshard(
-                    source,
-                    target,
-                    planned.plan,
-                    workers,
-                    lambda done, file: shown.show(f"{file} is written", done),
-                    damaged,
-                )
-    if as_json:
-        click.echo(json.dumps(planned.as_dict(checkpoint, written, recipe) | {"salvaged": damaged}))
-        return
-    for line in [*planned.lines(checkpoint, written, recipe, dry_run), *map(SALVAGED_LINE.format, damaged)]:
-        click.echo(line)
-
-
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 PIPED = 200  # columns
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -109,19 +48,20 @@ salvage_option = click.option(
 
 @click.group(context_settings=SETTINGS)
 def weights() -> None:
-    """Inspect, average, convert and reshard weights, of a run's iteration or in Hugging Face's form."""
+    """Inspect, average, convert and reshard weights of a run's iteration or in Hugging Face's form."""
 
 
-weights.add_command(reshard_command)
-
-
-@weights.command("inspect", context_settings=SETTINGS, short_help="Say what a checkpoint holds, or how two differ.")
+@weights.command(
+    "inspect", context_settings=SETTINGS, short_help="Show what a checkpoint holds, or how two checkpoints differ."
+)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--values", is_flag=True, help="Read all values: check norms, non-finite values, copies and checksums.")
-@click.option("--diff", "other", type=click.Path(path_type=Path), help="Compare with OTHER, in whatever layout.")
+@click.option("--values", is_flag=True, help="Read all values to check norms, non-finite values, copies and checksums.")
+@click.option(
+    "--diff", "other", type=click.Path(path_type=Path), help="Compare CHECKPOINT with OTHER, whatever layout each has."
+)
 @json_option
 def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json: bool) -> None:
-    """Say what CHECKPOINT holds, from the headers of its files only: in a second, whatever its size.
+    """Show what CHECKPOINT holds. Only the headers of its files are read, which takes a second whatever its size.
 
     Exit code: 0 nothing is wrong with it (with --diff: equal), 1 something is (with --diff: they differ), 2 something
     to mend first.
@@ -146,11 +86,22 @@ def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json:
 
 @weights.command("average", context_settings=SETTINGS, short_help="Average checkpoints of one run.")
 @click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--to", "target", required=True, type=click.Path(path_type=Path), help="New folder to write into.")
-@click.option("--weights", "shares", help="A share for each, adding up to 1: 0.5,0.3,0.2.  [default: equal ones]")
+@click.option(
+    "--to",
+    "target",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Write into this folder, which must not exist yet.",
+)
+@click.option(
+    "--weights",
+    "shares",
+    help="Weigh the checkpoints by these shares, which add up to 1: 0.5,0.3,0.2.  [default: equal shares]",
+)
 @salvage_option
 def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | None, salvage: bool) -> None:
-    """Write the average of CHECKPOINTS' weights, iterations of one run or of several in one layout.
+    """Write the average of the weights of CHECKPOINTS. These are iterations of one run, or of several runs in one
+    layout.
 
     Sums are taken in float64 and rounded once. The optimizer's state is left out: the result is for a new run to begin
     with (--set checkpoint.load_path=FOLDER). All files are read first and compared with their seals' checksums.
@@ -164,19 +115,29 @@ def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | N
     _print_damaged(damaged)
 
 
-@weights.command("convert", context_settings=SETTINGS, short_help="Convert from or to Hugging Face's form.")
+@weights.command("convert", context_settings=SETTINGS, short_help="Convert weights from or to Hugging Face's form.")
 @click.argument("source", metavar="FROM", type=click.Path(path_type=Path))
 @click.argument("target", metavar="TO", type=click.Path(path_type=Path))
-@click.option("--recipe", type=click.Path(path_type=Path), help="Recipe of the model.  [default: that of FROM's run]")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Data type of trained weights.  [default: keep theirs]")
 @click.option(
-    "--file-size", default=5.0, type=Number("file_gb"), help="Most GB of a file, 0.001 or more.", show_default=True
+    "--recipe",
+    type=click.Path(path_type=Path),
+    help="Take the model from this recipe.  [default: the recipe of FROM's run]",
 )
-@click.option("--workers", default=1, type=Number("files"), help="Number of files written at once.", show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(list(DTYPES)), help="Write trained weights in this data type.  [default: their own]"
+)
+@click.option(
+    "--file-size",
+    default=5.0,
+    type=Number("file_gb"),
+    help="Write files of so many GB at most (0.001 or more).",
+    show_default=True,
+)
+@click.option("--workers", default=1, type=Number("files"), help="Write so many files at once.", show_default=True)
 @click.option(
     "--tokenizer",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Tokenizer folder to copy beside weights for Hugging Face.",
+    help="Copy this tokenizer folder beside weights for Hugging Face.",
 )
 @click.option("--dry-run", is_flag=True, help="Compare names, shapes and types from headers only; write nothing.")
 @salvage_option
@@ -193,7 +154,8 @@ def convert_command(
     salvage: bool,
     as_json: bool,
 ) -> None:
-    """Convert TeleChat3 weights from Hugging Face's form to MindFormers', or back; FROM decides which way.
+    """Convert TeleChat3 weights from Hugging Face's form to MindFormers' form, or back. The form of FROM decides
+    which way.
 
     FROM is a folder of safetensors with its index, or an iteration of a run; TO a folder that is not there yet. Every
     tensor has a place on the other side or is named. If interrupted, the same command continues. All of FROM is
@@ -201,28 +163,70 @@ def convert_command(
     """
     weights_in = open_source(source)
     if tokenizer and weights_in.form == "Hugging Face":
-        raise click.UsageError("--tokenizer is copied beside weights for Hugging Face: FROM is in that form")
+        raise click.UsageError(
+            "--tokenizer copies a tokenizer beside weights for Hugging Face, but FROM is already in that form"
+        )
     conversion = prepare(weights_in, recipe, DTYPES[dtype] if dtype else None, int(file_size * 1e9))
     damaged: list[str] = []
     if not dry_run:
         refuse_target(target)
         damaged = salvaged([weights_in], salvage, _progress())
         with Progressing(f"writing {target}", conversion.plan.bytes) as shown:
-            convert(
-                weights_in,
-                target,
-                conversion.plan,
-                conversion.sizes,
-                workers,
-                tokenizer,
-                conversion.ends,
-                lambda done, file: shown.show(f"{file} is written", done),
-                damaged,
-            )
+            plan, sizes, ends = conversion.plan, conversion.sizes, conversion.ends
+            convert(weights_in, target, plan, sizes, workers, tokenizer, ends, _file_shown(shown), damaged)
     if as_json:
         click.echo(json.dumps(conversion.as_dict(source, target) | {"salvaged": damaged}))
         return
     for line in conversion.lines(source, target, dry_run, tokenizer is not None):
+        click.echo(line)
+    _print_damaged(damaged)
+
+
+@weights.command("reshard", context_settings=SETTINGS, short_help="Write a checkpoint in another layout.")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("target", metavar="TO", type=click.Path(path_type=Path))
+@click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Give TO the layout of this recipe.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@click.option("--workers", default=1, type=Number("files"), help="Write so many files at once.", show_default=True)
+@click.option("--dry-run", is_flag=True, help="Plan from file headers only, or from recipes, and write nothing.")
+@salvage_option
+@json_option
+def reshard_command(
+    checkpoint: Path,
+    target: Path,
+    recipe: Path,
+    overrides: tuple[str, ...],
+    workers: int,
+    dry_run: bool,
+    salvage: bool,
+    as_json: bool,
+) -> None:
+    """Write CHECKPOINT, which is one iteration of a run, in the layout of a recipe. No device is needed.
+
+    Weights, moments, the routers' biases, moved experts and counters go along. TO gets checkpoint/iteration_*, sealed,
+    and the old run's files that a resume compares; each rank reads only its own part. With --dry-run, CHECKPOINT may
+    be a recipe: then the checkpoint that its run would save is planned.
+    """
+    damaged: list[str] = []
+    new = apply_overrides(load_recipe(recipe), overrides)
+    if checkpoint.suffix in _RECIPES:
+        if not dry_run:
+            raise CheckpointError(
+                f"{checkpoint}: this is a recipe, which holds no weights; add --dry-run to plan what its run would save"
+            )
+        planned, written = plan_recipes(load_recipe(checkpoint), new), target
+    else:
+        source = open_source(checkpoint)
+        planned, written = plan_stored(source, new), folder_in(target, source)
+        if not dry_run:
+            refuse_target(target)
+            damaged = salvaged([source], salvage)
+            with Progressing(f"writing {target}", planned.plan.bytes) as shown:
+                reshard(source, target, planned.plan, workers, _file_shown(shown), damaged)
+    if as_json:
+        click.echo(json.dumps(planned.as_dict(checkpoint, written, recipe) | {"salvaged": damaged}))
+        return
+    for line in planned.lines(checkpoint, written, recipe, dry_run):
         click.echo(line)
     _print_damaged(damaged)
 
@@ -236,7 +240,9 @@ def _numbers(text: str) -> list[float]:
     try:
         return [float(word) for word in text.split(",")]
     except ValueError:
-        raise CheckpointError(f"--weights {text}: want numbers between commas, such as 0.5,0.3,0.2") from None
+        raise CheckpointError(
+            f"--weights {text}: shares must be numbers with commas between them, such as 0.5,0.3,0.2"
+        ) from None
 
 
 def _progress() -> Callable[[str], None]:
@@ -244,6 +250,11 @@ def _progress() -> Callable[[str], None]:
     if not sys.stderr.isatty():
         return lambda name: None
     return lambda name: click.echo(f"\r\033[K{name}", nl=False, err=True)
+
+
+def _file_shown(shown: Progressing) -> Callable[[int, str], None]:
+    """What shows the last written file, and the bytes of all."""
+    return lambda done, file: shown.show(f"{file} is written", done)
 
 
 def _print_comparison(comparison: Comparison, a: Path, b: Path, as_json: bool) -> None:

@@ -1,5 +1,5 @@
-"""This module runs a conversion from its first file to the complete folder; an interrupted conversion goes on where it
-stopped.
+"""This module runs a conversion from its first file to the complete folder. An interrupted conversion continues
+where it stopped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tools.weights.hugging_face_names import Entry, part_shape
 from tools.weights.hugging_face_sizes import FILE as CONFIG
 from tools.weights.hugging_face_sizes import Sizes, config_of
 from tools.weights.inventory import mark
-from tools.weights.source import CHECKSUMS, INDEX, Source, open_source
+from tools.weights.source import CHECKSUMS, INDEX, Source, open_source, refuse_target, require_room
 
 # One file of a conversion: what it needs is read tensor by tensor; it is written whole, with checksums of tensors.
 
@@ -37,7 +37,7 @@ DONE = ".done.json"  # behind the name of a file that is whole
 
 
 def writer(source: Path, folder: Path, plan: Plan, known: dict[str, int]) -> Callable[[Shard], str]:
-    """Return a function that writes one shard into `folder`; built once in each worker process.
+    """Return a function that writes one shard into `folder`. Each worker process builds it once.
 
     Args:
         known: Hugging Face name -> CRC-32 of its bits, where the source says.
@@ -46,7 +46,7 @@ def writer(source: Path, folder: Path, plan: Plan, known: dict[str, int]) -> Cal
 
 
 def write_shard(source: Source, folder: Path, plan: Plan, known: dict[str, int], shard: Shard) -> str:
-    """Write `shard`, with a file beside it that lists its content; return its name.
+    """Write `shard`, and beside it a file that lists its content; return the name of the shard's file.
 
     Raises:
         CheckpointError: a tensor of the source is not what its checksum or its twin says, or has several values.
@@ -92,7 +92,7 @@ class _Parts:
         self.left: dict[str, int] = {}
 
     def of(self, entry: Entry) -> dict[str, Made]:
-        """Return the tensor to be written for an entry."""
+        """Return the tensors to be written for an entry."""
         dtype = _written(self.source, self.plan, entry, entry.mindformers)
         self.left[entry.mindformers] = len(entry.parts)
         return {
@@ -107,7 +107,7 @@ class _Parts:
             if differing:
                 ranks = ", ".join(map(str, differing))
                 raise CheckpointError(
-                    f"{self.source.path}: {name} has several values, those of ranks {ranks} are not rank 0's: "
+                    f"{self.source.path}: {name} differs between ranks: those of ranks {ranks} are not that of rank 0; "
                     "`tc3 weights inspect --values` lists them"
                 )
         part = _as_type(entry.part(self.arrays[name], index), self.source.headers[name].dtype, self.plan, entry)
@@ -150,12 +150,11 @@ def _as_type(bits: np.ndarray, dtype: str, plan: Plan, entry: Entry) -> np.ndarr
 
 
 def crc32(array: np.ndarray) -> int:
-    """Return a checksum of an array's bits in row-major order."""
+    """Return the CRC-32 of an array's bits in row-major order."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 TOKENIZER = ("tokenizer", "special_tokens_map", "vocab", "merges", "added_tokens", "chat_template", "generation_config")
-_MARGIN = 1.02  # headers, indices, checksums
 _PLAN = "plan.json"
 
 
@@ -171,8 +170,8 @@ def convert(
     damaged: Sequence[str] = (),
 ) -> None:
     """Write `target`, a folder that does not exist yet. `progress` is called with the bytes written and the file. A
-    folder for Hugging Face says that the token `ends` ends a document. Tensors that are `damaged` in `source` and taken
-    unchanged (`inventory.salvaged`) are recorded in `target`.
+    folder for Hugging Face says that the token `ends` ends a document. Tensors of `source` that are `damaged` and
+    are taken unchanged (`inventory.salvaged`) are recorded in `target`.
 
     What is written stands in a hidden folder beside `target` until all of it is there; run again after an interrupt or
     a full disk, a conversion of the same source keeps the files that are whole.
@@ -199,8 +198,9 @@ def convert(
                 _finish_hugging_face(part, records, sizes, plan, ends)
             else:
                 _finish_mindformers(part, records)
-            if tokenizer:
-                _copy_tokenizer(tokenizer, part)
+            for path in sorted(tokenizer.iterdir()) if tokenizer else ():
+                if path.is_file() and path.name.startswith(TOKENIZER):
+                    shutil.copyfile(path, part / path.name)
             mark(part, damaged)
             for name in [_PLAN, *(f"{file}{DONE}" for file in records)]:
                 (part / name).unlink()
@@ -209,24 +209,19 @@ def convert(
             raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
 
 
-def refuse_target(target: Path) -> None:
-    """Raise CheckpointError if `target` exists."""
-    if target.exists():
-        raise CheckpointError(f"{target}: is there already; remove it, or name another folder")
-
-
 def _make_room(part: Path, target: Path, plan: Plan) -> None:
     """The folder to write in, on a disk that has room for what is not there yet."""
     try:
         part.mkdir(parents=True, exist_ok=True)
         there = sum(path.stat().st_size for path in part.glob("*.safetensors"))
-        free = shutil.disk_usage(part).free
     except OSError as error:
         raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
-    if (wanted := int(plan.bytes * _MARGIN) - there) > free:
+    try:
+        require_room(part, target, plan.bytes, there)
+    except DataError:
         with contextlib.suppress(OSError):
             part.rmdir()  # where nothing is in it
-        raise DataError(f"{target}: {wanted / 1e9:,.3f} GB are to be written, {free / 1e9:,.3f} GB are free there")
+        raise
 
 
 @contextmanager
@@ -316,12 +311,6 @@ def _described(kind: str, shape: list[int]) -> dict[str, Any]:
         "layout": layout,
         "chunk": [{"global_offset": [0], "local_shape": shape}],
     }
-
-
-def _copy_tokenizer(folder: Path, part: Path) -> None:
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.name.startswith(TOKENIZER):
-            shutil.copyfile(path, part / path.name)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""This module plans what a conversion reads and writes, from the headers of files only: every tensor of either side is
-used once or listed.
+"""This module plans what a conversion reads and writes. It reads only the headers of files, and uses every tensor of
+either side once or lists it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BUFFER = ".rotary_emb.inv_freq"  # of old exports: computed, not trained
 
 @dataclass(frozen=True)
 class Shard:
-    """This is a file to write: `entries` in the order of the forward pass, and the bytes of their elements."""
+    """A `Shard` is a file to write: its `entries`, in the order of the forward pass, and their bytes."""
 
     file: str
     entries: tuple[Entry, ...]
@@ -41,7 +41,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """This is a conversion that is planned and not begun.
+    """A `Plan` is a conversion that has not begun.
 
     Args:
         dtype: safetensors' type of trained weights; None: each as it is. The routers' biases keep theirs.
@@ -59,12 +59,12 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all elements that are written."""
+        """Return the number of bytes of all elements to be written."""
         return sum(shard.bytes for shard in self.shards)
 
     @property
     def tensors(self) -> int:
-        """Return the number of tensors that are written."""
+        """Return the number of tensors to be written."""
         entries = [entry for shard in self.shards for entry in shard.entries]
         return sum(len(entry.parts) for entry in entries) if self.to == "Hugging Face" else len(entries)
 
@@ -72,7 +72,7 @@ class Plan:
 def plan_conversion(
     headers: Mapping[str, Header], sizes: Sizes, to: Target, dtype: str | None, limit: int, tied: bool = False
 ) -> Plan:
-    """Return the plan of a conversion of a model of `sizes`.
+    """Return the plan that converts a model of `sizes`.
 
     Args:
         headers: of the source's tensors; dtype: see `Plan`; limit: bytes of a file, which a single tensor may exceed.
@@ -89,10 +89,11 @@ def plan_conversion(
         wanted = {entry.mindformers: entry.shape for entry in entries}
         given = {}
         for name, header in headers.items():
-            if name in wanted or _is_weight(name):
+            if name in wanted or (kind_of(name) == "weights" and not name.endswith(STATE)):
                 given[name] = header
             else:
-                left_out[_reason(name)] += 1
+                optimizer = kind_of(name) == "optimizer"
+                left_out["of the optimizer's state" if optimizer else "counters of the run"] += 1
     else:
         wanted = hugging_face_shapes(sizes)
         given = {name: header for name, header in headers.items() if not name.endswith(_BUFFER)}
@@ -105,14 +106,6 @@ def plan_conversion(
     _check(given, wanted)
     types = {entry.mindformers: _type(entry, to, given, dtype) for entry in entries}
     return Plan(to, dtype, _shards(entries, types, to, limit), repeated, stands_for, +left_out)
-
-
-def _is_weight(name: str) -> bool:
-    return kind_of(name) == "weights" and not name.endswith(STATE)
-
-
-def _reason(name: str) -> str:
-    return "of the optimizer's state" if kind_of(name) == "optimizer" else "counters of the run"
 
 
 def _check(given: Mapping[str, Header], wanted: Mapping[str, tuple[int, ...]]) -> None:
@@ -147,7 +140,7 @@ def _type(entry: Entry, to: Target, given: Mapping[str, Header], dtype: str | No
         return dtype
     if len(types) > 1:
         raise CheckpointError(
-            f"{entry.mindformers}: its parts are of several types ({', '.join(types)}): choose one with --dtype"
+            f"{entry.mindformers}: its parts are of several types ({', '.join(types)}); choose one with --dtype"
         )
     return types[0]
 
@@ -163,21 +156,18 @@ def _shards(entries: list[Entry], types: Mapping[str, str], to: Target, limit: i
             filled = 0
         groups[-1].append(entry)
         filled += size
-    name = _hugging_face_file if to == "Hugging Face" else _mindformers_file
     by_name = dict(zip((entry.mindformers for entry in entries), sizes, strict=True))
     return tuple(
-        Shard(name(number, len(groups)), tuple(group), sum(by_name[entry.mindformers] for entry in group))
+        Shard(_file(to, number, len(groups)), tuple(group), sum(by_name[entry.mindformers] for entry in group))
         for number, group in enumerate(groups)
     )
 
 
-def _hugging_face_file(number: int, count: int) -> str:
+def _file(to: Target, number: int, count: int) -> str:
+    """A file's name: for MindFormers, which counts files by ranks, that of one of `count` ranks."""
+    if to == "MindFormers":
+        return f"weights-model-{number:07d}-{count:07d}.safetensors"
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE
-
-
-def _mindformers_file(number: int, count: int) -> str:
-    """As if one of `count` ranks had written it: that is how MindFormers and seals count files."""
-    return f"weights-model-{number:07d}-{count:07d}.safetensors"
 
 
 # From what a user gives to a plan: which way, of which model, and what is to be said of it.
@@ -187,8 +177,8 @@ DTYPES = {"bf16": "BF16", "fp32": "F32"}
 
 @dataclass(frozen=True)
 class Conversion:
-    """This holds a plan, its model and recipe, whether there was a config.json to compare, and the id that ends a
-    document in the recipe's data.
+    """A `Conversion` holds a plan with its model and recipe, whether a config.json was compared, and the id that
+    ends a document in the recipe's data.
     """
 
     plan: Plan
@@ -198,7 +188,7 @@ class Conversion:
     ends: int | None
 
     def lines(self, source: Path, target: Path, dry_run: bool, tokenizer: bool) -> list[str]:
-        """Return what was or would be done, for a reader."""
+        """Return what the conversion did or would do, as lines for people."""
         plan = self.plan
         files = f"{len(plan.shards)} file{'s' * (len(plan.shards) > 1)}"
         verb = "would hold" if dry_run else "holds"
@@ -225,7 +215,7 @@ class Conversion:
         return found
 
     def as_dict(self, source: Path, target: Path) -> dict[str, Any]:
-        """Return the same for a program."""
+        """Return the same facts as `lines` for programs."""
         plan = self.plan
         return {
             "from": str(source),
@@ -241,7 +231,7 @@ class Conversion:
 
 
 def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) -> Conversion:
-    """Compare `source` with the recipe's model, from headers, and plan its conversion.
+    """Compare `source` with the recipe's model by headers, and plan the conversion of `source`.
 
     Args:
         recipe: None for that of the run that saved `source`; dtype, limit: see `plan_conversion`.
@@ -253,8 +243,7 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
     to: Target = "MindFormers" if source.form == "Hugging Face" else "Hugging Face"
     if source.form == "one file":
         raise CheckpointError(f"{source.path}: this is one file; give the folder that holds it")
-    if reason := source.seal_fault(checksums=False):
-        raise CheckpointError(f"{source.path}: not a whole checkpoint: {reason}")
+    source.require_whole()
     file = recipe or _recipe_beside(source)
     loaded = load_recipe(file)
     sizes = model_of(loaded)
@@ -268,7 +257,7 @@ def _recipe_beside(source: Source) -> Path:
     """RUN/recipe.yaml of RUN/checkpoint/iteration_*."""
     file = source.path.absolute().parent.parent / "recipe.yaml"
     if not file.exists():
-        raise RecipeError(f"--recipe: {source.path} is in no run's folder: name the recipe of its model")
+        raise RecipeError(f"--recipe: {source.path} is in no run's folder, so name the recipe of its model")
     return file
 
 

@@ -1,4 +1,4 @@
-"""This module maps weights of TeleChat3 between MindFormers' names and Hugging Face's. NumPy only.
+"""This module maps the weights of TeleChat3 between MindFormers' names and Hugging Face's names. It uses only NumPy.
 
 Every MindFormers tensor is cut into one or more Hugging Face tensors and every element has exactly one place on the
 other side, so gradients, Adam moments and updates convert like weights. Names are those of
@@ -26,7 +26,7 @@ _BLOCK, _APART = 512, 8  # numbers: of the square that is turned at a time, and 
 
 @dataclass(frozen=True)
 class Entry:
-    """This is one MindFormers tensor.
+    """An `Entry` is one tensor of MindFormers with the Hugging Face tensors that hold its elements.
 
     Args:
         mindformers: its name. shape: its shape.
@@ -74,14 +74,12 @@ class Entry:
         return array
 
     def join(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Return the inverse of `split`."""
+        """Return the tensor that `split` would cut into `parts`."""
         pieces = list(self.pieces(parts.__getitem__))
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def pieces(self, part: Callable[[int], np.ndarray]) -> Iterator[np.ndarray]:
-        """Yield the result of `join` as arrays one below the other, one expert at a time; `part(i)` is called once for
-        each i.
-        """
+        """Yield the result of `join` expert by expert. `part(i)` is called once for each i."""
         if self.how == "gate_up":
             both = [part(0), part(1)]
             yield np.stack(both, axis=1).reshape(self.shape) if self.interleaved else np.concatenate(both)
@@ -103,13 +101,13 @@ class Entry:
 
 
 def table(sizes: Sizes) -> list[Entry]:
-    """Return every weight of the model, in the order of the forward pass; only the routers' biases are untrained."""
+    """Return every weight of the model in the order of the forward pass. Only the routers' biases are not trained."""
     shapes = _shapes(sizes)
     return [_entry(sizes, row, shapes) for row in rows(names_of(sizes))]
 
 
 def names_of(sizes: Sizes) -> Model:
-    """Return the sizes on which names depend."""
+    """Return the sizes that determine the names of the weights."""
     hf = sizes.hf
     if sizes.is_dense:
         return Model(sizes.layers, 0, dense=sizes.layers, experts=0, latent_query=False, grouped=True)
@@ -134,7 +132,7 @@ def to_hugging_face(arrays: Mapping[str, np.ndarray], sizes: Sizes) -> Arrays:
 
 
 def to_mindformers(arrays: Mapping[str, np.ndarray], sizes: Sizes) -> Arrays:
-    """Return Hugging Face's tensors under MindFormers' names; this raises as `to_hugging_face` does."""
+    """Return Hugging Face's tensors under MindFormers' names. Errors are those of `to_hugging_face`."""
     _check(arrays, hugging_face_shapes(sizes))
     return {entry.mindformers: entry.join([arrays[name] for name in entry.parts]) for entry in table(sizes)}
 

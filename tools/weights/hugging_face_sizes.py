@@ -1,5 +1,5 @@
-"""This module describes TeleChat3-MoE in terms of Hugging Face's DeepseekV3Config, and lists what that class cannot
-express.
+"""This module describes TeleChat3-MoE in the terms of Hugging Face's DeepseekV3Config, and lists what that class
+cannot express.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LATENT_EPS = 1e-6  # of the two norms inside latent attention in Hugging Face, w
 
 @dataclass(frozen=True)
 class Sizes:
-    """This is the reference's model.
+    """A `Sizes` holds the sizes of the reference's model.
 
     Args:
         hf: keyword arguments of DeepseekV3Config; of LlamaConfig for a model that `is_dense`.
@@ -40,7 +40,7 @@ class Sizes:
     bias_rate: float
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data, from which `Sizes(**data)` can be rebuilt."""
+        """Return plain data from which `Sizes(**data)` rebuilds this object."""
         return asdict(self)
 
     @property
@@ -54,7 +54,7 @@ class Sizes:
 
     @property
     def is_dense(self) -> bool:
-        """Return whether the model is Llama: without experts, and with grouped queries instead of latent attention."""
+        """Return whether the model is Llama: without experts, and with grouped queries."""
         return "n_routed_experts" not in self.hf
 
 
@@ -83,7 +83,7 @@ _SAME = {
 
 
 def sizes_of(fields: Mapping[str, Any], bias_updated: bool) -> Sizes:
-    """Return the reference for a TransformerConfig.
+    """Return the sizes of the reference for a TransformerConfig.
 
     Args:
         fields: of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
@@ -190,7 +190,7 @@ def config_of(sizes: Sizes, dtype: str) -> dict[str, Any]:
 
 
 def check_config(folder: Path, sizes: Sizes) -> bool:
-    """Compare config.json of a Hugging Face folder with the recipe's model; return whether it exists.
+    """Compare the config.json of a Hugging Face folder with the recipe's model. Return whether the file exists.
 
     Raises:
         CheckpointError: it cannot be read, or describes another model: its weights would fit and compute another thing.
@@ -203,7 +203,7 @@ def check_config(folder: Path, sizes: Sizes) -> bool:
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not the configuration of a model: it {not_json(error)}") from None
+        raise CheckpointError(f"{file}: this is not the configuration of a model: it {not_json(error)}") from None
     wanted = {name: value for name, value in config_of(sizes, "").items() if name in sizes.hf}
     wrong = [
         f"{name} is {_get(given, name)!r}, the recipe's {value!r}"
@@ -211,12 +211,12 @@ def check_config(folder: Path, sizes: Sizes) -> bool:
         if name not in _UNCOMPARED and _differs(_get(given, name), value)
     ]
     if wrong:
-        raise CheckpointError(f"{file}: another model than the recipe's: {'; '.join(wrong)}")
+        raise CheckpointError(f"{file}: this is another model than the recipe's: {'; '.join(wrong)}")
     return True
 
 
 def tied(folder: Path) -> bool:
-    """Return whether config.json says that the output layer is the embedding."""
+    """Return whether config.json says that the output layer and the embedding are one weight."""
     try:
         return bool(json.loads((folder / FILE).read_text("utf-8")).get("tie_word_embeddings"))
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -269,7 +269,7 @@ _DENSE_SAME = {
 
 
 def dense_sizes_of(fields: Mapping[str, Any]) -> Sizes:
-    """Return the model of a TransformerConfig without experts and latent attention.
+    """Return the sizes of a TransformerConfig that has neither experts nor latent attention.
 
     Args:
         fields: of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.

@@ -1,13 +1,11 @@
-"""This module lists weights group by group (names that differ only in numbers form one group), and finds damaged
-ones.
-"""
+"""This module lists weights in groups whose names differ only in numbers, and finds damaged weights."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import checksum
 from tools.checkpoint.stored import KINDS, PLACEMENT, Kind, kind_of
 from tools.hardware.units import GIB, MIB
+from tools.process.host import compress
 from tools.weights.source import CHECKSUMS, Source
 
 SALVAGED = "salvaged.json"  # beside weights that were written from damaged ones: what was wrong with those
@@ -28,7 +27,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Values:
-    """These are the results of reading a group's tensors.
+    """A `Values` holds what was found when a group's tensors were read.
 
     Args:
         norm: L2, in float64. not_finite: numbers that are NaN or infinite; where: the first tensor that has one.
@@ -43,7 +42,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Group:
-    """These are tensors of one kind, type and shape whose names differ only in numbers.
+    """A `Group` holds the tensors of one kind, type and shape whose names differ only in numbers.
 
     Args:
         pattern: their name, `*` for each number. numbers: those that stand there, such as "0-44" of layers.
@@ -67,8 +66,8 @@ class Group:
 
 
 def inventory(source: Source, values: bool = False, progress: Callable[[str], None] = lambda name: None) -> list[Group]:
-    """Return the groups of `source`: weights, then the optimizer's state, then the rest, each in the order of its
-    files.
+    """Return the groups of `source`: first weights, then the optimizer's state, then the rest. Within each, the
+    order is that of the files.
 
     Args:
         values: read all tensors, one at a time, for norms and what is not finite; progress: is told each name then.
@@ -87,7 +86,8 @@ def _group(source: Source, names: list[str], values: bool, progress: Callable[[s
         kind=kind_of(names[0]),
         pattern=_NUMBER.sub("*", names[0]),
         numbers=", ".join(
-            spans(column) for column in zip(*([int(n) for n in _NUMBER.findall(name)] for name in names), strict=True)
+            compress({*map(int, column)}).replace(",", ", ")
+            for column in zip(*map(_NUMBER.findall, names), strict=True)
         ),
         dtype=header.dtype,
         shape=header.shape,
@@ -113,21 +113,10 @@ def _values(source: Source, names: list[str], progress: Callable[[str], None]) -
     return Values(math.sqrt(squares), not_finite, where, differing)
 
 
-def spans(numbers: Iterable[int]) -> str:
-    """Return numbers as text: `0-2, 5` for 0, 1, 2 and 5."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
 def salvaged(
     sources: Sequence[Source], allowed: bool, progress: Callable[[str], None] = lambda name: None
 ) -> list[str]:
-    """Return what is damaged in weights that are about to be written anew and sealed; for this every file is read.
+    """Return what is damaged in weights that are about to be written anew and sealed. Every file is read for this.
 
     Args:
         allowed: go on with what is there (`--salvage`). progress: is told each tensor's name.
@@ -139,21 +128,23 @@ def salvaged(
     if found and not allowed:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise CheckpointError(
-            f"{found[0]}{more}; nothing was written: a new seal would hide it. --salvage takes the numbers as they are "
-            f"and says so in the result ({SALVAGED})"
+            f"{found[0]}{more}; nothing was written, because a new seal would hide the damage. --salvage takes the "
+            "values unchanged "
+            f"and records the damage in the result ({SALVAGED})"
         )
     return found
 
 
 def damage(source: Source, progress: Callable[[str], None] = lambda name: None) -> list[str]:
-    """Return a line for each way in which the elements of `source` differ from the saved ones, or are not numbers."""
+    """Return a line for each way in which the elements of `source` differ from what was saved, or are not finite."""
     found = []
     if reason := source.seal_fault(checksums=True):
         found.append(reason)
     found += [f"{file} does not match its checksum: corrupted" for file in _corrupted(source)]
     if (source.stored.folder / SALVAGED).exists():
         found.append(f"{SALVAGED} says that it was written from damaged weights")
-    wrong = [name for name in _names(source) if not _finite(source, *name, progress)]
+    every = [(file, name) for file, headers in source.stored.files.items() for name in headers]
+    wrong = [place for place in every if not _finite(source, *place, progress)]
     if wrong:
         more = f" and {len(wrong) - 1} other tensors have" if len(wrong) > 1 else " has"
         found.append(f"{wrong[0][1]} in {wrong[0][0]}{more} numbers that are not finite")
@@ -170,10 +161,6 @@ def _corrupted(source: Source) -> list[str]:
     return [file for file, path in files.items() if checksum(path) != known[file]]
 
 
-def _names(source: Source) -> list[tuple[str, str]]:
-    return [(file, name) for file, headers in source.stored.files.items() for name in headers]
-
-
 def _finite(source: Source, file: str, name: str, progress: Callable[[str], None]) -> bool:
     progress(name)
     array = source.stored.read_from(file, name)
@@ -183,7 +170,7 @@ def _finite(source: Source, file: str, name: str, progress: Callable[[str], None
 
 
 def mark(folder: Path, damaged: Sequence[str]) -> None:
-    """Record in `folder` that its weights were written from damaged ones; do nothing if they were not."""
+    """Record in `folder` that its weights were written from damaged ones, if they were."""
     if damaged:
         (folder / SALVAGED).write_text(json.dumps({"damaged": list(damaged)}, indent=1) + "\n", "utf-8")
 
@@ -193,7 +180,7 @@ def mark(folder: Path, damaged: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Change:
-    """This is a tensor whose elements differ.
+    """A `Change` is a tensor whose elements differ.
 
     Args:
         relative: L2 of the difference over L2 of A's; inf where A's is zero. largest: of the absolute differences.
@@ -207,9 +194,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Args:
-    only: names that only one side has, (of A, of B). other: (name, A's type and shape, B's).
-    same: names whose bits are equal. changes: the others, the largest relative difference first.
+    """A comparison tells how the tensors of two sides A and B differ.
+
+    Args:
+        only: names that only one side has, (of A, of B). other: (name, A's type and shape, B's).
+        same: names whose bits are equal. changes: the others, the largest relative difference first.
     """
 
     only: tuple[tuple[str, ...], tuple[str, ...]]
@@ -219,12 +208,12 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Return whether both hold the same tensors, bit by bit."""
+        """Return whether both sides hold the same tensors, bit by bit."""
         return not (any(self.only) or self.other or self.changes)
 
 
 def compare(a: Source, b: Source, progress: Callable[[str], None] = lambda name: None) -> Comparison:
-    """Read both, one tensor at a time; experts that have moved are compared in their logical order.
+    """Compare two sources tensor by tensor. Experts that have moved are compared in their logical order.
 
     Args:
         progress: is called with the name of each tensor that is read.
@@ -272,7 +261,7 @@ _TITLES = {"weights": "weights", "optimizer": "optimizer's state", "other": "cou
 
 
 def summary_lines(source: Source, groups: list[Group], fault: str | None, values: bool) -> Iterator[str]:
-    """Yield lines about the whole of it."""
+    """Yield lines about the weights as a whole."""
     step = "step unknown" if source.step is None else f"step {source.step:,}"
     yield f"{source.path}: {source.form}, {step}, files of {source.ranks} rank{'s' * (source.ranks > 1)}"
     for kind in KINDS:
@@ -299,8 +288,8 @@ def summary_lines(source: Source, groups: list[Group], fault: str | None, values
 
 
 def inventory_table(groups: list[Group]) -> Table:
-    """Return a row for each group; the optimizer's groups, which match those of the weights, have rows if their values
-    were read.
+    """Return a table with a row for each group. The optimizer's groups match those of the weights, so they have rows
+    only if their values were read.
     """
     table = Table(box=None, pad_edge=False)
     table.add_column("tensor", overflow="fold")
@@ -318,7 +307,7 @@ def inventory_table(groups: list[Group]) -> Table:
 
 
 def comparison_lines(comparison: Comparison, a: Path, b: Path) -> Iterator[str]:
-    """Yield the differences of both; `equal` if there are none."""
+    """Yield the differences of both sides, or one line that says that they are equal."""
     yield f"A {a}"
     yield f"B {b}"
     if comparison.equal:

@@ -24,14 +24,14 @@ from tools.process.children import ordered_map
 from tools.weights.inventory import mark
 from tools.weights.reshard_plan import Copied, Kind, Move, Plan
 from tools.weights.reshard_target import Shape
-from tools.weights.source import Source
+from tools.weights.source import Source, refuse_target, require_room
 
 # What a slice of the new layout takes from slices of the old one.
 
 
 @dataclass(frozen=True)
 class Piece:
-    """This is a box of elements that goes from one slice to another.
+    """A `Piece` is a box of elements that goes from one slice to another.
 
     Args:
         place: of the old slice, in row-major order. source, target: where the box begins in either slice; size: of it.
@@ -45,8 +45,8 @@ class Piece:
 
 @lru_cache(maxsize=65536)
 def pieces(shape: Shape, old: Shape, new: Shape, place: int) -> tuple[Piece, ...]:
-    """Return the boxes that make up slice `place` of a tensor cut into `new` parts, from one cut into `old`; each
-    element occurs once.
+    """Return the boxes that make up slice `place` of a tensor cut into `new` parts, taken from the tensor cut into
+    `old` parts. Each element occurs once.
 
     Args:
         shape: of the whole tensor; old, new: into how many equal parts each axis is cut; place: in row-major order.
@@ -59,12 +59,6 @@ def pieces(shape: Shape, old: Shape, new: Shape, place: int) -> tuple[Piece, ...
         number = int(np.ravel_multi_index(numbers, old)) if old else 0
         found.append(Piece(number, source, target, size))
     return tuple(found)
-
-
-def overlap(shape: Shape, old: Shape, new: Shape, old_place: int, new_place: int) -> int:
-    """Return how many elements an old slice and a new one have in common."""
-    found = (math.prod(piece.size) for piece in pieces(shape, old, new, new_place) if piece.place == old_place)
-    return next(found, 0)
 
 
 def _spans(length: int, old: int, new: int, index: int) -> list[tuple[int, int, int, int]]:
@@ -80,11 +74,9 @@ def _spans(length: int, old: int, new: int, index: int) -> list[tuple[int, int, 
 
 # metadata.json of a new layout, as MindFormers 1.9.0 writes and reads it (`checkpoint/metadata.py`).
 
-# safetensors' types in MindSpore's words
-
 
 def metadata_of(plan: Plan) -> dict[str, Any]:
-    """Return the whole content of a slice.
+    """Return the content of the metadata.json that belongs to a plan.
 
     A slice is in one file. MindFormers looks for it at its first holder, and finds the file of another by `rank_group`.
     """
@@ -127,7 +119,7 @@ _OPEN = 64  # files mapped at once
 
 @dataclass(frozen=True)
 class Written:
-    """This is a complete file: its name, its bytes, and its sha256 in hexadecimal."""
+    """A `Written` is a complete file: its name, its size in bytes, and its SHA-256 in hexadecimal."""
 
     file: str
     bytes: int
@@ -135,12 +127,12 @@ class Written:
 
 
 def writer(source: Path, folder: Path, plan: Plan) -> Callable[[tuple[int, Kind]], Written]:
-    """Return a function that writes the file of a rank and kind into `folder`; built once in each worker process."""
+    """Return a function that writes the file of a rank and kind into `folder`. Each worker process builds it once."""
     return partial(write_file, Mapped(open_stored(source)), folder, plan)
 
 
 def write_file(old: Mapped, folder: Path, plan: Plan, job: tuple[int, Kind]) -> Written:
-    """Write the file of (rank, kind), and flush it to the disk.
+    """Write the file of (rank, kind), and flush the file to the disk.
 
     Raises:
         DataError: it cannot be written. CheckpointError: an old file cannot be read.
@@ -171,14 +163,9 @@ def _blocks(old: Mapped, move: Move, place: int) -> Iterator[np.ndarray]:
     rows = shape[0] if shape else 1
     for begin in range(0, rows, step):
         end = min(begin + step, rows)
-        inside = [piece for piece in found if not shape or _meets(piece, begin, end)]
+        inside = [p for p in found if not shape or (p.target[0] < end and p.target[0] + p.size[0] > begin)]
         yield _block(old, move, inside, begin, end)
     old.give_back(move, found)
-
-
-def _meets(piece: Piece, begin: int, end: int) -> bool:
-    """Whether it has rows of a new slice from `begin` to `end`."""
-    return piece.target[0] < end and piece.target[0] + piece.size[0] > begin
 
 
 def _block(old: Mapped, move: Move, inside: list[Piece], begin: int, end: int) -> np.ndarray:
@@ -209,23 +196,23 @@ def _bits(dtype: str) -> str:
 
 @dataclass
 class Mapped:
-    """These are the old files, which are mapped on demand; the last `_OPEN` of them stay mapped."""
+    """A `Mapped` maps the old files when they are needed. The last `_OPEN` of them stay mapped."""
 
     stored: Stored
     maps: dict[str, mmap.mmap] = field(default_factory=dict)
 
     def part(self, move: Move, place: int) -> np.ndarray:
-        """Return an old slice that is not read yet, with its elements as integers of their width."""
+        """Return an old slice as integers of its elements' width. Its bytes are not read yet."""
         return self.slice(self._file(move, place), move.name, move.dtype, move.old.part)
 
     def slice(self, file: str, name: str, dtype: str, shape: Shape) -> np.ndarray:
-        """Return a file's part of a tensor, which is not read yet."""
+        """Return a file's part of a tensor. Its bytes are not read yet."""
         start = self.stored.files[file][name].start
         flat = np.frombuffer(self._map(file), _bits(dtype), math.prod(shape), start)
         return flat.reshape(shape)
 
     def give_back(self, move: Move, found: tuple[Piece, ...]) -> None:
-        """Release the pages of old slices, because they count as memory of this process."""
+        """Release the pages of old slices, which would count as memory of this process."""
         for place in {piece.place for piece in found}:
             file = self._file(move, place)
             if file in self.maps:
@@ -252,13 +239,12 @@ class Mapped:
         return self.maps[file]
 
 
-_MARGIN = 1.02  # headers, metadata, seals
 COMMON = "common.json"
 BESIDE = ("recipe.yaml", "data.json")  # of the run: a resume compares the order of its data with them
 
 
 def folder_in(target: Path, source: Source) -> Path:
-    """Return the place of the iteration in `target`: a resume looks for the run's recipe two folders above it."""
+    """Return the folder of the iteration in `target`. A resume looks for the run's recipe two folders above it."""
     return target / "checkpoint" / f"iteration_{source.step or 0:08d}"
 
 
@@ -270,8 +256,8 @@ def reshard(
     progress: Callable[[int, str], None] = lambda done, file: None,
     damaged: Sequence[str] = (),
 ) -> None:
-    """Write `target`, a folder that does not exist yet, completely or not at all. `progress` is called with bytes and
-    file.
+    """Write `target`, a folder that does not exist yet, completely or not at all. `progress` is called with the
+    bytes written and the file.
 
     What is `damaged` in `source` and taken all the same (`inventory.salvaged`) is said beside the weights.
 
@@ -279,9 +265,8 @@ def reshard(
         CheckpointError: `target` exists, or the source is damaged.
         DataError: it cannot be written, or there is no room.
     """
-    if target.exists():
-        raise CheckpointError(f"{target}: is there already; remove it, or name another folder")
-    _check_room(target, plan)
+    refuse_target(target)
+    require_room(next(folder for folder in target.absolute().parents if folder.exists()), target, plan.bytes)
     with atomic_folder(target) as part:
         folder = folder_in(part, source)
         folder.mkdir(parents=True)
@@ -302,13 +287,3 @@ def reshard(
         for name in BESIDE:
             if (source.path.absolute().parents[1] / name).exists():
                 shutil.copyfile(source.path.absolute().parents[1] / name, part / name)
-
-
-def _check_room(target: Path, plan: Plan) -> None:
-    there = next(folder for folder in target.absolute().parents if folder.exists())
-    try:
-        free = shutil.disk_usage(there).free
-    except OSError as error:
-        raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
-    if (wanted := int(plan.bytes * _MARGIN)) > free:
-        raise DataError(f"{target}: {wanted / 1e9:,.3f} GB are to be written, {free / 1e9:,.3f} GB are free there")

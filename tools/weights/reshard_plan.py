@@ -1,4 +1,4 @@
-"""This module finds which rank writes which slice of the new layout, and the cost of this, from headers only."""
+"""This module finds which rank writes which slice of a new layout, and what that costs. It reads only headers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Kind = Literal["model", "opt"]
 
 @dataclass(frozen=True)
 class Move:
-    """This is a tensor that goes from one layout to another.
+    """A `Move` is a tensor that goes from one layout to another.
 
     Args:
         dtype: as safetensors writes it; kind: of the file that it is in: weights, or the optimizer's state.
@@ -49,8 +49,8 @@ class Move:
 
 @dataclass(frozen=True)
 class Copied:
-    """This is a small tensor that the checkpoint does not list, such as a counter: each of `ranks` gets the tensor of
-    one rank.
+    """A `Copied` is a small tensor that the checkpoint does not list, such as a counter. Each of `ranks` gets the
+    tensor that one rank wrote.
 
     Args:
         file: of the old checkpoint, that has it.
@@ -66,7 +66,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class Plan:
-    """This is a new layout of a checkpoint, planned and not begun.
+    """A `Plan` is a new layout of a checkpoint that is not written yet.
 
     Args:
         world: ranks of the new layout; prefix: of its files' names.
@@ -78,24 +78,24 @@ class Plan:
     prefix: str
 
     def file(self, rank: int, kind: Kind) -> str:
-        """Return the file's name, as MindFormers names it."""
+        """Return the name of a rank's file, as MindFormers names it."""
         return f"{self.prefix}-{kind}-{rank:07d}-{self.world:07d}.safetensors"
 
     @property
     def files(self) -> list[tuple[int, Kind]]:
-        """Return (rank, kind) of every file; each rank has one of weights, and one of states if any rank has states."""
+        """Return (rank, kind) of every file. Each rank has weights, and states if any rank has."""
         kinds: tuple[Kind, ...] = ("model", "opt") if any(move.kind == "opt" for move in self.moves) else ("model",)
         return [(rank, kind) for rank in range(self.world) for kind in kinds]
 
     @property
     def bytes(self) -> int:
-        """Return the number of bytes of all listed elements, each of which is read and written once."""
+        """Return the number of bytes of all listed elements. Each element is read once and written once."""
         return sum(move.part_bytes * len(move.writers) for move in self.moves)
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """This is the cost of a plan, in bytes.
+    """A `Numbers` holds the cost of a plan, in bytes.
 
     Args:
         changing: written to another rank's file than those that had them.
@@ -119,7 +119,7 @@ Item = tuple[str, str, Kind, Lying, Layout]  # name, type, kind, how it lies, ho
 
 
 def plan_moves(items: Iterable[Item], world: int) -> tuple[Move, ...]:
-    """Assign every new slice to the holder with the fewest bytes to write."""
+    """Return the moves of all tensors. The holder with the fewest bytes so far writes a new slice."""
     load = np.zeros(world, np.int64)
     found = []
     for name, dtype, kind, old, layout in items:
@@ -226,14 +226,14 @@ _PREFIX = "reshard"
 
 @dataclass(frozen=True)
 class Resharding:
-    """This holds a plan with its cost and the ranks of the old layout."""
+    """A `Resharding` holds a plan with its cost and the number of ranks of the old layout."""
 
     plan: Plan
     numbers: Numbers
     ranks: int
 
     def lines(self, given: Path, written: Path, recipe: Path, dry_run: bool) -> list[str]:
-        """Return what was or would be done, for a reader."""
+        """Return what the resharding did or would do, as lines for people."""
         plan, costs = self.plan, self.numbers
         verb = "would hold" if dry_run else "holds"
         files = len(plan.files)
@@ -255,7 +255,7 @@ class Resharding:
         return found
 
     def as_dict(self, given: Path, written: Path, recipe: Path) -> dict[str, Any]:
-        """Return the same for a program."""
+        """Return the same facts as `lines` for programs."""
         return {
             "from": str(given),
             "to": str(written),
@@ -276,14 +276,14 @@ def plan_stored(source: Source, recipe: Recipe) -> Resharding:
     """
     if source.form != "MindFormers":
         raise CheckpointError(
-            f"{source.path}: {source.form}; give an iteration of a run, such as checkpoint/iteration_*"
+            f"{source.path}: this is {source.form}; give an iteration of a run, such as checkpoint/iteration_*"
         )
-    if reason := source.seal_fault(checksums=False):
-        raise CheckpointError(f"{source.path}: not a whole checkpoint: {reason}")
+    source.require_whole()
     refuse_moved(source.stored.folder, View(recipe).keeps_placements)
     target, stored = target_of(recipe), source.stored
     _check(source.path, {name: header.shape for name, header in source.headers.items()}, target)
-    _check_types(source)
+    if wrong := [name for name, header in source.headers.items() if header.dtype not in TYPES]:
+        raise CheckpointError(f"{source.path}: the type of {_some(wrong)} is not known here")
     items: list[Item] = []
     for name, tensor in stored.tensors.items():
         holders = tuple(tuple(rank for rank, _ in copies) for copies in tensor.copies)
@@ -305,7 +305,7 @@ def plan_stored(source: Source, recipe: Recipe) -> Resharding:
 
 
 def plan_recipes(old: Recipe, new: Recipe) -> Resharding:
-    """Return the plan for the checkpoint that a run of `old` would save, without any file.
+    """Return the plan for the checkpoint that a run of `old` would save. No file is read.
 
     Raises:
         CheckpointError: the two are not one model. RecipeError: see `target_of`.
@@ -333,13 +333,7 @@ def _check(path: Path, shapes: Mapping[str, Shape], target: Target) -> None:
         ],
     }
     if found := [f"{len(names)} {what}: {_some(names)}" for what, names in lists.items() if names]:
-        raise CheckpointError(f"{path}: not the model of the recipe; {'; '.join(found)}")
-
-
-def _check_types(source: Source) -> None:
-    wrong = [name for name, header in source.headers.items() if header.dtype not in TYPES]
-    if wrong:
-        raise CheckpointError(f"{source.path}: {_some(wrong)}: their type is not known here")
+        raise CheckpointError(f"{path}: this is not the model of the recipe; {'; '.join(found)}")
 
 
 def _kind(file: str) -> Kind:

@@ -1,4 +1,5 @@
-"""This module describes how a recipe lays out each tensor: the estimator's cuts and shards, under MindFormers' names.
+"""This module describes how a recipe lays out each tensor. It gives the estimator's cuts and shards under
+MindFormers' names.
 
 `tools.estimate.configuration` says over how many ranks a weight is cut and its optimizer's state spread. This module
 says which ranks those are, as MindSpore 2.9.0 orders them: a stage's ranks are a matrix dp x cp x tp, for experts one
@@ -33,7 +34,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Lying:
-    """This is a tensor cut into equal slices, which are counted in row-major order.
+    """A `Lying` is a tensor cut into equal slices, which are counted in row-major order.
 
     Args:
         shape: of the whole; cuts: into how many parts each axis is cut; holders: by slice, the ranks that have it.
@@ -56,7 +57,7 @@ class Lying:
 
 @dataclass(frozen=True)
 class Layout:
-    """This says how ranks share a tensor, in MindSpore's terms.
+    """A `Layout` says in MindSpore's terms how ranks share a tensor.
 
     Args:
         devices: the ranks of a pipeline stage as a matrix, in row-major order: its shape.
@@ -70,11 +71,11 @@ class Layout:
 
     @property
     def cuts(self) -> Shape:
-        """Return into how many parts each axis of the tensor is cut."""
+        """Return the number of parts into which each axis of the tensor is cut."""
         return tuple(math.prod(self.devices[axis] for axis in own) for own in self.axes)
 
     def places(self) -> np.ndarray:
-        """Return int [ranks of a stage], the slice that each rank has."""
+        """Return the slice that each rank of a stage has, as int [ranks of a stage]."""
         return _places(self.devices, self.axes)
 
     def lying(self, shape: Shape) -> Lying:
@@ -140,20 +141,20 @@ _MTP = {"projection": "eh_proj", "mtp_norm_0": "enorm", "mtp_norm_1": "hnorm", "
 
 @dataclass(frozen=True)
 class Placed:
-    """This is a tensor of the new checkpoint: the shape of the whole, and its layout."""
+    """A `Placed` is a tensor of the new checkpoint: the shape of the whole, and its layout."""
 
     shape: Shape
     layout: Layout
 
     @property
     def lying(self) -> Lying:
-        """Its slices."""
+        """Return the slices of the tensor."""
         return self.layout.lying(self.shape)
 
 
 @dataclass(frozen=True)
 class Target:
-    """This is the state that a run of a recipe holds.
+    """A `Target` describes the state that a run of a recipe holds.
 
     Args:
         weights: by name; states: of routers and experts, which are copies on each rank of a stage.
@@ -166,8 +167,8 @@ class Target:
     stage: int
 
     def place(self, name: str, shape: Shape) -> Placed:
-        """Return the place of a checkpoint's tensor: that of the weight with which its name ends, or whole on all
-        ranks.
+        """Return the place of a checkpoint's tensor. It is the place of the weight with whose name the tensor's name
+        ends, or the whole tensor on all ranks.
         """
         if name in self.states:
             return Placed(shape, self.states[name].layout)
@@ -180,7 +181,7 @@ class Target:
 
 
 def target_of(recipe: Recipe) -> Target:
-    """Return the state that a run of `recipe` holds, by rank.
+    """Return the state that a run of `recipe` holds, rank by rank.
 
     Raises:
         RecipeError: it has no model, or one whose weights' names are not known here.
@@ -203,7 +204,7 @@ def target_of(recipe: Recipe) -> Target:
 
 
 def saved_by(recipe: Recipe) -> dict[str, tuple[str, Placed]]:
-    """Return what a run of `recipe` would save: name -> its type and layout. Weights and moments are kept in fp32."""
+    """Return what a run of `recipe` would save: name -> type and layout. Weights and moments are kept in fp32."""
     target = target_of(recipe)
     names = ["", *ADAM]  # all recipes train with AdamW
     found = {f"{prefix}{name}": ("F32", item) for name, item in target.weights.items() for prefix in names}

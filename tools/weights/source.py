@@ -1,9 +1,12 @@
-"""This module reads weights from any source: an iteration of a run, a Hugging Face folder, or one safetensors file."""
+"""This module reads weights from any source: an iteration of a run, a Hugging Face folder, or one safetensors file.
+It also refuses targets that cannot be written.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from plugins.errors import CheckpointError, not_json
+from plugins.errors import CheckpointError, DataError, not_json
 from plugins.sealed_checkpoint.plan import fault, step_of
 from tools.checkpoint.scan import is_sealed, iterations
 from tools.checkpoint.stored import Stored, moved, open_stored, rank_of, read_placements
@@ -27,7 +30,7 @@ Form = Literal["MindFormers", "Hugging Face", "one file"]
 
 @dataclass(frozen=True)
 class Source:
-    """These are weights that are described by the headers of their files, and read tensor by tensor.
+    """A `Source` holds weights that the headers of their files describe, and reads them tensor by tensor.
 
     Args:
         path: as the user gave it. form: how they are stored.
@@ -39,7 +42,7 @@ class Source:
 
     @cached_property
     def headers(self) -> dict[str, Header]:
-        """Return name -> type, whole shape and bytes of all parts, without copies, for every tensor."""
+        """Return name -> header for every tensor: its type, whole shape, and bytes without copies."""
         found = {}
         for name, tensor in self.stored.tensors.items():
             size = sum(self.stored.files[copies[0][1]][name].bytes for copies in tensor.copies)
@@ -50,18 +53,18 @@ class Source:
 
     @cached_property
     def ranks(self) -> int:
-        """Return the ranks that wrote here."""
+        """Return the number of ranks that wrote here."""
         return len({rank_of(file) for file in self.stored.files})
 
     @cached_property
     def placements(self) -> Mapping[str, np.ndarray]:
-        """Return the modules whose experts have moved -> int [E], logical expert -> slot."""
+        """Return the modules whose experts have moved, with the slot of each logical expert (int [E])."""
         found = read_placements(self.stored.folder) if self.form == "MindFormers" else {}
         return {module: found[module] for module in moved(found)}
 
     @cached_property
     def step(self) -> int | None:
-        """Return the training step, if it is known."""
+        """Return the training step; return None if it is not known."""
         folder = self.stored.folder
         try:
             return (
@@ -73,8 +76,13 @@ class Source:
             return None
 
     def seal_fault(self, checksums: bool) -> str | None:
-        """Return why the seals of a run's checkpoint do not match; None if they match, or if it has none."""
+        """Return why the seals of a run's checkpoint do not match. Return None if they match, or if there are none."""
         return fault(self.stored.folder, checksums=checksums) if self.sealed else None
+
+    def require_whole(self) -> None:
+        """Raise CheckpointError if the seals do not match; checksums are not compared."""
+        if reason := self.seal_fault(checksums=False):
+            raise CheckpointError(f"{self.path}: this is not a whole checkpoint: {reason}")
 
     @cached_property
     def sealed(self) -> bool:
@@ -82,7 +90,7 @@ class Source:
         return self.form == "MindFormers" and is_sealed(self.stored.folder)
 
     def read(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return one whole tensor, with experts in logical order, and the ranks whose copy differs."""
+        """Return one whole tensor with its experts in logical order, and the ranks whose copy differs."""
         if name not in self.stored.tensors:
             by_rank = {rank: self.stored.read_from(file, name) for rank, file in self.stored.unlisted[name].items()}
             first = by_rank[min(by_rank)]
@@ -95,7 +103,7 @@ class Source:
         return array, differing
 
     def bits(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return `read` with integers of the same width; from the file itself if it holds the tensor unchanged."""
+        """Return what `read` returns, as integers of the same width."""
         tensor = self.stored.tensors.get(name)
         if tensor is None or len(tensor.copies) > 1 or len(tensor.copies[0]) > 1 or self.placements:
             array, differing = self.read(name)
@@ -126,6 +134,34 @@ def open_source(path: Path) -> Source:
     return Source(path, "MindFormers", open_stored(path))
 
 
+def refuse_target(target: Path) -> None:
+    """Raise CheckpointError if the folder that weights are to be written into exists."""
+    if target.exists():
+        raise CheckpointError(f"{target}: the folder exists; remove it, or name another one")
+
+
+_MARGIN = 1.02  # headers, indices, metadata, seals, checksums
+
+
+def require_room(folder: Path, target: Path, size: int, written: int = 0) -> None:
+    """Refuse to write tensors of `size` bytes to `target` if the disk of `folder` has no room for them.
+
+    Args:
+        written: bytes of these that are on the disk already.
+
+    Raises:
+        DataError: there is too little room, or the disk cannot be asked.
+    """
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
+    if (wanted := int(size * _MARGIN) - written) > free:
+        raise DataError(
+            f"{target}: {wanted / 1e9:,.3f} GB are to be written, but only {free / 1e9:,.3f} GB are free there"
+        )
+
+
 def _hugging_face(folder: Path) -> Stored:
     """The files of a Hugging Face folder: those of its index, each tensor where that says."""
     if not (folder / INDEX).exists():
@@ -135,16 +171,20 @@ def _hugging_face(folder: Path) -> Stored:
     except OSError as error:
         raise CheckpointError(f"{folder / INDEX}: cannot be read ({error.strerror})") from None
     except json.JSONDecodeError as error:
-        raise CheckpointError(f"{folder / INDEX}: not an index of safetensors: it {not_json(error)}") from None
+        raise CheckpointError(f"{folder / INDEX}: this is not an index of safetensors: it {not_json(error)}") from None
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise CheckpointError(f"{folder / INDEX}: not an index of safetensors: it has no weight_map") from None
+        raise CheckpointError(f"{folder / INDEX}: this is not an index of safetensors: it has no weight_map") from None
     if not all(isinstance(file, str) for file in where.values()):
-        raise CheckpointError(f"{folder / INDEX}: not an index of safetensors: weight_map: want names of files")
+        raise CheckpointError(
+            f"{folder / INDEX}: this is not an index of safetensors: its weight_map must hold names of files"
+        )
     files = {file: read_headers(folder / file) for file in sorted(set(where.values()))}
     for name, file in where.items():
         if name not in files[file]:
-            raise CheckpointError(f"{folder / file}: holds no {name}, though {INDEX} says so; was it all copied?")
+            raise CheckpointError(
+                f"{folder / file}: the file does not hold {name}, although {INDEX} says so; copy the folder again"
+            )
     for file, headers in files.items():
         if unknown := [name for name in headers if where.get(name) != file]:
-            raise CheckpointError(f"{folder / file}: holds {unknown[0]}, which {INDEX} does not name there")
+            raise CheckpointError(f"{folder / file}: the file holds {unknown[0]}, which {INDEX} does not name there")
     return Stored(folder, files)

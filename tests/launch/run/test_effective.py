@@ -168,7 +168,7 @@ def test_what_cannot_be_trained_is_refused_with_its_key_and_a_remedy(recipe, cou
     [
         ("{", "is not JSON: line 1, column 2: expecting property name"),
         ("[" * 100_000, "is not JSON that can be read: its brackets are nested too deep"),
-        ("[1]", "is no mapping"),
+        ("[1]", "is not a mapping"),
         ('{"instruction": "a"}', "has no text under 'output'"),
         ('{"prompt": "a", "output": "b"}', "has no text under 'instruction'"),
         ('{"instruction": 3, "output": "b"}', "has no text under 'instruction'"),
@@ -181,7 +181,7 @@ def test_a_row_that_is_no_conversation_is_named(recipe, tmp_path, line, words):
     file.write_text(json.dumps(talk(1)[0]) + "\n" + line + "\n")
     with pytest.raises(DataError, match=r"mine\.jsonl:2: ") as error:
         fitted_to_conversations(given, None)
-    assert words in str(error.value) and "want lines such as" in str(error.value)
+    assert words in str(error.value) and "the file must hold lines such as" in str(error.value)
 
 
 def test_a_line_ends_where_json_lines_end(recipe, tmp_path):
@@ -196,7 +196,7 @@ def test_a_line_ends_where_json_lines_end(recipe, tmp_path):
 def test_a_file_that_is_not_utf_8_is_named_with_its_byte(recipe, tmp_path):
     given = recipe()
     (tmp_path / "mine.jsonl").write_bytes(b'{"instruction": "\xff"}')
-    with pytest.raises(DataError, match=r"mine\.jsonl: is not JSON: byte 18 is not UTF-8; want lines such as"):
+    with pytest.raises(DataError, match=r"mine\.jsonl: is not JSON: byte 18 is not UTF-8; the file must hold lines such as"):
         fitted_to_conversations(given, None)
 
 

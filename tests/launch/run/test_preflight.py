@@ -45,7 +45,7 @@ def test_prefixes_are_told_from_weights_as_mindformers_does(data_path):
 
 @pytest.mark.parametrize("data_path", [None, "a", [["a"]], {"a": 1}])
 def test_a_data_path_of_another_kind_is_refused(data_path):
-    with pytest.raises(RecipeError, match="wants a list such as"):
+    with pytest.raises(RecipeError, match="must be a list such as"):
         preflight.check_data(recipe_for(data_path))
 
 

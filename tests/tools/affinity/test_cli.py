@@ -61,7 +61,7 @@ def test_a_recipe_on_cpu_takes_no_npu(tmp_path):
 def test_a_recipe_for_npus_on_a_host_without(tmp_path):
     root = write(tmp_path, {**numa_files(2, 64, 2), **cpuset_files("0-63")})
     answer = json.loads(call(root, LARGE, "--json"))
-    assert len(answer["workers"]) == 8 and "none is seen here" in answer["notes"][0]
+    assert len(answer["workers"]) == 8 and "no NPU is seen here" in answer["notes"][0]
 
 
 def test_more_workers_than_cores(tmp_path):
@@ -75,7 +75,7 @@ def test_more_workers_than_cores(tmp_path):
 
 def test_what_is_refused(tmp_path):
     root = write(tmp_path, {**numa_files(1, 2, 1), **cpuset_files("0-1")})
-    with pytest.raises(ClusterError, match="name a RECIPE or the number of --workers"):
+    with pytest.raises(ClusterError, match="name a RECIPE, or give the number of --workers"):
         call(root)
     with pytest.raises(ClusterError, match="--workers 0 is out of range"):
         call(root, "--workers", "0")

@@ -97,7 +97,7 @@ def test_workers_on_cpu_divide_the_cores(tmp_path):
 
 
 def test_more_workers_than_npus_are_refused(tmp_path):
-    with pytest.raises(ClusterError, match="9 workers on 8 NPUs"):
+    with pytest.raises(ClusterError, match="9 workers do not fit on 8 NPUs"):
         make_plan(read_host(atlas(tmp_path)), 9, NPUS)
 
 

@@ -84,7 +84,7 @@ def test_npus_by_their_pci_address_where_topo_has_no_cores(tmp_path):
 
 
 def test_an_empty_root_is_refused(tmp_path):
-    with pytest.raises(ClusterError, match="which cores has it"):
+    with pytest.raises(ClusterError, match="does not say which cores it has"):
         read_host(write(tmp_path, {}))
 
 

@@ -112,9 +112,9 @@ def one_slice_more(four):
     [
         (lose_slice, "both.weight .* do not make up the whole"),
         (lose_storage, "both.weight: metadata.json names no file with slice 3"),
-        (lose_tensor, "model-0000003-0000004.safetensors: holds no head.weight"),
-        (lose_file, "model-0000001-0000004.safetensors: holds no embedding.weight"),
-        (another_shape, r"head.weight is \[4, 4\]; a slice of it is \[8, 2\]"),
+        (lose_tensor, "model-0000003-0000004.safetensors: the file does not hold head.weight"),
+        (lose_file, "model-0000001-0000004.safetensors: the file does not hold embedding.weight"),
+        (another_shape, r"head.weight has shape \[4, 4\], but a slice of it must have \[8, 2\]"),
         (uneven, "both.weight .* do not make up the whole"),
         (one_slice_more, "norm.weight .* do not make up the whole"),
     ],
@@ -186,15 +186,27 @@ NAME = "linear.weight"
     [
         (
             lambda content: content.update(state_dict_metadata=[]),
-            "all: MindFormers' metadata describe no tensor like this",
+            "all: MindFormers' metadata do not describe a tensor like this",
         ),
-        (lambda content: content["state_dict_metadata"].update({NAME: 2.5}), f"{NAME}: .* no tensor like this"),
-        (lambda content: _tensor(content).update(global_shape="4"), f"{NAME}: .* no tensor like this"),
-        (lambda content: _tensor(content).update(axis_fragmentations=[0, 1]), f"{NAME}: .* no tensor like this"),
-        (lambda content: _tensor(content)["chunk"][0].update(local_shape=[2, [2]]), f"{NAME}: .* no tensor like this"),
-        (lambda content: _tensor(content)["chunk"][0].update(global_offset=[]), f"{NAME}: .* no tensor like this"),
-        (lambda content: _slice(content).pop("file_name"), f"{NAME}.*: .* no slice like this"),
-        (lambda content: _slice(content).update(storage_rank=None), f"{NAME}.*: .* no slice like this"),
+        (
+            lambda content: content["state_dict_metadata"].update({NAME: 2.5}),
+            f"{NAME}: .* not describe a tensor like this",
+        ),
+        (lambda content: _tensor(content).update(global_shape="4"), f"{NAME}: .* not describe a tensor like this"),
+        (
+            lambda content: _tensor(content).update(axis_fragmentations=[0, 1]),
+            f"{NAME}: .* not describe a tensor like this",
+        ),
+        (
+            lambda content: _tensor(content)["chunk"][0].update(local_shape=[2, [2]]),
+            f"{NAME}: .* not describe a tensor like this",
+        ),
+        (
+            lambda content: _tensor(content)["chunk"][0].update(global_offset=[]),
+            f"{NAME}: .* not describe a tensor like this",
+        ),
+        (lambda content: _slice(content).pop("file_name"), f"{NAME}.*: .* not describe a slice like this"),
+        (lambda content: _slice(content).update(storage_rank=None), f"{NAME}.*: .* not describe a slice like this"),
     ],
 )
 def test_damaged_metadata_are_refused(tmp_path, spoil, words):

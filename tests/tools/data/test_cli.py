@@ -64,10 +64,16 @@ def test_verify_exits_1_when_something_is_wrong(tmp_path: Path, source: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--input", "nowhere.txt"], "nowhere.txt: no such file or folder"),
-        (["--input", "stdlib", "--tokenizer", "nowhere"], "--tokenizer nowhere: no such folder"),
-        (["--input", "stdlib", "--tokenizer", "x", "--vocab-size", "300"], "--vocab-size goes with --tokenizer bytes"),
-        (["--input", "stdlib", "--eod-token", "x"], "--eod-token and --trust-remote-code go with --tokenizer DIR"),
+        (["--input", "nowhere.txt"], "nowhere.txt: there is no such file or folder"),
+        (["--input", "stdlib", "--tokenizer", "nowhere"], "--tokenizer nowhere: there is no such folder"),
+        (
+            ["--input", "stdlib", "--tokenizer", "x", "--vocab-size", "300"],
+            "--vocab-size works only with --tokenizer bytes",
+        ),
+        (
+            ["--input", "stdlib", "--eod-token", "x"],
+            "--eod-token and --trust-remote-code work only with --tokenizer DIR",
+        ),
         (["--input", __file__, "--held-out", "0.5"], "leaves the"),
     ],
 )
@@ -101,7 +107,7 @@ def test_in_a_process_of_its_own_an_error_is_one_line_and_exit_code_2(tmp_path: 
     broken = tmp_path / "a.jsonl"
     broken.write_text('{"text": "x"}\n{oops\n')
     for arguments, message in [
-        (["--input", "b.txt"], "tc3: --input b.txt: no such file or folder (did you mean 'a.txt'?)"),
+        (["--input", "b.txt"], "tc3: --input b.txt: there is no such file or folder (did you mean 'a.txt'?)"),
         (["--input", broken, "--strict"], f"tc3: {broken}:2: is not JSON"),
     ]:
         result = tc3("prepare", "--output", "out", *arguments)

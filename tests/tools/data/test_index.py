@@ -119,9 +119,9 @@ def spoil(path: Path, offset: int, value: bytes) -> None:
         (17, b"\x07", "dtype code 7"),
         (18, b"\x09", "its counts say"),
         (34, b"\x00", "holds a document of 0 tokens"),
-        (34, b"\x04", "offsets do not follow"),
-        (34 + 16 + 8, b"\x08", "offsets do not follow"),
-        (34 + 16 + 32 + 8, b"\x02", "one sequence a document"),
+        (34, b"\x04", "offsets of the index do not follow"),
+        (34 + 16 + 8, b"\x08", "offsets of the index do not follow"),
+        (34 + 16 + 32 + 8, b"\x02", "one sequence for each document"),
     ],
 )
 def test_a_broken_index_is_refused(tmp_path: Path, offset: int, value: bytes, why: str) -> None:
@@ -144,7 +144,7 @@ def test_a_truncated_pair_is_refused(tmp_path: Path, suffix: str, keep: int) -> 
 def test_half_a_pair_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a", DOCUMENTS)
     (tmp_path / "a.idx").unlink()
-    with pytest.raises(DataError, match=r"a\.idx: no such file"):
+    with pytest.raises(DataError, match=r"a\.idx: there is no such file"):
         IndexReader(tmp_path / "a")
 
 

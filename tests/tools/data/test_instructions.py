@@ -103,7 +103,7 @@ def test_the_same_input_gives_the_same_bytes_in_an_order_of_the_seed(library, tm
 def test_existing_files_stay_unless_forced(library, tmp_path):
     options = Options(Corpus((str(library),)), tmp_path / "out", held_out=0.3)
     (tmp_path / "out_heldout.jsonl").write_text("mine")
-    with pytest.raises(DataError, match=r"out_heldout\.jsonl: exists"):
+    with pytest.raises(DataError, match=r"out_heldout\.jsonl: the file exists"):
         write(options, Skips())
     assert not (tmp_path / "out.jsonl").exists() and (tmp_path / "out_heldout.jsonl").read_text() == "mine"
     write(Options(options.corpus, options.output, 0.3, force=True), Skips())

@@ -103,7 +103,7 @@ def test_a_folder_that_is_no_tokenizer_is_refused(tmp_path: Path, content: str |
         (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(DataError, match=r"not a tokenizer that transformers can load"):
         tokenizers.load(folder)
-    with pytest.raises(DataError, match=r"nowhere: no such folder"):
+    with pytest.raises(DataError, match=r"nowhere: there is no such folder"):
         tokenizers.load(tmp_path / "nowhere")
 
 

@@ -81,9 +81,9 @@ def test_a_truncated_pair_is_a_finding_and_a_missing_file_an_error(pair: Path) -
     path.write_bytes(path.read_bytes()[:-2])
     assert f"its index {pair}.idx says" in verify(pair).findings[0]
     path.unlink()
-    with pytest.raises(DataError, match=r"out\.bin: no such file"):
+    with pytest.raises(DataError, match=r"out\.bin: there is no such file"):
         verify(pair)
-    with pytest.raises(DataError, match=r"nowhere\.json: no such file"):
+    with pytest.raises(DataError, match=r"nowhere\.json: there is no such file"):
         verify(pair.parent / "nowhere")
     Path(f"{pair}.json").write_text('{"some": "json"}')
     with pytest.raises(DataError, match="is not a sidecar"):

@@ -87,17 +87,17 @@ def test_a_check_that_a_report_lacks_is_unknown():
 
 WHOLE = report().text()
 BROKEN = {
-    "": "no report at all",
+    "": "the text is empty",
     WHOLE[: len(WHOLE) // 2]: "not complete JSON",
     "[]": "an earlier tc3",
     "{}": "not a report of tc3 doctor",
     "7": "not a report of tc3 doctor",
     "[" * 100_000: "not complete JSON",
-    WHOLE.replace(f'"{FACTS["tc3"]}"', '"0.0.1"'): "a report of tc3 0.0.1, here is",
+    WHOLE.replace(f'"{FACTS["tc3"]}"', '"0.0.1"'): "the report is of tc3 0.0.1, but here is",
     WHOLE.replace('"ok"', '"fine"'): "findings or its probe cannot be read",
     WHOLE.replace('"probe": null', '"probe": [1]'): "findings or its probe cannot be read",
     without(report(), "findings"): "findings or its probe cannot be read",
-    " " * ((1 << 22) + 1): "no report",
+    " " * ((1 << 22) + 1): "so it is not a report",
 }
 
 
@@ -159,7 +159,7 @@ def test_512_hosts_in_a_folder(tmp_path):
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
     assert lines[0] == "512 hosts, 511 with a report" and len(lines) < 25, result.stdout
-    assert "fail    report               node200: not complete JSON" in result.stdout
+    assert "fail    report               node200: the text is not complete JSON" in result.stdout
     assert "fail    governor             2 hosts, node[300-301]: fine" in result.stdout
     assert "warn    packet size of eth0  40 hosts, node[100-139]: 1500" in result.stdout
     assert "471 of 511 hosts have 9000" in result.stdout and "510 of 511 hosts have 25.5.2" in result.stdout

@@ -84,7 +84,7 @@ def test_one_cluster_at_a_time():
 
 def test_another_mindspore_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", {"mindspore": "2.10.0", "mindformers": "1.9.0"}.get)
-    refused = pytest.raises(VersionError, match=r"MindSpore 2\.10\.0 is installed, verified is MindSpore 2\.9\.0 and")
+    refused = pytest.raises(VersionError, match=r"MindSpore 2\.10\.0 is installed, but MindSpore 2\.9\.0 and")
     with refused, virtual_cluster(devices=2, rank=0):
         pass
 

@@ -75,7 +75,9 @@ def test_what_matmuls_reach_is_no_longer_a_files_own_word(tmp_path):
     def change(mapping):
         mapping["matmul_efficiency"] = {"value": 0.6, "certainty": "assumed", "source": "of before"}
 
-    with pytest.raises(RecipeError, match=r"matmul_efficiency: no longer read; delete it: .*efficiencies\.yaml"):
+    with pytest.raises(
+        RecipeError, match=r"matmul_efficiency: the key is no longer read; delete it: .*efficiencies\.yaml"
+    ):
         load_hardware(written(tmp_path, change))
 
 
@@ -129,7 +131,7 @@ def test_what_is_missing(path, tmp_path):
             mapping = mapping[key]
         del mapping[last]
 
-    with pytest.raises(RecipeError, match=f"{path}: missing"):
+    with pytest.raises(RecipeError, match=f"{path}: the key is missing"):
         load_hardware(written(tmp_path, change))
 
 
@@ -138,7 +140,7 @@ def test_a_misspelt_key(tmp_path):
         load_hardware(written(tmp_path, lambda mapping: mapping.update(inter_nod=mapping.pop("inter_node"))))
 
 
-@pytest.mark.parametrize(("text", "word"), [("a: [", "cannot be read"), ("- 1", "want a mapping")])
+@pytest.mark.parametrize(("text", "word"), [("a: [", "cannot be read"), ("- 1", "must be a mapping")])
 def test_a_file_that_is_none(text, word, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(text, "utf-8")
@@ -147,7 +149,7 @@ def test_a_file_that_is_none(text, word, tmp_path):
 
 
 def test_a_name_that_is_none():
-    with pytest.raises(RecipeError, match=r"atlas_800_a2: no such file.*did you mean 'atlas_800t_a2'"):
+    with pytest.raises(RecipeError, match=r"atlas_800_a2: there is no such file.*did you mean 'atlas_800t_a2'"):
         load_hardware("atlas_800_a2")
 
 
@@ -158,7 +160,7 @@ def test_a_device_is_known_by_the_names_that_people_use(word):
 
 
 def test_a_missing_file_does_not_pass_for_the_device_in_its_name():
-    with pytest.raises(RecipeError, match=r"cluster my_h100.yaml: no such file"):
+    with pytest.raises(RecipeError, match=r"cluster my_h100.yaml: there is no such file"):
         load_hardware("my_h100.yaml")
 
 

@@ -214,7 +214,9 @@ def test_nothing_to_resolve_without_the_plugin():
 
 def test_chunks_of_nothing_are_refused():
     """They stayed `auto`, and the launch failed later, in the plugin."""
-    with pytest.raises(RecipeError, match=r"ep_overlap.yaml: plugins.ep_overlap: it cuts the .*hierarchical_ep"):
+    with pytest.raises(
+        RecipeError, match=r"ep_overlap.yaml: plugins.ep_overlap: the plugin cuts the .*hierarchical_ep"
+    ):
         resolved(hierarchical_ep=False, ep_overlap={"chunks": "auto"})
 
 

@@ -183,7 +183,7 @@ def test_without_a_layout_file_commands_say_what_to_do(command, tmp_path):
     ended = CliRunner().invoke(tc3, [*words, str(path)])
     assert isinstance(ended.exception, RecipeError)
     layout = tmp_path / "recipe.layout.yaml"
-    said = f"model.model_config.offset: auto: it takes the layout from {layout}, which is not there"
+    said = f"model.model_config.offset: auto: the layout comes from {layout}, which is not there"
     assert said in str(ended.exception)
     assert f"run tc3 search layout {path}" in str(ended.exception)
 
@@ -338,7 +338,9 @@ def test_what_is_written_stays_and_what_is_off_stays_off():
 def test_a_model_that_lacks_a_size():
     recipe = load_recipe(BALANCED)
     recipe["model"]["model_config"]["hidden_size"] = None
-    with pytest.raises(RecipeError, match=r"model_config: its sizes make no model .* measured per_pair and per_token"):
+    with pytest.raises(
+        RecipeError, match=r"model_config: these sizes do not make a model .* measured per_pair and per_token"
+    ):
         write_sample_cost(recipe)
 
 

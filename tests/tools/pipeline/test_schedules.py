@@ -160,7 +160,7 @@ def test_refusals(numbers, want):
 
 
 def test_no_such_stage():
-    with pytest.raises(RecipeError, match="must be 0 to 3"):
+    with pytest.raises(RecipeError, match="must lie between 0 and 3"):
         operations("1f1b", 4, 4, 1, 8)
 
 
@@ -263,9 +263,9 @@ def test_later_parts_that_take_longer_cost_a_bubble():
 @pytest.mark.parametrize(
     ("numbers", "want"),
     [
-        (("1f1b", 4, 1, 8, 2), "it needs whole sequences .parts of them: seqpipe"),
+        (("1f1b", 4, 1, 8, 2), "needs whole sequences .parts of them: seqpipe"),
         (("seqvpp", 4, 2, 8, 3), "a number of parts that divides 4"),
-        (("seqpipe", 4, 1, 8, 0), "each must be at least 1"),
+        (("seqpipe", 4, 1, 8, 0), "each number must be at least 1"),
     ],
 )
 def test_seqpipe_refusals(numbers, want):

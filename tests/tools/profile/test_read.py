@@ -81,11 +81,11 @@ def test_sums_by_type_do_where_kernels_are_missing(tmp_path):
 @pytest.mark.parametrize(
     "files, words",
     [
-        ({}, "no profile below it"),
+        ({}, "the folder holds no profile"),
         ({"kernel_details": HEAD}, "has no rows"),
         ({"kernel_details": "Name,Type\na,Add\n"}, "no column 'Start Time(us)'; it has Name, Type"),
-        ({"kernel_details": HEAD + "a,Add,AIV,1,fast\n"}, "kernel_details.csv:2: Duration(us): want a number"),
-        ({"kernel_details": HEAD + "a,Add,AIV,nan,1\n"}, "Start Time(us): want a number"),
+        ({"kernel_details": HEAD + "a,Add,AIV,1,fast\n"}, "kernel_details.csv:2: Duration(us): 'fast' is not a number"),
+        ({"kernel_details": HEAD + "a,Add,AIV,nan,1\n"}, "Start Time(us): 'nan' is not a number"),
         ({"op_statistic": "OP Type,Core Type\nAdd,AIV\n"}, "no column 'Total Time(us)'"),
         ({"kernel_details": HEAD + "a,Add,AIV,1,1\n", "step_trace_time": "Step\n1\n"}, "no column 'Computing'"),
     ],

@@ -92,14 +92,14 @@ def test_merge_keys_and_yaml_11_scalars_read_as_pyyaml_reads_them(write):
         ("a: 1\nb: 2\na: 1\n", 3, "key 'a' is already set in line 1"),
         ("a: &a {k: 1, k: 2}\nb: {<<: *a}\n", 1, "key 'k' is already set in line 1"),
         ("- a\n- b\n", 1, "must be a mapping"),
-        ("", 1, "must be a mapping, found nothing"),
+        ("", 1, "must be a mapping, but the file is empty"),
         ("a: !!python/object/apply:os.system [ls]\n", 1, "is not plain YAML"),
         ("a: 1\nb: !thing 3\n", 2, "not valid YAML"),
         ("a: &x\n  b: *x\n", 1, "contains itself"),
         ("a: *nowhere\n", 1, "undefined alias"),
         ("? [1, 2]\n: 3\n", 1, "a key must be a plain word"),
-        ("base_config: gone.yaml\n", 1, "base 'gone.yaml' not found"),
-        ("a: 1\nbase_config: [3]\n", 2, "wants file names, got 3"),
+        ("base_config: gone.yaml\n", 1, "the base 'gone.yaml' was not found"),
+        ("a: 1\nbase_config: [3]\n", 2, "must be a file name or a list of them, not 3"),
         ("base_config: base.yaml\nscalar: {a: 1}\n", 2, "cannot be merged over the plain value"),
     ],
 )
@@ -122,7 +122,7 @@ def test_an_error_in_a_base_names_the_base(write):
 def test_a_circle_of_bases_is_named(write):
     write("one.yaml", "base_config: sub/two.yaml\n")
     write("sub/two.yaml", "base_config: ../one.yaml\n")
-    with pytest.raises(RecipeError, match=r"circle: .*one.yaml -> .*two.yaml -> .*one.yaml"):
+    with pytest.raises(RecipeError, match=r"own base by way of `base_config`: .*one.yaml -> .*two.yaml -> .*one.yaml"):
         load_recipe(write("top.yaml", "base_config: one.yaml\n"))
 
 
@@ -222,8 +222,8 @@ def refusal(path):
         ("a: !!python/object/apply:os.system [ls]\n", "not plain YAML"),
         ("? [a, b]\n: 1\n", "must be a plain word"),
         ("a: 1\n---\nb: 2\n", "not valid YAML"),
-        ("", "found nothing"),
-        ("# only a remark\n", "found nothing"),
+        ("", "the file is empty"),
+        ("# only a remark\n", "the file is empty"),
     ],
 )
 def test_text_that_no_recipe_is(text, words, tmp_path):
@@ -279,7 +279,7 @@ def test_a_circle_of_lists_of_bases_is_named(tmp_path):
     (tmp_path / "a.yaml").write_text("base_config: b.yaml\n")
     (tmp_path / "b.yaml").write_text("base_config: [c.yaml]\n")
     (tmp_path / "c.yaml").write_text("base_config: a.yaml\n")
-    assert "goes in a circle" in refusal(tmp_path / "a.yaml")
+    assert "the recipe is its own base" in refusal(tmp_path / "a.yaml")
 
 
 @pytest.mark.parametrize("ending", ["\r\n", "\n"])
@@ -321,5 +321,5 @@ def test_a_key_that_is_a_date(tmp_path):
 
 def test_the_mini_of_what_is_no_recipe(tmp_path):
     (tmp_path / "x.yaml").write_text("model: {model_config: {model_type: telechat3_moe}}\n")
-    with pytest.raises(RecipeError, match="cannot shrink it: tc3 check"):
+    with pytest.raises(RecipeError, match="cannot shrink this recipe; tc3 check"):
         load_mini(tmp_path / "x.yaml")

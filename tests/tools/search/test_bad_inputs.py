@@ -155,7 +155,7 @@ def test_nothing_is_replaced_unasked(monkeypatch, tmp_path):
     monkeypatch.setattr("tools.search.ranking.run.search", None)  # refused before it
     file = tmp_path / "mine.yaml"
     file.write_text("mine", "utf-8")
-    with pytest.raises(DataError, match=r"--write .*mine\.yaml: exists; .*--force"):
+    with pytest.raises(DataError, match=r"--write .*mine\.yaml: the file exists; .*--force"):
         CliRunner().invoke(search, [PRETRAIN_4K, "--write", str(file)], catch_exceptions=False)
     assert file.read_text("utf-8") == "mine"
 

@@ -88,7 +88,7 @@ def test_out_that_cannot_be_written(problem, tmp_path):
 def test_a_plan_is_not_replaced_unasked(problem, tmp_path):
     out = tmp_path / "s.json"
     out.write_text("mine", "utf-8")
-    with pytest.raises(DataError, match=r"--out .*s\.json: exists; .* --force"):
+    with pytest.raises(DataError, match=r"--out .*s\.json: the file exists; .* --force"):
         run_pipeline(problem, "--out", out)
     assert out.read_text("utf-8") == "mine"
     assert run_pipeline(problem, "--out", out, "--force").exit_code == 0 and out.read_text("utf-8") != "mine"

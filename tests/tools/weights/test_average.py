@@ -60,7 +60,7 @@ def test_shares_weigh_and_the_result_is_a_sealed_checkpoint_without_moments(tmp_
 
 @pytest.mark.parametrize(
     ("shares", "words"),
-    [([1.0], "1 shares for 2"), ([0.5, 0.6], "add up to 1.1"), ([math.nan, 1.0], "from 0 to 1")],
+    [([1.0], "1 shares are given for 2"), ([0.5, 0.6], "add up to 1.1"), ([math.nan, 1.0], "from 0 to 1")],
 )
 def test_shares_that_are_none(tmp_path, shares, words):
     sources = [saved(tmp_path / name, [1, 2]) for name in "ab"]
@@ -84,7 +84,7 @@ def test_what_has_no_average_is_refused_and_nothing_is_written(tmp_path):
             average(sources, tmp_path / "mean")
         assert not (tmp_path / "mean").exists() and not list(tmp_path.glob(".*"))
     (tmp_path / "mean").mkdir()
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="the folder exists"):
         average([good, good], tmp_path / "mean")
 
 

@@ -154,7 +154,7 @@ def test_a_tokenizer_for_mindformers_is_refused(mini, tmp_path):
     result = CliRunner().invoke(
         weights, ["convert", str(mini), str(tmp_path / "ms"), "--recipe", str(MINI), "--tokenizer", str(tmp_path)]
     )
-    assert result.exit_code == 2 and "--tokenizer is copied beside weights for Hugging Face" in result.output
+    assert result.exit_code == 2 and "--tokenizer copies a tokenizer beside weights for Hugging Face" in result.output
     assert not (tmp_path / "ms").exists()
 
 
@@ -186,7 +186,7 @@ def test_what_is_no_llama_is_refused(mini, tmp_path, recipe, said):
 
 
 def test_the_recipe_of_the_run_is_taken_and_otherwise_asked_for(mini, tmp_path):
-    assert "is in no run's folder: name the recipe" in call(mini, tmp_path / "ms")
+    assert "is in no run's folder, so name the recipe" in call(mini, tmp_path / "ms")
     run = tmp_path / "run"
     (run / "checkpoint").mkdir(parents=True)
     (run / "recipe.yaml").write_text(f"base_config: {MINI}\n")

@@ -130,7 +130,7 @@ def test_what_was_written_of_another_source_is_not_kept(theirs, tmp_path, monkey
 
 def test_a_full_disk_is_seen_before_anything_is_written(theirs, tmp_path, monkeypatch):
     monkeypatch.setattr(run.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(DataError, match=r"GB are to be written, 0\.000 GB are free there"):
+    with pytest.raises(DataError, match=r"GB are to be written, but only 0\.000 GB are free there"):
         converted(theirs, tmp_path / "ms")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -148,7 +148,7 @@ def test_a_disk_that_fills_up_leaves_nothing_that_reads_as_whole(theirs, tmp_pat
 
 def test_a_folder_that_is_there_or_that_another_writes_is_left_alone(theirs, tmp_path):
     (tmp_path / "ms").mkdir()
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="the folder exists"):
         converted(theirs, tmp_path / "ms")
     (tmp_path / ".new.part").mkdir()
     held = os.open(tmp_path / ".new.part", os.O_RDONLY)

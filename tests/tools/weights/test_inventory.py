@@ -21,7 +21,7 @@ from tools.recipe.load import load_recipe
 from tools.weights.cli import weights
 from tools.weights.hugging_face_names import hugging_face_shapes
 from tools.weights.hugging_face_sizes import config_of
-from tools.weights.inventory import SALVAGED, compare, inventory, spans
+from tools.weights.inventory import SALVAGED, compare, inventory
 from tools.weights.source import CHECKSUMS, open_source
 
 EXPERTS = "decoder.layers.0.mlp.experts"
@@ -123,7 +123,7 @@ def cut(folder):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lose, "holds no model.layers.0.mlp.gate.weight, though"),
+        (lose, "does not hold model.layers.0.mlp.gate.weight, although"),
         (cut, "not a complete safetensors file"),
         (lambda folder: (folder / next(iter(NAMES.values()))).unlink(), "cannot be read"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "not an index of safetensors"),
@@ -142,11 +142,6 @@ def test_a_folder_of_iterations_names_one(two_ranks):
     two_ranks.write()
     with pytest.raises(CheckpointError, match="name one of them, such as "):
         open_source(two_ranks.folder.parent)
-
-
-def test_runs_of_numbers():
-    assert spans([3, 0, 1, 2, 7, 9, 8]) == "0-3, 7-9"
-    assert spans([5]) == "5"
 
 
 def saved_in(folder, ranks, cuts, more=0.0, **others):

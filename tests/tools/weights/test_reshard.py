@@ -20,7 +20,7 @@ from tools.checkpoint import tensor_files
 from tools.checkpoint.stored import read_whole
 from tools.recipe.load import load_recipe
 from tools.weights import reshard
-from tools.weights.reshard import overlap, pieces
+from tools.weights.reshard import pieces
 from tools.weights.reshard_plan import plan_recipes, plan_stored
 from tools.weights.source import open_source
 
@@ -61,16 +61,6 @@ def test_each_element_is_read_once_and_written_once(case):
             read[piece.place][box(piece.source, piece.size)] += 1
         assert (found == expected).all() and (written == 1).all()
     assert all((count == 1).all() for count in read)
-
-
-@settings(max_examples=60)
-@given(cut_twice())
-def test_what_two_slices_have_in_common_is_counted(case):
-    shape, old, new = case
-    whole = np.arange(math.prod(shape)).reshape(shape)
-    for place, after in enumerate(slices_of(whole, new)):
-        for number, before in enumerate(slices_of(whole, old)):
-            assert overlap(shape, old, new, number, place) == len(np.intersect1d(after, before))
 
 
 def test_a_slice_that_stays_is_one_piece():
@@ -192,7 +182,7 @@ def test_moved_experts_need_a_recipe_that_knows_of_them(one, tmp_path):
 
 def test_room_is_looked_for_first(one, tmp_path, monkeypatch):
     monkeypatch.setattr(reshard.shutil, "disk_usage", lambda _: SimpleNamespace(free=5_000_000))
-    with pytest.raises(DataError, match=r"GB are to be written, 0.005 GB are free"):
+    with pytest.raises(DataError, match=r"GB are to be written, but only 0.005 GB are free"):
         laid_out(one, LAYOUTS["tp2"], tmp_path / "to")
     assert list(tmp_path.iterdir()) == []
 
@@ -214,7 +204,7 @@ def test_a_disk_that_fills_up_leaves_nothing(one, tmp_path, monkeypatch, after):
 
 
 def test_a_folder_that_is_there_is_left_alone(one, tmp_path):
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="the folder exists"):
         laid_out(one, LAYOUTS["tp2"], tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""This module is `tc3 data imbalance`: it shows how evenly a corpus loads the devices of a recipe."""
+"""This module is the command `tc3 data imbalance`. It shows how evenly a corpus loads the devices of a recipe."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from tools.hardware import DEFAULT_HARDWARE
 from tools.ranges import Number
 
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
-STEPS_HELP = "Number of steps to look at, spread over the run.  [default: as many as take seconds]"
+STEPS_HELP = "Look at so many steps, spread over the run.  [default: as many as take some seconds]"
 WINDOW_HELP = "Let samples change places within W steps, which changes their samples.  [default: the recipe's, or 1]"
 
 
 @click.command("imbalance", context_settings=SETTINGS, short_help="Report how unevenly documents load the devices.")
 @click.argument("prefix", type=click.Path(path_type=Path))
-@click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Recipe whose devices are loaded.")
+@click.option(
+    "--recipe", required=True, type=click.Path(path_type=Path), help="Take the devices and their load from this recipe."
+)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--steps", type=Number("steps"), metavar="N", help=STEPS_HELP)
 @click.option("--window", type=Number("window"), metavar="W", help=WINDOW_HELP)
-@click.option("--cluster", default=DEFAULT_HARDWARE, metavar="NAME|FILE", help="Cluster to predict seconds for.")
+@click.option("--cluster", default=DEFAULT_HARDWARE, metavar="NAME|FILE", help="Predict seconds for this cluster.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw document lengths and one step (.svg or .png).")
 def imbalance_command(
@@ -36,7 +38,8 @@ def imbalance_command(
     as_json: bool,
     picture: Path | None,
 ) -> None:
-    """Say how evenly the documents of PREFIX.idx load the devices of a recipe, without and with attention_balance.
+    """Report how evenly the documents of PREFIX.idx load the devices of a recipe, without and with the plugin
+    attention_balance.
 
     The command reads only the index, no token of PREFIX.bin. PREFIX takes the place of the recipe's data_path. Memory
     grows by about 12 bytes per document. Step times are modelled.

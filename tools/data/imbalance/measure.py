@@ -47,7 +47,7 @@ _STRETCHED = ("compute", "recompute", "bubble")  # parts of a step that last lon
 
 @dataclass(frozen=True)
 class Seconds:
-    """This is a predicted step.
+    """A `Seconds` holds the predicted seconds of a step.
 
     Args:
         cluster: it runs on.
@@ -64,12 +64,13 @@ class Seconds:
     error: str
 
     def step(self, over_even: float) -> float:
-        """Return the seconds of a step whose computation takes `over_even` times as long as with even samples."""
+        """Return the seconds of a step that computes `over_even` times as long as an even one."""
         return self.even + (over_even - 1) * self.stretched
 
 
 def seconds_of(recipe: Recipe, hardware: Hardware, attended: float = 1.0) -> Seconds | str:
-    """Return the step of a recipe in which nothing is `auto`, or why it is not predicted.
+    """Return the predicted seconds of a recipe's step, or the reason why there is no prediction. No value of the
+    recipe may be `auto`.
 
     Args:
         attended: pairs of tokens that attend to each other over those of samples of one document.
@@ -96,8 +97,8 @@ _COUNTED = 1 << 20  # shorter documents are counted by length; of longer ones a 
 
 @dataclass(frozen=True)
 class Distribution:
-    """These are values and how often each occurs: int64 [n] each, values rising. The values are tokens of documents, or
-    documents of samples.
+    """A `Distribution` holds values and how often each occurs: int64 [n] each, the values rising. A value is the
+    tokens of a document, or the documents of a sample.
     """
 
     values: np.ndarray
@@ -105,24 +106,24 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """Return the number of values."""
+        """Return how many values there are."""
         return int(self.counts.sum())
 
     @property
     def total(self) -> int:
-        """Their sum."""
+        """Return the sum of all values."""
         return int(self.values @ self.counts)
 
     def quantile(self, share: float) -> int:
-        """Return the smallest value that at least the share `share` of the values does not exceed."""
+        """Return the smallest value that at least the share `share` of all values does not exceed."""
         return _first(self.values, self.counts, share)
 
     def weighted_quantile(self, share: float) -> int:
-        """Return the smallest value such that the values up to it hold at least `share` of the total."""
+        """Return the smallest value for which the values up to it make up at least `share` of the total."""
         return _first(self.values, self.counts * self.values, share)
 
     def octaves(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (from, below, count, sum) for powers of two, from that of the smallest value to that of the largest."""
+        """Yield (from, below, count, sum) for each power of two in the range of the values."""
         octave = np.frexp(self.values)[1] - 1  # exact below 2**53
         for power in range(int(octave[0]), int(octave[-1]) + 1):
             mine = octave == power
@@ -135,7 +136,7 @@ def _first(values: np.ndarray, weights: np.ndarray, share: float) -> int:
 
 
 class Counter:
-    """This collects a `Distribution` chunk by chunk."""
+    """A `Counter` collects a `Distribution` chunk by chunk."""
 
     def __init__(self) -> None:
         self._short = np.zeros(_COUNTED, np.int64)
@@ -158,7 +159,7 @@ class Counter:
 
 
 def count_lengths(lengths: np.ndarray, name: str, reporter: Reporter) -> Distribution:
-    """Count document lengths, int32 [documents], which may be memory-mapped; `name` is the file that errors name.
+    """Count document lengths, int32 [documents], which may be memory-mapped. Errors name the file `name`.
 
     Raises:
         DataError: a document without tokens.
@@ -180,7 +181,7 @@ _MOST_STEPS = 200
 
 @dataclass(frozen=True)
 class Result:
-    """This is a recipe that masks documents from each other.
+    """A `Result` says how a corpus loads the devices of a recipe that masks documents from each other.
 
     Args:
         dataset: samples that the dataset holds; epochs: passes over the corpus in them.
@@ -197,7 +198,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Imbalance:
-    """This is a corpus with a recipe.
+    """An `Imbalance` holds the result for one corpus and one recipe.
 
     Args:
         equal: why every sample costs the same; then there is no result.
@@ -213,9 +214,7 @@ class Imbalance:
 
     @property
     def uneven(self) -> tuple[float, float] | None:
-        """Return the predicted seconds of a step of this corpus (without, with) the plugin, if they can be
-        predicted.
-        """
+        """Return the predicted seconds of a step (without, with) the plugin, or None if unknown."""
         if self.result is None or isinstance(self.seconds, str):
             return None
         model = self.result.steps.model
@@ -223,9 +222,7 @@ class Imbalance:
 
     @property
     def speed_up(self) -> float | None:
-        """Return a step's seconds without the plugin divided by those with it; for computation only, if seconds are not
-        predicted.
-        """
+        """Return the seconds of a step, or of its computation, divided by those with the plugin."""
         if self.result is None:
             return None
         return self.uneven[0] / self.uneven[1] if self.uneven else self.result.steps.speed_up
@@ -239,7 +236,7 @@ def imbalance(
     reporter: Reporter | None = None,
     cluster: str = DEFAULT_HARDWARE,
 ) -> Imbalance:
-    """Measure PREFIX.idx as the only corpus of `recipe`.
+    """Measure how evenly PREFIX.idx loads the devices of `recipe`, as if it were the recipe's only corpus.
 
     Args:
         steps: global batches to look at, rounded up to whole windows; None: as many as take seconds.
@@ -275,7 +272,7 @@ def _result(lengths: np.ndarray, setting: Setting, steps: int | None, reporter: 
 
 
 def documents_of_samples(index: GPTIndex, count: int, reporter: Reporter) -> np.ndarray:
-    """Return int32 [count]: the number of documents (or parts of one) in each of the dataset's first samples.
+    """Return the number of documents (or parts of one) in each of the dataset's first samples, as int32 [count].
 
     Equal to the counts of `segments_of`, from the sample index only.
     """

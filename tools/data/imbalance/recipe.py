@@ -1,5 +1,5 @@
-"""This module finds what a recipe says about the balance of its data, and what each device computes in some steps of a
-run.
+"""This module finds what a recipe says about the balance of its data, and what each device computes in some steps of
+a run.
 
 Samples, layout, cost of a sample and separation of documents are read by the readers of `plugins/attention_balance`,
 so that what is predicted is what the plugin would do. Steps are computed without and with the plugin's plan. One plan,
@@ -27,8 +27,7 @@ from tools.data.outputs import read_sidecar
 from tools.layout.resolve import sample_cost
 from tools.process.waiting import Reporter
 from tools.recipe.findings import refusal
-from tools.recipe.load import KeyPath, Recipe
-from tools.recipe.override import dotted
+from tools.recipe.load import Recipe, dotted
 from tools.recipe.view import LOADER, MODEL, View, require_resolved
 
 CONFIG = (*LOADER, "config")
@@ -38,7 +37,7 @@ _MARGIN = 1.005  # a blend, even of one corpus, asks each for this much more (_g
 
 @dataclass(frozen=True)
 class Setting:
-    """This is one recipe that masks documents from each other.
+    """A `Setting` holds what the measurement reads of a recipe that masks documents from each other.
 
     Args:
         sequence_length: tokens of a sample. seed: of the dataset's shuffling.
@@ -64,7 +63,7 @@ class Setting:
 
 
 def equal_costs(recipe: Recipe) -> str:
-    """Return why every sample of this recipe costs the same, or an empty string.
+    """Return the reason why every sample of this recipe costs the same; return an empty text if they differ.
 
     Raises:
         RecipeError: it trains on no Megatron corpus.
@@ -80,7 +79,7 @@ def equal_costs(recipe: Recipe) -> str:
 
 
 def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Setting:
-    """Read a recipe as if it trained on PREFIX only.
+    """Return the setting of a recipe, as if PREFIX were its only corpus.
 
     Args:
         window: global batches whose samples may change places; None: what the recipe's plugin section says, or 1.
@@ -96,9 +95,12 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
     samples, blend = _samples(view, layout), _blend(view)
     if layout.window > layout.steps(samples):
         raise RecipeError(f"--window {layout.window}: the run has {layout.steps(samples):,} steps")
+    length = view.get((*CONFIG, "seq_length"))
+    if type(length) is not int or length < 1:
+        raise refusal(recipe, (*CONFIG, "seq_length"), f"{length!r} is not a length; write the tokens of a sample")
     algorithm = view.get(("parallel_config", "context_parallel_algo"), "colossalai_cp")
     return Setting(
-        sequence_length=_number(view, (*CONFIG, "seq_length")),
+        sequence_length=length,
         seed=view.get((*CONFIG, "seed"), 1234),
         training_share=_training_share(view),
         wanted=math.ceil(samples * _MARGIN) if blend and blend.weights else samples,
@@ -106,7 +108,7 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
         layout=layout,
         cost=settings.cost or sample_cost(recipe),
         context_parallel=view.cp if view.parallel and algorithm == "colossalai_cp" else 1,
-        room=_room(view),
+        room=view.mask_documents if view.flag((*CONFIG, "create_compressed_eod_mask")) else None,
         notes=tuple(_notes(view, prefix)),
     )
 
@@ -131,7 +133,7 @@ def _notes(view: View, prefix: str | Path) -> list[str]:
     if blend and len(blend.prefixes) > 1:
         notes.append(
             f"the recipe blends {len(blend.prefixes)} corpora{_shares(blend)}; these numbers are as if it trained on "
-            "PREFIX alone"
+            "only PREFIX"
         )
     written, found = view.get((*CONFIG, "eod")), _end_of_document(prefix)
     if found is not None and written != found:
@@ -167,7 +169,7 @@ def _samples(view: View, layout: Layout) -> int:
     path = (*LOADER, "sizes")
     sizes = view.get(path)
     if not isinstance(sizes, list) or not sizes or type(sizes[0]) is not int:
-        raise refusal(view.recipe, path, f"{sizes!r}; write [samples of the run, 0, 0]")
+        raise refusal(view.recipe, path, f"{sizes!r} gives no number of samples; write [samples of the run, 0, 0]")
     if sizes[0] < layout.batch:
         raise refusal(view.recipe, path, f"{sizes[0]:,} samples fill no step of {layout.batch:,}")
     return sizes[0]
@@ -190,21 +192,8 @@ def _training_share(view: View) -> float:
     """The first of `split`'s shares, normalised as MindFormers does."""
     shares = [float(text) for text in re.findall(r"[.0-9]+", str(view.get((*CONFIG, "split"), "1")))]
     if not shares or not shares[0]:
-        raise refusal(view.recipe, (*CONFIG, "split"), "trains on no document; write '1, 0, 0'")
+        raise refusal(view.recipe, (*CONFIG, "split"), "this trains on no document; write '1, 0, 0'")
     return shares[0] / sum(shares)
-
-
-def _room(view: View) -> int | None:
-    if not view.flag((*CONFIG, "create_compressed_eod_mask")):
-        return None
-    return view.mask_documents
-
-
-def _number(view: View, path: KeyPath) -> int:
-    value = view.get(path)
-    if type(value) is not int or value < 1:
-        raise refusal(view.recipe, path, f"{value!r}; write the tokens of a sample")
-    return value
 
 
 SHARES = (0.0, 0.5, 0.9, 0.99, 1.0)  # quantiles of loads
@@ -213,7 +202,7 @@ _CONTEXT_SAMPLES = 32
 
 @dataclass(frozen=True)
 class OneStep:
-    """Return the attention in one step [ranks, micro-batches] divided by the mean, without and with the plan."""
+    """A `OneStep` holds the attention [ranks, micro-batches] of a step over the mean, without and with the plan."""
 
     number: int
     before: np.ndarray
@@ -222,7 +211,7 @@ class OneStep:
 
 @dataclass(frozen=True)
 class Steps:
-    """These are the results of the chosen steps; pairs are (without, with) the plan.
+    """A `Steps` holds the results of the chosen steps. Pairs are (without, with) the plan.
 
     Args:
         numbers: int64 [steps].
@@ -264,7 +253,7 @@ class _Window:
 
 
 def measure_steps(index: GPTIndex, setting: Setting, starts: np.ndarray, reporter: Reporter) -> Steps:
-    """Plan the windows of steps that begin at `starts` (int64 [n], rising) and compare with no plan."""
+    """Plan the windows of steps that begin at `starts` (int64 [n], rising), and compare them with no plan."""
     reporter.start("planning steps", len(starts))
     windows = []
     for number, start in enumerate(starts.tolist()):

@@ -1,4 +1,4 @@
-"""This module shows an imbalance as text for people and as JSON for machines."""
+"""This module shows an imbalance as text for people, as JSON for programs, and as a picture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BELOW_ONE = "; a pipeline can stay below 1, for it waits less where its first an
 
 
 def as_json(found: Imbalance) -> dict[str, Any]:
-    """Return one JSON object; pairs are [without, with] the plugin, and loads are divided by the mean of a step."""
+    """Return one JSON object. Pairs are [without, with] the plugin, and loads are divided by the mean of their step."""
     rows = [dict(zip(("from", "below", "documents", "tokens"), row, strict=True)) for row in found.documents.octaves()]
     tokens = {str(share): found.documents.weighted_quantile(share) for share in QUANTILES}
     return {
@@ -107,7 +107,7 @@ def _loads(sides: tuple[np.ndarray, np.ndarray]) -> dict[str, list[float]]:
 
 
 def print_text(found: Imbalance, console: Console) -> None:
-    """Return the text: documents, then samples and steps, then how to interpret the results."""
+    """Print the documents, then the samples and steps, and then how to interpret the results."""
     documents = found.documents
     console.print(
         f"{found.prefix}: {documents.count:,} documents, {documents.total:,} tokens, "
@@ -238,7 +238,7 @@ _BEFORE, _AFTER = "tab:orange", "tab:blue"
 
 
 def draw(found: Imbalance, path: Path) -> Path:
-    """Draw to an .svg or .png; return `path`. The picture has only lengths if every sample costs the same."""
+    """Draw to an .svg or .png, and return `path`. It shows only lengths if every sample costs the same."""
     panels = 3 if found.result else 1
     figure = new_figure(4 + 4.5 * panels, 4)
     axes = figure.subplots(1, panels, squeeze=False)[0]

@@ -147,7 +147,7 @@ def test_a_window_has_no_bound(prefix: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        (["nowhere", "--recipe", LARGE], DataError, "nowhere.idx: no such file; PREFIX is"),
+        (["nowhere", "--recipe", LARGE], DataError, "nowhere.idx: there is no such file; give PREFIX"),
         (["nowhere", "--recipe", "recipes/nowhere.yaml"], RecipeError, "no such recipe"),
         (["nowhere", "--recipe", LARGE, "--picture", "a.pdf"], DataError, ".svg or .png"),
         (["nowhere", "--recipe", LARGE, "--set", "seedd=1"], RecipeError, "did you mean"),

@@ -76,7 +76,9 @@ def test_lengths_are_mapped_without_the_tokens(tmp_path: Path) -> None:
 
 def test_an_index_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "corpus.idx"
-    with pytest.raises(DataError, match=r"corpus\.idx: no such file; PREFIX is the path without \.bin or \.idx"):
+    with pytest.raises(
+        DataError, match=r"corpus\.idx: there is no such file; give PREFIX, which is the path without \.bin or \.idx"
+    ):
         map_lengths(tmp_path / "corpus")
     write_index(tmp_path / "corpus", np.zeros(0, np.int32))
     with pytest.raises(BrokenIndexError, match="holds no documents"):
@@ -221,9 +223,9 @@ def test_another_end_of_document_id_is_noted(tmp_path: Path) -> None:
     ("overrides", "word"),
     [
         (["train_dataset.data_loader.sizes=[7, 0, 0]"], r"sizes: 7 samples fill no step of 8"),
-        (["train_dataset.data_loader.sizes=[]"], r"sizes: \[\]; write"),
+        (["train_dataset.data_loader.sizes=[]"], r"sizes: \[\] gives no number of samples; write"),
         ([f"{CONFIG}.seq_length=0"], r"seq_length: 0 is out of range"),
-        ([f'{CONFIG}.split="0, 1"'], r"split: trains on no document"),
+        ([f'{CONFIG}.split="0, 1"'], r"split: this trains on no document"),
         (["train_dataset.data_loader.type=HFDataLoader"], r"type: 'HFDataLoader' reads no Megatron corpus"),
     ],
 )

@@ -140,7 +140,7 @@ def test_the_command(tmp_path):
     assert result.exit_code == 0, result.output
     assert "matmul: " in result.output and "matmul_fp8: stays" in result.output and os.path.isfile(out)
     again = CliRunner().invoke(calibrate_command, words)
-    assert isinstance(again.exception, DataError) and "mine.yaml: exists" in str(again.exception)
+    assert isinstance(again.exception, DataError) and "mine.yaml: the file exists" in str(again.exception)
     found = json.loads(CliRunner().invoke(calibrate_command, [*words, "--force", "--json"]).stdout)
     assert found["efficiency"]["matmul"] == pytest.approx(0.5, rel=0.05)
     assert yaml.safe_load(out.read_text())["name"] == "mine"
