@@ -4,6 +4,7 @@
     python -m benchmarks.estimator --cross        # errors of rows predicted by a fit without their model and device
     python -m benchmarks.estimator --fit          # new sets in tools/estimate/efficiencies.yaml, with those errors
     python -m benchmarks.estimator --calibrated   # errors after `calibrate` on other steps of the same machine
+    python -m benchmarks.estimator --pairs        # steps with natural routing over steps with forced even routing
 
 The fit is `tools.estimate.published.fit`: all device types at once, each drawn to the type that it is most like. The
 Ascend sets are not fitted with the others: searched recipes hang on them (docs/estimator.md); their errors are those of
@@ -22,12 +23,15 @@ import numpy as np
 import yaml
 
 from tools.estimate.efficiency import FILE, NAMES, Efficiency, clear_cache, cluster
+from tools.estimate.loads import PUBLISHED_SPREAD, loads_of
 from tools.estimate.published.calibrate import TYPES, calibrate, type_of
 from tools.estimate.published.fit import Judged, contradictions, cross_validated, fit, floor, group_of, usable
-from tools.estimate.published.rows import Row, read_rows
+from tools.estimate.published.rows import Row, express, read_rows
 from tools.estimate.published.validate import predict, summary
+from tools.estimate.time_model import TimeModel
 
 DATA = tuple(sorted((Path(__file__).parent / "data").glob("*.yaml")))
+PAIRS = FILE.parent / "published" / "pairs.yaml"
 _KEPT = ("ascend_910b", "ascend_910c")  # sets that --fit leaves as they are
 _DENSE = ("megatron_sc21", "korthikanti22")
 _HEAD = """\
@@ -107,6 +111,33 @@ def calibrated(rows: list[Row], group: str = "simumax_b200") -> str:
     return "\n".join(lines)
 
 
+def pairs() -> list[dict[str, Any]]:
+    """Published pairs of steps, with the ratio that `--loads published` gives and the error of the even step."""
+    found = []
+    for pair in yaml.safe_load(PAIRS.read_text("utf-8"))["pairs"]:
+        row = express(pair["row"], f"{PAIRS}: {pair['row']['id']}")
+        assert row.config is not None, row.reason
+        config, times = replace(row.config, **pair["run"]), TimeModel(row.hardware)
+        loads, even = loads_of("published", config), times.step(config).total
+        made = {"id": row.id, "use": pair["use"], "max_over_mean": loads.typical, "measured": pair["natural_over_even"]}
+        ratio = times.under(config, loads).total / even
+        found.append({**made, "predicted": ratio, "even_error": even / row.measured["step_time_s"] - 1})
+    return found
+
+
+def pair_table() -> str:
+    """`pairs` as a table."""
+    head = "| pair | max/mean | natural over even, measured | with the spread | error | the even step's own error |"
+    lines = [head, "|---|---:|---:|---:|---:|---:|"]
+    for one in pairs():
+        error = one["predicted"] / one["measured"] - 1
+        numbers = f"{one['max_over_mean']:.2f} | {one['measured']:.2f} | {one['predicted']:.2f} | {error:+.1%}"
+        lines.append(f"| {one['id']}, {one['use']} | {numbers} | {one['even_error']:+.0%} |")
+    return "\n".join(
+        [*lines, "", f"spread {PUBLISHED_SPREAD:g}: standard deviation of the logarithm of a device's load"]
+    )
+
+
 def as_entry(kind: str, values: Efficiency, rows: list[Row]) -> dict[str, object]:
     """A set as efficiencies.yaml holds it."""
     own = [row for row in usable(rows) if type_of(row.cluster) == kind]
@@ -165,7 +196,11 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="write new sets, and errors of rows left out")
     parser.add_argument("--cross", action="store_true", help="errors of rows left out, and what contradicts itself")
     parser.add_argument("--calibrated", action="store_true", help="errors after calibration on the same machine")
+    parser.add_argument("--pairs", action="store_true", help="natural routing over forced even routing")
     arguments = parser.parse_args()
+    if arguments.pairs:
+        print(pair_table())
+        return
     rows = read(arguments.rows)
     if arguments.calibrated:
         print(calibrated(rows))

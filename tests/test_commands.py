@@ -149,8 +149,8 @@ def run(folder):
     lines += [{"step": n, "time": 1e9 + n, "seconds": 1.0, "loss": 5.0, "tokens": 1024} for n in range(1, 101)]
     (folder / "metrics" / "rank_0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step in range(1, 5):
-        load = np.arange(1, 9)[None], np.arange(8)[None]
-        append(folder / "metrics" / "expert_load.jsonl", Record(step, 2, (1,), *load, (None,)))
+        load = np.tile(np.arange(1, 17), (3, 1)), np.tile(np.arange(16), (3, 1))
+        append(folder / "metrics" / "expert_load.jsonl", Record(step, 4, (1, 2, 3), *load, (None,) * 3))
     (folder / "checkpoint").mkdir()
     (folder / "checkpoint" / TRACKER).write_text("100")
     for number in (80, 90, 100):

@@ -7,6 +7,10 @@ A stage's micro-batch is the sum over its layers (`layer_time`); the step is the
 micro-batches, filling and draining by schedule, then gradients and weights as far as nothing hides them
 (below), and the optimizer. `simulated` replays the schedule instead. Data stalls are taken as zero.
 
+Devices of an expert-parallel group wait for each other in dispatch and combine of every MoE layer, so a layer takes as
+long as on its fullest device. `TimeModel.step` takes max/mean by micro-batch and layer, and `TimeModel.under` the mean
+step of loads (`tools.estimate.loads`). What a group waits for in one micro-batch is not made good in the next.
+
 Gradients and weights are sent once a step, and the optimizer runs once a step.
 
 Weights are sent during the first forward and gradients during the last backward; with FSDP they are sent in every pass.
@@ -15,32 +19,24 @@ With `gradient_accumulation_shard` every micro-batch's gradients are reduced to 
 gradients"), not once a step, as published runs of others are taken to. As of other communication that overlaps, the
 share `Efficiency.hidden` of it is taken to run beside the micro-batch that made them (assumed: no published run has
 it). Where `optimizer_weight_shard_size` makes groups, the groups' shards are summed once a step.
-
-A pair is the forward of one micro-batch and the backward of another, run together through a chunk's layers.
-
-An MoE layer alternates computation and expert parallel communication: attention, dispatch, experts, combine; a backward
-runs through it the other way round. By itself, each pass waits for its own communication. Together, the communication
-of one runs under the computation of the other (DeepSeek-V3, arXiv 2412.19437, figure 4; report section 4.1; Pangu Ultra
-MoE's adaptive pipe overlap). Two streams, each in its order of issue, as in `plugins.ep_overlap.timeline`: the two
-passes take turns, and weight gradients, on which no other operator waits, come last.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from plugins.ep_overlap.timeline import Key, Op
-from plugins.ep_overlap.timeline import simulate as run_timeline
 from tools.estimate.configuration import Configuration, shard_group, weight_copies, weight_cut, weight_shards
-from tools.estimate.layer_time import LayerTimes, Parts
+from tools.estimate.layer_time import LayerTime, LayerTimes, Parts
+from tools.estimate.loads import Loads, moe_layers
 from tools.estimate.memory.activations import mtp_option
 from tools.estimate.memory.model import layer_options, stage_weights
+from tools.estimate.pair_time import LayerSeconds, hidden_seconds, pair_of
 from tools.model.weights import Weight, flops_per_token
 from tools.pipeline.schedules import pairs_up
 from tools.pipeline.simulate import Durations, simulate
@@ -111,86 +107,6 @@ class StepTime:
 def exposed_of(parts: Mapping[str, float]) -> float:
     """Return the seconds of a step's communication that nothing hides, by `PARTS`."""
     return sum(parts[name] for name in _EXPOSED)
-
-
-_STEPS = ("attention", "dispatch", "experts", "combine")
-_SENDS = ("dispatch", "combine")
-
-
-@dataclass(frozen=True)
-class LayerSeconds:
-    """These are the seconds of one micro-batch's forward, or backward, through one MoE layer.
-
-    Args:
-        attention: all computation before dispatch, the router included; of a backward its input gradients.
-        dispatch: communication that brings tokens to their experts; of a backward that takes their gradients back.
-        experts: computation of the experts; of a backward the input gradients, recomputation included.
-        combine: communication that brings results back; of a backward that takes their gradients to the experts.
-        weights: weight gradients of attention and experts (a backward's).
-    """
-
-    attention: float
-    dispatch: float
-    experts: float
-    combine: float
-    weights: float = 0.0
-
-    @property
-    def alone(self) -> float:
-        """Return the seconds without any overlap."""
-        return self.computation + self.communication
-
-    @property
-    def computation(self) -> float:
-        """Return the seconds of computation."""
-        return self.attention + self.experts + self.weights
-
-    @property
-    def communication(self) -> float:
-        """Return the seconds of communication."""
-        return self.dispatch + self.combine
-
-
-def pair_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
-    """Return the seconds of a pair of forward and backward through `layers` layers.
-
-    At least the longer of both computations, both communications, and each of the two alone but for weight gradients;
-    at most both one after the other.
-    """
-    chains = _chain(forward, layers, 0), _chain(backward, layers, 1)
-    weights = Op("weights", 1, "compute", layers * backward.weights, (chains[1][-1].key,))
-    return run_timeline([*(op for both in zip(*chains, strict=True) for op in both), weights]).makespan
-
-
-def _chain(seconds: LayerSeconds, layers: int, chunk: int) -> list[Op]:
-    """The operators of one pass in order, each after the one before; a backward's begin at combine."""
-    chain: list[Op] = []
-    for layer in range(layers):
-        for step in _STEPS if chunk == 0 else _STEPS[::-1]:
-            after: tuple[Key, ...] = (chain[-1].key,) if chain else ()
-            stream = "inter" if step in _SENDS else "compute"
-            chain.append(Op(f"{step} {layer}", chunk, stream, getattr(seconds, step), after))
-    return chain
-
-
-def hidden_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: np.ndarray) -> np.ndarray:
-    """Return [chunks, chunks, stages] for `Durations.hidden`: the seconds that pairs save, for `layers` [chunks,
-    stages] MoE layers.
-
-    Of two chunks with unequally many layers the fewer are paired.
-    """
-    fewer = np.minimum(layers[:, None], layers[None])
-    saved = [0.0]
-    alone = forward.alone + backward.alone
-    saved += [count * alone - pair_seconds(forward, backward, count) for count in range(1, int(fewer.max()) + 1)]
-    return np.array(saved)[fewer]
-
-
-def share_hidden(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
-    """Return the share of the pair's communication that is hidden, 0 to 1; 1 if there is no communication."""
-    sent = layers * (forward.communication + backward.communication)
-    saved = layers * (forward.alone + backward.alone) - pair_seconds(forward, backward, layers)
-    return saved / sent if sent else 1.0
 
 
 _OPTIMIZER_BYTES = 28  # of a number: gradient, weight and two moments read, weight and moments written
@@ -267,15 +183,18 @@ _CLOSED = ("gpipe", "1f1b", "interleaved_1f1b", "seqpipe", "seqvpp", "seqsmartvp
 class TimeModel(GradientTimes):
     """This gives the time of runs on one cluster."""
 
-    def chunks(self, config: Configuration) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    def chunks(self, config: Configuration, ratios: Row = ()) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
         """Return forward and backward seconds [chunks, stages] of one micro-batch, and the parts of their sum
         [stages].
+
+        Args:
+            ratios: max/mean of each MoE layer (`tools.estimate.loads.Loads`); none: that of the configuration.
         """
         names = tuple(Parts.__dataclass_fields__)
         forward, backward = np.zeros((config.chunks, config.pp)), np.zeros((config.chunks, config.pp))
         parts = {name: np.zeros(config.pp) for name in (*names, "recompute")}
-        for kind, options in _census(config).items():
-            layer = self.layer(config, kind)
+        for (kind, ratio), options in _census(config, ratios).items():
+            layer = self._at(config, kind, ratio)
             for option, count in options.items():
                 recomputed, held = layer.again(option), count.sum(axis=0)
                 forward += layer.forward.total * count
@@ -284,6 +203,12 @@ class TimeModel(GradientTimes):
                     parts[name] += (getattr(layer.forward, name) + getattr(layer.backward, name)) * held
                     parts[name if name in COMMUNICATION else "recompute"] += getattr(recomputed, name) * held
         return forward, backward, parts
+
+    def _at(self, config: Configuration, kind: str, ratio: float) -> LayerTime:
+        """A layer at a max/mean."""
+        if ratio == config.skew:
+            return self.layer(config, kind)
+        return _layer_at(self, replace(config, skew=ratio), kind)
 
     def transfer(self, config: Configuration) -> float:
         """Return the seconds to send one micro-batch's activations to the next stage."""
@@ -295,57 +220,119 @@ class TimeModel(GradientTimes):
         size = rows * config.model.hidden * (4 if config.dtype == "fp32" else 2)
         return self.hardware.launch_s + link.latency_s + size / self._speed(link)
 
-    def step(self, config: Configuration, simulated: bool = False) -> StepTime:
-        """Return the seconds of a step; `simulated` replays the schedule operation by operation."""
-        forward, backward, parts = self.chunks(config)
+    def step(self, config: Configuration, simulated: bool = False, ratios: np.ndarray | None = None) -> StepTime:
+        """Return the seconds of a step; `simulated` replays the schedule operation by operation.
+
+        Args:
+            ratios: max/mean [micro-batches, layers] of a step, as `tools.estimate.loads.Loads` has it; both axes may be
+                1, for all. None: the configuration's in every layer. Micro-batches that differ are always replayed, and
+                of fewer than the step has each takes its turn. A schedule of pairs takes their mean, because it is not
+                known which two meet.
+        """
+        config, rows = _rows(config, ratios)
+        made = [self.chunks(config, row) for row in rows]
+        forward = np.mean([one[0] for one in made], axis=0)
+        backward = np.mean([one[1] for one in made], axis=0)
+        parts = {name: np.mean([one[2][name] for one in made], axis=0) for name in made[0][2]}
         sending = 0.0 if config.overlap_pp else self.transfer(config)
         stages = (forward + backward).sum(axis=0)
         slowest = int(stages.argmax())
         busy = config.micro_batches * float(stages[slowest])
-        if simulated or config.schedule not in _CLOSED:
-            hidden = self.hidden(config) if pairs_up(config.schedule) else None
+        if simulated or config.schedule not in _CLOSED or len(rows) > 1:
+            hidden = self.hidden(config, rows[0]) if pairs_up(config.schedule) else None
             # the fit's row of DualPipe, whose experts' communication `expert_time` takes as hidden, was fitted so
             fitted = config.overlap_ep and config.schedule == "zero_bubble_v"
-            weights = backward / 2 if fitted else self.weight_gradients(config)
-            durations = Durations(forward, backward, weights, sending, "none" if sending else "full", hidden)
-            replayed = simulate(config.schedule, config.micro_batches, durations)
+            durations = [
+                Durations(
+                    one[0],
+                    one[1],
+                    one[1] / 2 if fitted else self.weight_gradients(config, row),
+                    sending,
+                    "none" if sending else "full",
+                    hidden,
+                )
+                for one, row in zip(made, rows, strict=True)
+            ]
+            each = durations[0] if len(rows) == 1 else [durations[at % len(rows)] for at in range(config.micro_batches)]
+            replayed = simulate(config.schedule, config.micro_batches, each)
             pipeline = replayed.makespan
             if hidden is not None:  # under the other one of a pair
                 parts["ep"] = parts["ep"] - (busy - replayed.busy[slowest]) / config.micro_batches
+            if hidden is not None or len(rows) > 1:
                 busy = float(replayed.busy[slowest])
         else:
             pipeline = closed_form(forward, backward, config.micro_batches, sending)
+        # uneven loads hide no gradients: those of the longest wait would seem to end sooner
+        beside = stages if not any(rows) and config.skew == 1 else _even_stages(self, replace(config, skew=1.0))
+        last = int(beside.argmax())
         return StepTime(
             pipeline=pipeline,
             bubble=1 - busy / pipeline,
-            data_parallel=0.0 if config.layer_only else self._data(config, slowest, float(stages[slowest])),
-            optimizer=0.0 if config.layer_only else self.optimizer(config, slowest),
+            data_parallel=0.0 if config.layer_only else self._data(config, last, float(beside[last])),
+            optimizer=0.0 if config.layer_only else self.optimizer(config, last),
             fixed=0.0 if config.layer_only else self.fixed,
             parts={name: config.micro_batches * float(values[slowest]) for name, values in parts.items()},
             sending=2 * sending * config.chunks * config.micro_batches,
         )
 
-    def weight_gradients(self, config: Configuration) -> np.ndarray:
+    def under(self, config: Configuration, loads: Loads, simulated: bool = False) -> StepTime:
+        """Return the mean step under loads; `simulated` is as in `step`.
+
+        Of many steps `_SAMPLED` are taken, at equal distances in the order of their max/mean, and each max/mean is
+        rounded to a `_GRAIN`th, which is less than counting tokens is off: many layers then take equally long. One
+        max/mean everywhere is not rounded.
+        """
+        ratios = loads.ratios
+        if ratios.min() == ratios.max():
+            return self.step(config, simulated, ratios[0])
+        order = np.argsort(ratios.mean(axis=(1, 2)), kind="stable")
+        places = (np.arange(min(_SAMPLED, len(order))) + 0.5) * len(order) / min(_SAMPLED, len(order))
+        taken = np.round(ratios[order[places.astype(int)]] * _GRAIN) / _GRAIN
+        return _mean([self.step(config, simulated, one) for one in taken])
+
+    def weight_gradients(self, config: Configuration, ratios: Row = ()) -> np.ndarray:
         """Return the seconds [chunks, stages] of a micro-batch's backward that are weight gradients: half of its
-        matmuls.
+        matmuls; `ratios` are as in `chunks`.
         """
         found = np.zeros((config.chunks, config.pp))
-        for kind, options in _census(config).items():
-            found += self.layer(config, kind).backward.matmul / 2 * sum(options.values())
+        for (kind, ratio), options in _census(config, ratios).items():
+            found += self._at(config, kind, ratio).backward.matmul / 2 * sum(options.values())
         return found
 
-    def hidden(self, config: Configuration) -> np.ndarray:
+    def hidden(self, config: Configuration, ratios: Row = ()) -> np.ndarray:
         """Return the seconds [chunks, chunks, stages] that a forward and a backward hide when they run as a pair.
 
         Of MoE layers only. Half of a layer's computation is taken to come before dispatch and half to be the
-        experts' (assumed); what a backward recomputes hides nothing.
+        experts' (assumed); what a backward recomputes hides nothing. `ratios` are as in `chunks`.
         """
-        layers = sum(_census(config).get("moe", {}).values(), np.zeros((config.chunks, config.pp))).astype(int)
+        if ratios:
+            return self._hidden_unevenly(config, ratios)
+        options = _census(config, ()).get(("moe", config.skew), {})
+        layers = sum(options.values(), np.zeros((config.chunks, config.pp))).astype(int)
         if not layers.any():
             return np.zeros((config.chunks, config.chunks, config.pp))
-        layer = self.layer(config, "moe")
-        forward, backward = _halves(layer.forward, 0.0), _halves(layer.backward, layer.backward.matmul / 2)
-        return hidden_seconds(forward, backward, layers)
+        return hidden_seconds(*self._passes(config, config.skew), layers)
+
+    def _passes(self, config: Configuration, ratio: float) -> tuple[LayerSeconds, LayerSeconds]:
+        """Forward and backward of an MoE layer."""
+        layer = self._at(config, "moe", ratio)
+        return _halves(layer.forward, 0.0), _halves(layer.backward, layer.backward.matmul / 2)
+
+    def _hidden_unevenly(self, config: Configuration, ratios: Row) -> np.ndarray:
+        """`hidden` of layers that differ: a forward's first layers meet the last ones of a backward."""
+        found = np.zeros((config.chunks, config.chunks, config.pp))
+        of = dict(zip(moe_layers(config), ratios, strict=False))
+        for stage in range(config.pp):
+            numbers = iter(config.layer_numbers(stage))
+            chunks = [[next(numbers) for kind in kinds if kind in LAYERS] for kinds in config.stage_kinds(stage)]
+            held = [[self._passes(config, of[number]) for number in chunk if number in of] for chunk in chunks]
+            for first, second in np.ndindex(config.chunks, config.chunks):
+                count = min(len(held[first]), len(held[second]))
+                ahead = [forward for forward, _ in held[first][:count]]
+                back = [backward for _, backward in held[second][::-1][:count]]
+                alone = sum(one.alone for one in (*ahead, *back))
+                found[first, second, stage] = alone - pair_of(ahead, back) if count else 0.0
+        return found
 
     def mfu(self, config: Configuration, seconds: float) -> float:
         """Return model FLOPs (no recomputation, causal attention) of a step that takes the given seconds, divided by
@@ -366,16 +353,64 @@ def _halves(part: Parts, weights: float) -> LayerSeconds:
     return LayerSeconds(half, part.ep / 2, half, part.ep / 2, weights)
 
 
+LAYERS = ("dense", "moe")  # kinds of decoder layers
+Row = tuple[float, ...]  # max/mean of each MoE layer of a micro-batch, those of MTP last; none: the configuration's
+_SAMPLED = 32  # steps of which `TimeModel.under` takes the mean
+_GRAIN = 200  # of max/mean, parts of 1
+
+
+@lru_cache(maxsize=16384)
+def _layer_at(times: TimeModel, config: Configuration, kind: str) -> LayerTime:
+    return times.layer(config, kind)
+
+
+@lru_cache(maxsize=1024)
+def _even_stages(times: TimeModel, config: Configuration) -> np.ndarray:
+    """[stages] seconds of a micro-batch at even loads."""
+    forward, backward, _ = times.chunks(config)
+    return (forward + backward).sum(axis=0)
+
+
+def _rows(config: Configuration, ratios: np.ndarray | None) -> tuple[Configuration, list[Row]]:
+    """The run and its rows of max/mean: one, or one for each micro-batch; an even row is the configuration's skew."""
+    if ratios is None:
+        return config, [()]
+    if ratios.min() == ratios.max():
+        return replace(config, skew=float(ratios.max())), [()]
+    layers = len(moe_layers(config)) + config.model.mtp
+    taken = np.minimum(np.arange(layers), ratios.shape[1] - 1)
+    alike = pairs_up(config.schedule) or (ratios == ratios[:1]).all()
+    rows = ratios.mean(axis=0, keepdims=True) if alike else ratios[: config.micro_batches]
+    return config, [tuple(map(float, row[taken])) for row in rows]
+
+
+def _mean(steps: Sequence[StepTime]) -> StepTime:
+    """The mean of steps, part by part."""
+    names = [field.name for field in fields(StepTime) if field.name != "parts"]
+    numbers = {name: float(np.mean([getattr(step, name) for step in steps])) for name in names}
+    parts = {part: float(np.mean([step.parts[part] for step in steps])) for part in steps[0].parts}
+    return StepTime(**numbers, parts=parts)
+
+
 @lru_cache(maxsize=4096)
-def _census(config: Configuration) -> dict[str, dict[str, np.ndarray]]:
-    """kind -> recompute option -> layers of each chunk and stage [chunks, stages]."""
-    found: dict[str, dict[str, np.ndarray]] = {}
+def _census(config: Configuration, ratios: Row) -> dict[tuple[str, float], dict[str, np.ndarray]]:
+    """(kind, max/mean) -> recompute option -> layers of each chunk and stage [chunks, stages]."""
+    found: dict[tuple[str, float], dict[str, np.ndarray]] = {}
+    decoder = moe_layers(config)
+    of = dict(zip(decoder, ratios, strict=False))
     for stage in range(config.pp):
+        numbers = iter(config.layer_numbers(stage))
         for chunk, every in enumerate(config.stage_kinds(stage)):
             options = iter(layer_options(config, chunk, stage, len(every)))
+            extra = iter(ratios[len(decoder) :])
             for kind in every:
-                option = next(options) if kind in ("dense", "moe") else mtp_option(config)
-                counts = found.setdefault(kind, {}).setdefault(option, np.zeros((config.chunks, config.pp)))
+                layer = kind in LAYERS
+                option = next(options) if layer else mtp_option(config)
+                number = next(numbers, -1) if layer else -1
+                ratio = config.skew
+                if ratios and kind in ("moe", "mtp"):
+                    ratio = next(extra) if kind == "mtp" else of[number]
+                counts = found.setdefault((kind, ratio), {}).setdefault(option, np.zeros((config.chunks, config.pp)))
                 counts[chunk, stage] += 1
     return found
 

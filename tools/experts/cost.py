@@ -23,9 +23,9 @@ from rich.table import Table
 from plugins.ep_overlap.plan import WHOLE, Passes
 from plugins.ep_overlap.timeline import STREAMS, Timeline
 from plugins.errors import RecipeError
-from tools.estimate.configuration import DEFAULT_SKEW
 from tools.estimate.efficiency import UNKNOWN, known_error
 from tools.estimate.efficiency import cluster as find_cluster
+from tools.estimate.loads import HELP
 from tools.files.figure import check_ending, new_figure, save_figure
 from tools.hardware import DEFAULT_HARDWARE
 from tools.layout.advise import Advice, ModeReport, advise
@@ -48,6 +48,7 @@ def content(advices: Sequence[Advice], source: str) -> dict[str, Any]:
         "modelled": True,
         "hardware": {name: getattr(first.hardware, name) for name in ("name", "device", "assumed")},
         "skew": first.skew,
+        "loads": first.loads.as_json(),
         "known_step_errors": known.as_json() if (known := known_error(first.hardware)) else None,
         "reports": [_advice_content(advice) for advice in advices],
     }
@@ -88,9 +89,7 @@ def _mode_content(report: ModeReport) -> dict[str, Any]:
 def print_text(advices: Sequence[Advice], source: str, console: Console) -> None:
     """Print a table for each EP degree, the setting to write, and why."""
     first = advices[0]
-    console.print(
-        f"{source} on {first.hardware.name} ({first.hardware.device}), busiest rank {first.skew:g} x the mean"
-    )
+    console.print(f"{source} on {first.hardware.name} ({first.hardware.device}), {first.loads.words}")
     for advice in advices:
         console.print()
         console.print(_table(advice))
@@ -211,13 +210,8 @@ class Degrees(click.ParamType):
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster to assume.")
 @click.option("--hardware", hidden=True, help="The old name of --cluster.")
-@click.option(
-    "--skew",
-    default=DEFAULT_SKEW,
-    show_default=True,
-    type=Number("skew"),
-    help="Assumed load of an EP group's busiest rank, divided by the mean load.",
-)
+@click.option("--loads", metavar="LOADS", help=HELP)
+@click.option("--skew", type=Number("skew"), help="One max/mean in every layer and micro-batch: --loads NUMBER.")
 @click.option("--ep", type=Degrees(), help="Compare these EP degrees; by default only the recipe's own.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
@@ -226,7 +220,8 @@ def ep_report(
     recipe: Path,
     cluster: str,
     hardware: str | None,
-    skew: float,
+    loads: str | None,
+    skew: float | None,
     ep: tuple[int, ...] | None,
     overrides: tuple[str, ...],
     as_json: bool,
@@ -239,6 +234,9 @@ def ep_report(
     """
     if picture and ep and len(ep) > 1:
         raise click.UsageError("--picture draws one EP degree: give --ep only one number")
+    if loads is not None and skew is not None:
+        raise click.UsageError("--loads and --skew say the same thing: give one of them")
+    asked = loads or ("even" if skew is None else str(skew))
     if picture:
         check_ending(picture)
     if hardware:
@@ -248,7 +246,7 @@ def ep_report(
     advices = []
     for degree in ep or [None]:
         try:
-            advices.append(advise(_of_degree(changed, degree) if degree else changed, devices, skew))
+            advices.append(advise(_of_degree(changed, degree) if degree else changed, devices, asked))
         except RecipeError as error:
             raise RecipeError(f"--ep {degree}: {error}" if degree else str(error)) from None
     if picture:

@@ -235,8 +235,8 @@ def notes(found: Study) -> list[str]:
         lines.append(f"seconds: unknown: {seconds}")
     else:
         lines.append(
-            f"seconds: modelled, not measured, on {seconds.cluster} by the estimator of tc3 search, each step as "
-            f"uneven in all layers as on average; {seconds.even:.2f} s where all devices have as much, and moving "
+            f"seconds: modelled, not measured, on {seconds.cluster} by the estimator of tc3 search, each layer "
+            f"as long as on its fullest device; {seconds.even:.2f} s where all devices have as much, and moving "
             f"experts is not in them. Efficiencies are fitted to published runs whose skew is not known; step times "
             f"are {seconds.error}"
         )

@@ -18,6 +18,7 @@ from plugins.errors import RecipeError
 from tools.estimate.configuration import DEFAULT_SKEW, Cut
 from tools.estimate.efficiency import UNKNOWN, known_error
 from tools.estimate.efficiency import cluster as find_cluster
+from tools.estimate.loads import uniform
 from tools.estimate.time_model import TimeModel
 from tools.experts.cost import arrow, assumptions
 from tools.hardware import DEFAULT_HARDWARE, Hardware
@@ -87,7 +88,7 @@ def _case(model: str, ep: int, hardware: Hardware, skew: float) -> Case:
     overrides = [f"parallel_config.expert_parallel={ep}", f"parallel_config.data_parallel={dp}"]
     mesh = f"dp{dp}{'*' * (dp != view.dp)} tp{view.tp} pp{view.pp}"
     try:
-        return Case(model, ep, mesh, advise(apply_overrides(recipe, overrides), hardware, skew))
+        return Case(model, ep, mesh, advise(apply_overrides(recipe, overrides), hardware, uniform(skew)))
     except RecipeError as error:
         return Case(model, ep, mesh, refused=str(error).partition("expert_parallel: ")[2].partition(";")[0])
 

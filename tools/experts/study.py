@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +19,10 @@ from plugins.expert_balance.record import Record, load_file, read
 from plugins.expert_balance.replay import Replay, differences, eplb, replay, replay_policy
 from plugins.expert_balance.settings import KEY, Settings
 from plugins.expert_balance.settings import read as read_settings
+from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import UNKNOWN, cluster, known_error
 from tools.estimate.from_recipe import from_recipe
+from tools.estimate.loads import moe_layers, of_ratios
 from tools.estimate.time_model import TimeModel
 from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
@@ -29,7 +30,6 @@ from tools.recipe.view import View
 
 NONE, RECORDED = "experts stay", "as recorded"  # names of policies
 RARE = 5  # times the steps between plans, for a policy that shows what waiting longer costs
-_GRAIN = 200  # of max/mean, parts of 1: steps are predicted for so many values
 
 
 @dataclass(frozen=True)
@@ -73,23 +73,24 @@ class Seconds:
     """These are predicted steps.
 
     Args:
-        cluster: they run on. even: seconds where all devices have as much.
-        of: seconds for a max/mean. error: how far such predictions are off, in words.
+        cluster: they run on. config: the run. even: seconds where all devices have as much.
+        error: how far such predictions are off, in words.
     """
 
     cluster: str
+    times: TimeModel
+    config: Configuration
     even: float
-    of: Callable[[float], float]
     error: str
 
     def waits(self, ratios: np.ndarray) -> float:
-        """Return the mean over steps of the seconds in which a step waits for the device with the highest load.
+        """Return the mean over steps of the seconds in which layers wait for their fullest devices.
 
         Args:
-            ratios: [steps, layers] max/mean. A step is taken to be as uneven in every layer as on average: the
-                estimator's step grows in proportion.
+            ratios: [steps, layers] max/mean.
         """
-        return float(np.mean([self.of(ratio) - self.even for ratio in ratios.mean(1)]))
+        loads = of_ratios(ratios, range(1, len(ratios) + 1), "replayed loads")
+        return self.times.under(self.config, loads, simulated=True).total - self.even
 
 
 def seconds_of(recipe: Recipe | None, records: list[Record], cluster_name: str) -> Seconds | str:
@@ -110,17 +111,15 @@ def seconds_of(recipe: Recipe | None, records: list[Record], cluster_name: str) 
                 f"the log is of {records[0].tokens.shape[1]} experts on {records[0].devices} devices, the recipe of "
                 f"{config.model.experts} on {config.ep}"
             )
+        layers = len(moe_layers(config))
+        if len(records[0].layers) not in (layers, layers + config.model.mtp):
+            return f"the log is of {len(records[0].layers)} MoE layers, the recipe of {layers}"
         times = TimeModel(hardware)
-
-        @lru_cache(maxsize=4096)
-        def step(parts: int) -> float:
-            return times.step(replace(config, skew=max(parts / _GRAIN, 1.0)), simulated=True).total
-
-        even = step(_GRAIN)
+        even = times.step(config, simulated=True).total
     except RecipeError as error:
         return str(error)
     known = known_error(hardware)
-    return Seconds(hardware.name, even, lambda ratio: step(round(ratio * _GRAIN)), known.words if known else UNKNOWN)
+    return Seconds(hardware.name, times, config, even, known.words if known else UNKNOWN)
 
 
 @dataclass(frozen=True)

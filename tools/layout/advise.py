@@ -20,9 +20,10 @@ from plugins.hierarchical_ep import settings as hierarchical_ep
 from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE, Topology, of_mesh
 from plugins.hierarchical_ep.traffic import BreakEven, backward, break_even, check_routing
-from tools.estimate.configuration import DEFAULT_SKEW, Configuration, Cut
+from tools.estimate.configuration import Configuration, Cut
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
+from tools.estimate.loads import EVEN, Loads, loads_of
 from tools.estimate.time_model import StepTime, TimeModel
 from tools.hardware import DEFAULT_HARDWARE, Hardware, load_hardware
 from tools.layout.offsets import Values
@@ -130,7 +131,8 @@ class Advice:
     """An `Advice` holds all modes of one recipe at one EP degree, and the setting to use."""
 
     recipe: Recipe = field(repr=False)
-    config: Configuration  # the run, dispatched globally and uncut
+    config: Configuration  # the run, dispatched globally and uncut; its skew is the mean of the loads
+    loads: Loads
     hardware: Hardware
     topology: Topology
     modes: dict[str, ModeReport]  # by dispatch mode
@@ -148,13 +150,14 @@ class Advice:
         if len(modes) == 1 and cuts:
             own = replace(from_recipe(self.recipe), skew=self.skew)
             chunks, order = own.ep_cut or Cut((1, 1), 1)
-            return Written(own.ep_mode, chunks or (1, 1), order or 1, _step(TimeModel(self.hardware), own))
-        found = advise(self.recipe, self.hardware, self.skew, modes, cuts, stride)
+            step = _step(TimeModel(self.hardware), own, self.loads)
+            return Written(own.ep_mode, chunks or (1, 1), order or 1, step)
+        found = advise(self.recipe, self.hardware, self.loads, modes, cuts, stride)
         return Written(found.mode, found.chunks, found.stride, found.best.cut)
 
     @property
     def skew(self) -> float:
-        """Return the load of the busiest rank divided by the mean."""
+        """Return the mean load of the busiest rank divided by the mean."""
         return self.config.skew
 
     @property
@@ -176,7 +179,7 @@ class Advice:
 def advise(
     recipe: dict[str, Any],
     hardware: Hardware | str = DEFAULT_HARDWARE,
-    skew: float = DEFAULT_SKEW,
+    loads: Loads | str = EVEN,
     modes: Sequence[str] = MODES,
     cuts: Sequence[Chunks] = (),
     stride: int | None = None,
@@ -186,7 +189,8 @@ def advise(
     Args:
         recipe: a loaded recipe.
         hardware: a hardware file, or its name or path.
-        skew: load of the busiest rank over the mean, at least 1.
+        loads: of the devices, or the text of `--loads` (`tools.estimate.loads.loads_of`). Steps wait for the fullest
+            device of each layer; bytes, and the choice of chunks, are those of the mean max/mean.
         modes: the modes to choose from; one where the recipe fixes it.
         cuts: (b, s) to choose from; [(1, 1)] where the recipe does not overlap, empty for all that fit.
         stride: the order of issue where the recipe writes one; the best by default.
@@ -203,12 +207,14 @@ def advise(
             )
     recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
     check(recipe, hardware)
-    config = replace(from_recipe(recipe, ep_mode="global"), skew=skew)
+    config = from_recipe(recipe, ep_mode="global")
+    loads = loads if isinstance(loads, Loads) else loads_of(loads, config)
+    config, skew = replace(config, skew=loads.typical), loads.typical
     model = config.model
     topology = of_mesh(config.ep, hardware.devices_per_node, model.experts)
     check_routing(topology, model.top_k, skew)
     times = TimeModel(hardware)
-    reports = {mode: _report(times, config, mode, cuts, stride) for mode in modes}
+    reports = {mode: _report(times, config, loads, mode, cuts, stride) for mode in modes}
     # min keeps the first of equals: the simplest mode
     best = min(reports.values(), key=lambda report: round(report.step[1], DIGITS))
     even = break_even(topology, model.top_k, model.hidden, 4 if config.dtype == "fp32" else 2, skew)
@@ -218,7 +224,7 @@ def advise(
     except RecipeError as error:
         unsimulated = str(error)
     of_best = (best.mode, best.choice.chunks, best.choice.stride)
-    return Advice(recipe, config, hardware, topology, reports, *of_best, even, why, unsimulated)
+    return Advice(recipe, config, loads, hardware, topology, reports, *of_best, even, why, unsimulated)
 
 
 def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | None]:
@@ -241,7 +247,7 @@ def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | No
 
 
 def _report(
-    times: TimeModel, config: Configuration, mode: str, cuts: Sequence[Chunks], stride: int | None
+    times: TimeModel, config: Configuration, loads: Loads, mode: str, cuts: Sequence[Chunks], stride: int | None
 ) -> ModeReport:
     """One mode, with its best cut."""
     config = replace(config, ep_mode=mode)
@@ -251,18 +257,18 @@ def _report(
     sent = [*forward, *backward(forward)]
     if config.recompute.full:
         sent += times.repeated(config)
-    whole = _step(times, config)
-    alone = _step(times, replace(config, shared_beside=False)) if config.shared_beside else whole
+    whole = _step(times, config, loads)
+    alone = _step(times, replace(config, shared_beside=False), loads) if config.shared_beside else whole
     inter, intra = (sum(getattr(step, name) for step in sent) for name in ("inter_bytes", "intra_bytes"))
-    return ModeReport(mode, inter, intra, alone.by_part["ep"], choice, whole, _step(times, cut))
+    return ModeReport(mode, inter, intra, alone.by_part["ep"], choice, whole, _step(times, cut, loads))
 
 
-def _step(times: TimeModel, config: Configuration) -> StepTime:
+def _step(times: TimeModel, config: Configuration, loads: Loads = EVEN) -> StepTime:
     """The step with its schedule simulated; of a schedule that has no model, as 1F1B, which compares modes as well."""
     try:
-        return times.step(config, simulated=True)
+        return times.under(config, loads, simulated=True)
     except RecipeError:
-        return times.step(replace(config, schedule="1f1b"))
+        return times.under(replace(config, schedule="1f1b"), loads)
 
 
 def _why(best: ModeReport, topology: Topology, even: BreakEven, skew: float, top_k: int) -> str:
@@ -274,8 +280,8 @@ def _why(best: ModeReport, topology: Topology, even: BreakEven, skew: float, top
         text = (
             f"hierarchical moves nodes x (1 + m) / load = {topology.nodes} x {1 + even.metadata_ratio:.3f} / "
             f"{even.load:.3g} = {even.hierarchical_over_global:.2f} of the global All-to-All's inter-node bytes "
-            f"(m: metadata; load: copies of a token, skew {skew:g} x top-{top_k}; break-even at {even.nodes_limit:.1f} "
-            f"nodes, EP {even.ep_limit:.0f}), deduplicated {even.deduplicated_over_global:.2f}; "
+            f"(m: metadata; load: copies of a token, skew {skew:.4g} x top-{top_k}; break-even at "
+            f"{even.nodes_limit:.1f} nodes, EP {even.ep_limit:.0f}), deduplicated {even.deduplicated_over_global:.2f}; "
             f"by time {best.mode} is the fastest"
         )
     if choice.chunks == (1, 1):

@@ -21,6 +21,8 @@ from tools.check.check import require_sound
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import cluster as find_cluster
 from tools.estimate.from_recipe import from_recipe
+from tools.estimate.loads import HELP, Loads, loads_of
+from tools.estimate.memory.loaded import judge
 from tools.estimate.memory.model import all_stages
 from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, known_errors, room_of
 from tools.estimate.memory.time_line import TimeLine, check_form, simulated, time_line, write_line
@@ -74,6 +76,8 @@ def print_stages(report: Mapping[str, Any], console: Console) -> None:
         style="dim",
     )
     console.print(f"room: {report['room']['words']}, by {report['room']['source']}")
+    for line in report["loads"]["words"] if report["loads"] else ():
+        console.print(line, soft_wrap=True)
     peak = report["peak"]
     console.print(
         f"stage {peak['stage']} holds most in {pass_in_words(peak['pass'])}: {peak['bytes'] / unit:.1f} {name}"
@@ -142,6 +146,7 @@ _WIDTH = 130  # of tables in a file or pipe
     metavar="NAME|FILE",
     help="Cluster whose device memory and step times are assumed.",
 )
+@click.option("--loads", metavar="LOADS", help=HELP)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def memory(
@@ -151,6 +156,7 @@ def memory(
     picture: Path | None,
     stage: int | None,
     cluster: str,
+    loads: str | None,
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -160,10 +166,15 @@ def memory(
     tc3 memory recipes/telechat3_438b/pretrain_4k.yaml
     tc3 memory my.yaml --explain-oom --limit 50
     tc3 memory my.yaml --time-line stage.svg --stage 7
+    tc3 memory recipes/mini/pretrain_ep4.yaml --loads output/RUN
 
     tc3 dryrun gives the exact bytes of MindSpore's compiled graph, in minutes.
 
-    Exit codes: 0 it fits; 1 it does not, or the model's known error leaves it open; 2 a wrong input.
+    The table is of even loads; below it stands up to which load of the fullest device the recipe fits, and how many
+    steps of the given loads need more.
+
+    Exit codes: 0 it fits; 1 it does not, also only at some step of --loads, or the model's known error leaves it open;
+    2 a wrong input.
     """
     if picture:
         check_form(picture)
@@ -176,7 +187,7 @@ def memory(
     room, times = room_of(loaded, hardware, limit), TimeModel(hardware)
     if limit is not None:
         room = dataclasses.replace(room, source="--limit")
-    report, line = _report(config, times, room, stage)
+    report, line = _report(config, times, room, stage, loads_of(loads, config) if loads is not None else None)
     report |= {"recipe": loaded.source}
     if explain_oom:
         with saying("changing the recipe"):
@@ -197,8 +208,10 @@ def memory(
     sys.exit(0 if report["fit"] == FITS else 1)
 
 
-def _report(config: Configuration, times: TimeModel, room: Room, stage: int | None) -> tuple[dict[str, Any], TimeLine]:
-    """Bytes by stage, and the time line of a stage with its peak's owners."""
+def _report(
+    config: Configuration, times: TimeModel, room: Room, stage: int | None, loads: Loads | None
+) -> tuple[dict[str, Any], TimeLine]:
+    """Bytes by stage, the time line of a stage with its peak's owners, and what uneven loads need."""
     every = all_stages(config)
     peaks = [memory.peak for memory in every]
     number = peaks.index(max(peaks)) if stage is None else stage
@@ -208,13 +221,16 @@ def _report(config: Configuration, times: TimeModel, room: Room, stage: int | No
     line = time_line(config, number, simulation)
     drawn = len({op.micro_batch for op in simulation.orders[number]})
     fits = [verdict(peak, room) for peak in peaks]
+    judged = judge(config, room, loads) if config.model.experts else None
+    found = [*fits, *([judged.verdict] if judged else [])]
     errors = known_errors().errors.values()
     report = {
         "stages": [one.as_json() | {"stage": place, "fit": fits[place]} for place, one in enumerate(every)],
-        "fit": next(word for word in (DOES_NOT_FIT, UNKNOWN, FITS) if word in fits),
+        "fit": next(word for word in (DOES_NOT_FIT, UNKNOWN, FITS) if word in found),
         "room": {"bytes": room.bytes, "cap": room.cap, "words": room.words, "source": room.source},
         "known_error": [min(errors), max(errors)],
         "peak": {"stage": number, **line.peak_as_json()},
+        "loads": judged and {**judged.as_json(), "words": judged.lines},
         "micro_batches": {"drawn": drawn, "step": config.micro_batches},
     }
     return report, line

@@ -15,7 +15,8 @@ Rules of the simulation, all stated here:
   keys and values, and backwards the other way round;
 * activations of a chunk are held from the start of its forward to the end of its backward, or of its weight gradients
   where these are split off.
-No contention between transfers, no variation between micro-batches. Times and memory are in the caller's units.
+No contention between transfers; micro-batches take equally long unless each has `Durations` of its own. Times and
+memory are in the caller's units.
 
 How many activations are in flight is counted from the orders only, without times. The picture has a row for each stage
 and shows who runs what when, as in the papers' figures of pipeline schedules.
@@ -79,23 +80,32 @@ class Simulation:
         return 1 - float(self.busy.sum()) / (self.makespan * len(self.busy))
 
 
-def simulate(schedule: str, micro_batches: int, durations: Durations, parts: int = 1) -> Simulation:
+def simulate(
+    schedule: str, micro_batches: int, durations: Durations | Sequence[Durations], parts: int = 1
+) -> Simulation:
     """Simulate one step of a schedule of `tools.pipeline.schedules`. Sequences are split into `parts`.
+
+    Args:
+        durations: of every micro-batch, or those of each in a list; transfers and overlap are then the first one's.
 
     Raises:
         RecipeError: the schedule cannot run, or `overlap` is none of `OVERLAPS`.
     """
-    chunks, stages = np.shape(durations.forward)[-2:]
+    chunks, stages = np.shape((durations if isinstance(durations, Durations) else durations[0]).forward)[-2:]
     return simulate_timetable(timetable(schedule, stages, chunks, micro_batches, parts), durations)
 
 
-def simulate_timetable(table: Timetable, durations: Durations) -> Simulation:
-    """Simulate one step of given orders (see `tools.pipeline.timetable.lay_out`).
+def simulate_timetable(table: Timetable, durations: Durations | Sequence[Durations]) -> Simulation:
+    """Simulate one step of given orders (see `tools.pipeline.timetable.lay_out`). `durations` are as in `simulate`.
 
     Raises:
         RecipeError: `overlap` is none of `OVERLAPS`.
     """
-    times = duration_table(durations, table.parts)[table.work]
+    if isinstance(durations, Durations):
+        times = duration_table(durations, table.parts)[table.work]
+    else:
+        times = np.array([duration_table(one, table.parts) for one in durations])[table.micro_batches, table.work]
+        durations = durations[0]
     sending, receiving, lags = _transfers(table, durations)
     ends = play(table, receiving + times + sending, lags=lags if any(lag.any() for lag in lags) else ())[1:] - sending
     by_stage = list(enumerate(table.places))

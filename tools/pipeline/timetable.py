@@ -66,6 +66,14 @@ class Timetable:
         """Return the operations of each stage."""
         return tuple(tuple(as_operations(table)) for table in self.tables)
 
+    @cached_property
+    def micro_batches(self) -> np.ndarray:
+        """Return [levels, stages] the micro-batch of each operation, of a pair that of its backward; 0 when idle."""
+        found = np.zeros(self.work.shape, int)
+        for stage, (levels, table) in enumerate(zip(self.places, self.tables, strict=True)):
+            found[levels, stage] = table[:, 1]
+        return found
+
 
 @lru_cache(maxsize=32)
 def timetable(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> Timetable:

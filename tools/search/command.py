@@ -87,6 +87,13 @@ class OfGroup(click.Command):
     help="Place the first layout once more with a third choice beside keeping and recomputing activations: swapping "
     "them to the host, at the price of the host link. It is only simulated, not written.",
 )
+@click.option(
+    "--loads",
+    metavar="LOADS",
+    help="Also rank the placed strategies under uneven loads of devices, by expected seconds and with the chance to "
+    "run out of memory: even, published, spread:NUMBER, one max/mean, a run or a routing log (docs/estimator.md). "
+    "--write then writes the first under the loads.",
+)
 @click.option("--top", default=10, show_default=True, type=Number("rows"), help="Strategies to place and show.")
 @effort_option("normal")
 @time_limit_option(
@@ -134,7 +141,7 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
     """
     from tools.search.options import SpaceProgress
     from tools.search.ranking.alternatives import BySchedule, add_swapping, search_schedules
-    from tools.search.ranking.run import search
+    from tools.search.ranking.run import add_loads, search
 
     with terminate_as_interrupt(), SpaceProgress() as progress:
         try:
@@ -149,6 +156,8 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
             if found.whole and found.entries:  # where 1F1B has no layout, no other schedule is looked at
                 others = search_schedules(request, options["schedules"], budget, times, progress.tell)
                 found.cut, found.whole = found.cut or others.cut, others.whole
+            if options["loads"] is not None and found.whole and found.entries:
+                add_loads(found, options["loads"], times, progress.tell)
         except KeyboardInterrupt:
             click.echo("interrupted: nothing found yet", err=True)
             sys.exit(130)
@@ -167,6 +176,7 @@ def _asked(
 ) -> tuple[Recipe, Request, TimeModel]:
     """The recipe as written, of which overlays are children, and what is asked; errors now rather than at the end."""
     from tools.estimate.from_recipe import require_ulysses
+    from tools.estimate.loads import loads_of
     from tools.estimate.time_model import TimeModel
     from tools.recipe.load import load_recipe
     from tools.search.overlay import keep_files_of, require_layouts
@@ -187,12 +197,17 @@ def _asked(
     options["schedules"] = asked_schedules(options["schedules"])
     if options["write"]:
         require_writable(options["schedules"])
+    if options["loads"] is not None and (options["schedules"] or options["verified"]):
+        other = "--schedule" if options["schedules"] else "--verify"
+        raise RecipeError(f"--loads: it ranks layouts of 1F1B that were placed; leave {other} out")
     if options["schedules"] and options["verified"]:
         raise RecipeError("--verify dry-runs only 1F1B's layouts; with --schedule, --write it and tc3 dryrun it")
     of_run = (options["devices"], options["gbs"], options["memory"])
     request = request_of(recipe, cluster_name, *of_run, asked, options["memory_margin"])
     request = with_choices(request, options["groups"], options["swapping"])
     require_ulysses(recipe, request.base.model, request.ulysses)
+    if options["loads"] is not None:
+        loads_of(options["loads"], request.base)
     if options["write"] or options["verified"]:  # before the search takes its minutes
         require_layouts(recipe, request.devices)
     return recipe, request, TimeModel(request.hardware)

@@ -88,7 +88,12 @@ def tell_end(cut: bool, stopped: bool, best: str) -> None:
         sys.exit(130)
 
 
-_WORDS = {"ranking": "ranking the space", "placing": "placing layers", "bounding": "bounding the others"}
+_WORDS = {
+    "ranking": "ranking the space",
+    "placing": "placing layers",
+    "bounding": "bounding the others",
+    "loading": "predicting under the loads",
+}
 
 
 class SpaceProgress(Progressing):

@@ -22,6 +22,7 @@ from tools.search.candidates import RECOMPUTE
 from tools.search.doubt import Doubt, doubt_of
 from tools.search.ranking.rank import Ranking
 from tools.search.ranking.run import PARTS, Entry, Found
+from tools.search.ranking.uneven import HEADS as UNEVEN
 from tools.search.report import HEADS, LEFT, assumptions, lost, reasons, table_rows
 from tools.search.request import PLANNED
 
@@ -182,6 +183,7 @@ def html(found: Found, times: TimeModel, title: str) -> str:
             "How to read the table",
             {name or "#": said for name, said in HEADS.items()} | ({"green": _ALIKE} if alike else {}),
         ),
+        *_under_loads(found),
         markup.bullets(reasons(found, doubt)),
         markup.text("Memory and time", "h2"),
         as_svg(lambda axes: draw_frontier(axes, found, doubt), (12, 6.5)),
@@ -202,6 +204,17 @@ def html(found: Found, times: TimeModel, title: str) -> str:
         markup.bullets(assumptions(found, times)),
     ]
     return markup.page(title, body)
+
+
+def _under_loads(found: Found) -> list[str]:
+    """The placed layouts under the loads that were asked for."""
+    if not found.uneven:
+        return []
+    return [
+        markup.text("Under the loads, by expected seconds; what runs out of memory stands last", "h2"),
+        _table(tuple(UNEVEN), [one.cells for one in found.uneven]),
+        markup.legend("How to read this table", {name or "#": said for name, said in UNEVEN.items()}),
+    ]
 
 
 def _layers(entry: Entry) -> tuple[str, str]:

@@ -23,6 +23,8 @@ from tools.layout.budget import LATE
 from tools.search.doubt import Doubt, doubt_of
 from tools.search.ranking.alternatives import BySchedule, Scheduled, swap_words, swapping_json, swapping_words
 from tools.search.ranking.run import Entry, Found, why_faster
+from tools.search.ranking.uneven import HEADS as UNEVEN
+from tools.search.ranking.uneven import words as uneven_words
 from tools.search.request import Request
 
 HEADS = {  # column -> what it says
@@ -80,6 +82,7 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
         lines.append(f"1 before 2 by {why_faster(entries[0], entries[1])}")
     lines += doubt.lines() if doubt else []
     lines += swapping_words(found.swapping) if found.swapping else []
+    lines += uneven_words(found.uneven)
     if entries:
         lines.append(placed_words(found))
     if entries and found.own and not found.request.changed:
@@ -191,6 +194,11 @@ def notes(found: Found) -> list[str]:
     ]
     words = f"Effort {found.effort:g} for each placement"
     lines.append(f"{words}; {LATE}." if found.cut else f"{words}: the same on every machine.")
+    for one in found.uneven:
+        if one.name != "recipe" and found.entries[int(one.name) - 1] is best:
+            lines.append(
+                f"Under {one.loads.words}: {one.seconds:.2f} s per step, out of memory at {one.cells[5]} steps."
+            )
     if best.bound:
         lines.append(f"No placement of this strategy's layers is under {best.bound:.2f} s.")
     if found.unverified:
@@ -230,6 +238,7 @@ def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
         "not_proven": [{**_entry(entry, request), "doubts": doubts} for entry, doubts in found.doubtful],
         "funnel": [list(line) for line in found.ranking.funnel.lines()],
         "notes": assumptions(found, times),
+        **({"loads": [one.as_json() for one in found.uneven]} if found.uneven else {}),
         **({"swapping": swapping_json(found.swapping)} if found.swapping else {}),
     }
 
@@ -250,6 +259,9 @@ def print_text(found: Found, times: TimeModel, console: Console) -> None:
         f"ranked in {found.seconds:.0f} s"
     )
     console.print(_table(tuple(HEADS), table_rows(found), LEFT))
+    if found.uneven:
+        console.print("\nunder the loads, by expected seconds; what runs out of memory stands last:")
+        console.print(_table(tuple(UNEVEN), [one.cells for one in found.uneven], LEFT))
     for line in reasons(found, doubt_of(found, times)):
         console.print(f"* {line}")
     for line in lost(found):

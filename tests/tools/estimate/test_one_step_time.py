@@ -133,7 +133,7 @@ def test_search_gives_each_strategy_its_own_chunks_where_the_recipe_does():
 
 def test_more_skew_is_slower_everywhere():
     recipe = load_recipe(ROOT / "recipes/telechat3_438b/pretrain_4k.yaml")
-    even, busy = advise(recipe, skew=1.0), advise(recipe, skew=1.5)
+    even, busy = advise(recipe), advise(recipe, loads="1.5")
     assert even.written.step.total < busy.written.step.total
     config = replace(from_recipe(recipe), skew=1.5)
     assert TimeModel(A2).step(config, simulated=True).total == busy.written.step.total

@@ -12,7 +12,8 @@ from tools.estimate.efficiency import CLUSTERS, NAMES, _sets, cluster, efficienc
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.layer_model import work
 from tools.estimate.memory.model import stage_weights
-from tools.estimate.time_model import LayerSeconds, TimeModel, closed_form, hidden_seconds, pair_seconds, share_hidden
+from tools.estimate.pair_time import LayerSeconds, hidden_seconds, pair_seconds, share_hidden
+from tools.estimate.time_model import TimeModel, closed_form
 from tools.hardware import known_hardware
 from tools.layout.resolve import resolve
 from tools.model.architecture import Model, pattern_of

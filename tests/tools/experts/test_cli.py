@@ -17,10 +17,11 @@ from plugins.expert_balance.settings import Settings
 from tests.plugins.expert_balance.drifting import live
 from tests.tools.check.test_mutations import ROOT
 from tools.experts.cli import experts
-from tools.experts.study import open_run, seconds_of
+from tools.experts.study import open_run, seconds_of, study
 from tools.layout.advise import advise
 from tools.recipe.load import load_recipe
 
+LAYERS = 53  # MoE layers of the 438B recipe
 LARGE = ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml"
 MINI = ROOT / "recipes" / "mini" / "pretrain_ep4.yaml"
 
@@ -43,8 +44,8 @@ def told(*arguments):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A log of as many experts and devices as the 438B recipe has, without plans."""
-    records = live(Settings(every=0), steps=25, devices=16, layers=6, experts=256)
+    """A log of as many experts, devices and layers as the 438B recipe has, without plans."""
+    records = live(Settings(every=0), steps=12, devices=16, layers=LAYERS, experts=256)
     return write(tmp_path_factory.mktemp("large") / "log.jsonl", records)
 
 
@@ -83,13 +84,15 @@ def test_a_run_that_moved_is_compared_with_what_others_would_have_done(tmp_path)
 
 
 def test_seconds_are_those_of_ep_report(large):
-    """One estimator: a step whose layers have max/mean 1.2 is ep-report's at --skew 1.2."""
+    """One estimator: the recorded loads cost what `tc3 ep-report --loads` says of them."""
     source = open_run(Path(large), LARGE, print)
     found = seconds_of(source.recipe, source.records, "atlas_800t_a2")
-    even, uneven = (advise(source.recipe, "atlas_800t_a2", skew).written.step.total for skew in (1.0, 1.2))
-    assert found.even == pytest.approx(even)
-    assert found.of(1.2) == pytest.approx(uneven)
-    assert found.waits(np.array([[1.1, 1.3], [1.0, 1.0]])) == pytest.approx((uneven - even) / 2)
+    even, uneven, recorded = (
+        advise(source.recipe, "atlas_800t_a2", loads).written.step.total for loads in ("even", "1.2", large)
+    )
+    assert found.even == even
+    assert found.waits(np.full((2, LAYERS), 1.2)) == pytest.approx(uneven - even)
+    assert found.waits(study(source, "atlas_800t_a2", None).ratios) == pytest.approx(recorded - even)
 
 
 def test_what_waits_is_saved_by_moving(large):
@@ -104,10 +107,12 @@ def test_what_waits_is_saved_by_moving(large):
 
 def test_seconds_that_nobody_knows_are_unknown_with_the_reason(tmp_path, large):
     small = write(tmp_path / "log", live(Settings(every=0)))
+    few = write(tmp_path / "few", live(Settings(every=0), devices=16, experts=256))
     for arguments, reason in (
         ([small], "--recipe names one"),
         ([small, "--recipe", MINI], "CPU workers"),
         ([small, "--recipe", LARGE], "32 experts on 4 devices, the recipe of 256 on 16"),
+        ([few, "--recipe", LARGE], "3 MoE layers, the recipe of 53"),
     ):
         found = told(*arguments)
         assert reason in found["seconds"]["unknown"] and found["policies"][0]["waits_seconds"] is None

@@ -9,6 +9,7 @@ from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.topology import Topology
 from plugins.hierarchical_ep.traffic import expected_steps
 from tests.tools.check.test_mutations import ROOT
+from tools.estimate.loads import EVEN, uniform
 from tools.estimate.time_model import TimeModel
 from tools.hardware import load_hardware
 from tools.layout.advise import advise
@@ -35,7 +36,7 @@ def test_the_run_of_438b():
 
 
 def test_bytes_are_those_of_the_planner():
-    advice = advise(recipe(), A2, skew=1.3)
+    advice = advise(recipe(), A2, uniform(1.3))
     forward = expected_steps("hierarchical", Topology(2, 8, 256), 2048, 8, 5120, 2, skew=1.3)
     ids = sum(step.inter_forward_only for step in forward)
     dispatch = sum(step.inter_bytes for step in forward if step.name.startswith("dispatch"))
@@ -47,7 +48,7 @@ def test_bytes_are_those_of_the_planner():
 @pytest.mark.parametrize("model", ["105b", "438b", "1119b"])
 def test_ep16_moves_nodes_over_top_k_of_the_bytes(model):
     """Report section 4.3: 2 nodes, so the AllGather moves 2 / k of the All-to-All, within the ids and probabilities."""
-    advice = advise(recipe(model, ep(16), "recompute_config.recompute=False"), A2, skew=1.0)
+    advice = advise(recipe(model, ep(16), "recompute_config.recompute=False"), A2, EVEN)
     ratio = advice.modes["hierarchical"].inter_bytes / advice.modes["global"].inter_bytes
     assert ratio == pytest.approx(2 / advice.config.model.top_k, rel=0.02)
     assert ratio == pytest.approx(advice.break_even.hierarchical_over_global, rel=0.01)
@@ -78,7 +79,7 @@ def test_what_holds_for_every_degree(degree):
 
 def test_more_nodes_and_more_skew_never_move_fewer_bytes():
     by_degree = [advise(recipe("438b", ep(degree)), A2).modes for degree in (16, 32, 64, 128)]
-    by_skew = [advise(recipe(), A2, skew).modes for skew in (1.0, 1.2, 2.0)]
+    by_skew = [advise(recipe(), A2, uniform(skew)).modes for skew in (1.0, 1.2, 2.0)]
     for series in (by_degree, by_skew):
         for mode in MODES:
             inter = [modes[mode].inter_bytes for modes in series]
@@ -173,7 +174,7 @@ def test_wrong_arguments():
     with pytest.raises(RecipeError, match="no such file"):
         advise(recipe(), "atlas")
     with pytest.raises(RecipeError, match="skew"):
-        advise(recipe(), A2, skew=0.5)
+        advise(recipe(), A2, uniform(0.5))
     with pytest.raises(RecipeError, match=r"chunks\[0\]"):
         advise(recipe(), A2, cuts=[(2, 1)])
 

@@ -1,5 +1,6 @@
 import json
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -61,3 +62,25 @@ def test_the_peak_of_a_stage_is_named_in_words():
     assert pass_in_words("W 0.0") == "the gradients of weights of micro-batch 0, chunk 0"
     assert pass_in_words("") == "no pass"
     assert (unit_of(GIB), unit_of(GIB - 1)) == ((GIB, "GiB"), (MIB, "MiB"))
+
+
+LARGE = "recipes/telechat3_438b/pretrain_4k.yaml"
+
+
+def test_uneven_loads_are_judged_below_the_table(tmp_path):
+    shown = run(recipe=LARGE)
+    assert shown.exit_code == 0 and "fits at even loads, and up to a max/mean of 8.14 in every layer" in shown.stdout
+    rows = np.ones((2, 53, 256), int)
+    rows[1, :, :16] = 60  # the first of 16 devices in the second step: 12.8 times the mean
+    lines = [json.dumps({"step": step, "tokens": one.tolist()}) for step, one in enumerate(rows, 5)]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n")
+    uneven = run("--loads", tmp_path / "log.jsonl", recipe=LARGE)
+    assert uneven.exit_code == 1 and "1 of 2 steps needs more than the limit" in uneven.stdout
+    assert "the fullest is step 6 on stage 0" in uneven.stdout
+    found = json.loads(run("--json", "--loads", tmp_path / "log.jsonl", recipe=LARGE).stdout)
+    assert found["fit"] == "does not fit" and {stage["fit"] for stage in found["stages"]} == {"fits"}
+    assert found["loads"]["steps"] == {"all": 2, "need_more": 1, "open": 0} and len(found["loads"]["stages"]) == 8
+    even = json.loads(run("--json", "--loads", "even", recipe=LARGE).stdout)
+    assert even["loads"]["stages"][3]["bytes"] == even["stages"][3]["peak"]
+    dense = json.loads(run("--json", recipe="recipes/telechat3_36b/pretrain_8k.yaml").stdout)
+    assert dense["loads"] is None

@@ -259,3 +259,12 @@ def test_the_page_shows_every_schedule_that_only_papers_have():
     for schedule in drawn:
         assert f"(pictures/schedules/{schedule}.png)" in page
         assert (DOCS / "pictures" / "schedules" / f"{schedule}.png").is_file()
+
+
+def test_micro_batches_may_take_unlike_times():
+    one = Durations(np.array([[1.0, 2.0]]), np.array([[2.0, 3.0]]))
+    alike = [one] * 4
+    assert simulate("1f1b", 4, alike).makespan == simulate("1f1b", 4, one).makespan
+    last = Durations(one.forward, one.backward + 10)
+    # the last micro-batch's backward runs last on both stages, one after the other
+    assert simulate("1f1b", 4, [*alike[:3], last]).makespan == simulate("1f1b", 4, one).makespan + 20

@@ -18,6 +18,7 @@ from tests.tools.search.conftest import stand_in
 from tests.tools.search.test_candidates import request
 from tools.check.check import check_recipe
 from tools.estimate.from_recipe import from_recipe
+from tools.estimate.loads import uniform as loads_uniform
 from tools.estimate.time_model import TimeModel
 from tools.files.figure import new_figure
 from tools.hardware import DEFAULT_HARDWARE
@@ -34,6 +35,8 @@ from tools.search.ranking import rank as search_rank
 from tools.search.ranking import run as search_run
 from tools.search.ranking.rank import explain_infeasible, feasible, more_memory, rank
 from tools.search.ranking.run import Found, entry_of, why_faster
+from tools.search.ranking.uneven import Uneven, in_order
+from tools.search.ranking.uneven import words as uneven_words
 from tools.search.report import placed_words
 from tools.search.request import read_limit
 
@@ -351,3 +354,42 @@ def test_it_is_the_same_run_in_another_layout(folder):
     for key in ("parameters_total", "global_batch_samples", "devices"):
         assert tables[0][key] == tables[1][key]
     assert ours["lr_schedule"] == other["lr_schedule"] and ours["train_dataset"] == other["train_dataset"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_placed_layouts_are_ranked_under_loads(tmp_path):
+    page, overlay = tmp_path / "r.html", tmp_path / "o.yaml"
+    told = json.loads(run("--top", 3, "--json", *FEW, "--loads", "1.3", "--html", page, "--write", overlay).stdout)
+    found = told["loads"]
+    by_name = {str(number): entry for number, entry in enumerate(told["strategies"], 1)} | {"recipe": told["recipe"]}
+    assert {one["name"] for one in found} == set(by_name)
+    assert [one["chance_to_run_out"] for one in found] == sorted(one["chance_to_run_out"] for one in found)
+    for one in found:
+        assert one["even_step_s"] == by_name[one["name"]]["step_s"] < one["expected_step_s"]
+    assert any(line.startswith("under the loads") for line in told["reasons"])
+    assert "Under the loads, by expected seconds" in page.read_text("utf-8")
+    assert "Under one max/mean everywhere: busiest rank 1.3" in overlay.read_text("utf-8").replace("\n# ", " ")
+    even = run("--top", 2, *FEW, "--loads", "even").stdout
+    assert (
+        "under the loads 1 stays the first of the placed layouts: even loads" in even and "1.00 times as long" in even
+    )
+
+
+def uneven(name, even_s, seconds, over):
+    judged = SimpleNamespace(over=np.array([True] * over + [False] * (4 - over)))
+    return Uneven(name, f"layout {name}", even_s, seconds, loads_uniform(1.3), judged)
+
+
+def test_a_changed_winner_is_named_with_the_reason():
+    first, second = uneven("1", 10.0, 14.0, 0), uneven("2", 10.5, 12.0, 0)
+    order = in_order([first, second, uneven("recipe", 9.0, 9.0, 4)])
+    assert [one.name for one in order] == ["2", "1", "recipe"]
+    assert "the winner changes: 2 before 1, 12.00 instead of 14.00 s per step" in uneven_words(order)[0]
+    own = uneven_words(in_order([first, uneven("recipe", 11.0, 12.5, 0)]))
+    assert own[1] == "under the loads the recipe's own layout stands before all of them, at 12.50 s per step"
+    assert "1 stays the first" in uneven_words(in_order([first, uneven("2", 10.5, 15.0, 0)]))[0]
+    lost = in_order([uneven("1", 10.0, 11.0, 1), second])
+    assert "2 before 1, which runs out of memory" in uneven_words(lost)[0]
+    every = uneven_words(in_order([uneven("1", 10.0, 11.0, 1), uneven("2", 10.0, 12.0, 2)]))
+    assert every[1] == "every placed layout runs out of memory; 1 at 25.0% of the steps"
+    assert uneven_words([]) == []

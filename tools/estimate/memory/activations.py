@@ -60,8 +60,8 @@ def megatron_layer_pass(config: Configuration, kind: str) -> float:
         units = tokens * model.ffn / config.tp
     else:
         width = model.expert_ffn / (config.tp if config.expert_tp else 1)
-        units = done.copies * width + tokens / config.tp * model.shared_ffn
-    sent = 2 * done.copies * model.hidden  # rows of the experts, permuted and sent back
+        units = done.copies * width * config.skew + tokens / config.tp * model.shared_ffn
+    sent = (1 + config.skew) * done.copies * model.hidden  # rows of the experts, permuted and sent back
     gathered = (1 if config.overlap_tp else 2) * done.gathered if config.tp > 1 else 0.0
     return ITEM * (gates * units + held * model.hidden + sent) + gathered + _made_anew(config, kind)
 
@@ -179,8 +179,8 @@ def _routed(config: Configuration, tokens: float, held: float, cheap: bool) -> d
     copies = routed * model.top_k
     rows = held if config.shared_whole else tokens / config.tp
     return {
-        DISPATCH: copies * 2 * ITEM * model.hidden,
-        EXPERTS: copies * width * _units(config, cheap),
+        DISPATCH: copies * 2 * ITEM * model.hidden * config.skew,
+        EXPERTS: copies * width * _units(config, cheap) * config.skew,
         SHARED: rows * model.shared_ffn * _units(config, cheap),
         ROUTER: 2 * 4 * held * model.experts,
     }
@@ -195,14 +195,14 @@ def _gathered_gradients(config: Configuration, kind: str) -> float:
 
 def buffers(config: Configuration, kind: str) -> float:
     """Return the bytes of communication buffers: a gathered activation, and one micro-batch's copies on their way to
-    experts and back.
+    experts (those that the device receives) and back (its own).
 
     What is gathered and what is to be scattered are there at once unless the collective is part of the matmul.
     """
     done = work(config, kind)
     both = 1 if config.training_graph or config.overlap_tp else 2
     gathered = both * done.gathered if config.tp > 1 else 0.0
-    sent = gathered + 2 * done.copies * config.model.hidden * 2 * (config.ep > 1)
+    sent = gathered + (1 + config.skew) * done.copies * config.model.hidden * 2 * (config.ep > 1)
     return sent * config.item / ITEM if config.training_graph else sent
 
 

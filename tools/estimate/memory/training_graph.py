@@ -78,9 +78,10 @@ def module_of_path(path: str) -> str:
 
 _WIDE = 4  # bytes of an element in fp32
 _FLASH = 2  # of what the grouped-query attention hands to its flash kernel, whatever computes
-# of the routed rows: permuted and gathered, exchanged, sorted by expert, made by the experts, sorted back, sent back;
-# plugins/hierarchical_ep's two steps each way, and fp32 sums: counted as if no row were dropped as a duplicate
-_ROUTED = {"global": 6, "hierarchical": 6, "deduplicated": 13}
+# (of a device's own copies, of those that it receives): permuted, sent back; exchanged, sorted by expert, made by the
+# experts, sorted back. plugins/hierarchical_ep's two steps each way, and fp32 sums: counted as if no row were dropped
+# as a duplicate; its own copies are those for a node, taken to be as uneven as those for a device (more than they are)
+_ROUTED = {"global": (2, 4), "hierarchical": (0, 6), "deduplicated": (0, 13)}
 _LOGIT = 8  # bytes of a logit between the loss's forward and backward: log-softmax in fp32 and one-hot labels
 _GRADIENTS = 1 / 3  # of what a layer keeps: the gradients that are there at once
 _STATISTICS = 64  # bytes of a head and token that flash attention keeps beside its result
@@ -244,9 +245,10 @@ def _routed(config: Configuration, tokens: float, held: float) -> dict[str, floa
     model, item = config.model, config.item
     gates = 2 if model.gated else 1
     copies = tokens / config.tp * model.top_k
+    own, received = _ROUTED[config.ep_mode]
     return {
-        DISPATCH: item * copies * _ROUTED[config.ep_mode] * model.hidden,
-        EXPERTS: item * copies * gates * model.expert_ffn,
+        DISPATCH: item * copies * (own + received * config.skew) * model.hidden,
+        EXPERTS: item * copies * gates * model.expert_ffn * config.skew,
         ROUTER: held * ((_WIDE + _cast(config)) * model.hidden + 2 * _WIDE * model.experts),
         SHARED: (gates * _WIDE + item) * held * model.shared_ffn,
     }

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from plugins.errors import RecipeError
 from tools.estimate.configuration import PATTERNS, Configuration, parts_of
 from tools.estimate.memory.model import layer_options, peak_memory
+from tools.estimate.memory.room import Room
 from tools.estimate.time_model import PARTS, TimeModel, exposed_of
 from tools.hardware.units import GIB
 from tools.layout.budget import Budget
@@ -29,6 +30,7 @@ from tools.process.children import terminate_as_interrupt
 from tools.search.candidates import Candidate, candidate_of, configuration
 from tools.search.ranking.rank import BOUNDS, EFFORT, Chances, Ranked, Ranking, rank
 from tools.search.ranking.swapping import Swapping
+from tools.search.ranking.uneven import Uneven, in_order, under
 from tools.search.request import PLANNED, Request
 
 
@@ -244,6 +246,7 @@ class Found:
     open: int = 0  # candidates that could be faster than the best by their bounds
     unplaced: int = 0  # those of them that were never placed
     cut: bool = False  # a deadline ended a placement: another machine may find another answer
+    uneven: list[Uneven] = field(default_factory=list)  # placed layouts and the recipe's under the loads asked for
     swapping: Swapping | None = None  # the first layout with swapping as a third choice, where that was asked for
 
     @property
@@ -253,8 +256,13 @@ class Found:
 
     @property
     def best(self) -> Entry:
-        """Return the fastest layout; if dry runs proved that some fit, the fastest of those."""
-        return self.passed[0] if self.passed else self.entries[0]
+        """Return the fastest layout, under the loads if some were asked for; if dry runs proved that some fit, the
+        fastest of those.
+        """
+        if self.passed:
+            return self.passed[0]
+        first = next((one.name for one in self.uneven if one.name != "recipe"), "1")
+        return self.entries[int(first) - 1]
 
     @property
     def unverified(self) -> str:
@@ -281,6 +289,24 @@ def search(
         found.own_why = str(error)
     _Placing(found, top, budget, times, progress, at_once).run()
     return found
+
+
+def add_loads(found: Found, text: str, times: TimeModel, progress: Progress) -> None:
+    """Add what is found under the loads of `--loads`; Ctrl-C leaves it out, and the search counts as interrupted."""
+    request = found.request
+    room = Room(request.cap, request.cap_source, request.margin)
+    entries = {str(number): entry for number, entry in enumerate(found.entries, 1)}
+    entries |= {"recipe": found.own} if found.own else {}
+    every: list[Uneven] = []
+    try:
+        with terminate_as_interrupt():
+            for name, entry in entries.items():
+                progress("loading", len(every), len(entries), found.entries[0].seconds)
+                every.append(under(text, name, entry.layout, entry.config, entry.seconds, room, times))
+    except KeyboardInterrupt:
+        found.whole = False
+        return
+    found.uneven = in_order(every)
 
 
 @dataclass

@@ -1,0 +1,138 @@
+"""Memory under uneven loads, against a count of every device's rows at every moment of the schedule."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tools.estimate.test_loads import DEVICES, MODEL, run
+from tools.estimate.loads import EVEN, Loads, moe_layers, spread, uniform
+from tools.estimate.memory.activations import buffers, fullest_pass, mtp_option, saved
+from tools.estimate.memory.loaded import judge, limit_ratio, most_possible, peaks
+from tools.estimate.memory.model import all_stages, layer_options, stage_memory
+from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room
+from tools.pipeline.schedules import operations
+
+GRAPH = {"training_graph": True, "keep_gathered": True, "shared_whole": True}
+KINDS = [GRAPH, {}, {"shard_weights": True}, {**GRAPH, "ep_mode": "deduplicated"}]
+SCHEDULES = ["1f1b", "interleaved_1f1b", "zero_bubble_v"]
+
+
+def by_device(config, stage, shares):
+    """Bytes of the fullest device, of shares [micro-batches, layers, D]: what each holds is added up pass by pass."""
+    rows = dict(zip(moe_layers(config), range(shares.shape[1]), strict=False))
+    even = stage_memory(config, stage)
+    found = []
+    for device in range(shares.shape[2]):
+        kept, working, sent = {}, [even.working], [even.buffers]
+        for micro_batch in range(len(shares)):
+            numbers = iter(config.layer_numbers(stage))
+            for chunk, kinds in enumerate(config.stage_kinds(stage)):
+                options, total = iter(layer_options(config, chunk, stage, len(kinds))), 0.0
+                for kind in kinds:
+                    own, option = config, mtp_option(config)
+                    if kind in ("dense", "moe"):
+                        number, option = next(numbers), next(options)
+                    if kind in ("moe", "mtp"):
+                        row = rows[number] if kind == "moe" else -1
+                        own = replace(config, skew=shares[micro_batch, row, device])
+                        working.append(fullest_pass(own, [kind])[1])
+                        sent.append(buffers(own, kind) if config.training_graph and kind == "moe" else 0.0)
+                    total += saved(own, kind, option)
+                kept[micro_batch, chunk] = total
+        order = list(operations(config.schedule, stage, config.pp, config.chunks, config.micro_batches))
+        ends = {op[1:]: place for place, op in enumerate(order) if op.kind in "BW"}
+        held, most = 0.0, 0.0
+        for place, op in enumerate(order):
+            held += kept[op.micro_batch, op.chunk] * (op.kind == "F")
+            most = max(most, held)
+            held -= kept[op.micro_batch, op.chunk] * (op.kind != "F" and ends[op[1:]] == place)
+        found.append(even.static + most + max(working) + max(sent))
+    return max(found)
+
+
+def drawn(seed, parts, layers=7, devices=DEVICES):
+    made = np.random.default_rng(seed).lognormal(0, 0.5, (1, parts, layers, devices))
+    return made / made.mean(axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("changes", KINDS, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_fullest_device_is_that_of_a_count_of_all(schedule, changes):
+    config = run(schedule, **changes)
+    shares = drawn(3, 1)
+    every = np.broadcast_to(shares[0], (config.micro_batches, *shares.shape[2:]))
+    apart = drawn(4, config.micro_batches)
+    for stage in range(config.pp):
+        assert peaks(config, stage, shares)[0] == pytest.approx(by_device(config, stage, every), rel=1e-12)
+        # micro-batches that are told apart: an upper bound
+        exact = by_device(config, stage, apart[0])
+        assert exact * (1 - 1e-12) <= peaks(config, stage, apart)[0] < 1.3 * exact
+
+
+@pytest.mark.parametrize("changes", KINDS, ids=str)
+def test_even_loads_take_todays_bytes_exactly(changes):
+    for schedule in SCHEDULES:
+        for model in (MODEL, replace(MODEL, mtp=1)):
+            config = run(schedule, model=model, **changes)
+            for stage, memory in enumerate(all_stages(config)):
+                assert peaks(config, stage, EVEN.shares)[0] == memory.peak
+                assert peaks(config, stage, np.ones((2, 4, 7, DEVICES))).tolist() == [memory.peak] * 2
+
+
+def test_an_mtp_layer_grows_with_its_own_load():
+    config = run(model=replace(MODEL, mtp=1), **GRAPH)
+    shares = np.ones((1, 1, 8, DEVICES))
+    shares[0, 0, 7, 2] = 2.0
+    grown = [float(peaks(config, stage, shares)[0]) - stage_memory(config, stage).peak for stage in (0, 1)]
+    assert grown[0] == 0 and grown[1] > 0
+    every = np.broadcast_to(shares[0], (config.micro_batches, 8, DEVICES))
+    assert peaks(config, 1, shares)[0] == pytest.approx(by_device(config, 1, every), rel=1e-12)
+
+
+@given(st.integers(0, 10**6), st.sampled_from(SCHEDULES), st.sampled_from(KINDS), st.sampled_from([1, 4]), st.data())
+@settings(max_examples=40)
+def test_more_on_one_device_never_takes_fewer_bytes(seed, schedule, changes, parts, data):
+    config = run(schedule, **changes)
+    shares = drawn(seed, parts)
+    more = shares.copy()
+    place = tuple(data.draw(st.integers(0, size - 1)) for size in shares.shape)
+    more[place] += data.draw(st.floats(0, 3))
+    for stage in range(config.pp):
+        assert peaks(config, stage, more)[0] >= peaks(config, stage, shares)[0]
+
+
+def test_the_limit_is_where_it_is_full():
+    config = run(**GRAPH)
+    even = stage_memory(config, 0).peak
+    assert limit_ratio(config, 0, even - 1) == 0
+    found = limit_ratio(config, 0, 1.1 * even)
+    assert 1 < found < most_possible(config) == 4
+    assert peaks(config, 0, uniform(found).shares)[0] == pytest.approx(1.1 * even)
+    assert limit_ratio(config, 0, 10 * even) == 4
+
+
+def test_the_verdict_counts_steps():
+    config = run(**GRAPH)
+    most = max(memory.peak for memory in all_stages(config))
+    shares = np.ones((3, 1, 7, DEVICES))
+    shares[1, 0, :, 2], shares[2, 0, :, 2] = 1.02, 3.0
+    loads = Loads(shares, (11, 12, 13), "made loads")
+    between = float(max(peaks(config, stage, shares)[1] for stage in (0, 1)))
+    room = Room(cap=between + 10, source="a test", margin=1 - (most + 10) / (between + 10))
+    judged = judge(config, room, loads)
+    assert judged.verdict == DOES_NOT_FIT and judged.over.tolist() == [False, False, True]
+    assert judged.open.tolist() == [False, True, False]
+    first, second = judged.lines
+    assert "fits at even loads, and up to a max/mean of 1.0" in first
+    assert "1 of 3 steps needs more than the limit, 1 more within the model's known error" in second
+    assert "step 13 on stage" in second
+    assert judged.as_json()["steps"] == {"all": 3, "need_more": 1, "open": 1}
+    assert judge(config, room).verdict == FITS and len(judge(config, room).lines) == 1
+    assert judge(config, room, uniform(1.02)).verdict == UNKNOWN
+    small, large = (Room(cap, "a test", 0.0) for cap in (most / 2, 100 * most))
+    assert "does not surely fit at even loads" in judge(config, small).lines[0]
+    assert "every load that a router can give (max/mean 4)" in judge(config, large).lines[0]
+    assert "all of 256 steps fit" in judge(config, large, spread(0.5, 7, 4)).lines[1]

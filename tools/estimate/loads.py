@@ -1,0 +1,360 @@
+"""This module describes how unevenly a router loads the devices of an expert-parallel group, for time and for memory.
+
+There is one description, `Loads`: the load of each device over the mean, by step, micro-batch and MoE layer. It is
+
+* even (`EVEN`), as every prediction was before there were loads, or one max/mean everywhere (`uniform`);
+* a spread: loads of devices are drawn log-normally for each step and layer, with the standard deviation of their
+  logarithm (`spread`). `PUBLISHED_SPREAD` is fitted to one published pair of steps with forced and with natural routing
+  (`published/pairs.yaml`), and predicts the other;
+* recorded: a run's `metrics/expert_load.jsonl`, or a routing log of other software, as JSONL or CSV (`read_loads`).
+
+A layer waits for its fullest device, so time follows max/mean of each layer. Memory follows one device through all its
+layers: it needs the loads of every device. What a log does not tell is not made up: a log that sums the micro-batches
+of a step, or several expert-parallel groups, gives each of them the load of the sum, and single ones are more uneven.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from plugins.errors import DataError, RecipeError, not_json, refuse_unknown
+from plugins.expert_balance.plan import device_loads
+from plugins.expert_balance.record import load_file, read
+from tools.estimate.configuration import Configuration
+from tools.ranges import RANGES, Range
+
+# standard deviation of the logarithm of a device's load where routers are left to themselves: with it the time model
+# gives 1.50 for the pair of Qwen3 30B at EP 16 (`python -m benchmarks.estimator --pairs`)
+PUBLISHED_SPREAD = 0.57
+DRAWN = 256  # steps that a spread draws
+FORMS = "even, published, spread:NUMBER, a max/mean such as 1.3, or a file"
+HELP = (
+    "Loads of the devices that share experts: even, published, spread:NUMBER, one max/mean such as 1.3, a run with "
+    "plugins.expert_balance, or a routing log (.jsonl or .csv, docs/estimator.md).  [default: even]"
+)
+_SPREAD = Range(0, 3, whole=False)
+_MOST = {"step": 1_000_000_000, "micro_batch": 100_000, "layer": 10_000, "expert": 100_000}  # the largest of each
+
+
+@dataclass(frozen=True)
+class Loads:
+    """These are the loads of the devices of an expert-parallel group, over their mean.
+
+    Args:
+        shares: [steps, micro-batches, layers, devices]. The layers are the decoder's MoE layers in their order, then
+            those of MTP; where the latter are missing they are taken as the last one. An axis of 1 stands for all: one
+            micro-batch is the sum of a step's, one layer is every layer, and one device is the fullest of a group whose
+            others are not described.
+        steps: [steps] the numbers of the steps, for reports.
+        source: where the loads come from, as a part of a sentence.
+    """
+
+    shares: np.ndarray
+    steps: tuple[int, ...]
+    source: str
+
+    @property
+    def ratios(self) -> np.ndarray:
+        """Return [steps, micro-batches, layers], the load of the fullest device, at least 1."""
+        return np.maximum(self.shares.max(axis=-1), 1.0)
+
+    @property
+    def typical(self) -> float:
+        """Return the mean max/mean over steps, micro-batches and layers."""
+        return float(self.ratios.mean())
+
+    @property
+    def words(self) -> str:
+        """Return in words what the loads are, with the distribution of max/mean where it is one."""
+        ratios = self.ratios
+        if ratios.min() == ratios.max():
+            return f"{self.source}: busiest rank {ratios.max():g} x the mean"
+        middle, high = np.quantile(ratios, (0.5, 0.95))
+        return (
+            f"{self.source}: max/mean {self.typical:.2f} on average, {middle:.2f} at the median, {high:.2f} at 95 %, "
+            f"{ratios.max():.2f} at worst"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the source and the distribution of max/mean for `--json`."""
+        ratios = self.ratios
+        middle, high = map(float, np.quantile(ratios, (0.5, 0.95)))
+        found = {"mean": self.typical, "median": middle, "quantile_95": high, "worst": float(ratios.max())}
+        return {"source": self.source, "steps": len(self.steps), "max_over_mean": found}
+
+
+def uniform(ratio: float) -> Loads:
+    """Return loads whose fullest device has `ratio` times the mean, in every layer and micro-batch.
+
+    Raises:
+        RecipeError: the ratio is below 1 or not finite.
+    """
+    if refusal := RANGES["skew"].refusal(ratio):
+        raise RecipeError(f"skew {ratio} (the busiest rank's load over the mean) {refusal}")
+    source = "even loads" if ratio == 1 else "one max/mean everywhere"
+    return Loads(np.full((1, 1, 1, 1), float(ratio)), (1,), source)
+
+
+EVEN = uniform(1.0)
+
+
+def of_ratios(ratios: np.ndarray, steps: Iterable[int], source: str) -> Loads:
+    """Return the loads of known max/mean [steps, layers]; devices but the fullest are not described."""
+    return Loads(np.asarray(ratios, float)[:, None, :, None], tuple(steps), source)
+
+
+@lru_cache(maxsize=64)
+def spread(deviation: float, layers: int, devices: int, source: str = "") -> Loads:
+    """Return `DRAWN` steps of log-normal loads, the same in each call; the devices of a layer have a mean of 1.
+
+    Micro-batches of a step have one load, because the experts that a router prefers stay the same for many steps.
+
+    Args:
+        deviation: standard deviation of the logarithm of a device's load. layers, devices: what is drawn.
+        source: where the deviation comes from.
+    """
+    drawn = np.exp(deviation * np.random.default_rng(0).standard_normal((DRAWN, 1, layers, devices)))
+    shares = drawn / drawn.mean(axis=-1, keepdims=True)
+    return Loads(shares, tuple(range(1, DRAWN + 1)), source or f"loads drawn with a spread of {deviation:g}")
+
+
+def moe_layers(config: Configuration) -> tuple[int, ...]:
+    """Return the numbers of the decoder's MoE layers, counted from 0."""
+    return tuple(number for number, kind in enumerate(config.model.pattern) if kind == "moe")
+
+
+def loads_of(text: str, config: Configuration) -> Loads:
+    """Return the loads that `--loads` asks for, on the devices of a run.
+
+    Args:
+        text: one of `FORMS`; a file is as in `read_loads`.
+
+    Raises:
+        RecipeError: the run has no experts, or the number is out of range. DataError: as `read_loads`.
+    """
+    if not config.model.experts:
+        raise RecipeError("--loads: this recipe's model has no experts; leave the option out")
+    sizes = len(moe_layers(config)), config.ep
+    word, _, number = text.partition(":")
+    if text == "even":
+        return EVEN
+    if text == "published":
+        why = "loads drawn with the spread of a published pair (Qwen3 30B, natural routing)"
+        return spread(PUBLISHED_SPREAD, *sizes, why)
+    if word == "spread" and not Path(text).exists():
+        return spread(_number(number, _SPREAD, "--loads spread"), *sizes)
+    if _is_number(text) and not Path(text).exists():
+        return uniform(_number(text, RANGES["skew"], "--loads"))
+    return read_loads(Path(text), config)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+        return True
+    except ValueError:
+        return False
+
+
+def _number(text: str, span: Range, name: str) -> float:
+    value = float(text) if _is_number(text) else text
+    if refusal := span.refusal(value):
+        raise RecipeError(f"{name}: {text!r} {refusal}")
+    return float(value)
+
+
+class _Row(NamedTuple):
+    """Tokens of each expert in the MoE layers of a micro-batch, with the place in the file."""
+
+    place: str
+    step: int
+    micro_batch: int
+    tokens: np.ndarray  # [layers, experts]
+    slots: np.ndarray | None = None
+
+
+def read_loads(path: Path, config: Configuration) -> Loads:
+    """Return the loads of a log, on the devices of a run.
+
+    Three forms are read: a run (its folder, or its `metrics/expert_load.jsonl`) with the placement of each step; JSONL
+    with a line for each step, or for each micro-batch of it, ``{"step": 1, "micro_batch": 0, "tokens": [[...], ...]}``
+    with the tokens [layers, experts]; and CSV with the columns ``step,layer,expert,tokens`` and, where it is known,
+    ``micro_batch``. The last two have experts in the order of their devices. A log may be of another `expert_parallel`.
+
+    Raises:
+        DataError: there is no such file, a line is not whole or holds no such counts, the file is empty, or its experts
+            or layers are not the run's. The message has one line, with file, line and key.
+    """
+    path = load_file(path) if path.is_dir() else path
+    if not path.is_file():
+        raise DataError(f"--loads {path}: no such file; {FORMS}")
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--loads {path}: it cannot be read: {' '.join(str(error).split())[:120]}") from None
+    rows = _csv_rows(path, text) if path.suffix == ".csv" else _json_rows(path, text)
+    if not rows:
+        raise DataError(f"{path}: tokens: the log holds no step; write one line for each step")
+    return _loads(path, _in_order(rows), config)
+
+
+def _json_rows(path: Path, text: str) -> list[_Row]:
+    """The lines of a JSONL log."""
+    contents: list[tuple[str, dict[str, Any]]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        place = f"{path}:{number}"
+        try:
+            content = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{place}: tokens: this line {not_json(error)}; a killed run may leave half a line: delete it"
+            ) from None
+        if not isinstance(content, dict) or "tokens" not in content:
+            raise DataError(f"{place}: tokens: missing; write a list of counts for each MoE layer")
+        contents.append((place, content))
+    if contents and "slots" in contents[0][1]:
+        return [_Row(f"{path}: step {one.step}", one.step, 0, one.tokens, one.slots) for one in read(path)]
+    return [_json_row(place, content, at) for at, (place, content) in enumerate(contents, 1)]
+
+
+def _json_row(place: str, content: Mapping[str, Any], at: int) -> _Row:
+    refuse_unknown(f"{place}: ", content, ("step", "micro_batch", "layers", "tokens"), DataError)
+    rows = content["tokens"]
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
+        raise DataError(f"{place}: tokens: it must be a list of MoE layers, each a list of the counts of its experts")
+    if len({len(row) for row in rows}) > 1:
+        raise DataError(f"{place}: tokens: its layers have unlike numbers of experts; each must have all of them")
+    for layer, row in enumerate(rows):
+        for expert, count in enumerate(row):
+            _check_count(count, f"{place}: tokens[{layer}][{expert}]")
+    step, part = _whole(content.get("step", at), f"{place}: step"), content.get("micro_batch", 0)
+    return _Row(place, step, _whole(part, f"{place}: micro_batch"), np.array(rows, float))
+
+
+_COLUMNS = ("step", "layer", "expert", "tokens")
+
+
+def _csv_rows(path: Path, text: str) -> list[_Row]:
+    """The micro-batches of a CSV log; an expert without a line has no tokens."""
+    reader = csv.reader(text.splitlines())
+    head = [word.strip() for word in next(reader, [])]
+    if not head:
+        return []
+    refuse_unknown(f"{path}:1: ", head, (*_COLUMNS, "micro_batch"), DataError, "column")
+    if missing := [name for name in _COLUMNS if name not in head]:
+        raise DataError(f"{path}:1: {missing[0]}: missing; the columns are {','.join(_COLUMNS)} and maybe micro_batch")
+    cells: dict[tuple[int, int], dict[tuple[int, int], float]] = {}
+    places: dict[tuple[int, int], str] = {}
+    for line in reader:
+        place = f"{path}:{reader.line_num}"
+        if not line:
+            continue
+        if len(line) != len(head):
+            text = f"{len(line)} values for the {len(head)} columns {','.join(head)}"
+            raise DataError(f"{place}: {head[min(len(line), len(head) - 1)]}: {text}; half a line must be deleted")
+        found = dict(zip(head, line, strict=True))
+        count = _check_count(_parsed(found["tokens"]), f"{place}: tokens")
+        names = ("step", "layer", "expert", "micro_batch")
+        step, layer, expert, part = (_whole(_parsed(found.get(name, "0")), f"{place}: {name}") for name in names)
+        own = cells.setdefault((step, part), {})
+        places.setdefault((step, part), place)
+        if (layer, expert) in own:
+            raise DataError(f"{place}: expert: layer {layer} has expert {expert} twice in this micro-batch; delete one")
+        own[layer, expert] = count
+    layers = sorted({layer for own in cells.values() for layer, _ in own})
+    experts = 1 + max((expert for own in cells.values() for _, expert in own), default=-1)
+    at = {layer: row for row, layer in enumerate(layers)}
+    rows = []
+    for (step, part), own in cells.items():
+        tokens = np.zeros((len(layers), experts))
+        for (layer, expert), count in own.items():
+            tokens[at[layer], expert] = count
+        rows.append(_Row(places[step, part], step, part, tokens))
+    return rows
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text) if _is_number(text) else text
+
+
+def _whole(value: Any, place: str) -> int:
+    most = _MOST[place.rpartition(" ")[2]]
+    if type(value) is not int or not 0 <= value <= most:
+        raise DataError(f"{place}: {str(value)[:40]!r} must be a whole number from 0 to {most:,}")
+    return value
+
+
+def _check_count(value: Any, place: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
+        raise DataError(f"{place}: {str(value)[:40]!r} must be a number of tokens: finite, and 0 or more")
+    return float(value)
+
+
+def _in_order(rows: list[_Row]) -> list[list[_Row]]:
+    """The micro-batches of each step, in their order.
+
+    Raises:
+        DataError: a micro-batch is there twice, steps have unlike many, or lines have unlike layers or experts.
+    """
+    steps: dict[int, dict[int, _Row]] = {}
+    for row in rows:
+        if row.micro_batch in (own := steps.setdefault(row.step, {})):
+            raise DataError(
+                f"{row.place}: micro_batch: step {row.step} has micro-batch {row.micro_batch} twice; give each line "
+                "its own step or micro_batch"
+            )
+        if row.tokens.shape != rows[0].tokens.shape:
+            sizes = " and ".join(" x ".join(map(str, one.tokens.shape)) for one in (row, rows[0]))
+            raise DataError(f"{row.place}: tokens: layers x experts are {sizes} in the first line; they must agree")
+        own[row.micro_batch] = row
+    most = max(map(len, steps.values()))
+    for own in steps.values():
+        if len(own) < most:
+            first = next(iter(own.values()))
+            raise DataError(
+                f"{first.place}: micro_batch: step {first.step} has {len(own)} micro-batches, others have {most}; "
+                "leave out steps that are not whole"
+            )
+    return [[steps[step][part] for part in sorted(steps[step])] for step in sorted(steps)]
+
+
+def _loads(path: Path, steps: list[list[_Row]], config: Configuration) -> Loads:
+    first = steps[0][0]
+    layers, experts = first.tokens.shape
+    wanted, mtp = len(moe_layers(config)), config.model.mtp
+    if experts != config.model.experts:
+        raise DataError(
+            f"{first.place}: tokens: the log has {experts} experts, the recipe {config.model.experts}; a log is of one "
+            "model: give the recipe that wrote it"
+        )
+    if layers not in (wanted, wanted + mtp):
+        also = f" (and {mtp} of MTP, which may be left out)" if mtp else ""
+        raise DataError(
+            f"{first.place}: tokens: the log has {layers} MoE layers, the recipe {wanted}{also}; a log is of one "
+            "model: give the recipe that wrote it"
+        )
+    for row in (row for own in steps for row in own):
+        if not row.tokens.sum(axis=1).all():
+            empty = int(row.tokens.sum(axis=1).argmin())
+            raise DataError(f"{row.place}: tokens[{empty}]: no expert has a token; leave out layers that did not run")
+    tokens = np.array([[row.tokens for row in own] for own in steps])
+    in_order = np.tile(np.arange(experts), (layers, 1))
+    slots = np.array([[in_order if row.slots is None else row.slots for row in own] for own in steps])
+    on = device_loads(tokens, slots, config.ep)
+    shares = on / on.mean(axis=-1, keepdims=True)
+    numbers = tuple(own[0].step for own in steps)
+    parts = f" of {shares.shape[1]} micro-batches" if shares.shape[1] > 1 else ""
+    return Loads(shares, numbers, f"{len(numbers)} recorded steps{parts} of {path}")

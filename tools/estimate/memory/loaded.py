@@ -1,0 +1,231 @@
+"""This module counts the memory of the fullest device of a stage under uneven loads (`tools.estimate.loads`).
+
+A device that receives more tokens keeps more rows for its backward, works on more and receives into larger buffers. All
+three grow in proportion to its own load, layer by layer, and the fullest device is found among all of a group: one
+device is rarely the fullest one of every layer. Even loads give `stage_memory` to the last byte.
+
+* Each layer's own load counts, with the micro-batches that the schedule holds at its fullest moment. If micro-batches
+  are told apart, those in flight are taken to be as full as the step's fullest one in each chunk, which is an upper
+  bound.
+* If a load says only how full the fullest device of each layer is (one max/mean), all layers are taken to have that
+  device, which is an upper bound, too.
+* What HCCL reserves for an AlltoAllV beside the rows that it moves is not known, and not counted.
+
+`limit_ratio` says up to which max/mean a stage fits, `judge` at how many steps of given loads it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from tools.estimate.configuration import Configuration
+from tools.estimate.loads import Loads, moe_layers
+from tools.estimate.memory.activations import buffers, fullest_pass, mtp_option, saved
+from tools.estimate.memory.model import (
+    StageMemory,
+    chunk_activations,
+    held_micro_batches,
+    layer_options,
+    stage_memory,
+)
+from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room
+from tools.hardware.units import GIB
+
+_HALVINGS = 60
+_TWICE = 2.0  # the load at which bytes are counted, beside the even one; they are linear in between and beyond
+
+
+@dataclass(frozen=True)
+class _Grown:
+    """An MoE layer on a stage: its chunk, its place on the axis of layers, and bytes for each 1 of load above 1."""
+
+    chunk: int
+    layer: int
+    kept: float
+    working: tuple[float, float]  # at even loads, and for each 1 above
+    buffers: tuple[float, float]
+
+
+@lru_cache(maxsize=4096)
+def _grown(config: Configuration, stage: int) -> tuple[_Grown, ...]:
+    """The MoE layers of a stage."""
+    even, twice = replace(config, skew=1.0), replace(config, skew=_TWICE)
+    found = []
+    for chunk, layer, kind, option in _places(config, stage):
+        working = fullest_pass(even, [kind])[1], fullest_pass(twice, [kind])[1]
+        sent = (buffers(even, kind), buffers(twice, kind)) if config.training_graph and kind == "moe" else (0.0, 0.0)
+        kept = saved(twice, kind, option) - saved(even, kind, option)
+        found.append(_Grown(chunk, layer, kept, (working[0], working[1] - working[0]), (sent[0], sent[1] - sent[0])))
+    return tuple(found)
+
+
+def _places(config: Configuration, stage: int) -> Iterator[tuple[int, int, str, str]]:
+    """(chunk, place on the axis of layers, kind, what it recomputes) of each MoE layer."""
+    decoder = {number: place for place, number in enumerate(moe_layers(config))}
+    numbers = iter(config.layer_numbers(stage))
+    for chunk, kinds in enumerate(config.stage_kinds(stage)):
+        options = iter(layer_options(config, chunk, stage, len(kinds)))
+        extra = iter(range(len(decoder), len(decoder) + config.model.mtp))
+        for kind in kinds:
+            if kind in ("dense", "moe"):
+                number, option = next(numbers), next(options)
+                if kind == "moe":
+                    yield chunk, decoder[number], kind, option
+            elif kind == "mtp" and config.model.last_kind == "moe":
+                yield chunk, next(extra), kind, mtp_option(config)
+
+
+def peaks(config: Configuration, stage: int, shares: np.ndarray) -> np.ndarray:
+    """Return [steps] bytes of the fullest device of a stage at its peak.
+
+    Args:
+        shares: [steps, micro-batches, layers, devices], the loads over their mean, as `Loads` has them.
+    """
+    memory, held, chunks = _even(config, stage)
+    grown = _grown(config, stage)
+    steps, parts, layers, devices = shares.shape
+    kept = np.zeros((steps, parts, config.chunks, devices))
+    working = np.full((steps, devices), memory.working)
+    sent = np.full((steps, devices), memory.buffers)
+    for one in grown:
+        above = shares[:, :, min(one.layer, layers - 1)] - 1.0  # [steps, micro-batches, devices]
+        kept[:, :, one.chunk] += one.kept * above
+        most = above.max(axis=1)
+        working = np.maximum(working, one.working[0] + one.working[1] * most)
+        sent = np.maximum(sent, one.buffers[0] + one.buffers[1] * most)
+    # [vectors, steps, devices]: the moments of the schedule, with the fullest micro-batch of each chunk
+    moments = np.einsum("vc,scd->vsd", held.astype(float), kept.max(axis=1))
+    base = (held @ chunks)[:, None, None]
+    activations = (base + moments).max(axis=0)
+    return (memory.static + activations + working + sent).max(axis=1)
+
+
+@lru_cache(maxsize=4096)
+def _even(config: Configuration, stage: int) -> tuple[StageMemory, np.ndarray, np.ndarray]:
+    """The memory of a stage at even loads; [vectors, chunks] micro-batches in flight; [chunks] bytes of one."""
+    even = replace(config, skew=1.0)
+    chunks = np.array(chunk_activations(even, stage))
+    return stage_memory(even, stage), held_micro_batches(even, stage), chunks
+
+
+def most_possible(config: Configuration) -> float:
+    """Return the largest max/mean that a router can reach: a token's experts are distinct, so a device gets at most as
+    many copies of a token as it has experts.
+    """
+    model = config.model
+    return config.ep * min(model.top_k, model.experts // config.ep) / model.top_k if model.experts else 1.0
+
+
+def limit_ratio(config: Configuration, stage: int, limit: float) -> float:
+    """Return the largest max/mean, in every layer and micro-batch, at which a stage takes at most `limit` bytes.
+
+    It is 0 if the stage does not fit at even loads, and `most_possible` if it fits whatever the router does.
+    """
+
+    def taken(ratio: float) -> float:
+        return float(peaks(config, stage, np.full((1, 1, 1, 1), ratio))[0])
+
+    low, high = 1.0, most_possible(config)
+    if taken(low) > limit:
+        return 0.0
+    if taken(high) <= limit:
+        return high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if taken(middle) <= limit else (low, middle)
+    return low
+
+
+@dataclass(frozen=True)
+class Judged:
+    """This says how a run fits under uneven loads.
+
+    Args:
+        fits: at even loads, as far as the model's known error allows a statement.
+        up_to: the max/mean up to which it surely fits in every layer; 0: not even at 1.
+        full: the stage that is full first. most: the largest max/mean that a router can reach.
+        loads: what else was asked for; None: nothing. needs: [steps, stages] bytes of it.
+        room: the memory that a device has.
+    """
+
+    fits: bool
+    up_to: float
+    full: int
+    most: float
+    loads: Loads | None
+    needs: np.ndarray
+    room: Room
+
+    @property
+    def over(self) -> np.ndarray:
+        """Return [steps] whether a step needs more than the limit."""
+        return self.needs.max(axis=1) > self.room.cap
+
+    @property
+    def open(self) -> np.ndarray:
+        """Return [steps] whether the model's known error leaves open if a step fits."""
+        return (self.needs.max(axis=1) > self.room.bytes) & ~self.over
+
+    @property
+    def verdict(self) -> str:
+        """Return `FITS`, `UNKNOWN` or `DOES_NOT_FIT` under the loads that were asked for: by the fullest step."""
+        return DOES_NOT_FIT if self.over.any() else UNKNOWN if self.open.any() else FITS
+
+    @property
+    def lines(self) -> list[str]:
+        """Return one or two sentences: up to which max/mean it fits, and at how many steps of the loads it does not."""
+        if not self.fits:
+            found = ["loads: it does not surely fit at even loads, and uneven loads need more"]
+        elif self.up_to >= self.most:
+            found = [f"loads: it fits at even loads, and at every load that a router can give (max/mean {self.most:g})"]
+        else:
+            found = [
+                f"loads: it fits at even loads, and up to a max/mean of {_floor(self.up_to):.2f} in every layer; stage "
+                f"{self.full} is full first"
+            ]
+        return found if self.loads is None else [*found, self._of_loads(self.loads)]
+
+    def _of_loads(self, loads: Loads) -> str:
+        """How many steps need more."""
+        step, stage = np.unravel_index(int(self.needs.argmax()), self.needs.shape)
+        total, over, between = len(self.needs), int(self.over.sum()), int(self.open.sum())
+        one = "step" if total == 1 else "steps"
+        place = f"step {loads.steps[step]} on stage {stage}, {self.needs[step, stage] / GIB:.1f} GiB"
+        if not over and not between:
+            return f"{loads.words}: all of {total} {one} fit; the fullest is {place}"
+        doubt = f"{between} more within the model's known error of it" if between else "no more within the known error"
+        return (
+            f"{loads.words}: {over} of {total} {one} {'needs' if over == 1 else 'need'} more than the limit, {doubt}; "
+            f"the fullest is {place}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the same for `--json`; `steps` counts by verdict, and `stages` has the fullest step of each stage."""
+        found: dict[str, Any] = {"fits_up_to": self.up_to, "full_first": self.full, "most_possible": self.most}
+        if self.loads is None:
+            return found
+        counts = {"all": len(self.needs), "need_more": int(self.over.sum()), "open": int(self.open.sum())}
+        at = self.needs.argmax(axis=0)
+        stages = [
+            {"stage": stage, "step": self.loads.steps[step], "bytes": float(self.needs[step, stage])}
+            for stage, step in enumerate(at)
+        ]
+        return {**found, **self.loads.as_json(), "steps": counts, "stages": stages}
+
+
+def _floor(ratio: float) -> float:
+    return int(ratio * 100) / 100
+
+
+def judge(config: Configuration, room: Room, loads: Loads | None = None) -> Judged:
+    """Return how a run with experts fits at even loads, up to which max/mean, and under `loads`."""
+    stages = range(config.pp)
+    ratios = [limit_ratio(config, stage, room.bytes) for stage in stages]
+    asked = np.ones((1, 1, 1, 1)) if loads is None else loads.shares
+    needs = np.stack([peaks(config, stage, asked) for stage in stages], axis=1)
+    return Judged(min(ratios) >= 1, min(ratios), int(np.argmin(ratios)), most_possible(config), loads, needs, room)

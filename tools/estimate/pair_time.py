@@ -1,0 +1,111 @@
+"""This module predicts the seconds of a pair, two passes through MoE layers whose communication hides under the other's
+computation.
+
+A pair is the forward of one micro-batch and the backward of another, run together through a chunk's layers.
+
+An MoE layer alternates computation and expert parallel communication: attention, dispatch, experts, combine; a backward
+runs through it the other way round. By itself, each pass waits for its own communication. Together, the communication
+of one runs under the computation of the other (DeepSeek-V3, arXiv 2412.19437, figure 4; report section 4.1; Pangu Ultra
+MoE's adaptive pipe overlap). Two streams, each in its order of issue, as in `plugins.ep_overlap.timeline`: the two
+passes take turns, and weight gradients, on which no other operator waits, come last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from plugins.ep_overlap.timeline import Key, Op
+from plugins.ep_overlap.timeline import simulate as run_timeline
+
+_STEPS = ("attention", "dispatch", "experts", "combine")
+_SENDS = ("dispatch", "combine")
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """These are the seconds of one micro-batch's forward, or backward, through one MoE layer.
+
+    Args:
+        attention: all computation before dispatch, the router included; of a backward its input gradients.
+        dispatch: communication that brings tokens to their experts; of a backward that takes their gradients back.
+        experts: computation of the experts; of a backward the input gradients, recomputation included.
+        combine: communication that brings results back; of a backward that takes their gradients to the experts.
+        weights: weight gradients of attention and experts (a backward's).
+    """
+
+    attention: float
+    dispatch: float
+    experts: float
+    combine: float
+    weights: float = 0.0
+
+    @property
+    def alone(self) -> float:
+        """Return the seconds without any overlap."""
+        return self.computation + self.communication
+
+    @property
+    def computation(self) -> float:
+        """Return the seconds of computation."""
+        return self.attention + self.experts + self.weights
+
+    @property
+    def communication(self) -> float:
+        """Return the seconds of communication."""
+        return self.dispatch + self.combine
+
+
+def pair_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
+    """Return the seconds of a pair of forward and backward through `layers` layers.
+
+    At least the longer of both computations, both communications, and each of the two alone but for weight gradients;
+    at most both one after the other.
+    """
+    return pair_of([forward] * layers, [backward] * layers)
+
+
+def pair_of(forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds]) -> float:
+    """Return the seconds of a pair through layers that differ, each pass in the order in which it runs them."""
+    chains = _chain(forward, 0), _chain(backward, 1)
+    last = Op("weights", 1, "compute", _sum_of_weights(backward), (chains[1][-1].key,))
+    return run_timeline([*(op for both in zip(*chains, strict=True) for op in both), last]).makespan
+
+
+def _sum_of_weights(backward: Sequence[LayerSeconds]) -> float:
+    """Seconds of all weight gradients; of layers that are alike a product, which rounds once."""
+    alike = all(one == backward[0] for one in backward)
+    return len(backward) * backward[0].weights if alike else sum(one.weights for one in backward)
+
+
+def _chain(every: Sequence[LayerSeconds], chunk: int) -> list[Op]:
+    """The operators of one pass in order, each after the one before; a backward's begin at combine."""
+    chain: list[Op] = []
+    for layer, seconds in enumerate(every):
+        for step in _STEPS if chunk == 0 else _STEPS[::-1]:
+            after: tuple[Key, ...] = (chain[-1].key,) if chain else ()
+            stream = "inter" if step in _SENDS else "compute"
+            chain.append(Op(f"{step} {layer}", chunk, stream, getattr(seconds, step), after))
+    return chain
+
+
+def hidden_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: np.ndarray) -> np.ndarray:
+    """Return [chunks, chunks, stages] for `Durations.hidden`: the seconds that pairs save, for `layers` [chunks,
+    stages] MoE layers.
+
+    Of two chunks with unequally many layers the fewer are paired.
+    """
+    fewer = np.minimum(layers[:, None], layers[None])
+    saved = [0.0]
+    alone = forward.alone + backward.alone
+    saved += [count * alone - pair_seconds(forward, backward, count) for count in range(1, int(fewer.max()) + 1)]
+    return np.array(saved)[fewer]
+
+
+def share_hidden(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
+    """Return the share of the pair's communication that is hidden, 0 to 1; 1 if there is no communication."""
+    sent = layers * (forward.communication + backward.communication)
+    saved = layers * (forward.alone + backward.alone) - pair_seconds(forward, backward, layers)
+    return saved / sent if sent else 1.0

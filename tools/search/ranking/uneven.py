@@ -1,0 +1,125 @@
+"""This module ranks the layouts that a search placed under uneven loads of devices: by expected seconds, with the
+chance to run out of memory.
+
+The space is ranked, and layers are placed, at even loads: 51 million candidates are too many for a step of each layer.
+The placed layouts and the recipe's own are then predicted under the loads (`tools.estimate.loads`), each with the loads
+that it has at its own `expert_parallel`. A layout of which a step needs more memory than the limit stands behind all
+others, because one such step ends a run. A layout that was not placed could be better under the loads; it is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tools.estimate.configuration import Configuration
+from tools.estimate.loads import Loads, loads_of
+from tools.estimate.memory.loaded import Judged, judge
+from tools.estimate.memory.room import Room
+from tools.estimate.time_model import TimeModel
+
+HEADS = {  # column -> what it says
+    "": "number of the strategy at even loads, as in the table above",
+    "layout": "as above",
+    "even s": "seconds of a step at even loads",
+    "expected s": "mean seconds of a step under the loads",
+    "max/mean": "mean load of the fullest device over the mean of all, at the layout's own expert_parallel",
+    "runs out": "steps that need more memory than the limit, of all steps of the loads",
+    "open": "steps of which the model's known error leaves open if they fit",
+    "fits up to": "max/mean in every layer up to which the layout surely fits",
+}
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """This is a layout under uneven loads.
+
+    Args:
+        name: its number at even loads, or "recipe". layout: in words. even_s: seconds of a step at even loads.
+        seconds: of a step, expected under `loads`. judged: how it fits under them.
+    """
+
+    name: str
+    layout: str
+    even_s: float
+    seconds: float
+    loads: Loads
+    judged: Judged
+
+    @property
+    def runs_out(self) -> int:
+        """Return the number of steps that need more memory than the limit."""
+        return int(self.judged.over.sum())
+
+    @property
+    def chance(self) -> float:
+        """Return the share of the steps that need more memory than the limit."""
+        return float(self.judged.over.mean())
+
+    @property
+    def cells(self) -> list[str]:
+        """Return a row of a table, by `HEADS`."""
+        steps, up_to = len(self.judged.over), self.judged.up_to
+        return [
+            self.name,
+            self.layout,
+            f"{self.even_s:.2f}",
+            f"{self.seconds:.2f}",
+            f"{self.loads.typical:.2f}",
+            f"{self.runs_out} of {steps}",
+            str(int(self.judged.open.sum())),
+            "every load" if up_to >= self.judged.most else f"{up_to:.2f}" if self.judged.fits else "not surely",
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return values for `--json`."""
+        return {
+            "name": self.name,
+            "layout": self.layout,
+            "even_step_s": self.even_s,
+            "expected_step_s": self.seconds,
+            "chance_to_run_out": self.chance,
+            **self.judged.as_json(),
+        }
+
+
+def under(
+    text: str, name: str, layout: str, config: Configuration, even_s: float, room: Room, times: TimeModel
+) -> Uneven:
+    """Return a layout under the loads that `--loads` asks for.
+
+    Raises:
+        RecipeError, DataError: as `tools.estimate.loads.loads_of`.
+    """
+    loads = loads_of(text, config)
+    seconds = times.under(config, loads, simulated=True).total
+    return Uneven(name, layout, even_s, seconds, loads, judge(config, room, loads))
+
+
+def in_order(every: Sequence[Uneven]) -> list[Uneven]:
+    """Return layouts by expected seconds; those that run out of memory at some step stand last, by their chance."""
+    return sorted(every, key=lambda one: (one.chance, one.seconds))
+
+
+def words(ranked: Sequence[Uneven]) -> list[str]:
+    """Return whether another layout wins under the loads than at even loads, and what the loads cost."""
+    placed = [one for one in ranked if one.name != "recipe"]
+    if not placed:
+        return []
+    best, even = placed[0], next(one for one in placed if one.name == "1")
+    cost = f"{best.loads.words}; a step takes {best.seconds / best.even_s:.2f} times as long as at even loads"
+    if best is even:
+        lines = [f"under the loads 1 stays the first of the placed layouts: {cost}"]
+    elif even.runs_out:
+        lines = [f"under the loads the winner changes: {best.name} before 1, which runs out of memory: {cost}"]
+    else:
+        saved = f"{best.seconds:.2f} instead of {even.seconds:.2f} s per step"
+        lines = [f"under the loads the winner changes: {best.name} before 1, {saved}: {cost}"]
+    if ranked[0].name == "recipe":
+        lines.append(
+            f"under the loads the recipe's own layout stands before all of them, at {ranked[0].seconds:.2f} s per step"
+        )
+    if best.runs_out:
+        lines.append(f"every placed layout runs out of memory; {best.name} at {best.chance:.1%} of the steps")
+    return lines
