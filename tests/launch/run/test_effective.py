@@ -196,7 +196,9 @@ def test_a_line_ends_where_json_lines_end(recipe, tmp_path):
 def test_a_file_that_is_not_utf_8_is_named_with_its_byte(recipe, tmp_path):
     given = recipe()
     (tmp_path / "mine.jsonl").write_bytes(b'{"instruction": "\xff"}')
-    with pytest.raises(DataError, match=r"mine\.jsonl: is not JSON: byte 18 is not UTF-8; the file must hold lines such as"):
+    with pytest.raises(
+        DataError, match=r"mine\.jsonl: is not JSON: byte 18 is not UTF-8; the file must hold lines such as"
+    ):
         fitted_to_conversations(given, None)
 
 
