@@ -117,7 +117,7 @@ _OTHERS = {
     r"python -m tools\.accuracy\.together": Way("by", "tests/tools/accuracy/test_together.py"),
     r"python docs/pictures/(ladder|rooms)\.py": Way("by", "tests/test_docs.py"),
     r"python -m launch\.run\.script$": Way("by", "tests/launch/run/test_script.py"),
-    r"python -m tools\.accuracy\.reference\.golden --update$": Way("by", "tests/tools/accuracy/reference/test_torch.py"),
+    r"python -m tools\.accuracy\.reference\.golden --update$": Way("by", "tests/tools/accuracy/reference"),
     r"python -m tools\.schema\.extract": Way("by", "tests/tools/schema/test_schema.py"),
     r"python -m tools\.recipe\.catalogue": Way("by", "tests/recipes/test_cards.py"),
     r"python -m tools\.experts\.report_case": Way("by", "tests/tools/experts/test_cost.py"),

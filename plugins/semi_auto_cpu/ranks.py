@@ -1,4 +1,4 @@
-"""This module is a rank's view of its cluster: its rank, the number of ranks, and the ranks of each communication
+"""This module is a rank's view of its cluster: its own number, the number of ranks, and the ranks of each communication
 group.
 
 Python creates some groups, with their ranks. MindSpore's C++ creates others, of which Python gets only a name,
@@ -23,7 +23,8 @@ MADE_UP = re.compile(r"(\d+)-\d+")
 
 
 class Ranks:
-    """This is rank `rank` of `devices`.
+    """This is one rank's view of its cluster: its number `rank` among `devices` ranks, and the communication groups
+    that it knows.
 
     Attributes:
         groups: name -> global ranks of the created ones, in order; the world is not among them.

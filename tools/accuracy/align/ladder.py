@@ -58,8 +58,8 @@ MOST = 8  # rows of a failed rung that are printed
 
 @dataclass(frozen=True)
 class Sides:
-    """This is what is trained; about says in one sentence how it differs from the recipes, and is empty if it does
-    not.
+    """These are the two recipes that are trained; `about` says in one sentence how they differ from the given recipes,
+    and is empty if they do not.
     """
 
     recipes: list[Recipe]
@@ -67,8 +67,8 @@ class Sides:
 
 
 def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | None, steps: int) -> Sides | None:
-    """Return the recipes as MindSpore's sharded graph, those for Ascend as minis that keep their strategy; None if no
-    recipe splits the model.
+    """Return the recipes as sharded runs on CPU; a recipe for Ascend becomes the mini that keeps its strategy. Return
+    None if no recipe splits the model.
 
     One path is compared with one process of its own graph. What MindFormers computes otherwise in another layout is
     left out on both sides (docs/stock-differences.md).

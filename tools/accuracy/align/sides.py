@@ -1,4 +1,4 @@
-"""This module holds the two sides of an alignment: the recipe as it is aligned, the processes that run it, and their
+"""This module holds the two sides of an alignment: the recipe that is aligned, the processes that run it, and their
 records.
 
 A recipe is reduced to one CPU worker and a few steps, without monitoring. MindFormers' trainer with the recorder and
@@ -50,8 +50,8 @@ _FIND = "import importlib.util as u, sys; sys.exit(0 if all(map(u.find_spec, ('t
 
 @dataclass
 class Record:
-    """This is one side's record, see the module: single is `reference.train.single_steps` from the other side's states,
-    and about holds versions.
+    """This is one side's record, as the module describes it; `single` comes from `reference.train.single_steps`,
+    started from the other side's states, and `about` holds versions.
     """
 
     trace: Arrays

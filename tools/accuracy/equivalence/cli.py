@@ -1,4 +1,6 @@
-"""`tc3 accuracy equivalence`: exit code 0 all that was compared is equal, 1 something differs, 2 a wrong input."""
+"""This module is `tc3 accuracy equivalence`: the exit code is 0 if everything that was compared is equal, 1 if
+something differs, 2 for a wrong input.
+"""
 
 from __future__ import annotations
 
