@@ -133,7 +133,11 @@ class Start:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--nodes", type=click.Path(path_type=Path), help="File with a host a line: NAME [WORKERS]; spares last.")
+@click.option(
+    "--nodes",
+    type=click.Path(path_type=Path),
+    help="File that lists one host per line: NAME [WORKERS]; spares come last.",
+)
 @click.option("--spares", type=Number("spares"), default=0, help="Number of spare hosts.  [default: 0]")
 @click.option("--host", help="This node's name in --nodes.  [default: found by its host name or address]")
 @click.option(

@@ -87,7 +87,7 @@ def check_model(recipe: Recipe, folder: Path) -> None:
     number, own = weights_in(folder), weights_of(recipe)
     if number and own and number != own:
         raise CheckpointError(
-            f"{folder}: holds {number:,} weights, the recipe's model has {own:,}: a checkpoint of another model"
+            f"{folder}: this checkpoint of another model holds {number:,} weights; the recipe's model has {own:,}"
         )
 
 
@@ -127,7 +127,7 @@ def _refuse_other_weights(folder: Path, wanted: Shapes, held: Shapes) -> None:
     wrong += [f"no {name}, which the recipe's model has" for name in wanted if name not in held]
     if wrong:
         raise CheckpointError(
-            f"{folder}: a checkpoint of another model: {_listed(wrong)}; go on with the recipe that saved it "
+            f"{folder}: this is a checkpoint of another model: {_listed(wrong)}; go on with the recipe that saved it "
             "(recipe.yaml in its run's folder)"
         )
 
@@ -307,8 +307,8 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
         )
     if "common.json" not in names or not any(_WEIGHTS_FILE.search(name) for name in names):
         raise CheckpointError(
-            f"--resume {resume}: no checkpoint: one holds common.json and *-model-*.safetensors, as "
-            "RUN/checkpoint/iteration_00000100 does; a file of weights only goes into checkpoint.load_path of a new run"
+            f"--resume {resume}: not a checkpoint, which would hold common.json and *-model-*.safetensors, as "
+            "RUN/checkpoint/iteration_00000100 does; name weights without these in checkpoint.load_path of a new run"
         )
     return folder
 

@@ -122,7 +122,9 @@ class Mesh:
                 another exchange of this tag. The message names the rank. The mesh is then of no further use.
         """
         if self.rank not in group or len(set(group)) != len(group):
-            raise ClusterError(f"rank {self.rank} exchanges in the group {list(group)}: it must be there exactly once")
+            raise ClusterError(
+                f"rank {self.rank} exchanges in the group {list(group)}, which must contain it exactly once"
+            )
         own = parts[group.index(self.rank)]
         assert len(parts) == len(group) and all(part.dtype == own.dtype for part in parts)
         assert all(part.ndim and part.shape[1:] == own.shape[1:] for part in parts)
@@ -252,10 +254,10 @@ class Mesh:
     def _check(self, frame: Frame, peer: int, number: int, own: np.ndarray) -> None:
         where = f"rank {self.rank}, tag {frame.tag}: rank {peer}"
         if frame.number != number:
-            raise ClusterError(f"{where} is at exchange {frame.number} of this tag where {number} is due")
+            raise ClusterError(f"{where} is at exchange {frame.number} of this tag, but {number} was expected")
         if frame.dtype != own.dtype.name or frame.shape[1:] != own.shape[1:]:
             sent, due = (", ".join(["rows", *map(str, shape[1:])]) for shape in (frame.shape, own.shape))
-            raise ClusterError(f"{where} sent {frame.dtype} [{sent}] where {own.dtype.name} [{due}] is due")
+            raise ClusterError(f"{where} sent {frame.dtype} [{sent}], but {own.dtype.name} [{due}] was expected")
 
     def _send_loop(self, peer: int, connection: socket.socket) -> None:
         outbox = self._outboxes[peer]

@@ -139,8 +139,8 @@ def agree(ranks: Ranks, what: str, content: bytes) -> None:
     other = [rank for rank, each in enumerate(digests) if each != digests[0]]
     if other:
         raise ClusterError(
-            f"rank {ranks.rank}: ranks {other} do not have the {what} that rank 0 has: no expert is moved. "
-            "All ranks plan from the same loads, so one runs other code or another NumPy, or its memory is at fault"
+            f"rank {ranks.rank}: ranks {other} do not have the {what} that rank 0 has, so no expert is moved. All "
+            "ranks plan from the same loads: such a rank runs other code or another NumPy, or its memory is faulty"
         )
 
 

@@ -112,7 +112,9 @@ def read(path: Path, until: int | None = None) -> list[Record]:
 
 def _follow(before: Record, record: Record, place: str) -> None:
     if _kind(before) != _kind(record):
-        raise DataError(f"{place}: layers, experts or devices differ from those above; a file holds one layout")
+        raise DataError(
+            f"{place}: layers, experts or devices differ from the lines above, but a file must hold one layout"
+        )
 
 
 def _kind(record: Record) -> tuple[Any, ...]:
@@ -125,7 +127,7 @@ _MOVED = ("slots", "experts", "bytes", "plan_s", "move_s")
 
 def _record(content: Any, place: str) -> Record:
     if not isinstance(content, dict) or "tokens" not in content:
-        raise DataError(f"{place}: this is no record of expert loads: the key tokens is missing")
+        raise DataError(f"{place}: this is not a record of expert loads, because the key tokens is missing")
     refuse_unknown(f"{place}: ", content, _KEYS, DataError)
     moved = content.get("moved")
     if isinstance(moved, dict):
@@ -158,7 +160,7 @@ def _record(content: Any, place: str) -> Record:
 
 def _whole(value: Any) -> int:
     if type(value) is not int or abs(value) >= 2**63:
-        raise ValueError(f"{str(value)[:40]} is not a whole number of 64 bits")
+        raise ValueError(f"{str(value)[:40]} is not an integer of 64 bits")
     return value
 
 
@@ -166,7 +168,7 @@ def _table(value: Any) -> np.ndarray:
     """int64 of lists of lists; NumPy alone would round 1.5 to 1."""
     found = np.array(value)
     if found.dtype != np.int64:
-        raise ValueError("its rows must hold whole numbers of 64 bits, each row as many as the others")
+        raise ValueError("its rows must be equally long and hold integers of 64 bits")
     return found
 
 

@@ -65,7 +65,7 @@ class Settings(Section):
         """Raise RecipeError for a budget that the method ignores, or if the plugin would do nothing."""
         if self.moves is not None and self.method not in _BUDGETED:
             raise RecipeError(
-                f"{self.method} plans from scratch and keeps no budget; write moves: null, or method: swaps",
+                f"{self.method} plans from scratch and ignores a limit; write moves: null, or method: swaps",
                 f"{KEY}.moves",
             )
         if not self.every and not self.record:
@@ -89,8 +89,8 @@ def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str)
     every = f"{KEY}.every"
     if not counts:
         raise RecipeError(
-            "the router counts its tokens only with model.model_config.moe_router_enable_expert_bias: True; "
-            f"write that, or {KEY}: False",
+            "the router counts its tokens only if model.model_config.moe_router_enable_expert_bias is True; "
+            f"set it to True, or write {KEY}: False",
             KEY,
         )
     if ours.every and expert_parallel == 1:
@@ -101,7 +101,7 @@ def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str)
         )
     if ours.every and optimizer != _OPTIMIZER:
         raise RecipeError(
-            f"{ours.every}: what optimizer.type: {optimizer} keeps of an expert would stay behind when it "
-            f"moves; write {_OPTIMIZER} there, or 0 here to record loads",
+            f"{ours.every}: the state that optimizer.type: {optimizer} has of an expert would stay behind when the "
+            f"expert moves; write optimizer.type: {_OPTIMIZER}, or 0 here to record loads only",
             every,
         )

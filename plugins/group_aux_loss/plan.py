@@ -39,7 +39,7 @@ def check(kind: Any, coefficient: float | None, expert_parallel: int, tensor_par
     """
     if not coefficient:
         raise RecipeError(
-            f"0, so that there is no auxiliary loss; write a number above 0, or {KEY}: False",
+            f"0 means that there is no auxiliary loss; write a number above 0, or {KEY}: False",
             "model.model_config.moe_aux_loss_coeff",
         )
     if kind != KIND:

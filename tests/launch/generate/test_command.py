@@ -135,7 +135,7 @@ def test_a_tokenizer_of_another_model_is_refused(say, monkeypatch):
         lambda *given: SimpleNamespace(recipe={}, weights="w", sizes={"seq_length": 8, "vocab_size": 100}),
     )
     result = say("", "--prompt", "the")
-    assert result.exit_code and "not its tokenizer" in str(result.exception)
+    assert result.exit_code and "name the model's own tokenizer" in str(result.exception)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_unknown_groups_and_strangers_are_told(groups):
         groups.members("AllToAll", {"group": "ep"})
     with pytest.raises(ClusterError, match=r"rank 2 runs AllGather in group '2-9' of ranks \[0, 1\]: it is none"):
         groups.members("AllGather", {"group": "2-9", "rank_list": "(0, 1)"})
-    with pytest.raises(ClusterError, match=r"Send: group '2-9' of ranks \[2, 9\] is no group of 8 processes"):
+    with pytest.raises(ClusterError, match=r"Send: group '2-9' of ranks \[2, 9\] is not a group of 8 processes"):
         groups.members("Send", {"group": "2-9", "group_ranks": "2-9"})
 
 

@@ -155,7 +155,7 @@ LOADER = {"type": "BlendedMegatronDatasetDataLoader", "shuffle": False}
         ({"train_dataset": {"data_loader": {"type": "HFDataLoader"}}}, r"data_loader\.type: .* not of 'HFDataLoader'"),
         (
             {"train_dataset": {"data_loader": {**LOADER, "shuffle": True}}},
-            r"data_loader\.shuffle: plugins\.spike_guard could not know the samples of a step",
+            r"data_loader\.shuffle: with it plugins\.spike_guard could not know the samples of a step",
         ),
         ({"context": {"mode": 1}}, r"context\.mode: .* is for graph mode"),
         ({"runner_config": {"epochs": 2}}, r"runner_config\.epochs: a second pass"),

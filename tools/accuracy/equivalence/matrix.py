@@ -42,7 +42,7 @@ from tools.files.page import Cell
 PASS, KNOWN, FAIL, NONE = "pass", "known difference", "fail", "not compared"
 STYLES = {PASS: "green", KNOWN: "yellow", FAIL: "bold red", NONE: "dim"}
 CLASSES = {PASS: "pass", KNOWN: "pass", FAIL: "fail", NONE: "none"}
-LEGEND = "used: the largest share of its tolerance (report, Table 2) that any number took up"
+LEGEND = "used: the largest share of its tolerance that any number took up"
 NOT_TRAINED = "Nothing was trained, so nothing was compared with golden numbers."
 
 
