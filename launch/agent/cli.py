@@ -280,8 +280,8 @@ def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, fil
         more = len(hosts) - count
         hint = f"; {more} more than that: --spares {more}" if more > 0 else ""
         raise ClusterError(
-            f"{file}: {len(hosts)} hosts of {slots} workers, the recipe needs {count} for its {workers} workers, and "
-            f"--spares says {spares}{hint}"
+            f"{file}: the file lists {len(hosts)} hosts of {slots} workers, but the recipe needs {count} hosts for its "
+            f"{workers} workers, and --spares says {spares}{hint}"
         )
     return count
 

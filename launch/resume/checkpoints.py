@@ -346,8 +346,8 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
     found = differences(before, recipe, checkpoint.step) or replaced(stored.parent, recipe)
     if found:
         raise CheckpointError(
-            f"going on from step {checkpoint.step} would repeat samples and leave others out, for their order changes "
-            f"from that of {stored}: {'; '.join(found)}. Go on with what it was; or start a new run from the weights: "
+            f"going on from step {checkpoint.step} would repeat samples and leave others out, because their order is not "
+            f"that of {stored}: {'; '.join(found)}. Undo this change, or start a new run from the weights: "
             f"--run-dir ANOTHER --set checkpoint.load_path={checkpoint.path}, without --resume"
         )
 

@@ -204,15 +204,16 @@ def _of_recipe(path: Path) -> set[str]:
 _MARKS = {EQUAL: "=", TRAINS: "t", COMPILED: "c", REFUSED: "x", UNSHOWN: "."}
 _INTRO = """# Which plugins go together
 
-Every plugin with every other, and with every kind of parallelism. `python -m tools.accuracy.together` writes this page;
-a test holds each refusal to be what `tc3 check` says of such a recipe, and every other pair to be accepted.
+This page says for every plugin whether it can be combined with every other plugin, and with every kind of parallelism.
+`python -m tools.accuracy.together` writes it. A test makes sure that `tc3 check` refuses a recipe with a pair for the
+reason that stands here, and accepts every other pair.
 
 | sign | meaning |
 |---|---|
-| = | equal: executed on CPU processes and held to one process (`tc3 accuracy equivalence`) |
+| = | equal: executed on CPU processes and compared with one process (`tc3 accuracy equivalence`) |
 | t | trains: a recipe with both was trained on CPU (its card says by which command) |
 | c | compiled: a recipe with both was compiled for a virtual cluster by `tc3 dryrun` |
-| . | accepted by `tc3 check`; nothing here has both |
+| . | accepted by `tc3 check`; no run or compile had both |
 | x | refused, for the reason below |
 """
 

@@ -70,7 +70,9 @@ def test_a_damaged_checkpoint_is_refused(run):
 
 def test_a_full_size_model_is_refused_with_its_size(tmp_path):
     save_file({"model.norm.weight": np.ones(4, np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(RecipeError, match=r"10\d,\d{3},\d{3},\d{3} parameters, 4\d\d GB in float32.*weights convert"):
+    with pytest.raises(
+        RecipeError, match=r"10\d,\d{3},\d{3},\d{3} parameters \(4\d\d GB in float32\).*weights convert"
+    ):
         choose(tmp_path, ROOT / "recipes" / "telechat3_105b" / "finetune_4k.yaml")
 
 

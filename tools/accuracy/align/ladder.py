@@ -67,7 +67,7 @@ class Sides:
 
 
 def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | None, steps: int) -> Sides | None:
-    """Return the recipes as sharded runs on CPU; a recipe for Ascend becomes the mini that keeps its strategy. Return
+    """Return the recipes for a sharded run on CPU; a recipe for Ascend becomes the mini that keeps its strategy. Return
     None if no recipe splits the model.
 
     One path is compared with one process of its own graph. What MindFormers computes otherwise in another layout is
@@ -160,7 +160,9 @@ def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
 
 @dataclass
 class Ladder:
-    """This is the result: settings are rung 1's differences, and about says what ran, with versions."""
+    """This is the result of an alignment: its rungs, the differences of settings that rung 1 found, and in `about` what
+    ran, with versions.
+    """
 
     ours: str
     theirs: str

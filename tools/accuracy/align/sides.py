@@ -230,7 +230,9 @@ def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
     built = convert(View(Recipe(recipe)), load_schema())
     if not built.fields.get("multi_latent_attention") and look(recipe, (*MODEL, "multi_latent_attention")) is None:
         wrong = "the reference, Hugging Face's DeepseekV3, has latent attention, and not grouped queries"
-        raise RecipeError(f"model.model_config.model_type: {wrong}; tc3 accuracy equivalence compares layouts of it")
+        raise RecipeError(
+            f"model.model_config.model_type: {wrong}; tc3 accuracy equivalence can compare layouts of this recipe"
+        )
     moved = any(callback["type"] == BIAS for callback in recipe.get("callbacks") or [])
     return sizes_of(built.fields, bool(built.fields["moe_router_enable_expert_bias"]) and moved)
 

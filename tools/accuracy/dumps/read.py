@@ -324,7 +324,7 @@ def open_dump(folder: Path) -> Dump:
     if not folder.is_dir():
         if folder.exists():
             raise DataError(
-                f"{folder}: a file; a dump is a folder, as `tc3 accuracy dump RECIPE --out FOLDER` makes it"
+                f"{folder}: this is a file, but a dump is a folder, as `tc3 accuracy dump RECIPE --out FOLDER` makes it"
             )
         raise DataError(f"{folder}: no such folder; `tc3 accuracy dump RECIPE --out {folder}` makes a dump")
     stated = stated_in(folder)

@@ -124,7 +124,9 @@ class Sharding:
 
     @property
     def words(self) -> str:
-        """Return what differs from one process of two dense layers: ``"dp 2, tp 2, sp, zero"``."""
+        """Return in words how this sharding differs from one process with the smallest model of two dense layers: ``"dp
+        2, tp 2, sp, zero"``.
+        """
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "known"}
         changed = {name: value for name, value in told.items() if value != getattr(Sharding, name)}
         return ", ".join(name if value is True else f"{name} {value}" for name, value in changed.items())
