@@ -87,7 +87,8 @@ def check_model(recipe: Recipe, folder: Path) -> None:
     number, own = weights_in(folder), weights_of(recipe)
     if number and own and number != own:
         raise CheckpointError(
-            f"{folder}: this checkpoint of another model holds {number:,} weights; the recipe's model has {own:,}"
+            f"{folder}: holds {number:,} weights, but the recipe's model has {own:,}: "
+            "this is a checkpoint of another model"
         )
 
 
@@ -346,8 +347,8 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
     found = differences(before, recipe, checkpoint.step) or replaced(stored.parent, recipe)
     if found:
         raise CheckpointError(
-            f"going on from step {checkpoint.step} would repeat samples and leave others out, because their order is not "
-            f"that of {stored}: {'; '.join(found)}. Undo this change, or start a new run from the weights: "
+            f"going on from step {checkpoint.step} would repeat samples and leave others out, because their order is "
+            f"not that of {stored}: {'; '.join(found)}. Undo this change, or start a new run from the weights: "
             f"--run-dir ANOTHER --set checkpoint.load_path={checkpoint.path}, without --resume"
         )
 

@@ -289,7 +289,7 @@ def test_a_checkpoint_of_another_model_is_refused(train, runs, workplace, save, 
         monkeypatch.setattr("launch.resume.checkpoints.weights_of", lambda recipe, wanted=wanted: wanted)
         found, _, err = train("mini/toy.yaml", "--resume", str(folder), "--steps", "9")
         assert found == code, err
-    assert f"{folder}: this checkpoint of another model holds 8 weights; the recipe's model has 9" in err
+    assert f"{folder}: holds 8 weights, but the recipe's model has 9: this is a checkpoint of another model" in err
 
 
 def test_a_port_in_use_and_a_folder_with_a_run_are_refused(train, runs):

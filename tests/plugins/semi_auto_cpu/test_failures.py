@@ -61,7 +61,7 @@ def test_another_operator_at_the_same_place_is_a_mismatch_not_a_hang():
     told = messages([[reduce(), reduce()], [reduce(), gather()]], timeout=20)
     assert told[0] == (
         "rank 0 is at AllReduce, call 1 of ranks 0, 1: sum of float32 [4], "
-        "where rank 1 is at AllGather, call 1 of ranks 0, 1: float32 [4]"
+        "but rank 1 is at AllGather, call 1 of ranks 0, 1: float32 [4]"
     )
     assert told[1].startswith("rank 1 is at AllGather, call 1")
 
@@ -76,13 +76,13 @@ def test_another_operator_at_the_same_place_is_a_mismatch_not_a_hang():
 )
 def test_other_bytes_types_and_operations_are_named(other, what):
     told = messages([[reduce()], [other]], timeout=20)
-    assert re.search(rf"rank 0 is at AllReduce.*where rank 1 is at AllReduce, call 0 of ranks 0, 1: {what}", told[0])
+    assert re.search(rf"rank 0 is at AllReduce.*but rank 1 is at AllReduce, call 0 of ranks 0, 1: {what}", told[0])
 
 
 def test_another_order_of_the_group_is_named():
     told = messages([[gather()], [gather(attributes((1, 0)))]], timeout=20)
     assert told[0].startswith("rank 0 is at AllGather, call 0 of ranks 0, 1: float32 [4]")
-    assert "where rank 1 is at AllGather, call 0 of ranks 1, 0" in told[0]
+    assert "but rank 1 is at AllGather, call 0 of ranks 1, 0" in told[0]
 
 
 def test_a_missing_all_reduce_is_found_at_the_next_call():

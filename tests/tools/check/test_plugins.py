@@ -138,7 +138,7 @@ def test_the_auxiliary_loss_of_a_group_has_nothing_to_set():
         (["plugins.spike_guard.window=3"], "plugins.spike_guard.window", "a number of steps from 4 on"),
         (["plugins.spike_guard.threshold=-1.0"], "plugins.spike_guard.threshold", "standard deviations above 0"),
         (["plugins.spike_guard.skipped=[[8, 4]]"], "plugins.spike_guard.skipped", "[[first, stop], ...]"),
-        (["plugins.finite_loss={stop_after: 3}"], "plugins.spike_guard", "takes its place"),
+        (["plugins.finite_loss={stop_after: 3}"], "plugins.spike_guard", "replaces it"),
         (
             ["runner_config.epochs=2"],
             "plugins.spike_guard",
@@ -272,7 +272,7 @@ def test_the_shipped_recipe_passes():
         ([f"{KEY}.method=swap"], f"{KEY}.method", "did you mean 'swaps'"),
         (["optimizer.type=Muon"], f"{KEY}.every", "would stay behind"),
         (["parallel_config.expert_parallel=1", "plugins.hierarchical_ep=False"], f"{KEY}.every", "nothing can move"),
-        (["model.model_config.moe_router_enable_expert_bias=False"], KEY, "counts its tokens only with"),
+        (["model.model_config.moe_router_enable_expert_bias=False"], KEY, "counts its tokens only if"),
     ],
 )
 def test_what_cannot_move_or_be_counted_is_refused(changes, key, words):
