@@ -144,7 +144,7 @@ class Start:
     "--restarts",
     type=Number("restarts"),
     default=RESTARTS,
-    help=f"Give up after more than so many failures in a row.  [{RESTARTS}]",
+    help=f"Give up after more than this number of failures in a row.  [{RESTARTS}]",
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--steps", type=Number("steps"), help="Number of steps in all; the dataset's size is set to match.")

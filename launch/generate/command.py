@@ -105,7 +105,9 @@ def _recipe_beside(weights: Path) -> Path:
 def _refuse_model(recipe: Recipe, source: Source) -> None:
     """Raise CheckpointError for weights of another model, RecipeError for a model that is too large."""
     if not isinstance(look(recipe, ("model", "model_config", "seq_length")), int):
-        raise RecipeError(f"{recipe.source}: model.model_config.seq_length: missing; the model sees so many tokens")
+        raise RecipeError(
+            f"{recipe.source}: model.model_config.seq_length is missing; it says how many tokens the model sees"
+        )
     wanted, held = weights_of(recipe), _weights_held(source)
     if wanted and held and held != wanted:
         raise CheckpointError(
@@ -162,7 +164,7 @@ class Text:
 @click.argument("weights", metavar="RUN|CHECKPOINT", type=click.Path(path_type=Path))
 @click.option("--prompt", "prompts", multiple=True, required=True, metavar="TEXT", help=PROMPT_HELP)
 @click.option(
-    "--tokens", type=Number("generated"), default=64, show_default=True, help="Generate at most so many tokens."
+    "--tokens", type=Number("generated"), default=64, show_default=True, help="Largest number of tokens to generate."
 )
 @click.option("--temperature", type=Number("temperature"), help=TEMPERATURE_HELP)
 @click.option("--top-k", type=Number("top_k"), help="Draw only from the K likeliest tokens.")

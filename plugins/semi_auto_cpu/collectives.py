@@ -195,7 +195,7 @@ class Groups:
             return tuple(range(self.ranks.devices))
         known = [*self.ranks.groups, *WORLDS]
         raise ClusterError(
-            f"rank {self.ranks.rank}: {operator} uses group {name!r}, which nobody created and whose ranks its "
+            f"rank {self.ranks.rank}: {operator} uses group {name!r}, which was never created, and whose ranks its "
             f"attributes ({', '.join(STATED)}) do not state; known are {', '.join(known)}"
         )
 

@@ -222,7 +222,7 @@ for each in (align, dump, compare, equivalence_command, collectives_command, fus
     default=3,
     show_default=True,
     type=Number("reruns"),
-    help="Run each operator so often; the results must be bit-identical.",
+    help="Number of runs of each operator; their results must be bit-identical.",
 )
 @click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the random inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     "--only", "names", metavar="NAME,...", help="Run only these strategies, or one kind: baseline, trained, executed."
 )
 @click.option("--steps", default=3, show_default=True, type=Number("curve_steps"), help="Number of steps of each run.")
-@click.option("--draws", type=Number("rows"), help="Draw so many layouts at random, and execute them.")
+@click.option("--draws", type=Number("rows"), help="Draw this number of layouts at random, and execute them.")
 @click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed with which --draws draws.")
 @click.option("--most", default=4, show_default=True, type=Number("workers"), help="Most processes of a drawn layout.")
 @click.option("--update", is_flag=True, help="Write the golden numbers of the trained runs instead of checking them.")
