@@ -390,7 +390,7 @@ def _content(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: this is not a complete dump.json of msprobe: it {not_json(error)}") from None
+        raise DataError(f"{file}: this is not msprobe's dump.json, or it is incomplete: it {not_json(error)}") from None
     missing = [key for key in HEAD if not isinstance(content, dict) or key not in content]
     if missing:
         raise DataError(f"{file}: this is not msprobe's dump.json, because it has no {missing[0]!r}")

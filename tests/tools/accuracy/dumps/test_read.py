@@ -136,7 +136,7 @@ def test_wrong_folders_get_one_message(tmp_path):
     (dump / "step0x").mkdir()
     for folder, words in (
         (tmp_path / "none", "no such folder"),
-        (tmp_path / "rows.csv", "a file; a dump is a folder"),
+        (tmp_path / "rows.csv", "this is a file, but a dump is a folder"),
         (tmp_path / "empty", "not a dump: it holds no stepN/rankM/dump.json"),
         (dump / "step0", f"it is one step of a dump: give {dump}"),
         (dump / "step0" / "rank0", f"it is one rank of a dump: give {dump}"),
