@@ -1,4 +1,5 @@
-"""TeleChat3-MoE with other layers: MindFormers' GPTModel from its own spec, edited before it is built.
+"""This module builds TeleChat3-MoE with other layers: MindFormers' GPTModel from its own spec, which is edited before
+the model is built.
 
 The spec of a model without experts has dense layers only, as that of the dense TeleChat3. No plugin edits those on
 Ascend.

@@ -45,7 +45,7 @@ OF_TC3 = [each for each in COMMANDS if each.words[0] == "tc3"]
 BENCHMARKS = [each for each in COMMANDS if each.words[0] == "python" and "benchmarks" in " ".join(each.words[1:3])]
 OUTPUTS = ("--write", "--out", "--output", "--html", "--picture", "--to", "--bind-file", "--time-line")
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "mix"]
-TOUR = "TC3_TOUR"  # set in the environment, it has the commands of README's tour run in their order: about ten minutes
+TOUR = "TC3_TOUR"  # set in the environment, it runs the commands of README's tour in their order: about twenty minutes
 
 
 class Started(BaseException):
@@ -265,7 +265,7 @@ def test_cards_name_commands():
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(not os.environ.get(TOUR), reason=f"takes ten minutes: {TOUR}=1 tests/run tests/test_commands.py")
+@pytest.mark.skipif(not os.environ.get(TOUR), reason=f"takes twenty minutes: {TOUR}=1 tests/run tests/test_commands.py")
 def test_the_tour(tmp_path):
     """README's commands in their order, in a fresh clone: none fails."""
     clone = tmp_path / "clone"

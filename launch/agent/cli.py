@@ -133,14 +133,18 @@ class Start:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--nodes", type=click.Path(path_type=Path), help="File with a host a line: NAME [WORKERS]; spares last.")
+@click.option(
+    "--nodes",
+    type=click.Path(path_type=Path),
+    help="File that lists one host per line: NAME [WORKERS]; spares come last.",
+)
 @click.option("--spares", type=Number("spares"), default=0, help="Number of spare hosts.  [default: 0]")
 @click.option("--host", help="This node's name in --nodes.  [default: found by its host name or address]")
 @click.option(
     "--restarts",
     type=Number("restarts"),
     default=RESTARTS,
-    help=f"Give up after more than so many failures in a row.  [{RESTARTS}]",
+    help=f"Give up after more than this number of failures in a row.  [{RESTARTS}]",
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--steps", type=Number("steps"), help="Number of steps in all; the dataset's size is set to match.")
@@ -276,8 +280,8 @@ def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, fil
         more = len(hosts) - count
         hint = f"; {more} more than that: --spares {more}" if more > 0 else ""
         raise ClusterError(
-            f"{file}: {len(hosts)} hosts of {slots} workers, the recipe needs {count} for its {workers} workers, and "
-            f"--spares says {spares}{hint}"
+            f"{file}: the file lists {len(hosts)} hosts of {slots} workers, but the recipe needs {count} hosts for its "
+            f"{workers} workers, and --spares says {spares}{hint}"
         )
     return count
 

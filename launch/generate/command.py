@@ -98,26 +98,28 @@ def _recipe_beside(weights: Path) -> Path:
     """RUN/recipe.yaml of RUN/checkpoint/iteration_*."""
     file = weights.absolute().parent.parent / RECIPE
     if not file.is_file():
-        raise RecipeError(f"--recipe: {weights} is in no run's folder: name the recipe of its model")
+        raise RecipeError(f"--recipe: {weights} is not in a run's folder, so the recipe of its model must be named")
     return file
 
 
 def _refuse_model(recipe: Recipe, source: Source) -> None:
     """Raise CheckpointError for weights of another model, RecipeError for a model that is too large."""
     if not isinstance(look(recipe, ("model", "model_config", "seq_length")), int):
-        raise RecipeError(f"{recipe.source}: model.model_config.seq_length: missing; the model sees so many tokens")
+        raise RecipeError(
+            f"{recipe.source}: model.model_config.seq_length is missing; it says how many tokens the model sees"
+        )
     wanted, held = weights_of(recipe), _weights_held(source)
     if wanted and held and held != wanted:
         raise CheckpointError(
-            f"{source.path}: holds {held:,} weights, the model of {recipe.source} has {wanted:,}: name the recipe of "
-            "this model by --recipe; that of a mini is recipe.yaml in its run's folder"
+            f"{source.path}: holds {held:,} weights, but the model of {recipe.source} has {wanted:,}: name the recipe "
+            "of these weights with --recipe (of a mini: recipe.yaml in its run's folder)"
         )
     if (wanted or held or 0) > LARGEST:
         size = wanted or held or 0
         raise RecipeError(
-            f"{recipe.source}: {size:,} parameters, {size * 4 / 1e9:,.0f} GB in float32: tc3 generate is for minis of "
-            f"up to {LARGEST:,}, in one CPU process that computes the whole window anew for each token. `tc3 weights "
-            "convert` writes what vLLM, SGLang and transformers serve"
+            f"{recipe.source}: the model has {size:,} parameters ({size * 4 / 1e9:,.0f} GB in float32), but tc3 "
+            f"generate is for minis of up to {LARGEST:,}: it computes the whole window anew for each token, in one CPU "
+            "process. `tc3 weights convert` writes weights that vLLM, SGLang and transformers can serve"
         )
 
 
@@ -162,7 +164,7 @@ class Text:
 @click.argument("weights", metavar="RUN|CHECKPOINT", type=click.Path(path_type=Path))
 @click.option("--prompt", "prompts", multiple=True, required=True, metavar="TEXT", help=PROMPT_HELP)
 @click.option(
-    "--tokens", type=Number("generated"), default=64, show_default=True, help="Generate at most so many tokens."
+    "--tokens", type=Number("generated"), default=64, show_default=True, help="Largest number of tokens to generate."
 )
 @click.option("--temperature", type=Number("temperature"), help=TEMPERATURE_HELP)
 @click.option("--top-k", type=Number("top_k"), help="Draw only from the K likeliest tokens.")
@@ -224,8 +226,8 @@ def _check_tokenizer(tokenizer: Tokenizer, chosen: Chosen) -> None:
     known = int(chosen.sizes["vocab_size"])
     if tokenizer.vocab_size > known:
         raise DataError(
-            f"{tokenizer.spec.folder}: {tokenizer.vocab_size:,} ids, and the model of {chosen.weights} knows "
-            f"{known:,}: not its tokenizer; name that: --tokenizer"
+            f"{tokenizer.spec.folder}: this tokenizer has {tokenizer.vocab_size:,} ids, but the model of "
+            f"{chosen.weights} knows {known:,}: name the model's own tokenizer with --tokenizer"
         )
 
 

@@ -93,8 +93,8 @@ def fill(network: Any, recipe: Path, weights: Path) -> None:
             continue  # counters of training
         array = read(parameter.name)
         if array.shape != tuple(parameter.shape):
-            shapes = f"{list(array.shape)}, the recipe's model has {list(parameter.shape)}"
-            raise CheckpointError(f"{weights}: {parameter.name} is {shapes}: weights of another model")
+            shapes = f"{list(array.shape)}, but {list(parameter.shape)} in the recipe's model"
+            raise CheckpointError(f"{weights}: {parameter.name} is {shapes}: these are weights of another model")
         parameter.set_data(Tensor(array))
 
 
@@ -114,7 +114,8 @@ def reader(weights: Path, recipe: Recipe) -> Reader:
 def _from_mindformers(source: Source) -> Reader:
     def read(name: str) -> np.ndarray:
         if name not in source.headers:
-            raise CheckpointError(f"{source.path}: holds no {name}, which the recipe's model has: of another model")
+            wrong = f"holds no {name}, which the recipe's model has: these are weights of another model"
+            raise CheckpointError(f"{source.path}: {wrong}")
         array, differing = source.read(name)
         if differing:
             ranks = ", ".join(map(str, differing))

@@ -87,7 +87,8 @@ def check_model(recipe: Recipe, folder: Path) -> None:
     number, own = weights_in(folder), weights_of(recipe)
     if number and own and number != own:
         raise CheckpointError(
-            f"{folder}: holds {number:,} weights, the recipe's model has {own:,}: a checkpoint of another model"
+            f"{folder}: holds {number:,} weights, but the recipe's model has {own:,}: "
+            "this is a checkpoint of another model"
         )
 
 
@@ -127,7 +128,7 @@ def _refuse_other_weights(folder: Path, wanted: Shapes, held: Shapes) -> None:
     wrong += [f"no {name}, which the recipe's model has" for name in wanted if name not in held]
     if wrong:
         raise CheckpointError(
-            f"{folder}: a checkpoint of another model: {_listed(wrong)}; go on with the recipe that saved it "
+            f"{folder}: this is a checkpoint of another model: {_listed(wrong)}; go on with the recipe that saved it "
             "(recipe.yaml in its run's folder)"
         )
 
@@ -307,8 +308,8 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
         )
     if "common.json" not in names or not any(_WEIGHTS_FILE.search(name) for name in names):
         raise CheckpointError(
-            f"--resume {resume}: no checkpoint: one holds common.json and *-model-*.safetensors, as "
-            "RUN/checkpoint/iteration_00000100 does; a file of weights only goes into checkpoint.load_path of a new run"
+            f"--resume {resume}: not a checkpoint, which would hold common.json and *-model-*.safetensors, as "
+            "RUN/checkpoint/iteration_00000100 does; name weights without these in checkpoint.load_path of a new run"
         )
     return folder
 
@@ -346,8 +347,8 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
     found = differences(before, recipe, checkpoint.step) or replaced(stored.parent, recipe)
     if found:
         raise CheckpointError(
-            f"going on from step {checkpoint.step} would repeat samples and leave others out, for their order changes "
-            f"from that of {stored}: {'; '.join(found)}. Go on with what it was; or start a new run from the weights: "
+            f"going on from step {checkpoint.step} would repeat samples and leave others out, because their order is "
+            f"not that of {stored}: {'; '.join(found)}. Undo this change, or start a new run from the weights: "
             f"--run-dir ANOTHER --set checkpoint.load_path={checkpoint.path}, without --resume"
         )
 

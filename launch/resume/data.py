@@ -192,7 +192,7 @@ def _digest(prefix: str) -> dict[str, Any]:
 
 
 def keep_digests(recipe: Recipe, run_dir: Path) -> None:
-    """Record digests of the data of a recipe as it is now. If data cannot be read, the loader reports this later."""
+    """Record digests of a recipe's data in its present state. If data cannot be read, the loader reports this later."""
     try:
         write_atomically(run_dir / DIGESTS, json.dumps(digests(recipe), indent=1) + "\n")
     except DataError as error:

@@ -1,5 +1,5 @@
-"""This module makes the effective recipe that `tc3 train` runs: its size, the user's overrides, and values instead of
-`auto`.
+"""This module makes the effective recipe that `tc3 train` runs: it shrinks the recipe for `--mini`, applies the user's
+overrides, and replaces each `auto` by a value.
 """
 
 from __future__ import annotations

@@ -28,9 +28,11 @@ DEBUGGER = "msprobe_debugger"
 
 @click.command()
 @click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="The recipe.")
-@click.option("--run-dir", required=True, type=click.Path(path_type=Path), help="Folder of this run, and of its dump.")
-@click.option("--level", required=True, help="L0, L1, mix or L2.")
-@click.option("--task", required=True, help="statistics or tensor.")
+@click.option(
+    "--run-dir", required=True, type=click.Path(path_type=Path), help="Write this run and its dump into this folder."
+)
+@click.option("--level", required=True, help="Level of msprobe: L0, L1, mix or L2.")
+@click.option("--task", required=True, help="What is dumped of each tensor: statistics or tensor.")
 @unverified_option
 def main(config_path: Path, run_dir: Path, level: str, task: str) -> None:
     """Run a recipe and dump its tensors on this worker."""

@@ -21,8 +21,8 @@ from tools.files.atomic import write_atomically
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class OwnGradient(Callback):
-    """Gradients are computed from AdamW's first moment, m' = beta1 * m + (1 - beta1) * g, so they are those after
-    reduction and clipping.
+    """This callback records a gradient's norm. The gradient is computed from AdamW's first moment, m' = beta1 * m + (1
+    - beta1) * g, so it is the one after reduction and clipping.
 
     Args:
         weight: its name. run_dir: the run's folder; a rank that has the weight writes equivalence/gradient_rank_N.json,

@@ -1,4 +1,4 @@
-"""Grouped-query attention in float32, for `tc3 accuracy equivalence`.
+"""This module computes grouped-query attention in float32, for `tc3 accuracy equivalence`.
 
 MindFormers rounds queries, keys and values of float32 models to float16, and so their gradients
 (docs/stock-differences.md), by more than layouts may differ. A recipe names the callback (`auto_register:
@@ -15,7 +15,7 @@ from plugins.cpu_backend.attention import compute_unrounded
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class UnroundedAttention(Callback):
-    """Changes the network before its first step, with which MindSpore compiles it."""
+    """This callback changes the network before its first step, with which MindSpore compiles it."""
 
     def on_train_begin(self, run_context):
         """Leave the rounding out."""

@@ -306,8 +306,8 @@ def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
     interleaved = _number(recipe, INTERLEAVE)
     if interleaved > 1:
         raise RecipeError(
-            f"{interleaved}; MindFormers then takes as many times more samples and cuts each micro-batch again, which "
-            f"{KEY} does not follow; write 1",
+            f"{interleaved}; MindFormers then takes {interleaved} times as many samples and cuts each micro-batch "
+            f"again, which {KEY} does not support; write 1",
             INTERLEAVE,
         )
     parallel = recipe.get("use_parallel") is True

@@ -1,4 +1,5 @@
-"""Point a recipe's MindFormers config at the CPU classes, and patch the lines that no hook reaches.
+"""This module points a recipe's MindFormers config at the CPU classes, and patches the lines of MindFormers that no
+hook reaches.
 
 `launch/train.py` calls this when, and only when, `context.device_target` is CPU: `before_mindformers` first, `enable`
 when the context is built. The two functions that patch are the only monkeypatches of the CPU backend; each line that
@@ -23,7 +24,7 @@ WRAPPERS = {"MFTrainOneStepCell": "CpuTrainOneStepCell"}
 
 
 def before_mindformers(distributed: bool) -> None:
-    """Patch what MindFormers copies by `from ... import`: call before mindformers is imported.
+    """Patch functions that MindFormers copies by `from ... import`; call this before importing mindformers.
 
     Barrier has no CPU kernel, and nothing lets a caller choose another one: an AllReduce of one element waits
     for the same ranks.
@@ -35,14 +36,14 @@ def before_mindformers(distributed: bool) -> None:
     from mindspore.communication import comm_func
 
     def barrier(group=None):
-        """Wait for every rank (the group is always the world in MindFormers' calls)."""
+        """Wait for every rank; the group is always the world in MindFormers' calls."""
         ops.AllReduce()(Tensor([0.0], mstype.float32)).asnumpy()
 
     replace(comm_func, "barrier", "_get_cache_prim(P.Barrier)(group)", barrier)
 
 
 def after_context() -> None:
-    """Patch MindFormers itself; call when communication is up.
+    """Patch MindFormers itself; call this when the ranks can communicate.
 
     * `core/callback/callback.py:_get_separate_loss` reads parameters by `asnumpy()` and clears them at once; on
       CPU that array is a view, so 0.0 would be printed. Losses are averaged over ranks here too.
@@ -61,7 +62,7 @@ def after_context() -> None:
 
 
 def enable(config) -> None:
-    """Rewrite `config` (a MindFormerConfig, in place) so that MindFormers builds what CPU can run.
+    """Rewrite `config` (a MindFormerConfig) in place so that MindFormers builds a model that a CPU can run.
 
     Call before `Trainer(config)` and after `build_context(config)`. The recipe file itself stays stock.
 
@@ -80,7 +81,7 @@ def enable(config) -> None:
 
 
 def documents_apart(loader: Mapping[str, Any]) -> bool:
-    """Whether a `train_dataset.data_loader` delivers masks that keep documents, or packed conversations, apart."""
+    """Return whether the masks of a `train_dataset.data_loader` keep documents, or packed conversations, apart."""
     if any(handler.get("type") == "PackingHandler" for handler in loader.get("handler") or []):
         return not loader.get("create_compressed_eod_mask")
     data = loader.get("config") or {}
@@ -88,7 +89,7 @@ def documents_apart(loader: Mapping[str, Any]) -> bool:
 
 
 def check(config) -> None:
-    """Refuse what would fail deep inside MindSpore, or be slower or wrong in silence, on CPU."""
+    """Refuse settings that on CPU would fail deep inside MindSpore, or would silently be slower or wrong."""
     model_config = config.model.model_config
     parallel = config.parallel_config
     workers = parallel.data_parallel if config.use_parallel else 1

@@ -1,4 +1,4 @@
-"""Core attention on CPU: what `FlashAttentionScore` computes, from operators that CPU has.
+"""This module computes core attention on CPU: the result of `FlashAttentionScore`, from operators that a CPU has.
 
 `CoreAttention` is the dense form: it multiplies S x S scores and masks most of them. `DocumentCoreAttention` is for
 data whose masks keep documents apart. There a document's queries go in blocks of at most `BLOCK`, each against the
@@ -45,7 +45,7 @@ def document_blocks(breaks: np.ndarray) -> Iterator[tuple[int, int, int]]:
 def document_attention(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, breaks: np.ndarray, scale: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """softmax(Q K^T * scale) V within each document, causal.
+    """Return softmax(Q K^T * scale) V within each document, causal.
 
     Args:
         query: [S, B, N, D]; key: [S, B, G, D]; value: [S, B, G, Dv], N heads in G groups (`grouped_query`);
@@ -80,7 +80,9 @@ def document_gradients(
     dout: np.ndarray,
     scale: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the gradients of query, key and value; out, log_sum: of `document_attention`; dout: as `out`."""
+    """Return the gradients of query, key and value; `out` and `log_sum` come from `document_attention`, and `dout` has
+    the shape of `out`.
+    """
     gradients = np.empty(query.shape, query.dtype), np.zeros(key.shape, key.dtype), np.zeros(value.shape, value.dtype)
     inner = (out * dout).sum(-1).transpose(1, 2, 0)[..., None]  # [B, N, S, 1]
     for sample in range(len(breaks)):
@@ -115,13 +117,15 @@ def _scores(q: np.ndarray, k: np.ndarray, start: int, first: int, end: int, scal
 
 
 def follow_documents(follows: bool) -> None:
-    """Whether models built later compute attention document by document; for data with `reset_attention_mask` only."""
+    """Set whether models that are built later compute attention document by document; this is only for data with
+    `reset_attention_mask`.
+    """
     global _follows_documents
     _follows_documents = follows
 
 
 def core_attention():
-    """The class for a layer spec's `core_attention`."""
+    """Return the class for `core_attention` of a layer's spec."""
     return DocumentCoreAttention if _follows_documents else CoreAttention
 
 
@@ -129,19 +133,20 @@ relies_on(Attention.construct, "query = self.cast(query, mstype.float16)")
 
 
 class Unrounded(PrimitiveLike):
-    """`Cast` that leaves out one to float16."""
+    """This is a `Cast` that leaves out casts to float16."""
 
     def __init__(self, cast):
         super().__init__()
         self.cast = cast
 
     def construct(self, x, dtype):
-        """x: any shape."""
+        """Return x, of any shape, in the new type, unless that is float16."""
         return x if dtype == ms.float16 else self.cast(x, dtype)
 
 
 def compute_unrounded(network):
-    """Let attention without latent compression compute in float32 where its model does (in place, after the build).
+    """Make attention without latent compression compute in float32 if its model does; this changes the built model in
+    place.
 
     MindFormers rounds queries, keys and values, and so their gradients, to float16 for its kernel on Ascend. Most
     gradients of a mini are too small for that type.
@@ -152,7 +157,7 @@ def compute_unrounded(network):
 
 
 class CoreAttention(nn.Cell):
-    """Stands in for `training_graph.transformer.flash_attention.FlashAttention` as `core_attention` submodule.
+    """This replaces `training_graph.transformer.flash_attention.FlashAttention` as the submodule `core_attention`.
 
     Softmax runs in float32. Memory grows with S squared: it is for mini recipes.
 
@@ -206,11 +211,11 @@ class CoreAttention(nn.Cell):
         actual_seq_qlen=None,
         actual_seq_kvlen=None,
     ):
-        """See the class."""
+        """Return the attention; the class's docstring gives the shapes."""
         return self.attend(query, key, value, attention_mask)
 
     def attend(self, query, key, value, attention_mask):
-        """What `construct` makes of what it reads."""
+        """Compute the attention from the inputs that `construct` has read."""
         length, batch = query.shape[0], query.shape[1]
         query = self._heads_first(query, self.heads)
         key = self._heads_first(key, self.groups)
@@ -236,7 +241,8 @@ class CoreAttention(nn.Cell):
 
 
 class DocumentCoreAttention(CoreAttention):
-    """`CoreAttention` for masks of `reset_attention_mask`: causal within documents, and as expensive as those.
+    """This is `CoreAttention` for masks of `reset_attention_mask`: it attends within documents, and its cost is that of
+    the documents.
 
     The dataset delivers a dense mask; its entry below the diagonal says whether a token sees the one before it, and
     so where documents begin. Nothing else of the mask is read. Memory does not grow with S squared, the mask apart.
@@ -247,7 +253,7 @@ class DocumentCoreAttention(CoreAttention):
         self.within_documents = WithinDocuments(self.scale)
 
     def attend(self, query, key, value, attention_mask):
-        """As `CoreAttention`; attention_mask: [B, 1, S, S]."""
+        """Compute the attention as `CoreAttention` does; attention_mask is [B, 1, S, S]."""
         length, batch = query.shape[0], query.shape[1]
         # the entries (i + 1, i), behind each other at a stride of S + 1
         flat = ops.reshape(attention_mask, (batch, length * length))
@@ -262,7 +268,7 @@ class DocumentCoreAttention(CoreAttention):
 
 
 class WithinDocuments(nn.Cell):
-    """`document_attention` as host functions in the graph.
+    """This operator computes `document_attention` by host functions in the graph.
 
     Inputs: query [S, B, N, D]; key [S, B, G, D]; value [S, B, G, Dv]; breaks int32 [B, S - 1].
     Outputs: [S, B, N, Dv], and the log-sum-exp of the rows [B, N, S], for backward only: no gradient passes it.
@@ -273,11 +279,11 @@ class WithinDocuments(nn.Cell):
         self.attend, self.gradients = _operators(scale)
 
     def construct(self, query, key, value, breaks):
-        """See the class."""
+        """Return the attention; the class's docstring gives the shapes."""
         return self.attend(query, key, value, breaks)
 
     def bprop(self, query, key, value, breaks, out, dout):
-        """`document_gradients`."""
+        """Return the gradients, by `document_gradients`."""
         gradients = self.gradients(query, key, value, breaks, out[0], out[1], dout[0])
         return gradients[0], gradients[1], gradients[2], ops.zeros_like(breaks)
 

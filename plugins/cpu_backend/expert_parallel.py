@@ -1,4 +1,5 @@
-"""Expert parallelism on CPU: each worker holds its own experts' weights, and only routed tokens move.
+"""This module computes expert parallelism on CPU: each worker holds its own experts' weights, and only routed tokens
+move.
 
 Collectives, row operations and grouped matmul are host functions in the graph. MindSpore's CPU backend has AllReduce
 only, and gradients of shapes that depend on data fail there. So a buffer is as large as its worst case, rows in use
@@ -76,39 +77,43 @@ def _scattering(group):
 
 
 class AllToAllV(nn.Cell):
-    """Rows to the members of a group, as many to each as `send` says."""
+    """This operator sends rows to the members of a group, to each member as many as `send` says."""
 
     def __init__(self, group):
         super().__init__(auto_prefix=False)
         self.there, self.back = _moving(group), _moving(group)
 
     def construct(self, rows, send, receive, room):
-        """rows: [C, w], send and receive: int32 [n], room: rows of the result -> [room, w]."""
+        """Return [room, w] for rows [C, w]; send and receive are int32 [n], and room is the number of rows of the
+        result.
+        """
         return self.there(rows, send, receive, ops.zeros((room, rows.shape[1]), rows.dtype))
 
     def bprop(self, rows, send, receive, room, out, dout):
-        """The same way back."""
+        """Send the gradients the same way back."""
         return self.back(dout, receive, send, rows), ops.zeros_like(send), ops.zeros_like(receive), 0
 
 
 class Linear(nn.Cell):
-    """A collective operator over rows of tokens; in the backward pass the operator `back` makes its gradient."""
+    """This is a collective operator over rows of tokens; in the backward pass the operator `back` computes its
+    gradient.
+    """
 
     def __init__(self, there, back):
         super().__init__(auto_prefix=False)
         self.there, self.back = there, back
 
     def construct(self, rows):
-        """Rows there."""
+        """Run the collective on rows."""
         return self.there(rows)
 
     def bprop(self, rows, out, dout):
-        """Gradients back."""
+        """Run the operator `back` on the gradients."""
         return (self.back(dout),)
 
 
 class ExchangeCounts(nn.Cell):
-    """How many rows each member sends and receives."""
+    """This operator finds how many rows each member sends and receives."""
 
     def __init__(self, group):
         super().__init__(auto_prefix=False)
@@ -117,7 +122,9 @@ class ExchangeCounts(nn.Cell):
         self.one = Tensor(np.ones(self.size), ms.int32)
 
     def construct(self, counts):
-        """counts: int32 [n, m], rows of m kinds for each member -> send [n], receive [n], arriving rows by kind [m]."""
+        """Return send [n], receive [n] and the arriving rows by kind [m], for counts int32 [n, m]: the rows of m kinds
+        for each member.
+        """
         counts = ops.stop_gradient(counts)
         arriving = self.move(counts, self.one, self.one, counts)
         return _sum(counts, 1), _sum(arriving, 1), _sum(arriving, 0)
@@ -128,7 +135,7 @@ def _sum(counts, axis):
 
 
 class Net:
-    """Makes the collectives of one EP group.
+    """This makes the collectives of one EP group.
 
     Args:
         ranks: global ranks of the EP group; the methods take indices into it.
@@ -143,31 +150,31 @@ class Net:
         return [self.ranks[index] for index in group]
 
     def all_gather(self, group, small=False):
-        """A cell [m, ...] -> [n * m, ...], in group order; the gradient is a reduce-scatter."""
+        """Return a cell from [m, ...] to [n * m, ...], in group order; its gradient is a reduce-scatter."""
         return Linear(_gathering(self._global(group)), _scattering(self._global(group)))
 
     def reduce_scatter(self, group):
-        """A cell [n * m, ...] -> [m, ...], the sum over the group; the gradient is an all-gather."""
+        """Return a cell from [n * m, ...] to [m, ...], the sum over the group; its gradient is an all-gather."""
         return Linear(_scattering(self._global(group)), _gathering(self._global(group)))
 
     def all_to_all_v(self, group, width, small=False):
-        """A cell (rows [C, width], send, receive, room) -> [room, width]."""
+        """Return a cell from (rows [C, width], send, receive, room) to [room, width]."""
         return AllToAllV(self._global(group))
 
     def exchange_counts(self, group):
-        """A cell counts [n, m] -> send [n], receive [n], arriving [m]."""
+        """Return a cell from counts [n, m] to send [n], receive [n] and arriving [m]."""
         return ExchangeCounts(self._global(group))
 
 
 class Rows(nn.Cell):
-    """Row operations with static shapes."""
+    """These are row operations with static shapes."""
 
     limit = 2**31  # of int32
     spare = 0  # buffers of a fixed size may arrive with no row in use
 
     @staticmethod
     def numbers(kinds, count):
-        """How many numbers `sort` tells apart for `count` keys of `kinds` values."""
+        """Return how many different numbers `sort` needs, for `count` keys of `kinds` values."""
         return kinds * count
 
     def __init__(self):
@@ -178,37 +185,39 @@ class Rows(nn.Cell):
         self.cumsum = P.CumSum()
 
     def sort(self, keys):
-        """int32 [n] -> sorted keys, and where each came from; equal keys keep their order."""
+        """Return for int32 [n] the sorted keys, and the original index of each; equal keys keep their order."""
         count = keys.shape[0]
         # unique keys make the order independent of the sort's stability
         unique, order = self.ascending(keys * count + Tensor(np.arange(count), ms.int32))
         return unique // count, order
 
     def invert(self, order):
-        """A permutation int32 [n] -> its inverse."""
+        """Return the inverse of a permutation int32 [n]."""
         _, inverse = self.ascending(order)
         return inverse
 
     def keep(self, values, mask):
-        """Rows not in use stay: they are last and nothing sends them."""
+        """Return all rows; unused rows are last, and no rank sends them."""
         return values
 
     def take(self, values, index):
-        """[n, ...], int32 [m] -> [m, ...]."""
+        """Return the rows of [n, ...] at the indices int32 [m], as [m, ...]."""
         return self.gather(values, index, 0)
 
     def add(self, values, index, count):
-        """Sum rows [m, ...] into [count, ...] by index."""
+        """Return rows [m, ...] summed into [count, ...] by index."""
         return self.scatter(values, index, count)
 
     def cumulate(self, counts, padded):
-        """int32 [E] -> cumulative int32 [E], with one row more for each where `padded`."""
+        """Return the cumulative int32 [E] of int32 [E], with an additional row for each expert where `padded`."""
         counts = ops.cast(counts, ms.float32) + (1.0 if padded else 0.0)
         return ops.cast(self.cumsum(counts, 0), ms.int32)
 
 
 class SparseGroupedMatmul(nn.Cell):
-    """rows [C, h] sorted by expert x weights [E, h, H], for the rows in use: [C, H]."""
+    """This operator multiplies rows [C, h], sorted by expert, by weights [E, h, H]; it computes only the used rows of
+    [C, H].
+    """
 
     def __init__(self):
         super().__init__(auto_prefix=False)
@@ -227,11 +236,11 @@ class SparseGroupedMatmul(nn.Cell):
         self.dw = _operator(grouped_matmul_dw, weight_gradient)
 
     def construct(self, rows, weight, ends):
-        """ends: int32 [E], cumulative counts."""
+        """Return the products; ends is int32 [E], the cumulative counts."""
         return self.forward(rows, weight, ends)
 
     def bprop(self, rows, weight, ends, out, dout):
-        """Gradients of rows and weight."""
+        """Return the gradients of rows and weight."""
         return self.dx(dout, weight, ends), self.dw(dout, rows, ends), ops.zeros_like(ends)
 
 
@@ -254,7 +263,9 @@ class _Share(nn.Cell):
 
 
 class CpuRoutedExperts(RoutedExperts):
-    """`RoutedExperts` on CPU, data parallel: expert weights are local, and the gradient reducer leaves them alone."""
+    """This is `RoutedExperts` for data parallelism on CPU: expert weights are local, and the gradient reducer leaves
+    them unchanged.
+    """
 
     def __init__(self, config, settings):
         super().__init__(config, settings, Net(settings.ranks), Rows(), streams=1)
@@ -266,11 +277,13 @@ class CpuRoutedExperts(RoutedExperts):
             setattr(self, name, _part(getattr(self, name), first, end, self.num_local_experts))
 
     def forward_func(self, tokens, probs, routing_map, w1, w2, num_tokens_per_expert=None):
-        """As the parent's."""
+        """Compute what the parent's method computes."""
         return self.routed(tokens, probs, routing_map, self.share(w1), self.share(w2))
 
     def experts_forward(self, permuted_local_hidden_states, tokens_per_expert, w1, w2):
-        """SwiGLU: rows [R, h] sorted by expert, cumulative counts [E], w1 [E, h, 2H], w2 [E, H, h] -> [R, h]."""
+        """Return [R, h], the SwiGLU of rows [R, h] sorted by expert, with cumulative counts [E], w1 [E, h, 2H] and w2
+        [E, H, h].
+        """
         gate, up = ops.chunk(self.matmul(permuted_local_hidden_states, w1, tokens_per_expert), 2, -1)
         return self.matmul(gate * ops.sigmoid(gate) * up, w2, tokens_per_expert)
 

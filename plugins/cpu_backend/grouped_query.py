@@ -1,4 +1,5 @@
-"""Products of grouped-query attention in NumPy: consecutive query heads share one head of keys and values.
+"""This module computes products of grouped-query attention in NumPy, where consecutive query heads share one head of
+keys and values.
 
 Query head n reads the keys and values of group n // (heads / groups), as in MindFormers and Megatron. Heads of one
 group are laid behind each other as rows of one matrix, so that neither keys nor values are repeated, and their
@@ -16,15 +17,17 @@ def _grouped(x: np.ndarray, groups: int) -> np.ndarray:
 
 
 def with_keys(x: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Multiply [heads, rows, d] by the transpose of [groups, columns, d]: [heads, rows, columns]."""
+    """Return [heads, rows, columns]: [heads, rows, d] times the transpose of [groups, columns, d]."""
     return np.matmul(_grouped(x, len(keys)), keys.swapaxes(-1, -2)).reshape(*x.shape[:2], -1)
 
 
 def from_keys(weights: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Multiply [heads, rows, columns] by [groups, columns, d]: [heads, rows, d]."""
+    """Return [heads, rows, d]: [heads, rows, columns] times [groups, columns, d]."""
     return np.matmul(_grouped(weights, len(keys)), keys).reshape(*weights.shape[:2], -1)
 
 
 def to_keys(weights: np.ndarray, x: np.ndarray, groups: int) -> np.ndarray:
-    """Bring [heads, rows, d] back by [heads, rows, columns]: [groups, columns, d], summed over a group's heads."""
+    """Return [groups, columns, d]: the transpose of [heads, rows, columns] times [heads, rows, d], summed over a
+    group's heads.
+    """
     return np.matmul(_grouped(weights, groups).swapaxes(-1, -2), _grouped(x, groups))

@@ -1,4 +1,4 @@
-"""Python functions in a graph, known by names that are the same in every process.
+"""This module makes Python functions in a graph known by names that are the same in every process.
 
 MindSpore knows the function of `ops.Custom(func_type="pyfunc")` by its address in the process that compiled the graph.
 A graph that another process loads would look for the wrong number. Here a function's number is a digest of its name:
@@ -34,7 +34,7 @@ _functions: dict[int, tuple[str, FunctionType]] = {}  # by number: name and func
 
 
 def operator(function, shape, dtype):
-    """`ops.Custom` of a Python function that any process finds again.
+    """Return `ops.Custom` of a Python function that any process finds again.
 
     Args:
         function: NumPy arrays -> arrays; made by `def`; it captures immutable values only.
@@ -54,7 +54,7 @@ def operator(function, shape, dtype):
 
 
 def register(function: Callable[..., Any]) -> int:
-    """Return the number of a function, which this process knows from now on.
+    """Make a function known to this process, and return its number.
 
     Functions of one name and one code share a number, as they compute the same.
 
@@ -71,7 +71,8 @@ def register(function: Callable[..., Any]) -> int:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Module, qualified name and what a function has captured or has as defaults.
+    """Return the name of a function: its module, its qualified name, and the values that it has captured or has as
+    defaults.
 
     Raises:
         TypeError: it was not made by `def`, or one of the values can be changed or has no exact text.
@@ -88,12 +89,13 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def number_of(name: str) -> int:
-    """62 bits of a name's digest above 2 ** 62, where no address is."""
+    """Return 62 bits of a name's digest, plus 2 ** 62, because no address is that large."""
     return 1 << 62 | int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
 
 
 def names_in(graph: bytes) -> set[str] | None:
-    """Return the Python functions that a graph calls, by name; None where it calls one that has no name, or may do so.
+    """Return the Python functions that a graph calls, by name; None if the graph calls, or may call, a function without
+    a name.
 
     Args:
         graph: a file of MindSpore's compile cache. It is a message of Protocol Buffers, in which an attribute is its
@@ -109,8 +111,8 @@ def names_in(graph: bytes) -> set[str] | None:
 
 
 def require(rank: int) -> None:
-    """Refuse a graph that this worker is about to load and whose Python functions it has not made. Call it when the
-    network has been built, and before anything is compiled.
+    """Refuse a graph that this worker is about to load if the worker has not made the graph's Python functions. Call
+    this when the network is built, before anything is compiled.
 
     Raises:
         ClusterError: such a function, by name.
@@ -121,7 +123,7 @@ def require(rank: int) -> None:
 
 
 def check(file: Path, known: Collection[int]) -> None:
-    """Refuse a graph that calls another Python function than those whose numbers are `known`.
+    """Refuse a graph that calls a Python function whose number is not in `known`.
 
     Raises:
         ClusterError: such a function, by name.

@@ -1,4 +1,5 @@
-"""Layers of the model on CPU, from operators that CPU has: top-k, outer product, embedding lookup, and routed experts.
+"""This module holds layers of the model on CPU, from operators that a CPU has: top-k, outer product, embedding lookup,
+and routed experts.
 
 The first half stands in for operators that have no CPU kernel in MindSpore 2.9.0 (`TopkExt`, `Outer`, `IndexSelect`).
 The second half are the routed experts of a run with one expert-parallel rank: a dispatch that drops nothing, and
@@ -18,38 +19,38 @@ from plugins.cpu_backend.plan import block_count, default_block
 
 
 class PrimitiveLike(nn.Cell):
-    """A cell that answers the calls MindFormers chains on primitives, and does nothing in them."""
+    """This cell accepts the calls that MindFormers chains on primitives, and does nothing in them."""
 
     def __init__(self):
         super().__init__(auto_prefix=False)
 
     def shard(self, *args, **kwargs):
-        """Sharding is decided elsewhere: CPU runs data parallel only."""
+        """Do nothing: CPU runs are data parallel only."""
         return self
 
     def add_prim_attr(self, *args, **kwargs):
-        """Attributes steer Ascend's compiler."""
+        """Do nothing: attributes steer only Ascend's compiler."""
         return self
 
     def recompute(self, *args, **kwargs):
-        """Recomputation is a memory plan; CPU runs without."""
+        """Do nothing: CPU runs do not recompute."""
         return self
 
 
 class TopK(PrimitiveLike):
-    """`TopkExt(x, k) -> (values, indices)` along the last axis, largest first."""
+    """This is `TopkExt(x, k) -> (values, indices)` along the last axis, largest first."""
 
     def __init__(self):
         super().__init__()
         self.topk = P.TopK(sorted=True)
 
     def construct(self, x, k):
-        """x: [..., n] -> ([..., k], int32 [..., k])."""
+        """Return the values [..., k] and the indices int32 [..., k] for x [..., n]."""
         return self.topk(x, k)
 
 
 class Outer(PrimitiveLike):
-    """`Outer(a, b)`: [m], [n] -> [m, n]."""
+    """This is `Outer(a, b)`, which returns [m, n] for [m] and [n]."""
 
     def construct(self, a, b):
         """Multiply every element of `a` with every element of `b`."""
@@ -57,19 +58,19 @@ class Outer(PrimitiveLike):
 
 
 class EmbeddingLookup(PrimitiveLike):
-    """The body of `VocabParallelEmbedding` without `IndexSelect`."""
+    """This is the body of `VocabParallelEmbedding` without `IndexSelect`."""
 
     def __init__(self):
         super().__init__()
         self.gather = P.Gather()
 
     def construct(self, input_ids, weight):
-        """input_ids: int [B, S], weight: [v, h] -> [B, S, h]."""
+        """Return [B, S, h] for input_ids int [B, S] and weight [v, h]."""
         return self.gather(weight, input_ids, 0)
 
 
 class TokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """`MoEAlltoAllTokenDispatcher` for expert_parallel 1 without `SortExt`, `IndexSelect` and `MoveTo`.
+    """This is `MoEAlltoAllTokenDispatcher` for expert_parallel 1, without `SortExt`, `IndexSelect` and `MoveTo`.
 
     Nothing is dropped, so no pad tokens are needed (`use_pad_tokens` keeps Ascend's GroupedMatmul from an
     empty input, which the block layout here does not mind).
@@ -102,7 +103,9 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
         return rows, ends, (probs, inverse, tokens.shape)
 
     def token_unpermutation(self, tokens, ctx):
-        """[N * k, h] in expert order -> [1, N, h], weighted by the router's probabilities and summed over k."""
+        """Return [1, N, h] for [N * k, h] in the order of experts, weighted by the router's probabilities and summed
+        over k.
+        """
         probs, inverse, shape = ctx
         rows = self.gather(ops.reshape(tokens, (-1, self.hidden_size)), inverse, 0)
         rows = ops.reshape(rows, (shape[0], shape[1], self.moe_router_topk, self.hidden_size))
@@ -110,7 +113,7 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class GroupedMatMul(PrimitiveLike):
-    """rows sorted by expert times each expert's weight, in `plan.block_layout`'s blocks."""
+    """This multiplies rows, sorted by expert, by each expert's weight, in the blocks of `plan.block_layout`."""
 
     def __init__(self, experts):
         super().__init__()
@@ -120,7 +123,7 @@ class GroupedMatMul(PrimitiveLike):
         self.cumsum = P.CumSum()
 
     def layout(self, ends, rows):
-        """`plan.block_layout` in graph operators: (expert_of_block, source, slot_of_row)."""
+        """Compute `plan.block_layout` by graph operators: return (expert_of_block, source, slot_of_row)."""
         block = default_block(rows, self.experts)
         count = block_count(rows, self.experts, block)
         counts = ends - ops.concat((Tensor([0], ms.int32), ends[:-1]))
@@ -136,15 +139,15 @@ class GroupedMatMul(PrimitiveLike):
         return expert_of_block, source, slot_of_row
 
     def pack(self, x, source):
-        """[rows, h] -> [blocks, block, h]."""
+        """Return [blocks, block, h] for [rows, h]."""
         return self.gather(x, source, 0)
 
     def construct(self, packed, weight, expert_of_block):
-        """packed: [blocks, block, h], weight: [E, h, H] -> [blocks, block, H]."""
+        """Return [blocks, block, H] for packed [blocks, block, h] and weight [E, h, H]."""
         return self.matmul(packed, self.gather(weight, expert_of_block, 0))
 
     def unpack(self, packed, slot_of_row):
-        """[blocks, block, H] -> [rows, H]."""
+        """Return [rows, H] for [blocks, block, H]."""
         return self.gather(ops.reshape(packed, (-1, packed.shape[-1])), slot_of_row, 0)
 
 
@@ -155,7 +158,7 @@ def _rank_in(ends, count):
 
 
 class GroupedExperts(FFNGroupedGEMM):
-    """`FFNGroupedGEMM` whose dispatcher and grouped matmul run on CPU (hook: `MoESubmodules.experts`)."""
+    """This is an `FFNGroupedGEMM` whose dispatcher and grouped matmul run on CPU (hook: `MoESubmodules.experts`)."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -163,7 +166,7 @@ class GroupedExperts(FFNGroupedGEMM):
         self.grouped = GroupedMatMul(config.num_moe_experts)
 
     def experts_forward(self, permuted_local_hidden_states, tokens_per_expert, w1, w2):
-        """SwiGLU experts.
+        """Compute SwiGLU experts.
 
         Args:
             permuted_local_hidden_states: [rows, h], sorted by expert.

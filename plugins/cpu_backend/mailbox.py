@@ -1,4 +1,5 @@
-"""What travels between two ranks of a `transport.Mesh`, what has arrived, and how a call waits for its part.
+"""This module defines the messages between two ranks of a `transport.Mesh`, keeps those that have arrived, and makes a
+call wait for its part.
 
 A `Frame` on a socket is a header of fixed size, a note, then the raw bytes of one array. Nothing is pickled: a header
 holds numbers and the name of a dtype, so a stranger's bytes can only be refused.
@@ -35,12 +36,12 @@ PATIENCE = 5.0
 
 
 class Disconnected(OSError):
-    """The other side closed the connection, or what it sends is not ours."""
+    """The other side closed the connection, or sent something that is not a message of this module."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One part of an exchange.
+    """This is one part of an exchange.
 
     Attributes:
         tag: which conversation; number: which exchange of that conversation, from 0;
@@ -63,13 +64,13 @@ class Frame:
 
 
 def pack(tag: int, number: int, part: np.ndarray, note: str = "") -> Frame:
-    """Return a frame of `part`; copies only if it is not contiguous."""
+    """Return a frame of `part`, which is copied only if it is not contiguous."""
     assert part.ndim <= MAX_AXES and part.dtype.isnative and not part.dtype.hasobject
     return Frame(tag, number, part.dtype.name, part.shape, np.ascontiguousarray(part).reshape(-1).view(np.uint8), note)
 
 
 def send(connection: socket.socket, frame: Frame) -> None:
-    """Write one frame; blocks until the kernel has taken all of it.
+    """Write one frame; this blocks until the kernel has taken the whole frame.
 
     Raises:
         OSError: when the connection is gone.
@@ -84,7 +85,7 @@ def send(connection: socket.socket, frame: Frame) -> None:
 
 
 def receive(connection: socket.socket) -> Frame:
-    """Read one frame into a buffer of its own; blocks until it is complete.
+    """Read one frame into its own buffer; this blocks until the frame is complete.
 
     Raises:
         Disconnected: when the other side closed, or when the bytes are not a frame;
@@ -103,12 +104,12 @@ def receive(connection: socket.socket) -> Frame:
 
 
 def greet(connection: socket.socket, rank: int, size: int) -> None:
-    """Say first who calls: `rank` of `size`. Raises OSError when the connection is gone."""
+    """Tell the other side who calls: `rank` of `size`. This raises OSError if the connection is closed."""
     connection.sendall(HELLO.pack(MAGIC, rank, size))
 
 
 def greeting(connection: socket.socket) -> tuple[int, int]:
-    """Return who calls: (rank, size). Raises as `receive` does."""
+    """Return who calls: (rank, size). This raises what `receive` raises."""
     hello = bytearray(HELLO.size)
     fill(connection, memoryview(hello))
     magic, rank, size = HELLO.unpack(hello)
@@ -118,7 +119,7 @@ def greeting(connection: socket.socket) -> tuple[int, int]:
 
 
 def fill(connection: socket.socket, buffer: memoryview) -> None:
-    """Read exactly as many bytes as `buffer` holds. Raises as `receive` does."""
+    """Read exactly as many bytes as `buffer` holds. This raises what `receive` raises."""
     while buffer:
         count = connection.recv_into(buffer)
         if count == 0:
@@ -128,7 +129,7 @@ def fill(connection: socket.socket, buffer: memoryview) -> None:
 
 @dataclass
 class Call:
-    """What one call of this rank still waits for.
+    """This records what one call of this rank still waits for.
 
     Attributes:
         where: how messages name it; tag: its conversation; named: whether it has a name that others understand;
@@ -147,7 +148,7 @@ class Call:
 
 
 class Mailbox:
-    """Frames by sender and tag, and what is known of the senders.
+    """This holds frames by sender and tag, and what is known of the senders.
 
     Args:
         rank: whose it is.
@@ -171,7 +172,7 @@ class Mailbox:
         self.buffered: defaultdict[int, int] = defaultdict(int)
 
     def put(self, peer: int, frame: Frame) -> None:
-        """Keep what has arrived."""
+        """Keep a frame that has arrived."""
         with self.changed:
             if frame.tag == STATUS:
                 self._said[peer] = frame.note
@@ -180,7 +181,7 @@ class Mailbox:
             self.changed.notify_all()
 
     def sent(self, peer: int, call: Call | None) -> None:
-        """The frame of a call, or a buffered one, has left for this peer."""
+        """Note that a frame of a call, or a buffered frame, was sent to this peer."""
         with self.changed:
             if call is None:
                 self.buffered[peer] -= 1
@@ -189,7 +190,7 @@ class Mailbox:
             self.changed.notify_all()
 
     def lose(self, peer: int, error: OSError, unreachable: Set[int] = frozenset()) -> None:
-        """A connection ended."""
+        """Note that a connection has ended."""
         reason = str(error) if isinstance(error, Disconnected) else f"{OUT_OF_REACH}: {error}"
         with self.changed:
             self._lost.setdefault(peer, reason)
@@ -197,7 +198,7 @@ class Mailbox:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Calls that wait raise; buffered frames are given a few seconds to leave."""
+        """Make waiting calls raise, and give buffered frames a few seconds to be sent."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()
@@ -207,7 +208,7 @@ class Mailbox:
         return not any(count for peer, count in self.buffered.items() if peer not in self.unreachable)
 
     def wait(self, call: Call) -> None:
-        """Return when all frames of the call have left and arrived.
+        """Return when all frames of the call have been sent and received.
 
         Raises:
             ClusterError: when one of them cannot, or not in time.

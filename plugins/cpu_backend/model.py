@@ -1,4 +1,6 @@
-"""TeleChat3 and TeleChat3-MoE on CPU: MindFormers' GPTModel from a layer spec whose leaves run on CPU."""
+"""This module builds TeleChat3 and TeleChat3-MoE on CPU: MindFormers' GPTModel from a layer spec whose leaves run on
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,14 @@ for _owner, _line in (
 
 
 def on_cpu(layer) -> None:
-    """Point a layer's spec at the CPU attention and experts (in place)."""
+    """Point a layer's spec at the CPU attention and experts, in place."""
     layer.submodules.self_attention.submodules.core_attention = core_attention()
     if layer.submodules.mlp.module is MoELayer:
         layer.submodules.mlp.submodules.experts = GroupedExperts
 
 
 def build_gpt(config):
-    """GPTModel for a TransformerConfig.
+    """Return the GPTModel of a TransformerConfig.
 
     It is built in stand-alone mode: in data-parallel mode GPTModel would create process groups from
     `data_parallel_size`, which MindFormers' trainer has reset to 1 by then. Data parallelism on CPU lives in
@@ -65,7 +67,9 @@ def build_gpt(config):
 
 
 def replace_hard_coded(model, config):
-    """Swap operators that MindFormers builds by name, where no spec reaches (on the instances, after the build)."""
+    """Replace operators that MindFormers builds by name, because no spec reaches them; this changes the built
+    instances.
+    """
     if model.rotary_pos_emb is not None:
         model.rotary_pos_emb.outer = Outer()
         model.rotary_pos_emb.outer_for_eod = Outer()
@@ -85,12 +89,12 @@ def replace_hard_coded(model, config):
 
 
 def cells_of(model, kind):
-    """Every cell of a class in `model`, MTP's included."""
+    """Return every cell of a class in `model`, including those of MTP."""
     return [cell for _, cell in model.cells_and_names() if isinstance(cell, kind)]
 
 
 def build(model, parent, config, latent):
-    """Build a training model (in place): what its class's `__init__` does, which makes a GPTModel for Ascend.
+    """Build a training model in place, as the `__init__` of its class does, which would make a GPTModel for Ascend.
 
     Args:
         parent: MindFormers' class of pre-trained models above it.
@@ -103,7 +107,7 @@ def build(model, parent, config, latent):
 
 
 def average_loads(model):
-    """Average the experts' loads over the ranks: each has seen its own tokens only."""
+    """Average the experts' loads over the ranks, because each rank has seen only its own tokens."""
     if train_step.distributed():
         mean = ops.AllReduce()
         for router in cells_of(model, TopKRouter):
@@ -111,32 +115,36 @@ def average_loads(model):
 
 
 class CpuTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
-    """`TrainingTeleChat3MoeForCausalLM` with the layers above: multi-latent attention, with or without experts."""
+    """This is `TrainingTeleChat3MoeForCausalLM` with the layers above: multi-latent attention, with or without
+    experts.
+    """
 
     def __init__(self, config):
         build(self, TeleChat3MoePreTrainedModel, config, latent=True)
 
     def update_topk_bias(self, gradient_accumulation_steps=1):
-        """As MindFormers, by the loads of all ranks."""
+        """Update the biases as MindFormers does, by the loads of all ranks."""
         average_loads(self.model)
         return super().update_topk_bias(gradient_accumulation_steps)
 
 
 class CpuTrainingTeleChat3(TrainingTeleChat3ForCausalLM):
-    """`TrainingTeleChat3ForCausalLM` with the layers above: grouped-query attention, usually without experts."""
+    """This is `TrainingTeleChat3ForCausalLM` with the layers above: grouped-query attention, usually without
+    experts.
+    """
 
     def __init__(self, config):
         build(self, TeleChat3PreTrainedModel, config, latent=False)
 
     def update_topk_bias(self, gradient_accumulation_steps=1):
-        """As MindFormers, by the loads of all ranks."""
+        """Update the biases as MindFormers does, by the loads of all ranks."""
         average_loads(self.model)
         return super().update_topk_bias(gradient_accumulation_steps)
 
 
 @MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
 class CpuTeleChat3MoeForCausalLM:
-    """What `architectures:` names on CPU for TeleChat3-MoE (train only)."""
+    """This is the class that `architectures:` names on CPU for TeleChat3-MoE (train only)."""
 
     def __new__(cls, config, *args, **kwargs):
         """Build the training model."""
@@ -145,7 +153,7 @@ class CpuTeleChat3MoeForCausalLM:
 
 @MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
 class CpuTeleChat3ForCausalLM:
-    """What `architectures:` names on CPU for TeleChat3 and TeleChat2 (train only)."""
+    """This is the class that `architectures:` names on CPU for TeleChat3 and TeleChat2 (train only)."""
 
     def __new__(cls, config, *args, **kwargs):
         """Build the training model."""

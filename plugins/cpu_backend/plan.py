@@ -1,4 +1,5 @@
-"""Describe how sorted tokens are laid out in blocks so that grouped matmul costs what the tokens cost. NumPy only.
+"""This module lays out sorted tokens in blocks, so that the cost of a grouped matmul follows the number of tokens. The
+module needs only NumPy.
 
 A grouped matmul multiplies each expert's rows by that expert's weight. CPU has no such kernel. Two forms exist
 in static shapes: one matmul over all experts with zeros elsewhere (E times the work), or the layout planned
@@ -12,7 +13,7 @@ import numpy as np
 
 
 def block_count(rows: int, experts: int, block: int) -> int:
-    """Return the blocks that are enough for any distribution of `rows` over `experts` (a static shape).
+    """Return how many blocks are enough for any distribution of `rows` over `experts` (a static shape).
 
     Each expert wastes less than one block, so the bound is floor(rows / block) + experts.
     """
@@ -74,12 +75,12 @@ def grouped_matmul(rows: np.ndarray, weight: np.ndarray, ends: np.ndarray) -> np
 
 
 def grouped_matmul_dx(dout: np.ndarray, weight: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Gradient of `grouped_matmul` with respect to its rows: [C, H], [E, h, H] -> [C, h]."""
+    """Return the gradient of `grouped_matmul` with respect to its rows: [C, h] for [C, H] and [E, h, H]."""
     return grouped_matmul(dout, weight.transpose(0, 2, 1), ends)
 
 
 def grouped_matmul_dw(dout: np.ndarray, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Gradient of `grouped_matmul` with respect to the weight: [C, H], [C, h] -> [E, h, H]."""
+    """Return the gradient of `grouped_matmul` with respect to the weight: [E, h, H] for [C, H] and [C, h]."""
     out = np.zeros((len(ends), rows.shape[1], dout.shape[1]), rows.dtype)
     for expert, (first, end) in enumerate(_spans(ends)):
         np.matmul(rows[first:end].T, dout[first:end], out=out[expert])

@@ -1,4 +1,6 @@
-"""What MindFormers' training graph needs to run in PyNative on CPU: stand-ins for what works in graphs only."""
+"""This module replaces code of MindFormers' training graph that works only in graphs, so that the model also runs in
+PyNative on CPU.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ Hook = tuple[Any, str, str, Callable[..., Any]]  # the arguments of plugins.priv
 
 
 def stand_ins() -> list[Hook]:
-    """Return what to replace on the device that MindSpore runs on."""
+    """Return the replacements for the device on which MindSpore runs."""
     found: list[Hook] = [
         (debug_ops.Morph, "__call__", "Morph is only supported in GRAPH_MODE", _call_morph),
         (SharedExpertMLPInterleaved, "construct", "output_bias = super().construct(hidden_states)", _shared_experts),

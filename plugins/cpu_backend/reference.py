@@ -1,4 +1,6 @@
-"""The obvious NumPy computation, forward and backward, of each thing that `plugins.cpu_backend` replaces."""
+"""This module computes in NumPy, in an obvious way, forward and backward, everything that `plugins.cpu_backend`
+replaces.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import numpy as np
 
 
 def document_mask(breaks):
-    """The dense mask that GPTDataset delivers with `reset_attention_mask`, token pair by token pair.
+    """Return the dense mask that GPTDataset delivers with `reset_attention_mask`, computed pair by pair of tokens.
 
     Args:
         breaks: [B, S - 1], not 0 at i where token i + 1 begins a document.
@@ -23,7 +25,7 @@ def document_mask(breaks):
 
 
 def attention(query, key, value, mask, scale):
-    """softmax(Q K^T * scale, masked) V, head by head.
+    """Return softmax(Q K^T * scale, masked) V, computed head by head.
 
     Args:
         query: [S, B, N, D]; key: [S, B, G, D]; value: [S, B, G, Dv]; mask: [B, 1, S, S], 1 where forbidden. Each of
@@ -42,7 +44,7 @@ def attention(query, key, value, mask, scale):
 
 
 def attention_gradients(query, key, value, mask, scale, dout):
-    """Gradients of `attention` with respect to query, key and value; dout: [S, B, N * Dv]."""
+    """Return the gradients of `attention` with respect to query, key and value; dout is [S, B, N * Dv]."""
     _, weights = attention(query, key, value, mask, scale)
     heads, groups = query.shape[2], key.shape[2]
     keys, values = (np.repeat(x, heads // groups, axis=2) for x in (key, value))
@@ -57,20 +59,20 @@ def attention_gradients(query, key, value, mask, scale, dout):
 
 
 def swiglu(gate_up):
-    """silu(gate) * up of [..., 2H] -> [..., H]."""
+    """Return silu(gate) * up of [..., 2H], as [..., H]."""
     gate, up = np.split(gate_up, 2, -1)
     return gate / (1 + np.exp(-gate)) * up
 
 
 def swiglu_gradient(gate_up, dout):
-    """Gradient of `swiglu`, [..., 2H]."""
+    """Return the gradient of `swiglu`, [..., 2H]."""
     gate, up = np.split(gate_up, 2, -1)
     sigmoid = 1 / (1 + np.exp(-gate))
     return np.concatenate([dout * up * sigmoid * (1 + gate * (1 - sigmoid)), dout * gate * sigmoid], -1)
 
 
 def experts(tokens, probs, chosen, w1, w2):
-    """Every token through each of its experts, one pair at a time, weighted and summed.
+    """Run every token through each of its experts, one pair at a time; return the weighted sums.
 
     Args:
         tokens: [N, h]; probs, chosen: [N, k]; w1: [E, h, 2H]; w2: [E, H, h].
@@ -86,7 +88,7 @@ def experts(tokens, probs, chosen, w1, w2):
 
 
 def experts_gradients(tokens, probs, chosen, w1, w2, dout):
-    """Gradients of `experts` with respect to tokens, probs, w1 and w2; dout: [N, h]."""
+    """Return the gradients of `experts` with respect to tokens, probs, w1 and w2; dout is [N, h]."""
     dtokens, dprobs = np.zeros_like(tokens), np.zeros_like(probs)
     dw1, dw2 = np.zeros_like(w1), np.zeros_like(w2)
     for n, k in np.ndindex(chosen.shape):

@@ -1,4 +1,5 @@
-"""The train step on CPU, data parallel: overflow found by looking at the gradients, and one loss for all ranks.
+"""This module is the data-parallel train step on CPU: it finds overflow by looking at the gradients, and reports one
+loss for all ranks.
 
 The file holds what a process knows of the run that it belongs to (how many ranks, and the train step that they share);
 what the sum of losses is divided by, and its parts, read without the zero-copy trap; which part of each parameter a
@@ -25,24 +26,25 @@ _train_step: list[nn.Cell] = []
 
 
 def distributed() -> bool:
-    """True when MindSpore's communication is up and more than one rank trains."""
+    """Return whether MindSpore's communication is initialised and more than one rank trains."""
     from mindspore.communication._comm_helper import _is_initialized
 
     return _is_initialized() and get_group_size() > 1
 
 
 def register_train_step(cell: nn.Cell) -> None:
-    """Remember the train step: it owns every parameter, the optimizer's too."""
+    """Remember the train step, which owns every parameter, including the optimizer's."""
     _train_step[:] = [cell]
 
 
 def registered_train_step() -> nn.Cell:
-    """Return the train step of this process; only after the trainer built it."""
+    """Return the train step of this process; call this only after the trainer has built it."""
     return _train_step[0]
 
 
 class TokensOfARank(nn.Cell):
-    """What a rank divides its sum of losses by: the tokens that count of all ranks, over the ranks.
+    """This computes by what a rank divides its sum of losses: the counted tokens of all ranks, divided by the number of
+    ranks.
 
     Losses and gradients are averaged over the ranks. Divided by a rank's own count, the tokens of a rank with few of
     them (`eod_mask_loss`, packed conversations) would weigh more than others', and more ranks would be another loss.
@@ -54,12 +56,16 @@ class TokensOfARank(nn.Cell):
         self.sum = ops.AllReduce()
 
     def construct(self, tokens, least):
-        """(float32 [] tokens of this rank's mask, [1] a number that keeps 0 from being divided by) -> [1]."""
+        """Return [1] for the tokens of this rank's mask, float32 [], and a small number [1] that avoids a division by
+        0.
+        """
         return self.sum(ops.reshape(ops.stop_gradient(tokens), (1,))) / self.ranks + least
 
 
 class MeanOfSamples(nn.Cell):
-    """The mean over the samples of all ranks, which have equally many: experts' shares in `gbs_aux_loss`."""
+    """This computes the mean over the samples of all ranks, which have equally many: the experts' shares in
+    `gbs_aux_loss`.
+    """
 
     def __init__(self, ranks: int):
         super().__init__(auto_prefix=False)
@@ -67,7 +73,7 @@ class MeanOfSamples(nn.Cell):
         self.sum = ops.AllReduce() if ranks > 1 else None
 
     def construct(self, shares, axis):
-        """[samples, experts] -> [experts]; `axis` is 0."""
+        """Return [experts] for [samples, experts]; `axis` is 0."""
         mean = ops.reduce_mean(ops.stop_gradient(shares), axis)
         return mean if self.sum is None else self.sum(mean) / self.ranks
 
@@ -76,7 +82,9 @@ PARTS = ("lm_loss", "aux_loss", "mtp_loss", "indexer_loss")
 
 
 def separate_losses() -> tuple[np.ndarray, ...]:
-    """(lm, auxiliary, MTP, indexer) losses of the last step, each float32 [1]; clears them for the next."""
+    """Return the (lm, auxiliary, MTP, indexer) losses of the last step, each float32 [1], and clear them for the next
+    step.
+    """
     values = losses_of_this_rank()
     if distributed():
         values = ops.AllReduce()(Tensor(values)).asnumpy() / get_group_size()
@@ -84,7 +92,7 @@ def separate_losses() -> tuple[np.ndarray, ...]:
 
 
 def losses_of_this_rank() -> np.ndarray:
-    """This rank's `PARTS` of the last step, float32 [4]; clears them for the next."""
+    """Return this rank's `PARTS` of the last step, float32 [4], and clear them for the next step."""
     values = np.concatenate([parameter_register.get(name).asnumpy() for name in PARTS])  # a copy: see above
     for name in PARTS:
         parameter_register.clear(name)
@@ -92,7 +100,7 @@ def losses_of_this_rank() -> np.ndarray:
 
 
 def strategy_of_all_ranks(network, rank_id=None) -> dict[int, dict[str, list]]:
-    """rank -> parameter name -> [layout, dtype, full shape], as `mindspore.parallel.get_strategy_metadata`.
+    """Return rank -> parameter name -> [layout, dtype, full shape], as `mindspore.parallel.get_strategy_metadata` does.
 
     The parameters come from the train step, because `network` may lack the optimizer's. Parameters marked
     `layerwise_parallel` (expert weights) are split along axis 0, all others are whole.
@@ -105,7 +113,7 @@ def strategy_of_all_ranks(network, rank_id=None) -> dict[int, dict[str, list]]:
 
 
 def strategy_of_this_rank(network) -> dict[int, dict[str, list]]:
-    """As `mindspore.parallel.get_current_strategy_metadata`: the key is always 0."""
+    """Return metadata as `mindspore.parallel.get_current_strategy_metadata` does: the key is always 0."""
     return {0: strategy_of_all_ranks(network, 0)[0]}
 
 
@@ -122,7 +130,7 @@ def _count_not_finite(gradient):
 
 
 class AllReduceMean(nn.Cell):
-    """Mean over all ranks of the run; not meant to be differentiated."""
+    """This computes the mean over all ranks of the run; it has no gradient."""
 
     def __init__(self, size: int):
         super().__init__(auto_prefix=False)
@@ -130,12 +138,13 @@ class AllReduceMean(nn.Cell):
         self.size = size
 
     def construct(self, x):
-        """[...] -> [...]."""
+        """Return the mean, in the shape of the input."""
         return self.sum(x) / self.size
 
 
 class ClipSplitGradNorm(nn.Cell):
-    """`ClipGradNorm` where some weights (experts) are split over the ranks: their squares are added up over the ranks.
+    """This is `ClipGradNorm` for models of which some weights (experts) are split over the ranks: it adds up their
+    squares over the ranks.
 
     Args:
         max_norm: norm to clip to; split: for each gradient, whether it is of a split weight.
@@ -147,7 +156,7 @@ class ClipSplitGradNorm(nn.Cell):
         self.sum = ops.AllReduce()
 
     def construct(self, gradients):
-        """Gradients of this rank's weights -> the same clipped, global norm [1]."""
+        """Return the clipped gradients of this rank's weights, and the global norm [1]."""
         shared, own = Tensor([0.0], ms.float32), Tensor([0.0], ms.float32)
         for index in range(len(self.split)):
             square = ops.reshape(ops.reduce_sum(ops.square(gradients[index])), (1,))
@@ -167,7 +176,9 @@ def _scaled(scale, gradient):
 
 @MindFormerRegister.register(MindFormerModuleType.WRAPPER)
 class CpuTrainOneStepCell(MFTrainOneStepCell):
-    """`MFTrainOneStepCell` without `NPUGetFloatStatusV2`; the loss it returns is the mean over all ranks."""
+    """This is `MFTrainOneStepCell` without `NPUGetFloatStatusV2`; the loss that it returns is the mean over all
+    ranks.
+    """
 
     def __init__(self, network, optimizer, **kwargs):
         super().__init__(network, optimizer, **kwargs)
@@ -188,7 +199,9 @@ class CpuTrainOneStepCell(MFTrainOneStepCell):
         return loss, grads, factor
 
     def get_overflow_status(self, status, compute_output):
-        """True (as a tensor) when a gradient holds an inf or nan on any rank; shared ones are reduced already."""
+        """Return True (as a tensor) if a gradient holds an inf or nan on any rank; shared gradients are reduced
+        already.
+        """
         flags = ops.AddN()(self.hyper_map(_count_not_finite, compute_output))
         if self.split:
             flags = ops.reshape(self.sum(ops.reshape(flags, (1,))), ())

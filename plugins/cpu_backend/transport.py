@@ -1,4 +1,5 @@
-"""Arrays from rank to rank over TCP: All-to-All of unequal parts, exchanges that have a name, and buffered sends.
+"""This module sends arrays from rank to rank over TCP: All-to-All of unequal parts, exchanges under a name, and
+buffered sends.
 
 MindSpore's CPU backend has AllReduce only, which moves group-size times what an All-to-All needs. Here exactly the
 planned bytes travel. Each pair of ranks shares one connection; each end of it has a sender and a receiver thread.
@@ -32,7 +33,7 @@ _open: list[Mesh] = []
 
 
 class Mesh:
-    """Connections of one rank to all others.
+    """This holds the connections of one rank to all others.
 
     The order is: `listen`, tell every rank every address (the caller's business), `connect`, exchange, `close`.
     Also a context manager, which closes. Its threads are daemons: an exit without `close` does not hang.
@@ -63,7 +64,7 @@ class Mesh:
         self.close()
 
     def listen(self, host: str = "127.0.0.1") -> Address:
-        """Open an ephemeral port on the interface of `host`; returns the address that other ranks connect to."""
+        """Open an ephemeral port on the interface of `host`; return the address to which other ranks connect."""
         try:
             self._listener = socket.create_server((host, 0), backlog=self.size)
         except OSError as error:
@@ -71,7 +72,7 @@ class Mesh:
         return self._listener.getsockname()[:2]
 
     def connect(self, addresses: Sequence[Address], timeout: float = 60.0) -> None:
-        """Connect to every rank: calls the lower ones, answers the higher ones.
+        """Connect to every rank: this rank calls the lower ranks, and answers the higher ones.
 
         Args:
             addresses: [size] what `listen` returned, by rank.
@@ -105,7 +106,7 @@ class Mesh:
     def all_to_all_v(
         self, group: Sequence[int], tag: int, parts: Sequence[np.ndarray], rows: Sequence[int] | None = None
     ) -> list[np.ndarray]:
-        """Send part j to group[j]; return what each member sent here, in group order.
+        """Send part j to group[j]; return what each member sent to this rank, in group order.
 
         Exchanges of one tag between two ranks are matched by order, so one thread at a time may use a tag. The own
         part is returned unchanged, not copied. Returns after the kernel took every part: they may change then.
@@ -121,7 +122,9 @@ class Mesh:
                 another exchange of this tag. The message names the rank. The mesh is then of no further use.
         """
         if self.rank not in group or len(set(group)) != len(group):
-            raise ClusterError(f"rank {self.rank} exchanges in the group {list(group)}: it must be there exactly once")
+            raise ClusterError(
+                f"rank {self.rank} exchanges in the group {list(group)}, which must contain it exactly once"
+            )
         own = parts[group.index(self.rank)]
         assert len(parts) == len(group) and all(part.dtype == own.dtype for part in parts)
         assert all(part.ndim and part.shape[1:] == own.shape[1:] for part in parts)
@@ -142,7 +145,7 @@ class Mesh:
         return results
 
     def exchange(self, tag: int, parts: Mapping[int, np.ndarray], note: str, where: str) -> dict[int, Frame]:
-        """Send each of the peers its part; return the frame that each of them sent, whatever is in it.
+        """Send each of the peers its part; return the frame that each of them sent, whatever the frame contains.
 
         As `all_to_all_v`, but nothing of a frame is checked. Returns after the kernel took every part.
 
@@ -157,7 +160,7 @@ class Mesh:
         return self._exchange(tag, parts, note, where).arrived
 
     def send(self, peer: int, tag: int, part: np.ndarray, note: str) -> None:
-        """Leave a copy of `part` for a peer, which asks for it with `receive` when it wants to; returns at once.
+        """Leave a copy of `part` for a peer, which fetches it with `receive` at any time; this returns at once.
 
         `close` waits for it to leave.
         """
@@ -169,7 +172,7 @@ class Mesh:
         self._outboxes[peer].put((None, mailbox.pack(tag, number, copied, note)))
 
     def receive(self, peer: int, tag: int, where: str) -> Frame:
-        """Return the next frame of this tag that a peer sent or will send; raises as `exchange` does."""
+        """Return the next frame of this tag that a peer sent or will send; this raises what `exchange` raises."""
         with self._mail.changed:
             number = self._taken[peer, tag]
             self._taken[peer, tag] += 1
@@ -178,14 +181,14 @@ class Mesh:
         return call.arrived[peer]
 
     def tell(self, text: str) -> None:
-        """Let all other ranks know what this one does, for their messages; "" is nothing worth to tell."""
+        """Tell all other ranks what this rank does, for their error messages; "" means nothing."""
         for peer, outbox in self._outboxes.items():
             with self._mail.changed:
                 self._mail.buffered[peer] += 1
             outbox.put((None, Frame(STATUS, 0, "uint8", (0,), np.empty(0, np.uint8), text)))
 
     def close(self) -> None:
-        """End all threads and close all sockets; exchanges in flight raise. May be called twice."""
+        """End all threads and close all sockets; exchanges in progress raise. This may be called twice."""
         self._mail.close()
         if self._listener is not None:
             self._listener.close()
@@ -251,10 +254,10 @@ class Mesh:
     def _check(self, frame: Frame, peer: int, number: int, own: np.ndarray) -> None:
         where = f"rank {self.rank}, tag {frame.tag}: rank {peer}"
         if frame.number != number:
-            raise ClusterError(f"{where} is at exchange {frame.number} of this tag where {number} is due")
+            raise ClusterError(f"{where} is at exchange {frame.number} of this tag, but {number} was expected")
         if frame.dtype != own.dtype.name or frame.shape[1:] != own.shape[1:]:
             sent, due = (", ".join(["rows", *map(str, shape[1:])]) for shape in (frame.shape, own.shape))
-            raise ClusterError(f"{where} sent {frame.dtype} [{sent}] where {own.dtype.name} [{due}] is due")
+            raise ClusterError(f"{where} sent {frame.dtype} [{sent}], but {own.dtype.name} [{due}] was expected")
 
     def _send_loop(self, peer: int, connection: socket.socket) -> None:
         outbox = self._outboxes[peer]
@@ -279,7 +282,7 @@ class Mesh:
 
 
 def mesh() -> Mesh:
-    """Return the mesh of this process; `connect` comes first."""
+    """Return the mesh of this process; call `connect` first."""
     return _open[0]
 
 

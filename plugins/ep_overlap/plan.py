@@ -118,7 +118,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Choice:
-    """This is the choice for a layer, with its expected times. Times are seconds of one layer and micro-batch.
+    """This is the cut and order that was chosen for a layer, with the expected times. Times are seconds of one layer
+    and micro-batch.
 
     Args:
         chunks: (b, s) parts of batch and sequence.

@@ -1,4 +1,6 @@
-"""`plugins.expert_balance` of a recipe: record the experts' loads, and move experts between ranks of an EP group."""
+"""This module enables `plugins.expert_balance` of a recipe: it records the experts' loads, and moves experts between
+ranks of an EP group.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from plugins.semi_auto_cpu.chosen import chosen
 
 
 def enable(config, settings) -> None:
-    """Make the model's experts movable and add the callback; after `plugins.hierarchical_ep`, whose experts they are.
+    """Make the model's experts movable and add the callback; call this after `plugins.hierarchical_ep`, which provides
+    the experts, is enabled.
 
     Raises:
         RecipeError: settings that cannot be, or a recipe in which nothing could be moved or counted.

@@ -1,4 +1,6 @@
-"""After every step: record the experts' loads, and when it is time move experts, before anything is saved."""
+"""This module records the experts' loads after every step, and moves experts when a plan is due, before anything is
+saved.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _MOMENTS = ("adam_m", "adam_v")
 
 @dataclass(frozen=True)
 class Experts:
-    """A MoE layer of a network.
+    """This is one MoE layer of a network.
 
     Attributes:
         number: of the layer in the model; router: counts its tokens; placement: the parameter, see `Layer`.
@@ -45,18 +47,18 @@ class Experts:
 
 
 class Alone:
-    """One worker has nobody to exchange with."""
+    """This is the only rank of a run, which has no other rank to exchange with."""
 
     rank, size = 0, 1
 
     def all_to_all_v(self, group, tag, parts, rows=None):
-        """[1] -> the same."""
+        """Return the one part unchanged."""
         return parts
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class ExpertBalance(ExpertMigrateCallback):
-    """Loads after every step; a new placement every `settings.every` steps.
+    """This callback records the loads of every step, and makes a new placement every `settings.every` steps.
 
     A subclass for its place only: MindFormers runs its ExpertMigrateCallback before TopkBiasBalanceCallback, which
     clears the loads, and CheckpointMonitor, and callbacks that it does not know after both. So the order within a step
@@ -78,7 +80,7 @@ class ExpertBalance(ExpertMigrateCallback):
         self.prediction = Prediction(settings.memory)
 
     def on_train_begin(self, run_context):
-        """Find the layers, and go on from what was recorded before."""
+        """Find the layers, and continue from the loads that were recorded before."""
         params = run_context.original_args()
         self.ranks = self.connect()
         self.layers = layers_of(params.train_network.network, params.train_network.optimizer, self.decoder)
@@ -87,7 +89,7 @@ class ExpertBalance(ExpertMigrateCallback):
         self._remember()
 
     def on_train_step_end(self, run_context):
-        """Record; move when due."""
+        """Record the loads; move experts if a plan is due."""
         params = run_context.original_args()
         # a compile tells the layouts of weights to the cell it was asked for: in sink mode the one around the step
         step, self.compiled = self.done + params.cur_step_num, params.train_network
@@ -99,13 +101,13 @@ class ExpertBalance(ExpertMigrateCallback):
         self._record(step, tokens, slots, batches, self._move(step, slots) if due(step, every) else None)
 
     def connect(self):
-        """All ranks of the run."""
+        """Return all ranks of the run."""
         from plugins.cpu_backend import transport
 
         return transport.mesh() if get_real_group_size() > 1 else Alone()
 
     def of_all(self, shares, slots):
-        """What all ranks have, from what this one has.
+        """Return the loads of all ranks, from those of this rank.
 
         Args:
             shares: [layers, E] of this rank's choices that fell on each expert, added up over its micro-batches.
@@ -118,11 +120,11 @@ class ExpertBalance(ExpertMigrateCallback):
         return total(self.ranks, np.rint(shares * self.copies).astype(np.int64)), slots, batches
 
     def hand_out(self, own):
-        """Return rank 0's array on every rank, see `from_first`."""
+        """Return rank 0's array on every rank (see `from_first`)."""
         return from_first(self.ranks, own)
 
     def movable(self):
-        """What of each layer changes on this rank."""
+        """Return what changes on this rank when experts move, layer by layer."""
         rows = enumerate(self.layers)
         return [Layer(i, each.number, each.placement, [Slice(t, self.ranks) for t in each.tensors]) for i, each in rows]
 
@@ -163,7 +165,7 @@ class ExpertBalance(ExpertMigrateCallback):
 
 
 def layers_of(network, optimizer, decoder):
-    """The MoE layers of a network, as `Experts`, in the order of their numbers.
+    """Return the MoE layers of a network, as `Experts`, in the order of their numbers.
 
     Args:
         decoder: decoder layers of the model.
@@ -186,7 +188,7 @@ def _moments(states, weight):
 
 
 def assign(parameter, value):
-    """Overwrite a parameter, between two steps.
+    """Overwrite a parameter between two steps.
 
     Not `Parameter.set_data`: the compiled graph goes on with an Adam moment's old numbers after it, in silence. Not
     `ops.assign`: it has no kernel for bfloat16 on CPU.

@@ -1,4 +1,4 @@
-"""Move experts between ranks, between two steps: rows of weights and of the optimizer's moments.
+"""This module moves experts between ranks, between two steps: the rows of weights and of the optimizer's moments.
 
 `routes` says which rows of a rank go where when one placement follows another, `holders` which ranks hold a tensor's
 slices. A move is all or nothing, a layer at a time:
@@ -49,7 +49,7 @@ def holders(mesh: Sequence[int], cuts: Sequence[int], slices: int) -> np.ndarray
 
 
 def routes(old: np.ndarray, new: np.ndarray, devices: int, rank: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return what `rank` sends and receives, the rows that stay with it included.
+    """Return what `rank` sends and receives, including the rows that stay with it.
 
     Both ends count the experts between two ranks in the order of their new slots.
 
@@ -74,7 +74,9 @@ _DIGESTS, _ROWS, _LOADS = range(1 << 40, (1 << 40) + 3)
 
 
 class Ranks(Protocol):
-    """Some ranks of a run, such as a `plugins.cpu_backend.transport.Mesh`; `rank`: the place of this one among them."""
+    """These are some ranks of a run, such as a `plugins.cpu_backend.transport.Mesh`; `rank` is the place of this rank
+    among them.
+    """
 
     rank: int
     size: int
@@ -82,12 +84,13 @@ class Ranks(Protocol):
     def all_to_all_v(
         self, group: Sequence[int], tag: int, parts: Sequence[np.ndarray], rows: Sequence[int] | None = None
     ) -> list[np.ndarray]:
-        """[size] parts for each rank -> what each sent here."""
+        """Send each rank its part, of [size] parts; return what each rank sent to this one."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """What this rank holds of a tensor whose first axis is all experts (or these times something) in order of slots.
+    """This rank holds this part of a tensor, whose first axis has an equal number of rows for each expert, in the order
+    of slots.
 
     Attributes:
         parameter: this rank's slice of axis 0.
@@ -100,7 +103,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Layer:
-    """What of one MoE layer changes on this rank when its experts move.
+    """This holds what changes on this rank when the experts of one MoE layer move.
 
     Attributes:
         row: of the layer in a plan; number: of the layer in the model.
@@ -123,24 +126,26 @@ def total(ranks: Ranks, own: np.ndarray) -> np.ndarray:
 
 
 def from_first(ranks: Ranks, own: np.ndarray) -> np.ndarray:
-    """Rank 0's array [n, ...], on every rank; the others' `own` has no rows, and the same shape behind."""
+    """Return rank 0's array [n, ...] on every rank; the `own` of the other ranks has no rows, and the same further
+    dimensions.
+    """
     return _from_all(ranks, _LOADS, own)[0]
 
 
 def agree(ranks: Ranks, what: str, content: bytes) -> None:
-    """Raise ClusterError on every rank unless all of them bring the same `content`."""
+    """Raise ClusterError on every rank unless all ranks bring the same `content`."""
     digest = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)[None]
     digests = [bytes(each) for each in _from_all(ranks, _DIGESTS, digest)]
     other = [rank for rank, each in enumerate(digests) if each != digests[0]]
     if other:
         raise ClusterError(
-            f"rank {ranks.rank}: ranks {other} do not have the {what} that rank 0 has: no expert is moved. "
-            "All ranks plan from the same loads, so one runs other code or another NumPy, or its memory is at fault"
+            f"rank {ranks.rank}: ranks {other} do not have the {what} that rank 0 has, so no expert is moved. All "
+            "ranks plan from the same loads: such a rank runs other code or another NumPy, or its memory is faulty"
         )
 
 
 def move(ranks: Ranks, layers: Sequence[Layer], old: np.ndarray, new: np.ndarray, write: Write) -> int:
-    """Go over from the placements `old` to `new`; every rank calls this at once.
+    """Change the placements from `old` to `new`; every rank calls this at the same time.
 
     Args:
         ranks: all that follow the plan. layers: those of this rank's stage.

@@ -1,4 +1,4 @@
-"""Experts that move in a sharded graph: on Ascend, and in semi-auto parallel on CPU.
+"""This module moves experts in a sharded graph, on Ascend and on CPU.
 
 `CollectiveRanks` is what ranks send each other when experts move, by MindSpore's own AlltoAllV, for no TCP mesh joins
 them here. It is a graph of its own for each group of ranks, apart from the train step's, compiled once: everything
@@ -48,7 +48,7 @@ CALLBACK = "ShardedExpertBalance"
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Graphs of this block are this rank's own, and no part of the training.
+    """Compile the graphs of this block for this rank only, apart from the training.
 
     MindSpore would take their inputs for parts of a batch. And it would number them among those of the compile cache,
     which knows a graph by its number only: another start makes them in another order.
@@ -66,7 +66,7 @@ def apart() -> Iterator[None]:
 
 
 class Exchange(nn.Cell):
-    """Words to every rank of a group, as many to each as `send` says."""
+    """This operator sends words to every rank of a group, to each rank as many as `send` says."""
 
     def __init__(self, group):
         super().__init__(auto_prefix=False)
@@ -74,12 +74,12 @@ class Exchange(nn.Cell):
         self.to_host = ops.MoveTo()
 
     def construct(self, words, send, receive):
-        """words: int32 [sum(send)], send and receive: int64 [ranks] -> int32 [sum(receive)]."""
+        """Return int32 [sum(receive)] for words int32 [sum(send)]; send and receive are int64 [ranks]."""
         return self.move(words, self.to_host(send, "CPU", True), self.to_host(receive, "CPU", True))
 
 
 class CollectiveRanks:
-    """`plugins.expert_balance.executor.Ranks` for some ranks of a run, in any order.
+    """This is `plugins.expert_balance.executor.Ranks` for some ranks of a run, in any order.
 
     Args:
         members: global ranks, this one among them; more than one.
@@ -97,7 +97,8 @@ class CollectiveRanks:
     def all_to_all_v(
         self, group: Sequence[int], tag: int, parts: Sequence[np.ndarray], rows: Sequence[int] | None = None
     ) -> list[np.ndarray]:
-        """[size] parts [rows, ...] for each rank, alike but for their rows -> what each sent here.
+        """Send each rank its part, of [size] parts [rows, ...] that differ only in their number of rows; return what
+        each rank sent to this one.
 
         Args:
             group: all members. tag: not used, as collectives run in the order of their calls.
@@ -147,31 +148,31 @@ def _rows(words: np.ndarray, count: int, shape: tuple[int, ...], dtype: np.dtype
 
 
 class PlacedGroupedGEMM(FFNGroupedGEMM):
-    """With MindFormers' own dispatch."""
+    """These are placed experts with MindFormers' own dispatch."""
 
     def __init__(self, config):
         super().__init__(config)
         place(self, config)
 
     def construct(self, tokens, probs, routing_map):
-        """tokens [ranks, N, h], probs [ranks, N, k], routing_map int32 [ranks, N, k] -> [ranks, N, h]."""
+        """Return [ranks, N, h] for tokens [ranks, N, h], probs [ranks, N, k] and routing_map int32 [ranks, N, k]."""
         return super().construct(tokens, probs, self.slot_of(self.placement, routing_map, 0))
 
 
 class PlacedDispatch(RoutedExperts):
-    """With the dispatch of `plugins.hierarchical_ep`."""
+    """These are placed experts with the dispatch of `plugins.hierarchical_ep`."""
 
     def __init__(self, config, settings, net, rows, streams):
         super().__init__(config, settings, net, rows, streams)
         place(self, config)
 
     def construct(self, tokens, probs, routing_map):
-        """As `PlacedGroupedGEMM`."""
+        """Compute the same as `PlacedGroupedGEMM.construct`."""
         return super().construct(tokens, probs, self.slot_of(self.placement, routing_map, 0))
 
 
 def place(cell, config) -> None:
-    """Give `cell` the parameter and the Gather, cut over the ranks of a stage."""
+    """Give `cell` the placement's parameter and the Gather, split over the ranks of a stage."""
     identity = Tensor(np.arange(config.num_moe_experts), ms.int32)
     cell.placement = Parameter(identity, name="placement", requires_grad=False, parallel_optimizer=False)
     ranks = config.data_parallel_size * config.tensor_model_parallel_size * config.context_parallel_size
@@ -181,10 +182,12 @@ def place(cell, config) -> None:
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class ShardedExpertBalance(ExpertBalance):
-    """`ExpertBalance` where each rank's counts are those of all ranks of its stage already; copies: of all of these."""
+    """This is `ExpertBalance` for a sharded graph, in which each rank already has the counts of all ranks of its stage;
+    `copies` is the number of these ranks.
+    """
 
     def connect(self):
-        """Return all ranks of the run, by MindSpore's collectives."""
+        """Return all ranks of the run, which communicate by MindSpore's collectives."""
         self.rank, devices = get_real_rank(), get_real_group_size()
         each = devices // ms.get_auto_parallel_context("pipeline_stages")
         self.first = self.rank // each * each  # rank of this stage
@@ -194,7 +197,9 @@ class ShardedExpertBalance(ExpertBalance):
         return self._among(range(devices))
 
     def of_all(self, shares, slots):
-        """As `ExpertBalance.of_all`. Micro-batches of several EP groups are counted together, too."""
+        """Return the loads of all ranks as `ExpertBalance.of_all` does. Micro-batches of several EP groups are counted
+        together, too.
+        """
         batches = np.rint(shares.sum(1)) * (self.stage.size // self.devices)
         own = np.column_stack([np.rint(shares * self.copies), slots, batches]).astype(np.int64)
         held = [self._holds(layer) for layer in self.layers]
@@ -204,11 +209,11 @@ class ShardedExpertBalance(ExpertBalance):
         return tokens, slots, batches[:, 0]
 
     def hand_out(self, own):
-        """Through the ranks of rank 0's place in each stage."""
+        """Return rank 0's array on every rank, by way of the ranks at rank 0's place in each stage."""
         return from_first(self.stage, from_first(self.pipeline, own))
 
     def movable(self):
-        """The layers of this rank's stage; their tensors are cut as the weights were in the compile."""
+        """Return the layers of this rank's stage; their tensors are split as the weights were in the compile."""
         rows = [row for row, layer in enumerate(self.layers) if self._holds(layer)]
         return [self._movable(row, self.layers[row]) for row in rows]
 
@@ -234,7 +239,9 @@ class ShardedExpertBalance(ExpertBalance):
 
 
 def use_placed_experts(config) -> None:
-    """Models built from now on carry a placement; `plugins.hierarchical_ep` has been enabled, if it is on."""
+    """Give models that are built later a placement; call this after `plugins.hierarchical_ep` is enabled, if it is
+    on.
+    """
     telechat3_moe.use_edited_model(config.model.model_config, KEY)
     if (config.get("plugins") or {}).get("hierarchical_ep"):
         telechat3_moe.use_experts(ModuleSpec(PlacedDispatch, params=telechat3_moe.experts().params))

@@ -1,4 +1,4 @@
-"""The routed experts of CPU runs with a parameter that says in which slot each expert lives.
+"""This module adds to the routed experts of CPU runs a parameter that says in which slot each expert lives.
 
 The router, its bias, the auxiliary loss and the counted loads stay logical: only the experts that a token was routed to
 are renamed, by one Gather, on the way into the dispatch. A model has the parameter where the plugin is on, also with
@@ -16,12 +16,14 @@ from plugins.cpu_backend.layers import GroupedExperts
 
 
 def placement(experts: int) -> Parameter:
-    """int32 [E], logical expert -> slot: at first each in its own. MindFormers saves and loads it with the weights."""
+    """Return the parameter int32 [E], from logical expert to slot; at first each expert is in the slot of its number.
+    MindFormers saves and loads it with the weights.
+    """
     return Parameter(Tensor(np.arange(experts), ms.int32), name="placement", requires_grad=False)
 
 
 class PlacedRoutedExperts(CpuRoutedExperts):
-    """Experts over several workers, where the placement says."""
+    """These experts lie on several workers, where the placement says."""
 
     def __init__(self, config, settings):
         super().__init__(config, settings)
@@ -29,12 +31,12 @@ class PlacedRoutedExperts(CpuRoutedExperts):
         self.slot_of = ops.Gather()
 
     def construct(self, tokens, probs, routing_map):
-        """tokens [1, N, h], probs [1, N, k], routing_map int32 [1, N, k] of logical experts -> [1, N, h]."""
+        """Return [1, N, h] for tokens [1, N, h], probs [1, N, k] and routing_map int32 [1, N, k] of logical experts."""
         return super().construct(tokens, probs, self.slot_of(self.placement, routing_map, 0))
 
 
 class PlacedGroupedExperts(GroupedExperts):
-    """All experts on one worker, in the order that the placement says."""
+    """These experts all lie on one worker, in the order that the placement says."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -42,5 +44,5 @@ class PlacedGroupedExperts(GroupedExperts):
         self.slot_of = ops.Gather()
 
     def construct(self, tokens, probs, routing_map):
-        """As `PlacedRoutedExperts`."""
+        """Compute the same as `PlacedRoutedExperts.construct`."""
         return super().construct(tokens, probs, self.slot_of(self.placement, routing_map, 0))

@@ -1,4 +1,4 @@
-"""Find which device holds which expert: planners of one layer. NumPy only.
+"""This module plans which device holds which expert of one layer. The module needs only NumPy.
 
 A placement is int [E], logical expert -> slot; slot // (E / D) is the device. Loads are [E], tokens of each logical
 expert. Every rank of the EP group waits for the fullest device, so a placement is judged by max/mean: tokens of the
@@ -29,7 +29,8 @@ PARTS = 256  # of a token: a prediction is rounded to them
 
 
 def near_enough(each: int) -> float:
-    """Share above the possible at which a device of so many experts is left: what follows is lost when loads change.
+    """Return how far, as a share, a device of so many experts may stay above the best possible load: gains below this
+    are lost when loads change.
 
     A swap has `each` squared pairs to choose from, so one alone can close a gap of that order; smaller gaps take many.
     The factor is from the drifting loads of benchmarks/expert_balance_plan.py.
@@ -47,7 +48,7 @@ def improved(
     aligned: bool = False,
     nodes: int = 1,
 ) -> np.ndarray:
-    """Return the placement int64 [E] after swaps of experts of the fullest device with another's, the best swap first.
+    """Return the placement int64 [E] after swaps between the fullest device and another one, the best swap first.
 
     Where no swap of two experts helps and devices hold few, two are swapped with two. A device that nothing helps is
     set aside and the next one looked at: the fullest device is often one large expert, and what the others carry counts
@@ -141,34 +142,36 @@ def _best_swap(held: np.ndarray, on: np.ndarray, fullest: int, places: np.ndarra
 
 
 def device_loads(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarray:
-    """[..., D] tokens of each device, of loads and slots [..., E]."""
+    """Return [..., D], the tokens of each device, for loads and slots [..., E]."""
     by_slot = np.empty_like(loads)
     np.put_along_axis(by_slot, slots, loads, axis=-1)
     return by_slot.reshape(*loads.shape[:-1], devices, -1).sum(-1)
 
 
 def imbalance(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarray:
-    """[...] max/mean of loads and slots [..., E]; 1 is balanced, and so is a layer without tokens."""
+    """Return [...], the max/mean for loads and slots [..., E]; 1 means balanced, also for a layer without tokens."""
     on = device_loads(loads, slots, devices)
     mean = on.mean(-1)
     return np.where(mean > 0, on.max(-1) / np.where(mean > 0, mean, 1), 1.0)
 
 
 def bound(loads: np.ndarray, devices: int) -> float:
-    """No placement of `loads` [E] has a fullest device below: the mean, or the largest expert beside the smallest."""
+    """Return a lower bound of the fullest device's tokens in any placement of `loads` [E]: the mean, or the largest
+    expert together with the smallest ones.
+    """
     ordered = np.sort(loads)
     beside = len(loads) // devices - 1
     return float(max(ordered.sum() / devices, ordered[-1] + ordered[:beside].sum()))
 
 
 def moved(new: np.ndarray, old: np.ndarray, devices: int) -> int:
-    """Return the experts that change device, of placements [..., E]."""
+    """Return the experts that change device between two placements [..., E]."""
     each = new.shape[-1] // devices
     return int((new // each != old // each).sum())
 
 
 def greedy(loads: np.ndarray, devices: int) -> np.ndarray:
-    """From scratch: the largest expert first, to the emptiest device that has room."""
+    """Return a new placement: the largest expert first, always to the emptiest device that has room."""
     each = len(loads) // devices
     full, used = np.zeros(devices, loads.dtype), np.zeros(devices, np.int64)
     slots = np.empty(len(loads), np.int64)
@@ -190,7 +193,8 @@ def swaps(
     near: float | None = None,
     aligned: bool = False,
 ) -> np.ndarray:
-    """`improved` from the placement there is; of few experts also from others, where one of them ends clearly better.
+    """Return `improved` from the current placement; for few experts also try other starts, and take one that ends
+    clearly better.
 
     Few experts leave swaps stuck up to 2 % above the best placement; of many, there is always one more that helps.
     The others are greedy's and two shuffles: with them, a thousand random cases of 8 to 12 experts ended within 0.4 %.
@@ -215,7 +219,8 @@ def node_limited(
     most: int | None = None,
     aligned: bool = False,
 ) -> np.ndarray:
-    """Balance nodes, then the devices of each: for a dispatch that sends a token once to each node with experts of it.
+    """Balance nodes first, then the devices of each node, for a dispatch that sends a token once to each node that
+    holds its experts.
 
     Args:
         loads, old, devices, most, aligned: as `swaps` has them. nodes: of consecutive devices.
@@ -249,7 +254,7 @@ def _swap_groups(
 
 
 class Prediction:
-    """Loads expected of the next steps: an exponential moving average of the recorded ones.
+    """This predicts the loads of the next steps by an exponential moving average of the recorded loads.
 
     Feeding the same loads again gives the same numbers, bit for bit: a resumed run and a replay plan alike.
 
@@ -262,20 +267,20 @@ class Prediction:
         self.loads: np.ndarray | None = None
 
     def see(self, loads: np.ndarray) -> None:
-        """Take in the loads [layers, E] of a step."""
+        """Add the loads [layers, E] of a step."""
         seen = np.asarray(loads, np.float64)
         self.loads = seen.copy() if self.loads is None else self.decay * self.loads + (1 - self.decay) * seen
 
 
 def due(step: int, every: int) -> bool:
-    """Return whether experts are planned anew after a step; `every` 0: they never are."""
+    """Return whether experts are planned anew after a step; they never are if `every` is 0."""
     return every > 0 and step % every == 0
 
 
 def next_placements(
     settings: Settings, predicted: np.ndarray | None, old: np.ndarray, devices: int, *, step: int, nodes: int = 1
 ) -> np.ndarray:
-    """Return the placements int64 [layers, E] of all layers from now on, each as `next_placement` has it.
+    """Return the next placements int64 [layers, E] of all layers, each from `next_placement`.
 
     Args:
         predicted: `Prediction.loads`, in which this step's are. old: int [layers, E].
@@ -296,7 +301,7 @@ def next_placement(
     nodes: int = 1,
     groups: int = 1,
 ) -> np.ndarray:
-    """Return the placement int64 [E] of a layer from now on: the one decision, of a live run and of a replay.
+    """Return the next placement int64 [E] of a layer; a live run and a replay both decide by this function.
 
     Args:
         predicted: [E], a row of `Prediction.loads`. old: int [E], the placement there is.

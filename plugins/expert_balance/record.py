@@ -1,4 +1,5 @@
-"""`RUN/metrics/expert_load.jsonl`, a run's expert loads, a line a step: writing, reading, going on.
+"""This module writes, reads and continues `RUN/metrics/expert_load.jsonl`, which holds a run's expert loads, one line
+for each step.
 
 The prediction of loads starts from the recorded loads of the steps before a resume, and the record goes on behind them
 (`carry_over`). A checkpoint holds no prediction: the same loads, fed again, give the same one, bit for bit. Pure.
@@ -21,7 +22,7 @@ from plugins.lines import append_line, read_steps
 
 @dataclass(frozen=True)
 class Moved:
-    """What moved after a step.
+    """This says what moved after a step.
 
     Args:
         slots: int64 [layers, E], the placement from now on.
@@ -37,7 +38,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Record:
-    """The expert loads of a step.
+    """This holds the expert loads of a step.
 
     Args:
         devices: ranks of the EP group. layers: [layers] numbers of the MoE layers in the model.
@@ -64,7 +65,7 @@ def load_file(run_dir: str | Path) -> Path:
 
 
 def append(path: Path, record: Record) -> None:
-    """Add a line, on a line of its own also where a killed run left half of one."""
+    """Append a line, which stands by itself even if a killed run left an incomplete line."""
     append_line(path, line(record))
 
 
@@ -90,7 +91,8 @@ def line(record: Record) -> str:
 
 
 def read(path: Path, until: int | None = None) -> list[Record]:
-    """The records of a file, by step. A resumed run replaces what it repeats; half a line of a killed one is left out.
+    """Return the records of a file by step. A resumed run replaces the steps that it repeats, and an incomplete line of
+    a killed run is left out.
 
     Args:
         until: the last step wanted, such as the one a run is resumed from; None: all.
@@ -110,7 +112,9 @@ def read(path: Path, until: int | None = None) -> list[Record]:
 
 def _follow(before: Record, record: Record, place: str) -> None:
     if _kind(before) != _kind(record):
-        raise DataError(f"{place}: layers, experts or devices differ from those above; a file holds one layout")
+        raise DataError(
+            f"{place}: layers, experts or devices differ from the lines above, but a file must hold one layout"
+        )
 
 
 def _kind(record: Record) -> tuple[Any, ...]:
@@ -123,7 +127,7 @@ _MOVED = ("slots", "experts", "bytes", "plan_s", "move_s")
 
 def _record(content: Any, place: str) -> Record:
     if not isinstance(content, dict) or "tokens" not in content:
-        raise DataError(f"{place}: this is no record of expert loads: the key tokens is missing")
+        raise DataError(f"{place}: this is not a record of expert loads, because the key tokens is missing")
     refuse_unknown(f"{place}: ", content, _KEYS, DataError)
     moved = content.get("moved")
     if isinstance(moved, dict):
@@ -156,7 +160,7 @@ def _record(content: Any, place: str) -> Record:
 
 def _whole(value: Any) -> int:
     if type(value) is not int or abs(value) >= 2**63:
-        raise ValueError(f"{str(value)[:40]} is not a whole number of 64 bits")
+        raise ValueError(f"{str(value)[:40]} is not an integer of 64 bits")
     return value
 
 
@@ -164,7 +168,7 @@ def _table(value: Any) -> np.ndarray:
     """int64 of lists of lists; NumPy alone would round 1.5 to 1."""
     found = np.array(value)
     if found.dtype != np.int64:
-        raise ValueError("its rows must hold whole numbers of 64 bits, each row as many as the others")
+        raise ValueError("its rows must be equally long and hold integers of 64 bits")
     return found
 
 
@@ -200,14 +204,17 @@ def _check(record: Record, place: str) -> None:
 
 
 def file_of(checkpoint: str | Path | None, save_path: str | Path, run_dir: str | Path) -> Path:
-    """Where the run that saved `checkpoint` (a folder of one iteration), this one or another, records its loads."""
+    """Return the file in which the run that saved `checkpoint` (a folder of one iteration) records its loads; that may
+    be this run or another.
+    """
     if checkpoint is None or Path(os.path.realpath(checkpoint)).parent == Path(os.path.realpath(save_path)):
         return load_file(run_dir)
     return load_file(Path(os.path.realpath(checkpoint)).parent.parent)
 
 
 def carry_over(source: Path, own: Path, step: int, form: tuple[int, int, int]) -> tuple[list[Record], str]:
-    """Leave in the file `own` what `source` holds of the steps up to `step`; of another layout, nothing.
+    """Copy the records of the steps up to `step` from `source` into the file `own`; copy nothing if `source` is of
+    another layout.
 
     Args:
         form: devices, layers and experts of this run.
@@ -232,7 +239,7 @@ def carry_over(source: Path, own: Path, step: int, form: tuple[int, int, int]) -
 
 
 def loads(records: list[Record], form: tuple[int, int, int]) -> np.ndarray:
-    """int64 [steps, layers, E] of logical tokens."""
+    """Return int64 [steps, layers, E], the tokens of logical experts."""
     return np.array([record.tokens for record in records], np.int64).reshape(-1, *form[1:])
 
 

@@ -1,4 +1,6 @@
-"""The best there is, slowly: every placement of a few experts, and an integer program for 16 on 4 devices."""
+"""This module finds the best placement slowly: by trying every placement of a few experts, or by an integer program for
+16 experts on 4 devices.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import numpy as np
 
 
 def least_by_trying(loads: np.ndarray, devices: int) -> float:
-    """Return the tokens of the fullest device in the best of all placements; for about ten experts.
+    """Return the load of the fullest device in the best of all placements, found by trying all; this works for about
+    ten experts.
 
     Args:
         loads: [E] tokens.
@@ -31,7 +34,8 @@ def least_by_trying(loads: np.ndarray, devices: int) -> float:
 
 
 def least_by_program(loads: np.ndarray, devices: int, seconds: float = 60.0) -> float:
-    """Return the same by HiGHS: x[e, d] is 1 where device d holds expert e; least t that no device exceeds.
+    """Return the same by an integer program in HiGHS: x[e, d] is 1 if device d holds expert e, and the bound t on every
+    device's load is minimised.
 
     Raises:
         RuntimeError: not solved to the end in `seconds`.

@@ -1,4 +1,5 @@
-"""What a policy would have done with recorded loads, step by step: this plugin's own, or what others plan. Pure.
+"""This module computes what a policy would have done with recorded loads, step by step; the policy may be this plugin's
+or another planner's.
 
 The decision of a replay is the live run's own. `eplb` (DeepSeek; MindFormers packs alike) plans from scratch at every
 plan; it is here for reports and benchmarks.
@@ -22,7 +23,7 @@ Policy = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
 @dataclass(frozen=True)
 class Replay:
-    """A policy over the recorded steps.
+    """This is the result of a policy over the recorded steps.
 
     Args:
         ratios: [steps, layers] max/mean of each step under its placement.
@@ -39,7 +40,7 @@ class Replay:
 
 
 def replay(records: Sequence[Record], settings: Settings) -> Replay:
-    """As the plugin would have run from the first record's placement on.
+    """Return what the plugin would have done from the first record's placement on.
 
     With the settings of the run that recorded them, from its first step on, `slots` are the run's own.
     """
@@ -52,7 +53,7 @@ def replay(records: Sequence[Record], settings: Settings) -> Replay:
 
 
 def replay_policy(records: Sequence[Record], policy: Policy, every: int, decay: float) -> Replay:
-    """Ask `policy` after every step at which a plan is due."""
+    """Ask `policy` for a placement after every step at which a plan is due."""
     devices, layers = records[0].devices, len(records[0].layers)
     slots, prediction = records[0].slots, Prediction(decay)
     ratios, after, moves = [], [], np.zeros((len(records), layers), np.int64)
@@ -72,13 +73,13 @@ def replay_policy(records: Sequence[Record], policy: Policy, every: int, decay: 
 
 
 def differences(records: Sequence[Record], found: Replay) -> list[int]:
-    """Return the steps after which a replay's placement is not the recorded one."""
+    """Return the steps after which a replay's placement differs from the recorded one."""
     ends = [record.moved.slots if record.moved else record.slots for record in records]
     return [record.step for record, end, slots in zip(records, ends, found.slots, strict=True) if (end != slots).any()]
 
 
 def eplb(loads: np.ndarray, devices: int, nodes: int = 1, groups: int = 1) -> np.ndarray:
-    """EPLB's placement int64 [E] without replicas, after the description in its README.
+    """Return EPLB's placement int64 [E] without replicas, by the description in its README.
 
     Hierarchical where `nodes` divides `groups`: groups of experts are packed to nodes, then the experts of each node to
     its devices. Otherwise global: experts are packed to devices. Its middle step, copies of hot experts, is left out:

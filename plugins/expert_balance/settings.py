@@ -1,7 +1,8 @@
-"""`plugins.expert_balance` of a recipe: every default stands here, and where experts can move and be counted.
+"""This module reads `plugins.expert_balance` of a recipe, and checks where experts can be counted and moved; every
+default is defined here.
 
 `Settings.read` reads the section; `check` refuses a recipe in which a move would fail in the middle of a run, or leave
-behind half of what belongs to an expert. `tc3 check` says so, and so does a launch. Pure.
+behind half of what belongs to an expert. `tc3 check` and a launch call it. The module needs no MindSpore.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SHARE = "write a share from 0 to below 1, such as "
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """When experts move, and where."""
+    """These settings say when experts move, and where."""
 
     KEY = KEY
     RIGHT = f"write every, method, moves, gate, memory, record under it (or {{}} for the defaults), or {KEY}: False"
@@ -61,10 +62,10 @@ class Settings(Section):
     record: bool = setting(True, "write `metrics/expert_load.jsonl`", "write True or False", change=WATCHES)
 
     def agree(self) -> None:
-        """Raise RecipeError for a budget that nothing keeps, and where nothing would happen."""
+        """Raise RecipeError for a budget that the method ignores, or if the plugin would do nothing."""
         if self.moves is not None and self.method not in _BUDGETED:
             raise RecipeError(
-                f"{self.method} plans from scratch and keeps no budget; write moves: null, or method: swaps",
+                f"{self.method} plans from scratch and ignores a limit; write moves: null, or method: swaps",
                 f"{KEY}.moves",
             )
         if not self.every and not self.record:
@@ -75,7 +76,8 @@ read = Settings.read
 
 
 def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str) -> None:
-    """Refuse what would fail in the middle of a run, or move half of what belongs to an expert.
+    """Refuse recipes in which a move would fail in the middle of a run, or would move only part of what belongs to an
+    expert.
 
     Args:
         counts: the routers count their tokens (`moe_router_enable_expert_bias`); expert_parallel: ranks that share the
@@ -87,8 +89,8 @@ def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str)
     every = f"{KEY}.every"
     if not counts:
         raise RecipeError(
-            "the router counts its tokens only with model.model_config.moe_router_enable_expert_bias: True; "
-            f"write that, or {KEY}: False",
+            "the router counts its tokens only if model.model_config.moe_router_enable_expert_bias is True; "
+            f"set it to True, or write {KEY}: False",
             KEY,
         )
     if ours.every and expert_parallel == 1:
@@ -99,7 +101,7 @@ def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str)
         )
     if ours.every and optimizer != _OPTIMIZER:
         raise RecipeError(
-            f"{ours.every}: what optimizer.type: {optimizer} keeps of an expert would stay behind when it "
-            f"moves; write {_OPTIMIZER} there, or 0 here to record loads",
+            f"{ours.every}: the state that optimizer.type: {optimizer} has of an expert would stay behind when the "
+            f"expert moves; write optimizer.type: {_OPTIMIZER}, or 0 here to record loads only",
             every,
         )

@@ -39,17 +39,17 @@ def check(kind: Any, coefficient: float | None, expert_parallel: int, tensor_par
     """
     if not coefficient:
         raise RecipeError(
-            f"0, so that there is no auxiliary loss; write a number above 0, or {KEY}: False",
+            f"0 means that there is no auxiliary loss; write a number above 0, or {KEY}: False",
             "model.model_config.moe_aux_loss_coeff",
         )
     if kind != KIND:
         raise RecipeError(
-            f"{kind!r} averages over other tokens than {KEY} does; {KIND!r}, or {KEY}: False",
+            f"{kind!r} averages over other tokens than {KEY} does; write {KIND!r}, or {KEY}: False",
             "model.model_config.moe_router_load_balancing_type",
         )
     if expert_parallel % tensor_parallel:
         raise RecipeError(
-            f"groups of {expert_parallel} ranks cut the sequences that {tensor_parallel} tensor-parallel ranks share, "
-            f"over which MindFormers averages already; a multiple of {tensor_parallel}, or {KEY}: False",
+            f"an EP group of {expert_parallel} ranks holds only part of a sequence, which {tensor_parallel} "
+            f"tensor-parallel ranks share; write a multiple of {tensor_parallel}, or {KEY}: False",
             "parallel_config.expert_parallel",
         )

@@ -97,7 +97,7 @@ class Rows(nn.Cell):
 
     @staticmethod
     def numbers(kinds, count):
-        """Return how many keys `sort` and `invert` can tell apart, for `count` keys of `kinds` values."""
+        """Return how many different numbers `sort` and `invert` need, for `count` keys of `kinds` values."""
         return max(kinds, count)
 
     def __init__(self):

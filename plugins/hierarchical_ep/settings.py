@@ -28,7 +28,7 @@ def uncut(batch: int, config: Any) -> list[np.ndarray]:
 
 
 def _no_slices(config: Any):
-    raise AssertionError("nobody said how many tokens a rank has")
+    raise AssertionError("it is not known how many tokens a rank has")
 
 
 def _no_order(chunks: int):

@@ -53,13 +53,13 @@ def read(settings: Any, loader: Mapping[str, Any]) -> bool:
     place = types.index(PACKING)
     if (strategy := handlers[place].get("pack_strategy", "pack")) != "pack":
         raise RecipeError(
-            f"{LOADER}.handler.{place}.pack_strategy: {strategy!r} gives the lengths of conversations where their ends "
-            "are read; write 'pack'"
+            f"{LOADER}.handler.{place}.pack_strategy: {strategy!r} delivers the lengths of conversations, but the "
+            "loader reads them as their ends; write 'pack'"
         )
     makers = [name for name in types[:place] if name in SHIFTED]
     if len(makers) != 1:
         known = " or ".join(SHIFTED)
-        raise RecipeError(f"{LOADER}.handler: {KEY} wants one {known} before {PACKING}, to know whose labels it packs")
+        raise RecipeError(f"{LOADER}.handler: {KEY} needs exactly one {known} before {PACKING}")
     return SHIFTED[makers[0]]
 
 
@@ -118,8 +118,8 @@ def enough(wanted: int, made: int) -> None:
     """
     if wanted > made:
         raise DataError(
-            f"{LOADER}.handler (or plugins.held_out_loss.samples of the held-out file): the data makes {made:,} "
-            f"samples, `take` wants {wanted:,}: take fewer (--steps), add data, or train more epochs"
+            f"{LOADER}.handler (or plugins.held_out_loss.samples of the held-out file): the data makes only "
+            f"{made:,} samples, but `take` asks for {wanted:,}: take fewer (--steps), add data, or train more epochs"
         )
 
 
@@ -128,8 +128,8 @@ def _check(tokens: Sequence[int], labels: Sequence[int], number: int, ignore: in
     for place, (after, label) in enumerate(zip(tokens[1:], labels, strict=False)):
         if label not in (ignore, after):
             raise DataError(
-                f"{LOADER}.data_files: conversation {number}: the label at token {place} is {label}, the next token is "
-                f"{after}: its handler makes other labels than {KEY} knows"
+                f"{LOADER}.data_files: conversation {number}: the label at token {place} is {label}, but the next "
+                f"token is {after}: the handler makes labels that {KEY} does not know"
             )
 
 

@@ -110,7 +110,7 @@ def counts_of(text: str, stages: int) -> tuple[Counts, int]:
                 f"{last}: MindFormers runs MTP there"
             )
         if "t" not in chunk and 0 < index < len(chunks) - 1:
-            raise RecipeError(f"layout {text!r}: chunk {index} holds no decoder layer: MindFormers needs one in each")
+            raise RecipeError(f"layout {text!r}: chunk {index} holds no decoder layer; only the first and the last may")
     decoders = [chunk.count("t") for chunk in chunks]
     return [decoders[first : first + stages] for first in range(0, len(chunks), stages)], text_count(chunks, "m")
 

@@ -195,7 +195,7 @@ class Groups:
             return tuple(range(self.ranks.devices))
         known = [*self.ranks.groups, *WORLDS]
         raise ClusterError(
-            f"rank {self.ranks.rank}: {operator} uses group {name!r}, which nobody created and whose ranks its "
+            f"rank {self.ranks.rank}: {operator} uses group {name!r}, which was never created, and whose ranks its "
             f"attributes ({', '.join(STATED)}) do not state; known are {', '.join(known)}"
         )
 
@@ -204,18 +204,19 @@ class Groups:
         if MADE_UP.fullmatch(name) and name != made_up_name(members):
             raise ClusterError(
                 f"rank {self.ranks.rank}: {operator} says that group {name!r} has ranks {list(members)}, "
-                f"of which MindSpore makes the name {made_up_name(members)!r}"
+                f"but MindSpore would call such a group {made_up_name(members)!r}"
             )
         return members
 
     def _with_me(self, operator: str, name: str, members: tuple[int, ...]) -> tuple[int, ...]:
         if self.ranks.rank not in members:
             raise ClusterError(
-                f"rank {self.ranks.rank} runs {operator} in group {name!r} of ranks {list(members)}: it is none of them"
+                f"rank {self.ranks.rank} runs {operator} in group {name!r} of ranks {list(members)}, "
+                "but is not one of them"
             )
         if len(set(members)) != len(members) or max(members) >= self.ranks.devices:
             raise ClusterError(
-                f"{operator}: group {name!r} of ranks {list(members)} is no group of {self.ranks.devices} processes"
+                f"{operator}: group {name!r} of ranks {list(members)} is not a group of {self.ranks.devices} processes"
             )
         return members
 
@@ -254,7 +255,7 @@ class PointToPoint:
         where = f"rank {self.mesh.rank}, Receive {name}{_micro(attrs)}: {describe(out)}"
         frame = self.mesh.receive(peer, tag, where)
         if frame.note != f"Send {name}: {describe(out)}":
-            raise ClusterError(f"{where} is due, and arrived is {frame.note}")
+            raise ClusterError(f"{where} was expected, but {frame.note} arrived")
         out[...] = frame.array(out.dtype)
         if self.synchronous:
             self.mesh.send(peer, tag_of("taken", tag), np.empty(0, np.uint8), f"Receive {name}")

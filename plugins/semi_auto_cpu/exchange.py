@@ -131,7 +131,7 @@ class Meeting:
             f"rank {member} is at {arrived[member].note}" for member in sorted(arrived) if arrived[member].note != note
         ]
         if elsewhere:
-            raise ClusterError(f"rank {self.mesh.rank} is at {note}, where {' and '.join(elsewhere)}")
+            raise ClusterError(f"rank {self.mesh.rank} is at {note}, but {' and '.join(elsewhere)}")
         own = parts[self.me]
         return [own if member == self.mesh.rank else arrived[member].array(own.dtype) for member in self.members]
 
@@ -202,14 +202,14 @@ def all_to_all_v(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays
     x, out = _flat(inputs[0]), _result(outputs[0])
     send, due = (_counts(meeting, numbers, block) for numbers in inputs[1:3])
     if sum(send) > x.size:
-        raise ClusterError(f"{meeting.where}: it is to send {sum(send)} elements, and has {x.size}")
+        raise ClusterError(f"{meeting.where}: it must send {sum(send)} elements, but has only {x.size}")
     parts = meeting.swap(_pieces(x, list(accumulate(send))), f"{x.dtype.name} in blocks of {block}")
     for member, part, count in zip(meeting.members, parts, due, strict=True):
         if part.size != count:
-            told = f"rank {member} sends {part.size} elements where the receive counts say {count}"
+            told = f"rank {member} sends {part.size} elements, but the receive counts say {count}"
             raise ClusterError(f"{meeting.where}: {told} ({block} a block)")
     if sum(due) > out.size:
-        raise ClusterError(f"{meeting.where}: {sum(due)} elements arrive where {out.size} have room")
+        raise ClusterError(f"{meeting.where}: {sum(due)} elements arrive, but the output has room for {out.size}")
     for target, part in zip(_pieces(out, list(accumulate(due))), parts, strict=True):
         target[...] = part
     out[sum(due) :] = 0
@@ -261,7 +261,7 @@ def _counts(meeting: Meeting, numbers: np.ndarray, block: int) -> list[int]:
     """Elements for each member, from blocks for each member."""
     counts = (np.asarray(numbers, np.int64).reshape(-1) * block).tolist()
     if len(counts) != meeting.size or min(counts) < 0:
-        raise ClusterError(f"{meeting.where}: counts {np.asarray(numbers).tolist()} for {meeting.size} members")
+        raise ClusterError(f"{meeting.where}: counts {np.asarray(numbers).tolist()} do not fit {meeting.size} members")
     return counts
 
 

@@ -1,4 +1,4 @@
-"""This module is a rank's view of its cluster: its rank, the number of ranks, and the ranks of each communication
+"""This module is a rank's view of its cluster: its own number, the number of ranks, and the ranks of each communication
 group.
 
 Python creates some groups, with their ranks. MindSpore's C++ creates others, of which Python gets only a name,
@@ -23,7 +23,8 @@ MADE_UP = re.compile(r"(\d+)-\d+")
 
 
 class Ranks:
-    """This is rank `rank` of `devices`.
+    """This is one rank's view of its cluster: its number `rank` among `devices` ranks, and the communication groups
+    that it knows.
 
     Attributes:
         groups: name -> global ranks of the created ones, in order; the world is not among them.
@@ -49,9 +50,11 @@ class Ranks:
         """
         outside = [rank for rank in ranks if not 0 <= rank < self.devices]
         if outside:
-            raise ClusterError(f"group {group!r} names ranks {outside}, the cluster has 0 to {self.devices - 1}")
+            raise ClusterError(
+                f"group {group!r} names ranks {outside}, but the cluster has ranks 0 to {self.devices - 1}"
+            )
         if self.rank not in ranks:
-            raise ClusterError(f"rank {self.rank} creates group {group!r} of ranks {ranks}, of which it is none")
+            raise ClusterError(f"rank {self.rank} creates group {group!r} of ranks {ranks}, but is not one of them")
         self.groups[group] = tuple(ranks)
 
     def ranks_of(self, group: str) -> tuple[int, ...] | None:
@@ -91,7 +94,7 @@ class Ranks:
         if MADE_UP.fullmatch(group):
             raise ClusterError(
                 f"rank {self.rank} is asked for its place in group {group!r}, which MindSpore made up: it is neither a "
-                f"pair nor a part of a device mesh of {self.devices} devices, so that its ranks are not known"
+                f"pair nor a part of a device mesh of {self.devices} devices, so its ranks are unknown"
             )
         raise ClusterError(f"no group {group!r} was created; there are {[WORLD, *self.groups]}")
 

@@ -109,16 +109,16 @@ def check(recipe: Mapping[str, Any]) -> Settings:
         wrong = f"{KEY} leaves out samples of {LOADER}, not of {value_at(recipe, f'{_LOADER}.type')!r}"
         raise RecipeError(f"{wrong}; leave the plugin out", f"{_LOADER}.type")
     if value_at(recipe, f"{_LOADER}.shuffle"):
-        raise RecipeError(f"{KEY} could not know the samples of a step; write False", f"{_LOADER}.shuffle")
+        raise RecipeError(f"with it {KEY} could not know the samples of a step; write False", f"{_LOADER}.shuffle")
     graph_mode_only(recipe, KEY)
     if (value_at(recipe, "runner_config.epochs") or 1) != 1:
-        again = "a second pass would begin elsewhere when samples are left out of the first"
+        again = "if samples are left out of the first pass, a second pass would begin elsewhere"
         raise RecipeError(f"{again} ({KEY}); write 1, and more samples in {_LOADER}.sizes", "runner_config.epochs")
     if (value_at(recipe, "runner_config.sink_size") or 1) > 1:
-        raise RecipeError(f"{KEY} sees only one step of so many; write 1", "runner_config.sink_size")
+        raise RecipeError(f"{KEY} would see only one of so many steps; write 1", "runner_config.sink_size")
     if (value_at(recipe, "plugins.finite_loss.stop_after") or 1) != 1:
         raise RecipeError(
-            f"{KEY} goes back at once and takes its place; leave it out", "plugins.finite_loss.stop_after"
+            f"{KEY} replaces it, because it goes back at once; leave it out", "plugins.finite_loss.stop_after"
         )
     for callback in value_at(recipe, "callbacks") or []:
         if callback.get("type") == "MFLossMonitor" and (callback.get("per_print_times") or 1) != 1:

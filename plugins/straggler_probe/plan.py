@@ -83,8 +83,8 @@ FLOORS_ON_CPU: dict[Kind, float] = {"device": 0.75, "data": 0.25, "host": 0.35, 
 
 
 class Level(NamedTuple):
-    """This is a limit in standard deviations, with the largest share of probes of a healthy rank above it, and the
-    share of a slow rank.
+    """This is one limit, in standard deviations: `usual` is the largest share of a healthy rank's probes above it,
+    `slow` the share of a slow rank's probes.
     """
 
     limit: float

@@ -38,10 +38,16 @@ _SHOWN = 10  # differences of a rank
 
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="New folder to write the dump into.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Write the dump into this new folder.")
 @click.option("--mini", is_flag=True, help="Dump a mini of RECIPE on CPU: its architecture at toy size.")
 @click.option("--steps", default=2, show_default=True, type=Number("steps"), help="Number of training steps to dump.")
-@click.option("--level", default="L0", show_default=True, type=click.Choice(LEVELS), help="What is hooked (see above).")
+@click.option(
+    "--level",
+    default="L0",
+    show_default=True,
+    type=click.Choice(LEVELS),
+    help="Level of msprobe: which calls are dumped (see above).",
+)
 @click.option(
     "--task",
     type=click.Choice(TASKS),
@@ -77,10 +83,12 @@ def dump(
 @click.command()
 @click.argument("golden", type=click.Path(path_type=Path))
 @click.argument("bench", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for compare.json and rows.csv.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), help="Write compare.json and rows.csv into this folder."
+)
 @click.option("--html", "page", is_flag=True, help="Also write OUT/compare.html, one self-contained page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--promoted", is_flag=True, help="GOLDEN was computed in a wider data type; that is not reported.")
+@click.option("--promoted", is_flag=True, help="Do not report that GOLDEN was computed in a wider data type.")
 def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bool, promoted: bool) -> None:
     """Compare the dump BENCH with the dump GOLDEN, tensor by tensor, and name the first that diverges.
 
@@ -209,7 +217,13 @@ for each in (align, dump, compare, equivalence_command, collectives_command, fus
 @click.option(
     "--dtype", "dtypes", multiple=True, type=DtypeName(), help="Types: fp32, fp16, bf16 (all by default), or only hf32."
 )
-@click.option("--reruns", default=3, show_default=True, type=Number("reruns"), help="Number of runs to compare.")
+@click.option(
+    "--reruns",
+    default=3,
+    show_default=True,
+    type=Number("reruns"),
+    help="Number of runs of each operator; their results must be bit-identical.",
+)
 @click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the random inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write one HTML page here.")

@@ -1,4 +1,5 @@
-"""Which plugins go together, and with which kinds of parallelism: every pair, checked, with what was shown of it.
+"""This module finds which plugins go together, and with which kinds of parallelism: it checks every pair, and says what
+has shown it.
 
     python -m tools.accuracy.together          # rewrite docs/together.md
 
@@ -56,7 +57,7 @@ _NOT_IN = {
 
 @dataclass(frozen=True)
 class Plugin:
-    """What a plugin is tried with.
+    """This says with which settings a plugin is tried.
 
     Args:
         settings: its section; needs: degrees of a `Sharding`; beside: other plugins that it works on; chats: whether
@@ -87,7 +88,7 @@ PLUGINS: Mapping[str, Plugin] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """Two things together. how: one of the five words; by: the reason, or what has shown it."""
+    """This is one pair. how is one of the five words; by is the reason, or what has shown it."""
 
     one: str
     other: str
@@ -96,18 +97,18 @@ class Cell:
 
 
 def pairs() -> Iterator[tuple[str, str]]:
-    """Every plugin with every other, then with every kind of parallelism."""
+    """Yield every plugin with every other, then with every kind of parallelism."""
     yield from itertools.combinations(PLUGINS, 2)
     yield from itertools.product(PLUGINS, KINDS)
 
 
 def cells() -> list[Cell]:
-    """Return every pair with what is known of it."""
+    """Return every pair with its result."""
     return [cell(*pair) for pair in pairs()]
 
 
 def cell(one: str, other: str) -> Cell:
-    """Return what is known of a pair."""
+    """Return the result of one pair."""
     if found := check_recipe(recipe_of(one, other)).errors:
         return Cell(one, other, REFUSED, f"{found[0].key}: {found[0].wrong}")
     for how, by, has in shown():
@@ -147,7 +148,7 @@ def _base() -> Recipe:
 
 @cache
 def shown() -> tuple[tuple[str, str, frozenset[str]], ...]:
-    """Return (how, by what, plugins and kinds) of everything that was shown, the strongest first."""
+    """Return (how, shown by what, plugins and kinds) of everything that was shown, the strongest evidence first."""
     rows = [(EQUAL, name, _of_sharding(sharding)) for name, _, sharding in EXECUTED_ROWS]
     rows += [(EQUAL, name, _of_variant(variant)) for name, _, variant in TRAINED_ROWS]
     for how, claim in ((TRAINS, "trained-on-cpu-mini"), (COMPILED, "compiled-virtual-")):
@@ -204,15 +205,16 @@ def _of_recipe(path: Path) -> set[str]:
 _MARKS = {EQUAL: "=", TRAINS: "t", COMPILED: "c", REFUSED: "x", UNSHOWN: "."}
 _INTRO = """# Which plugins go together
 
-Every plugin with every other, and with every kind of parallelism. `python -m tools.accuracy.together` writes this page;
-a test holds each refusal to be what `tc3 check` says of such a recipe, and every other pair to be accepted.
+This page says for every plugin whether it can be combined with every other plugin, and with every kind of parallelism.
+`python -m tools.accuracy.together` writes it. A test makes sure that `tc3 check` refuses a recipe with a pair for the
+reason that stands here, and accepts every other pair.
 
 | sign | meaning |
 |---|---|
-| = | equal: executed on CPU processes and held to one process (`tc3 accuracy equivalence`) |
+| = | equal: executed on CPU processes and compared with one process (`tc3 accuracy equivalence`) |
 | t | trains: a recipe with both was trained on CPU (its card says by which command) |
 | c | compiled: a recipe with both was compiled for a virtual cluster by `tc3 dryrun` |
-| . | accepted by `tc3 check`; nothing here has both |
+| . | accepted by `tc3 check`; no run or compile had both |
 | x | refused, for the reason below |
 """
 

@@ -79,7 +79,7 @@ def check_recipe(
 
 
 def require_sound(recipe: Recipe) -> None:
-    """Refuse a recipe that MindFormers would not run as it is written, because results about it would be wrong.
+    """Refuse a recipe that MindFormers would refuse or change, because results about it would be wrong.
 
     Raises:
         RecipeError: the first error that `tc3 check` finds, in one line, and how many more there are.

@@ -35,9 +35,9 @@ LAYOUT = ".layout.yaml"  # what `offset: auto` of the recipe beside it stands fo
     "--token-budget", type=Tokens(), metavar="N", help="Say how many steps these tokens take: 300M, 1.5B, 10T."
 )
 @click.option(
-    "--build/--no-build", default=True, help="Also let MindFormers itself build the model's config; takes seconds."
+    "--build/--no-build", default=True, help="Also let MindFormers itself build the model's config; this takes seconds."
 )
-@click.option("--here", is_flag=True, help="Check for a run on this machine: missing data is an error.")
+@click.option("--here", is_flag=True, help="Check for a run on this machine: missing data is an error, not a warning.")
 @click.option("--strict", is_flag=True, help="Refuse a recipe that has warnings, too.")
 @unverified_option
 def check(

@@ -1,4 +1,5 @@
-"""Rules about the `plugins:` section: what each plugin's own reader refuses, and what does not go together.
+"""This module holds the rules about the `plugins:` section: what each plugin's own reader refuses, and which settings
+exclude each other.
 
 `check_dispatch` lays the collective programs of the ranks of an EP group side by side before a launch and finds out
 whether all of them come to an end.
@@ -42,7 +43,7 @@ _FUSION, _GRADIENT = ("plugins", "operator_fusion"), ("plugins", "grouped_gradie
 
 
 def check_plugins(view: View, built: Built, found: Findings) -> None:
-    """Every rule about plugins."""
+    """Check every rule about plugins."""
 
     def on(section: KeyPath) -> bool:
         return view.get(section) not in (None, False)
@@ -166,7 +167,7 @@ _BATCH, _SEQUENCE = 4, 8  # tokens of a rank in the trial, at least one for each
 
 
 def check_dispatch(recipe: Recipe) -> None:
-    """Play one layer of `plugins.hierarchical_ep`, forward and backward, on all ranks of one EP group.
+    """Simulate one layer of `plugins.hierarchical_ep`, forward and backward, on all ranks of one EP group.
 
     All EP groups of a run are the same but for the numbers of their ranks. Routing is random; groups, operations and
     their order do not depend on it, and split lists must agree whatever it is.

@@ -23,9 +23,12 @@ _CPU = "/sys/devices/system/cpu"
 _WAKES = 10  # microseconds: deeper states are for hosts without work
 # what drivers call their interrupts: NICs of Huawei and Mellanox, NVMe, NPUs (sq_send_trigger_irq)
 _DEVICE_INTERRUPTS = re.compile(r"hns|hclge|hinic|mlx|nvme|sq_send|devdrv|davinci", re.IGNORECASE)
-_OPEN_FILES, _SHARED_MEMORY = 65536, 16 * GIB  # open files of a process, bytes of /dev/shm: less is warned of
-_CLOCK_SKEW = 0.1  # seconds between a host and its time server
-_WRITTEN, _SLOW = 4 << 20, 1.0  # bytes that are written, seconds that this may take
+_FEWEST_FILES, _OPEN_FILES = 1024, 65536  # open files of a process: up to the first fails, below the second warns
+_LEAST_STACK = 8 << 20  # bytes: less warns
+_LEAST_SHARED, _SHARED_MEMORY = GIB, 16 * GIB  # bytes of /dev/shm: below the first fails, below the second warns
+_CLOCK_SKEW = 0.1  # seconds between a host and its time server: more fails
+_LEAST_FREE, _FREE = GIB, 10 * GIB  # free bytes of the checkpoints' disk: below the first fails, below the second warns
+_WRITTEN, _SLOW = 4 << 20, 1.0  # bytes that are written, seconds that this may take: more warns
 
 
 @check(
@@ -195,7 +198,7 @@ def _limit(patient: Patient, name: str) -> float:
 def open_files(patient: Patient) -> Answer:
     """A worker may open many files."""
     limit = _limit(patient, "Max open files")
-    return Answer("fail" if limit <= 1024 else "warn" if limit < _OPEN_FILES else "ok", f"nofile {limit:g}")
+    return Answer("fail" if limit <= _FEWEST_FILES else "warn" if limit < _OPEN_FILES else "ok", f"nofile {limit:g}")
 
 
 @check(
@@ -219,7 +222,7 @@ def locked_memory(patient: Patient) -> Answer:
 def stack(patient: Patient) -> Answer:
     """The stack is not smaller than the default."""
     limit = _limit(patient, "Max stack size")
-    return Answer("ok" if limit >= 8 << 20 else "warn", f"stack {limit / 1024:.0f} KiB")
+    return Answer("ok" if limit >= _LEAST_STACK else "warn", f"stack {limit / 1024:.0f} KiB")
 
 
 def free_space(patient: Patient, path: str) -> tuple[str, int, int] | None:
@@ -243,7 +246,7 @@ def shared_memory(patient: Patient) -> Answer:
     if found is None or found[0] != "/dev/shm":
         return Answer("unknown", "df shows no /dev/shm")
     size = found[1]
-    verdict: Verdict = "ok" if size >= _SHARED_MEMORY else "fail" if size < GIB else "warn"
+    verdict: Verdict = "ok" if size >= _SHARED_MEMORY else "fail" if size < _LEAST_SHARED else "warn"
     return Answer(verdict, f"/dev/shm {size / GIB:.1f} GiB")
 
 
@@ -285,7 +288,7 @@ def disk(patient: Patient) -> Answer:
     """There is room on the disk of the checkpoints."""
     found = told(free_space(patient, str(patient.folder)), f"df does not show the file system of {patient.folder}")
     mount, _, free = found
-    verdict: Verdict = "ok" if free >= 10 * GIB else "fail" if free < GIB else "warn"
+    verdict: Verdict = "ok" if free >= _FREE else "fail" if free < _LEAST_FREE else "warn"
     return Answer(verdict, f"{free / GIB:.0f} GiB free at {mount}")
 
 

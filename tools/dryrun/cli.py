@@ -61,7 +61,11 @@ class Ranks(click.ParamType):
     help="Compile these global ranks. Ranks of one stage are compared call by call; all-stages: one of each stage.",
 )
 @click.option("--devices", type=Number("devices"), help="Change the number of devices by changing data_parallel.")
-@click.option("--micro-batches", type=Number("micro_batches"), help="Micro-batches to compile; default: 2 a stage.")
+@click.option(
+    "--micro-batches",
+    type=Number("micro_batches"),
+    help="Number of micro-batches to compile; by default two for each stage.",
+)
 @click.option("--quick", is_flag=True, help="Compile each kind of layer once and compose the stages from the results.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--jobs", type=Number("workers"), help="Number of compiles at a time; by default as many as fit.")

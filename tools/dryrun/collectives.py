@@ -106,7 +106,7 @@ def _collective(node: Node, graph: str, ranks_of: Callable, generated: dict[str,
     if node.op in ("Send", "Receive"):  # of a pipeline: the group is MindSpore's own, and stated rightly
         ranks = ranks or attributes.get("group_rank_ids")
     if ranks is None:
-        raise ClusterError(f"{node.op} at {node.source or node.scope} uses group {group!r}, which nobody created")
+        raise ClusterError(f"{node.op} at {node.source or node.scope} uses group {group!r}, which was never created")
     kept = {name: value for name, value in attributes.items() if name not in _NOT_KEPT}
     if node.op in ("Send", "Receive"):
         derived = attributes_of(node.text, "cnode_primal_attrs")

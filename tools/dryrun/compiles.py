@@ -274,7 +274,8 @@ _INTERNAL = re.compile(r"pointer\[\w+\] is null|Illegal AnfNode for evaluating")
 
 
 def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
-    """Return one line: the key, and the message without the framework's call stacks.
+    """Return one line: the recipe's key that caused the message, if it is known, and the message without the
+    framework's call stacks.
 
     Args:
         kind: class of the exception.

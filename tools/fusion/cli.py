@@ -45,7 +45,11 @@ _OF_A_GRAPH = -1  # the stage of a graph that was handed over
 
 @click.command("fusion", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--stage", type=Number("stage"), help="Compile this stage at full depth; by default each kind of layer.")
+@click.option(
+    "--stage",
+    type=Number("stage"),
+    help="Compile this stage at full depth; by default, compile each kind of layer once.",
+)
 @click.option(
     "--graph",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -61,7 +65,11 @@ _OF_A_GRAPH = -1  # the stage of a graph that was handed over
 @click.option("--jobs", type=Number("workers"), help="Number of compiles at a time; by default as many as fit.")
 @click.option("--no-cache", is_flag=True, help="Compile again what was compiled before.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw traffic by part and pass (.svg or .png).")
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path),
+    help="Draw HBM traffic by part of the model, before and after fusing (.svg or .png).",
+)
 @unverified_option
 def fusion(
     recipe: Path,

@@ -30,7 +30,8 @@ from tools.fusion.split import kernels
 
 @dataclass
 class Tally:
-    """These are the counts of one part and pass; the counts of a mean may be fractions.
+    """This counts the operators, kernels and bytes of one part of the model in one pass (forward, recomputation or
+    gradient); a mean of several layers may have fractions.
 
     Args:
         operators: that DVM takes; kernels: that they become; fused: those of several operators.

@@ -202,7 +202,7 @@ class Instance:
         return self.by_stage(np.concatenate([np.asarray(part).reshape(size, -1).T for part in solution]))
 
     def to_solution(self, plan: np.ndarray) -> list:
-        """Return n[type][v][s][option] of a plan [K, C]."""
+        """Return a plan [K, C] as the nested lists n[type][v][s][option] of a solution file."""
         parts = [self.by_stage(plan)[self.type_columns(t)] for t in range(len(self.types))]
         return [part.T.reshape(self.chunks, self.stages, -1).tolist() for part in parts]
 

@@ -275,8 +275,8 @@ def _dispatch(recipe: Recipe) -> tuple[Values, list[str]]:
     except RecipeError:
         raise
     except _BROKEN:
-        right = f"tc3 check {recipe.source} says what is wrong with it"
-        raise RecipeError(f"{dotted(MODE)}: no value follows from this recipe; {right}") from None
+        wrong = f"auto could not be resolved, because the recipe has errors; tc3 check {recipe.source} lists them"
+        raise RecipeError(f"{dotted(MODE)}: {wrong}") from None
 
 
 def _auto_layout(recipe: Recipe, layout: Layout, say: Say) -> tuple[Values, list[str]]:

@@ -324,7 +324,7 @@ def _explicit_mask(call: Call) -> np.ndarray | None:
     columns = call.keys.shape[2]
     wanted = {(batch, heads, rows, columns), (batch, 1, rows, columns), (1, 1, rows, columns), (rows, columns)}
     if mask.shape not in wanted:
-        raise ValueError(f"{call.name}: attn_mask {mask.shape} for {rows} queries and {columns} keys")
+        raise ValueError(f"{call.name}: attn_mask {mask.shape} does not fit {rows} queries and {columns} keys")
     return mask.reshape((1,) * (4 - mask.ndim) + mask.shape).astype(bool, copy=False)
 
 

@@ -55,7 +55,7 @@ def GroupedMatmul(
     extra |= {"antiquant_scale": antiquant_scale, "antiquant_offset": antiquant_offset}
     given = [name for name, value in extra.items() if value is not None]
     if given:
-        raise NotImplementedError(f"GroupedMatmul: {given[0]} is not None")
+        raise NotImplementedError(f"GroupedMatmul: {given[0]} is given, but this CPU kernel does not support it")
     if split_item != 3 or group_type not in (_SPLIT_ROWS, _SPLIT_INNER) or len(x) != 1 or len(weight) != 1:
         raise NotImplementedError(
             f"GroupedMatmul: split_item {split_item}, group_type {group_type}, {len(x)} x, {len(weight)} weight"
@@ -66,7 +66,7 @@ def GroupedMatmul(
     if group_type == _SPLIT_INNER:
         return np.stack([a[:, rows] @ b[rows] for rows in groups])
     if len(groups) != len(b):
-        raise ValueError(f"GroupedMatmul: {len(groups)} groups, {len(b)} matrices")
+        raise ValueError(f"GroupedMatmul: {len(groups)} groups do not fit {len(b)} matrices")
     out = np.empty((a.shape[0], b.shape[-1]), a.dtype)
     for rows, matrix in zip(groups, b, strict=True):
         np.matmul(a[rows], matrix, out=out[rows])
@@ -92,7 +92,7 @@ def InplaceGroupedMatmulAdd(
 
 def _groups(group_list: np.ndarray | None, size: int) -> list[slice]:
     if group_list is None:
-        raise ValueError("GroupedMatmul: group_list is None")
+        raise ValueError("GroupedMatmul: group_list must be given, but is None")
     ends = group_list.tolist()
     starts = [0, *ends[:-1]]
     if not ends or ends[-1] != size or any(a > b for a, b in zip(starts, ends, strict=True)):

@@ -110,7 +110,7 @@ OTHER_MODELS = {
     "model.model_config.hidden_size=64": ["embedding.word_embeddings.weight is [512, 128]", "has [512, 64]", "more"],
     "model.model_config.num_hidden_layers=3": ["no decoder.layers.2.input_layernorm.weight, which the recipe's model"],
     # the MTP layer after dense layers alone is dense, which the table of names does not have: told by its number
-    "model.model_config.num_hidden_layers=1": [" weights, the recipe's model has "],
+    "model.model_config.num_hidden_layers=1": [" weights, but the recipe's model has "],
     "model.model_config.num_nextn_predict_layers=0": ["the recipe's model has no mtp.layers.0."],
 }
 
@@ -160,7 +160,7 @@ def dense(tmp_path):
 
 def test_a_model_of_unknown_names_is_told_by_its_number_of_weights(tmp_path):
     recipe, folder = dense(tmp_path)
-    with pytest.raises(CheckpointError, match=r"holds 1,088 weights, the recipe's model has [\d,]+: a checkpoint of"):
+    with pytest.raises(CheckpointError, match=r"holds 1,088 weights, but the recipe's model has [\d,]+: this is"):
         check_model(recipe, folder)
 
 

@@ -213,8 +213,14 @@ REFUSALS = {
         "not a folder that can be read (Not a dir",
     ),
     "below a file": (["mini/toy.yaml", "--run-dir", "mini/toy.yaml/x"], "toy.yaml is not a folder one can write to"),
-    "no checkpoint": (["mini/toy.yaml", "--resume", "/etc"], "--resume /etc: no checkpoint: one holds common.json and"),
-    "empty folder": (["mini/toy.yaml", "--resume", "empty"], "--resume empty: no checkpoint: one holds common.json"),
+    "no checkpoint": (
+        ["mini/toy.yaml", "--resume", "/etc"],
+        "--resume /etc: not a checkpoint, which would hold common.json and",
+    ),
+    "empty folder": (
+        ["mini/toy.yaml", "--resume", "empty"],
+        "--resume empty: not a checkpoint, which would hold common.json",
+    ),
     "file to resume": (["mini/toy.yaml", "--resume", "corpus.idx"], "a file; name the folder that it is in"),
     "long name": (["mini/toy.yaml", "--run-dir", "a" * 300], "not a folder that can be read (File name too long)"),
     "no weights": (
@@ -283,7 +289,7 @@ def test_a_checkpoint_of_another_model_is_refused(train, runs, workplace, save, 
         monkeypatch.setattr("launch.resume.checkpoints.weights_of", lambda recipe, wanted=wanted: wanted)
         found, _, err = train("mini/toy.yaml", "--resume", str(folder), "--steps", "9")
         assert found == code, err
-    assert f"{folder}: holds 8 weights, the recipe's model has 9: a checkpoint of another model" in err
+    assert f"{folder}: holds 8 weights, but the recipe's model has 9: this is a checkpoint of another model" in err
 
 
 def test_a_port_in_use_and_a_folder_with_a_run_are_refused(train, runs):

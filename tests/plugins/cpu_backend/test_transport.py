@@ -250,9 +250,9 @@ def test_wrong_row_count_names_the_rank_and_both_counts():
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        (np.ones((2, 3), np.float16), r"rank 1 sent float16 \[rows, 3\] where float32 \[rows, 3\] is due"),
-        (np.ones((2, 4), np.float32), r"rank 1 sent float32 \[rows, 4\] where float32 \[rows, 3\] is due"),
-        (np.ones((2, 3, 1), np.float32), r"rank 1 sent float32 \[rows, 3, 1\] where float32 \[rows, 3\] is due"),
+        (np.ones((2, 3), np.float16), r"rank 1 sent float16 \[rows, 3\], but float32 \[rows, 3\] was expected"),
+        (np.ones((2, 4), np.float32), r"rank 1 sent float32 \[rows, 4\], but float32 \[rows, 3\] was expected"),
+        (np.ones((2, 3, 1), np.float32), r"rank 1 sent float32 \[rows, 3, 1\], but float32 \[rows, 3\] was expected"),
     ],
 )
 def test_other_dtype_or_trailing_shape_names_the_rank(sent, message):
@@ -290,7 +290,7 @@ def test_an_exchange_after_a_time_out_is_refused_not_answered_with_the_late_fram
         late = threading.Thread(target=mesh[1].all_to_all_v, args=([0, 1], 1, ones))
         late.start()
         late.join(20)
-        with pytest.raises(ClusterError, match="rank 1 is at exchange 0 of this tag where 1 is due"):
+        with pytest.raises(ClusterError, match="rank 1 is at exchange 0 of this tag, but 1 was expected"):
             mesh[0].all_to_all_v([0, 1], 1, ones)
 
 

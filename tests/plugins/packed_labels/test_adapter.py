@@ -79,7 +79,7 @@ def test_with_the_plugin_every_label_is_the_next_token_of_an_answer(data):
 @pytest.mark.usefixtures("enabled")
 def test_taking_more_than_there_is_is_said_in_words(data):
     config = SimpleNamespace(process=[{"type": "take", "n": 3}])
-    with pytest.raises(DataError, match="makes 2 samples, `take`"):
+    with pytest.raises(DataError, match="makes only 2 samples, but `take`"):
         HFDataLoader.process_dataset(config, data)
     taken, _ = HFDataLoader.process_dataset(SimpleNamespace(process=[{"type": "take", "n": 1}]), data)
     assert len(taken) == 1

@@ -69,7 +69,7 @@ def test_what_cannot_be_learnt_is_left_out():
 
 
 def test_labels_of_another_kind_are_refused():
-    with pytest.raises(DataError, match="conversation 1: the label at token 0 is 3, the next token is 2"):
+    with pytest.raises(DataError, match="conversation 1: the label at token 0 is 3, but the next token is 2"):
         pack([{"input_ids": [1, 2], "labels": [2, IGNORE]}, {"input_ids": [1, 2, 3], "labels": [3, IGNORE, IGNORE]}],
              True, 8, 0, IGNORE)  # fmt: skip
 
@@ -97,8 +97,8 @@ def test_loaders_that_it_knows():
         ({}, loader(ALPACA, PACKING, streaming=True), "does not stream"),
         ({}, loader(ALPACA), "has no PackingHandler"),
         ({}, {"type": "HFDataLoader"}, "has no PackingHandler"),
-        ({}, loader(PACKING, ALPACA), "wants one AlpacaInstructDataHandler or"),
-        ({}, loader({"type": "MyHandler"}, PACKING), "wants one AlpacaInstructDataHandler or"),
+        ({}, loader(PACKING, ALPACA), "needs exactly one AlpacaInstructDataHandler or"),
+        ({}, loader({"type": "MyHandler"}, PACKING), "needs exactly one AlpacaInstructDataHandler or"),
         ({}, loader(ALPACA, {**PACKING, "pack_strategy": "truncate"}), r"handler\.1\.pack_strategy: 'truncate'"),
     ],
 )
@@ -109,5 +109,5 @@ def test_what_it_does_not_know_is_named(settings, data, words):
 
 def test_more_samples_than_there_are_is_said():
     enough(8, 8)
-    with pytest.raises(DataError, match=r"makes 7 samples, `take`.* wants 8"):
+    with pytest.raises(DataError, match=r"makes only 7 samples, but `take` asks for 8"):
         enough(8, 7)

@@ -61,7 +61,7 @@ def test_another_operator_at_the_same_place_is_a_mismatch_not_a_hang():
     told = messages([[reduce(), reduce()], [reduce(), gather()]], timeout=20)
     assert told[0] == (
         "rank 0 is at AllReduce, call 1 of ranks 0, 1: sum of float32 [4], "
-        "where rank 1 is at AllGather, call 1 of ranks 0, 1: float32 [4]"
+        "but rank 1 is at AllGather, call 1 of ranks 0, 1: float32 [4]"
     )
     assert told[1].startswith("rank 1 is at AllGather, call 1")
 
@@ -76,13 +76,13 @@ def test_another_operator_at_the_same_place_is_a_mismatch_not_a_hang():
 )
 def test_other_bytes_types_and_operations_are_named(other, what):
     told = messages([[reduce()], [other]], timeout=20)
-    assert re.search(rf"rank 0 is at AllReduce.*where rank 1 is at AllReduce, call 0 of ranks 0, 1: {what}", told[0])
+    assert re.search(rf"rank 0 is at AllReduce.*but rank 1 is at AllReduce, call 0 of ranks 0, 1: {what}", told[0])
 
 
 def test_another_order_of_the_group_is_named():
     told = messages([[gather()], [gather(attributes((1, 0)))]], timeout=20)
     assert told[0].startswith("rank 0 is at AllGather, call 0 of ranks 0, 1: float32 [4]")
-    assert "where rank 1 is at AllGather, call 0 of ranks 1, 0" in told[0]
+    assert "but rank 1 is at AllGather, call 0 of ranks 1, 0" in told[0]
 
 
 def test_a_missing_all_reduce_is_found_at_the_next_call():
@@ -95,10 +95,10 @@ def test_counts_that_do_not_meet_are_named():
         return "AlltoAllV", attributes((0, 1), block_size=3), [ones(9), np.array(send), receive], [ones(12)]
 
     told = messages([[swap([1, 2], [1, 1])], [swap([2, 1], [2, 1])]], timeout=20)
-    assert "rank 1 sends 6 elements where the receive counts say 3 (3 a block)" in told[0]
+    assert "rank 1 sends 6 elements, but the receive counts say 3 (3 a block)" in told[0]
     assert f"AlltoAllV, call 0 of ranks 0, 1 (group {OF_TWO!r})" in told[0]
     told = messages([[swap([1, 3], [1, 1])], []], timeout=20)
-    assert "it is to send 12 elements, and has 9" in told[0]
+    assert "it must send 12 elements, but has only 9" in told[0]
 
 
 def test_an_earlier_call_is_not_taken_for_the_one_that_is_due():
@@ -141,7 +141,7 @@ def test_another_tag_of_a_send_names_both_and_who_ended():
 
 def test_another_shape_of_a_send_is_named():
     told = messages([[send(size=5)], [receive(size=4)]], timeout=20)
-    assert told[1].endswith("is due, and arrived is Send 0 of sr_tag 3 from rank 0 to rank 1: float32 [5]")
+    assert told[1].endswith("was expected, but Send 0 of sr_tag 3 from rank 0 to rank 1: float32 [5] arrived")
 
 
 def test_three_ranks_at_three_operators_each_name_both_others():
@@ -151,9 +151,9 @@ def test_three_ranks_at_three_operators_each_name_both_others():
     gathering = f"rank 1 is at AllGather, {call} float32 [4]"
     summing = f"rank 2 is at AllReduce, {call} sum of float32 [4]"
     assert told == [
-        f"{median}, where {gathering} and {summing}",
-        f"{gathering}, where {median} and {summing}",
-        f"{summing}, where {median} and {gathering}",
+        f"{median}, but {gathering} and {summing}",
+        f"{gathering}, but {median} and {summing}",
+        f"{summing}, but {median} and {gathering}",
     ]
 
 
@@ -202,8 +202,8 @@ def test_delays_differ_by_rank_and_repeat_by_seed(monkeypatch):
 def test_a_dropped_send_is_named_by_the_next_of_its_tag():
     told = messages([[send(), send()], [receive(), receive()]], timeout=20, test="drop:Send:0@0")
     assert told[1] == (
-        "rank 1, Receive 0 of sr_tag 3 from rank 0 to rank 1: float32 [4] is due, "
-        "and arrived is Send 1 of sr_tag 3 from rank 0 to rank 1: float32 [4]"
+        "rank 1, Receive 0 of sr_tag 3 from rank 0 to rank 1: float32 [4] was expected, "
+        "but Send 1 of sr_tag 3 from rank 0 to rank 1: float32 [4] arrived"
     )
 
 
@@ -232,7 +232,7 @@ def test_a_receive_that_is_left_out_shifts_those_behind_it_and_hangs_where_sends
 
 def test_the_wrong_order_of_a_group_is_named_on_one_rank_and_shows_in_the_result_on_all():
     told = messages([[gather()], [gather()]], timeout=20, test="reverse:AllGather@1")
-    assert "AllGather, call 0 of ranks 0, 1: float32 [4], where rank 1 is at AllGather, call 0 of ranks 1, 0" in told[0]
+    assert "AllGather, call 0 of ranks 0, 1: float32 [4], but rank 1 is at AllGather, call 0 of ranks 1, 0" in told[0]
     with collectives(2, test="reverse:AllGather:1") as every:
 
         def gathered(rank):

@@ -138,11 +138,11 @@ def test_the_auxiliary_loss_of_a_group_has_nothing_to_set():
         (["plugins.spike_guard.window=3"], "plugins.spike_guard.window", "a number of steps from 4 on"),
         (["plugins.spike_guard.threshold=-1.0"], "plugins.spike_guard.threshold", "standard deviations above 0"),
         (["plugins.spike_guard.skipped=[[8, 4]]"], "plugins.spike_guard.skipped", "[[first, stop], ...]"),
-        (["plugins.finite_loss={stop_after: 3}"], "plugins.spike_guard", "takes its place"),
+        (["plugins.finite_loss={stop_after: 3}"], "plugins.spike_guard", "replaces it"),
         (
             ["runner_config.epochs=2"],
             "plugins.spike_guard",
-            "runner_config.epochs: a second pass would begin elsewhere",
+            "runner_config.epochs: if samples are left out of the first pass",
         ),
         (["train_dataset.data_loader.shuffle=True"], "plugins.spike_guard", "could not know the samples of a step"),
     ],
@@ -177,7 +177,7 @@ def test_labels_of_packed_conversations_are_those_of_the_next_token():
 def test_what_the_plugin_for_labels_cannot_mend_is_named():
     packing = "train_dataset.data_loader.handler.1"
     found = errors("recipes/mini/finetune.yaml", f"{packing}.pack_strategy=truncate")
-    assert "lengths of conversations where their ends are read" in found["plugins.packed_labels"]
+    assert "lengths of conversations, but the loader reads them as their ends" in found["plugins.packed_labels"]
     on = load_recipe("recipes/mini/pretrain.yaml")
     on["plugins"]["packed_labels"] = {}
     assert "of an HFDataLoader" in {each.key: each.wrong for each in check_recipe(on).errors}["plugins.packed_labels"]
@@ -272,7 +272,7 @@ def test_the_shipped_recipe_passes():
         ([f"{KEY}.method=swap"], f"{KEY}.method", "did you mean 'swaps'"),
         (["optimizer.type=Muon"], f"{KEY}.every", "would stay behind"),
         (["parallel_config.expert_parallel=1", "plugins.hierarchical_ep=False"], f"{KEY}.every", "nothing can move"),
-        (["model.model_config.moe_router_enable_expert_bias=False"], KEY, "counts its tokens only with"),
+        (["model.model_config.moe_router_enable_expert_bias=False"], KEY, "counts its tokens only if"),
     ],
 )
 def test_what_cannot_move_or_be_counted_is_refused(changes, key, words):

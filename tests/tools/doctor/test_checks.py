@@ -163,7 +163,7 @@ CASES = {
     ),
 }
 OF_A_MINI = {"memory"}  # of workers that drive NPUs it is not known how much they need
-ELSEWHERE = {"disk_write", "python_packages"}  # a recorded host does not say: tested in test_this_host.py
+ELSEWHERE = {"disk_write", "python_packages"}  # a recorded host does not say: tested in test_host.py
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,5 @@
-"""This module is `tc3 accuracy align`: the exit code is 0 for aligned, 1 if a rung fails or nothing ran, 2 for a wrong
-input.
+"""This module is `tc3 accuracy align`: the exit code is 0 if everything agrees, 1 if a rung fails or nothing ran, 2 for
+a wrong input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGE = (".npz", ".safetensors", ".bin")  # what a run leaves beside its logs
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--against", default="hf", show_default=True, metavar="hf|RECIPE",
-              help="Reference: Hugging Face's DeepseekV3 (the default; needs torch), or another recipe.")  # fmt: skip
+              help="Compare with Hugging Face's DeepseekV3 (default; needs torch) or another recipe.")  # fmt: skip
 @click.option("--steps", default=20, show_default=True, type=Number("curve_steps"), help="Number of steps to compare.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key in both recipes.")
 @click.option("--data", metavar="PREFIX", help="Train on the Megatron corpus PREFIX.bin, .idx instead of the recipe's.")

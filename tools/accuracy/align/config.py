@@ -1,5 +1,5 @@
-"""This module is rung 1: it compares two configurations by full path, in the report's classes, before anything runs
-(section 3.2.1).
+"""This module is rung 1: before anything runs, it compares two configurations key by key, sorted by the report's
+classes (section 3.2.1).
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ MOST = 8  # rows of a failed rung that are printed
 
 @dataclass(frozen=True)
 class Sides:
-    """This is what is trained; about says in one sentence how it differs from the recipes, and is empty if it does
-    not.
+    """These are the two recipes that are trained; `about` says in one sentence how they differ from the given recipes,
+    and is empty if they do not.
     """
 
     recipes: list[Recipe]
@@ -67,8 +67,8 @@ class Sides:
 
 
 def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | None, steps: int) -> Sides | None:
-    """Return the recipes as MindSpore's sharded graph, those for Ascend as minis that keep their strategy; None if no
-    recipe splits the model.
+    """Return the recipes for a sharded run on CPU; a recipe for Ascend becomes the mini that keeps its strategy. Return
+    None if no recipe splits the model.
 
     One path is compared with one process of its own graph. What MindFormers computes otherwise in another layout is
     left out on both sides (docs/stock-differences.md).
@@ -160,7 +160,9 @@ def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
 
 @dataclass
 class Ladder:
-    """This is the result: settings are rung 1's differences, and about says what ran, with versions."""
+    """This is the result of an alignment: its rungs, the differences of settings that rung 1 found, and in `about` what
+    ran, with versions.
+    """
 
     ours: str
     theirs: str

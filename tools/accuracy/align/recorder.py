@@ -88,7 +88,8 @@ def copy(parameter):
 
 
 def forward(network, batch):
-    """Record the logits of a batch from the compiled graph, and from PyNative the output of every module of interest.
+    """Record the logits of a batch, computed by the compiled graph, and the output of every module of interest,
+    computed in PyNative.
 
     The forward pass counts the experts' load; those counters are put back.
     """

@@ -80,7 +80,7 @@ class Row:
 
     @property
     def counted(self) -> bool:
-        """Return whether the error is a number of things that differ, which must be none, and not a size."""
+        """Return whether `error` is a number of differences, of which none is allowed, instead of the size of one."""
         return self.tolerance == NONE
 
     @property

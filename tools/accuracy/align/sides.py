@@ -1,4 +1,4 @@
-"""This module holds the two sides of an alignment: the recipe as it is aligned, the processes that run it, and their
+"""This module holds the two sides of an alignment: the recipe that is aligned, the processes that run it, and their
 records.
 
 A recipe is reduced to one CPU worker and a few steps, without monitoring. MindFormers' trainer with the recorder and
@@ -50,8 +50,8 @@ _FIND = "import importlib.util as u, sys; sys.exit(0 if all(map(u.find_spec, ('t
 
 @dataclass
 class Record:
-    """This is one side's record, see the module: single is `reference.train.single_steps` from the other side's states,
-    and about holds versions.
+    """This is one side's record, as the module describes it; `single` comes from `reference.train.single_steps`,
+    started from the other side's states, and `about` holds versions.
     """
 
     trace: Arrays
@@ -230,7 +230,9 @@ def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
     built = convert(View(Recipe(recipe)), load_schema())
     if not built.fields.get("multi_latent_attention") and look(recipe, (*MODEL, "multi_latent_attention")) is None:
         wrong = "the reference, Hugging Face's DeepseekV3, has latent attention, and not grouped queries"
-        raise RecipeError(f"model.model_config.model_type: {wrong}; tc3 accuracy equivalence compares layouts of it")
+        raise RecipeError(
+            f"model.model_config.model_type: {wrong}; tc3 accuracy equivalence can compare layouts of this recipe"
+        )
     moved = any(callback["type"] == BIAS for callback in recipe.get("callbacks") or [])
     return sizes_of(built.fields, bool(built.fields["moe_router_enable_expert_bias"]) and moved)
 

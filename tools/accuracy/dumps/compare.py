@@ -348,7 +348,7 @@ def compare_dumps(
     sound = golden.marker is not None and bench.marker is not None
     kept = [row for row in rows if row is not None]
     if not kept:
-        raise DataError(f"{golden.folder} and {bench.folder} hold no tensor: nothing to compare")
+        raise DataError(f"{golden.folder} and {bench.folder} hold no tensor, so there is nothing to compare")
     return Report(str(golden.folder), str(bench.folder), golden.level, golden.task, sound, kept, updates, trained.known)
 
 
@@ -362,14 +362,15 @@ def check_alike(golden: Dump, bench: Dump) -> None:
             )
     if len(golden.ranks) != len(bench.ranks):
         raise DataError(
-            f"{golden.folder} has {len(golden.ranks)} rank(s), {bench.folder} {len(bench.ranks)}: compare pairs rank "
-            "by rank; for two parallel layouts of one model use `tc3 accuracy equivalence`"
+            f"{golden.folder} has {len(golden.ranks)} rank(s), but {bench.folder} has {len(bench.ranks)}: compare "
+            "pairs them rank by rank; for two parallel layouts of one model use `tc3 accuracy equivalence`"
         )
     if golden.ranks != bench.ranks:
-        raise DataError(f"{golden.folder} has ranks {golden.ranks}, {bench.folder} {bench.ranks}: ranks must be equal")
+        raise DataError(f"{golden.folder} has ranks {golden.ranks}, but {bench.folder} has {bench.ranks}")
     if golden.steps != bench.steps:
         raise DataError(
-            f"{golden.folder} has steps {golden.steps}, {bench.folder} {bench.steps}: dump both with the same --steps"
+            f"{golden.folder} has steps {golden.steps}, but {bench.folder} has {bench.steps}: "
+            "dump both with the same --steps"
         )
     if list(golden.weights) != list(bench.weights):
         raise DataError(

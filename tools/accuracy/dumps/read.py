@@ -162,7 +162,7 @@ def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
         raise ValueError("its format must be 1.0")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
     if fortran:
-        raise ValueError("Fortran order, which msprobe never writes")
+        raise ValueError("it is in Fortran order, which msprobe never writes")
     if dtype.kind not in "biufc":
         raise ValueError(f"its values are neither numbers nor truth values: {dtype}")
     return dtype, shape
@@ -324,7 +324,7 @@ def open_dump(folder: Path) -> Dump:
     if not folder.is_dir():
         if folder.exists():
             raise DataError(
-                f"{folder}: a file; a dump is a folder, as `tc3 accuracy dump RECIPE --out FOLDER` makes it"
+                f"{folder}: this is a file, but a dump is a folder, as `tc3 accuracy dump RECIPE --out FOLDER` makes it"
             )
         raise DataError(f"{folder}: no such folder; `tc3 accuracy dump RECIPE --out {folder}` makes a dump")
     stated = stated_in(folder)
@@ -390,15 +390,15 @@ def _content(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: not msprobe's dump.json, or not a whole one: it {not_json(error)}") from None
+        raise DataError(f"{file}: this is not msprobe's dump.json, or it is incomplete: it {not_json(error)}") from None
     missing = [key for key in HEAD if not isinstance(content, dict) or key not in content]
     if missing:
-        raise DataError(f"{file}: not msprobe's dump.json: it has no {missing[0]!r}")
+        raise DataError(f"{file}: this is not msprobe's dump.json, because it has no {missing[0]!r}")
     if not isinstance(content["data"], dict) or not content["data"]:
         raise DataError(f"{file}: no tensor was dumped: the run ended before its first step, or nothing was hooked")
     for key, known in (("level", LEVELS), ("task", TASKS)):
         if content[key] not in known:
-            raise DataError(f"{file}: {key} {content[key]!r} cannot be compared; {', '.join(known)} can")
+            raise DataError(f"{file}: {key} {content[key]!r} cannot be compared; use one of {', '.join(known)}")
     return {key: content[key] for key in HEAD}
 
 
@@ -407,7 +407,7 @@ def _entries(folder: Path) -> list[Entry]:
     found = []
     for key, value in data.items():
         if not isinstance(value, dict):
-            raise DataError(f"{folder / 'dump.json'}: {key}: its tensors by role are wanted, not {str(value)[:40]!r}")
+            raise DataError(f"{folder / 'dump.json'}: {key}: must be its tensors by role, not {str(value)[:40]!r}")
         found.append(Entry(_name(folder, key), tuple(_items(value, folder))))
     return found
 

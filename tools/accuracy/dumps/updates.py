@@ -1,5 +1,5 @@
-"""This module checks whether the optimizer did the same on both sides: it compares changes of weights from one step to
-the next, which the weights themselves hide.
+"""This module checks whether the optimizer did the same on both sides: it compares how weights change from one step to
+the next, because the weights themselves hide wrong updates.
 
 **From values: what lies along the weight (weight decay), along the update (learning rate) and beside both.**
 
@@ -201,7 +201,7 @@ def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[
 
 @dataclass
 class Updates:
-    """These are the judgements on the updates of all weights.
+    """This judges the updates of all weights.
 
     Args:
         judged: how many; exact: of these, from all values.
@@ -366,7 +366,9 @@ class Moved:
 
 
 def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Moved:
-    """Compare two updates, from four files of one shape; shares are inf if only BENCH has moved."""
+    """Compare two updates of a weight, from four files of one shape: old and new of the first run, old and new of the
+    second. The shares are inf if only the second run has changed the weight.
+    """
     sums = np.zeros((3, 3))  # of products of u, d, w
     squares = np.zeros((2, 2))  # of products of u d and w d
     farthest, step = np.zeros(TURNED), 0.0  # the largest |d|, and max |u|

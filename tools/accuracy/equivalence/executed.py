@@ -1,4 +1,5 @@
-"""Run the sharded graph for the equivalence matrix, read what its ranks left, and hold it to one process of it.
+"""This module runs the sharded graph for the equivalence matrix, reads what its ranks wrote, and compares it with one
+process of the same graph.
 
 Losses are held to 1e-5 absolute and global norms to 5e-5 relative, tighter than those of trained runs: both sides are
 the same graph from the same weights. Gradients go by Table 2, as there; the state after the last step by its row for
@@ -74,7 +75,7 @@ ROUTER, ROUTER_BIAS = ".router.weight", ".router.expert_bias"
 
 
 def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Comparison:
-    """Return the findings in the order in which a difference arises; known stock differences apart."""
+    """Return the findings in the order in which a difference arises, with known stock differences kept apart."""
     if len(run.steps) != len(reference.steps):
         detail = f"{len(run.steps)} steps, should be {len(reference.steps)}"
         return Comparison(1, np.inf, (At(run, 1, FORWARD).found("data", "steps", detail),))
@@ -166,12 +167,14 @@ def _counted_twice(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 class ExecutedRuns(Runs):
-    """Shardings of one recipe, each run once, and the ones of one process when they are first needed."""
+    """These are the runs of one recipe's shardings; each is run once, and its run in one process when that is first
+    needed.
+    """
 
     word = "run"
 
     def compare(self, name: str, sharding: Sharding) -> Comparison:
-        """Return a sharding against one process of the same graph.
+        """Compare a sharding with one process of the same graph.
 
         Raises:
             RunFailedError: one of the two failed, now or when it was first needed, or left no whole record.
@@ -262,7 +265,9 @@ def _shares(run_dir: Path, workers: int) -> list[float]:
 
 
 def biases_of(whole: Whole) -> dict[str, dict[int, np.ndarray]]:
-    """Router's bias -> rank -> its copy, on the ranks that have the router: metadata do not say where biases lie."""
+    """Return router's bias -> rank -> the rank's copy, for the ranks that have the router, because the metadata do not
+    say where biases lie.
+    """
     one = {name: {0: value} for name, value in whole.arrays.items() if name.endswith(ROUTER_BIAS)}
     found = {name: copies for name, copies in whole.unlisted.items() if name.endswith(ROUTER_BIAS)}
     routers = {name: whole.ranks[name.removesuffix(ROUTER_BIAS) + ROUTER] for name in found}

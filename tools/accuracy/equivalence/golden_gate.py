@@ -1,4 +1,5 @@
-"""Golden numbers of a recipe: `tests/golden/NAME.json`, committed; a change that moves them has to explain itself.
+"""This module compares a recipe's runs with its golden numbers, which are committed as `tests/golden/NAME.json`; a
+commit that changes them explains why.
 
 The file holds, for each run of the matrix: losses and global norm of each step, norms of the gradients by group, and a
 digest of the samples in their order. Numbers are compared by Table 2, since processors add up in different orders;
@@ -28,19 +29,21 @@ MADE_WITH = ("mindspore", "mindformers")
 
 
 def golden_file(folder: Path, recipe: str) -> Path:
-    """Return where the numbers of a recipe stand: ``mini-pretrain.json`` for recipes/mini/pretrain.yaml."""
+    """Return the file of a recipe's golden numbers, such as ``mini-pretrain.json`` for recipes/mini/pretrain.yaml."""
     path = Path(recipe).absolute()
     return folder / f"{path.parent.name}-{path.stem}.json"
 
 
 def recorded(folder: Path, recipe: str) -> str:
-    """How a golden file in `folder` names its recipe: by its place in this checkout, or else beside the folder."""
+    """Return the name under which a golden file in `folder` knows its recipe: its path in this checkout, or else its
+    path from the folder.
+    """
     path = real_path(recipe)
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else os.path.relpath(path, real_path(folder))
 
 
 def owner(file: Path, recipe: str) -> str:
-    """Return the recipe whose numbers a golden file holds, "" where they are those of `recipe`.
+    """Return the recipe whose numbers a golden file holds; "" if they are those of `recipe`.
 
     Two recipes of one name in folders of one name have one file: anybody's mini/pretrain.yaml and this repository's.
 
@@ -54,7 +57,7 @@ def owner(file: Path, recipe: str) -> str:
 
 
 def numbers_of(run: Trained) -> dict[str, Any]:
-    """Return what is kept of a run."""
+    """Return the numbers of a run that a golden file keeps."""
     steps = [
         {**step_numbers(step), "norms": {group: rounded(norm) for group, norm in group_norms(norms).items()}}
         for step, norms in zip(run.steps, run.norms, strict=True)
@@ -63,27 +66,27 @@ def numbers_of(run: Trained) -> dict[str, Any]:
 
 
 def numbers_of_steps(steps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the same of a run that recorded nothing but its metrics."""
+    """Return the same for a run that recorded only its metrics."""
     return {"steps": [step_numbers(step) for step in steps]}
 
 
 def step_numbers(step: Mapping[str, Any]) -> dict[str, Any]:
-    """Losses, global norm and tokens of a step's metrics."""
+    """Return losses, global norm and tokens from a step's metrics."""
     return {"tokens": step["tokens"], **{name: rounded(step[name]) for name in LOSSES if step[name] is not None}}
 
 
 def rounded(value: float) -> float:
-    """Return a number as it stands in a golden file."""
+    """Return a number rounded as in a golden file."""
     return float(f"{value:.{DIGITS}g}")
 
 
 def digest(samples: list[list[str]]) -> str:
-    """Of the samples of each step."""
+    """Return a digest of the samples of each step."""
     return hashlib.sha256(json.dumps(samples).encode()).hexdigest()[:16]
 
 
 def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Renew the numbers of `runs` (name -> `numbers_of`); those of other runs stay.
+    """Write the numbers of `runs` (name -> `numbers_of`) anew; those of other runs stay.
 
     Raises:
         DataError: a number is not finite.
@@ -106,7 +109,7 @@ def _numbers(run: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def read_golden(file: Path) -> dict[str, Any]:
-    """The runs of a golden file.
+    """Return the runs of a golden file.
 
     Raises:
         DataError: it is not a golden file.
@@ -124,12 +127,14 @@ def _content(file: Path) -> dict[str, Any]:
 
 
 def unknown(golden: Mapping[str, Any], runs: Iterable[str]) -> list[str]:
-    """The runs that have no golden numbers: there is nothing to hold them to."""
+    """Return the runs that have no golden numbers, and therefore cannot be compared."""
     return [name for name in runs if name not in golden]
 
 
 def differences(golden: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line for each number of `runs` that is not the golden one; runs that have none are left out (`unknown`)."""
+    """Return a line for each number of `runs` that differs from the golden one; runs without golden numbers (`unknown`)
+    are left out.
+    """
     known = [(name, run) for name, run in runs.items() if name in golden]
     return [f"{name}: {line}" for name, run in known for line in _run_differences(golden[name], run)]
 

@@ -1,4 +1,6 @@
-"""The equivalence matrix of a recipe: every strategy against one worker, on a terminal, as JSON and as HTML."""
+"""This module makes the equivalence matrix of a recipe: every strategy is compared with one worker, and shown on a
+terminal, as JSON and as HTML.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,13 @@ from tools.files.page import Cell
 PASS, KNOWN, FAIL, NONE = "pass", "known difference", "fail", "not compared"
 STYLES = {PASS: "green", KNOWN: "yellow", FAIL: "bold red", NONE: "dim"}
 CLASSES = {PASS: "pass", KNOWN: "pass", FAIL: "fail", NONE: "none"}
-LEGEND = "used: the largest share of its tolerance (report, Table 2) that any number took up"
+LEGEND = "used: the largest share of its tolerance that any number took up"
 NOT_TRAINED = "Nothing was trained, so nothing was compared with golden numbers."
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the matrix.
+    """This is one row of the matrix.
 
     Args:
         status: PASS, FAIL, NONE (with a reason) or KNOWN: MindFormers itself differs, and all else passes.
@@ -63,7 +65,7 @@ class Row:
 
     @property
     def mesh(self) -> Mesh:
-        """By which ranks are described."""
+        """Return the mesh by which ranks are described."""
         if self.case.sharding:
             return self.case.sharding.mesh
         return Mesh(dp=self.case.variant.workers if self.case.variant else 1)
@@ -82,7 +84,7 @@ class Row:
 
 @dataclass
 class Matrix:
-    """The rows of a recipe, and the runs behind them by name, baselines included."""
+    """This holds the rows of a recipe, and the runs behind them by name, including the baselines."""
 
     recipe: str
     steps: int
@@ -99,7 +101,7 @@ class Matrix:
         return bool(self.with_status(PASS) + self.with_status(KNOWN)) and not self.with_status(FAIL)
 
     def summary(self) -> str:
-        """One line."""
+        """Return the result in one line."""
         how = [row.case.how for row in self.with_status(PASS)]
         known, failed, left = (len(self.with_status(status)) for status in (KNOWN, FAIL, NONE))
         words = f"{self.recipe}: {len(how)} strategies pass ({how.count(TRAINED)} trained, "
@@ -109,7 +111,7 @@ class Matrix:
 
 
 def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int] | None = None) -> list[Case]:
-    """The cases with these names, or of these kinds ("trained", "executed"), and those drawn.
+    """Return the cases with these names, or of these kinds ("trained", "executed"), and those that are drawn.
 
     Without any: all that is trained, and of the executed ones, each of which takes minutes, the usual.
 
@@ -255,7 +257,7 @@ def print_matrix(matrix: Matrix, golden: list[str], console: Console) -> None:
 
 
 def print_verdict(row: Row, console: Console) -> None:
-    """A row as soon as it is judged; what is not executable here has nothing to wait for."""
+    """Print a row as soon as it is judged; a case that cannot be executed here is judged at once."""
     if row.status == NONE:
         return
     compared = f", {row.tensors} compared, {share(row.used)} of a tolerance used" if row.tensors else ""
@@ -275,12 +277,12 @@ def _table(*columns: str) -> Table:
 
 
 def share(used: float) -> str:
-    """Return a share of a tolerance: per cent, or its power of ten where it is next to nothing."""
+    """Return a share of a tolerance as text: in per cent, or as a power of ten if it is tiny."""
     return f"{used:.0%}" if used >= 0.005 else f"{used:.0e}"
 
 
 def print_list(console: Console) -> None:
-    """Every strategy: how it is tried, what it is, and why not otherwise."""
+    """Print every strategy: how it is tried, what it is, and why it is not tried in another way."""
     table = _table("how", "what")
     for case in cases():
         table.add_row(case.name, case.how, case.what)

@@ -1,4 +1,6 @@
-"""Training runs for the equivalence matrix: start `tc3 train`, read what its ranks recorded, put it together."""
+"""This module makes the training runs of the equivalence matrix: it starts `tc3 train`, and puts together what the
+ranks recorded.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,12 @@ DOCUMENT = (20, 200)  # tokens of a document of the corpus
 
 
 class RunFailedError(Exception):
-    """A training run of the matrix did not come to its end; the message holds its last words."""
+    """A training run of the matrix failed; the message holds its last words."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run on one or more workers did.
+    """This is what a run on one or more workers did.
 
     Args:
         workers: how many. steps: the metrics of each step. samples: for each step the digests of its samples, sorted.
@@ -65,7 +67,7 @@ class Trained:
 
 @dataclass
 class Runs:
-    """Runs of one recipe, each made once, when it is first needed.
+    """These are the runs of one recipe; each is made once, when it is first needed.
 
     Args:
         base: of `one_worker`. work: folder for the runs. started: told the name of each run before it starts.
@@ -99,7 +101,9 @@ class Runs:
         return self.runs[name]
 
     def corpus(self, length: int = 0) -> str:
-        """Return the prefix of a corpus of random tokens for samples of `length` tokens, 0 for the recipe's."""
+        """Return the prefix of a corpus of random tokens for samples of `length` tokens; 0 means the recipe's
+        length.
+        """
         if length not in self.corpora:
             folder = self.work.absolute() / (f"corpus_{length}" if length else "corpus")
             self.corpora[length] = make_corpus(folder, self.base, self.steps, length)
@@ -107,7 +111,7 @@ class Runs:
 
 
 def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> str:
-    """Return a corpus of random tokens, the same on every machine, that lasts for `steps` steps; returns its prefix.
+    """Write a corpus of random tokens, the same on every machine, that lasts for `steps` steps; return its prefix.
 
     length: tokens of a sample, where they are not the recipe's.
     """
@@ -122,7 +126,7 @@ def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> st
 
 
 def train(recipe: Recipe, run_dir: Path) -> Trained:
-    """Train a recipe by `tc3 train`, its ranks recording, and read the record.
+    """Train a recipe by `tc3 train` with ranks that record, and read the record.
 
     Raises:
         RunFailedError: the training failed. DataError: it left no whole record.
@@ -138,7 +142,7 @@ def train(recipe: Recipe, run_dir: Path) -> Trained:
 
 
 def launch(recipe: Recipe, run_dir: Path) -> None:
-    """Train a recipe by `tc3 train` into `run_dir`; the recipe stands beside it.
+    """Train a recipe by `tc3 train` into `run_dir`; the recipe's file is written beside it.
 
     Raises:
         RunFailedError: the training failed.
@@ -215,7 +219,7 @@ def read_steps(metrics: Path) -> list[dict[str, Any]]:
 
 
 def square_of(moment: np.ndarray, before: np.ndarray | float, beta1: float) -> float:
-    """Return the sum of squares of a gradient, as AdamW's first moment holds it: m' = beta1 * m + (1 - beta1) * g."""
+    """Return the sum of squares of a gradient, computed from AdamW's first moment: m' = beta1 * m + (1 - beta1) * g."""
     return float(np.square((moment - beta1 * before) / (1 - beta1), dtype=np.float64).sum())
 
 
@@ -226,7 +230,7 @@ def least(square: np.ndarray, known: np.ndarray | None) -> np.ndarray:
 
 
 def group_of(weight: str) -> str:
-    """Return the part of the model that a weight of MindFormers belongs to: layers.1.experts, embedding, norms, ..."""
+    """Return the part of the model to which a weight of MindFormers belongs: layers.1.experts, embedding, norms, ..."""
     words = weight.split(".")
     where = f"{'mtp.' if words[0] == 'mtp' else ''}layers.{words[2]}." if words[1:2] == ["layers"] else ""
     parts = {"norm": "norms", ".experts.": "experts", "shared_experts": "shared_expert", "router": "router"}
@@ -235,7 +239,7 @@ def group_of(weight: str) -> str:
 
 
 def group_norms(norms: dict[str, float]) -> dict[str, float]:
-    """Norm of each group's gradients."""
+    """Return the norm of each group's gradients."""
     squares: dict[str, float] = {}
     for weight, norm in norms.items():
         squares[group_of(weight)] = squares.get(group_of(weight), 0.0) + norm**2

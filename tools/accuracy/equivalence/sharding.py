@@ -1,4 +1,5 @@
-"""Strategies that are executed: the recipe's model as MindSpore's sharded graph, by CPU processes.
+"""This module defines the strategies that are executed: CPU processes run the recipe's model as MindSpore's sharded
+graph.
 
 `parallel.parallel_mode: 1` on CPU (plugins/semi_auto_cpu) runs MindFormers' own graph for Ascend. Every layout starts
 from the same weights, so each is compared with one process of the same graph.
@@ -35,7 +36,7 @@ TWO_STAGES = "MindFormers counts MTP's share of the embedding's gradient twice (
 
 @dataclass(frozen=True)
 class Sharding:
-    """How processes share the model and the step.
+    """This says how processes share the model and the step.
 
     Args:
         tp, dp, cp, pp, ep: degrees of tensor, data, context, pipeline and expert parallelism; sp: sequence parallelism
@@ -85,17 +86,17 @@ class Sharding:
 
     @property
     def workers(self) -> int:
-        """Processes."""
+        """Return the number of processes."""
         return self.tp * self.dp * self.cp * self.pp
 
     @property
     def mesh(self) -> Mesh:
-        """By which ranks are described."""
+        """Return the mesh by which ranks are described."""
         return Mesh(self.pp, self.dp, self.cp, self.tp)
 
     @property
     def alone(self) -> Sharding:
-        """Return the same model in one process."""
+        """Return the sharding of the same model in one process."""
         same = {name: getattr(self, name) for name in MODEL}
         return Sharding(**same, accumulate=1 if self.accumulate else 0)
 
@@ -116,12 +117,14 @@ class Sharding:
 
     @property
     def sample(self) -> int:
-        """Return the tokens of a sample, 0 for the recipe's."""
+        """Return the tokens of a sample; 0 means the recipe's."""
         return DOCUMENTS if self.documents else self.length
 
     @property
     def words(self) -> str:
-        """Return what differs from one process of two dense layers: ``"dp 2, tp 2, sp, zero"``."""
+        """Return in words how this sharding differs from one process with the smallest model of two dense layers: ``"dp
+        2, tp 2, sp, zero"``.
+        """
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "known"}
         changed = {name: value for name, value in told.items() if value != getattr(Sharding, name)}
         return ", ".join(name if value is True else f"{name} {value}" for name, value in changed.items())
@@ -131,7 +134,7 @@ class Sharding:
         return self.accumulate or max(batch // (self.dp * self.micro), 1)
 
     def misfit(self, batch: int) -> str:
-        """Return why a step of `batch` samples cannot be shared so; empty when it can."""
+        """Return why a step of `batch` samples cannot be shared in this way; empty if it can."""
         parts = self.dp * self.micro * self.micro_steps(batch)
         return f"{batch} samples of a step cannot be cut into {parts}" if batch % parts else ""
 
@@ -199,7 +202,8 @@ USUAL = ("executed_tp2_sp", "executed_pp2")
 
 
 def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) -> Recipe:
-    """Return a recipe of the sharded graph that trains `steps` steps of `base` (of `one_worker`) on a Megatron prefix.
+    """Return a recipe of the sharded graph that trains `steps` steps of `base` (from `one_worker`) on a Megatron
+    prefix.
 
     It saves a checkpoint after each step, from which gradients and the optimizer's state are read. The first step's
     learning rate is 0, so that the first checkpoint holds the weights that training starts from.

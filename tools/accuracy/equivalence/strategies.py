@@ -1,4 +1,5 @@
-"""The rows of `tc3 accuracy equivalence`: every strategy, and how it is tried on a CPU (report, Table 3).
+"""This module lists the rows of `tc3 accuracy equivalence`: every strategy, and how it is tried on a CPU (report, Table
+3).
 
 Trained: MindFormers' data-parallel graph with this repository's classes for CPU. Executed: MindSpore's sharded graph
 with MindFormers' own operators, by CPU processes (`sharding.py`). Layouts that no row lists are drawn at random: a
@@ -38,7 +39,7 @@ TRIES = 100_000
 
 @dataclass(frozen=True)
 class Variant:
-    """A training run through MindFormers: the recipe on `workers` CPU workers, with these things switched on.
+    """This is a training run through MindFormers: the recipe on `workers` CPU workers, with these features switched on.
 
     Args:
         mode, chunks: of expert parallelism over all workers; apart: documents do not see each other; balance: the
@@ -58,7 +59,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the matrix: a training run, an executed sharding, or the reason why there is none."""
+    """This is a row of the matrix: a training run, an executed sharding, or the reason why there is neither."""
 
     name: str
     what: str
@@ -67,7 +68,7 @@ class Case:
     sharding: Sharding | None = None
 
     def lacks(self, model: Mapping[str, Any]) -> str:
-        """Return what the model of a `model_config` lacks to be tried so; empty where nothing."""
+        """Return which part the model of a `model_config` lacks for this case; empty if none."""
         experts = bool((self.variant and self.variant.mode) or (self.sharding and self.sharding.moe))
         if experts and not model.get("n_routed_experts"):
             return NO_EXPERTS
@@ -77,7 +78,7 @@ class Case:
 
     @property
     def how(self) -> str:
-        """TRAINED, EXECUTED or NOT_EXECUTABLE."""
+        """Return TRAINED, EXECUTED or NOT_EXECUTABLE."""
         if self.variant:
             return TRAINED
         return EXECUTED if self.sharding else NOT_EXECUTABLE
@@ -97,14 +98,18 @@ TRAINED_ROWS = (
 
 
 def cases() -> list[Case]:
-    """Every row, the trained ones first, then the executed; runs that only serve as baselines are not among them."""
+    """Return every row, first the trained ones, then the executed ones; runs that only serve as baselines are not among
+    them.
+    """
     trained = [Case(name, what, variant=variant) for name, what, variant in TRAINED_ROWS]
     executed = [Case(name, what, sharding=sharding) for name, what, sharding in EXECUTED_ROWS]
     return [*trained, *executed, *(Case(name, what, reason=reason) for name, what, reason in _NEITHER)]
 
 
 def cases_of(recipe: Mapping[str, Any]) -> list[Case]:
-    """Every row for a recipe of `one_worker`; those of which its model lacks a part are not executable."""
+    """Return every row for a recipe from `one_worker`; a row that needs a part which the model lacks is not
+    executable.
+    """
     model = recipe["model"]["model_config"]
     lacking = ((case, case.lacks(model)) for case in cases())
     return [Case(case.name, case.what, reason=reason) if reason else case for case, reason in lacking]
@@ -116,7 +121,7 @@ def baseline_variant(name: str) -> Variant:
 
 
 def one_worker(path: str) -> Recipe:
-    """The recipe on one CPU worker without plugins, its whole batch on it; recipes for Ascend shrink to their mini.
+    """Return the recipe on one CPU worker without plugins, with the whole batch; recipes for Ascend become their mini.
 
     Raises:
         RecipeError: the file is wrong, or cannot be shrunk.
@@ -155,7 +160,9 @@ def _unsplit(recipe: Recipe) -> None:
 
 
 def derive(base: Recipe, variant: Variant, steps: int, corpus: str) -> Recipe:
-    """A recipe that trains the first `steps` steps of a variant of `base` (of `one_worker`) on a Megatron prefix."""
+    """Return a recipe that trains the first `steps` steps of a variant of `base` (from `one_worker`) on a Megatron
+    prefix.
+    """
     batch = batch_of(base)
     recipe = _on_workers(copy.deepcopy(base), batch, variant.workers)
     model, loader = recipe["model"]["model_config"], recipe["train_dataset"]["data_loader"]
@@ -189,7 +196,7 @@ def _on_workers(recipe: Recipe, batch: int, workers: int) -> Recipe:
 
 
 def draw_cases(recipe: Mapping[str, Any], count: int, seed: int, most: int) -> list[Case]:
-    """Different layouts of a recipe of `one_worker`, the same for the same arguments.
+    """Return different random layouts of a recipe from `one_worker`; equal arguments give equal layouts.
 
     Args:
         most: processes of a layout.
@@ -241,7 +248,7 @@ def _draw(numbers: random.Random) -> Sharding:
 
 
 def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
-    """Return why a layout is not legal for the model, or cannot be compared; empty when it can."""
+    """Return why a layout is not legal for the model, or cannot be compared; empty if it can."""
     model = recipe["model"]["model_config"]
     length = sharding.length or model["seq_length"]
     heads, experts = model["num_attention_heads"], model.get("n_routed_experts") or 0

@@ -1,4 +1,5 @@
-"""What a comparison of two runs of one recipe finds, and the comparison of runs that MindFormers trained.
+"""This module defines the findings of a comparison of two runs of one recipe, and compares runs that MindFormers
+trained.
 
 A finding names step, phase, module, tensor and ranks, and what is usually wrong there (report, section 3.2.2). Findings
 come in the order in which a difference arises: other samples explain everything; a loss of step 1 is the forward pass,
@@ -70,7 +71,9 @@ CLIPPED = 1e-3  # a gradient is clipped if its norm shrinks by more than this sh
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks share a run by pipeline, data, context and tensor parallelism; tensor ranks are neighbours."""
+    """This says how many ranks share a run by pipeline, data, context and tensor parallelism; tensor ranks are
+    neighbours.
+    """
 
     pp: int = 1
     dp: int = 1
@@ -80,7 +83,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Finding:
-    """A number or tensor of a run that is not the reference's.
+    """This is a number or tensor of a run that differs from the reference's.
 
     Args:
         step: from 1. phase: FORWARD, BACKWARD or OPTIMIZER. module, tensor: names of what differs.
@@ -99,18 +102,18 @@ class Finding:
 
     @property
     def used(self) -> float:
-        """Return the share of what is allowed."""
+        """Return the error as a share of what is allowed."""
         return self.error / self.allowed if self.allowed else math.inf if self.error else 0.0
 
     @property
     def meaning(self) -> str:
-        """Return what usually is wrong when a run leaves the other here."""
+        """Return the usual cause of a first difference at this place."""
         fitting = (text for phase, name, text in MEANINGS if phase == self.phase and self.tensor.startswith(name))
         return next(fitting, "this module's own computation")
 
 
 class At(NamedTuple):
-    """A step of a run, and the phase of what is compared there; each method returns what would be a finding."""
+    """This is a step of a run and the phase that is compared in it; each method returns a possible finding."""
 
     run: Trained
     step: int
@@ -119,17 +122,19 @@ class At(NamedTuple):
     def found(
         self, module: str, tensor: str, detail: str, error: float = np.inf, allowed: float = 0.0, ranks: Ranks = ()
     ) -> Finding:
-        """Of all ranks unless some are named."""
+        """Return a finding about all ranks, unless some are named."""
         ranks = ranks or tuple(range(self.run.workers))
         return Finding(self.step, self.phase, module, tensor, error, allowed, ranks, detail)
 
     def judged(self, weight: str, tensor: str, got: np.ndarray, want: np.ndarray, allowed: float) -> Finding:
-        """Of a tensor of a weight."""
+        """Return a finding about a tensor of a weight."""
         verdict = judge(got, want, allowed, DTYPE)
         return self.found(group_of(weight), tensor, verdict.detail, verdict.error, allowed)
 
     def number(self, module: str, tensor: str, got: Number, want: Number, allowed: float, of: Number = None) -> Finding:
-        """Of a scalar, relative to `of` (what it should be); one that is missing, or not finite, is wrong."""
+        """Return a finding about a scalar, relative to `of` (what it should be); a missing or non-finite scalar is
+        wrong.
+        """
         got, want = (np.nan if value is None else value for value in (got, want))
         finite = np.isfinite(got) and np.isfinite(want)
         error = abs(got - want) / max(abs(want if of is None else of), 1e-30) if finite else np.inf
@@ -138,7 +143,7 @@ class At(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """All tensors of a run against another's.
+    """This is the comparison of all tensors of two runs.
 
     Args:
         tensors: how many were compared; used: the largest share of its tolerance that any used; findings: in order
@@ -152,7 +157,7 @@ class Comparison:
 
 
 def describe_ranks(ranks: Iterable[int], mesh: Mesh) -> str:
-    """Ranks, and what they have in common: ``ranks 2-3 (dp 1)``."""
+    """Return ranks and what they have in common as text: ``ranks 2-3 (dp 1)``."""
     chosen = sorted(ranks)
     sizes = {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp}
     if len(chosen) == math.prod(sizes.values()):
@@ -178,7 +183,7 @@ def _spans(numbers: list[int]) -> str:
 
 
 def finding_text(finding: Finding, mesh: Mesh) -> str:
-    """One line."""
+    """Return a finding in one line."""
     where = f"{finding.phase} of step {finding.step}, {finding.module}: {finding.tensor}"
     if finding.error > finding.allowed:
         numbers = f"error {finding.error:.3g}, allowed {finding.allowed:.3g}; {finding.detail}"
@@ -243,26 +248,28 @@ def _samples(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def shared(run: Trained, reference: Trained, prefix: str) -> list[str]:
-    """Return the names, less this prefix, of the tensors that both have."""
+    """Return the names of the tensors that both runs have under this prefix, without the prefix."""
     return [name.removeprefix(prefix) for name in reference.state if name.startswith(prefix) and name in run.state]
 
 
 def starts(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Weights that do not start as the reference's."""
+    """Return the weights that do not start with the reference's values."""
     for name in shared(run, reference, START):
         if not np.array_equal(run.state[START + name], reference.state[START + name]):
             yield At(run, 1, FORWARD).found(group_of(name), f"start of {name}", "other weights")
 
 
 def copies(run: Trained) -> Iterator[Finding]:
-    """Tensors of which ranks have another copy than rank 0."""
+    """Return the tensors of which a rank has another copy than rank 0."""
     for name, ranks in run.differing.items():
         where = group_of(weight_of(name))
         yield At(run, len(run.steps), OPTIMIZER).found(where, name, "copies differ", ranks=ranks)
 
 
 def unclipped(run: Trained) -> Iterator[Finding]:
-    """A run in which no gradient was clipped proves nothing about the clipping; global norms are those before it."""
+    """Return a finding if no gradient was clipped, because such a run proves nothing about clipping; global norms are
+    those before clipping.
+    """
     norms = [
         (step["global_norm"], np.sqrt(sum(norm**2 for norm in after.values())))
         for step, after in zip(run.steps, run.norms, strict=True)
@@ -288,18 +295,21 @@ def _rows(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def phases(run: Trained, step: int) -> tuple[At, At]:
-    """Return where losses and gradients of a step belong: from the second on they also show the optimizer's updates."""
+    """Return the phases to which losses and gradients of a step belong: from the second step on they also show the
+    optimizer's updates.
+    """
     return At(run, step, FORWARD if step == 1 else OPTIMIZER), At(run, step, BACKWARD if step == 1 else OPTIMIZER)
 
 
 def group_rows(at: At, reference: Trained, allowed: float) -> list[Finding]:
-    """Return what would be findings of the norms of each group's gradients in a step."""
+    """Return possible findings about the norms of each group's gradients in a step."""
     found, wanted = (group_norms(side.norms[at.step - 1]) for side in (at.run, reference))
     return [at.number(group, "gradient norm", found.get(group), want, allowed) for group, want in wanted.items()]
 
 
 def mean_tolerance(tokens: int) -> float:
-    """For a loss: what Table 2 allows the sum over the tokens, less as the errors of so many tokens cancel in the mean.
+    """Return what is allowed for a loss: what Table 2 allows the sum over the tokens, reduced because the errors of the
+    tokens cancel in the mean.
 
     Near the start of training a loss hardly depends on the model (it is the logarithm of the vocabulary), so that the
     whole of Table 2 would hide a wrong mask.
@@ -308,7 +318,9 @@ def mean_tolerance(tokens: int) -> float:
 
 
 def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Finding]:
-    """Moments after the last step, then how far weights have moved; Table 2's row is that of so many tokens."""
+    """Compare the moments after the last step, and then how far weights have moved, by Table 2's row for so many
+    tokens.
+    """
     last, allowed = len(reference.steps), tolerance(DTYPE, tokens)
     for name in (name for name in reference.state if name.startswith(MOMENTS)):
         most = 2 * allowed if name.startswith(MOMENTS[1]) else allowed  # a square errs twice as much as its root
@@ -324,7 +336,7 @@ def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Findin
 
 
 def leeway(mean_square: np.ndarray, allowed: float, moved: float) -> np.ndarray:
-    """Return how far a weight may be off because its gradients may err by what Table 2 allows.
+    """Return how far a weight may be off because of the errors that Table 2 allows its gradients.
 
     AdamW divides a gradient g by its own size, so an error e of it moves a step by up to 2 * e / |g| of the learning
     rate, and where |g| is smaller than its error the step is the sign of noise: up or down by all of it. As `judge`

@@ -39,7 +39,7 @@ def elementwise(*_: np.ndarray) -> Counts:
 
 
 def moved(*_: np.ndarray) -> Counts:
-    """Return the count for no arithmetic, neither forward nor backward."""
+    """Return the count of an operator that only moves values, forward and backward: 0."""
     return Counts(0, 0)
 
 

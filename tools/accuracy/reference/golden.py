@@ -77,7 +77,7 @@ def load() -> dict[str, np.ndarray]:
 
 @click.command()
 @click.option("--update", is_flag=True, required=True, help="Renew the file.")
-@click.option("--reference-python", default=sys.executable, help="Python that has torch and transformers.")
+@click.option("--reference-python", default=sys.executable, help="Python interpreter that has torch and transformers.")
 def main(update: bool, reference_python: str) -> None:
     """Renew the golden file."""
     from tools.accuracy.align.ladder import Wanted, climb

@@ -356,7 +356,8 @@ def contradictions(rows: Iterable[Row]) -> list[Contradiction]:
 
 
 def floor(rows: Iterable[Row]) -> tuple[float, float]:
-    """Return the (mean, worst) absolute error below which no model of configurations can go.
+    """Return the (mean, worst) absolute error that no model can undercut, because rows with equal configurations were
+    measured differently.
 
     The mean is of predictions that make it least, the worst of those that make that least.
     """

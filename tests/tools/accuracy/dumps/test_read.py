@@ -72,8 +72,8 @@ def saved(values):
         (replaced("dump.json", '{"level": 3, "task": "tensor", "data": {"a": {}}}'), "level 3 cannot be compared"),
         (replaced("dump.json", '{"level": "L0", "task": "md5", "data": {"a": {}}}'), "task 'md5' cannot be compared"),
         (replaced("dump.json", '{"level": "L0", "task": "tensor", "data": []}'), "no tensor was dumped"),
-        (replaced("dump.json", entry(None)), "its tensors by role are wanted, not 'None'"),
-        (replaced("dump.json", entry([1])), "its tensors by role are wanted"),
+        (replaced("dump.json", entry(None)), "must be its tensors by role, not 'None'"),
+        (replaced("dump.json", entry([1])), "must be its tensors by role"),
         (a_folder, "Is a directory"),
         (node(lambda each: each.update(shape=None)), "shape None: the file is damaged"),
         (node(lambda each: each.update(shape=[float("nan"), 8])), "shape .nan, 8."),
@@ -136,7 +136,7 @@ def test_wrong_folders_get_one_message(tmp_path):
     (dump / "step0x").mkdir()
     for folder, words in (
         (tmp_path / "none", "no such folder"),
-        (tmp_path / "rows.csv", "a file; a dump is a folder"),
+        (tmp_path / "rows.csv", "this is a file, but a dump is a folder"),
         (tmp_path / "empty", "not a dump: it holds no stepN/rankM/dump.json"),
         (dump / "step0", f"it is one step of a dump: give {dump}"),
         (dump / "step0" / "rank0", f"it is one rank of a dump: give {dump}"),
