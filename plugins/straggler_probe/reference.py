@@ -1,5 +1,5 @@
-"""This module computes `plan.slow_ranks` in a slow and obvious way: one rank, one probe and one possible beginning at a
-time, in plain numbers.
+"""This module computes `plan.slow_ranks` in a slow and obvious way: it takes one rank, one probe and one possible
+beginning of a slowdown at a time, without arrays.
 """
 
 from __future__ import annotations

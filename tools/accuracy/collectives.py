@@ -137,7 +137,7 @@ def recipe_of_run(run_dir: Path) -> Recipe:
     """
     file = run_dir / "recipe.yaml"
     if not file.is_file():
-        raise RecipeError(f"{run_dir}: no recipe.yaml: neither a recipe nor a run's folder (`tc3 train --run-dir`)")
+        raise RecipeError(f"{run_dir}: has no recipe.yaml; give a recipe, or a run's folder (`tc3 train --run-dir`)")
     recipe = load_recipe(file)
     refuse_unsharded(recipe)
     recipe = without_files(recipe)

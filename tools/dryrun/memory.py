@@ -115,7 +115,7 @@ class Memory:
 
     @property
     def exact(self) -> int:
-        """Return the bytes that the compiled layouts and graph state."""
+        """Return the bytes that follow exactly from the compiled layouts and graph."""
         return self.weights + self.state + self.accumulated + self.gathered
 
     @property

@@ -39,7 +39,7 @@ def add_rows(target: np.ndarray, index: np.ndarray, rows: np.ndarray) -> None:
 def _within(name: str, index: np.ndarray, size: int) -> np.ndarray:
     """The index, when it stays inside: NumPy would count a negative one from the end."""
     if index.size and not (index.min() >= 0 and index.max() < size):
-        raise ValueError(f"{name}: indices from {index.min()} to {index.max()} in a dimension of {size}")
+        raise ValueError(f"{name}: indices {index.min()} to {index.max()} do not fit a dimension of {size}")
     return index
 
 
