@@ -17,13 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from plugins.errors import RecipeError
+from plugins.expert_balance import settings as expert_balance
 from tools.check.check import require_sound
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import cluster as find_cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.loads import HELP, Loads, loads_of
 from tools.estimate.memory.loaded import judge
-from tools.estimate.memory.model import all_stages
+from tools.estimate.memory.model import all_stages, exchanged
 from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, known_errors, room_of
 from tools.estimate.memory.time_line import TimeLine, check_form, simulated, time_line, write_line
 from tools.estimate.time_model import TimeModel
@@ -35,6 +36,7 @@ from tools.process.waiting import saying
 from tools.ranges import Number
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
+from tools.recipe.view import View
 
 _PARTS = ("weights", "state", "accumulated", "gathered", "activations", "working", "buffers", "peak")
 _LEGEND = (
@@ -78,6 +80,12 @@ def print_stages(report: Mapping[str, Any], console: Console) -> None:
     console.print(f"room: {report['room']['words']}, by {report['room']['source']}")
     for line in report["loads"]["words"] if report["loads"] else ():
         console.print(line, soft_wrap=True)
+    if moving := report["exchange"]:
+        console.print(
+            f"between two steps, when no activations are held, plugins.expert_balance takes {moving['bytes'] / unit:.2f} "
+            f"{name} to move experts of stage {moving['stage']}: {moving['fit']}",
+            soft_wrap=True,
+        )
     peak = report["peak"]
     console.print(
         f"stage {peak['stage']} holds most in {pass_in_words(peak['pass'])}: {peak['bytes'] / unit:.1f} {name}"
@@ -188,7 +196,10 @@ def memory(
     if limit is not None:
         room = dataclasses.replace(room, source="--limit")
     report, line = _report(config, times, room, stage, loads_of(loads, config) if loads is not None else None)
-    report |= {"recipe": loaded.source}
+    balance = View(loaded).get(("plugins", "expert_balance"))
+    moves = balance not in (None, False) and expert_balance.read(balance).every
+    report |= {"recipe": loaded.source, "exchange": _exchange(config, room) if moves else None}
+    report["fit"] = _worst([report["fit"], *([report["exchange"]["fit"]] if report["exchange"] else [])])
     if explain_oom:
         with saying("changing the recipe"):
             report["proposals"] = [dataclasses.asdict(row) for row in explain(loaded, times, room)]
@@ -226,7 +237,7 @@ def _report(
     errors = known_errors().errors.values()
     report = {
         "stages": [one.as_json() | {"stage": place, "fit": fits[place]} for place, one in enumerate(every)],
-        "fit": next(word for word in (DOES_NOT_FIT, UNKNOWN, FITS) if word in found),
+        "fit": _worst(found),
         "room": {"bytes": room.bytes, "cap": room.cap, "words": room.words, "source": room.source},
         "known_error": [min(errors), max(errors)],
         "peak": {"stage": number, **line.peak_as_json()},
@@ -234,3 +245,14 @@ def _report(
         "micro_batches": {"drawn": drawn, "step": config.micro_batches},
     }
     return report, line
+
+
+def _worst(found: Sequence[str]) -> str:
+    return next(word for word in (DOES_NOT_FIT, UNKNOWN, FITS) if word in found)
+
+
+def _exchange(config: Configuration, room: Room) -> dict[str, Any]:
+    """The stage on which moving experts takes most, beside what is there between two steps."""
+    held = [one.static + one.buffers + exchanged(config, stage) for stage, one in enumerate(all_stages(config))]
+    stage = held.index(max(held))
+    return {"stage": stage, "bytes": exchanged(config, stage), "held": held[stage], "fit": verdict(held[stage], room)}

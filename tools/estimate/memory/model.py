@@ -103,6 +103,20 @@ def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], f
     return found
 
 
+def exchanged(config: Configuration, stage: int) -> float:
+    """Return the bytes beside the model while `plugins.expert_balance` moves experts of a stage, between two steps.
+
+    Rows travel tensor by tensor: what a device sends and what arrives, at most twice its slice of the largest one. A
+    moment has four bytes an element, whatever type the weight has.
+    """
+    slices = [
+        weight.size / weight_cut(weight, config) / weight_shards(weight, config)
+        for weight in stage_weights(config, stage)
+        if module_of_weight(weight.name) == "experts"
+    ]
+    return 2.0 * max(slices, default=0.0) * max(config.weight_item, _WIDE)
+
+
 def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[float]], float]:
     """Module -> bytes of each part of `_STATIC`, where computing weights are whole; bytes of the largest weight."""
     rows: dict[str, list[float]] = {}
