@@ -6,6 +6,7 @@ from click.testing import CliRunner
 
 from tools.hardware.units import GIB, MIB
 from tools.memory.cli import memory, pass_in_words, unit_of
+from tools.recipe.load import load_recipe
 
 RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
 
@@ -84,3 +85,18 @@ def test_uneven_loads_are_judged_below_the_table(tmp_path):
     assert even["loads"]["stages"][3]["bytes"] == even["stages"][3]["peak"]
     dense = json.loads(run("--json", recipe="recipes/telechat3_36b/pretrain_8k.yaml").stdout)
     assert dense["loads"] is None
+
+
+def test_moving_experts_is_judged_between_two_steps():
+    """512 ranks of a stage hold 32 copies of each expert, and the optimizer is sharded over all of them."""
+    report = "recipes/telechat3_438b/pretrain_4k_report.yaml"
+    model = load_recipe(report)["model"]["model_config"]
+    rows = model["n_routed_experts"] * model["hidden_size"] * 2 * model["moe_intermediate_size"] / 512
+    found = json.loads(run("--json", recipe=report).stdout)["exchange"]
+    assert found["bytes"] == 2 * 4 * rows and found["fit"] == "fits", "sent and arrived, four bytes each"
+    assert "to move experts of stage" in run(recipe=report).stdout
+    tight = run("--json", "--limit", 1, recipe=report)
+    assert json.loads(tight.stdout)["exchange"]["fit"] == "does not fit" and tight.exit_code == 1
+    never = run("--json", "--set", "plugins.expert_balance.every=0", recipe=report)
+    assert json.loads(never.stdout)["exchange"] is None
+    assert json.loads(run("--json").stdout)["exchange"] is None, "a recipe without the plugin"
