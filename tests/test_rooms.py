@@ -25,7 +25,8 @@ ROWS = [
     ["tools.dryrun", "tools.profile"],
     ["tools.search", "tools.fusion"],
     ["tools.recipe.cli", "tools.affinity", "tools.weights", "tools.runs", "tools.memory"],
-    ["tools.accuracy", "tools.data.imbalance", "tools.doctor", "tools.experts"],
+    ["tools.data.imbalance", "tools.doctor", "tools.experts"],
+    ["tools.accuracy"],
     ["launch"],
 ]
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
