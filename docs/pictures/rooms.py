@@ -40,7 +40,7 @@ PURPOSE = {
     "hardware": "clusters",
     "pipeline": "schedules",
     "checkpoint": "found",
-    "process": "signals, children, what a host says of itself",
+    "process": "signals, children, a host",
     "files": "whole or not there",
     "ranges": "sane numbers",
     "plugins": "plans: pure algorithms, which every room may import; adapters: what makes MindFormers run them",
