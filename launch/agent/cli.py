@@ -165,7 +165,11 @@ class Start:
     help="Seconds without a sign of life after which a node counts as lost.",
 )
 @click.option(
-    "--patience", type=Number("seconds"), default=PATIENCE, show_default=True, help="Seconds to wait for enough hosts."
+    "--patience",
+    type=Number("seconds"),
+    default=PATIENCE,
+    show_default=True,
+    help="Seconds to wait, at every attempt, for enough hosts, or until this host is fit.",
 )
 @click.option("--slurm", is_flag=True, help="Print an sbatch file that starts an agent on every node; start nothing.")
 @click.option("--volcano", is_flag=True, help="Print a Kubernetes job for Volcano whose pods are agents.")
