@@ -240,8 +240,8 @@ def check_step(recipe: Mapping[str, Any]) -> None:
 def held_out_loader(loader: dict[str, Any], path: str, samples: int | None) -> dict[str, Any]:
     """Return a `train_dataset.data_loader` section that reads the held-out data as `loader` reads the training data.
 
-    Megatron's loader reads another corpus. HFDataLoader reads another file, through the same handlers: conversations are
-    packed, and prompts masked, as in training. Without a number of `samples` the whole file is read.
+    Megatron's loader reads another corpus. HFDataLoader reads another file, through the same handlers:
+    conversations are packed, and prompts masked, as in training. Without a number of `samples` the whole file is read.
     """
     own = copy.deepcopy(loader)
     if not of_instructions(loader):
