@@ -1,4 +1,5 @@
-"""This module is the only exception tree: every error that a user can cause, with its place and what would be right.
+"""This module defines every error that a user can cause. The message of an error names the place, what is wrong, and
+what would be right.
 
 The command line turns each of these into one message and exit code 2; a traceback means a bug of ours.
 """

@@ -109,14 +109,16 @@ def _plain(value: Any, kinds: list[type], limits: Mapping[str, Any]) -> Any:
     if choices := limits.get("choices"):
         if value not in choices:
             near = f"is none of {', '.join(choices)}{did_you_mean(value, list(choices))}"
-            raise RecipeError(f"{value!r}; {limits['right']}" if limits["right"] else f"{value!r} {near}")
+            raise RecipeError(
+                f"{value!r} is not allowed; {limits['right']}" if limits["right"] else f"{value!r} {near}"
+            )
         return value
     fits = type(value) in kinds or (float in kinds and type(value) is int)
     if fits and not isinstance(value, str):
         fits = limits.get("least", -math.inf) <= value < limits.get("below", math.inf)
         fits = fits and value > limits.get("above", -math.inf)
     if not fits:
-        raise RecipeError(f"{value!r}; {limits['right']}")
+        raise RecipeError(f"{value!r} is not allowed; {limits['right']}")
     return float(value) if float in kinds else value
 
 

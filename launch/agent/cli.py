@@ -165,7 +165,11 @@ class Start:
     help="Seconds without a sign of life after which a node counts as lost.",
 )
 @click.option(
-    "--patience", type=Number("seconds"), default=PATIENCE, show_default=True, help="Seconds to wait for enough hosts."
+    "--patience",
+    type=Number("seconds"),
+    default=PATIENCE,
+    show_default=True,
+    help="Seconds to wait, at every attempt, for enough hosts, or until this host is fit.",
 )
 @click.option("--slurm", is_flag=True, help="Print an sbatch file that starts an agent on every node; start nothing.")
 @click.option("--volcano", is_flag=True, help="Print a Kubernetes job for Volcano whose pods are agents.")
@@ -230,7 +234,7 @@ def resumed(given: Sequence[str]) -> tuple[str | None, str | None]:
         raise click.UsageError("--resume is empty: write auto, or the folder of a checkpoint")
     folders = list(dict.fromkeys(each for each in given if each != "auto"))
     if len(folders) > 1:
-        raise click.UsageError(f"--resume names {' and '.join(folders)}: give one of them, beside auto if you like")
+        raise click.UsageError(f"--resume names {' and '.join(folders)}: give one of them; auto may be given beside it")
     folder = folders[0] if folders else None
     return ("auto", folder) if "auto" in given else (folder, None)
 
@@ -254,7 +258,7 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
     addresses.
 
     Raises:
-        ClusterError: it is not there.
+        ClusterError: the list has no such host, or several.
     """
     if given is not None:
         if given not in hosts:
@@ -265,7 +269,7 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
     ours = [name, name.split(".")[0], socket.getfqdn(), *addresses]
     found = [host for host in hosts if host.strip("[]") in ours]
     if not found:
-        raise ClusterError(f"{name} is not in {file}: give this node's name there with --host")
+        raise ClusterError(f"{file} does not list {name}: give with --host the name that {file} has for this node")
     if len(found) > 1:
         raise ClusterError(f"{file}: {' and '.join(found)} both name this node: give one of them with --host")
     return found[0]

@@ -156,8 +156,8 @@ class Agent:
             if read(folder_of(self.job.run_dir, number) / VERDICT, Verdict):
                 return None
             if time.monotonic() - planning.began > self.job.patience:
-                self.meeting.gone(number)
                 there = ", ".join(self.meeting.there(number)) or "nobody"
+                self.meeting.gone(number)
                 raise TC3Error(f"attempt {number}: {there} came within {self.job.patience:g} s, too few to start")
             self._sleep(POLL)
         return plan

@@ -53,7 +53,7 @@ from tools.runs.attempts import (
 )
 
 LOGS = "logs"
-PATIENCE = 600.0  # seconds until hosts that never came are given up
+PATIENCE = 600.0  # seconds, at every attempt, until too few hosts, or a host that is not fit, are given up
 BEAT = 1.0  # seconds between signs of life of who plans
 SETTLE = 2.0  # seconds without a newcomer after which those who are there start without the others
 PORTS = range(20000, 32000)  # below those that Linux gives to connections by itself
@@ -81,7 +81,7 @@ class Job:
         first: the earliest attempt that can belong to this launch.
         bind: whether workers get cores of their own.
         lost_after: seconds without a sign of life after which a node, or the disk, is lost.
-        patience: seconds after which hosts that never came are given up.
+        patience: seconds, at every attempt, after which too few hosts, or a host that is not fit, are given up.
         watchful: whether hangs and a lost disk end an attempt, and SIGTERM is notice of an end that is to come.
         cached: whether workers load, and write, the compile cache (launch/run/compile_cache.py).
         show: returns a context that shows the steps of an attempt, and yields a function to be called now and then.

@@ -49,7 +49,7 @@ def smaller(recipe: Recipe, hosts: int, slots: int, step: int) -> Smaller | str:
 
 
 def _at(recipe: Recipe, hosts: int, slots: int, step: int) -> Smaller | str:
-    """On exactly so many hosts."""
+    """How the run goes on with exactly `hosts` hosts, or why it cannot."""
     view, workers = View(recipe), hosts * slots
     copy = view.tp * view.pp * view.cp
     if workers % copy:

@@ -157,8 +157,8 @@ def _refuse_fresh_moments(folder: Path, wanted: Shapes, held: Shapes) -> None:
     ]
     if wrong:
         raise CheckpointError(
-            f"{folder}: the optimizer's moments are not all there: {_listed(wrong)}; was it saved with "
-            "checkpoint.no_save_optim, or with another optimizer? For a new run that needs only weights: "
+            f"{folder}: moments of the optimizer are missing or have another shape: {_listed(wrong)}; was it saved "
+            "with checkpoint.no_save_optim, or with another optimizer? For a new run that needs only weights: "
             f"--set checkpoint.load_path={folder}, without --resume"
         )
 

@@ -211,7 +211,7 @@ def replaced(run_dir: Path, recipe: Recipe) -> list[str]:
         pairs = list(zip(before, now, strict=True))
         return [_digest_in_words(old, new) for old, new in pairs if {**old, "prefix": ""} != {**new, "prefix": ""}]
     except (OSError, DataError, ValueError, TypeError, KeyError) as error:
-        reason = "is not there" if isinstance(error, FileNotFoundError) else f"does not tell ({error})"
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"does not tell ({error})"
         click.echo(f"{stored} {reason}: whether the data still holds what it did is unknown", err=True)
         return []
 

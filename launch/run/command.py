@@ -95,13 +95,23 @@ class Asked:
     "--run-dir", type=click.Path(path_type=Path), help="Folder of the run.  [default: output/<folder>-<recipe>]"
 )
 @click.option("--force", is_flag=True, help="Start over in a folder that holds a run, and remove its checkpoints.")
-@click.option("--restarts", type=Number("restarts"), default=0, help="Start again after so many failures in a row.")
+@click.option(
+    "--restarts", type=Number("restarts"), default=0, help="Start again after at most this many failures in a row."
+)
 @click.option("--port", type=Number("port"), help="Port of msrun's scheduler.  [default: a free one]")
 @click.option("--no-bind", is_flag=True, help="Do not bind workers to cores: Linux and MindSpore choose them.")
 @click.option("--script", is_flag=True, help="Print a bash script that starts the run on every node; start nothing.")
-@click.option("--nodes", type=click.Path(path_type=Path), help="File with a host of --script a line: NAME [WORKERS].")
 @click.option(
-    "--compile-cache", "cached", is_flag=True, help="Load the graph that an earlier start compiled, or keep this one's."
+    "--nodes",
+    type=click.Path(path_type=Path),
+    help="File that lists the hosts for --script, one a line: NAME [WORKERS].",
+)
+@click.option(
+    "--compile-cache",
+    "cached",
+    is_flag=True,
+    help="Load the graph that an earlier start compiled; if there is none, keep the graph of this start for later "
+    "ones.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the exact msrun command, and start and write nothing.")
 @unverified_option

@@ -189,11 +189,13 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
         f"{_DATA_FILES}: {', '.join(view.instruction_files)} makes {made:,} samples of {handler['seq_length']:,} tokens"
     )
     if not least:
-        raise DataError(f"{what}, a step takes {batch:,}: add conversations, or --set runner_config.batch_size={made}")
+        raise DataError(
+            f"{what}, but a step takes {batch:,}: add conversations, or --set runner_config.batch_size={made}"
+        )
     if steps is not None:
         raise DataError(
-            f"{what}, --steps {steps:,} takes {view.samples:,}: --steps {least} at most, or more conversations; for "
-            f"several passes --set runner_config.epochs=N without --steps"
+            f"{what}, but --steps {steps:,} takes {view.samples:,}: choose --steps {least} at most, or add "
+            f"conversations; for several passes choose --set runner_config.epochs=N, without --steps"
         )
     changes = steps_overrides(recipe, least)
     if not any(each.startswith(_WARMUP) for each in changes) and view.number(tuple(_WARMUP.split(".")), 0) >= least:

@@ -69,9 +69,9 @@ def msrun_command(
     command as many.
 
     `resume` is one iteration's checkpoint folder, `options` are further ones of msrun, `logs` the folder of its logs
-    (default: RUN/logs), `node` this one's place where there are several, `worker` the file that every worker runs. No
-    worker log is tailed to msrun's own output (the number of workers is the value msrun documents for that): the
-    supervisor reads the logs.
+    (default: RUN/logs), `node` the place of this host where there are several, `worker` the file that every worker
+    runs. No worker log is tailed to msrun's own output (the number of workers is the value msrun documents for that):
+    the supervisor reads the logs.
 
     Raises:
         ClusterError: no msrun stands beside the running Python.

@@ -256,8 +256,8 @@ def _refuse_running(run_dir: Path) -> None:
 
 def _in_progress(folder: Path, who: str) -> ClusterError:
     return ClusterError(
-        f"{folder}: a run is in progress there ({f'pid {who}' if who else AGENTS}); follow it with tc3 runs watch, or "
-        "choose another --run-dir"
+        f"{folder}: a run is in progress in this folder ({f'pid {who}' if who else AGENTS}); follow it with tc3 runs "
+        "watch, or choose another --run-dir"
     )
 
 
@@ -298,7 +298,9 @@ def _lock(folder: Path, held: ExitStack, together: bool) -> None:
         lock.seek(0)
         raise _in_progress(folder, lock.read().strip()) from None
     except OSError as error:
-        click.echo(f"{folder}: its file system has no locks ({error.strerror}): start no second run there", err=True)
+        click.echo(
+            f"{folder}: its file system has no locks ({error.strerror}): start no second run in this folder", err=True
+        )
     if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):
         _lock(folder, held, together)  # a start that failed has removed the file between our opening and locking it
         return

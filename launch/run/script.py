@@ -67,7 +67,7 @@ _OTHER_PATHS = ("checkpoint.load_path", "checkpoint.save_path", "load_checkpoint
 def outside(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path | None) -> list[str]:
     """Return a sentence for each path of a script that is not in the checkout; relative paths start at the checkout."""
     return [
-        f"{name}: {path} is outside the checkout ({ROOT}): every node needs it there"
+        f"{name}: {path} is outside the checkout ({ROOT}): every node needs this path"
         for name, path in _paths(recipe_file, recipe, resume, run_dir)
         if path and not Path(os.path.normpath(ROOT / path)).is_relative_to(ROOT)
     ]

@@ -32,7 +32,7 @@ DEBUGGER = "msprobe_debugger"
     "--run-dir", required=True, type=click.Path(path_type=Path), help="Write this run and its dump into this folder."
 )
 @click.option("--level", required=True, help="Level of msprobe: L0, L1, mix or L2.")
-@click.option("--task", required=True, help="What is dumped of each tensor: statistics or tensor.")
+@click.option("--task", required=True, help="What to dump of each tensor: its statistics, or all its values (tensor).")
 @unverified_option
 def main(config_path: Path, run_dir: Path, level: str, task: str) -> None:
     """Run a recipe and dump its tensors on this worker."""

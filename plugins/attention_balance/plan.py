@@ -263,8 +263,8 @@ def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Sc
     settings, layout = check(recipe)
     if settings.cost is None:
         raise RecipeError(
-            "missing, as per_token is: tc3 train, tc3 recipe show and launch/train.py write what the model costs into "
-            "the effective recipe; train that one, or write measured seconds",
+            "this cost and per_token are missing: tc3 train, tc3 recipe show and launch/train.py write what the model "
+            "costs into the effective recipe; train that one, or write measured seconds",
             f"{KEY}.per_pair",
         )
     data = _section(recipe, "train_dataset.data_loader.config")
@@ -306,7 +306,7 @@ def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
     interleaved = _number(recipe, INTERLEAVE)
     if interleaved > 1:
         raise RecipeError(
-            f"{interleaved}; MindFormers then takes {interleaved} times as many samples and cuts each micro-batch "
+            f"with {interleaved}, MindFormers takes {interleaved} times as many samples and cuts each micro-batch "
             f"again, which {KEY} does not support; write 1",
             INTERLEAVE,
         )

@@ -78,7 +78,7 @@ def name_of(function: Callable[..., Any]) -> str:
         TypeError: it was not made by `def`, or one of the values can be changed or has no exact text.
     """
     if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
-        raise TypeError(f"{function!r}: a graph calls functions that `def` has made, and no other callables")
+        raise TypeError(f"{function!r}: a graph can call only functions that were made by `def`")
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     known = [(name, cell.cell_contents) for name, cell in cells]
     known += [("defaults", function.__defaults__)] if function.__defaults__ else []

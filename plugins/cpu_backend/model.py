@@ -115,8 +115,8 @@ def average_loads(model):
 
 
 class CpuTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
-    """This is `TrainingTeleChat3MoeForCausalLM` with the layers above: multi-latent attention, with or without
-    experts.
+    """This is `TrainingTeleChat3MoeForCausalLM` as `build` makes it for a CPU: with multi-latent attention,
+    with or without experts.
     """
 
     def __init__(self, config):
@@ -129,8 +129,8 @@ class CpuTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
 
 
 class CpuTrainingTeleChat3(TrainingTeleChat3ForCausalLM):
-    """This is `TrainingTeleChat3ForCausalLM` with the layers above: grouped-query attention, usually without
-    experts.
+    """This is `TrainingTeleChat3ForCausalLM` as `build` makes it for a CPU: with grouped-query attention, usually
+    without experts.
     """
 
     def __init__(self, config):

@@ -18,7 +18,9 @@ def enable(config, settings) -> None:
         RecipeError: settings that cannot be, or no plugin to cut the work of.
     """
     if not (config.plugins or {}).get("hierarchical_ep"):
-        raise RecipeError("it cuts the dispatch of plugins.hierarchical_ep; switch that on too", plan.KEY)
+        raise RecipeError(
+            "the plugin cuts the dispatch of plugins.hierarchical_ep; switch on that plugin, too", plan.KEY
+        )
     chunks, stride = plan.read(settings)
     if chunks == "auto":
         raise RecipeError(UNRESOLVED, f"{plan.KEY}.chunks")

@@ -37,7 +37,7 @@ def holders(mesh: Sequence[int], cuts: Sequence[int], slices: int) -> np.ndarray
     Args:
         mesh: of the stage's devices, the axis of neighbouring ranks last. cuts: axes of the mesh that cut axis 0,
             counted from the last, the outermost cut first; -1: none.
-        slices: in which axis 0 is held. More than the mesh cuts: the optimizer is sharded, and so many neighbours
+        slices: in which axis 0 is held. More than the mesh cuts: the optimizer is sharded, and neighbours
             among the ranks with the same part share it.
     """
     cutting = [len(mesh) - 1 - axis for axis in cuts if axis != -1]

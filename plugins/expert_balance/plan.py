@@ -29,7 +29,7 @@ PARTS = 256  # of a token: a prediction is rounded to them
 
 
 def near_enough(each: int) -> float:
-    """Return how far, as a share, a device of so many experts may stay above the best possible load: gains below this
+    """Return how far, as a share, a device with `each` experts may stay above the best possible load: gains below this
     are lost when loads change.
 
     A swap has `each` squared pairs to choose from, so one alone can close a gap of that order; smaller gaps take many.
@@ -112,7 +112,7 @@ def _best(held: np.ndarray, on: np.ndarray, fullest: int, width: int, aligned: b
 
 @lru_cache(maxsize=64)
 def _subsets(each: int, size: int) -> np.ndarray:
-    """[S, size] all choices of so many of the places 0 .. each - 1."""
+    """[S, size] all choices of `size` of the places 0 .. each - 1."""
     return np.array(list(combinations(range(each), size)), np.int64).reshape(-1, size)
 
 

@@ -69,7 +69,9 @@ class Settings(Section):
                 f"{KEY}.moves",
             )
         if not self.every and not self.record:
-            raise RecipeError(f"it neither moves (every: 0) nor records (record: False); write {KEY}: False", KEY)
+            raise RecipeError(
+                f"the plugin neither moves (every: 0) nor records (record: False); write {KEY}: False", KEY
+            )
 
 
 read = Settings.read
@@ -95,13 +97,13 @@ def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str)
         )
     if ours.every and expert_parallel == 1:
         raise RecipeError(
-            f"{ours.every}, but each worker holds all experts (parallel_config.expert_parallel: 1): "
-            "nothing can move; write 0 to record loads",
+            "experts cannot move, because each worker holds all of them (parallel_config.expert_parallel: 1); "
+            "write 0 to record loads",
             every,
         )
     if ours.every and optimizer != _OPTIMIZER:
         raise RecipeError(
-            f"{ours.every}: the state that optimizer.type: {optimizer} has of an expert would stay behind when the "
+            f"the state that optimizer.type: {optimizer} has of an expert would stay behind when the "
             f"expert moves; write optimizer.type: {_OPTIMIZER}, or 0 here to record loads only",
             every,
         )

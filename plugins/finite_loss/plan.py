@@ -66,8 +66,9 @@ class Watch:
     """This counts steps that are not finite.
 
     Attributes:
-        stop_after: so many in a row end the run; scale_falls: whether a loss-scale manager lowers the scale when
-            gradients overflow; run: (step, what was wrong) of the steps in a row that were not finite, the last ones;
+        stop_after: the number of such steps in a row that ends the run; scale_falls: whether a loss-scale manager
+            lowers the scale when gradients overflow; run: (step, what was wrong) of the last steps in a row that were
+            not finite;
         scale_before: the loss scale of the step before; undefined: parts of the loss that are not judged;
         logged: the step's loss as the log has it, None where it is not logged.
     """

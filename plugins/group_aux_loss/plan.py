@@ -24,7 +24,9 @@ class Settings(Section):
     @classmethod
     def look(cls, written: Any) -> tuple[Settings | None, list[RecipeError]]:
         """As `Section.look`."""
-        return (cls(), []) if written is True else (None, [RecipeError(f"{written!r}; {cls.RIGHT}", KEY)])
+        return (
+            (cls(), []) if written is True else (None, [RecipeError(f"{written!r} is not allowed; {cls.RIGHT}", KEY)])
+        )
 
 
 def check(kind: Any, coefficient: float | None, expert_parallel: int, tensor_parallel: int) -> None:

@@ -23,18 +23,18 @@ def _data_path(written: Any) -> str | tuple[str, ...]:
     if isinstance(written, str):
         return written
     if not isinstance(written, Sequence) or not written:
-        raise RecipeError(f"{written!r}; write a path, or a list of the prefixes of Megatron corpora")
+        raise RecipeError(f"{written!r} is no path; write a path, or a list of the prefixes of Megatron corpora")
     for entry in written:
         if _is_number(entry):
             raise RecipeError(
                 f"{entry!r} is a number; write prefixes only, without weights: the same samples are read of each"
             )
         if not isinstance(entry, str) or not entry.strip():
-            raise RecipeError(f"{entry!r} in a list; write the prefix of a Megatron corpus")
+            raise RecipeError(f"{entry!r} is no path; write the prefix of a Megatron corpus")
     known: set[str] = set()
     for entry in written:
         if (path := os.path.normpath(entry)) in known:
-            raise RecipeError(f"{entry!r} stands there twice; write each corpus once")
+            raise RecipeError(f"{entry!r} is in the list twice; write each corpus once")
         known.add(path)
     return tuple(written)
 
@@ -72,7 +72,7 @@ class Settings(Section):
         """Raise RecipeError where it does not say of what or when."""
         for name in ("data_path", "every"):
             if not getattr(self, name):
-                raise RecipeError("missing; the plugin needs data_path and every", f"{KEY}.{name}")
+                raise RecipeError("the key is missing; the plugin needs data_path and every", f"{KEY}.{name}")
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -208,7 +208,8 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> Setti
     """
     ours = Settings.read(settings)
     if ours.samples is not None and ours.samples < global_batch:
-        raise RecipeError(f"{ours.samples}; write a number of at least {global_batch}", f"{KEY}.samples")
+        wrong = f"{ours.samples} samples are less than a step has; write a number of at least {global_batch}"
+        raise RecipeError(wrong, f"{KEY}.samples")
     command = "instructions" if instructions else "prepare"
     for path in ours.paths:
         for suffix in ("",) if instructions else (".bin", ".idx"):
@@ -223,14 +224,15 @@ def check_files(recipe: Mapping[str, Any]) -> None:
     """Raise RecipeError for a list where HFDataLoader reads: it would read all of its files as one."""
     written = value_at(recipe, f"{KEY}.data_path")
     if of_instructions(value_at(recipe, "train_dataset.data_loader", {})) and not isinstance(written, str | None):
-        raise RecipeError(f"{written!r}; HFDataLoader's held-out data is one file; write its path", f"{KEY}.data_path")
+        wrong = f"HFDataLoader reads its held-out data from one file, not from {written!r}; write the file's path"
+        raise RecipeError(wrong, f"{KEY}.data_path")
 
 
 def check_step(recipe: Mapping[str, Any]) -> None:
     """Raise RecipeError where the train step would not tell the language model's loss apart from the others."""
     if _stages_and_micro_batches(recipe)[1] > 1 and recipe.get("print_separate_loss") is False:
         raise RecipeError(
-            f"False, but {KEY} reads the language model's loss of a step with micro-batches there; write True",
+            f"False hides the language model's loss, which {KEY} reads if there are micro-batches; write True",
             "print_separate_loss",
         )
 
@@ -238,8 +240,8 @@ def check_step(recipe: Mapping[str, Any]) -> None:
 def held_out_loader(loader: dict[str, Any], path: str, samples: int | None) -> dict[str, Any]:
     """Return a `train_dataset.data_loader` section that reads the held-out data as `loader` reads the training data.
 
-    Megatron's loader reads another corpus. HFDataLoader another file, through the same handlers: conversations are
-    packed, and prompts masked, as in training; without a number of `samples` all of it.
+    Megatron's loader reads another corpus. HFDataLoader reads another file, through the same handlers:
+    conversations are packed, and prompts masked, as in training. Without a number of `samples` the whole file is read.
     """
     own = copy.deepcopy(loader)
     if not of_instructions(loader):

@@ -115,8 +115,8 @@ def check_groups(orders: Sequence[Sequence[tuple[int, ...]]]) -> None:
 
 
 def check_programs(programs: Sequence[Program]) -> None:
-    """Check that the ranks 0 .. len(programs) - 1 all finish, if each blocks in every call until all of the call's
-    group have come.
+    """Check that all ranks, 0 .. len(programs) - 1, finish if each call blocks until every member of its group has made
+    it.
 
     Raises ClusterError naming the first rank and call that cannot be, and what differs: a rank outside the group it
     calls; members that order or fill a group differently; an n-th call on a group that is another operation, or has
@@ -181,7 +181,7 @@ def _check_match(rank: int, index: int, call: Call, other: int, their_index: int
     if call.group != theirs.group:
         raise ClusterError(f"{where}: {there} orders the group {theirs.group}; all members must use one order")
     if (call.op, call.tag) != (theirs.op, theirs.tag):
-        raise ClusterError(f"{where}: {there}, which it would meet, is {theirs}")
+        raise ClusterError(f"{where}: the call that it would meet, {there}, is {theirs}")
     me, them = call.group.index(rank), call.group.index(other)
     for send, recv, sender, receiver, at, to in (
         (call.send, theirs.recv, rank, other, them, me),

@@ -98,7 +98,7 @@ def check_room(mode: str, topology: Topology, tokens: int, top_k: int, rows: Any
             `rows.limit` how many it can, and `rows.spare` as in `largest_sorts`.
 
     Raises:
-        RecipeError: naming the keys that make it so many.
+        RecipeError: the rows are too many; the message names the keys that make it so.
     """
     for kinds, count in largest_sorts(mode, topology, tokens, top_k, rows.spare):
         if rows.numbers(kinds, count) > rows.limit:

@@ -110,8 +110,8 @@ class TeleChat3MoeTemplate(WeightTemplate):
             halves = isinstance(self.mf_name_to_converter[name], Halves)
             if (name in self.counts and any(cut > 1 for cut in cuts[1:])) or (halves and cuts[0] > 1):
                 raise CheckpointError(
-                    f"{KEY}: {name} is cut {list(cuts)}, for which MindFormers cannot put it together: "
-                    "`tc3 weights convert` writes weights for every layout"
+                    f"{KEY}: MindFormers cannot load {name} in this layout, which cuts its axes into {list(cuts)} "
+                    "parts; `tc3 weights convert` writes weights for every layout"
                 )
         return dict(super().get_mf_state_dict(hf_state_dict))
 

@@ -47,7 +47,7 @@ OWN_KEYS = ("graph_kernel_flags", "enable_graph_kernel")  # of `context`: MindSp
 
 def _operators(names: Any) -> tuple[str, ...]:
     if isinstance(names, str) or not isinstance(names, Sequence):
-        raise RecipeError(f"{names!r}; write a list of operators, such as [Exp, ReduceSum]")
+        raise RecipeError(f"{names!r} is no list; write a list of operators, such as [Exp, ReduceSum]")
     known = [*VECTOR, *CUBE, *EXPANDED]
     for name in names:
         if name not in known:
@@ -76,10 +76,10 @@ class Fusion(Section):
         """Raise RecipeError for operators that this level does not fuse."""
         key = f"{KEY}.disable"
         if self.disable and self.level == "off":
-            raise RecipeError("nothing is fused with level off; leave it out", key)
+            raise RecipeError("level off fuses nothing; leave this key out", key)
         for name in self.disable:
             if name in CUBE and self.level == "vector":
-                raise RecipeError(f"{name} is fused only with level cube; leave it out", key)
+                raise RecipeError(f"{name} is fused only with level cube; leave this operator out", key)
 
     @property
     def flags(self) -> str:
@@ -118,8 +118,8 @@ def check(recipe: Mapping[str, Any]) -> Fusion | None:
             raise RecipeError(f"{context[key]!r} is overruled by {KEY}; leave one of them out", f"context.{key}")
     level = value_at(recipe, JIT_LEVEL)
     if fusion.level != "off" and level != NEEDED:
-        found = "is not written" if level is None else f"is {level!r}"
-        raise RecipeError(f"{found}, and {KEY} needs {NEEDED!r}: no other level fuses operators by DVM", JIT_LEVEL)
+        found = "the level is not written" if level is None else f"the level is {level!r}"
+        raise RecipeError(f"{found}, but {KEY} needs {NEEDED!r}: no other level fuses operators by DVM", JIT_LEVEL)
     return fusion
 
 

@@ -104,7 +104,7 @@ def target_ascend() -> None:
 
 
 def target_cpu() -> None:
-    """Set the target back to CPU."""
+    """Set MindSpore's device target back to CPU."""
     from mindspore._c_expression import AutoParallelContext, DeviceManagerConf
 
     DeviceManagerConf.get_instance().set_device("CPU", 0, True)

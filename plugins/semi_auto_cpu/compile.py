@@ -184,8 +184,8 @@ def slice_of(whole: np.ndarray, layout: tuple[Any, ...], rank: int, size: int) -
     Args:
         layout: as MindSpore's `parameter_layout_dict` has it: [0] the mesh of a stage's devices, [1] for each axis of
             the weight which axis of the mesh cuts it, counted from the last, or -1; [6] the weight's shape.
-        size: elements of the slice. Where the mesh leaves more than that, ranks with the same slice share it (optimizer
-            sharding): so many neighbours among them as it takes.
+        size: elements of the slice. Where the mesh leaves more than that, neighbours among the ranks with the same
+            slice share it (optimizer sharding).
     """
     mesh, cuts = layout[0], [axes if isinstance(axes, (list, tuple)) else (axes,) for axes in layout[1]]
     coordinates = np.unravel_index(rank % int(np.prod(mesh)), mesh)

@@ -97,8 +97,8 @@ def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence
 
 @dataclass(frozen=True)
 class Entry:
-    """This records that a run goes back: step is that of the spike, first is the first guilty step, and for samples see
-    `skip`.
+    """This records that a run goes back. `step` is the step of the spike, `first` the first step whose samples are left
+    out, and `samples` are the ranges that `skip` returns.
     """
 
     step: int

@@ -44,11 +44,11 @@ _LEAST_SPREAD = 0.01  # of a logarithm: steps that differ by less than 1 % are a
 def _skipped(value: Any) -> Ranges:
     right = "write ranges [[first, stop], ...] of samples counted from 0, as in RUN/skipped.json"
     if not isinstance(value, (list, tuple)):
-        raise RecipeError(f"{value!r}; {right}")
+        raise RecipeError(f"{value!r} is no list of ranges; {right}")
     for pair in value:
         whole = isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(each) is int for each in pair)
         if not (whole and 0 <= pair[0] < pair[1]):
-            raise RecipeError(f"{pair!r}; {right}")
+            raise RecipeError(f"{pair!r} is no range; {right}")
     return normal(value)
 
 
@@ -109,13 +109,13 @@ def check(recipe: Mapping[str, Any]) -> Settings:
         wrong = f"{KEY} leaves out samples of {LOADER}, not of {value_at(recipe, f'{_LOADER}.type')!r}"
         raise RecipeError(f"{wrong}; leave the plugin out", f"{_LOADER}.type")
     if value_at(recipe, f"{_LOADER}.shuffle"):
-        raise RecipeError(f"with it {KEY} could not know the samples of a step; write False", f"{_LOADER}.shuffle")
+        raise RecipeError(f"True hides from {KEY} which samples a step has; write False", f"{_LOADER}.shuffle")
     graph_mode_only(recipe, KEY)
     if (value_at(recipe, "runner_config.epochs") or 1) != 1:
         again = "if samples are left out of the first pass, a second pass would begin elsewhere"
         raise RecipeError(f"{again} ({KEY}); write 1, and more samples in {_LOADER}.sizes", "runner_config.epochs")
     if (value_at(recipe, "runner_config.sink_size") or 1) > 1:
-        raise RecipeError(f"{KEY} would see only one of so many steps; write 1", "runner_config.sink_size")
+        raise RecipeError(f"{KEY} would see only one step of each sink; write 1", "runner_config.sink_size")
     if (value_at(recipe, "plugins.finite_loss.stop_after") or 1) != 1:
         raise RecipeError(
             f"{KEY} replaces it, because it goes back at once; leave it out", "plugins.finite_loss.stop_after"

@@ -26,7 +26,7 @@ from plugins.errors import ClusterError
 from tools.affinity.topology import OWN, SOCKET, Host
 
 SYSTEM = 2  # cores of each NUMA node left to the host: the first for interrupts, the others for what else runs
-LEAST = 8  # cores that a worker needs; with so many near ones it takes none of another socket
+LEAST = 8  # cores that a worker needs; with as many near ones it takes none of another socket
 DATA = 4  # of a worker's cores, at most, for the threads of the dataset
 
 
@@ -181,8 +181,8 @@ def roles(cores: list[int]) -> dict[str, list[int]]:
     """Return a worker's cores by the names of MindSpore's modules. Within a module, near cores come before far ones.
 
     `main` is wide, for msrun starts the process on it, and every thread that has no module of its own (the pool of CPU
-    kernels, the communication library) stays there. The first two of it are free of the runtime's fixed threads. With
-    fewer than 8 cores all share all.
+    kernels, the communication library) stays on its cores. The first two of them are free of the runtime's fixed
+    threads. With fewer than 8 cores all share all.
     """
     if len(cores) < LEAST:
         return dict.fromkeys(("main", "runtime", "pynative", "minddata"), cores)

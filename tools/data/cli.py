@@ -34,7 +34,7 @@ TOKENIZER_HELP = (
 VOCAB_HELP = f"Give the tokenizer that `bytes` trains this vocabulary size.  [default: {DEFAULT_VOCAB}]"
 HELD_OUT_HELP = "Keep this share of the documents out of PREFIX and write it as PREFIX_heldout."
 DTYPE_HELP = "Store ids in this type. auto takes uint16 below 65,500 ids, and int32 otherwise."
-WORKERS_HELP = "Encode with so many processes. The output is the same for any number.  [default: the cores]"
+WORKERS_HELP = "Encode with this many processes. The output is the same for any number.  [default: the cores]"
 INSTRUCTIONS_INPUT = (
     "Read these Python sources: a file, a folder with its sub-folders, or stdlib (Python's own); may be repeated."
 )

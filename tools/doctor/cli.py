@@ -40,7 +40,7 @@ MODULES = [module.__name__ for module in (host, devices)]  # the order of the re
 @click.option(
     "--limit",
     type=Number("patience"),
-    help=f"Wait so many seconds for one host of --nodes.  [default: {LIMIT:g}, with --probe {PROBE_LIMIT:g}]",
+    help=f"Wait this many seconds for one host of --nodes.  [default: {LIMIT:g}, with --probe {PROBE_LIMIT:g}]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print findings and facts as JSON.")
 def doctor(

@@ -317,7 +317,8 @@ def probe_options(command: Callable[..., Any]) -> Callable[..., Any]:
     workers = click.option(
         "--workers",
         type=int,
-        help="Probe so many workers.  [default: the recipe's on one host, or one for each NPU or core]",
+        help="Probe this many workers.  [default: with a recipe its workers on one host; without, one for each NPU, "
+        f"or on a host without NPUs one for each core, {MOST} at most]",
     )
     flag = click.option(
         "--probe",

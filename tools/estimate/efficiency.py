@@ -215,7 +215,7 @@ class DeviceTimes:
         return flops[dtype] if dtype in flops else flops["bf16"]
 
     def _attention(self, config: Configuration, flops: float) -> float:
-        """Forward seconds of so many FLOPs of scores and their products with the values.
+        """Forward seconds of `flops` FLOPs of scores and their products with the values.
 
         Two unfused matmuls move their scores while they compute, or take as long as moving them does.
         """
@@ -248,7 +248,7 @@ class DeviceTimes:
         return self.reached.matmul_fp8 * (self.reached.blocks if dtype == "mxfp8" else 1)
 
     def _moved(self, config: Configuration, size: float) -> float:
-        """Seconds in which elementwise operators read and write so many bytes."""
+        """Seconds in which elementwise operators read and write `size` bytes."""
         more = 1 if config.fused else self.reached.unfused
         more *= self.reached.graphed if config.graphs == "step" else 1
         return more * self.moving(size)

@@ -261,7 +261,9 @@ def _csv_rows(path: Path, text: str) -> list[_Row]:
             continue
         if len(line) != len(head):
             text = f"{len(line)} values for the {len(head)} columns {','.join(head)}"
-            raise DataError(f"{place}: {head[min(len(line), len(head) - 1)]}: {text}; half a line must be deleted")
+            raise DataError(
+                f"{place}: {head[min(len(line), len(head) - 1)]}: {text}; delete the line if it is only half a line"
+            )
         found = dict(zip(head, line, strict=True))
         count = _check_count(_parsed(found["tokens"]), f"{place}: tokens")
         names = ("step", "layer", "expert", "micro_batch")

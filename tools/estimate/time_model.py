@@ -343,7 +343,7 @@ class TimeModel(GradientTimes):
 
     @property
     def fixed(self) -> float:
-        """Return the seconds of a step that this module does not compute."""
+        """Return the fitted seconds of a step beside all parts that this module computes."""
         return self.reached.step_s
 
 

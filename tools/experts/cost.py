@@ -211,7 +211,9 @@ class Degrees(click.ParamType):
 @click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster to assume.")
 @click.option("--hardware", hidden=True, help="The old name of --cluster.")
 @click.option("--loads", metavar="LOADS", help=HELP)
-@click.option("--skew", type=Number("skew"), help="One max/mean in every layer and micro-batch: --loads NUMBER.")
+@click.option(
+    "--skew", type=Number("skew"), help="Use this max/mean in every layer and micro-batch, as --loads NUMBER does."
+)
 @click.option("--ep", type=Degrees(), help="Compare these EP degrees; by default only the recipe's own.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")

@@ -155,7 +155,7 @@ def _remarks(rows: Sequence[Case]) -> list[str]:
 
 
 def _with_chunks(rows: Sequence[Case], parts: int) -> str:
-    """Share of the exposed EP time that so many chunks of the sequence leave."""
+    """Share of the exposed EP time that `parts` chunks of the sequence leave."""
     words = []
     for row in rows:
         config = replace(row.known.config, ep_mode="hierarchical")

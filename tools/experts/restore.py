@@ -68,7 +68,7 @@ def _refuse(folder: Path, target: Path) -> None:
     if reason := fault(folder, checksums=False):  # `salvaged` compares those
         raise CheckpointError(f"{folder}: not a whole checkpoint: {reason}")
     if target.exists():
-        raise CheckpointError(f"{target}: is there already; remove it, or name another folder with --to")
+        raise CheckpointError(f"{target}: exists already; remove it, or name another folder with --to")
 
 
 def _seal(folder: Path, part: Path) -> None:

@@ -152,7 +152,7 @@ def level_of(recipe: Mapping[str, Any]) -> tuple[Fusion, str]:
     """
     context = recipe.get("context") or {}
     if context.get("device_target", "Ascend") != "Ascend":
-        return Fusion("off"), "context.device_target is not Ascend: DVM exists only there"
+        return Fusion("off"), "context.device_target is not Ascend: only Ascend has DVM"
     if (fusion := check(recipe)) is not None:
         return fusion, f"{KEY}.level: {fusion.level}"
     if own := [key for key in OWN_KEYS if context.get(key)]:

@@ -116,7 +116,7 @@ class Instance:
 
     @cached_property
     def places(self) -> np.ndarray:
-        """Return [C]: for each place in the model's order, v * P + s of its chunk (v, s)."""
+        """Return [C]: the numbers v * P + s of all chunks (v, s), in the order in which the model runs them."""
         numbers = np.arange(self.chunks * self.stages).reshape(self.chunks, self.stages)
         if is_v_shaped(self.schedule):
             numbers[1::2] = numbers[1::2, ::-1].copy()

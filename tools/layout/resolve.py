@@ -300,8 +300,8 @@ def _layout_file(recipe: Recipe, search: bool, say: Say) -> LayoutFile:
     if path.is_file():
         return read_layout(path)
     if not search:
-        raise RecipeError(f"auto: the layout comes from {path}, which is not there; {remedy(recipe)}")
-    say(f"{path}: not there; about {EFFORTS[EFFORT]:g} s of search for the layout that `{_KEY}: auto` asks for")
+        raise RecipeError(f"auto: the layout comes from {path}, which does not exist; {remedy(recipe)}")
+    say(f"{path} does not exist: searching about {EFFORTS[EFFORT]:g} s for the layout that `{_KEY}: auto` asks for")
     found = make_layout(recipe, DEFAULT_HARDWARE, Budget(EFFORTS[EFFORT], TIME_LIMIT))
     write_layout(found, path, f"tc3 train {recipe.source}")
     return found

@@ -82,7 +82,7 @@ def print_stages(report: Mapping[str, Any], console: Console) -> None:
         console.print(line, soft_wrap=True)
     if moving := report["exchange"]:
         console.print(
-            f"between two steps, when no activations are held, plugins.expert_balance takes "
+            "between two steps, when no activations are held, plugins.expert_balance takes "
             f"{moving['bytes'] / unit:.2f} {name} to move experts of stage {moving['stage']}: {moving['fit']}",
             soft_wrap=True,
         )

@@ -101,8 +101,8 @@ def pattern_of(layers: int, experts: int = 0, dense: int = 0, frequency: int | S
 
     Args:
         experts: 0: all layers are dense.
-        dense: the first so many are dense and all others MoE; `frequency` counts only where it is 0.
-        frequency: every so many-th layer is MoE, beginning with the first; or for each layer 1 (MoE) or 0.
+        dense: that many first layers are dense and all others MoE; `frequency` counts only where it is 0.
+        frequency: one layer in `frequency` is MoE, beginning with the first; or for each layer 1 (MoE) or 0.
 
     Raises:
         ValueError: a list of another length.

@@ -229,7 +229,7 @@ def _table(
 def play(
     table: Timetable, costs: Iterable[np.ndarray], plans: tuple[int, ...] = (), lags: Sequence[np.ndarray] = ()
 ) -> np.ndarray:
-    """Return [levels + 1, stages, *plans]: the time at which each stage is free again after so many levels.
+    """Return [levels + 1, stages, *plans]: the time at which each stage is free again after that many levels.
 
     Args:
         costs: for each level [stages, *plans] how long its operations take.

@@ -160,7 +160,7 @@ def read_hosts(path: Path) -> tuple[list[str], int]:
         if not match or not _HOST.fullmatch(match["host"]) or match["slots"] == "0":
             raise ClusterError(f"{path}:{number}: each line must be HOST or HOST SLOTS (node0 8), not {text!r}")
         if len(match["slots"] or "") > _DIGITS:
-            raise ClusterError(f"{path}:{number}: {text[:40]!r}: no host has so many slots")
+            raise ClusterError(f"{path}:{number}: {text[:40]!r}: no host has that many slots")
         host, here = match["host"], int(match["slots"] or DEVICES)
         if host in seen:
             raise ClusterError(f"{path}:{number}: {host} is already named in line {seen[host]}")

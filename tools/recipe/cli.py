@@ -32,8 +32,9 @@ def effective(
 ) -> Recipe:
     """Return the recipe of a file as it would run, or the mini that `tc3 train --mini` would train instead.
 
-    With a number of `workers` the mini keeps the recipe's parallel strategy, scaled to so many (`--mini --parallel`).
-    What `auto` and layout strings stand for is in their place, and said on stderr; `as_written` leaves them.
+    With a number of `workers` the mini keeps the recipe's parallel strategy, scaled to this number (`--mini
+    --parallel`). What `auto` and layout strings stand for is in their place, and said on stderr; `as_written` leaves
+    them.
 
     Raises:
         RecipeError: the file, a base or an override is wrong; what `auto` stands for is not known.
@@ -85,7 +86,7 @@ def recipe() -> None:
 @click.option(
     "--workers",
     type=Number("workers"),
-    help=f"Scale the strategy of --parallel to so many CPU workers.  [default: {WORKERS}]",
+    help=f"Scale the strategy of --parallel to this many CPU workers.  [default: {WORKERS}]",
 )
 @as_written_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of YAML.")

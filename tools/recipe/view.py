@@ -145,7 +145,8 @@ class View:
         """Return the key path at which the recipe limits the samples of a pass. Return None if there is no limit, so
         that the data decides.
 
-        Megatron's loader has `sizes`; HFDataLoader takes so many of what its handlers make, where the last says so.
+        Megatron's loader has `sizes`; HFDataLoader takes a number of the samples that its handlers make, if the last
+        handler says how many.
         """
         handlers = self.get((*LOADER, "handler"))
         if self.megatron:

@@ -50,7 +50,11 @@ from tools.search.overlay import keep_files_of
 @time_limit_option(TIME_LIMIT, "Stop the search after this time, should the effort take longer.")
 @margin_option
 @overrides_option()
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Default: RECIPE.layout.yaml, beside it.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the layout here.  [default: RECIPE.layout.yaml]",
+)
 @click.option("--force", is_flag=True, help="Replace the file of --out, whatever it holds.")
 @seed_option
 @json_option

@@ -63,7 +63,8 @@ class OfGroup(click.Command):
     "limits",
     multiple=True,
     metavar="LIMIT",
-    help="Consider only such strategies: tp<=8, pp=8,16, ep%8=0, m>=64, mode!=global, shard=optimizer, ...",
+    help="Consider only strategies that meet this condition, such as tp<=8, pp=8,16, ep%8=0, m>=64, mode!=global, "
+    "shard=optimizer, ...",
 )
 @click.option(
     "--schedule",
@@ -85,7 +86,7 @@ class OfGroup(click.Command):
     "swapping",
     is_flag=True,
     help="Place the first layout once more with a third choice beside keeping and recomputing activations: swapping "
-    "them to the host, at the price of the host link. It is only simulated, not written.",
+    "them to the host, at the price of the host link. This placement is only simulated, not written.",
 )
 @click.option(
     "--loads",

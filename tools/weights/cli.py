@@ -130,10 +130,10 @@ def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | N
     "--file-size",
     default=5.0,
     type=Number("file_gb"),
-    help="Write files of so many GB at most (0.001 or more).",
+    help="Write files of at most this many GB (0.001 or more).",
     show_default=True,
 )
-@click.option("--workers", default=1, type=Number("files"), help="Write so many files at once.", show_default=True)
+@click.option("--workers", default=1, type=Number("files"), help="Write this many files at once.", show_default=True)
 @click.option(
     "--tokenizer",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -187,7 +187,7 @@ def convert_command(
 @click.argument("target", metavar="TO", type=click.Path(path_type=Path))
 @click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Give TO the layout of this recipe.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option("--workers", default=1, type=Number("files"), help="Write so many files at once.", show_default=True)
+@click.option("--workers", default=1, type=Number("files"), help="Write this many files at once.", show_default=True)
 @click.option("--dry-run", is_flag=True, help="Plan from file headers only, or from recipes, and write nothing.")
 @salvage_option
 @json_option

@@ -232,7 +232,7 @@ def _alone(part: Path) -> Iterator[None]:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
-        raise CheckpointError(f"{part}: another process is writing there") from None
+        raise CheckpointError(f"{part}: another process is writing into this folder") from None
     finally:
         os.close(folder)
 

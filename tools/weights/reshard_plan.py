@@ -119,7 +119,9 @@ Item = tuple[str, str, Kind, Lying, Layout]  # name, type, kind, how it lies, ho
 
 
 def plan_moves(items: Iterable[Item], world: int) -> tuple[Move, ...]:
-    """Return the moves of all tensors. The holder with the fewest bytes so far writes a new slice."""
+    """Return the moves of all tensors. Of the ranks that hold a new slice, the one that has the fewest bytes to write
+    so far writes it.
+    """
     load = np.zeros(world, np.int64)
     found = []
     for name, dtype, kind, old, layout in items:

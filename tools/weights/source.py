@@ -158,7 +158,7 @@ def require_room(folder: Path, target: Path, size: int, written: int = 0) -> Non
         raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
     if (wanted := int(size * _MARGIN) - written) > free:
         raise DataError(
-            f"{target}: {wanted / 1e9:,.3f} GB are to be written, but only {free / 1e9:,.3f} GB are free there"
+            f"{target}: {wanted / 1e9:,.3f} GB are to be written, but only {free / 1e9:,.3f} GB are free on its disk"
         )
 
 
@@ -186,5 +186,7 @@ def _hugging_face(folder: Path) -> Stored:
             )
     for file, headers in files.items():
         if unknown := [name for name in headers if where.get(name) != file]:
-            raise CheckpointError(f"{folder / file}: the file holds {unknown[0]}, which {INDEX} does not name there")
+            raise CheckpointError(
+                f"{folder / file}: the file holds {unknown[0]}, which {INDEX} does not assign to this file"
+            )
     return Stored(folder, files)

@@ -109,7 +109,7 @@ def MoeTokenPermute(
     Args:
         tokens: [tokens, hidden].
         indices: experts, [tokens, topk] or [tokens].
-        num_out_tokens: copies that are kept; all of them if None or 0, all but so many if negative.
+        num_out_tokens: copies that are kept; all of them if None or 0, all but -num_out_tokens if negative.
     """
     _refuse_padding("MoeTokenPermute", padded_mode)
     experts = indices.reshape(-1)

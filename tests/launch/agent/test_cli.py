@@ -155,9 +155,9 @@ def test_agents_share_the_run_and_tc3_train_is_kept_out(tmp_path):
     with together():
         with together():
             pass
-        with pytest.raises(ClusterError, match=r"in progress there .agents of tc3 agent"), alone():
+        with pytest.raises(ClusterError, match=r"in progress in this folder .agents of tc3 agent"), alone():
             pass
-    with alone(), pytest.raises(ClusterError, match=r"in progress there .pid \d+"), together():
+    with alone(), pytest.raises(ClusterError, match=r"in progress in this folder .pid \d+"), together():
         pass
 
 

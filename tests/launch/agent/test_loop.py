@@ -21,7 +21,7 @@ from launch.agent.loop import Agent
 from launch.agent.phases import DEFAULTS, Limits
 from launch.agent.planning import Job
 from launch.run.msrun import ROOT
-from plugins.errors import CheckpointError
+from plugins.errors import CheckpointError, TC3Error
 from plugins.sealed_checkpoint.plan import write_seal
 from tools.recipe.load import load_recipe
 from tools.runs.attempts import Plan, Verdict, folder_of, read_attempts, write
@@ -150,6 +150,24 @@ def test_what_keeps_an_attempt_from_being_planned_is_said_to_all(tmp_path):
     assert (told.code, told.failure.message) == (2, "iteration_00000004: of another model")
     (attempt,) = read_attempts(tmp_path)
     assert (attempt.plan, attempt.verdict.decision, attempt.verdict.cause) == (None, "give up", "user error")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_hosts_that_never_come_are_given_up_at_every_attempt(tmp_path, number):
+    both = {"hosts": ("here", "there"), "nodes": 2, "patience": 0.5}
+    here = Agent(replace(job(tmp_path, 5), **both))
+    with pytest.raises(TC3Error, match=f"attempt {number}: here came within 0.5 s, too few to start"):
+        here.run(number)
+
+
+def test_a_host_that_does_not_become_fit_is_given_up(tmp_path, monkeypatch):
+    fake(monkeypatch, ["ok", "fail"])
+    said = []
+    here = Agent(replace(job(tmp_path, 5, said), patience=0.5), fit=lambda: ["an NPU is gone"])
+    words = "here is not fit for attempt 1: an NPU is gone"
+    with pytest.raises(TC3Error, match=words):
+        here.run(0)
+    assert f"tc3: {words}" in said
 
 
 def test_a_hang_is_ended_within_the_limit_of_its_phase(tmp_path, monkeypatch):

@@ -132,7 +132,7 @@ def test_moments_that_are_not_there_are_refused_not_begun_anew(whole, recipe):
             without(file, name)
     (whole / "metadata.json").write_text(json.dumps(metadata))
     with pytest.raises(
-        CheckpointError, match=r"moments are not all there: no adam_v\.embedding.*more tensors.*no_save_"
+        CheckpointError, match=r"are missing or have another shape: no adam_v\.embedding.*more tensors.*no_save_"
     ):
         check_model(recipe, whole)
     check_model(apply_overrides(recipe, ["optimizer.type=PmaAdamW"]), whole)
@@ -261,7 +261,7 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(train, runs, workplace):
     with (workplace / "shared" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, _, err = train(TOY, *elsewhere("shared"))
-    assert code == 2 and f"{workplace / 'shared'}: a run is in progress there" in err and not runs
+    assert code == 2 and f"{workplace / 'shared'}: a run is in progress in this folder" in err and not runs
     assert train(TOY, "--run-dir", "here", *elsewhere("here"))[0] == 0, "one folder for both is locked once"
 
 

@@ -316,7 +316,7 @@ def test_a_second_start_in_the_folder_of_a_run_says_that_it_goes_on(train, runs,
         (run_dir / "recipe.yaml").write_text("a: 1\n")
         code, _, err = train("mini/toy.yaml", *option)
     assert code == 2 and not runs and "--force" not in err
-    assert f"{run_dir}: a run is in progress there (pid {os.getpid()}); follow it with tc3 runs watch" in err
+    assert f"{run_dir}: a run is in progress in this folder (pid {os.getpid()}); follow it with tc3 runs watch" in err
 
 
 def test_resume_and_force_exclude_each_other(train, runs):

@@ -178,7 +178,10 @@ def test_one_folder_takes_one_run_at_a_time_and_is_free_after_a_kill(tmp_path):
     root = str(preflight.ROOT)
     other = subprocess.Popen([sys.executable, "-c", source, tmp_path], cwd=root, stdout=subprocess.PIPE)
     assert other.stdout.readline() == b"held\n"
-    with pytest.raises(ClusterError, match=rf"in progress there \(pid {other.pid}\)"), preflight.only_run_in(tmp_path):
+    with (
+        pytest.raises(ClusterError, match=rf"in progress in this folder \(pid {other.pid}\)"),
+        preflight.only_run_in(tmp_path),
+    ):
         pass
     other.kill()
     other.wait()

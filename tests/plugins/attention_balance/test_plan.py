@@ -167,7 +167,7 @@ def test_settings():
         ({"per_pair": 1e-9}, r"\.per_pair: per_pair and per_token are needed together; write per_token as well"),
         ({"per_token": 3}, r"\.per_token: per_pair and per_token are needed together; write per_pair as well"),
         ({"unit": "FLOP"}, r"\.unit: per_pair and per_token are needed together; write per_pair as well"),
-        ({"per_pair": 1, "per_token": 1, "unit": "ms"}, r"\.unit: 'ms'; write s or FLOP"),
+        ({"per_pair": 1, "per_token": 1, "unit": "ms"}, r"\.unit: 'ms' is not allowed; write s or FLOP"),
         ({"per_pair": 1e-9, "per_token": -1}, r"\.per_token: -1"),
         ({"per_pair": "1e-9", "per_token": 1}, r"\.per_pair: '1e-9'"),
         ({"per_pair": float("nan"), "per_token": 1}, r"\.per_pair: nan"),

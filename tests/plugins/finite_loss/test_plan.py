@@ -79,7 +79,10 @@ def test_steps_are_counted_in_a_row():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"stop_after": 0}, r"stop_after: 0; write a number of steps from 1 on, or plugins.finite_loss: False"),
+        (
+            {"stop_after": 0},
+            r"stop_after: 0 is not allowed; write a number of steps from 1 on, or plugins.finite_loss: False",
+        ),
         ({"stop_after": 1.5}, "stop_after: 1.5"),
         ({"stop_after": True}, "stop_after: True"),
         ({"stop_afer": 1}, "did you mean 'stop_after'"),

@@ -30,16 +30,19 @@ def test_good_settings_pass(settings):
     ("change", "message"),
     [
         ({"sample": 3}, r"held_out_loss\.sample: no such setting \(did you mean 'samples'\?\)"),
-        ({"samples": 8}, r"held_out_loss\.samples: 8; write a number of at least 16"),
-        ({"every": 0}, r"held_out_loss\.every: 0; write a number of at least 1"),
+        ({"samples": 8}, r"held_out_loss\.samples: 8 samples are less than a step has; write a number of at least 16"),
+        ({"every": 0}, r"held_out_loss\.every: 0 is not allowed; write a number of at least 1"),
         ({"every": "often"}, r"held_out_loss\.every: 'often'; "),
         ({"every": True}, r"held_out_loss\.every: True; "),
-        ({"data_path": []}, r"held_out_loss\.data_path: \[\]; write a path, or a list of the prefixes"),
-        ({"data_path": 3}, r"held_out_loss\.data_path: 3; write a path"),
+        ({"data_path": []}, r"held_out_loss\.data_path: \[\] is no path; write a path, or a list of the prefixes"),
+        ({"data_path": 3}, r"held_out_loss\.data_path: 3 is no path; write a path"),
         ({"data_path": ["8", "a"]}, r"held_out_loss\.data_path: '8' is a number; write prefixes only, without weights"),
         ({"data_path": ["a", 0.5]}, r"held_out_loss\.data_path: 0\.5 is a number; "),
         ({"data_path": ["a", ""]}, r"held_out_loss\.data_path: '' in a list; write the prefix"),
-        ({"data_path": ["b/a", "./b/a"]}, r"held_out_loss\.data_path: '\./b/a' stands there twice; write each corpus"),
+        (
+            {"data_path": ["b/a", "./b/a"]},
+            r"held_out_loss\.data_path: '\./b/a' is in the list twice; write each corpus",
+        ),
     ],
 )
 def test_wrong_settings_are_named(settings, change, message):
@@ -99,7 +102,7 @@ def test_each_corpus_of_a_list_is_looked_for(settings, tmp_path):
 def test_instructions_are_one_file():
     recipe = {"train_dataset": {"data_loader": {"type": "HFDataLoader"}}}
     recipe["plugins"] = {"held_out_loss": {"data_path": ["a.jsonl"], "every": 1}}
-    with pytest.raises(RecipeError, match=r"data_path: \['a\.jsonl'\]; HFDataLoader's held-out data is one file; "):
+    with pytest.raises(RecipeError, match=r"data_path: HFDataLoader reads .* one file, not from \['a\.jsonl'\]; "):
         check_files(recipe)
     recipe["plugins"]["held_out_loss"]["data_path"] = "a.jsonl"
     check_files(recipe)

@@ -184,7 +184,7 @@ def test_members_who_do_not_agree_on_the_group_are_found():
         check_programs([[Call("all_gather", (0, 1))], [Call("all_gather", (1, 2))], [Call("all_gather", (1, 2))]])
     with pytest.raises(ClusterError, match=r"different ranks of 0 .. 1"):
         check_programs([[Call("all_gather", (0, 7))], []])
-    with pytest.raises(ClusterError, match=r"rank 1, call 0, which it would meet, is reduce_scatter"):
+    with pytest.raises(ClusterError, match=r"the call that it would meet, rank 1, call 0, is reduce_scatter"):
         check_programs([[Call("all_gather", (0, 1))], [Call("reduce_scatter", (0, 1))]])
 
 

@@ -47,13 +47,13 @@ def test_a_level_is_written_out_as_flags(settings, flags):
         ({"level": "vektor"}, "level: 'vektor' is none of off, vector, cube (did you mean 'vector'?)"),
         ({"level": True}, "level: True is none of"),
         ({"level": None}, "level: None is none of"),
-        ({"level": "vector", "disable": "Exp"}, "disable: 'Exp'; write a list of operators"),
+        ({"level": "vector", "disable": "Exp"}, "disable: 'Exp' is no list; write a list of operators"),
         ({"level": "vector", "disable": ["Exq"]}, "no operator 'Exq' (did you mean 'Exp'?)"),
         ({"level": "vector", "disable": ["reducesum"]}, "no operator 'reducesum' (did you mean 'ReduceSum'?)"),
         ({"level": "vector", "disable": ["RmsNorm"]}, "no operator 'RmsNorm'"),
         ({"level": "vector", "disable": [3]}, "no operator 3"),
         ({"level": "vector", "disable": ["MatMul"]}, "MatMul is fused only with level cube"),
-        ({"level": "off", "disable": ["Exp"]}, "nothing is fused with level off"),
+        ({"level": "off", "disable": ["Exp"]}, "level off fuses nothing"),
     ],
 )
 def test_what_cannot_be_read_is_refused(settings, words):

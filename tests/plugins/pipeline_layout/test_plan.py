@@ -115,7 +115,7 @@ def test_layouts_are_written_briefly():
         ("t|Et|tL", 3, "expected one E .embedding., at the very beginning"),
         ("Et|tL|t", 3, "expected one L .loss., at the very end"),
         ("Et|EtL", 2, "expected one E"),
-        ("Et|t|m|L", 4, "the last decoder layer is in chunk 1: MindFormers runs MTP there"),
+        ("Et|t|m|L", 4, "the last decoder layer is in chunk 1, and MindFormers runs MTP in that chunk"),
         ("Etm|tL", 2, "the last decoder layer is in chunk 1"),
         ("Et|mtL", 2, "MTP layers come after"),
         ("Et||tL", 3, "chunk 1 holds no decoder layer"),

@@ -126,13 +126,13 @@ def test_the_ledger_is_read_as_it_was_written(tmp_path):
     [
         (True, "spike_guard: write `rollbacks: 3` under it"),
         ({"windw": 8}, r"spike_guard\.windw: no such setting \(did you mean 'window'"),
-        ({"window": 3}, r"window: 3; write a number of steps from 4 on"),
-        ({"threshold": 0}, r"threshold: 0; write a number of standard deviations above 0"),
+        ({"window": 3}, r"window: 3 is not allowed; write a number of steps from 4 on"),
+        ({"threshold": 0}, r"threshold: 0 is not allowed; write a number of standard deviations above 0"),
         ({"threshold": math.inf}, r"threshold: inf"),
-        ({"skip": 0}, r"skip: 0; write a number of steps, 1 for the spike's step only"),
-        ({"rollbacks": 0}, r"rollbacks: 0; write how often"),
-        ({"skipped": "x"}, r"skipped: 'x'; write ranges \[\[first, stop\]"),
-        ({"skipped": [[4, 8], [8, 8]]}, r"skipped: \[8, 8\]; write ranges \[\[first, stop\]"),
+        ({"skip": 0}, r"skip: 0 is not allowed; write a number of steps, 1 for the spike's step only"),
+        ({"rollbacks": 0}, r"rollbacks: 0 is not allowed; write how often"),
+        ({"skipped": "x"}, r"skipped: 'x' is no list of ranges; write ranges \[\[first, stop\]"),
+        ({"skipped": [[4, 8], [8, 8]]}, r"skipped: \[8, 8\] is no range; write ranges \[\[first, stop\]"),
         ({"skipped": [[4, 8, 9]]}, r"skipped: \[4, 8, 9\]"),
     ],
 )
@@ -155,7 +155,7 @@ LOADER = {"type": "BlendedMegatronDatasetDataLoader", "shuffle": False}
         ({"train_dataset": {"data_loader": {"type": "HFDataLoader"}}}, r"data_loader\.type: .* not of 'HFDataLoader'"),
         (
             {"train_dataset": {"data_loader": {**LOADER, "shuffle": True}}},
-            r"data_loader\.shuffle: with it plugins\.spike_guard could not know the samples of a step",
+            r"data_loader\.shuffle: True hides from plugins\.spike_guard which samples a step has",
         ),
         ({"context": {"mode": 1}}, r"context\.mode: .* is for graph mode"),
         ({"runner_config": {"epochs": 2}}, r"runner_config\.epochs: .* a second pass"),

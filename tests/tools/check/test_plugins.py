@@ -144,7 +144,7 @@ def test_the_auxiliary_loss_of_a_group_has_nothing_to_set():
             "plugins.spike_guard",
             "runner_config.epochs: if samples are left out of the first pass",
         ),
-        (["train_dataset.data_loader.shuffle=True"], "plugins.spike_guard", "could not know the samples of a step"),
+        (["train_dataset.data_loader.shuffle=True"], "plugins.spike_guard", "which samples a step has"),
     ],
 )
 def test_what_the_spike_guard_needs(changes, key, words):

@@ -84,7 +84,7 @@ def test_what_is_written_is_sealed_and_stands_in_logical_order(tmp_path):
     ("spoil", "words"),
     [
         (lambda folder: (folder / "seal_rank_1.json").unlink(), "not a whole checkpoint"),
-        (lambda folder: target_of(folder).mkdir(parents=True), "is there already"),
+        (lambda folder: target_of(folder).mkdir(parents=True), "exists already"),
         (lambda folder: [path.unlink() for path in folder.glob("*.safetensors")], "no checkpoint"),
     ],
 )

@@ -176,7 +176,7 @@ def test_operators_belong_to_layers_by_path_by_parameter_and_by_what_they_take()
         ({"jit_config": {"jit_level": "O1"}}, {}, "vector", "by default"),
         ({"jit_config": {"jit_level": "O0"}}, {}, "off", "O0"),
         ({}, {}, "off", "not written"),
-        ({"device_target": "CPU", "jit_config": {"jit_level": "O1"}}, {}, "off", "not Ascend: DVM exists only there"),
+        ({"device_target": "CPU", "jit_config": {"jit_level": "O1"}}, {}, "off", "not Ascend: only Ascend has DVM"),
         ({"jit_config": {"jit_level": "O1"}}, {"operator_fusion": {"level": "off"}}, "off", "plugins"),
         ({"jit_config": {"jit_level": "O1"}}, {"operator_fusion": {"level": "cube"}}, "cube", "plugins"),
         ({"graph_kernel_flags": "--opt_level=1"}, {}, "vector", "not read"),

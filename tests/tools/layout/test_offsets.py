@@ -68,7 +68,7 @@ def test_every_way_to_a_recipe_sees_the_same(made, tmp_path):
 def test_without_a_file_launches_say_what_to_run(tmp_path):
     recipe_with(tmp_path, "auto")
     with pytest.raises(
-        RecipeError, match=r"recipe.layout.yaml, which is not there; run tc3 search layout .*recipe.yaml"
+        RecipeError, match=r"recipe.layout.yaml, which does not exist; run tc3 search layout .*recipe.yaml"
     ):
         build_config(tmp_path / "recipe.yaml", (), None, None)
     errors = check_recipe(tmp_path / "recipe.yaml").errors
@@ -79,7 +79,7 @@ def test_without_a_file_launches_say_what_to_run(tmp_path):
 def test_the_one_who_starts_a_run_makes_the_file(made, tmp_path, monkeypatch, capsys):
     recipe_with(tmp_path, "auto")
     monkeypatch.setattr("tools.layout.resolve.make_layout", lambda recipe, *_: made)
-    with pytest.raises(RecipeError, match=r"the layout comes from .* which is not there"):
+    with pytest.raises(RecipeError, match=r"the layout comes from .* which does not exist"):
         effective_recipe(tmp_path / "recipe.yaml", (), None, tmp_path / "run", make_layout=False)
     flat = effective_recipe(tmp_path / "recipe.yaml", (), None, tmp_path / "run")
     assert flat["model"]["model_config"]["offset"] == made.offset

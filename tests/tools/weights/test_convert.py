@@ -130,7 +130,7 @@ def test_what_was_written_of_another_source_is_not_kept(theirs, tmp_path, monkey
 
 def test_a_full_disk_is_seen_before_anything_is_written(theirs, tmp_path, monkeypatch):
     monkeypatch.setattr(run.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(DataError, match=r"GB are to be written, but only 0\.000 GB are free there"):
+    with pytest.raises(DataError, match=r"GB are to be written, but only 0\.000 GB are free on its disk"):
         converted(theirs, tmp_path / "ms")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -153,7 +153,7 @@ def test_a_folder_that_is_there_or_that_another_writes_is_left_alone(theirs, tmp
     (tmp_path / ".new.part").mkdir()
     held = os.open(tmp_path / ".new.part", os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    with pytest.raises(CheckpointError, match="another process is writing there"):
+    with pytest.raises(CheckpointError, match="another process is writing into this folder"):
         converted(theirs, tmp_path / "new")
     os.close(held)
 

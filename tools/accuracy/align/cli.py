@@ -31,7 +31,7 @@ LARGE = (".npz", ".safetensors", ".bin")  # what a run leaves beside its logs
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key in both recipes.")
 @click.option("--data", metavar="PREFIX", help="Train on the Megatron corpus PREFIX.bin, .idx instead of the recipe's.")
 @click.option("--reference-python", "python", default=sys.executable, metavar="PATH",
-              help="Python interpreter that has torch and transformers.  [default: this one]")  # fmt: skip
+              help="Python interpreter that has torch and transformers.  [default: the Python of tc3]")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the starting weights.")
 @click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep the runs' files in this folder.")
 @unverified_option

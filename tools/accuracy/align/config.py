@@ -1,5 +1,5 @@
-"""This module is rung 1: before anything runs, it compares two configurations key by key, sorted by the report's
-classes (section 3.2.1).
+"""This module makes the first rung of `tc3 accuracy align`: before anything runs, it compares two configurations key by
+key, and sorts the differences by the report's classes (section 3.2.1).
 """
 
 from __future__ import annotations

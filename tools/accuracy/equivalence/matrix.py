@@ -133,7 +133,10 @@ def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int]
     for name in names:
         if name not in words:
             if name.startswith("draw_"):
-                raise RecipeError(f"--only {name}: no such strategy; give the --draws, --seed and --most that drew it")
+                raise RecipeError(
+                    f"--only {name}: no such strategy; a drawn strategy also needs the --draws, "
+                    "--seed and --most that drew it"
+                )
             raise RecipeError(f"--only {name}: no such strategy{did_you_mean(name, words)}; --list shows all")
     usual = [case for case in known if case.how != EXECUTED or case.name in USUAL]
     chosen = [case for case in known if {case.name, case.how} & set(names)] if names else usual

@@ -166,7 +166,9 @@ def read_run(run_dir: Path) -> Trained:
     """
     folder = run_dir / "equivalence"
     if not (folder / "rank_0.json").exists():
-        raise DataError(f"{folder}: no rank_0.json; the run was not one of tc3 accuracy equivalence, or did not end")
+        raise DataError(
+            f"{folder}: no rank_0.json: either tc3 accuracy equivalence did not make this run, or the run did not end"
+        )
     workers = json.loads((folder / "rank_0.json").read_text())["world_size"]
     missing = [rank for rank in range(workers) if not (folder / f"rank_{rank}.npz").exists()]
     if missing:

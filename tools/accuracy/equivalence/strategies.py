@@ -202,7 +202,7 @@ def draw_cases(recipe: Mapping[str, Any], count: int, seed: int, most: int) -> l
         most: processes of a layout.
 
     Raises:
-        RecipeError: there are not so many.
+        RecipeError: there are fewer than `count`.
     """
     numbers = random.Random(seed)
     found: dict[Sharding, None] = {}

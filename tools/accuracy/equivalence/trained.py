@@ -318,7 +318,7 @@ def mean_tolerance(tokens: int) -> float:
 
 
 def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Finding]:
-    """Compare the moments after the last step, and then how far weights have moved, by Table 2's row for so many
+    """Compare the moments after the last step, and then how far weights have moved, by Table 2's row for `tokens`
     tokens.
     """
     last, allowed = len(reference.steps), tolerance(DTYPE, tokens)

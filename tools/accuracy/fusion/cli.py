@@ -92,7 +92,9 @@ def _compiled(file: Path, overrides: tuple[str, ...]) -> list[GraphText]:
     recipe = without_files(apply_overrides(load_recipe(file), overrides))
     if View(recipe).cpu_classes:
         if (processes := View(recipe).devices) > 1:
-            raise RecipeError(f"{file}: it trains on {processes} processes; a recipe of one, or for Ascend, is needed")
+            raise RecipeError(
+                f"{file}: the recipe trains on {processes} processes; give one for one process or for Ascend"
+            )
         recipe["context"]["device_target"] = "Ascend"
     recipe = resolve(recipe, partial(click.echo, err=True))
     require_sound(recipe)

@@ -284,7 +284,8 @@ def _unpermute_inputs(rng, tokens, hidden, experts):
 
 
 def unpermute(rows: Array, place: Array, probs: Array) -> Array:
-    """Return [N, h] for sorted copies [N k, h], their places [N k] and weights [N, k]."""
+    """Return tokens [N, h]: each is the weighted sum of its k copies. `rows` are the sorted copies [N k, h], `place`
+    [N k] the row of each copy, `probs` [N, k] the weights."""
     return np.einsum("nkh,nk->nh", rows[place].reshape(*probs.shape, -1), probs)
 
 

@@ -13,8 +13,10 @@ from tools.hardware import DEFAULT_HARDWARE
 from tools.ranges import Number
 
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
-STEPS_HELP = "Look at so many steps, spread over the run.  [default: as many as take some seconds]"
-WINDOW_HELP = "Let samples change places within W steps, which changes their samples.  [default: the recipe's, or 1]"
+STEPS_HELP = "Look at this many steps, spread over the run.  [default: as many as take some seconds]"
+WINDOW_HELP = (
+    "Let samples move to another of W steps, which changes the samples of each step.  [default: the recipe's, or 1]"
+)
 
 
 @click.command("imbalance", context_settings=SETTINGS, short_help="Report how unevenly documents load the devices.")

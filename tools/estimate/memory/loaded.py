@@ -223,7 +223,8 @@ def _floor(ratio: float) -> float:
 
 
 def judge(config: Configuration, room: Room, loads: Loads | None = None) -> Judged:
-    """Return how a run with experts fits at even loads, up to which max/mean, and under `loads`."""
+    """Return whether a run with experts fits at even loads, up to which max/mean it fits, and how it fits under
+    `loads`."""
     stages = range(config.pp)
     ratios = [limit_ratio(config, stage, room.bytes) for stage in stages]
     asked = np.ones((1, 1, 1, 1)) if loads is None else loads.shares

@@ -172,7 +172,7 @@ def layer_pass(config: Configuration, kind: str, again: bool) -> float:
     """Return the most bytes that a layer's backward needs beside kept tensors, with or without running its forward
     again.
 
-    What groups of operators make again is there then, too, whether this layer has all of the run's groups or not.
+    What groups of operators make again is held meanwhile, too, whether this layer has all of the run's groups or not.
     """
     gradients = config.item + config.weight_item
     largest = max(

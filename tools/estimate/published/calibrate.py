@@ -191,8 +191,8 @@ def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibrati
         if not 1 / MISTAKEN <= 1 + miss <= MISTAKEN:
             seconds = measured_seconds(row) or 0.0
             raise DataError(
-                f"row {row.id}: measured: a step of {seconds:.4g} s, where the best fit predicts "
-                f"{(1 + miss) * seconds:.4g} s: give seconds of one step, on the cluster of the other rows"
+                f"row {row.id}: the measured step takes {seconds:.4g} s, but the best fit predicts "
+                f"{(1 + miss) * seconds:.4g} s; give the seconds of one step, on the cluster of the other rows"
             )
     return Calibration(best, tuple(names), kept, errors, skipped)
 

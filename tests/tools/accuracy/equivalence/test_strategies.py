@@ -284,7 +284,7 @@ def test_the_command_says_what_it_would_execute(base):
 def test_a_layout_that_failed_is_drawn_again_by_itself(base):
     (again,) = choose(("draw_5_2",), base, (3, 5, 4))
     assert again == draw_cases(base, 3, 5, 4)[1]
-    with pytest.raises(RecipeError, match="--only draw_5_4: no such strategy; give the --draws"):
+    with pytest.raises(RecipeError, match="--only draw_5_4: no such strategy; a drawn strategy also needs the --draws"):
         choose(("draw_5_4",), base, (3, 5, 4))
 
 

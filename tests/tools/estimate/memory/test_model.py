@@ -19,6 +19,7 @@ from tools.estimate.memory.model import (
     stage_weights,
     static_memory,
 )
+from tools.estimate.memory.training_graph import LAYER_INPUT, kept_parts
 from tools.hardware.units import GIB
 from tools.model.architecture import Model, pattern_of
 from tools.pipeline.schedules import operations
@@ -191,6 +192,17 @@ def test_options_of_layers():
     both = replace(config, recompute=Recompute(full=((1,),), select=((2,),), communication=((3,),)))
     assert layer_options(both, 0, 0, 4) == ["full", "select", "communication", "none"]
     assert layer_options(config, 0, 0, 2) == ["none", "none"]
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize(("wide", "item"), [(False, 2), (True, 4)])
+def test_a_fully_recomputed_layer_keeps_its_input_only(kind, wide, item):
+    """438B: a device has 4,096 tokens of a micro-batch, and with sequence parallelism holds a share of 1 / tp."""
+    config = replace(from_recipe(load_recipe("recipes/telechat3_438b/pretrain_4k.yaml")), fp32_residual=wide)
+    assert config.sequence_parallel and config.rank_tokens == 4096
+    kept = kept_parts(config, kind, "full")
+    assert kept == {LAYER_INPUT: item * 4096 / config.tp * config.model.hidden}
+    assert sum(kept_parts(config, kind).values()) > 10 * sum(kept.values())
 
 
 RECIPES = Path(__file__).parents[4] / "recipes"
