@@ -168,7 +168,7 @@ def test_what_cannot_be_told_is_a_difference_only_where_the_samples_change():
     gone = ["1", "nowhere"]
     assert differences(recipe(gone), recipe(gone), 5) == []
     assert (
-        "whether that shuffles anew is unknown: nowhere.idx: no such file"
+        "whether that shuffles anew is unknown: nowhere.idx: there is no such file"
         in differences(recipe(gone), recipe(gone, 12), 5)[0]
     )
     with pytest.raises(DataError):
