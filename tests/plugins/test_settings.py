@@ -40,10 +40,14 @@ def test_numbers():
     assert Mine.read({"right": 0}) == Mine(0, 7.0)
     assert Mine.read({"right": 3, "left": 0.5}).left == 0.5
     for wrong in (-1, 1.0, True, "1", None):
-        with pytest.raises(RecipeError, match=rf"^plugins\.mine\.right: {re.escape(repr(wrong))}; write one$"):
+        with pytest.raises(
+            RecipeError, match=rf"^plugins\.mine\.right: {re.escape(repr(wrong))} is not allowed; write one$"
+        ):
             Mine.read({"right": wrong})
     for wrong in (0, 1, float("nan"), float("inf"), "0.5", None):
-        with pytest.raises(RecipeError, match=rf"^plugins\.mine\.left: {re.escape(repr(wrong))}; write a share$"):
+        with pytest.raises(
+            RecipeError, match=rf"^plugins\.mine\.left: {re.escape(repr(wrong))} is not allowed; write a share$"
+        ):
             Mine.read({"right": 1, "left": wrong})
 
 

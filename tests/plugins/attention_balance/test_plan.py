@@ -186,7 +186,7 @@ def test_wrong_settings_are_named(settings, words):
         ("train_dataset.data_loader.shuffle", True, r"data_loader\.shuffle"),
         ("context.mode", 1, r"context\.mode"),
         ("train_dataset.data_loader.config.create_compressed_eod_mask", False, "every sample costs the same"),
-        ("micro_batch_interleave_num", 2, r"micro_batch_interleave_num: 2; .*write 1"),
+        ("micro_batch_interleave_num", 2, r"micro_batch_interleave_num: with 2, .*write 1"),
         ("parallel_config.expert_parallel", 24, r"parallel_config\.expert_parallel"),
     ],
 )
@@ -240,7 +240,8 @@ def test_the_cost_of_a_sample_is_read_and_never_computed(recipe):
     assert schedule_of(recipe, {}).cost == Cost(1e-10, 3e-6, "s")
     recipe["plugins"]["attention_balance"] = {"window": 2}
     with pytest.raises(
-        RecipeError, match=r"attention_balance\.per_pair: missing.* tc3 train, .*launch/train\.py write"
+        RecipeError,
+        match=r"attention_balance\.per_pair: this cost and per_token are missing: tc3 train, .*launch/train\.py write",
     ):
         schedule_of(recipe, {})
     settings, layout = check(recipe)

@@ -271,7 +271,7 @@ def test_the_shipped_recipe_passes():
     [
         ([f"{KEY}.method=swap"], f"{KEY}.method", "did you mean 'swaps'"),
         (["optimizer.type=Muon"], f"{KEY}.every", "would stay behind"),
-        (["parallel_config.expert_parallel=1", "plugins.hierarchical_ep=False"], f"{KEY}.every", "nothing can move"),
+        (["parallel_config.expert_parallel=1", "plugins.hierarchical_ep=False"], f"{KEY}.every", "experts cannot move"),
         (["model.model_config.moe_router_enable_expert_bias=False"], KEY, "counts its tokens only if"),
     ],
 )

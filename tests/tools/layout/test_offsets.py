@@ -84,7 +84,7 @@ def test_the_one_who_starts_a_run_makes_the_file(made, tmp_path, monkeypatch, ca
     flat = effective_recipe(tmp_path / "recipe.yaml", (), None, tmp_path / "run")
     assert flat["model"]["model_config"]["offset"] == made.offset
     assert read_layout(tmp_path / "recipe.layout.yaml") == made
-    assert "60 s of search" in capsys.readouterr().err
+    assert "searching about 60 s" in capsys.readouterr().err
     assert build_config(tmp_path / "recipe.yaml", (), None, None)["model"]["model_config"]["offset"] == made.offset
 
 
