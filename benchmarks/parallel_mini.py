@@ -73,15 +73,16 @@ def one_process(mini: dict[str, Any]) -> dict[str, Any]:
 
 def sharded(recipe: Path, corpus: str, steps: int, workers: int) -> dict[str, Any]:
     """Return the recipe that several processes train: a sharded recipe for CPU itself, else the mini of `recipe`."""
-    loaded = load_recipe(recipe)
-    if not View(loaded).sharded_on_cpu:
-        return dict(load_mini(recipe, corpus, steps, workers))
-    loader = loaded["train_dataset"]["data_loader"]
-    loader["sizes"] = [steps * View(loaded).global_batch, 0, 0]
-    loader["config"]["data_path"] = ["1", corpus]
-    if loaded["plugins"].get("held_out_loss"):
-        loaded["plugins"]["held_out_loss"].update(data_path=corpus, every=steps)
-    return dict(loaded)
+    found: Recipe = load_recipe(recipe)
+    if View(found).sharded_on_cpu:
+        loader = found["train_dataset"]["data_loader"]
+        loader["sizes"] = [steps * View(found).global_batch, 0, 0]
+        loader["config"]["data_path"] = ["1", corpus]
+    else:
+        found = load_mini(recipe, corpus, steps, workers)
+    if found.get("plugins", {}).get("held_out_loss"):  # it may well be the same text here
+        found["plugins"]["held_out_loss"].update(data_path=corpus, every=steps)
+    return dict(found)
 
 
 def in_float32(mini: dict[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.parallel_mini import in_float32, one_process
-from tests.tools.recipe.test_mini import large_family
+from benchmarks.parallel_mini import in_float32, one_process, sharded
+from tests.tools.recipe.test_mini import ROOT, large_family
 from tools.check.check import check_recipe
 from tools.layout.resolve import resolve
 from tools.recipe.diff import compare
@@ -25,3 +25,12 @@ def test_it_takes_the_same_samples_in_the_same_small_steps(path):
     assert one["runner_config"]["batch_size"] == mini["runner_config"]["batch_size"] * together
     for key in ("num_hidden_layers", "hidden_size", "compute_dtype", "n_routed_experts", "moe_aux_loss_coeff"):
         assert one["model"]["model_config"][key] == mini["model"]["model_config"][key]
+
+
+@pytest.mark.parametrize("name", ["telechat3_438b/pretrain_4k", "mini/pretrain_report"])
+def test_both_sides_read_the_one_corpus_that_there_is(name):
+    """Neither the recipe's own text nor a held-out part of it needs to be there."""
+    mini = sharded(ROOT / "recipes" / f"{name}.yaml", "made/up", 3, 4)
+    assert mini["train_dataset"]["data_loader"]["config"]["data_path"] == ["1", "made/up"]
+    assert mini["plugins"]["held_out_loss"]["data_path"] == "made/up"
+    assert "held_out_loss" not in one_process(mini)["plugins"]
