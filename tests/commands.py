@@ -116,6 +116,7 @@ _OTHERS = {
     r"pytest tests/\S+$": Way("by", "tests/test_docs.py::test_paths_that_pages_name_exist"),
     r"python -m tools\.accuracy\.together": Way("by", "tests/tools/accuracy/test_together.py"),
     r"python docs/pictures/(ladder|rooms)\.py": Way("by", "tests/test_docs.py"),
+    r"python docs/pictures/schedules\.py": Way("by", "tests/tools/pipeline/test_simulate.py"),
     r"python -m launch\.run\.script$": Way("by", "tests/launch/run/test_script.py"),
     r"python -m tools\.accuracy\.reference\.golden --update$": Way("by", "tests/tools/accuracy/reference"),
     r"python -m tools\.schema\.extract": Way("by", "tests/tools/schema/test_schema.py"),
