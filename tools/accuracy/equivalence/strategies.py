@@ -243,7 +243,7 @@ def _draw(numbers: random.Random) -> Sharding:
         length=choose((0, 0, 48, 96)),
         held_out=choose((False, True)),
         moves=ep > 1 and choose((False, True)),
-        known=TWO_STAGES if mtp and pp > 1 and not zero else "",
+        known=TWO_STAGES if mtp and pp > 1 and not zero and schedule != "zero_bubble_v" else "",
     )  # fmt: skip
 
 
