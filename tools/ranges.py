@@ -218,6 +218,15 @@ class Tokens(Number):
         return super().convert(int(number) if number == int(number) else float(number), param, ctx)
 
 
+def is_number(text: str) -> bool:
+    """Return whether a text is a number as Python reads it, "nan" and "inf" included."""
+    try:
+        float(text)
+        return True
+    except ValueError:
+        return False
+
+
 def _parse(text: str) -> int | float:
     """Digits stay exact: no detour over floating point for an integer."""
     try:

@@ -3,8 +3,9 @@ attention. NumPy only.
 
 A rank computes the queries of its tokens; a query at offset i of its document attends to i + 1 keys. A contiguous
 split gives the last rank of a long document most of the work. Head-tail (as in ring attention: cut the sample into
-2 * cp pieces, rank r takes pieces r and 2 cp - 1 - r) is exact for one document, and for none else. Here each long
-document is cut head-tail alone, which is exact; what is left over is dealt so that tokens come out equal.
+2 * cp pieces, rank r takes pieces r and 2 cp - 1 - r) divides attention equally if the sample is one document, and only
+then. Here each long document is cut head-tail as if it were a sample, so that its attention is divided equally. The
+remaining tokens are dealt so that every rank has the same number.
 """
 
 from __future__ import annotations

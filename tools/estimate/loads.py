@@ -29,7 +29,7 @@ from plugins.errors import DataError, RecipeError, not_json, refuse_unknown
 from plugins.expert_balance.plan import device_loads
 from plugins.expert_balance.record import load_file, read
 from tools.estimate.configuration import Configuration
-from tools.ranges import RANGES, Range
+from tools.ranges import RANGES, Range, is_number
 
 # standard deviation of the logarithm of a device's load where routers are left to themselves: with it the time model
 # gives 1.50 for the pair of Qwen3 30B at EP 16 (`python -m benchmarks.estimator --pairs`)
@@ -151,21 +151,13 @@ def loads_of(text: str, config: Configuration) -> Loads:
         return spread(PUBLISHED_SPREAD, *sizes, why)
     if word == "spread" and not Path(text).exists():
         return spread(_number(number, _SPREAD, "--loads spread"), *sizes)
-    if _is_number(text) and not Path(text).exists():
+    if is_number(text) and not Path(text).exists():
         return uniform(_number(text, RANGES["skew"], "--loads"))
     return read_loads(Path(text), config)
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-        return True
-    except ValueError:
-        return False
-
-
 def _number(text: str, span: Range, name: str) -> float:
-    value = float(text) if _is_number(text) else text
+    value = float(text) if is_number(text) else text
     if refusal := span.refusal(value):
         raise RecipeError(f"{name}: {text!r} {refusal}")
     return float(value)
@@ -289,7 +281,7 @@ def _parsed(text: str) -> Any:
     try:
         return int(text)
     except ValueError:
-        return float(text) if _is_number(text) else text
+        return float(text) if is_number(text) else text
 
 
 def _whole(value: Any, place: str) -> int:

@@ -43,7 +43,7 @@ class LayerSeconds:
     weights: float = 0.0
 
     @property
-    def alone(self) -> float:
+    def serial(self) -> float:
         """Return the seconds without any overlap."""
         return self.computation + self.communication
 
@@ -99,7 +99,7 @@ def hidden_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: np.nda
     """
     fewer = np.minimum(layers[:, None], layers[None])
     saved = [0.0]
-    alone = forward.alone + backward.alone
+    alone = forward.serial + backward.serial
     saved += [count * alone - pair_seconds(forward, backward, count) for count in range(1, int(fewer.max()) + 1)]
     return np.array(saved)[fewer]
 
@@ -107,5 +107,5 @@ def hidden_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: np.nda
 def share_hidden(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
     """Return the share of the pair's communication that is hidden, 0 to 1; 1 if there is no communication."""
     sent = layers * (forward.communication + backward.communication)
-    saved = layers * (forward.alone + backward.alone) - pair_seconds(forward, backward, layers)
+    saved = layers * (forward.serial + backward.serial) - pair_seconds(forward, backward, layers)
     return saved / sent if sent else 1.0

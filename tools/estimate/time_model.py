@@ -330,7 +330,7 @@ class TimeModel(GradientTimes):
                 count = min(len(held[first]), len(held[second]))
                 ahead = [forward for forward, _ in held[first][:count]]
                 back = [backward for _, backward in held[second][::-1][:count]]
-                alone = sum(one.alone for one in (*ahead, *back))
+                alone = sum(one.serial for one in (*ahead, *back))
                 found[first, second, stage] = alone - pair_of(ahead, back) if count else 0.0
         return found
 

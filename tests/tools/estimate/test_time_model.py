@@ -268,9 +268,9 @@ def test_a_pair_is_between_its_bounds(forward, backward, layers):
     forward = LayerSeconds(forward.attention, forward.dispatch, forward.experts, forward.combine)
     pair = pair_seconds(forward, backward, layers)
     computation = forward.computation + backward.computation
-    chains = forward.alone, backward.alone - backward.weights
+    chains = forward.serial, backward.serial - backward.weights
     assert pair >= layers * max(computation, forward.communication + backward.communication, *chains)
-    assert pair <= layers * (forward.alone + backward.alone)
+    assert pair <= layers * (forward.serial + backward.serial)
     assert 0 <= share_hidden(forward, backward, layers) <= 1
 
 

@@ -265,8 +265,10 @@ def _shares(run_dir: Path, workers: int) -> list[float]:
 
 
 def biases_of(whole: Whole) -> dict[str, dict[int, np.ndarray]]:
-    """Return router's bias -> rank -> the rank's copy, for the ranks that have the router, because the metadata do not
-    say where biases lie.
+    """Return the copies of each router's bias, by rank: ``{name of the bias: {rank: its copy}}``.
+
+    Only ranks that have the router are listed. Its weight says which these are, because a checkpoint's metadata do not
+    list biases.
     """
     one = {name: {0: value} for name, value in whole.arrays.items() if name.endswith(ROUTER_BIAS)}
     found = {name: copies for name, copies in whole.unlisted.items() if name.endswith(ROUTER_BIAS)}

@@ -34,7 +34,7 @@ from tools.hardware import Hardware
 from tools.hardware.load import NAMES, device_in, read_yaml
 from tools.model.architecture import Latent, Model, pattern_of
 from tools.pipeline.schedules import schedule_of
-from tools.ranges import RANGES, Range
+from tools.ranges import RANGES, Range, is_number
 
 # sizes by the name that rows give them; others may be any number that fits a model
 _SIZES = {
@@ -135,16 +135,8 @@ def _numbers(value: Any, place: str, sizes: Mapping[str, Range], span: Range = _
     elif isinstance(value, int | float) and not isinstance(value, bool) and value != 0:
         if refusal := span.refusal(value):
             raise DataError(f"{place}: {_short(value)} {refusal}")
-    elif isinstance(value, str) and _is_number(value):
+    elif isinstance(value, str) and is_number(value):
         raise DataError(f"{place}: {value!r} is text, not a number: write it with a dot and a sign, such as 1.0e+3")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-        return True
-    except ValueError:
-        return False
 
 
 def _short(value: float) -> str:
