@@ -23,6 +23,7 @@ checkpoint must have the bits of the run that nobody killed.
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -105,13 +106,25 @@ def train(recipe: dict[str, Any], folder: Path, name: str, kill: str = "") -> Pa
     return folder / name
 
 
+def checked(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """`--kill`, which a worker takes apart only in its first move."""
+    if value is not None and not re.fullmatch(r"\d+:\d+", value):
+        raise click.BadParameter(f"{value!r} is not RANK:TENSOR, two whole numbers such as 5:30")
+    return value
+
+
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path, exists=True))
 @click.option("--float32", is_flag=True, help="Compute in float32, dispatch by alltoall.")
 @click.option("--steps", default=3, type=click.IntRange(min=2), show_default=True)
 @click.option("--data", type=click.Path(), help="Train on this Megatron prefix instead of a small made-up corpus.")
 @click.option("--workers", default=4, type=click.IntRange(min=2), show_default=True)
-@click.option("--kill", metavar="RANK:TENSOR", help="Train once more, with a kill in a move of experts and a resume.")
+@click.option(
+    "--kill",
+    metavar="RANK:TENSOR",
+    callback=checked,
+    help="Train once more, with a kill in a move of experts and a resume.",
+)
 def main(recipe: Path, float32: bool, steps: int, data: str | None, workers: int, kill: str | None) -> None:
     """Train both, print what sets them apart."""
     with tempfile.TemporaryDirectory() as place:

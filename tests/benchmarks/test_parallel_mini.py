@@ -1,8 +1,9 @@
 """The one process that a mini with its parallel strategy is compared with."""
 
 import pytest
+from click.testing import CliRunner
 
-from benchmarks.parallel_mini import in_float32, one_process, sharded
+from benchmarks.parallel_mini import in_float32, main, one_process, sharded
 from tests.tools.recipe.test_mini import ROOT, large_family
 from tools.check.check import check_recipe
 from tools.layout.resolve import resolve
@@ -34,3 +35,9 @@ def test_both_sides_read_the_one_corpus_that_there_is(name):
     assert mini["train_dataset"]["data_loader"]["config"]["data_path"] == ["1", "made/up"]
     assert mini["plugins"]["held_out_loss"]["data_path"] == "made/up"
     assert "held_out_loss" not in one_process(mini)["plugins"]
+
+
+@pytest.mark.parametrize("words", ["5", "x", "5:", "5:a", "-1:3"])
+def test_a_kill_that_names_no_tensor_is_refused_before_a_training(words):
+    result = CliRunner().invoke(main, ["recipes/mini/pretrain_report.yaml", f"--kill={words}"])
+    assert result.exit_code == 2 and "is not RANK:TENSOR" in result.output

@@ -145,7 +145,7 @@ def _base_file(name: _Spot, file: str) -> str:
 
 def _merge(child: _Spot, base: _Spot) -> _Spot:
     """`child` deeply over `base`: mappings merge, everything else is replaced; neither is changed."""
-    if base.value is None:
+    if base.value is None or base.value is False:  # nothing, or a plugin that the base leaves off
         return child
     if not isinstance(base.value, dict):
         raise RecipeError(

@@ -119,3 +119,11 @@ def test_a_list_of_no_strategies_is_not_all_of_them():
     """It trained for ten minutes."""
     result = CliRunner().invoke(accuracy, ["equivalence", "recipes/mini/pretrain.yaml", "--only", ","])
     assert isinstance(result.exception, RecipeError) and "names no strategy" in str(result.exception)
+
+
+def test_strategies_of_a_repeated_option_are_all_taken():
+    """The first one was left out in silence."""
+    words = ["--only", "executed_tp2", "--only", "executed_pp2,executed_cp2"]
+    result = CliRunner().invoke(accuracy, ["equivalence", "recipes/mini/pretrain.yaml", "--dry-run", *words])
+    chosen = {line.split(":")[0] for line in result.output.splitlines()}
+    assert chosen == {"executed_tp2", "executed_pp2", "executed_cp2"}

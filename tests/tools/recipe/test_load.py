@@ -113,6 +113,12 @@ def test_a_broken_recipe_is_refused_with_file_and_line(write, text, line, messag
     assert "\n" not in str(error.value)
 
 
+def test_a_plugin_that_the_base_leaves_off_can_be_set(write):
+    write("base.yaml", "plugins:\n  held_out_loss: False\n  spike_guard: {limit: 3}\n")
+    recipe = load_recipe(write("top.yaml", "base_config: base.yaml\nplugins:\n  held_out_loss: {every: 5}\n"))
+    assert recipe["plugins"] == {"held_out_loss": {"every": 5}, "spike_guard": {"limit": 3}}
+
+
 def test_an_error_in_a_base_names_the_base(write):
     base = write("base.yaml", "a: 1\na: 2\n")
     with pytest.raises(RecipeError, match=f"{base}:2: "):

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 @click.command("equivalence")
 @click.argument("recipe", required=False)
 @click.option(
-    "--only", "names", metavar="NAME,...", help="Run only these strategies, or one kind: baseline, trained, executed."
+    "--only",
+    "names",
+    multiple=True,
+    metavar="NAME,...",
+    help="Run only these strategies, or one kind: baseline, trained, executed. May be repeated.",
 )
 @click.option("--steps", default=3, show_default=True, type=Number("curve_steps"), help="Number of steps of each run.")
 @click.option("--draws", type=Number("rows"), help="Draw this number of layouts at random, and execute them.")
@@ -50,7 +54,7 @@ if TYPE_CHECKING:
 @unverified_option
 def equivalence_command(
     recipe: str | None,
-    names: str | None,
+    names: tuple[str, ...],
     steps: int,
     draws: int | None,
     seed: int,
@@ -93,9 +97,9 @@ def equivalence_command(
         return
     if recipe is None:
         raise click.UsageError("RECIPE is missing, such as recipes/mini/pretrain.yaml; --list shows the strategies")
-    only = tuple(name.strip() for name in (names or "").split(",") if name.strip())
-    if names is not None and not only:
-        raise RecipeError(f"--only {names!r}: this names no strategy; --list shows all")
+    only = tuple(name.strip() for several in names for name in several.split(",") if name.strip())
+    if names and not only:
+        raise RecipeError(f"--only {','.join(names)!r}: this names no strategy; --list shows all")
     drawn = (draws, seed, most) if draws else None
     chosen = choose(only, one_worker(recipe), drawn)
     check_page(page)
