@@ -219,6 +219,7 @@ def callback(monkeypatch):
         ),
         "mindformers.tools.utils": SimpleNamespace(get_real_rank=lambda: 1),
         "mindspore.train.callback": SimpleNamespace(Callback=object),
+        "mindspore.train.dataset_helper": SimpleNamespace(_DataWrapper=Network),
     }
     for name, module in fakes.items():
         monkeypatch.setitem(sys.modules, name, module)
