@@ -127,7 +127,8 @@ def furnish(leaf, rest):
     devices = View(load_recipe(FOLDER / recipe)).devices if recipe and "hosts.txt" in rest else 1
     spares = int(rest[rest.index("--spares") + 1]) if "--spares" in rest else 0
     slots = min(8, devices) if devices > 8 else 1
-    hosts = [socket.gethostname(), *(f"n{number}" for number in range(1, devices // slots + spares))]
+    numbers = range(1, devices // slots + spares)  # addresses, because a name service may be slow
+    hosts = [socket.gethostname(), *(f"198.18.{number // 250}.{number % 250 + 1}" for number in numbers)]
     (FOLDER / "hosts.txt").write_text("".join(f"{host} {slots}\n" for host in hosts))
     for started in [*FOLDER.glob("output/mini-*"), *FOLDER.glob("output/telechat3_*"), FOLDER / "new"]:
         shutil.rmtree(started, ignore_errors=True)

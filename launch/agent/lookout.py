@@ -22,6 +22,7 @@ work, and the supervisor, which must be able to end the workers whatever the dis
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import socket
 import threading
@@ -42,6 +43,7 @@ from plugins.errors import ClusterError, DataError
 from tools.runs.attempts import Beat, End, Plan
 
 ANY_PORT = 9  # of the probe that finds an interface; nothing is sent
+_NAMES = 3  # of other nodes that are looked up to find the interface
 ANSWER = 1.0  # seconds that workers have to say where they are
 _STACK_THREAD = re.compile(rb"^(?:Current thread|Thread) 0x[^\n]*\n", re.MULTILINE)  # the main thread is the last one
 _STACK_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
@@ -111,8 +113,11 @@ class Link:
 
 
 def link_to(others: Iterable[str]) -> Link:
-    """Return the link to the first of `others` whose name or address is known."""
-    for host in others:
+    """Return the link to the first of `others` whose name or address is known.
+
+    Only a few names are tried: a slow name service would hold the agent up for seconds with each.
+    """
+    for host in itertools.islice(others, _NAMES):
         with contextlib.suppress(OSError):
             family, kind, _, _, address = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:

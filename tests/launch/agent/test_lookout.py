@@ -46,11 +46,32 @@ def interfaces(monkeypatch):
     return up
 
 
-def test_a_lost_link_is_said_by_its_own_node(interfaces):
+@pytest.fixture
+def unknown(monkeypatch):
+    """A name service that knows no name; returns the names that it was asked for."""
+    asked, ask = [], socket.getaddrinfo
+
+    def getaddrinfo(host, *rest, **more):
+        if host[0].isdecimal():
+            return ask(host, *rest, **more)
+        asked.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(module.socket, "getaddrinfo", getaddrinfo)
+    return asked
+
+
+def test_a_lost_link_is_said_by_its_own_node(interfaces, unknown):
     link = link_to(["no-such-host.invalid", "10.0.0.2"])
     assert link == Link("eth0") and link.lost() == []
     interfaces["eth0"] = False
     assert link.lost() == ["network interface eth0 has no link"]
+
+
+def test_a_name_service_that_knows_nobody_is_asked_a_few_times_only(unknown):
+    """An agent of 512 nodes waited two minutes for one that was slow, before it gave its first sign of life."""
+    assert link_to(f"n{number}" for number in range(512)) == Link(None)
+    assert unknown == ["n0", "n1", "n2"]
 
 
 def test_without_others_or_by_loopback_there_is_no_link_to_lose(interfaces):

@@ -103,6 +103,25 @@ def test_a_complaint_that_comes_late_is_waited_for(device, monkeypatch, answers)
     monkeypatch.undo()
 
 
+def test_a_complaint_that_is_not_said_again_was_of_an_earlier_operator(device, monkeypatch):
+    monkeypatch.setattr(device, "_settle", lambda: None)
+    monkeypatch.setattr(device, "_array", np.asarray)
+    left = ["The kernel RotaryPositionEmbedding unregistered."]
+
+    def run():
+        if left:
+            raise RuntimeError(left.pop())
+        return (1.0,)
+
+    assert device._caught(run, "float32") == (1.0,)
+    left += ["The kernel RmsNorm unregistered."] * 2
+    with pytest.raises(NotRunnableError, match="RmsNorm"):
+        device._caught(run, "float32")
+    left += ["another error"]
+    with pytest.raises(RuntimeError, match="another error"):
+        device._caught(run, "float32")
+
+
 def test_missing_kernels_are_rows(device):
     (row,) = verify(SPECS["rms_norm.fused"], "float32", device)
     assert (row.phase, row.status, row.detail) == ("forward", NOT_RUNNABLE, "The kernel RmsNorm unregistered.")
