@@ -134,6 +134,8 @@ def furnish(leaf, rest):
         shutil.rmtree(started, ignore_errors=True)
     if not (FOLDER / "output" / "data" / "stdlib_heldout.bin").exists():  # `tc3 data prepare` has made others
         shutil.copytree(FOLDER / "kept", FOLDER / "output", dirs_exist_ok=True)
+    if "checkpoint.load_path=mean" in rest and not (FOLDER / "mean").exists():  # of the command before on the page
+        shutil.copytree(FOLDER / "output" / "RUN" / "checkpoint" / "iteration_00000100", FOLDER / "mean")
     targets = [rest[at + 1] for at, word in enumerate(rest[:-1]) if word in OUTPUTS]
     targets += [rest[1]] if leaf in ("weights convert", "weights reshard") else []
     for target in targets:

@@ -11,6 +11,7 @@ collective    launch + latency of each message + bytes over the slowest link of 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -129,11 +130,18 @@ def cluster_file(name: str) -> Path:
     return next((place for place in places if place.is_file()), Path(name))
 
 
-@lru_cache(maxsize=64)
 def cluster(name: str) -> Hardware:
     """Return a cluster of `tools.hardware`, or one that occurs only in measurements."""
     file = cluster_file(name)
-    return load_hardware(file if file.parent == CLUSTERS else name)
+    known = file.stat() if file.is_file() else None
+    version = (os.path.abspath(file), known.st_mtime_ns, known.st_ino, known.st_size) if known else ()
+    return _cluster(name, file.parent == CLUSTERS, version)
+
+
+@lru_cache(maxsize=64)
+def _cluster(name: str, measured: bool, version: tuple[str | int, ...]) -> Hardware:
+    """A cluster; `version` tells the file's content from that of another file, or of the same one before."""
+    return load_hardware(cluster_file(name) if measured else name)
 
 
 # what an own value may be: shares, factors and seconds; wide, for published.calibrate bounds what is fitted

@@ -15,6 +15,7 @@ from tools.estimate.memory.model import stage_weights
 from tools.estimate.pair_time import LayerSeconds, hidden_seconds, pair_seconds, share_hidden
 from tools.estimate.time_model import TimeModel, closed_form
 from tools.hardware import known_hardware
+from tools.hardware.load import FOLDER
 from tools.layout.resolve import resolve
 from tools.model.architecture import Model, pattern_of
 from tools.pipeline.simulate import Durations, simulate
@@ -27,6 +28,22 @@ A2 = TimeModel(cluster("atlas_800t_a2"))
 def run(**changes):
     config = Configuration(MODEL, dp=2, layers=((16,),), overlap_dp=True)
     return replace(config, **changes)
+
+
+def test_a_cluster_file_that_changed_is_read_again(tmp_path, monkeypatch):
+    """A search of another folder's c.yaml took the numbers of the first one, in one process."""
+    text = (FOLDER / "atlas_800t_a2.yaml").read_text()
+    for name, devices in (("one", 8), ("two", 4)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "c.yaml").write_text(text.replace("value: 8", f"value: {devices}", 1))
+    found = []
+    for name in ("one", "two"):
+        monkeypatch.chdir(tmp_path / name)
+        found.append(cluster("c.yaml").devices_per_node)
+    (tmp_path / "two" / "c.yaml").unlink()
+    with pytest.raises(RecipeError, match=r"c\.yaml: there is no such file"):
+        cluster("c.yaml")
+    assert found == [8, 4]
 
 
 def test_every_cluster_has_one_set():
