@@ -259,8 +259,8 @@ def test_uneven_loads_are_judged_on_what_was_compiled():
     tight = recompute(recompute=True)
     tight["context"]["max_device_memory"] = f"{(stage['memory']['total'] + more / 9) / GIB}GB"
     over = reported(tight, saved, loads=loads_asked("7", tight))
-    assert over["fit"] == "does not fit" and len(over["problems"]) == 1
-    assert "under the loads: does not fit" in over["problems"][0]
+    assert over["fit"] == "does not fit" and over["stages"][stage["stage"]]["fit"] == "unknown", "within 3 %"
+    assert "under the loads: does not fit" in over["problems"][-1]
 
 
 def test_loads_need_a_limit_and_a_device():
