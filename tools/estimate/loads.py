@@ -18,7 +18,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -181,6 +181,9 @@ def read_loads(path: Path, config: Configuration) -> Loads:
     with the tokens [layers, experts]; and CSV with the columns ``step,layer,expert,tokens`` and, where it is known,
     ``micro_batch``. The last two have experts in the order of their devices. A log may be of another `expert_parallel`.
 
+    The last line of a run's record may be unfinished, because the run is writing it or was killed: it is left out, and
+    `source` says so. Every other line must be whole.
+
     Raises:
         DataError: there is no such file, a line is not whole or holds no such counts, the file is empty, or its experts
             or layers are not the run's. The message has one line, with file, line and key.
@@ -192,15 +195,32 @@ def read_loads(path: Path, config: Configuration) -> Loads:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--loads {path}: it cannot be read: {' '.join(str(error).split())[:120]}") from None
-    rows = _csv_rows(path, text) if path.suffix == ".csv" else _json_rows(path, text)
+    left_out: list[str] = []
+    if path.suffix == ".csv":
+        rows = _csv_rows(path, text)
+    elif _is_record(text):
+        every = read(path, say=left_out.append)
+        rows = [_Row(f"{path}: step {one.step}", one.step, 0, one.tokens, one.slots) for one in every]
+    else:
+        rows = _json_rows(path, text)
     if not rows:
         raise DataError(f"{path}: tokens: the log holds no step; write one line for each step")
-    return _loads(path, _in_order(rows), config)
+    loads = _loads(path, _in_order(rows), config)
+    return replace(loads, source=f"{loads.source} without its last line, which is not finished") if left_out else loads
+
+
+def _is_record(text: str) -> bool:
+    """Whether a log is a run's own record, by its first line."""
+    try:
+        first = json.loads(next((line for line in text.splitlines() if line.strip()), ""))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and "slots" in first
 
 
 def _json_rows(path: Path, text: str) -> list[_Row]:
     """The lines of a JSONL log."""
-    contents: list[tuple[str, dict[str, Any]]] = []
+    rows: list[_Row] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
@@ -209,14 +229,12 @@ def _json_rows(path: Path, text: str) -> list[_Row]:
             content = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{place}: tokens: this line {not_json(error)}; a killed run may leave half a line: delete it"
+                f"{place}: tokens: this line {not_json(error)}; delete it if it is only half a line"
             ) from None
         if not isinstance(content, dict) or "tokens" not in content:
             raise DataError(f"{place}: tokens: missing; write a list of counts for each MoE layer")
-        contents.append((place, content))
-    if contents and "slots" in contents[0][1]:
-        return [_Row(f"{path}: step {one.step}", one.step, 0, one.tokens, one.slots) for one in read(path)]
-    return [_json_row(place, content, at) for at, (place, content) in enumerate(contents, 1)]
+        rows.append(_json_row(place, content, len(rows) + 1))
+    return rows
 
 
 def _json_row(place: str, content: Mapping[str, Any], at: int) -> _Row:
@@ -325,21 +343,30 @@ def _in_order(rows: list[_Row]) -> list[list[_Row]]:
     return [[steps[step][part] for part in sorted(steps[step])] for step in sorted(steps)]
 
 
-def _loads(path: Path, steps: list[list[_Row]], config: Configuration) -> Loads:
-    first = steps[0][0]
-    layers, experts = first.tokens.shape
+def require_of(config: Configuration, layers: int, experts: int, place: str) -> None:
+    """Refuse a log of another model.
+
+    Args:
+        layers, experts: of the log. place: file and line, for the message.
+
+    Raises:
+        DataError: the run has other experts or MoE layers.
+    """
     wanted, mtp = len(moe_layers(config)), config.model.mtp
+    one_model = "a log is of one model: give the recipe that wrote it"
     if experts != config.model.experts:
         raise DataError(
-            f"{first.place}: tokens: the log has {experts} experts, the recipe {config.model.experts}; a log is of one "
-            "model: give the recipe that wrote it"
+            f"{place}: tokens: the log has {experts} experts, the recipe {config.model.experts}; {one_model}"
         )
     if layers not in (wanted, wanted + mtp):
         also = f" (and {mtp} of MTP, which may be left out)" if mtp else ""
-        raise DataError(
-            f"{first.place}: tokens: the log has {layers} MoE layers, the recipe {wanted}{also}; a log is of one "
-            "model: give the recipe that wrote it"
-        )
+        raise DataError(f"{place}: tokens: the log has {layers} MoE layers, the recipe {wanted}{also}; {one_model}")
+
+
+def _loads(path: Path, steps: list[list[_Row]], config: Configuration) -> Loads:
+    first = steps[0][0]
+    layers, experts = first.tokens.shape
+    require_of(config, layers, experts, first.place)
     for row in (row for own in steps for row in own):
         if not row.tokens.sum(axis=1).all():
             empty = int(row.tokens.sum(axis=1).argmin())
