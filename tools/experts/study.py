@@ -67,7 +67,8 @@ def open_run(place: Path, recipe: Path | None, say: Callable[[str], None]) -> So
     loaded = resolve(load_recipe(path), say) if path else None
     if loaded is not None:
         with suppress(RecipeError):  # a recipe that the estimator does not know: `seconds_of` says why
-            require_of(from_recipe(loaded), *records[0].tokens.shape, str(file))
+            layers, experts = records[0].tokens.shape
+            require_of(from_recipe(loaded), layers, experts, str(file))
     section = View(loaded).get(tuple(KEY.split("."))) if loaded is not None else None
     on = section is not None and section is not False
     return Source(file, records, loaded, read_settings(section) if on else Settings())

@@ -195,7 +195,7 @@ def notes(found: Found) -> list[str]:
     words = f"Effort {found.effort:g} for each placement"
     lines.append(f"{words}; {LATE}." if found.cut else f"{words}: the same on every machine.")
     for one in found.uneven:
-        if one.name != "recipe" and found.entries[int(one.name) - 1] is best:
+        if one.config is best.config and one.name != "recipe":
             lines.append(
                 f"Under {one.loads.words}: {one.seconds:.2f} s per step, out of memory at {one.cells[5]} steps."
             )
@@ -297,7 +297,7 @@ def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuratio
     """Return what `write_overlay` takes: the fastest layout that can run of the requested schedules, or of 1F1B if none
     was requested.
     """
-    one = others.writable
+    one = others.writable(found.uneven)
     if one is None or one.entry is None:
         return found.best.config, path, notes(found)
     words = f"Schedule {one.schedule}; the fastest layout of 1F1B, interleaved or not, was predicted at "
