@@ -23,7 +23,7 @@ import numpy as np
 import yaml
 
 from tools.estimate.efficiency import FILE, NAMES, Efficiency, clear_cache, cluster
-from tools.estimate.loads import PUBLISHED_SPREAD, loads_of
+from tools.estimate.loads import PUBLISHED_SPREAD, moe_layers, spread
 from tools.estimate.published.calibrate import TYPES, calibrate, type_of
 from tools.estimate.published.fit import Judged, contradictions, cross_validated, fit, floor, group_of, usable
 from tools.estimate.published.rows import Row, express, read_rows
@@ -111,28 +111,47 @@ def calibrated(rows: list[Row], group: str = "simumax_b200") -> str:
     return "\n".join(lines)
 
 
-def pairs() -> list[dict[str, Any]]:
-    """Published pairs of steps, with the ratio that `--loads published` gives and the error of the even step."""
-    found = []
-    for pair in yaml.safe_load(PAIRS.read_text("utf-8"))["pairs"]:
-        row = express(pair["row"], f"{PAIRS}: {pair['row']['id']}")
+class Pair:
+    """A published pair of steps: one layout with forced even and with natural routing."""
+
+    def __init__(self, content: dict[str, Any]):
+        row = express(content["row"], f"{PAIRS}: {content['row']['id']}")
         assert row.config is not None, row.reason
-        config, times = replace(row.config, **pair["run"]), TimeModel(row.hardware)
-        loads, even = loads_of("published", config), times.step(config).total
-        made = {"id": row.id, "use": pair["use"], "max_over_mean": loads.typical, "measured": pair["natural_over_even"]}
-        ratio = times.under(config, loads).total / even
-        found.append({**made, "predicted": ratio, "even_error": even / row.measured["step_time_s"] - 1})
+        self.id, self.measured, self.needs = row.id, float(content["natural_over_even"]), float(content["needs"])
+        self.config, self.times = replace(row.config, **content["run"]), TimeModel(row.hardware)
+        self.even = self.times.step(self.config).total
+        self.even_error = self.even / row.measured["step_time_s"] - 1
+
+    def ratio(self, deviation: float) -> float:
+        """Natural over even, with loads of this spread."""
+        loads = spread(deviation, len(moe_layers(self.config)), self.config.ep)
+        return self.times.under(self.config, loads).total / self.even
+
+
+def pairs() -> list[dict[str, Any]]:
+    """Published pairs: the ratio that `--loads published` gives, the one by the spread that the other pairs need, and
+    the error of the even step."""
+    every = [Pair(content) for content in yaml.safe_load(PAIRS.read_text("utf-8"))["pairs"]]
+    found = []
+    for pair in every:
+        others = float(np.mean([one.needs for one in every if one is not pair]))
+        made = {"id": pair.id, "needs": pair.needs, "measured": pair.measured, "even_error": pair.even_error}
+        ratios = {"predicted": PUBLISHED_SPREAD, "left_out": others, "with_what_it_needs": pair.needs}
+        found.append({**made, **{name: pair.ratio(deviation) for name, deviation in ratios.items()}})
     return found
 
 
 def pair_table() -> str:
     """`pairs` as a table."""
-    head = "| pair | max/mean | natural over even, measured | with the spread | error | the even step's own error |"
-    lines = [head, "|---|---:|---:|---:|---:|---:|"]
+    head = (
+        "| pair | spread that it needs | natural over even, measured | with the spread | error | left out | error | the"
+    )
+    lines = [f"{head} even step's own error |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
     for one in pairs():
-        error = one["predicted"] / one["measured"] - 1
-        numbers = f"{one['max_over_mean']:.2f} | {one['measured']:.2f} | {one['predicted']:.2f} | {error:+.1%}"
-        lines.append(f"| {one['id']}, {one['use']} | {numbers} | {one['even_error']:+.0%} |")
+        cells = [f"{one['needs']:.3f}", f"{one['measured']:.2f}"]
+        for name in ("predicted", "left_out"):
+            cells += [f"{one[name]:.2f}", f"{one[name] / one['measured'] - 1:+.1%}"]
+        lines.append(f"| {one['id']} | {' | '.join(cells)} | {one['even_error']:+.0%} |")
     return "\n".join(
         [*lines, "", f"spread {PUBLISHED_SPREAD:g}: standard deviation of the logarithm of a device's load"]
     )

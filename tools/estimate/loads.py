@@ -4,8 +4,10 @@ There is one description, `Loads`: the load of each device over the mean, by ste
 
 * even (`EVEN`), as every prediction was before there were loads, or one max/mean everywhere (`uniform`);
 * a spread: loads of devices are drawn log-normally for each step and layer, with the standard deviation of their
-  logarithm (`spread`). `PUBLISHED_SPREAD` is fitted to one published pair of steps with forced and with natural routing
-  (`published/pairs.yaml`), and predicts the other;
+  logarithm (`spread`). `PUBLISHED_SPREAD` is fitted to published pairs of steps with forced and with natural routing
+  (`published/pairs.yaml`);
+* those of a trained router: loads of experts are drawn, as unevenly as a published study of trained models counted them
+  (`published/loads.yaml`), and dealt to the devices (`trained`);
 * recorded: a run's `metrics/expert_load.jsonl`, or a routing log of other software, as JSONL or CSV (`read_loads`).
 
 A layer waits for its fullest device, so time follows max/mean of each layer. Memory follows one device through all its
@@ -17,13 +19,16 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 
 from plugins.errors import DataError, RecipeError, not_json, refuse_unknown
 from plugins.expert_balance.plan import device_loads
@@ -31,14 +36,15 @@ from plugins.expert_balance.record import load_file, read
 from tools.estimate.configuration import Configuration
 from tools.ranges import RANGES, Range, is_number
 
-# standard deviation of the logarithm of a device's load where routers are left to themselves: with it the time model
-# gives 1.50 for the pair of Qwen3 30B at EP 16 (`python -m benchmarks.estimator --pairs`)
-PUBLISHED_SPREAD = 0.57
+# standard deviation of the logarithm of a device's load where routers are left to themselves: the mean of those that
+# each published pair needs (0.57 and 0.61; `python -m benchmarks.estimator --pairs`)
+PUBLISHED_SPREAD = 0.59
+TRAINED = Path(__file__).parent / "published" / "loads.yaml"
 DRAWN = 256  # steps that a spread draws
-FORMS = "even, published, spread:NUMBER, a max/mean such as 1.3, or a file"
+FORMS = "even, published, trained, spread:NUMBER, a max/mean such as 1.3, or a file"
 HELP = (
-    "Loads of the devices that share experts: even, published, spread:NUMBER, one max/mean such as 1.3, a run with "
-    "plugins.expert_balance, or a routing log (.jsonl or .csv, docs/estimator.md).  [default: even]"
+    "Loads of the devices that share experts: even, published, trained, spread:NUMBER, one max/mean such as 1.3, a run "
+    "with plugins.expert_balance, or a routing log (.jsonl or .csv, docs/estimator.md).  [default: even]"
 )
 _SPREAD = Range(0, 3, whole=False)
 _MOST = {"step": 1_000_000_000, "micro_batch": 100_000, "layer": 10_000, "expert": 100_000}  # the largest of each
@@ -126,6 +132,29 @@ def spread(deviation: float, layers: int, devices: int, source: str = "") -> Loa
     return Loads(shares, tuple(range(1, DRAWN + 1)), source or f"loads drawn with a spread of {deviation:g}")
 
 
+def family_of(config: Configuration) -> str:
+    """Return the kind of attention by which `published/loads.yaml` tells trained models apart: mla, mha or gqa."""
+    model = config.model
+    return "mla" if model.latent is not None else "mha" if model.kv_heads == model.heads else "gqa"
+
+
+@lru_cache(maxsize=64)
+def trained(family: str, layers: int, experts: int, devices: int) -> Loads:
+    """Return `DRAWN` steps of a trained router's loads, the same in each call: loads of experts are drawn log-normally
+    with the published Gini coefficient of the family, and the experts are dealt to the devices in their order.
+
+    Args:
+        family: as `family_of` returns it. layers, experts, devices: what is drawn.
+    """
+    found = yaml.safe_load(TRAINED.read_text("utf-8"))["families"][family]
+    # of a log-normal distribution Gini = 2 Phi(deviation / sqrt 2) - 1
+    deviation = math.sqrt(2) * NormalDist().inv_cdf((1 + found["gini"]) / 2)
+    drawn = np.exp(deviation * np.random.default_rng(0).standard_normal((DRAWN, 1, layers, experts)))
+    on = drawn.reshape(DRAWN, 1, layers, devices, -1).sum(axis=-1)
+    why = f"loads of experts drawn with the Gini {found['gini']:g} of a published trained model ({found['model']})"
+    return Loads(on / on.mean(axis=-1, keepdims=True), tuple(range(1, DRAWN + 1)), why)
+
+
 def moe_layers(config: Configuration) -> tuple[int, ...]:
     """Return the numbers of the decoder's MoE layers, counted from 0."""
     return tuple(number for number, kind in enumerate(config.model.pattern) if kind == "moe")
@@ -147,8 +176,11 @@ def loads_of(text: str, config: Configuration) -> Loads:
     if text == "even":
         return EVEN
     if text == "published":
-        why = "loads drawn with the spread of a published pair (Qwen3 30B, natural routing)"
-        return spread(PUBLISHED_SPREAD, *sizes, why)
+        return spread(
+            PUBLISHED_SPREAD, *sizes, "loads drawn with the spread of two published runs with natural routing"
+        )
+    if text == "trained":
+        return trained(family_of(config), len(moe_layers(config)), config.model.experts, config.ep)
     if word == "spread" and not Path(text).exists():
         return spread(_number(number, _SPREAD, "--loads spread"), *sizes)
     if is_number(text) and not Path(text).exists():
