@@ -266,6 +266,11 @@ class DeviceTimes:
         host = self.hardware.host_link
         return None if host is None else size / host.bytes_per_s
 
+    def sending(self, size: float, span: int) -> float:
+        """Return the seconds to send `size` bytes over the slowest link inside `span` consecutive ranks."""
+        link = self._link(span)
+        return self.hardware.launch_s + link.latency_s + size / self._speed(link)
+
     def multiplying(self, config: Configuration, matmul: Matmul) -> float:
         """Return the seconds of `matmul` in the run's precision."""
         return self._matmul(config, matmul)

@@ -50,6 +50,18 @@ _SPREAD = Range(0, 3, whole=False)
 _MOST = {"step": 1_000_000_000, "micro_batch": 100_000, "layer": 10_000, "expert": 100_000}  # the largest of each
 
 
+class Counted(NamedTuple):
+    """These are the tokens of a log.
+
+    Args:
+        tokens: [steps, layers, experts], the sums of the micro-batches, by logical expert.
+        slots: [steps, layers, experts], the placement during each step, as `plugins.expert_balance.plan` has it.
+    """
+
+    tokens: np.ndarray
+    slots: np.ndarray
+
+
 @dataclass(frozen=True)
 class Loads:
     """These are the loads of the devices of an expert-parallel group, over their mean.
@@ -61,11 +73,13 @@ class Loads:
             others are not described.
         steps: [steps] the numbers of the steps, for reports.
         source: where the loads come from, as a part of a sentence.
+        counted: the tokens of each expert, where a log tells them.
     """
 
     shares: np.ndarray
     steps: tuple[int, ...]
     source: str
+    counted: Counted | None = None
 
     @property
     def ratios(self) -> np.ndarray:
@@ -410,4 +424,5 @@ def _loads(path: Path, steps: list[list[_Row]], config: Configuration) -> Loads:
     shares = on / on.mean(axis=-1, keepdims=True)
     numbers = tuple(own[0].step for own in steps)
     parts = f" of {shares.shape[1]} micro-batches" if shares.shape[1] > 1 else ""
-    return Loads(shares, numbers, f"{len(numbers)} recorded steps{parts} of {path}")
+    counted = Counted(tokens.sum(axis=1), slots[:, 0])
+    return Loads(shares, numbers, f"{len(numbers)} recorded steps{parts} of {path}", counted)

@@ -92,8 +92,8 @@ class OfGroup(click.Command):
     "--loads",
     metavar="LOADS",
     help="Also rank the placed strategies under uneven loads of devices, by expected seconds and with the chance to "
-    "run out of memory: even, published, trained, spread:NUMBER, one max/mean, a run or a routing log (docs/estimator.md). "
-    "--write then writes the first under the loads.",
+    "run out of memory: even, published, trained, spread:NUMBER, one max/mean, a run or a routing log "
+    "(docs/estimator.md). --write then writes the first under the loads.",
 )
 @click.option("--top", default=10, show_default=True, type=Number("rows"), help="Strategies to place and show.")
 @effort_option("normal")
