@@ -5,6 +5,7 @@
     python -m benchmarks.estimator --fit          # new sets in tools/estimate/efficiencies.yaml, with those errors
     python -m benchmarks.estimator --calibrated   # errors after `calibrate` on other steps of the same machine
     python -m benchmarks.estimator --pairs        # steps with natural routing over steps with forced even routing
+    python -m benchmarks.estimator --unseen       # runs that no fit has seen: newer software, further cards
 
 The fit is `tools.estimate.published.fit`: all device types at once, each drawn to the type that it is most like. The
 Ascend sets are not fitted with the others: searched recipes hang on them (docs/estimator.md); their errors are those of
@@ -27,7 +28,7 @@ from tools.estimate.loads import PUBLISHED_SPREAD, moe_layers, spread
 from tools.estimate.published.calibrate import TYPES, calibrate, type_of
 from tools.estimate.published.fit import Judged, contradictions, cross_validated, fit, floor, group_of, usable
 from tools.estimate.published.rows import Row, express, read_rows
-from tools.estimate.published.validate import predict, summary
+from tools.estimate.published.validate import CARD, RELEASE, predict, summary, unseen
 from tools.estimate.time_model import TimeModel
 
 DATA = tuple(sorted((Path(__file__).parent / "data").glob("*.yaml")))
@@ -38,7 +39,8 @@ _HEAD = """\
 # What each device type reaches: one set of parameters, see tools.estimate.efficiency.Efficiency.
 # Written by `python -m benchmarks.estimator --fit` from benchmarks/data (rows with `use: fit`); none is fitted for a
 # single row. `drawn_to`: the set that a type with few rows is like. `step_errors`: how far off step times are of rows
-# that were left out of the fit with all others of their model and device, see docs/estimator.md.
+# that were left out of the fit with all others of their model and device, see docs/estimator.md; those of Ascend count
+# the cards of published/unseen.yaml, too. `newer`: errors on runs of software newer than the fit, in the same file.
 """
 
 
@@ -173,8 +175,35 @@ def as_entry(kind: str, values: Efficiency, rows: list[Row]) -> dict[str, object
     }
 
 
+def cards() -> list[Judged]:
+    """MindFormers' cards that no fit has seen; they count among the errors of their device type."""
+    found = [(one.row, one.step_error) for one in unseen(CARD)]
+    return [Judged(row, group_of(row), error) for row, error in found if error is not None]
+
+
+def unseen_table() -> str:
+    """The runs that no fit has seen, with the mean of each band."""
+    lines = ["| run | device | band | step, s | error |", "|---|---|---|---:|---:|"]
+    for band in (RELEASE, CARD):
+        found = unseen(band)
+        errors = [one.step_error or 0.0 for one in found]
+        for one, error in zip(found, errors, strict=True):
+            lines.append(
+                f"| {one.row.id} | {one.row.cluster} | {band} | {one.step_time_s:.3f} | {100 * error:+.1f} % |"
+            )
+        lines.append(f"| mean of {len(errors)} | | {band} | | {100 * np.abs(errors).mean():.1f} % |")
+    return "\n".join(lines)
+
+
+def newer() -> dict[str, float]:
+    """The errors of newer software, as efficiencies.yaml holds them."""
+    size = np.abs([one.step_error or 0.0 for one in unseen(RELEASE)])
+    return {"rows": len(size), "mean": round(float(size.mean()), 4), "worst": round(float(size.max()), 4)}
+
+
 def write(rows: list[Row], judged: list[Judged]) -> None:
-    """Fit all sets but those kept, and write them with the errors of rows left out."""
+    """Fit all sets but those kept, and write them with the errors of rows left out and of cards outside the fit."""
+    judged = [*judged, *cards()]
     sets: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text("utf-8"))["sets"]
     made = fit(rows)
     entries = {kind: sets[kind] if kind in _KEPT else as_entry(kind, made[kind], rows) for kind in TYPES}
@@ -184,7 +213,7 @@ def write(rows: list[Row], judged: list[Judged]) -> None:
             size = np.abs([one.error for one in own])
             errors = {"mean": round(float(size.mean()), 4), "worst": round(float(size.max()), 4)}
             entry["step_errors"] = {"rows": len(own), "groups": len({one.group for one in own}), **errors}
-    FILE.write_text(_HEAD + yaml.safe_dump({"sets": entries}, sort_keys=False, width=118), encoding="utf-8")
+    FILE.write_text(_HEAD + yaml.safe_dump({"newer": newer(), "sets": entries}, sort_keys=False, width=118), "utf-8")
     clear_cache()
 
 
@@ -216,7 +245,11 @@ def main() -> None:
     parser.add_argument("--cross", action="store_true", help="errors of rows left out, and what contradicts itself")
     parser.add_argument("--calibrated", action="store_true", help="errors after calibration on the same machine")
     parser.add_argument("--pairs", action="store_true", help="natural routing over forced even routing")
+    parser.add_argument("--unseen", action="store_true", help="runs that no fit has seen")
     arguments = parser.parse_args()
+    if arguments.unseen:
+        print(unseen_table())
+        return
     if arguments.pairs:
         print(pair_table())
         return

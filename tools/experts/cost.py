@@ -23,7 +23,7 @@ from rich.table import Table
 from plugins.ep_overlap.plan import WHOLE, Passes
 from plugins.ep_overlap.timeline import STREAMS, Timeline
 from plugins.errors import RecipeError
-from tools.estimate.efficiency import UNKNOWN, known_error
+from tools.estimate.efficiency import UNKNOWN, known_error, newer_error
 from tools.estimate.efficiency import cluster as find_cluster
 from tools.estimate.loads import HELP
 from tools.experts.what_if import lines, what_if
@@ -121,6 +121,8 @@ def print_text(advices: Sequence[Advice], source: str, console: Console, asked: 
     known = known_error(first.hardware)
     console.print(f"{NOTE}; {assumptions(first)}")
     console.print(f"step times: {known.words if known else UNKNOWN}")
+    if newer := newer_error(first.hardware):
+        console.print(newer.words)
     console.print(
         "arrows: without -> with overlap; bytes of the busiest rank, one layer and micro-batch, both directions"
     )

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.estimate.configuration import Configuration
-from tools.estimate.efficiency import UNKNOWN, known_error
+from tools.estimate.efficiency import UNKNOWN, known_error, newer_error
 from tools.estimate.memory.room import LEFT_OUT, known_errors
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
@@ -160,6 +160,7 @@ def assumptions(found: Found, times: TimeModel) -> list[str]:
         "all numbers are predictions; MFU counts model FLOPs without recomputation, causal attention once; "
         "exposed is communication that nothing hides; data stalls are taken as zero",
         f"step times: {known.words if known else UNKNOWN}",
+        *([newer.words] if (newer := newer_error(hardware)) else []),
     ]
     if assumed:
         lines.append(f"assumed in {hardware.name}: {', '.join(assumed)}")
