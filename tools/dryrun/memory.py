@@ -35,6 +35,9 @@ from tools.pipeline.schedules import Op
 
 BYTES = {"Float64": 8, "Int64": 8, "Float32": 4, "Int32": 4, "Float16": 2, "BFloat16": 2, "Int8": 1, "UInt8": 1}
 BYTES |= {"Bool": 1, "Int16": 2, "UInt16": 2, "UInt32": 4, "UInt64": 8}
+HCCL_BUFFSIZE = 200 << 20  # bytes, unless that variable is set; a communicator has one to send and one to receive
+# (hiascend.com: CANN 8.5, HCCL_BUFFSIZE). It does not depend on how many rows an AlltoAllV moves: one that is larger
+# than the buffer takes longer
 WEIGHT, STATE, ACCUMULATED = "weight", "state", "accumulated"
 _PARTS = {WEIGHT: "weights", STATE: "state", ACCUMULATED: "accumulated"}  # of `Memory`
 _PREFIXES = {"accu_grads": ACCUMULATED}  # of the weight's name, in MindFormers' wrapper and optimizers
@@ -190,6 +193,15 @@ def under_loads(
     """
     room = Room(limit, "context.max_device_memory of the recipe", 0.0)
     return judge(config, room, loads, [_even(stage["stage"], stage["memory"], error) for stage in stages])
+
+
+def hccl_buffers(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return what HCCL holds on a device beside `context.max_device_memory`: "communicators" of the compiled rank with
+    the most (its own of sends and receives are not counted), and their "bytes" by default.
+    """
+    every = [{tuple(group) for group in result.get("graph", {}).get("groups", ())} for result in results]
+    most = max((len(groups) for groups in every), default=0)
+    return {"communicators": most, "bytes": 2 * HCCL_BUFFSIZE * most}
 
 
 def exchange(stages: Sequence[tuple[int, Sequence[Held]]], limit: int) -> dict[str, Any] | None:

@@ -72,6 +72,11 @@ def _beside(report: Mapping[str, Any]) -> list[str]:
             "between two steps, when no activations are held, plugins.expert_balance takes "
             f"{moving['bytes'] / GIB:.2f} GiB to move experts of stage {moving['stage']}: {moving['fit']}"
         )
+    if (hccl := report["hccl"]) and hccl["communicators"]:
+        found.append(
+            f"HCCL keeps {hccl['bytes'] / GIB:.1f} GiB beside the limit, at least: {hccl['communicators']} "
+            "communicators with 2 x HCCL_BUFFSIZE each (200 MB unless it is set), whatever the loads are"
+        )
     if not report["loads"]:
         return found
     error = known_errors().margin

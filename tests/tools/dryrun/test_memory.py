@@ -18,6 +18,7 @@ from tools.dryrun.memory import (
     Held,
     exchange,
     fit_of,
+    hccl_buffers,
     kind_of,
     line_of,
     memory_of,
@@ -65,6 +66,12 @@ def test_moving_experts_takes_twice_the_largest_slice_beside_what_is_kept():
     assert found == {"stage": 3, "bytes": 2 * 16 * 4, "held": 2 * 16 * 4 + 32 + 64 * 64 * 4, "fit": FITS}
     assert exchange([(3, [experts])], limit=100)["fit"] == DOES_NOT_FIT
     assert exchange([(3, [experts])], limit=0)["fit"] == NO_LIMIT and exchange([(0, [other])], limit=1) is None
+
+
+def test_hccl_keeps_two_buffers_for_each_communicator_of_a_rank():
+    ranks = [{"graph": {"groups": [[0, 1], [0, 8], [0, 1]]}}, {"graph": {"groups": [[2, 3]]}}, {}]
+    assert hccl_buffers(ranks) == {"communicators": 2, "bytes": 2 * 2 * 200 * 1024**2}
+    assert hccl_buffers([{}]) == {"communicators": 0, "bytes": 0}
 
 
 def test_memory_adds_up():

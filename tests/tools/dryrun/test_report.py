@@ -93,6 +93,7 @@ REPORT = {
     "groups": {"all": 14, "compared": 2},
     "loads": None,
     "exchange": None,
+    "hccl": {"communicators": 8, "bytes": 8 * 400 << 20},
     "problems": [],
 }
 
@@ -121,6 +122,7 @@ def test_uneven_loads_and_moves_stand_below_the_table():
     text = shown({**REPORT, "loads": {"words": words}, "exchange": moving})
     assert all(line in text for line in words) and "modelled, not compiled" in text
     assert "takes 0.50 GiB to move experts of stage 3: fits" in text
+    assert "HCCL keeps 3.1 GiB beside the limit, at least: 8 communicators" in text
     bad = {**REPORT, "loads": {"words": words}, "problems": [f"under the loads: does not fit: {words[1]}"]}
     assert shown(bad).count("1 of 4,000 steps") == 1
 

@@ -9,7 +9,8 @@ device is rarely the fullest one of every layer. Even loads give `stage_memory` 
   bound.
 * If a load says only how full the fullest device of each layer is (one max/mean), all layers are taken to have that
   device, which is an upper bound, too.
-* What HCCL reserves for an AlltoAllV beside the rows that it moves is not known, and not counted.
+* What HCCL reserves does not depend on the rows that an AlltoAllV moves: two buffers for each communicator, beside the
+  memory of the job (`tools.dryrun.memory.hccl_buffers`).
 
 `limit_ratio` says up to which max/mean a stage fits, `judge` at how many steps of given loads it does not. A compile
 (`tc3 dryrun`) knows the bytes at even loads better; then only what uneven loads add is modelled (`Even`).
