@@ -5,6 +5,7 @@
     python -m benchmarks.estimator --fit          # new sets in tools/estimate/efficiencies.yaml, with those errors
     python -m benchmarks.estimator --calibrated   # errors after `calibrate` on other steps of the same machine
     python -m benchmarks.estimator --pairs        # steps with natural routing over steps with forced even routing
+    python -m benchmarks.estimator --unseen       # runs that no fit has seen: newer software, further cards
 
 The fit is `tools.estimate.published.fit`: all device types at once, each drawn to the type that it is most like. The
 Ascend sets are not fitted with the others: searched recipes hang on them (docs/estimator.md); their errors are those of
@@ -23,11 +24,11 @@ import numpy as np
 import yaml
 
 from tools.estimate.efficiency import FILE, NAMES, Efficiency, clear_cache, cluster
-from tools.estimate.loads import PUBLISHED_SPREAD, loads_of
+from tools.estimate.loads import PUBLISHED_SPREAD, moe_layers, spread
 from tools.estimate.published.calibrate import TYPES, calibrate, type_of
 from tools.estimate.published.fit import Judged, contradictions, cross_validated, fit, floor, group_of, usable
 from tools.estimate.published.rows import Row, express, read_rows
-from tools.estimate.published.validate import predict, summary
+from tools.estimate.published.validate import CARD, RELEASE, predict, summary, unseen
 from tools.estimate.time_model import TimeModel
 
 DATA = tuple(sorted((Path(__file__).parent / "data").glob("*.yaml")))
@@ -38,7 +39,8 @@ _HEAD = """\
 # What each device type reaches: one set of parameters, see tools.estimate.efficiency.Efficiency.
 # Written by `python -m benchmarks.estimator --fit` from benchmarks/data (rows with `use: fit`); none is fitted for a
 # single row. `drawn_to`: the set that a type with few rows is like. `step_errors`: how far off step times are of rows
-# that were left out of the fit with all others of their model and device, see docs/estimator.md.
+# that were left out of the fit with all others of their model and device, see docs/estimator.md; those of Ascend count
+# the cards of published/unseen.yaml, too. `newer`: errors on runs of software newer than the fit, in the same file.
 """
 
 
@@ -111,28 +113,47 @@ def calibrated(rows: list[Row], group: str = "simumax_b200") -> str:
     return "\n".join(lines)
 
 
-def pairs() -> list[dict[str, Any]]:
-    """Published pairs of steps, with the ratio that `--loads published` gives and the error of the even step."""
-    found = []
-    for pair in yaml.safe_load(PAIRS.read_text("utf-8"))["pairs"]:
-        row = express(pair["row"], f"{PAIRS}: {pair['row']['id']}")
+class Pair:
+    """A published pair of steps: one layout with forced even and with natural routing."""
+
+    def __init__(self, content: dict[str, Any]):
+        row = express(content["row"], f"{PAIRS}: {content['row']['id']}")
         assert row.config is not None, row.reason
-        config, times = replace(row.config, **pair["run"]), TimeModel(row.hardware)
-        loads, even = loads_of("published", config), times.step(config).total
-        made = {"id": row.id, "use": pair["use"], "max_over_mean": loads.typical, "measured": pair["natural_over_even"]}
-        ratio = times.under(config, loads).total / even
-        found.append({**made, "predicted": ratio, "even_error": even / row.measured["step_time_s"] - 1})
+        self.id, self.measured, self.needs = row.id, float(content["natural_over_even"]), float(content["needs"])
+        self.config, self.times = replace(row.config, **content["run"]), TimeModel(row.hardware)
+        self.even = self.times.step(self.config).total
+        self.even_error = self.even / row.measured["step_time_s"] - 1
+
+    def ratio(self, deviation: float) -> float:
+        """Natural over even, with loads of this spread."""
+        loads = spread(deviation, len(moe_layers(self.config)), self.config.ep)
+        return self.times.under(self.config, loads).total / self.even
+
+
+def pairs() -> list[dict[str, Any]]:
+    """Published pairs: the ratio that `--loads published` gives, the one by the spread that the other pairs need, and
+    the error of the even step."""
+    every = [Pair(content) for content in yaml.safe_load(PAIRS.read_text("utf-8"))["pairs"]]
+    found = []
+    for pair in every:
+        others = float(np.mean([one.needs for one in every if one is not pair]))
+        made = {"id": pair.id, "needs": pair.needs, "measured": pair.measured, "even_error": pair.even_error}
+        ratios = {"predicted": PUBLISHED_SPREAD, "left_out": others, "with_what_it_needs": pair.needs}
+        found.append({**made, **{name: pair.ratio(deviation) for name, deviation in ratios.items()}})
     return found
 
 
 def pair_table() -> str:
     """`pairs` as a table."""
-    head = "| pair | max/mean | natural over even, measured | with the spread | error | the even step's own error |"
-    lines = [head, "|---|---:|---:|---:|---:|---:|"]
+    head = (
+        "| pair | spread that it needs | natural over even, measured | with the spread | error | left out | error | the"
+    )
+    lines = [f"{head} even step's own error |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
     for one in pairs():
-        error = one["predicted"] / one["measured"] - 1
-        numbers = f"{one['max_over_mean']:.2f} | {one['measured']:.2f} | {one['predicted']:.2f} | {error:+.1%}"
-        lines.append(f"| {one['id']}, {one['use']} | {numbers} | {one['even_error']:+.0%} |")
+        cells = [f"{one['needs']:.3f}", f"{one['measured']:.2f}"]
+        for name in ("predicted", "left_out"):
+            cells += [f"{one[name]:.2f}", f"{one[name] / one['measured'] - 1:+.1%}"]
+        lines.append(f"| {one['id']} | {' | '.join(cells)} | {one['even_error']:+.0%} |")
     return "\n".join(
         [*lines, "", f"spread {PUBLISHED_SPREAD:g}: standard deviation of the logarithm of a device's load"]
     )
@@ -154,8 +175,35 @@ def as_entry(kind: str, values: Efficiency, rows: list[Row]) -> dict[str, object
     }
 
 
+def cards() -> list[Judged]:
+    """MindFormers' cards that no fit has seen; they count among the errors of their device type."""
+    found = [(one.row, one.step_error) for one in unseen(CARD)]
+    return [Judged(row, group_of(row), error) for row, error in found if error is not None]
+
+
+def unseen_table() -> str:
+    """The runs that no fit has seen, with the mean of each band."""
+    lines = ["| run | device | band | step, s | error |", "|---|---|---|---:|---:|"]
+    for band in (RELEASE, CARD):
+        found = unseen(band)
+        errors = [one.step_error or 0.0 for one in found]
+        for one, error in zip(found, errors, strict=True):
+            lines.append(
+                f"| {one.row.id} | {one.row.cluster} | {band} | {one.step_time_s:.3f} | {100 * error:+.1f} % |"
+            )
+        lines.append(f"| mean of {len(errors)} | | {band} | | {100 * np.abs(errors).mean():.1f} % |")
+    return "\n".join(lines)
+
+
+def newer() -> dict[str, float]:
+    """The errors of newer software, as efficiencies.yaml holds them."""
+    size = np.abs([one.step_error or 0.0 for one in unseen(RELEASE)])
+    return {"rows": len(size), "mean": round(float(size.mean()), 4), "worst": round(float(size.max()), 4)}
+
+
 def write(rows: list[Row], judged: list[Judged]) -> None:
-    """Fit all sets but those kept, and write them with the errors of rows left out."""
+    """Fit all sets but those kept, and write them with the errors of rows left out and of cards outside the fit."""
+    judged = [*judged, *cards()]
     sets: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text("utf-8"))["sets"]
     made = fit(rows)
     entries = {kind: sets[kind] if kind in _KEPT else as_entry(kind, made[kind], rows) for kind in TYPES}
@@ -165,7 +213,7 @@ def write(rows: list[Row], judged: list[Judged]) -> None:
             size = np.abs([one.error for one in own])
             errors = {"mean": round(float(size.mean()), 4), "worst": round(float(size.max()), 4)}
             entry["step_errors"] = {"rows": len(own), "groups": len({one.group for one in own}), **errors}
-    FILE.write_text(_HEAD + yaml.safe_dump({"sets": entries}, sort_keys=False, width=118), encoding="utf-8")
+    FILE.write_text(_HEAD + yaml.safe_dump({"newer": newer(), "sets": entries}, sort_keys=False, width=118), "utf-8")
     clear_cache()
 
 
@@ -197,7 +245,11 @@ def main() -> None:
     parser.add_argument("--cross", action="store_true", help="errors of rows left out, and what contradicts itself")
     parser.add_argument("--calibrated", action="store_true", help="errors after calibration on the same machine")
     parser.add_argument("--pairs", action="store_true", help="natural routing over forced even routing")
+    parser.add_argument("--unseen", action="store_true", help="runs that no fit has seen")
     arguments = parser.parse_args()
+    if arguments.unseen:
+        print(unseen_table())
+        return
     if arguments.pairs:
         print(pair_table())
         return

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
+from plugins.errors import DataError, not_json
+
 Kind = Literal["save", "evaluation"]
 
 
@@ -64,21 +66,34 @@ def read_steps(
     path: Path,
     parse: Callable[[Any, str], Record],
     follow: Callable[[Record, Record, str], None] = lambda before, record, place: None,
+    say: Callable[[str], None] | None = None,
 ) -> list[Record]:
-    """Return the records of a file by step; a resumed run replaces the steps that it repeats, and an incomplete line of
-    a killed run is left out.
+    """Return the records of a file by step; a resumed run replaces the steps that it repeats.
 
     Args:
         parse: makes a record of a line's content and its place, which is for errors.
         follow: raises where a record cannot follow the one before it; gets the place, too.
+        say: hears that the last line is not finished and left out: a run is writing it, or was killed while it did. Any
+            other line that is not JSON is refused. None: every such line is left out, because a run that resumes must
+            not end at what a killed one left.
+
+    Raises:
+        DataError: a line is not JSON, and is not an unfinished last one.
     """
     records: list[Record] = []
-    for number, text in enumerate(path.read_bytes().splitlines(), 1):
+    written = path.read_bytes()
+    lines = written.splitlines()
+    for number, text in enumerate(lines, 1):
+        place = f"{path}:{number}"
         try:
             content = json.loads(text)
-        except ValueError:
-            continue
-        place = f"{path}:{number}"
+        except (ValueError, RecursionError) as error:
+            if say is None or not text.strip():
+                continue
+            if records and number == len(lines) and not written.endswith(b"\n"):
+                say(f"{place}: this line is not finished, as a run writes it or was killed: it is left out")
+                continue
+            raise DataError(f"{place}: this line {not_json(error)}; delete it if it is only half a line") from None
         record = parse(content, place)
         while records and records[-1].step >= record.step:
             records.pop()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,12 @@ def line(record: Record) -> str:
     })  # fmt: skip
 
 
-def read(path: Path, until: int | None = None) -> list[Record]:
-    """Return the records of a file by step. A resumed run replaces the steps that it repeats, and an incomplete line of
-    a killed run is left out.
+def read(path: Path, until: int | None = None, say: Callable[[str], None] | None = None) -> list[Record]:
+    """Return the records of a file by step. A resumed run replaces the steps that it repeats.
 
     Args:
         until: the last step wanted, such as the one a run is resumed from; None: all.
+        say: hears that an unfinished last line was left out; None: all incomplete lines are (`plugins.lines`).
 
     Raises:
         DataError: no such file, nothing in it, or a line that is not a record or another model's.
@@ -104,7 +105,7 @@ def read(path: Path, until: int | None = None) -> list[Record]:
         raise DataError(
             f"{path}: no such file; plugins.expert_balance with record: True writes it, from the first step on"
         )
-    records = read_steps(path, _record, _follow)
+    records = read_steps(path, _record, _follow, say)
     if not records:
         raise DataError(f"{path}: the file holds no step")
     return [record for record in records if until is None or record.step <= until]

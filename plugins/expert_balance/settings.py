@@ -77,6 +77,11 @@ class Settings(Section):
 read = Settings.read
 
 
+def moves(section: object) -> bool:
+    """Return whether a recipe's `plugins.expert_balance` moves experts; None and False are a plugin that is off."""
+    return section is not None and section is not False and bool(read(section).every)
+
+
 def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str) -> None:
     """Refuse recipes in which a move would fail in the middle of a run, or would move only part of what belongs to an
     expert.

@@ -20,7 +20,8 @@ from tools.dryrun.compiles import compile_all, refusal_of
 from tools.dryrun.plan import plan_jobs, resized, without_files
 from tools.dryrun.quick import quick_plan
 from tools.dryrun.render import draw
-from tools.dryrun.report import report_of
+from tools.dryrun.report import loads_asked, report_of
+from tools.estimate.loads import HELP
 from tools.estimate.memory.time_line import TimeLine, check_form, write_line
 from tools.files.atomic import check_writable
 from tools.files.figure import check_ending
@@ -67,6 +68,7 @@ class Ranks(click.ParamType):
     help="Number of micro-batches to compile; by default two for each stage.",
 )
 @click.option("--quick", is_flag=True, help="Compile each kind of layer once and compose the stages from the results.")
+@click.option("--loads", metavar="LOADS", help=HELP)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--jobs", type=Number("workers"), help="Number of compiles at a time; by default as many as fit.")
 @click.option("--no-cache", is_flag=True, help="Compile again what was compiled before.")
@@ -85,6 +87,7 @@ def dryrun(
     devices: int | None,
     micro_batches: int | None,
     quick: bool,
+    loads: str | None,
     overrides: tuple[str, ...],
     jobs: int | None,
     no_cache: bool,
@@ -98,8 +101,10 @@ def dryrun(
     pipeline stage. It says what MindSpore would do: memory of every device, collectives and their ranks, Sends and
     Receives, or its refusal.
 
-    Exit codes: 0 it compiles, fits and runs through; 1 it does not, or --quick cannot tell whether it fits; 2 a wrong
-    input; 130 interrupted.
+    The graph is of an even routing. What --loads add to its memory is modelled, as in tc3 memory.
+
+    Exit codes: 0 it compiles, fits and runs through; 1 it does not, also only at some step of --loads, or it is not
+    known whether it fits; 2 a wrong input; 130 interrupted.
     """
     if picture:
         check_ending(picture)
@@ -116,6 +121,7 @@ def dryrun(
         click.echo(said, err=True)
     if not refused:
         loaded = resolve(loaded, partial(click.echo, err=True))
+        asked = loads_asked(loads, loaded) if loads is not None else None
         plan = quick_plan(loaded) if quick else plan_jobs(loaded, ranks, micro_batches)
         if quick and plan.job_of:
             click.echo("--quick: the recipe has one stage, which is compiled whole", err=True)
@@ -124,7 +130,7 @@ def dryrun(
     if refused:
         _refuse(refused, as_json)
     lines: dict[int, TimeLine] = {}
-    report = report_of(loaded, plan, results, View(loaded).node, lines)
+    report = report_of(loaded, plan, results, View(loaded).node, lines, asked)
     if picture:
         draw(report, picture)
     if time_line:

@@ -9,6 +9,9 @@ follow the bytes of parameters, optimizer state and accumulated gradients.
 hands to its backward are the graph's. Inside a pass operators run in the order of the graph's text and a tensor lives
 from its operator to its last reader: a device's own order, its reuse and its fragments are unknown here. Times are
 unknown, too: each pass is one long.
+
+A graph is compiled as for an even routing. `under_loads` adds what uneven loads need, which `tools.estimate` models;
+`exchange` is what moving experts takes between two steps.
 """
 
 from __future__ import annotations
@@ -20,14 +23,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tools.dryrun.graph_text import Pass, most_saved, waiting
-from tools.estimate.memory.room import DOES_NOT_FIT, NO_LIMIT, UNKNOWN, fit_between
+from tools.estimate.configuration import Configuration
+from tools.estimate.loads import Loads
+from tools.estimate.memory.loaded import Even, Judged, judge
+from tools.estimate.memory.model import exchange_of
+from tools.estimate.memory.room import DOES_NOT_FIT, NO_LIMIT, UNKNOWN, Room, fit_between
 from tools.estimate.memory.time_line import KEPT, WORKING, Bytes, Owner, Timed, TimeLine, stitch
-from tools.estimate.memory.training_graph import OTHER, module_of_path
+from tools.estimate.memory.training_graph import EXPERTS, OTHER, module_of_path
 from tools.hardware.units import GIB
 from tools.pipeline.schedules import Op
 
 BYTES = {"Float64": 8, "Int64": 8, "Float32": 4, "Int32": 4, "Float16": 2, "BFloat16": 2, "Int8": 1, "UInt8": 1}
 BYTES |= {"Bool": 1, "Int16": 2, "UInt16": 2, "UInt32": 4, "UInt64": 8}
+HCCL_BUFFSIZE = 200 << 20  # bytes, unless that variable is set; a communicator has one to send and one to receive
+# (hiascend.com: CANN 8.5, HCCL_BUFFSIZE). It does not depend on how many rows an AlltoAllV moves: one that is larger
+# than the buffer takes longer
 WEIGHT, STATE, ACCUMULATED = "weight", "state", "accumulated"
 _PARTS = {WEIGHT: "weights", STATE: "state", ACCUMULATED: "accumulated"}  # of `Memory`
 _PREFIXES = {"accu_grads": ACCUMULATED}  # of the weight's name, in MindFormers' wrapper and optimizers
@@ -162,8 +172,58 @@ def fit_of(memory: Mapping[str, int], limit: int, error: float = 0.0) -> str:
     """
     if not limit:
         return NO_LIMIT
-    least = max(memory["exact"], memory["total"] * (1 - error))
-    return fit_between(least, memory["total"] * (1 + error), limit)
+    even = _even(0, memory, error)
+    return fit_between(even.least, even.most, limit)
+
+
+def _even(stage: int, memory: Mapping[str, int], error: float) -> Even:
+    total = memory["total"]
+    return Even(stage, max(memory["exact"], total * (1 - error)), total, total * (1 + error))
+
+
+def under_loads(
+    stages: Sequence[Mapping[str, Any]], config: Configuration, loads: Loads | None, limit: int, error: float
+) -> Judged:
+    """Return how a report's stages, compiled for an even routing, fit under uneven loads.
+
+    What the loads add is that of `tc3 memory --loads`, and may be off by as much as modelled memory is.
+
+    Args:
+        error: as `fit_of`.
+    """
+    room = Room(limit, "context.max_device_memory of the recipe", 0.0)
+    return judge(config, room, loads, [_even(stage["stage"], stage["memory"], error) for stage in stages])
+
+
+def hccl_buffers(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return what HCCL holds on a device beside `context.max_device_memory`: "communicators" of the compiled rank with
+    the most (its own of sends and receives are not counted), and their "bytes" by default.
+    """
+    every = [{tuple(group) for group in result.get("graph", {}).get("groups", ())} for result in results]
+    most = max((len(groups) for groups in every), default=0)
+    return {"communicators": most, "bytes": 2 * HCCL_BUFFSIZE * most}
+
+
+def exchange(stages: Sequence[tuple[int, Sequence[Held]]], limit: int) -> dict[str, Any] | None:
+    """Return the stage on which moving experts between two steps takes most bytes, beside what is there then.
+
+    Args:
+        stages: (number, what it holds) of each. limit: as `memory_of`.
+
+    Returns:
+        stage, bytes of the exchange, held: with all that a device keeps; fit. None without experts.
+    """
+    found = []
+    for number, held in stages:
+        experts = [item for item in held if item.kind == WEIGHT and module_of_path(item.name) == EXPERTS]
+        if experts:
+            moving = exchange_of([item.elements for item in experts], max(BYTES[item.dtype] for item in experts))
+            found.append((sum(item.bytes for item in held) + moving, number, moving))
+    if not found:
+        return None
+    most, number, moving = max(found)
+    fit = fit_between(most, most, limit) if limit else NO_LIMIT
+    return {"stage": number, "bytes": moving, "held": most, "fit": fit}
 
 
 def unsure(stages: Sequence[Mapping[str, Any]], limit: int, error: float) -> list[str]:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.dryrun.report import BETWEEN, INSIDE
+from tools.estimate.memory.room import known_errors
 from tools.files.figure import new_figure, save_figure
 from tools.hardware.units import GIB
 
@@ -37,6 +38,8 @@ def render(report: Mapping[str, Any], console: Console) -> None:
         verdict = "as tc3 check counts" if same else f"tc3 check: {counted['check']:,}"
         console.print(f"trained weights, each once: {counted['compiled']:,} ({verdict})", highlight=False)
     console.print(_peak(report), highlight=False)
+    for line in _beside(report):
+        console.print(line, highlight=False, soft_wrap=True)
     for note in notes(report):
         console.print(note, style="dim", highlight=False)
     for problem in report["problems"]:
@@ -58,6 +61,26 @@ def _fit(report: Mapping[str, Any]) -> str:
     room = f"the fullest stage, {fullest['stage']}, takes {memory['total'] / memory['limit']:.0%} of the limit"
     error = f" (--quick may be off by {report['quick_error']:.0%})" if report["quick"] else ""
     return f"{report['fit']}: {room}{error}"
+
+
+def _beside(report: Mapping[str, Any]) -> list[str]:
+    """What uneven loads need, and moving experts; what does not fit stands among the problems."""
+    words = report["loads"]["words"] if report["loads"] else []
+    found = [line for line in words if not any(line in problem for problem in report["problems"])]
+    if moving := report["exchange"]:
+        found.append(
+            "between two steps, when no activations are held, plugins.expert_balance takes "
+            f"{moving['bytes'] / GIB:.2f} GiB to move experts of stage {moving['stage']}: {moving['fit']}"
+        )
+    if (hccl := report["hccl"]) and hccl["communicators"]:
+        found.append(
+            f"HCCL keeps {hccl['bytes'] / GIB:.1f} GiB beside the limit, at least: {hccl['communicators']} "
+            "communicators with 2 x HCCL_BUFFSIZE each (200 MB unless it is set), whatever the loads are"
+        )
+    if not report["loads"]:
+        return found
+    error = known_errors().margin
+    return [*found, f"what uneven loads add is modelled, not compiled, and taken to be off by {error:.1%} at most"]
 
 
 def _peak(report: Mapping[str, Any]) -> str:

@@ -13,24 +13,32 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from plugins.errors import RecipeError
+from plugins.expert_balance.settings import moves
 from tools.check.check import check_recipe
 from tools.dryrun.activations import added
 from tools.dryrun.graph_text import Pass
 from tools.dryrun.memory import (
     WEIGHT,
     Held,
+    exchange,
     fit_of,
+    hccl_buffers,
     line_of,
     memory_of,
     over_limit,
+    under_loads,
     unsure,
 )
 from tools.dryrun.order import check_links, check_order, count_groups, programs_of
 from tools.dryrun.plan import Plan, Stage
 from tools.dryrun.quick import ERROR, compose
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.loads import Loads, loads_of
 from tools.estimate.memory.changes import checked_advice
+from tools.estimate.memory.loaded import Judged
 from tools.estimate.memory.room import DOES_NOT_FIT, FITS, NO_LIMIT, UNKNOWN
 from tools.estimate.memory.time_line import TimeLine
+from tools.hardware.units import GIB
 from tools.pipeline.schedules import operations, schedule_of
 from tools.recipe.load import Recipe
 from tools.recipe.view import View, limit_of
@@ -63,6 +71,7 @@ def report_of(
     results: Sequence[Mapping[str, Any]],
     node: int,
     lines: dict[int, TimeLine] | None = None,
+    loads: Loads | None = None,
 ) -> dict[str, Any]:
     """Return the whole report, in bytes and FLOPs of one device and step.
 
@@ -70,6 +79,7 @@ def report_of(
         results: of the plan's jobs, none of them refused.
         node: devices of a node, for links inside and between nodes.
         lines: takes the time line of each stage.
+        loads: of devices that share experts, as `loads_asked` returns them; None: no others than even ones.
     """
     view = View(recipe)
     quick = not plan.job_of
@@ -97,11 +107,20 @@ def report_of(
     problems += _uneven(found, view.devices // view.pp)
     for stage in stages:
         stage["fit"] = UNKNOWN if view.on_cpu else fit_of(stage["memory"], limit, error)
+    judged = _judged(recipe, stages, loads, limit, error) if limit and not view.on_cpu else None
+    moving = None
+    if moves(view.get(("plugins", "expert_balance"))) and not view.on_cpu:
+        moving = exchange([(one.stage.number, one.held) for one in found], limit)
+    problems += _beside(judged, moving, limit)
+    worst = [*([judged.verdict] if judged and loads else []), *([moving["fit"]] if moving else [])]
     return {
         "recipe": recipe.source,
         "quick": quick,
         "quick_error": error if quick else None,
-        "fit": _worst([stage["fit"] for stage in stages], len(plan.stages)),
+        "fit": _worst([stage["fit"] for stage in stages], len(plan.stages), worst),
+        "loads": judged and {**judged.as_json(), "words": judged.lines},
+        "exchange": moving,
+        "hccl": None if view.on_cpu else hccl_buffers(results),
         "compiled": not view.cpu_classes,
         "devices": view.devices,
         "layout": {"dp": view.dp, "tp": view.tp, "pp": view.pp, "cp": view.cp, "ep": view.ep, "chunks": view.chunks},
@@ -119,9 +138,51 @@ def report_of(
     }
 
 
-def _worst(fits: Sequence[str], stages: int) -> str:
+def loads_asked(text: str, recipe: Recipe) -> Loads:
+    """Return the loads that `--loads` asks for, of a recipe in which nothing is `auto`.
+
+    Raises:
+        RecipeError: nothing is known of the recipe's memory; or as `loads_of`. DataError: as `loads_of`.
+    """
+    if View(recipe).on_cpu:
+        raise RecipeError(
+            "--loads: nothing is known of the memory of CPU workers; tc3 memory --loads predicts it as on a device"
+        )
+    if not limit_of(recipe):
+        raise RecipeError("--loads: the recipe sets no context.max_device_memory; set the memory that it must fit")
+    return loads_of(text, from_recipe(recipe))
+
+
+def _judged(
+    recipe: Recipe, stages: Sequence[Mapping[str, Any]], loads: Loads | None, limit: int, error: float
+) -> Judged | None:
+    """How the stages fit under uneven loads; None without experts, or where the model does not know the recipe."""
+    try:
+        config = from_recipe(recipe)
+    except RecipeError:
+        if loads is not None:
+            raise
+        return None
+    return under_loads(stages, config, loads, limit, error) if config.model.experts else None
+
+
+def _beside(judged: Judged | None, moving: Mapping[str, Any] | None, limit: int) -> list[str]:
+    """What does not fit although the stages do at even loads."""
+    found = []
+    if judged and judged.loads and judged.verdict != FITS:
+        found.append(f"context.max_device_memory: under the loads: {judged.verdict}: {judged.lines[1]}")
+    if moving and moving["fit"] == DOES_NOT_FIT:
+        found.append(
+            f"plugins.expert_balance: moving experts of stage {moving['stage']} takes {moving['bytes'] / GIB:.2f} GiB "
+            f"between two steps, with all that is kept {moving['held'] / GIB:.1f}, the limit is {limit / GIB:.1f}: "
+            "write every: 0, or a larger parallel_config.expert_parallel"
+        )
+    return found
+
+
+def _worst(fits: Sequence[str], stages: int, beside: Sequence[str] = ()) -> str:
     """The pipeline's verdict: that of its worst stage; unknown where a stage that might not fit was left out."""
-    known = [*fits, *[UNKNOWN] * (len(fits) < stages)]
+    known = [*fits, *beside, *[UNKNOWN] * (len(fits) < stages)]
     return next(verdict for verdict in (DOES_NOT_FIT, NO_LIMIT, UNKNOWN, FITS) if verdict in known)
 
 

@@ -108,19 +108,56 @@ class KnownError:
         return {"rows": self.rows, "groups": self.groups, "mean": self.mean, "worst": self.worst}
 
 
+@dataclass(frozen=True)
+class Newer:
+    """These are the errors of predicted step times on runs of software newer than the fit, over all device types.
+
+    Args:
+        mean, worst: of |predicted / measured - 1|.
+    """
+
+    rows: int
+    mean: float
+    worst: float
+
+    @property
+    def words(self) -> str:
+        """A sentence."""
+        return (
+            f"runs of software that is newer than the fit, or of another stack, were off by {100 * self.mean:.1f} % on "
+            f"average and {100 * self.worst:.1f} % at most ({self.rows} runs, all device types): rely on a prediction "
+            "that is calibrated on steps of your own (tc3 search calibrate)"
+        )
+
+    def as_json(self) -> dict[str, float]:
+        """The numbers."""
+        return {"rows": self.rows, "mean": self.mean, "worst": self.worst}
+
+
 UNKNOWN = "no published run tells how far they are off on this cluster"
 PROFILED = ("update", "weight_s")  # that only a profile tells: published runs leave them at what they are here
 NAMES = tuple(field.name for field in fields(Efficiency) if field.name not in ("mesh", *PROFILED))
 
 
 @lru_cache(maxsize=1)
+def _content() -> dict[str, Any]:
+    return yaml.safe_load(FILE.read_text(encoding="utf-8"))
+
+
 def _sets() -> dict[str, Any]:
-    return yaml.safe_load(FILE.read_text(encoding="utf-8"))["sets"]
+    return _content()["sets"]
 
 
 def clear_cache() -> None:
     """Read efficiencies.yaml again."""
-    _sets.cache_clear()
+    _content.cache_clear()
+
+
+def newer_error(hardware: Hardware) -> Newer | None:
+    """Return how far step times are off on newer software; None where the file has efficiencies of its own, which
+    `calibrate` fitted to the software that was measured.
+    """
+    return None if hardware.efficiency else Newer(**_content()["newer"])
 
 
 def cluster_file(name: str) -> Path:
@@ -273,6 +310,11 @@ class DeviceTimes:
         """Return the seconds to copy `size` bytes to the host's memory over an idle link; None if this is unknown."""
         host = self.hardware.host_link
         return None if host is None else size / host.bytes_per_s
+
+    def sending(self, size: float, span: int) -> float:
+        """Return the seconds to send `size` bytes over the slowest link inside `span` consecutive ranks."""
+        link = self._link(span)
+        return self.hardware.launch_s + link.latency_s + size / self._speed(link)
 
     def multiplying(self, config: Configuration, matmul: Matmul) -> float:
         """Return the seconds of `matmul` in the run's precision."""

@@ -4,8 +4,10 @@ There is one description, `Loads`: the load of each device over the mean, by ste
 
 * even (`EVEN`), as every prediction was before there were loads, or one max/mean everywhere (`uniform`);
 * a spread: loads of devices are drawn log-normally for each step and layer, with the standard deviation of their
-  logarithm (`spread`). `PUBLISHED_SPREAD` is fitted to one published pair of steps with forced and with natural routing
-  (`published/pairs.yaml`), and predicts the other;
+  logarithm (`spread`). `PUBLISHED_SPREAD` is fitted to published pairs of steps with forced and with natural routing
+  (`published/pairs.yaml`);
+* those of a trained router: loads of experts are drawn, as unevenly as a published study of trained models counted them
+  (`published/loads.yaml`), and dealt to the devices (`trained`);
 * recorded: a run's `metrics/expert_load.jsonl`, or a routing log of other software, as JSONL or CSV (`read_loads`).
 
 A layer waits for its fullest device, so time follows max/mean of each layer. Memory follows one device through all its
@@ -17,13 +19,16 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 
 from plugins.errors import DataError, RecipeError, not_json, refuse_unknown
 from plugins.expert_balance.plan import device_loads
@@ -31,17 +36,30 @@ from plugins.expert_balance.record import load_file, read
 from tools.estimate.configuration import Configuration
 from tools.ranges import RANGES, Range, is_number
 
-# standard deviation of the logarithm of a device's load where routers are left to themselves: with it the time model
-# gives 1.50 for the pair of Qwen3 30B at EP 16 (`python -m benchmarks.estimator --pairs`)
-PUBLISHED_SPREAD = 0.57
+# standard deviation of the logarithm of a device's load where routers are left to themselves: the mean of those that
+# each published pair needs (0.57 and 0.61; `python -m benchmarks.estimator --pairs`)
+PUBLISHED_SPREAD = 0.59
+TRAINED = Path(__file__).parent / "published" / "loads.yaml"
 DRAWN = 256  # steps that a spread draws
-FORMS = "even, published, spread:NUMBER, a max/mean such as 1.3, or a file"
+FORMS = "even, published, trained, spread:NUMBER, a max/mean such as 1.3, or a file"
 HELP = (
-    "Loads of the devices that share experts: even, published, spread:NUMBER, one max/mean such as 1.3, a run with "
-    "plugins.expert_balance, or a routing log (.jsonl or .csv, docs/estimator.md).  [default: even]"
+    "Loads of the devices that share experts: even, published, trained, spread:NUMBER, one max/mean such as 1.3, a run "
+    "with plugins.expert_balance, or a routing log (.jsonl or .csv, docs/estimator.md).  [default: even]"
 )
 _SPREAD = Range(0, 3, whole=False)
 _MOST = {"step": 1_000_000_000, "micro_batch": 100_000, "layer": 10_000, "expert": 100_000}  # the largest of each
+
+
+class Counted(NamedTuple):
+    """These are the tokens of a log.
+
+    Args:
+        tokens: [steps, layers, experts], the sums of the micro-batches, by logical expert.
+        slots: [steps, layers, experts], the placement during each step, as `plugins.expert_balance.plan` has it.
+    """
+
+    tokens: np.ndarray
+    slots: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -55,11 +73,13 @@ class Loads:
             others are not described.
         steps: [steps] the numbers of the steps, for reports.
         source: where the loads come from, as a part of a sentence.
+        counted: the tokens of each expert, where a log tells them.
     """
 
     shares: np.ndarray
     steps: tuple[int, ...]
     source: str
+    counted: Counted | None = None
 
     @property
     def ratios(self) -> np.ndarray:
@@ -126,6 +146,29 @@ def spread(deviation: float, layers: int, devices: int, source: str = "") -> Loa
     return Loads(shares, tuple(range(1, DRAWN + 1)), source or f"loads drawn with a spread of {deviation:g}")
 
 
+def family_of(config: Configuration) -> str:
+    """Return the kind of attention by which `published/loads.yaml` tells trained models apart: mla, mha or gqa."""
+    model = config.model
+    return "mla" if model.latent is not None else "mha" if model.kv_heads == model.heads else "gqa"
+
+
+@lru_cache(maxsize=64)
+def trained(family: str, layers: int, experts: int, devices: int) -> Loads:
+    """Return `DRAWN` steps of a trained router's loads, the same in each call: loads of experts are drawn log-normally
+    with the published Gini coefficient of the family, and the experts are dealt to the devices in their order.
+
+    Args:
+        family: as `family_of` returns it. layers, experts, devices: what is drawn.
+    """
+    found = yaml.safe_load(TRAINED.read_text("utf-8"))["families"][family]
+    # of a log-normal distribution Gini = 2 Phi(deviation / sqrt 2) - 1
+    deviation = math.sqrt(2) * NormalDist().inv_cdf((1 + found["gini"]) / 2)
+    drawn = np.exp(deviation * np.random.default_rng(0).standard_normal((DRAWN, 1, layers, experts)))
+    on = drawn.reshape(DRAWN, 1, layers, devices, -1).sum(axis=-1)
+    why = f"loads of experts drawn with the Gini {found['gini']:g} of a published trained model ({found['model']})"
+    return Loads(on / on.mean(axis=-1, keepdims=True), tuple(range(1, DRAWN + 1)), why)
+
+
 def moe_layers(config: Configuration) -> tuple[int, ...]:
     """Return the numbers of the decoder's MoE layers, counted from 0."""
     return tuple(number for number, kind in enumerate(config.model.pattern) if kind == "moe")
@@ -147,8 +190,11 @@ def loads_of(text: str, config: Configuration) -> Loads:
     if text == "even":
         return EVEN
     if text == "published":
-        why = "loads drawn with the spread of a published pair (Qwen3 30B, natural routing)"
-        return spread(PUBLISHED_SPREAD, *sizes, why)
+        return spread(
+            PUBLISHED_SPREAD, *sizes, "loads drawn with the spread of two published runs with natural routing"
+        )
+    if text == "trained":
+        return trained(family_of(config), len(moe_layers(config)), config.model.experts, config.ep)
     if word == "spread" and not Path(text).exists():
         return spread(_number(number, _SPREAD, "--loads spread"), *sizes)
     if is_number(text) and not Path(text).exists():
@@ -181,6 +227,9 @@ def read_loads(path: Path, config: Configuration) -> Loads:
     with the tokens [layers, experts]; and CSV with the columns ``step,layer,expert,tokens`` and, where it is known,
     ``micro_batch``. The last two have experts in the order of their devices. A log may be of another `expert_parallel`.
 
+    The last line of a run's record may be unfinished, because the run is writing it or was killed: it is left out, and
+    `source` says so. Every other line must be whole.
+
     Raises:
         DataError: there is no such file, a line is not whole or holds no such counts, the file is empty, or its experts
             or layers are not the run's. The message has one line, with file, line and key.
@@ -192,15 +241,32 @@ def read_loads(path: Path, config: Configuration) -> Loads:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--loads {path}: it cannot be read: {' '.join(str(error).split())[:120]}") from None
-    rows = _csv_rows(path, text) if path.suffix == ".csv" else _json_rows(path, text)
+    left_out: list[str] = []
+    if path.suffix == ".csv":
+        rows = _csv_rows(path, text)
+    elif _is_record(text):
+        every = read(path, say=left_out.append)
+        rows = [_Row(f"{path}: step {one.step}", one.step, 0, one.tokens, one.slots) for one in every]
+    else:
+        rows = _json_rows(path, text)
     if not rows:
         raise DataError(f"{path}: tokens: the log holds no step; write one line for each step")
-    return _loads(path, _in_order(rows), config)
+    loads = _loads(path, _in_order(rows), config)
+    return replace(loads, source=f"{loads.source} without its last line, which is not finished") if left_out else loads
+
+
+def _is_record(text: str) -> bool:
+    """Whether a log is a run's own record, by its first line."""
+    try:
+        first = json.loads(next((line for line in text.splitlines() if line.strip()), ""))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and "slots" in first
 
 
 def _json_rows(path: Path, text: str) -> list[_Row]:
     """The lines of a JSONL log."""
-    contents: list[tuple[str, dict[str, Any]]] = []
+    rows: list[_Row] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
@@ -209,14 +275,12 @@ def _json_rows(path: Path, text: str) -> list[_Row]:
             content = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{place}: tokens: this line {not_json(error)}; a killed run may leave half a line: delete it"
+                f"{place}: tokens: this line {not_json(error)}; delete it if it is only half a line"
             ) from None
         if not isinstance(content, dict) or "tokens" not in content:
             raise DataError(f"{place}: tokens: missing; write a list of counts for each MoE layer")
-        contents.append((place, content))
-    if contents and "slots" in contents[0][1]:
-        return [_Row(f"{path}: step {one.step}", one.step, 0, one.tokens, one.slots) for one in read(path)]
-    return [_json_row(place, content, at) for at, (place, content) in enumerate(contents, 1)]
+        rows.append(_json_row(place, content, len(rows) + 1))
+    return rows
 
 
 def _json_row(place: str, content: Mapping[str, Any], at: int) -> _Row:
@@ -325,21 +389,30 @@ def _in_order(rows: list[_Row]) -> list[list[_Row]]:
     return [[steps[step][part] for part in sorted(steps[step])] for step in sorted(steps)]
 
 
-def _loads(path: Path, steps: list[list[_Row]], config: Configuration) -> Loads:
-    first = steps[0][0]
-    layers, experts = first.tokens.shape
+def require_of(config: Configuration, layers: int, experts: int, place: str) -> None:
+    """Refuse a log of another model.
+
+    Args:
+        layers, experts: of the log. place: file and line, for the message.
+
+    Raises:
+        DataError: the run has other experts or MoE layers.
+    """
     wanted, mtp = len(moe_layers(config)), config.model.mtp
+    one_model = "a log is of one model: give the recipe that wrote it"
     if experts != config.model.experts:
         raise DataError(
-            f"{first.place}: tokens: the log has {experts} experts, the recipe {config.model.experts}; a log is of one "
-            "model: give the recipe that wrote it"
+            f"{place}: tokens: the log has {experts} experts, the recipe {config.model.experts}; {one_model}"
         )
     if layers not in (wanted, wanted + mtp):
         also = f" (and {mtp} of MTP, which may be left out)" if mtp else ""
-        raise DataError(
-            f"{first.place}: tokens: the log has {layers} MoE layers, the recipe {wanted}{also}; a log is of one "
-            "model: give the recipe that wrote it"
-        )
+        raise DataError(f"{place}: tokens: the log has {layers} MoE layers, the recipe {wanted}{also}; {one_model}")
+
+
+def _loads(path: Path, steps: list[list[_Row]], config: Configuration) -> Loads:
+    first = steps[0][0]
+    layers, experts = first.tokens.shape
+    require_of(config, layers, experts, first.place)
     for row in (row for own in steps for row in own):
         if not row.tokens.sum(axis=1).all():
             empty = int(row.tokens.sum(axis=1).argmin())
@@ -351,4 +424,5 @@ def _loads(path: Path, steps: list[list[_Row]], config: Configuration) -> Loads:
     shares = on / on.mean(axis=-1, keepdims=True)
     numbers = tuple(own[0].step for own in steps)
     parts = f" of {shares.shape[1]} micro-batches" if shares.shape[1] > 1 else ""
-    return Loads(shares, numbers, f"{len(numbers)} recorded steps{parts} of {path}")
+    counted = Counted(tokens.sum(axis=1), slots[:, 0])
+    return Loads(shares, numbers, f"{len(numbers)} recorded steps{parts} of {path}", counted)

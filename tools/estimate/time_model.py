@@ -215,10 +215,8 @@ class TimeModel(GradientTimes):
         if config.pp == 1:
             return 0.0
         rows = config.rank_tokens / config.tp  # every rank of a tp group sends its part
-        link = self._link(config.devices)
         # in the compute dtype, also where the residual stream is wider (seen in compiled graphs)
-        size = rows * config.model.hidden * (4 if config.dtype == "fp32" else 2)
-        return self.hardware.launch_s + link.latency_s + size / self._speed(link)
+        return self.sending(rows * config.model.hidden * (4 if config.dtype == "fp32" else 2), config.devices)
 
     def step(self, config: Configuration, simulated: bool = False, ratios: np.ndarray | None = None) -> StepTime:
         """Return the seconds of a step; `simulated` replays the schedule operation by operation.

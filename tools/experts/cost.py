@@ -23,9 +23,10 @@ from rich.table import Table
 from plugins.ep_overlap.plan import WHOLE, Passes
 from plugins.ep_overlap.timeline import STREAMS, Timeline
 from plugins.errors import RecipeError
-from tools.estimate.efficiency import UNKNOWN, known_error
+from tools.estimate.efficiency import UNKNOWN, known_error, newer_error
 from tools.estimate.efficiency import cluster as find_cluster
 from tools.estimate.loads import HELP
+from tools.experts.what_if import lines, what_if
 from tools.files.figure import check_ending, new_figure, save_figure
 from tools.hardware import DEFAULT_HARDWARE
 from tools.layout.advise import Advice, ModeReport, advise
@@ -40,8 +41,12 @@ _STREAM_NAMES = {"compute": "compute", "inter": "between nodes", "intra": "insid
 _SHARED_COLOUR = "0.75"  # grey: of the shared expert
 
 
-def content(advices: Sequence[Advice], source: str) -> dict[str, Any]:
-    """Return one object with bytes, seconds and shares; pairs are [without overlap, with overlap]."""
+def content(advices: Sequence[Advice], source: str, asked: str = "even") -> dict[str, Any]:
+    """Return one object with bytes, seconds and shares; pairs are [without overlap, with overlap].
+
+    Args:
+        asked: the text of `--loads`.
+    """
     first = advices[0]
     return {
         "recipe": source,
@@ -50,8 +55,18 @@ def content(advices: Sequence[Advice], source: str) -> dict[str, Any]:
         "skew": first.skew,
         "loads": first.loads.as_json(),
         "known_step_errors": known.as_json() if (known := known_error(first.hardware)) else None,
-        "reports": [_advice_content(advice) for advice in advices],
+        "reports": [
+            {
+                **_advice_content(advice),
+                "what_if": [one.as_json() for one in what_if(advice, asked)] if _uneven(advice) else None,
+            }
+            for advice in advices
+        ],
     }
+
+
+def _uneven(advice: Advice) -> bool:
+    return bool(advice.loads.ratios.max() > 1)
 
 
 def _advice_content(advice: Advice) -> dict[str, Any]:
@@ -86,8 +101,8 @@ def _mode_content(report: ModeReport) -> dict[str, Any]:
     }
 
 
-def print_text(advices: Sequence[Advice], source: str, console: Console) -> None:
-    """Print a table for each EP degree, the setting to write, and why."""
+def print_text(advices: Sequence[Advice], source: str, console: Console, asked: str = "even") -> None:
+    """Print a table for each EP degree, the setting to write and why, and what would change it under uneven loads."""
     first = advices[0]
     console.print(f"{source} on {first.hardware.name} ({first.hardware.device}), {first.loads.words}")
     for advice in advices:
@@ -98,10 +113,16 @@ def print_text(advices: Sequence[Advice], source: str, console: Console) -> None
             console.print(f"times are of 1F1B, not of the recipe's schedule: {advice.as_1f1b}")
         console.print(f"use: {yaml.safe_dump({'plugins': advice.settings}, default_flow_style=True).strip()}")
         console.print(f"why: {advice.why}")
+        if _uneven(advice):
+            console.print("\nwhat would change a step under these loads (the recipe as it is written, modelled):")
+            for line in lines(what_if(advice, asked)):
+                console.print(line)
     console.print()
     known = known_error(first.hardware)
     console.print(f"{NOTE}; {assumptions(first)}")
     console.print(f"step times: {known.words if known else UNKNOWN}")
+    if newer := newer_error(first.hardware):
+        console.print(newer.words)
     console.print(
         "arrows: without -> with overlap; bytes of the busiest rank, one layer and micro-batch, both directions"
     )
@@ -232,7 +253,8 @@ def ep_report(
     """Say what expert parallelism of RECIPE costs, and which dispatch mode and overlap to set.
 
     Prints for each mode the bytes on each class of links, the time, and the share of EP communication that is exposed,
-    without and with overlap. All numbers are modelled.
+    without and with overlap. Under uneven loads it adds what moving experts, a capacity, another degree or routing to
+    few nodes would change. All numbers are modelled.
     """
     if picture and ep and len(ep) > 1:
         raise click.UsageError("--picture draws one EP degree: give --ep only one number")
@@ -255,9 +277,9 @@ def ep_report(
         click.echo(f"drawn: {draw(advices[0], picture)}", err=True)
 
     if as_json:
-        click.echo(json.dumps(content(advices, str(recipe))))
+        click.echo(json.dumps(content(advices, str(recipe), asked)))
     else:
-        print_text(advices, str(recipe), Console(soft_wrap=True, highlight=False, markup=False))
+        print_text(advices, str(recipe), Console(soft_wrap=True, highlight=False, markup=False), asked)
 
 
 def _of_degree(recipe: Recipe, degree: int) -> Recipe:

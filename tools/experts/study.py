@@ -8,6 +8,7 @@ counts loads by layer and device, and replays the policies on them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from plugins.expert_balance.settings import read as read_settings
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import UNKNOWN, cluster, known_error
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.loads import moe_layers, of_ratios
+from tools.estimate.loads import of_ratios, require_of
 from tools.estimate.time_model import TimeModel
 from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
@@ -51,18 +52,23 @@ def open_run(place: Path, recipe: Path | None, say: Callable[[str], None]) -> So
     """Return the log at `place`, a run's folder or the file itself, and the recipe beside it.
 
     Args:
-        recipe: to take instead of the run's own. say: told what `auto` became.
+        recipe: to take instead of the run's own. say: told what `auto` became, and what was left out of the log.
 
     Raises:
-        DataError: there is no such log, or it is broken. RecipeError: the recipe is.
+        DataError: there is no such log, it is broken, or has other experts or layers than the recipe. RecipeError: the
+            recipe is broken.
     """
     if not place.exists():
         raise DataError(f"{place}: no such run or file")
     file = load_file(place) if place.is_dir() else place
-    records = read(file)
+    records = read(file, say=say)
     own = file.parent.parent / "recipe.yaml"  # RUN/metrics/expert_load.jsonl
     path = recipe or (own if file.parent.name == "metrics" and own.is_file() else None)
     loaded = resolve(load_recipe(path), say) if path else None
+    if loaded is not None:
+        with suppress(RecipeError):  # a recipe that the estimator does not know: `seconds_of` says why
+            layers, experts = records[0].tokens.shape
+            require_of(from_recipe(loaded), layers, experts, str(file))
     section = View(loaded).get(tuple(KEY.split("."))) if loaded is not None else None
     on = section is not None and section is not False
     return Source(file, records, loaded, read_settings(section) if on else Settings())
@@ -106,14 +112,8 @@ def seconds_of(recipe: Recipe | None, records: list[Record], cluster_name: str) 
         return "it runs on CPU workers, which no estimator knows; --recipe takes that of a cluster with as many experts"
     try:
         config = from_recipe(recipe)
-        if (config.ep, config.model.experts) != (records[0].devices, records[0].tokens.shape[1]):
-            return (
-                f"the log is of {records[0].tokens.shape[1]} experts on {records[0].devices} devices, the recipe of "
-                f"{config.model.experts} on {config.ep}"
-            )
-        layers = len(moe_layers(config))
-        if len(records[0].layers) not in (layers, layers + config.model.mtp):
-            return f"the log is of {len(records[0].layers)} MoE layers, the recipe of {layers}"
+        if config.ep != records[0].devices:
+            return f"the log is of {records[0].devices} devices that share experts, the recipe of {config.ep}"
         times = TimeModel(hardware)
         even = times.step(config, simulated=True).total
     except RecipeError as error:

@@ -112,8 +112,9 @@ class ModeReport:
 
 @dataclass(frozen=True)
 class Written:
-    """A `Written` holds the dispatch that the recipe writes, with the best values for `auto`."""
+    """A `Written` holds the dispatch that the recipe writes, with the best values for `auto`; `config` is its run."""
 
+    config: Configuration = field(repr=False)
     mode: str
     chunks: Chunks
     stride: int
@@ -150,10 +151,11 @@ class Advice:
         if len(modes) == 1 and cuts:
             own = replace(from_recipe(self.recipe), skew=self.skew)
             chunks, order = own.ep_cut or Cut((1, 1), 1)
-            step = _step(TimeModel(self.hardware), own, self.loads)
-            return Written(own.ep_mode, chunks or (1, 1), order or 1, step)
+            step = step_under(TimeModel(self.hardware), own, self.loads)
+            return Written(own, own.ep_mode, chunks or (1, 1), order or 1, step)
         found = advise(self.recipe, self.hardware, self.loads, modes, cuts, stride)
-        return Written(found.mode, found.chunks, found.stride, found.best.cut)
+        own = replace(found.config, ep_mode=found.mode, ep_cut=Cut(found.chunks, found.stride))
+        return Written(own, found.mode, found.chunks, found.stride, found.best.cut)
 
     @property
     def skew(self) -> float:
@@ -257,14 +259,16 @@ def _report(
     sent = [*forward, *backward(forward)]
     if config.recompute.full:
         sent += times.repeated(config)
-    whole = _step(times, config, loads)
-    alone = _step(times, replace(config, shared_beside=False), loads) if config.shared_beside else whole
+    whole = step_under(times, config, loads)
+    alone = step_under(times, replace(config, shared_beside=False), loads) if config.shared_beside else whole
     inter, intra = (sum(getattr(step, name) for step in sent) for name in ("inter_bytes", "intra_bytes"))
-    return ModeReport(mode, inter, intra, alone.by_part["ep"], choice, whole, _step(times, cut, loads))
+    return ModeReport(mode, inter, intra, alone.by_part["ep"], choice, whole, step_under(times, cut, loads))
 
 
-def _step(times: TimeModel, config: Configuration, loads: Loads = EVEN) -> StepTime:
-    """The step with its schedule simulated; of a schedule that has no model, as 1F1B, which compares modes as well."""
+def step_under(times: TimeModel, config: Configuration, loads: Loads = EVEN) -> StepTime:
+    """Return the step with its schedule simulated; of a schedule that has no model, as 1F1B, which compares modes as
+    well.
+    """
     try:
         return times.under(config, loads, simulated=True)
     except RecipeError:

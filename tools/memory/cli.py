@@ -196,8 +196,7 @@ def memory(
     if limit is not None:
         room = dataclasses.replace(room, source="--limit")
     report, line = _report(config, times, room, stage, loads_of(loads, config) if loads is not None else None)
-    balance = View(loaded).get(("plugins", "expert_balance"))
-    moves = balance not in (None, False) and expert_balance.read(balance).every
+    moves = expert_balance.moves(View(loaded).get(("plugins", "expert_balance")))
     report |= {"recipe": loaded.source, "exchange": _exchange(config, room) if moves else None}
     report["fit"] = _worst([report["fit"], *([report["exchange"]["fit"]] if report["exchange"] else [])])
     if explain_oom:

@@ -92,8 +92,8 @@ class OfGroup(click.Command):
     "--loads",
     metavar="LOADS",
     help="Also rank the placed strategies under uneven loads of devices, by expected seconds and with the chance to "
-    "run out of memory: even, published, spread:NUMBER, one max/mean, a run or a routing log (docs/estimator.md). "
-    "--write then writes the first under the loads.",
+    "run out of memory: even, published, trained, spread:NUMBER, one max/mean, a run or a routing log "
+    "(docs/estimator.md). --write then writes the first under the loads.",
 )
 @click.option("--top", default=10, show_default=True, type=Number("rows"), help="Strategies to place and show.")
 @effort_option("normal")
@@ -158,7 +158,8 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
                 others = search_schedules(request, options["schedules"], budget, times, progress.tell)
                 found.cut, found.whole = found.cut or others.cut, others.whole
             if options["loads"] is not None and found.whole and found.entries:
-                add_loads(found, options["loads"], times, progress.tell)
+                placed = {one.schedule: one.entry for one in others.every if one.entry}
+                add_loads(found, options["loads"], times, progress.tell, placed)
         except KeyboardInterrupt:
             click.echo("interrupted: nothing found yet", err=True)
             sys.exit(130)
@@ -198,9 +199,6 @@ def _asked(
     options["schedules"] = asked_schedules(options["schedules"])
     if options["write"]:
         require_writable(options["schedules"])
-    if options["loads"] is not None and (options["schedules"] or options["verified"]):
-        other = "--schedule" if options["schedules"] else "--verify"
-        raise RecipeError(f"--loads: it ranks layouts of 1F1B that were placed; leave {other} out")
     if options["schedules"] and options["verified"]:
         raise RecipeError("--verify dry-runs only 1F1B's layouts; with --schedule, --write it and tc3 dryrun it")
     of_run = (options["devices"], options["gbs"], options["memory"])
@@ -228,13 +226,17 @@ def _infeasible(request: Request, ranking: Ranking, as_json: bool) -> NoReturn:
 
 
 def _verify(recipe: Recipe, found: Found, full: bool) -> None:
-    """Drop what does not compile or fit of the best asked for, and of the next ones until one does.
+    """Drop what does not compile or fit of the best asked for, and of the next ones until one does: under the loads, if
+    some were asked for.
 
     Ctrl-C keeps what is not tried yet.
     """
+    from tools.search.ranking.run import renumber
     from tools.search.ranking.verify import Verdict, verify
 
-    tried = list(found.entries)
+    judged = {id(one.config): one.judged for one in found.uneven if one.numbered}
+    order = {config: place for place, config in enumerate(judged)}
+    tried = sorted(found.entries, key=lambda entry: order.get(id(entry.config), 0))
 
     def told(number: int, verdict: Verdict) -> None:
         entry = tried[number]
@@ -253,9 +255,11 @@ def _verify(recipe: Recipe, found: Found, full: bool) -> None:
         click.echo(f"dry run of {entry.layout}: {words}{own}", err=True)
 
     try:
-        verify(recipe, tried, found.to_verify, found.request, told, full)
+        loads = [judged.get(id(entry.config)) for entry in tried]
+        verify(recipe, tried, found.to_verify, found.request, told, full, loads=loads)
     except KeyboardInterrupt:
         found.whole = False
+    renumber(found)
 
 
 def _tell(

@@ -7,6 +7,9 @@ than another does not. The share of the draws in which a layout is the
 fastest is how likely it is, as far as the terms' errors go; layouts with a share of 5 % belong to the set. A term's
 experiment is worth how much likelier the first choice is right once the term is known: the mean, over its values, of
 the largest share.
+
+Runs of software newer than the fit are further off than its rows (`Newer`). What a release changes is drawn by itself,
+as the same terms with deviations of that size.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tools.estimate.configuration import Configuration
-from tools.estimate.efficiency import KnownError, known_error
+from tools.estimate.efficiency import Newer, known_error, newer_error
 from tools.estimate.time_model import TimeModel
 from tools.search.ranking.run import Found
 
@@ -77,11 +80,9 @@ def slopes(model: TimeModel, configs: Sequence[Configuration]) -> np.ndarray:
     return found
 
 
-def scaled(slope: np.ndarray, known: KnownError | None) -> np.ndarray:
-    """Return `slopes` with all deviations multiplied by one factor, so that step times vary as much as their known
-    error.
-    """
-    wanted = _DEVIATION * (known.mean if known else UNKNOWN_ERROR)
+def scaled(slope: np.ndarray, error: float) -> np.ndarray:
+    """Return `slopes` with all deviations multiplied by one factor, so that step times vary by `error` on average."""
+    wanted = _DEVIATION * error
     varies = float(np.sqrt((slope**2).sum(axis=1).mean()))
     return slope * (wanted / varies) if varies else slope
 
@@ -116,15 +117,30 @@ class Doubt:
     # whether no other layout of the space can be the fastest, by the estimator's bounds; where some were never placed,
     # nothing is said of the space
     whole: bool = False
+    newer: Newer | None = None  # the errors of newer software; None where it is not drawn
+    newer_shares: tuple[float, ...] = ()  # as `shares`, with terms that are off by as much
 
     @property
     def alike(self) -> list[tuple[str, float]]:
         """Return the layouts that cannot be told apart, as (name, share), the most probable first."""
-        pairs = zip(self.names, self.shares, strict=True)
+        return self._likely(self.shares)
+
+    def _likely(self, shares: Sequence[float]) -> list[tuple[str, float]]:
+        pairs = zip(self.names, shares, strict=True)
         return sorted((pair for pair in pairs if pair[1] >= LEAST_SHARE), key=lambda pair: -pair[1])
 
     def lines(self) -> list[str]:
         """Sentences."""
+        return [*self._lines(), *([self._on_newer(self.newer)] if self.newer else [])]
+
+    def _on_newer(self, newer: Newer) -> str:
+        likely = ", ".join(f"{name} ({100 * share:.0f} %)" for name, share in self._likely(self.newer_shares))
+        return (
+            f"on software newer than the fit, whose runs were off by {100 * newer.mean:.1f} % on average, the fastest "
+            f"is {likely}: tc3 search calibrate on steps of your own software tells more"
+        )
+
+    def _lines(self) -> list[str]:
         of = f"{'the known error' if self.known else 'an assumed error'} of {100 * self.error:.1f} % on average"
         alike = ", ".join(f"{name} ({100 * share:.0f} %)" for name, share in self.alike)
         if len(self.alike) == 1 and self.whole:
@@ -165,6 +181,9 @@ class Doubt:
             "shares": dict(zip(self.names, self.shares, strict=True)),
             "cannot_be_told_apart": [name for name, _ in self.alike],
             "of_the_whole_space": self.whole,
+            "newer_software": {**self.newer.as_json(), "shares": dict(zip(self.names, self.newer_shares, strict=True))}
+            if self.newer
+            else None,
             "experiment": told,
             "step_devices": self.steps or None,
         }
@@ -189,10 +208,7 @@ def doubt(
         error, known, whole: as `Doubt`.
         devices: that a step of each layout needs at least.
     """
-    drawn = np.random.default_rng(SEED).standard_normal((DRAWS, slope.shape[1]))
-    times = np.log(np.asarray(seconds)) + drawn @ slope.T
-    first = times <= times.min(axis=1, keepdims=True) + _ALIKE
-    wins = first / first.sum(axis=1, keepdims=True)
+    drawn, wins = _wins(seconds, slope)
     shares = wins.mean(axis=0)
     experiment, steps = None, 0
     if (shares >= LEAST_SHARE).sum() > 1:
@@ -202,6 +218,14 @@ def doubt(
         experiment = _cheapest(right, float(shares.max()), node)
         steps = max((few for few, share in zip(devices, shares, strict=False) if share >= LEAST_SHARE), default=0)
     return Doubt(tuple(names), tuple(map(float, shares)), experiment, error, known, steps, whole)
+
+
+def _wins(seconds: Sequence[float], slope: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[draws, terms] what was drawn, and [draws, layouts] who is the fastest; equal layouts share a draw."""
+    drawn = np.random.default_rng(SEED).standard_normal((DRAWS, slope.shape[1]))
+    times = np.log(np.asarray(seconds)) + drawn @ slope.T
+    first = times <= times.min(axis=1, keepdims=True) + _ALIKE
+    return drawn, first / first.sum(axis=1, keepdims=True)
 
 
 def _cheapest(right: Sequence[float], before: float, node: int) -> Experiment | None:
@@ -226,18 +250,26 @@ def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
         return None
     if found.own and not found.request.changed and found.own.peak <= found.request.room:
         entries["recipe"] = found.own
-    known = known_error(times.hardware)
-    slope = scaled(slopes(times, [entry.config for entry in entries.values()]), known)
-    return doubt(
+    known, newer = known_error(times.hardware), newer_error(times.hardware)
+    error = known.mean if known else UNKNOWN_ERROR
+    slope, seconds = (
+        slopes(times, [entry.config for entry in entries.values()]),
+        [one.seconds for one in entries.values()],
+    )
+    made = doubt(
         list(entries),
-        [entry.seconds for entry in entries.values()],
-        slope,
+        seconds,
+        scaled(slope, error),
         found.request.node,
-        known.mean if known else UNKNOWN_ERROR,
+        error,
         known is not None,
         [least_devices(entry.config) for entry in entries.values()],
         whole=found.complete,
     )
+    if newer is None or len(entries) == 1:
+        return made
+    shares = _wins(seconds, scaled(slope, newer.mean))[1].mean(axis=0)
+    return replace(made, newer=newer, newer_shares=tuple(map(float, shares)))
 
 
 def least_devices(config: Configuration) -> int:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.estimate.configuration import Configuration
-from tools.estimate.efficiency import UNKNOWN, known_error
+from tools.estimate.efficiency import UNKNOWN, known_error, newer_error
 from tools.estimate.memory.room import LEFT_OUT, known_errors
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
@@ -160,6 +160,7 @@ def assumptions(found: Found, times: TimeModel) -> list[str]:
         "all numbers are predictions; MFU counts model FLOPs without recomputation, causal attention once; "
         "exposed is communication that nothing hides; data stalls are taken as zero",
         f"step times: {known.words if known else UNKNOWN}",
+        *([newer.words] if (newer := newer_error(hardware)) else []),
     ]
     if assumed:
         lines.append(f"assumed in {hardware.name}: {', '.join(assumed)}")
@@ -195,7 +196,7 @@ def notes(found: Found) -> list[str]:
     words = f"Effort {found.effort:g} for each placement"
     lines.append(f"{words}; {LATE}." if found.cut else f"{words}: the same on every machine.")
     for one in found.uneven:
-        if one.name != "recipe" and found.entries[int(one.name) - 1] is best:
+        if one.config is best.config and one.name != "recipe":
             lines.append(
                 f"Under {one.loads.words}: {one.seconds:.2f} s per step, out of memory at {one.cells[5]} steps."
             )
@@ -297,7 +298,7 @@ def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuratio
     """Return what `write_overlay` takes: the fastest layout that can run of the requested schedules, or of 1F1B if none
     was requested.
     """
-    one = others.writable
+    one = others.writable(found.uneven)
     if one is None or one.entry is None:
         return found.best.config, path, notes(found)
     words = f"Schedule {one.schedule}; the fastest layout of 1F1B, interleaved or not, was predicted at "

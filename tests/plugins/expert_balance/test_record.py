@@ -52,10 +52,14 @@ def test_half_a_line_of_a_killed_run_is_left_out(tmp_path):
     append(log, record(1))
     with log.open("a") as out:
         out.write(line(record(2))[:40])
-    assert [one.step for one in read(log)] == [1]
+    said = []
+    assert [one.step for one in read(log)] == [one.step for one in read(log, say=said.append)] == [1]
+    assert said == [f"{log}:2: this line is not finished, as a run writes it or was killed: it is left out"]
     append(log, record(2))
     append(log, record(3))
-    assert [one.step for one in read(log)] == [1, 2, 3]
+    assert [one.step for one in read(log)] == [1, 2, 3], "a run that resumes goes on"
+    with pytest.raises(DataError, match="log:2: this line is not JSON"):
+        read(log, say=said.append)
 
 
 @pytest.mark.parametrize(

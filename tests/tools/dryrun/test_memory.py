@@ -16,7 +16,9 @@ from tools.dryrun.memory import (
     STATE,
     WEIGHT,
     Held,
+    exchange,
     fit_of,
+    hccl_buffers,
     kind_of,
     line_of,
     memory_of,
@@ -55,6 +57,21 @@ def test_a_rank_keeps_its_slice_over_the_shards():
 )
 def test_kind_of_a_name(name, kind):
     assert kind_of(name) == kind
+
+
+def test_moving_experts_takes_twice_the_largest_slice_beside_what_is_kept():
+    experts = held("decoder.layers.1.mlp.experts.weight1", dtype="BFloat16", shape=(8, 8), part=(8, 4), shards=2)
+    other = held("decoder.layers.1.mlp.shared_experts.w", shape=(64, 64), part=(64, 64), shards=1)
+    found = exchange([(0, [other]), (3, [experts, other])], limit=10**6)
+    assert found == {"stage": 3, "bytes": 2 * 16 * 4, "held": 2 * 16 * 4 + 32 + 64 * 64 * 4, "fit": FITS}
+    assert exchange([(3, [experts])], limit=100)["fit"] == DOES_NOT_FIT
+    assert exchange([(3, [experts])], limit=0)["fit"] == NO_LIMIT and exchange([(0, [other])], limit=1) is None
+
+
+def test_hccl_keeps_two_buffers_for_each_communicator_of_a_rank():
+    ranks = [{"graph": {"groups": [[0, 1], [0, 8], [0, 1]]}}, {"graph": {"groups": [[2, 3]]}}, {}]
+    assert hccl_buffers(ranks) == {"communicators": 2, "bytes": 2 * 2 * 200 * 1024**2}
+    assert hccl_buffers([{}]) == {"communicators": 0, "bytes": 0}
 
 
 def test_memory_adds_up():

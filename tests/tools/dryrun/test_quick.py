@@ -3,13 +3,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from plugins.errors import RecipeError
 from tools.check.check import check_recipe
 from tools.dryrun.memory import WEIGHT
 from tools.dryrun.plan import stages_of
 from tools.dryrun.quick import ERROR, compose, quick_plan
 from tools.dryrun.quick import small_of as quick_small_of
-from tools.dryrun.report import report_of
+from tools.dryrun.report import loads_asked, report_of
 from tools.estimate.from_recipe import from_recipe
+from tools.estimate.loads import uniform
+from tools.estimate.memory.loaded import peaks
+from tools.estimate.memory.model import stage_memory
 from tools.hardware.units import GIB
 from tools.model.architecture import DENSE, MOE
 from tools.recipe.load import load_recipe
@@ -189,12 +193,12 @@ def results_of(plan, saved):
     return found
 
 
-def reported(loaded, saved):
+def reported(loaded, saved, loads=None):
     plan = quick_plan(loaded)
     results = [
         result | {"graph": result["graph"] | {"collectives": [], "groups": []}} for result in results_of(plan, saved)
     ]
-    return report_of(loaded, plan, results, View(loaded).node)
+    return report_of(loaded, plan, results, View(loaded).node, loads=loads)
 
 
 def test_stages_are_put_together_from_layers():
@@ -236,6 +240,36 @@ def test_the_stage_without_recomputation_decides(kept_gib, verdict, words):
     assert len(problems) == (verdict != "fits") and all(words in line and "stage 5" in line for line in problems)
     saved = report["stages"][5]["memory"]["saved"]
     assert saved == 3 * 7 * int(kept_gib * GIB) * 2  # 1F1B: stage 5 of 8 has three micro-batches in flight
+
+
+def test_uneven_loads_are_judged_on_what_was_compiled():
+    loaded = recompute(recompute=True)
+    small = quick_small_of(loaded).groups
+    saved = [GIB // 100] * sum(map(len, small))
+    even = reported(loaded, saved)
+    assert even["loads"]["fits_up_to"] > 1 and even["fit"] == "fits" and even["exchange"] is None
+    mild, hard = (reported(loaded, saved, loads=loads_asked(text, loaded)) for text in ("1.01", "7"))
+    assert mild["fit"] == "fits" and mild["loads"]["steps"] == {"all": 1, "need_more": 0, "open": 0}
+    assert mild["loads"]["fits_up_to"] == even["loads"]["fits_up_to"] and not mild["problems"]
+    stage = max(even["stages"], key=lambda stage: stage["memory"]["total"])
+    more = hard["loads"]["stages"][stage["stage"]]["bytes"] - stage["memory"]["total"]
+    config = from_recipe(loaded)
+    modelled = peaks(config, stage["stage"], uniform(7).shares)[0] - stage_memory(config, stage["stage"]).peak
+    assert more == pytest.approx(modelled)
+    tight = recompute(recompute=True)
+    tight["context"]["max_device_memory"] = f"{(stage['memory']['total'] + more / 9) / GIB}GB"
+    over = reported(tight, saved, loads=loads_asked("7", tight))
+    assert over["fit"] == "does not fit" and over["stages"][stage["stage"]]["fit"] == "unknown", "within 3 %"
+    assert "under the loads: does not fit" in over["problems"][-1]
+
+
+def test_loads_need_a_limit_and_a_device():
+    loaded = recompute(recompute=True)
+    del loaded["context"]["max_device_memory"]
+    with pytest.raises(RecipeError, match=r"sets no context\.max_device_memory"):
+        loads_asked("even", loaded)
+    with pytest.raises(RecipeError, match="memory of CPU workers"):
+        loads_asked("even", load_recipe(RECIPES / "mini/pretrain_ep4.yaml"))
 
 
 def test_search_does_not_take_a_winner_of_which_one_stage_recomputes_nothing_and_does_not_fit():

@@ -91,6 +91,9 @@ REPORT = {
     "stages": [STAGE, {**STAGE, "stage": 1, "compiled": False}],
     "links": {"exact": 1, "alike": 0, "unknown": 0},
     "groups": {"all": 14, "compared": 2},
+    "loads": None,
+    "exchange": None,
+    "hccl": {"communicators": 8, "bytes": 8 * 400 << 20},
     "problems": [],
 }
 
@@ -111,6 +114,17 @@ def test_a_clean_report():
     ]
     assert "5.00*" in text and "1,000 (as tc3 check counts)" in text
     assert "1 of 1 links between stages compared" in text and "2 of 14 groups" in text
+
+
+def test_uneven_loads_and_moves_stand_below_the_table():
+    words = ["loads: it fits at even loads, and up to a max/mean of 1.70", "a log: 1 of 4,000 steps needs more"]
+    moving = {"stage": 3, "bytes": GIB // 2, "held": 13 * GIB, "fit": "fits"}
+    text = shown({**REPORT, "loads": {"words": words}, "exchange": moving})
+    assert all(line in text for line in words) and "modelled, not compiled" in text
+    assert "takes 0.50 GiB to move experts of stage 3: fits" in text
+    assert "HCCL keeps 3.1 GiB beside the limit, at least: 8 communicators" in text
+    bad = {**REPORT, "loads": {"words": words}, "problems": [f"under the loads: does not fit: {words[1]}"]}
+    assert shown(bad).count("1 of 4,000 steps") == 1
 
 
 def test_what_was_concluded_is_said():

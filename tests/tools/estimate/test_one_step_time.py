@@ -78,7 +78,7 @@ def test_ep_report_prints_it():
     seconds = searched(load_recipe(file))
     assert found["reports"][0]["recipe"]["step_seconds"] == seconds
     assert found["reports"][0]["modes"][found["reports"][0]["recipe"]["mode"]]["step_seconds"][1] == seconds
-    assert found["skew"] == 1.0 and found["known_step_errors"]["rows"] == 22
+    assert found["skew"] == 1.0 and found["known_step_errors"]["rows"] == 25
 
 
 def ranked_seconds(asked, own):

@@ -16,6 +16,8 @@ from plugins.expert_balance.record import append, load_file
 from plugins.expert_balance.settings import Settings
 from tests.plugins.expert_balance.drifting import live
 from tests.tools.check.test_mutations import ROOT
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.loads import loads_of
 from tools.experts.cli import experts
 from tools.experts.study import open_run, seconds_of, study
 from tools.layout.advise import advise
@@ -106,13 +108,12 @@ def test_what_waits_is_saved_by_moving(large):
 
 
 def test_seconds_that_nobody_knows_are_unknown_with_the_reason(tmp_path, large):
-    small = write(tmp_path / "log", live(Settings(every=0)))
-    few = write(tmp_path / "few", live(Settings(every=0), devices=16, experts=256))
+    small = write(tmp_path / "log", live(Settings(every=0), experts=16))
+    few = write(tmp_path / "few", live(Settings(every=0), steps=3, devices=8, layers=LAYERS, experts=256))
     for arguments, reason in (
         ([small], "--recipe names one"),
         ([small, "--recipe", MINI], "CPU workers"),
-        ([small, "--recipe", LARGE], "32 experts on 4 devices, the recipe of 256 on 16"),
-        ([few, "--recipe", LARGE], "3 MoE layers, the recipe of 53"),
+        ([few, "--recipe", LARGE], "of 8 devices that share experts, the recipe of 16"),
     ):
         found = told(*arguments)
         assert reason in found["seconds"]["unknown"] and found["policies"][0]["waits_seconds"] is None
@@ -120,11 +121,38 @@ def test_seconds_that_nobody_knows_are_unknown_with_the_reason(tmp_path, large):
         assert reason in text.replace("\n", " ") and "unknown" in text
 
 
+def test_a_log_of_another_model_is_refused(tmp_path):
+    experts = write(tmp_path / "experts", live(Settings(every=0), steps=1))
+    layers = write(tmp_path / "layers", live(Settings(every=0), steps=1, devices=16, experts=256))
+    for log, message in ((experts, "32 experts, the recipe 256"), (layers, "3 MoE layers, the recipe 53")):
+        with pytest.raises(DataError, match=f"tokens: the log has {message}"):
+            raise run(log, "--recipe", LARGE).exception
+        with pytest.raises(DataError, match=f"tokens: the log has {message}"):
+            loads_of(log, from_recipe(load_recipe(LARGE)))
+
+
+def test_the_last_line_of_a_live_run_may_be_unfinished_and_no_other(tmp_path):
+    """The report and `--loads` have one rule."""
+    log = Path(write(tmp_path / "log.jsonl", live(Settings(every=0), steps=3, devices=16, layers=LAYERS, experts=256)))
+    config, whole = from_recipe(load_recipe(LARGE)), log.read_text()
+    log.write_text(whole + whole[:50])
+    result = run(log)
+    assert result.exit_code == 0 and "log.jsonl:4: this line is not finished" in result.stderr
+    assert told(log)["recorded_steps"] == 3
+    loads = loads_of(str(log), config)
+    assert loads.steps == (1, 2, 3) and "without its last line, which is not finished" in loads.words
+    for text in (whole + whole[:50] + "\n", whole[:50] + "\n" + whole):
+        log.write_text(text)
+        for read in (lambda: open_run(log, None, print), lambda: loads_of(str(log), config)):
+            with pytest.raises(DataError, match=r"this line is not JSON.*half a line"):
+                read()
+
+
 def test_a_run_brings_its_recipe_and_its_settings(tmp_path):
     settings = Settings(every=4, method="aligned", gate=0.0)
     recipe = {**load_recipe(MINI), "plugins": {"expert_balance": {"every": 4, "method": "aligned", "gate": 0}}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(recipe))))
-    write(load_file(tmp_path), live(settings))
+    write(load_file(tmp_path), live(settings, experts=16))
     for place in (tmp_path, load_file(tmp_path)):
         found = told(place)
         assert found["every"] == 4 and found["replay_differs_at"] == []

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from plugins.errors import DataError, RecipeError, TC3Error
 from tests.tools.search.test_search import RECIPE, run
 from tools.estimate.from_recipe import from_recipe
+from tools.estimate.memory.model import all_stages
 from tools.estimate.published.rows import read_rows
 from tools.experts.cost import ep_report
 from tools.hardware.load import FOLDER
@@ -201,6 +202,26 @@ def judged(monkeypatch, *good):
 
     monkeypatch.setattr(verify.verify, "__defaults__", (False, dry_run))
     return seen
+
+
+@pytest.mark.usefixtures("alone")
+def test_under_loads_the_first_of_them_is_verified_with_what_they_add(monkeypatch):
+    from tools.search.ranking import verify
+
+    def dry_run(path, full):
+        every = all_stages(from_recipe(load_recipe(path)))
+        return verify.DryRun([], [int(one.static) for one in every], [int(one.peak) for one in every])
+
+    monkeypatch.setattr(verify.verify, "__defaults__", (False, dry_run))
+    asked = ("--top", 3, "--json", "--memory", 16, "--verify", 1)
+    even = json.loads(run(*asked).stdout)
+    assert even["verified"] == 1 and even["best_is_verified"]
+    mild, hard = (run(*asked, "--loads", load) for load in ("1.1", "14"))
+    found = json.loads(mild.stdout)
+    assert found["best_is_verified"] and found["loads"][0]["name"] in "123"
+    failed = json.loads(hard.stdout)["failed"]
+    assert hard.exit_code == 1 and len(failed) == 3
+    assert all("added by the fullest step of the loads, the limit is 16.0" in one["problems"][0] for one in failed)
 
 
 @pytest.mark.usefixtures("alone")

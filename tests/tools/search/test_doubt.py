@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from tests.tools.search.test_candidates import request
-from tools.estimate.efficiency import known_error
+from tools.estimate.efficiency import known_error, newer_error
 from tools.estimate.time_model import TimeModel
 from tools.search.candidates import configuration
-from tools.search.doubt import TERMS, doubt, least_devices, perturbed, scaled, slopes
+from tools.search.doubt import TERMS, doubt, doubt_of, least_devices, perturbed, scaled, slopes
 from tools.search.ranking.rank import rank
+from tools.search.ranking.run import Found, entry_of
 
 LINKS = ("intra_node", "inter_node")
 NAMES = [term.name for term in TERMS]
@@ -90,9 +91,26 @@ def test_slopes_predict_what_a_perturbed_model_says(layouts):
 def test_step_times_vary_by_the_known_error(layouts):
     asked, configs = layouts
     known = known_error(asked.hardware)
-    rests = scaled(slopes(TimeModel(asked.hardware), configs), known)
+    rests = scaled(slopes(TimeModel(asked.hardware), configs), known.mean)
     drawn = np.random.default_rng(0).standard_normal((20_000, len(TERMS)))
     assert np.abs(drawn @ rests.T).mean() == pytest.approx(known.mean, rel=0.1)
+
+
+def test_what_a_release_changes_is_drawn_by_itself(layouts):
+    asked, configs = layouts
+    times, newer = TimeModel(asked.hardware), newer_error(asked.hardware)
+    assert newer.mean > known_error(asked.hardware).mean
+    entries = [entry_of(config, times) for config in configs]
+    found = doubt_of(Found(asked, None, entries=entries), times)
+    assert found.newer == newer and sum(found.newer_shares) == pytest.approx(1)
+    assert max(found.newer_shares) <= max(found.shares), "a wider draw makes the first no surer"
+    rests = scaled(slopes(times, configs), newer.mean)
+    again = doubt(found.names, [entry.seconds for entry in entries], rests, 8, newer.mean)
+    assert found.newer_shares == again.shares
+    assert "on software newer than the fit" in found.lines()[-1] and "calibrate" in found.lines()[-1]
+    assert found.as_json()["newer_software"]["rows"] == newer.rows
+    own = replace(asked.hardware, efficiency={"matmul": 0.5})
+    assert newer_error(own) is None
 
 
 def test_a_term_changes_only_what_it_names(layouts):

@@ -34,7 +34,7 @@ from tools.search.page import draw_entry, frontier
 from tools.search.ranking import rank as search_rank
 from tools.search.ranking import run as search_run
 from tools.search.ranking.rank import explain_infeasible, feasible, more_memory, rank
-from tools.search.ranking.run import Found, entry_of, why_faster
+from tools.search.ranking.run import Found, entry_of, renumber, why_faster
 from tools.search.ranking.uneven import Uneven, in_order
 from tools.search.ranking.uneven import words as uneven_words
 from tools.search.report import placed_words
@@ -377,7 +377,7 @@ def test_placed_layouts_are_ranked_under_loads(tmp_path):
 
 def uneven(name, even_s, seconds, over):
     judged = SimpleNamespace(over=np.array([True] * over + [False] * (4 - over)))
-    return Uneven(name, f"layout {name}", even_s, seconds, loads_uniform(1.3), judged)
+    return Uneven(name, f"layout {name}", SimpleNamespace(), even_s, seconds, loads_uniform(1.3), judged)
 
 
 def test_a_changed_winner_is_named_with_the_reason():
@@ -393,3 +393,39 @@ def test_a_changed_winner_is_named_with_the_reason():
     every = uneven_words(in_order([uneven("1", 10.0, 11.0, 1), uneven("2", 10.0, 12.0, 2)]))
     assert every[1] == "every placed layout runs out of memory; 1 at 25.0% of the steps"
     assert uneven_words([]) == []
+    faster = uneven_words(in_order([first, second, uneven("zero_bubble_v", 9.0, 11.0, 0)]))
+    assert faster[1] == "under the loads schedule zero_bubble_v is faster still: 11.00 s per step"
+
+
+def test_a_layout_that_a_dry_run_dropped_leaves_the_table_under_loads():
+    configs = [SimpleNamespace() for _ in range(3)]
+    entries = [SimpleNamespace(config=config) for config in configs]
+    rows = [replace(uneven(str(at + 1), 10.0, 15.0 - at, 0), config=config) for at, config in enumerate(configs)]
+    found = Found(None, None, entries=list(entries), uneven=in_order([*rows, uneven("zero_bubble_v", 9.0, 11.0, 0)]))
+    assert found.best is entries[2]
+    found.entries.pop()
+    renumber(found)
+    assert [one.name for one in found.uneven] == ["zero_bubble_v", "2", "1"] and found.best is entries[1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_other_schedules_are_ranked_under_loads_and_the_first_of_them_is_written(tmp_path):
+    overlay = tmp_path / "o.yaml"
+    words = (
+        "--top",
+        2,
+        "--json",
+        "--limit",
+        "mbs=1",
+        "--schedule",
+        "zero_bubble_v",
+        "--loads",
+        "1.3",
+        "--write",
+        overlay,
+    )
+    told = json.loads(run(*words).stdout)
+    own = next(one for one in told["loads"] if one["name"] == "zero_bubble_v")
+    assert own["even_step_s"] == told["schedules"][0]["strategy"]["step_s"] < own["expected_step_s"]
+    assert from_recipe(load_recipe(overlay)).schedule == "zero_bubble_v"
+    assert "Under one max/mean everywhere" in overlay.read_text("utf-8").replace("\n# ", " ")

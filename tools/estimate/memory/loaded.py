@@ -9,17 +9,19 @@ device is rarely the fullest one of every layer. Even loads give `stage_memory` 
   bound.
 * If a load says only how full the fullest device of each layer is (one max/mean), all layers are taken to have that
   device, which is an upper bound, too.
-* What HCCL reserves for an AlltoAllV beside the rows that it moves is not known, and not counted.
+* What HCCL reserves does not depend on the rows that an AlltoAllV moves: two buffers for each communicator, beside the
+  memory of the job (`tools.dryrun.memory.hccl_buffers`).
 
-`limit_ratio` says up to which max/mean a stage fits, `judge` at how many steps of given loads it does not.
+`limit_ratio` says up to which max/mean a stage fits, `judge` at how many steps of given loads it does not. A compile
+(`tc3 dryrun`) knows the bytes at even loads better; then only what uneven loads add is modelled (`Even`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,7 +35,7 @@ from tools.estimate.memory.model import (
     layer_options,
     stage_memory,
 )
-from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room
+from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, known_errors
 from tools.hardware.units import GIB
 
 _HALVINGS = 60
@@ -121,14 +123,50 @@ def most_possible(config: Configuration) -> float:
     return config.ep * min(model.top_k, model.experts // config.ep) / model.top_k if model.experts else 1.0
 
 
-def limit_ratio(config: Configuration, stage: int, limit: float) -> float:
-    """Return the largest max/mean, in every layer and micro-batch, at which a stage takes at most `limit` bytes.
+@dataclass(frozen=True)
+class Even:
+    """These are the bytes of a device of a stage at even loads, where a compile counted them.
 
-    It is 0 if the stage does not fit at even loads, and `most_possible` if it fits whatever the router does.
+    Args:
+        stage: its number. total: the bytes. least, most: what the total may be off at most.
+    """
+
+    stage: int
+    least: float
+    total: float
+    most: float
+
+
+class Needs(NamedTuple):
+    """These are the bytes of the fullest device, as far as they are known: [steps] least, expected and most."""
+
+    least: np.ndarray
+    total: np.ndarray
+    most: np.ndarray
+
+
+def needs_of(config: Configuration, stage: int, shares: np.ndarray, even: Even | None = None) -> Needs:
+    """Return what a stage needs under the loads `shares` (as in `peaks`).
+
+    Args:
+        even: bytes of a compile. Only what the loads add to them is modelled, and may be off by as much as modelled
+            memory is; without a compile all of it is modelled, and the room leaves a margin for the error (`Room`).
+    """
+    found = peaks(config, stage, shares)
+    if even is None:
+        return Needs(found, found, found)
+    more, error = found - _even(config, stage)[0].peak, known_errors().margin
+    return Needs(even.least + (1 - error) * more, even.total + more, even.most + (1 + error) * more)
+
+
+def limit_ratio(config: Configuration, stage: int, limit: float, even: Even | None = None) -> float:
+    """Return the largest max/mean, in every layer and micro-batch, at which a stage surely takes at most `limit` bytes.
+
+    It is 0 if the stage does not surely fit at even loads, and `most_possible` if it fits whatever the router does.
     """
 
     def taken(ratio: float) -> float:
-        return float(peaks(config, stage, np.full((1, 1, 1, 1), ratio))[0])
+        return float(needs_of(config, stage, np.full((1, 1, 1, 1), ratio), even).most[0])
 
     low, high = 1.0, most_possible(config)
     if taken(low) > limit:
@@ -149,7 +187,7 @@ class Judged:
         fits: at even loads, as far as the model's known error allows a statement.
         up_to: the max/mean up to which it surely fits in every layer; 0: not even at 1.
         full: the stage that is full first. most: the largest max/mean that a router can reach.
-        loads: what else was asked for; None: nothing. needs: [steps, stages] bytes of it.
+        loads: what else was asked for; None: nothing. stages: their numbers. needs: of each stage under `loads`.
         room: the memory that a device has.
     """
 
@@ -158,18 +196,24 @@ class Judged:
     full: int
     most: float
     loads: Loads | None
-    needs: np.ndarray
+    stages: tuple[int, ...]
+    needs: tuple[Needs, ...]
     room: Room
+
+    @property
+    def total(self) -> np.ndarray:
+        """Return [steps, stages] the expected bytes."""
+        return np.stack([one.total for one in self.needs], axis=1)
 
     @property
     def over(self) -> np.ndarray:
         """Return [steps] whether a step needs more than the limit."""
-        return self.needs.max(axis=1) > self.room.cap
+        return np.max([one.least for one in self.needs], axis=0) > self.room.cap
 
     @property
     def open(self) -> np.ndarray:
         """Return [steps] whether the model's known error leaves open if a step fits."""
-        return (self.needs.max(axis=1) > self.room.bytes) & ~self.over
+        return (np.max([one.most for one in self.needs], axis=0) > self.room.bytes) & ~self.over
 
     @property
     def verdict(self) -> str:
@@ -191,17 +235,23 @@ class Judged:
         return found if self.loads is None else [*found, self._of_loads(self.loads)]
 
     def _of_loads(self, loads: Loads) -> str:
-        """How many steps need more."""
-        step, stage = np.unravel_index(int(self.needs.argmax()), self.needs.shape)
-        total, over, between = len(self.needs), int(self.over.sum()), int(self.open.sum())
-        one = "step" if total == 1 else "steps"
-        place = f"step {loads.steps[step]} on stage {stage}, {self.needs[step, stage] / GIB:.1f} GiB"
+        """How many steps need more, and on which stage."""
+        every = self.total
+        step, place = np.unravel_index(int(every.argmax()), every.shape)
+        steps, over, between = len(every), int(self.over.sum()), int(self.open.sum())
+        one = "step" if steps == 1 else "steps"
+        fullest = f"step {loads.steps[step]} on stage {self.stages[place]}, {every[step, place] / GIB:.1f} GiB"
         if not over and not between:
-            return f"{loads.words}: all of {total} {one} fit; the fullest is {place}"
+            return f"{loads.words}: all of {steps} {one} fit; the fullest is {fullest}"
         doubt = f"{between} more within the model's known error of it" if between else "no more within the known error"
+        where = ""
+        if over:
+            often = np.sum([one.least > self.room.cap for one in self.needs], axis=1)
+            rate = "" if over in (1, steps) else f"1 step in {_floor(steps / over, 1):,g}, "
+            where = f" ({rate}most often on stage {self.stages[int(often.argmax())]})"
         return (
-            f"{loads.words}: {over} of {total} {one} {'needs' if over == 1 else 'need'} more than the limit, {doubt}; "
-            f"the fullest is {place}"
+            f"{loads.words}: {over} of {steps} {one} {'needs' if over == 1 else 'need'} more than the limit{where}, "
+            f"{doubt}; the fullest is {fullest}"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -209,24 +259,30 @@ class Judged:
         found: dict[str, Any] = {"fits_up_to": self.up_to, "full_first": self.full, "most_possible": self.most}
         if self.loads is None:
             return found
-        counts = {"all": len(self.needs), "need_more": int(self.over.sum()), "open": int(self.open.sum())}
-        at = self.needs.argmax(axis=0)
+        every = self.total
+        counts = {"all": len(every), "need_more": int(self.over.sum()), "open": int(self.open.sum())}
         stages = [
-            {"stage": stage, "step": self.loads.steps[step], "bytes": float(self.needs[step, stage])}
-            for stage, step in enumerate(at)
+            {"stage": self.stages[place], "step": self.loads.steps[step], "bytes": float(every[step, place])}
+            for place, step in enumerate(every.argmax(axis=0))
         ]
         return {**found, **self.loads.as_json(), "steps": counts, "stages": stages}
 
 
-def _floor(ratio: float) -> float:
-    return int(ratio * 100) / 100
+def _floor(ratio: float, digits: int = 2) -> float:
+    scale = 10**digits
+    return int(ratio * scale) / scale
 
 
-def judge(config: Configuration, room: Room, loads: Loads | None = None) -> Judged:
+def judge(config: Configuration, room: Room, loads: Loads | None = None, compiled: Sequence[Even] = ()) -> Judged:
     """Return whether a run with experts fits at even loads, up to which max/mean it fits, and how it fits under
-    `loads`."""
-    stages = range(config.pp)
-    ratios = [limit_ratio(config, stage, room.bytes) for stage in stages]
+    `loads`.
+
+    Args:
+        compiled: what a compile counted of some or all stages; only these are judged. Empty: all stages are modelled.
+    """
+    evens: dict[int, Even | None] = {one.stage: one for one in compiled} or dict.fromkeys(range(config.pp))
+    ratios = [limit_ratio(config, stage, room.bytes, even) for stage, even in evens.items()]
     asked = np.ones((1, 1, 1, 1)) if loads is None else loads.shares
-    needs = np.stack([peaks(config, stage, asked) for stage in stages], axis=1)
-    return Judged(min(ratios) >= 1, min(ratios), int(np.argmin(ratios)), most_possible(config), loads, needs, room)
+    needs = tuple(needs_of(config, stage, asked, even) for stage, even in evens.items())
+    full = list(evens)[int(np.argmin(ratios))]
+    return Judged(min(ratios) >= 1, min(ratios), full, most_possible(config), loads, tuple(evens), needs, room)

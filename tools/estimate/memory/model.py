@@ -18,6 +18,7 @@ order of operations. Fragmentation by the allocator is not counted.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
@@ -104,17 +105,24 @@ def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], f
 
 
 def exchanged(config: Configuration, stage: int) -> float:
-    """Return the bytes beside the model while `plugins.expert_balance` moves experts of a stage, between two steps.
-
-    Rows travel tensor by tensor: what a device sends and what arrives, at most twice its slice of the largest one. A
-    moment has four bytes an element, whatever type the weight has.
-    """
+    """Return the bytes beside the model while `plugins.expert_balance` moves experts of a stage, between two steps."""
     slices = [
         weight.size / weight_cut(weight, config) / weight_shards(weight, config)
         for weight in stage_weights(config, stage)
         if module_of_weight(weight.name) == "experts"
     ]
-    return 2.0 * max(slices, default=0.0) * max(config.weight_item, _WIDE)
+    return exchange_of(slices, config.weight_item)
+
+
+def exchange_of(slices: Iterable[float], item: int) -> float:
+    """Return the bytes of an exchange of experts on a device, whose rows travel tensor by tensor: what the device sends
+    and what arrives, at most twice its slice of the largest tensor. A moment has four bytes an element, whatever type
+    the weight has.
+
+    Args:
+        slices: elements that the device holds of each tensor of experts. item: bytes of an element of a weight.
+    """
+    return 2.0 * max(slices, default=0.0) * max(item, _WIDE)
 
 
 def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[float]], float]:

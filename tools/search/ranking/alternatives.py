@@ -28,6 +28,7 @@ from tools.search.candidates import configuration
 from tools.search.ranking.rank import Ranked, rank
 from tools.search.ranking.run import Entry, Found, Progress, entry_of, place_all
 from tools.search.ranking.swapping import Swapping, place_swapping, swapped
+from tools.search.ranking.uneven import Uneven
 from tools.search.request import PLANNED, Request
 
 ALWAYS = ("1f1b", "interleaved_1f1b")
@@ -69,11 +70,17 @@ class BySchedule:
     whole: bool = True
     cut: bool = False
 
-    @property
-    def writable(self) -> Scheduled | None:
-        """Return the fastest of the schedules that a recipe can ask for."""
+    def writable(self, uneven: Sequence[Uneven] = ()) -> Scheduled | None:
+        """Return the fastest of the schedules that a recipe can ask for.
+
+        Args:
+            uneven: the layouts under loads, in their order, which then decides.
+        """
         able = [one for one in self.every if one.entry and not one.reason]
-        return min(able, key=lambda one: one.entry.seconds if one.entry else 0.0, default=None)
+        order = {one.name: place for place, one in enumerate(uneven)}
+        return min(
+            able, key=lambda one: (order.get(one.schedule, 0), one.entry.seconds if one.entry else 0.0), default=None
+        )
 
 
 def asked_schedules(words: Sequence[str]) -> tuple[str, ...]:

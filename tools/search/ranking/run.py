@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -261,8 +261,9 @@ class Found:
         """
         if self.passed:
             return self.passed[0]
-        first = next((one.name for one in self.uneven if one.name != "recipe"), "1")
-        return self.entries[int(first) - 1]
+        own = {id(entry.config): entry for entry in self.entries}
+        ranked = (own[id(one.config)] for one in self.uneven if one.numbered and id(one.config) in own)
+        return next(ranked, self.entries[0])
 
     @property
     def unverified(self) -> str:
@@ -271,7 +272,7 @@ class Found:
         """
         if not self.to_verify or not self.entries or self.passed:
             return ""
-        doubts = next((lines for entry, lines in self.doubtful if entry is self.entries[0]), None)
+        doubts = next((lines for entry, lines in self.doubtful if entry is self.best), None)
         return "it had no dry run before the search was interrupted" if doubts is None else "; ".join(doubts)
 
 
@@ -291,12 +292,18 @@ def search(
     return found
 
 
-def add_loads(found: Found, text: str, times: TimeModel, progress: Progress) -> None:
-    """Add what is found under the loads of `--loads`; Ctrl-C leaves it out, and the search counts as interrupted."""
+def add_loads(
+    found: Found, text: str, times: TimeModel, progress: Progress, others: Mapping[str, Entry] | None = None
+) -> None:
+    """Add what is found under the loads of `--loads`; Ctrl-C leaves it out, and the search counts as interrupted.
+
+    Args:
+        others: schedule -> its fastest layout, of those that were asked for.
+    """
     request = found.request
     room = Room(request.cap, request.cap_source, request.margin)
     entries = {str(number): entry for number, entry in enumerate(found.entries, 1)}
-    entries |= {"recipe": found.own} if found.own else {}
+    entries |= {**(others or {}), **({"recipe": found.own} if found.own else {})}
     every: list[Uneven] = []
     try:
         with terminate_as_interrupt():
@@ -307,6 +314,13 @@ def add_loads(found: Found, text: str, times: TimeModel, progress: Progress) -> 
         found.whole = False
         return
     found.uneven = in_order(every)
+
+
+def renumber(found: Found) -> None:
+    """Leave out of the layouts under loads those that a dry run dropped, and number the others as they stand now."""
+    names = {id(entry.config): str(number) for number, entry in enumerate(found.entries, 1)}
+    kept = [one for one in found.uneven if not one.numbered or id(one.config) in names]
+    found.uneven = [replace(one, name=names[id(one.config)]) if one.numbered else one for one in kept]
 
 
 @dataclass

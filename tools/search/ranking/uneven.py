@@ -5,6 +5,7 @@ The space is ranked, and layers are placed, at even loads: 51 million candidates
 The placed layouts and the recipe's own are then predicted under the loads (`tools.estimate.loads`), each with the loads
 that it has at its own `expert_parallel`. A layout of which a step needs more memory than the limit stands behind all
 others, because one such step ends a run. A layout that was not placed could be better under the loads; it is unknown.
+The fastest layout of each schedule of `--schedule` stands among them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tools.estimate.memory.room import Room
 from tools.estimate.time_model import TimeModel
 
 HEADS = {  # column -> what it says
-    "": "number of the strategy at even loads, as in the table above",
+    "": "number of the strategy at even loads, as in the table above; or a schedule, of which it is the fastest layout",
     "layout": "as above",
     "even s": "seconds of a step at even loads",
     "expected s": "mean seconds of a step under the loads",
@@ -36,16 +37,22 @@ class Uneven:
     """This is a layout under uneven loads.
 
     Args:
-        name: its number at even loads, or "recipe". layout: in words. even_s: seconds of a step at even loads.
-        seconds: of a step, expected under `loads`. judged: how it fits under them.
+        name: its number at even loads, a schedule, or "recipe". layout: in words. config: of the run. even_s: seconds
+            of a step at even loads. seconds: of a step, expected under `loads`. judged: how it fits under them.
     """
 
     name: str
     layout: str
+    config: Configuration
     even_s: float
     seconds: float
     loads: Loads
     judged: Judged
+
+    @property
+    def numbered(self) -> bool:
+        """Return whether it is a ranked layout of 1F1B, interleaved or not."""
+        return self.name.isdecimal()
 
     @property
     def runs_out(self) -> int:
@@ -94,7 +101,7 @@ def under(
     """
     loads = loads_of(text, config)
     seconds = times.under(config, loads, simulated=True).total
-    return Uneven(name, layout, even_s, seconds, loads, judge(config, room, loads))
+    return Uneven(name, layout, config, even_s, seconds, loads, judge(config, room, loads))
 
 
 def in_order(every: Sequence[Uneven]) -> list[Uneven]:
@@ -104,7 +111,7 @@ def in_order(every: Sequence[Uneven]) -> list[Uneven]:
 
 def words(ranked: Sequence[Uneven]) -> list[str]:
     """Return whether another layout wins under the loads than at even loads, and what the loads cost."""
-    placed = [one for one in ranked if one.name != "recipe"]
+    placed = [one for one in ranked if one.numbered]
     if not placed:
         return []
     best, even = placed[0], next(one for one in placed if one.name == "1")
@@ -116,6 +123,9 @@ def words(ranked: Sequence[Uneven]) -> list[str]:
     else:
         saved = f"{best.seconds:.2f} instead of {even.seconds:.2f} s per step"
         lines = [f"under the loads the winner changes: {best.name} before 1, {saved}: {cost}"]
+    other = next((one for one in ranked if one.name != "recipe"), best)
+    if not other.numbered:
+        lines.append(f"under the loads schedule {other.name} is faster still: {other.seconds:.2f} s per step")
     if ranked[0].name == "recipe":
         lines.append(
             f"under the loads the recipe's own layout stands before all of them, at {ranked[0].seconds:.2f} s per step"

@@ -23,6 +23,7 @@ from tools.dryrun.compiles import compile_all, diagnose
 from tools.dryrun.plan import plan_jobs, without_files
 from tools.dryrun.quick import ERROR, quick_plan
 from tools.dryrun.report import report_of
+from tools.estimate.memory.loaded import Judged
 from tools.estimate.memory.model import all_stages
 from tools.estimate.memory.room import DOES_NOT_FIT, UNKNOWN, fit_between
 from tools.hardware.units import GIB
@@ -96,6 +97,8 @@ def verify(
     told: Callable[[int, Verdict], None],
     full: bool = False,
     run: Run = dry_run,
+    *,
+    loads: Sequence[Judged | None] = (),
 ) -> None:
     """Make dry runs of entries one after the other: the first `count`, and more until one of them compiles and fits.
 
@@ -104,6 +107,7 @@ def verify(
         told: hears the number of each and what was found.
         full: compile every kind of stage.
         run: the dry run.
+        loads: of each entry, how it fits under the loads that were asked for; empty: at even loads.
     """
     passed = False
     for number, entry in enumerate(entries):
@@ -116,24 +120,35 @@ def verify(
                 found = run(path, full)
             except (RecipeError, ClusterError) as error:
                 found = DryRun([str(error)], [], [])
-        verdict = judge(entry, found, request, full)
+        verdict = judge(entry, found, request, full, loads[number] if loads else None)
         passed |= verdict.proven
         told(number, verdict)
 
 
-def judge(entry: Entry, found: DryRun, request: Request, full: bool) -> Verdict:
-    """Return what a strategy's dry run means."""
+def judge(entry: Entry, found: DryRun, request: Request, full: bool, loads: Judged | None = None) -> Verdict:
+    """Return what a strategy's dry run means.
+
+    Args:
+        loads: how the strategy fits under uneven loads: what their fullest step adds to a stage by the model is added
+            to what was compiled.
+    """
     estimate = max(found.total, default=0)
     if not found.exact:
         return Verdict(found.problems, [], estimate)
     needs: list[float] = list(found.total)
+    every = all_stages(entry.config)
     if not full:
-        rest = [memory.peak - memory.static for memory in all_stages(entry.config)]
+        rest = [memory.peak - memory.static for memory in every]
         own = [exact + more for exact, more in zip(found.exact, rest, strict=True)]
         needs = [max(pair) for pair in zip(own, found.total, strict=True)]
+    words = [""] * len(needs)
+    if loads is not None:
+        added = [most - memory.peak for most, memory in zip(loads.total.max(axis=0), every, strict=True)]
+        needs = [float(need + more) for need, more in zip(needs, added, strict=True)]
+        words = [f", {more / GIB:.1f} added by the fullest step of the loads" for more in added]
     lines = [
-        f"stage {stage}: {need / GIB:.1f} GiB per device, {exact / GIB:.1f} of them exact"
-        for stage, (need, exact) in enumerate(zip(needs, found.exact, strict=True))
+        f"stage {stage}: {need / GIB:.1f} GiB per device, {exact / GIB:.1f} of them exact{more}"
+        for stage, (need, exact, more) in enumerate(zip(needs, found.exact, words, strict=True))
     ]
     cap, proven = request.cap, min(request.cap, (1 + _SAME) * request.room)
     proven = proven if full else min(proven, cap / (1 + ERROR))

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.tools.estimate.test_loads import DEVICES, MODEL, run
 from tools.estimate.loads import EVEN, Loads, moe_layers, spread, uniform
 from tools.estimate.memory.activations import buffers, fullest_pass, mtp_option, saved
-from tools.estimate.memory.loaded import judge, limit_ratio, most_possible, peaks
+from tools.estimate.memory.loaded import Even, judge, limit_ratio, most_possible, needs_of, peaks
 from tools.estimate.memory.model import all_stages, layer_options, stage_memory
-from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room
+from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, known_errors
 from tools.pipeline.schedules import operations
 
 GRAPH = {"training_graph": True, "keep_gathered": True, "shared_whole": True}
@@ -127,7 +127,8 @@ def test_the_verdict_counts_steps():
     assert judged.open.tolist() == [False, True, False]
     first, second = judged.lines
     assert "fits at even loads, and up to a max/mean of 1.0" in first
-    assert "1 of 3 steps needs more than the limit, 1 more within the model's known error" in second
+    assert "1 of 3 steps needs more than the limit (most often on stage " in second
+    assert "), 1 more within the model's known error" in second
     assert "step 13 on stage" in second
     assert judged.as_json()["steps"] == {"all": 3, "need_more": 1, "open": 1}
     assert judge(config, room).verdict == FITS and len(judge(config, room).lines) == 1
@@ -136,3 +137,38 @@ def test_the_verdict_counts_steps():
     assert "does not surely fit at even loads" in judge(config, small).lines[0]
     assert "every load that a router can give (max/mean 4)" in judge(config, large).lines[0]
     assert "all of 256 steps fit" in judge(config, large, spread(0.5, 7, 4)).lines[1]
+
+
+def test_what_is_compiled_counts_at_even_loads_and_only_what_loads_add_is_modelled():
+    config = run(**GRAPH)
+    even = stage_memory(config, 1).peak
+    counted = Even(1, 0.98 * even, even, 1.03 * even)
+    shares = drawn(5, 1)
+    for found, at_even in zip(
+        needs_of(config, 1, EVEN.shares, counted), (counted.least, even, counted.most), strict=True
+    ):
+        assert found.tolist() == [at_even]
+    least, total, most = needs_of(config, 1, shares, counted)
+    assert total == pytest.approx(peaks(config, 1, shares), rel=1e-12)
+    more, error = total - even, known_errors().margin
+    assert least - counted.least == pytest.approx((1 - error) * more)
+    assert most - counted.most == pytest.approx((1 + error) * more)
+    # a compile that equals the model, and knows no error: the same limit, less the error of what loads add
+    exact, room = Even(1, even, even, even), Room(1.1 * even, "a test", 0.0)
+    ratio = limit_ratio(config, 1, room.bytes)
+    judged = judge(config, room, uniform(ratio), [exact])
+    assert judged.stages == (1,) and judged.full == 1 and judged.fits and 1 < judged.up_to < ratio
+    assert judged.verdict == UNKNOWN and judge(config, room, uniform(judged.up_to), [exact]).verdict == FITS
+    assert judge(config, room, uniform(1.2 * ratio), [exact]).verdict == DOES_NOT_FIT
+
+
+def test_the_rate_of_steps_that_need_more_is_said():
+    config = run(**GRAPH)
+    shares = np.ones((40, 1, 7, DEVICES))
+    shares[7, 0, :, 1] = 3.0
+    most = max(memory.peak for memory in all_stages(config))
+    words = judge(config, Room(1.02 * most, "a test", 0.0), Loads(shares, tuple(range(40)), "made loads")).lines[1]
+    assert "1 of 40 steps needs more than the limit (most often on stage" in words
+    shares[9, 0, :, 1] = 3.0
+    words = judge(config, Room(1.02 * most, "a test", 0.0), Loads(shares, tuple(range(40)), "made loads")).lines[1]
+    assert "2 of 40 steps need more than the limit (1 step in 20, most often on stage" in words

@@ -10,7 +10,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.estimate.efficiency import FILE, NAMES, cluster, known_error
+from benchmarks.estimator import cards, newer
+from tools.estimate.efficiency import FILE, NAMES, cluster, known_error, newer_error
 from tools.estimate.published.calibrate import BOUNDS, FOLLOWS, SPREAD, START, TYPES, type_of
 from tools.estimate.published.fit import (
     Problem,
@@ -28,7 +29,7 @@ from tools.estimate.published.fit import (
     usable,
 )
 from tools.estimate.published.rows import express, read_rows
-from tools.estimate.published.validate import measured_seconds, predict
+from tools.estimate.published.validate import CARD, RELEASE, measured_seconds, predict, unseen
 
 DATA = Path(__file__).parents[4] / "benchmarks/data"
 ROWS = usable(row for file in sorted(DATA.glob("*.yaml")) for row in read_rows(file))
@@ -144,11 +145,20 @@ def test_recorded_errors_are_what_the_code_gives(alone):
     assert (recorded.mean, recorded.worst) == pytest.approx((size.mean(), size.max()), abs=4e-3)
 
 
+def test_errors_of_runs_that_no_fit_has_seen_are_recorded():
+    found = newer_error(cluster("atlas_800t_a2")).as_json()
+    assert found == newer()
+    ascend = known_error(cluster("atlas_800t_a2"))
+    assert ascend.worst == pytest.approx(max(abs(one.error) for one in cards()), abs=1e-3)
+    ids = {row.id for row in ROWS}
+    assert not ids & {one.row.id for band in (RELEASE, CARD) for one in unseen(band)}
+
+
 def test_every_set_with_runs_has_errors_of_all_of_them():
     sets = yaml.safe_load(FILE.read_text("utf-8"))["sets"]
     assert list(sets) == list(TYPES)
     for kind, entry in sets.items():
-        own = [row for row in ROWS if type_of(row.cluster) == kind]
+        own = [row for row in [*ROWS, *(one.row for one in unseen(CARD))] if type_of(row.cluster) == kind]
         found = entry.get("step_errors", {"rows": 0, "groups": 0})
         assert (found["rows"], found["groups"]) == (len(own), len(grouped(own)))
 

@@ -1,0 +1,191 @@
+"""This module predicts what would change a step under uneven loads: moving experts, a capacity, another EP degree, and
+routing that visits few nodes (`tc3 ep-report --loads`).
+
+Each row is the recipe as it is written with one thing changed, by the one estimator. Where the loads do not tell what a
+change does to them, its seconds are None and the reason stands beside it:
+
+* which experts stay busy is known from a record or a routing log only, so moving experts needs one;
+* one max/mean says nothing of another degree;
+* a router that is limited to few nodes would choose other experts; its loads are taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from plugins.expert_balance.record import Record
+from plugins.expert_balance.replay import replay
+from plugins.expert_balance.settings import KEY, Settings
+from plugins.expert_balance.settings import read as read_settings
+from tools.estimate.configuration import Configuration, weight_cut, weight_shards
+from tools.estimate.loads import EVEN, Counted, Loads, loads_of, moe_layers, of_ratios
+from tools.estimate.memory.training_graph import EXPERTS, module_of_weight
+from tools.estimate.time_model import TimeModel
+from tools.layout.advise import Advice, step_under
+from tools.model.weights import weights
+from tools.recipe.view import View
+
+CAPACITIES = (1.25, 1.5)  # times the mean, of a device
+_SPARSE = "deduplicated"  # the mode whose bytes between nodes depend on how many nodes a token visits
+
+
+@dataclass(frozen=True)
+class Change:
+    """This is a step with one thing changed.
+
+    Args:
+        name: what is changed. step_s: seconds, as long as the recipe's otherwise; None: not known.
+        max_over_mean: of the fullest devices, on average; None: not known. note: what it costs, or why it is unknown.
+    """
+
+    name: str
+    step_s: float | None
+    max_over_mean: float | None
+    note: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields for `--json`."""
+        return asdict(self)
+
+
+def what_if(advice: Advice, asked: str) -> list[Change]:
+    """Return the recipe's step under its loads and at even ones, then the changes.
+
+    Args:
+        advice: the recipe on a cluster, under uneven loads. asked: the text of `--loads`, for other degrees.
+    """
+    times, own, loads = TimeModel(advice.hardware), advice.written.config, advice.loads
+    even = step_under(times, own, EVEN).total
+    return [
+        Change("as written", advice.written.step.total, loads.typical),
+        Change("even loads", even, 1.0, "the best that loads can be"),
+        _moved(times, own, loads, advice),
+        *_capped(times, own, loads),
+        *_degrees(times, own, loads, asked),
+        *_few_nodes(times, own, loads, advice.topology.nodes),
+    ]
+
+
+def _moved(times: TimeModel, own: Configuration, loads: Loads, advice: Advice) -> Change:
+    """Experts that change devices every N steps, as the recipe's `plugins.expert_balance` does, or its defaults."""
+    section = View(advice.recipe).get(tuple(KEY.split(".")))
+    settings = read_settings(section) if section not in (None, False) else Settings()
+    settings = settings if settings.every else replace(settings, every=Settings().every)
+    name = f"experts move every {settings.every} steps ({settings.method})"
+    if loads.counted is None:
+        return Change(name, None, None, "unknown: a record or a routing log tells which experts stay busy")
+    steps = len(loads.steps)
+    if steps <= settings.every:
+        return Change(name, None, None, f"unknown: the log has {steps} steps, a plan needs more than {settings.every}")
+    records = _records(loads.counted, own.ep)
+    found = replay(records, settings)
+    behind = range(settings.every, steps)
+    seconds = step_under(times, own, of_ratios(found.ratios[behind], behind, "replayed")).total
+    before = step_under(times, own, replace(loads, shares=loads.shares[behind])).total
+    cost = move_seconds(times, own, records[0].slots, found.slots, found.plans)
+    return Change(
+        name,
+        seconds + cost / settings.every,
+        float(found.ratios[behind].mean()),
+        f"of the {len(behind)} steps after the first plan, which take {before:.2f} s without; a plan moves "
+        f"{found.moves.sum() / found.plans / found.moves.shape[1]:.1f} experts of a layer, {cost:.2f} s over the links "
+        "(modelled: nobody has moved experts on a device)",
+    )
+
+
+def _records(counted: Counted, devices: int) -> list[Record]:
+    """The log as a run of the plugin would have recorded it."""
+    tokens = np.rint(counted.tokens).astype(np.int64)
+    layers = tuple(range(tokens.shape[1]))
+    rows = zip(tokens, counted.slots, strict=True)
+    return [
+        Record(step, devices, layers, one, slots.astype(np.int64), (None,) * len(layers))
+        for step, (one, slots) in enumerate(rows, 1)
+    ]
+
+
+def move_seconds(times: TimeModel, config: Configuration, first: np.ndarray, slots: np.ndarray, plans: int) -> float:
+    """Return the mean seconds of moving the experts of a plan: the stage and device that sends most, over the slowest
+    link of the group, one layer after the other.
+
+    Args:
+        first: [layers, E] placement before the first step. slots: [steps, layers, E] after each step. plans: of them.
+    """
+    experts = slots.shape[2]
+    each = experts // config.ep
+    sizes = [
+        weight.size / weight_cut(weight, config) / weight_shards(weight, config)
+        for weight in weights(config.model, "moe", config.shared_whole)
+        if module_of_weight(weight.name) == EXPERTS
+    ]
+    size = sum(sizes) / each * (config.weight_item + config.state_item)  # bytes of an expert that a rank holds
+    before = np.concatenate([first[None], slots[:-1]]) // each
+    gone = before != slots // each  # [steps, layers, E]
+    sent = np.stack([(gone & (before == device)).sum(axis=2) for device in range(config.ep)], axis=2).max(axis=2)
+    places = {number: place for place, number in enumerate(moe_layers(config))}
+    most = 0.0
+    for stage in range(config.pp):
+        rows = [places[number] for number in config.layer_numbers(stage) if number in places]
+        moved = sent[:, [row for row in rows if row < sent.shape[1]]]
+        most = max(most, sum(times.sending(float(count) * size, config.ep) for count in moved.ravel() if count))
+    return most / max(plans, 1)
+
+
+def _capped(times: TimeModel, own: Configuration, loads: Loads) -> Iterator[Change]:
+    """Devices that take at most so many times the mean; the rest of their tokens is dropped."""
+    for capacity in CAPACITIES:
+        name = f"a device takes at most {capacity:g} x the mean"
+        if loads.ratios.max() <= capacity:
+            yield Change(name, step_under(times, own, loads).total, loads.typical, "drops nothing")
+            continue
+        capped = replace(loads, shares=np.minimum(loads.shares, capacity))
+        described = loads.shares.shape[-1] > 1
+        dropped = float(np.maximum(loads.shares - capacity, 0).mean()) if described else 0.0
+        note = f"drops {dropped:.1%} of the tokens' copies" if described else "what it drops is unknown"
+        yield Change(name, step_under(times, own, capped).total, capped.typical, note)
+
+
+def _degrees(times: TimeModel, own: Configuration, loads: Loads, asked: str) -> Iterator[Change]:
+    """Half and twice as many devices that share experts."""
+    for degree in (own.ep // 2, 2 * own.ep):
+        legal = degree > 1 and own.model.experts % degree == 0 and own.dp * own.tp % degree == 0
+        if not legal:
+            continue
+        name = f"expert_parallel: {degree}"
+        if loads.shares.shape[-1] == 1:
+            yield Change(name, None, None, "unknown: one max/mean says nothing of another degree")
+            continue
+        other = replace(own, ep=degree)
+        found = loads_of(asked, other)
+        seconds = step_under(times, replace(other, skew=found.typical), found).total
+        yield Change(name, seconds, found.typical, "its memory is not looked at: tc3 memory --loads")
+
+
+def _few_nodes(times: TimeModel, own: Configuration, loads: Loads, nodes: int) -> Iterator[Change]:
+    """Routing that visits at most half of the group's nodes for a token."""
+    limit = nodes // 2
+    if nodes < 2 or 0 < own.model.node_limit <= limit:
+        return
+    sparse = replace(own, ep_mode=_SPARSE)
+    free = step_under(times, sparse, loads).total
+    limited = replace(sparse, model=replace(own.model, node_limit=limit))
+    seconds = step_under(times, limited, loads).total
+    note = f"mode {_SPARSE}, which takes {free:.2f} s without; another router, whose loads are taken to be the same"
+    yield Change(f"a token visits at most {limit} of {nodes} nodes", seconds, loads.typical, note)
+
+
+def lines(changes: Sequence[Change]) -> list[str]:
+    """Return a table as text: seconds, the difference to the recipe's own, max/mean, what is changed and the note."""
+    own = changes[0].step_s
+    assert own is not None
+    found = [f"{'step s':>8}  {'to it':>7}  max/mean"]
+    for one in changes:
+        seconds = "unknown" if one.step_s is None else f"{one.step_s:.2f}"
+        gain = "" if one.step_s is None else f"{one.step_s / own - 1:+.1%}"
+        ratio = "" if one.max_over_mean is None else f"{one.max_over_mean:.2f}"
+        found.append(f"{seconds:>8}  {gain:>7}  {ratio:>8}  {one.name}{f': {one.note}' if one.note else ''}")
+    return found
