@@ -43,7 +43,10 @@ def render(report: Mapping[str, Any], console: Console) -> None:
         console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
     if not report["compiled"]:
         console.print("a recipe of the CPU: built, not compiled; its workers send what plugins/cpu_backend sends")
-    elif not report["problems"]:
+    else:
+        for line in _gradients(report["gradients"]):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if report["compiled"] and not report["problems"]:
         console.print(_together(report), highlight=False)
         if report["fit"] != "unknown":
             console.print(_fit(report), highlight=False)
@@ -58,6 +61,17 @@ def _fit(report: Mapping[str, Any]) -> str:
     room = f"the fullest stage, {fullest['stage']}, takes {memory['total'] / memory['limit']:.0%} of the limit"
     error = f" (--quick may be off by {report['quick_error']:.0%})" if report["quick"] else ""
     return f"{report['fit']}: {room}{error}"
+
+
+def _gradients(found: Mapping[str, Any]) -> list[str]:
+    """Which gradients are summed over the right ranks, and why it is not known of the others."""
+    said = (
+        f"gradients: {found['right']} of {found['weights']} weights of the compiled ranks have theirs summed once over "
+        "exactly the ranks that hold a copy"
+    )
+    told = [f"unknown: {line}" for line in found["unknown"]]
+    more = [f"unknown: of these and {len(told) - _SHOWN} more; --json names all"] if len(told) > _SHOWN else []
+    return [said, *told[:_SHOWN], *more]
 
 
 def _peak(report: Mapping[str, Any]) -> str:

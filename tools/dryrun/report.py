@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
 from tools.dryrun.activations import added
+from tools.dryrun.gradients import RIGHT, WRONG
 from tools.dryrun.graph_text import Pass
 from tools.dryrun.memory import (
     WEIGHT,
@@ -95,6 +96,8 @@ def report_of(
     problems += over + ([f"context.max_device_memory: {checked_advice(recipe, limit)}"] if over else [])
     problems += unsure(stages, limit, error)
     problems += _uneven(found, view.devices // view.pp)
+    gradients = gradients_report(results)
+    problems += gradients["wrong"]
     for stage in stages:
         stage["fit"] = UNKNOWN if view.on_cpu else fit_of(stage["memory"], limit, error)
     return {
@@ -112,11 +115,38 @@ def report_of(
         "stages": stages,
         "links": links.as_json(),
         "groups": count_groups(programs),
+        "gradients": gradients,
         "ranks": [{"rank": result["rank"], "held_bytes": _held_bytes(result["held"])} for result in results],
         "problems": problems,
         "seconds": [result["seconds"] for result in results],
         "peak_mib": [result.get("peak_mib") for result in results],
     }
+
+
+def gradients_report(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return {"weights", "right", "wrong", "unknown"} over the compiled ranks: the number of weights, that of those
+    whose gradient is summed over exactly the ranks that hold a copy, and a sentence for each other one.
+    """
+    right = 0
+    wrong: list[str] = []
+    unknown: list[str] = []
+    updating: dict[str, set[int]] = {}  # weight -> the stages whose optimizer decides its value
+    for result in results:
+        for name, found in result.get("gradients", {}).items():
+            if "copy_of" not in found:
+                updating.setdefault(name, set()).add(result["stage"])
+            if found.get("verdict", RIGHT) == RIGHT:
+                right += 1
+            else:
+                told = wrong if found["verdict"] == WRONG else unknown
+                told.append(f"rank {result['rank']} (stage {result['stage']}): {name}: {found['why']}")
+    count = right + len(wrong) + len(unknown)
+    wrong += [
+        f"{name}: stages {', '.join(map(str, sorted(stages)))} each update a copy of it, and none is sent to the other"
+        for name, stages in updating.items()
+        if len(stages) > 1
+    ]
+    return {"weights": count, "right": right, "wrong": wrong, "unknown": unknown}
 
 
 def _worst(fits: Sequence[str], stages: int) -> str:

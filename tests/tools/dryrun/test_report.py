@@ -91,6 +91,7 @@ REPORT = {
     "stages": [STAGE, {**STAGE, "stage": 1, "compiled": False}],
     "links": {"exact": 1, "alike": 0, "unknown": 0},
     "groups": {"all": 14, "compared": 2},
+    "gradients": {"weights": 66, "right": 66, "wrong": [], "unknown": []},
     "problems": [],
 }
 
@@ -127,6 +128,13 @@ def test_problems_and_a_count_that_differs():
     text = shown(report)
     assert "parallel: group of 2 [0, 1]: wrong" in text and "tc3 check: 999" in text
     assert "links" not in text
+
+
+def test_gradients_are_counted_and_what_is_unknown_is_said():
+    assert "gradients: 66 of 66 weights of the compiled ranks have theirs summed once" in shown(REPORT)
+    unknown = [f"rank 0 (stage 0): layer {layer}: its gradient comes from Custom" for layer in range(5)]
+    text = shown({**REPORT, "gradients": {"weights": 66, "right": 61, "wrong": [], "unknown": unknown}})
+    assert "61 of 66 weights" in text and "unknown: rank 0 (stage 0): layer 2: its" in text and "and 2 more" in text
 
 
 def test_links_that_were_not_compared_are_counted():
