@@ -43,6 +43,7 @@ _MAKES = frozenset(  # operators that make the gradient of a weight out of activ
 _PARAMETER = re.compile(r"%(para\d+)_(\S+)")
 _KEY = re.compile(r"ref_key=([^,>]+)")
 _RECEIVED = "received from rank "
+_CHECKED = "MatMul"  # what makes it is judged elsewhere
 _FIRST_MOMENT = "adam_m."
 _SUMMED = "accu_grads."
 
@@ -81,11 +82,12 @@ def judge_gradients(
     rank: int,
 ) -> dict[str, dict[str, Any]]:
     """Return for each weight that the optimizer of `rank` has: {"verdict", "why", "copies"}, or {"copy_of": another
-    rank}.
+    rank, "summed"}.
 
     A weight that two stages hold (the embedding, which MTP layers use again on the last stage) is sent from one to the
     other at the start of each step, and the gradient of the copy is sent back. What the optimizer makes of the copy is
-    overwritten.
+    overwritten. The gradient is summed over ranks before it is sent ("summed" of the copy), or behind ("received" of
+    the weight that is updated: the other rank, and whether the sums stand behind); `gradients_report` compares both.
 
     Args:
         ranks_of: global ranks of a group, None where nobody knows them: `VirtualCluster.ranks_of`.
@@ -97,15 +99,25 @@ def judge_gradients(
     walk = _Walk(graph, ranks_of)
     found: dict[str, dict[str, Any]] = {}
     for name, own in copies.items():
-        sent, received = walk.shared(name)
+        sent, received = walk.sent(name), walk.received(name)
         if not received:
-            verdict, why = judge(sorted(walk.of_weight(name)), own, rank, sent)
+            ways, others = sorted(walk.of_weight(name)), [other for other, _ in sent]
+            verdict, why = judge(ways, own, rank, others)
             found[name] = {"verdict": verdict, "why": why, "copies": list(own)}
-        elif received == walk.shared(_SUMMED + name)[0]:
-            found[name] = {"copy_of": received[0]}
-        else:
+            if others:
+                after = {way.start: bool(way.collectives) for way in ways}
+                found[name]["received"] = {other: after.get(f"{_RECEIVED}{other}", False) for other in others}
+            continue
+        back = [way for other, way in walk.sent(_SUMMED + name) if other in received]
+        if not back:
             where = name_ranks(received)
             found[name] = {"verdict": WRONG, "why": f"it is a copy from {where}, to which its gradient is not sent"}
+            continue
+        verdict, why = judge([way._replace(start=_CHECKED) for way in back if way.collectives], own, rank)
+        if any(way.collectives for way in back) and verdict != RIGHT:
+            found[name] = {"verdict": verdict, "why": why}
+        else:
+            found[name] = {"copy_of": received[0], "summed": any(way.collectives for way in back)}
     return found
 
 
@@ -153,25 +165,31 @@ class _Walk:
             found |= self.value(graph, arguments_of(node.head)[1], ())
         return frozenset(way for way in found if way.start not in ("", f"parameter {_FIRST_MOMENT}{name}"))
 
-    def shared(self, name: str) -> tuple[list[int], list[int]]:
-        """Global ranks to which the root sends a parameter of this name, and from which it receives it."""
-        peers: dict[str, list[int]] = {"Send": [], "Receive": []}
-        for node in self.graph.graphs[self.graph.root]:
-            if node.op in peers and self.parameter_of(node) == name:
-                peer = attributes_of(node.text).get(f"{'dst' if node.op == 'Send' else 'src'}_global_rank")
-                peers[node.op].append(int(str(peer)))
-        return peers["Send"], peers["Receive"]
+    def sent(self, name: str) -> list[tuple[int, Way]]:
+        """The global ranks to which the root sends a parameter of this name, each with the sums on the way there."""
+        return [(peer, way) for peer, way in self.transfers("Send") if way.start == name]
 
-    def parameter_of(self, node: Node) -> str:
-        """The root's parameter that an operator takes first, perhaps after others that wait or cast; "" for others."""
-        text = arguments_of(node.head)[0]
-        while number := re.fullmatch(r"%(\d+)", text):
-            node = self.graph.graphs[self.graph.root][int(number[1])]
-            if node.op not in _SAME or node.op == "Send":
-                return ""
+    def received(self, name: str) -> list[int]:
+        """The global ranks from which the root receives a parameter of this name."""
+        return [peer for peer, way in self.transfers("Receive") if way.start == name]
+
+    def transfers(self, op: str) -> list[tuple[int, Way]]:
+        """(peer, parameter of the root) of each Send or Receive that carries one; the way starts at its name."""
+        nodes = self.graph.graphs[self.graph.root]
+        found = []
+        for node in nodes:
+            if node.op != op:
+                continue
+            steps: list[tuple[str, tuple[int, ...]]] = []
             text = arguments_of(node.head)[0]
-        parameter = _PARAMETER.fullmatch(text)
-        return parameter[2] if parameter else ""
+            while (number := re.fullmatch(r"%(\d+)", text)) and nodes[int(number[1])].op in _SAME.union(_SUMS):
+                step = nodes[int(number[1])]
+                steps += [self.collective(step)] if step.op in _SUMS else []
+                text = arguments_of(step.head)[0]
+            if parameter := _PARAMETER.fullmatch(text):
+                peer = attributes_of(node.text).get(f"{'dst' if op == 'Send' else 'src'}_global_rank")
+                found.append((int(str(peer)), Way(tuple(steps), parameter[2])))
+        return found
 
     def value(self, graph: str, text: str, members: tuple[int, ...]) -> frozenset[Way]:
         """The ways into an argument; `members` are the places in tuples that are meant, the innermost first."""
@@ -315,6 +333,8 @@ def _judge_way(way: Way, copies: Sequence[int], rank: int, elsewhere: Sequence[i
         return UNKNOWN, f"a part of its gradient is {way.start}, and nothing says that this rank holds a copy of it"
     if not received and way.start not in _MAKES:
         return UNKNOWN, f"its gradient comes from {way.start}, of which nothing is known here"
+    if received and not way.collectives:
+        return RIGHT, ""  # the other stage has to sum it, see `tools.dryrun.report`
     reached = [rank]
     for operator, ranks in way.collectives:
         if operator.startswith(_SUMS) and operator not in _SUMS:

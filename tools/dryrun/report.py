@@ -141,12 +141,28 @@ def gradients_report(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 told = wrong if found["verdict"] == WRONG else unknown
                 told.append(f"rank {result['rank']} (stage {result['stage']}): {name}: {found['why']}")
     count = right + len(wrong) + len(unknown)
+    wrong += _sums_of_copies(results)
     wrong += [
         f"{name}: stages {', '.join(map(str, sorted(stages)))} each update a copy of it, and none is sent to the other"
         for name, stages in updating.items()
         if len(stages) > 1
     ]
     return {"weights": count, "right": right, "wrong": wrong, "unknown": unknown}
+
+
+def _sums_of_copies(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Gradients of copies on another stage that are summed before they are sent and behind, or neither."""
+    gradients = {result["rank"]: result.get("gradients", {}) for result in results}
+    wrong = []
+    for rank, every in gradients.items():
+        for name, found in every.items():
+            owner = gradients.get(found.get("copy_of", -1), {}).get(name, {})
+            behind = owner.get("received", {}).get(str(rank), owner.get("received", {}).get(rank))
+            if behind is None or len(owner["copies"]) == 1 or behind != found["summed"]:
+                continue
+            where = "before it is sent and again behind" if behind else "neither before it is sent nor behind"
+            wrong.append(f"{name}: the gradient of its copy on rank {rank} is summed {where} (rank {found['copy_of']})")
+    return wrong
 
 
 def _worst(fits: Sequence[str], stages: int) -> str:

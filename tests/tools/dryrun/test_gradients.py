@@ -171,11 +171,55 @@ def test_a_group_that_nobody_created_is_an_error(read):
         gradients_of(read(), {"stage": (0, 1, 2, 3)}.get, COPIES)
 
 
-def test_the_copy_of_another_stage_sends_its_gradient(read):
+ACCUMULATED = "(<Ref[Tensor[Float32]], (8), ref_key=accu_grads.proj, is_parameter>)"
+
+
+def with_nodes(*lines, **changed):
+    """The root with further operators behind its own, from %13 on."""
+    more = "".join(node(13 + place, text, types) for place, (text, types) in enumerate(lines))
+    return root(**changed).removesuffix("}\n") + more + "}\n"
+
+
+def owner(reduced="TensorMove(%9)"):
+    """Rank 0: it sends the weight to rank 4 and adds what comes back, before its own sum or behind."""
+    return with_nodes(
+        ("Send(%para2_proj) primitive_attrs: {dst_global_rank: I64(4)}", f"({F32}) -> ({F32})"),
+        ("Receive(%0) primitive_attrs: {src_global_rank: I64(4)}", f"({F32}) -> ({F32})"),
+        ("PrimFunc_AssignAdd(%para4_accu_grads.proj, %14)", f"({F32}) -> {ACCUMULATED}"),
+        reduce_proj=reduced,
+    )
+
+
+def copied(sent):
+    """Rank 4: what it sends back is %9, unsummed, or %10, summed."""
+    return with_nodes(
+        ("Receive(%para2_proj) primitive_attrs: {src_global_rank: I64(0)}", f"({F32}) -> ({F32})"),
+        (f"Send({sent}) primitive_attrs: {{dst_global_rank: I64(0)}}", f"({F32}) -> ({F32})"),
+    )
+
+
+@pytest.mark.parametrize(("behind", "before"), [(True, False), (True, True)])
+def test_the_gradient_of_a_copy_on_another_stage_is_summed_once(read, behind, before):
+    summed = 'ReduceScatter(%9) primitive_attrs: {group: "dp", op: "sum"}'
+    first = judge_gradients(read(owner(summed)), GROUPS.get, COPIES, 0)
+    second = judge_gradients(read(copied("%10" if before else "%9")), GROUPS.get, COPIES, 0)
+    assert first["proj"]["received"] == {4: behind} and first["proj"]["verdict"] == RIGHT
+    assert second["proj"] == {"copy_of": 0, "summed": before}
+    results = [
+        {"rank": 0, "stage": 0, "gradients": first},
+        {"rank": 4, "stage": 1, "gradients": {"proj": second["proj"]}},
+    ]
+    wrong = gradients_report(results)["wrong"]
+    assert wrong == ([] if behind != before else [wrong[0]]) and ("again behind" in "".join(wrong)) == before
+
+
+def test_a_copy_whose_gradient_is_not_sent_back_is_wrong(read):
     ways = [Way((), "EmbeddingDenseBackward"), Way((), "received from rank 4")]
     assert judge(ways, (0,), 0, [4]) == (RIGHT, "")
     verdict, why = judge(ways[:1], (0,), 0, [4])
     assert verdict == WRONG and "is not received from rank 4" in why
+    found = judge_gradients(read(copied("%4")), GROUPS.get, COPIES, 0)["proj"]
+    assert found["verdict"] == WRONG and "to which its gradient is not sent" in found["why"]
 
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
@@ -228,7 +272,7 @@ def test_sums_over_chosen_axes_are_right_exactly_if_they_are_the_copies_axes(mes
 def test_the_report_counts_and_names(read):
     graph = read(root("TensorMove(%5)"))
     results = [{"rank": 0, "stage": 0, "gradients": judge_gradients(graph, GROUPS.get, COPIES | {"bias": (0,)}, 0)}]
-    results.append({"rank": 4, "stage": 1, "gradients": {"proj": {"copy_of": 0}}})
+    results.append({"rank": 4, "stage": 1, "gradients": {"proj": {"copy_of": 0, "summed": False}}})
     found = gradients_report(results)
     assert (found["weights"], found["right"], len(found["wrong"]), len(found["unknown"])) == (4, 2, 1, 1)
     assert found["wrong"][0].startswith("rank 0 (stage 0): norm: its gradient is summed over no ranks")
