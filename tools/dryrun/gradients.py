@@ -40,6 +40,9 @@ _MAKES = frozenset(  # operators that make the gradient of a weight out of activ
     ("BatchMatMul", "BatchMatMulExt", "BiasAddGrad", "Dense", "EmbeddingDenseBackward", "GroupedMatmul")
     + ("InplaceGroupedMatmulAdd", "LayerNormGrad", "MatMul", "MatMulExt", "Mm", "ReduceSum", "RmsNormGrad", "SumExt")
 )
+_OF_THE_NORM = frozenset(  # operators between the square of a gradient and the root of the global norm
+    ("AddN", "AllReduce", "Div", "Divs", "ExpandDims", "MakeTuple", "RealDiv", "ReduceSum", "Reshape", "Sqrt", "SumExt")
+)
 _PARAMETER = re.compile(r"%(para\d+)_(\S+)")
 _KEY = re.compile(r"ref_key=([^,>]+)")
 _RECEIVED = "received from rank "
@@ -103,7 +106,7 @@ def judge_gradients(
         if not received:
             ways, others = sorted(walk.of_weight(name)), [other for other, _ in sent]
             verdict, why = judge(ways, own, rank, others)
-            found[name] = {"verdict": verdict, "why": why, "copies": list(own)}
+            found[name] = {"verdict": verdict, "why": why, "copies": list(own), "norm": walk.norm_of(name)}
             if others:
                 after = {way.start: bool(way.collectives) for way in ways}
                 found[name]["received"] = {other: after.get(f"{_RECEIVED}{other}", False) for other in others}
@@ -117,7 +120,12 @@ def judge_gradients(
         if any(way.collectives for way in back) and verdict != RIGHT:
             found[name] = {"verdict": verdict, "why": why}
         else:
-            found[name] = {"copy_of": received[0], "summed": any(way.collectives for way in back)}
+            summed = any(way.collectives for way in back)
+            constant = {way.start for way in walk.of_weight(name)} <= {
+                "a constant"
+            }  # the zeros of a gradient that was sent
+            norm = [] if constant else walk.norm_of(name)
+            found[name] = {"copy_of": received[0], "summed": summed, "norm": norm}
     return found
 
 
@@ -143,6 +151,7 @@ class _Walk:
     def __init__(self, graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]):
         self.graph, self.ranks_of = graph, ranks_of
         self.generated = generated_groups(graph)
+        self.used: dict[str, dict[int, list[int]]] = {}
         self.known: dict[tuple[str, int, tuple[int, ...]], frozenset[Way]] = {}
         self.writers: dict[str, list[tuple[str, Node]]] = defaultdict(list)
         self.bound: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)  # arguments that a Partial binds
@@ -164,6 +173,66 @@ class _Walk:
         for graph, node in self.writers[_FIRST_MOMENT + name]:
             found |= self.value(graph, arguments_of(node.head)[1], ())
         return frozenset(way for way in found if way.start not in ("", f"parameter {_FIRST_MOMENT}{name}"))
+
+    def squares(self, name: str) -> list[tuple[str, int]]:
+        """The operators that square the gradient which the optimizer takes of a weight, behind its last sum."""
+        todo = [(graph, arguments_of(node.head)[1]) for graph, node in self.writers[_FIRST_MOMENT + name]]
+        found: dict[tuple[str, int], None] = {}
+        seen: set[tuple[str, str]] = set()
+        while todo:
+            graph, text = todo.pop()
+            if (graph, text) in seen:
+                continue
+            seen.add((graph, text))
+            if number := re.fullmatch(r"%(\d+)", text):
+                found |= dict.fromkeys(
+                    (graph, each) for each in self.users(graph, int(number[1])) if self.is_square(graph, each)
+                )
+                node = self.graph.graphs[graph][int(number[1])]
+                arguments = arguments_of(node.head)
+                if node.op in _SAME:
+                    todo.append((graph, arguments[0]))
+                elif node.op in _SCALED or node.op in _ADDED:
+                    todo += [(graph, each) for each in self.as_large(node, arguments)]
+            elif (parameter := _PARAMETER.fullmatch(text)) and graph != self.graph.root:
+                todo += self.bound_to(graph, parameter[1])
+        return list(found)
+
+    def is_square(self, graph: str, number: int) -> bool:
+        """Whether an operator squares what it takes."""
+        return self.graph.graphs[graph][number].op == "Square"
+
+    def users(self, graph: str, number: int) -> list[int]:
+        """The operators of a subgraph that take the value of one of its operators."""
+        if graph not in self.used:
+            self.used[graph] = defaultdict(list)
+            for place, node in enumerate(self.graph.graphs[graph]):
+                for operand in dict.fromkeys(node.operands):
+                    self.used[graph][operand].append(place)
+        return self.used[graph][number]
+
+    def norm_of(self, name: str) -> list[dict[str, Any]]:
+        """How the global norm counts a weight: for each square of its gradient the "divisor" of its sum, and the
+        "ranks" over which sums are added behind, one group after the other.
+        """
+        found = []
+        for graph, number in self.squares(name):
+            nodes = self.graph.graphs[graph]
+            todo: list[tuple[int, float, list[list[int]]]] = [(number, 1.0, [])]
+            while todo:
+                place, divisor, groups = todo.pop()
+                node = nodes[place]
+                if node.op == "Sqrt":
+                    found.append({"divisor": divisor, "ranks": groups})
+                    break
+                if node.op == "AllReduce":
+                    groups = [*groups, list(self.collective(node)[1])]
+                elif node.op in _SCALED:
+                    by = re.search(r"value=\[?\s*([\d.e+-]+)\s*\]?\)", arguments_of(node.head)[1])
+                    divisor *= float(by[1]) if by else math.nan
+                after = (each for each in self.users(graph, place) if nodes[each].op in _OF_THE_NORM)
+                todo += [(each, divisor, groups) for each in after]
+        return found
 
     def sent(self, name: str) -> list[tuple[int, Way]]:
         """The global ranks to which the root sends a parameter of this name, each with the sums on the way there."""
@@ -204,17 +273,20 @@ class _Walk:
         """The ways into a subgraph's parameter, by its callers; of the root those into sums over micro-batches."""
         if graph == self.graph.root:
             return self.summed(name) if name.startswith(_SUMMED) else frozenset((Way((), f"parameter {name}"),))
+        found = frozenset(way for at, text in self.bound_to(graph, place) for way in self.value(at, text, members))
+        return found or frozenset((Way((), f"parameter {name}"),))
+
+    def bound_to(self, graph: str, place: str) -> list[tuple[str, str]]:
+        """The arguments that stand for a subgraph's parameter, each with the subgraph that gives it."""
         number = self.graph.parameters[graph].index(place)
-        found: set[Way] = set()
-        bound = [item for item in self.bound[graph] if item[0] != graph] or [("", [])]
-        for caller, arguments in bound:
+        found = []
+        for caller, arguments in [item for item in self.bound[graph] if item[0] != graph] or [("", [])]:
             if number < len(arguments):
-                found |= self.value(caller, arguments[number], members)
+                found.append((caller, arguments[number]))
                 continue
-            for at, rest in self.called[graph]:
-                if number - len(arguments) < len(rest):
-                    found |= self.value(at, rest[number - len(arguments)], members)
-        return frozenset(found) or frozenset((Way((), f"parameter {name}"),))
+            rest = number - len(arguments)
+            found += [(at, given[rest]) for at, given in self.called[graph] if rest < len(given)]
+        return found
 
     def summed(self, name: str) -> frozenset[Way]:
         """The ways into what adds up micro-batches; that it is set to zero again is none."""
@@ -277,19 +349,20 @@ class _Walk:
         """The ways through a product with a number, or through a sum: into arguments as large as the result."""
         if node.op in _SCALED and any(re.search(r"value=0\)$", argument) for argument in arguments):
             return frozenset((Way((), ""),))
-        size = math.prod(node.outputs[0].shape)
-        sizes = [
-            math.prod(found[0].shape) if (found := tensors(text)) else 0
-            for text in listed(node.types[0][1:-1], "<([{", ">)]}")
-        ]
-        whole = [text for text, own in zip(arguments, sizes, strict=False) if own == size]
-        if node.op in _SCALED and len(whole) > 1:
-            numbers = [text for text in whole if not text.startswith("%")]
-            whole = [text for text in whole if text not in numbers] or whole
-            if len(whole) > 1 and size > 1:
-                return frozenset((Way((), node.op),))
-            whole = whole[:1]
+        whole = self.as_large(node, arguments)
+        if node.op in _SCALED and len(whole) > 1 and math.prod(node.outputs[0].shape) > 1:
+            return frozenset((Way((), node.op),))
+        whole = whole[:1] if node.op in _SCALED else whole
         return frozenset(way for text in whole for way in self.value(graph, text, ()))
+
+    @staticmethod
+    def as_large(node: Node, arguments: list[str]) -> list[str]:
+        """The arguments with as many elements as the result; no constants if others have them, too."""
+        size = math.prod(node.outputs[0].shape)
+        types = listed(node.types[0][1:-1], "<([{", ">)]}")
+        sizes = [math.prod(found[0].shape) if (found := tensors(text)) else 0 for text in types]
+        whole = [text for text, own in zip(arguments, sizes, strict=False) if own == size]
+        return [text for text in whole if text.startswith("%")] or whole
 
     def collective(self, node: Node) -> tuple[str, tuple[int, ...]]:
         """A collective's operator, with what it does if it does not add, and its ranks."""
@@ -335,13 +408,12 @@ def _judge_way(way: Way, copies: Sequence[int], rank: int, elsewhere: Sequence[i
         return UNKNOWN, f"its gradient comes from {way.start}, of which nothing is known here"
     if received and not way.collectives:
         return RIGHT, ""  # the other stage has to sum it, see `tools.dryrun.report`
-    reached = [rank]
-    for operator, ranks in way.collectives:
+    for operator, _ in way.collectives:
         if operator.startswith(_SUMS) and operator not in _SUMS:
             return WRONG, f"its gradient is reduced by {operator}, which does not add"
         if operator not in _SUMS:
             return UNKNOWN, f"its gradient goes through {operator}, of which nothing is known here"
-        reached = [first + other - rank for first, other in product(reached, ranks)]
+    reached = reached_by([ranks for _, ranks in way.collectives], rank)
     over = ", then ".join(f"{name_ranks(ranks)} ({operator})" for operator, ranks in way.collectives) or "no ranks"
     wanted = name_ranks(copies)
     if len(set(reached)) < len(reached):
@@ -349,6 +421,42 @@ def _judge_way(way: Way, copies: Sequence[int], rank: int, elsewhere: Sequence[i
     if set(reached) != set(copies):
         return WRONG, f"its gradient is summed over {over}, but {wanted} hold a copy of it"
     return RIGHT, ""
+
+
+def reached_by(groups: Iterable[Sequence[int]], rank: int) -> list[int]:
+    """Return the ranks whose parts `rank` has after sums over groups, one after the other; a rank stands there twice if
+    its part is added twice.
+
+    Args:
+        groups: each with `rank`. Other ranks add over groups of the same form, as on the axes of a mesh of devices.
+    """
+    reached = [rank]
+    for ranks in groups:
+        reached = [first + other - rank for first, other in product(reached, ranks)]
+    return reached
+
+
+def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -> str:
+    """Return a sentence that says why the global norm does not count each element of a weight once; "" if it does.
+
+    Every rank adds the squares of what it holds. A part that several ranks hold must be divided by their number.
+
+    Args:
+        found: of the weight, as `judge_gradients` returns it.
+        shards: ranks over which the optimizer shards the weight's slice.
+        devices: all ranks of the compiled recipe.
+    """
+    if "copy_of" in found:
+        return "the gradient of a copy on another stage is counted, too" if found["norm"] else ""
+    holding = len(found["copies"]) // shards
+    for square in found["norm"]:
+        if square["divisor"] != holding:
+            by = f"{square['divisor']:g}"
+            return f"{holding} ranks hold each of its parts, but the sum of its squares is divided by {by}"
+        reached = reached_by(square["ranks"], rank)
+        if sorted(reached) != list(range(devices)):
+            return f"its squares are added over {len(set(reached))} of {devices} ranks, of them {len(reached)} times"
+    return ""
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

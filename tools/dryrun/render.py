@@ -71,7 +71,10 @@ def _gradients(found: Mapping[str, Any]) -> list[str]:
     )
     told = [f"unknown: {line}" for line in found["unknown"]]
     more = [f"unknown: of these and {len(told) - _SHOWN} more; --json names all"] if len(told) > _SHOWN else []
-    return [said, *told[:_SHOWN], *more]
+    norm = found["norm"]
+    counts = [f"global norm: the elements of {norm['once']} of {norm['weights']} weights are counted once"]
+    differ = [f"global norm: {line}" for line in norm["otherwise"]]
+    return [said, *told[:_SHOWN], *more, *(counts if norm["weights"] else []), *differ[:_SHOWN]]
 
 
 def _peak(report: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
 from tools.dryrun.activations import added
-from tools.dryrun.gradients import RIGHT, WRONG
+from tools.dryrun.gradients import RIGHT, WRONG, judge_norm
 from tools.dryrun.graph_text import Pass
 from tools.dryrun.memory import (
     WEIGHT,
@@ -96,7 +96,7 @@ def report_of(
     problems += over + ([f"context.max_device_memory: {checked_advice(recipe, limit)}"] if over else [])
     problems += unsure(stages, limit, error)
     problems += _uneven(found, view.devices // view.pp)
-    gradients = gradients_report(results)
+    gradients = gradients_report(results) | {"norm": norm_report(results, View(plan.jobs[0].recipe).devices)}
     problems += gradients["wrong"]
     for stage in stages:
         stage["fit"] = UNKNOWN if view.on_cpu else fit_of(stage["memory"], limit, error)
@@ -148,6 +148,28 @@ def gradients_report(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if len(stages) > 1
     ]
     return {"weights": count, "right": right, "wrong": wrong, "unknown": unknown}
+
+
+def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str, Any]:
+    """Return {"weights", "once", "otherwise"}: of how many weights the global norm, for clipping, counts each element
+    once, and a sentence for each other one. A graph without such a norm has no weights in it.
+
+    Args:
+        devices: all ranks of the compiled recipe.
+    """
+    once, otherwise = 0, []
+    for result in results:
+        shards = {item["name"]: item["shards"] for item in result["held"]}
+        found = {name: each for name, each in result.get("gradients", {}).items() if "norm" in each}
+        if not any(each["norm"] for each in found.values()):
+            continue
+        for name, each in found.items():
+            missing = "its square is not found in the graph" if not each["norm"] and "copy_of" not in each else ""
+            why = missing or judge_norm(each, shards[name], result["rank"], devices)
+            once += not why
+            if why:
+                otherwise.append(f"rank {result['rank']} (stage {result['stage']}): {name}: {why}")
+    return {"weights": once + len(otherwise), "once": once, "otherwise": otherwise}
 
 
 def _sums_of_copies(results: Sequence[Mapping[str, Any]]) -> list[str]:

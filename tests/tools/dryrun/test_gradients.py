@@ -7,9 +7,19 @@ from hypothesis import strategies as st
 
 from plugins.errors import ClusterError
 from plugins.semi_auto_cpu.compile import slice_of
-from tools.dryrun.gradients import RIGHT, UNKNOWN, WRONG, Way, copies_of, gradients_of, judge, judge_gradients
+from tools.dryrun.gradients import (
+    RIGHT,
+    UNKNOWN,
+    WRONG,
+    Way,
+    copies_of,
+    gradients_of,
+    judge,
+    judge_gradients,
+    judge_norm,
+)
 from tools.dryrun.graph_text import read_graph
-from tools.dryrun.report import gradients_report
+from tools.dryrun.report import gradients_report, norm_report
 
 GROUPS = {"dp": (0, 2), "tp": (0, 1), "stage": (0, 1, 2, 3), "zero": (0, 1)}
 COPIES = {"norm": (0, 1, 2, 3), "proj": (0, 2)}
@@ -204,7 +214,7 @@ def test_the_gradient_of_a_copy_on_another_stage_is_summed_once(read, behind, be
     first = judge_gradients(read(owner(summed)), GROUPS.get, COPIES, 0)
     second = judge_gradients(read(copied("%10" if before else "%9")), GROUPS.get, COPIES, 0)
     assert first["proj"]["received"] == {4: behind} and first["proj"]["verdict"] == RIGHT
-    assert second["proj"] == {"copy_of": 0, "summed": before}
+    assert second["proj"] == {"copy_of": 0, "summed": before, "norm": []}
     results = [
         {"rank": 0, "stage": 0, "gradients": first},
         {"rank": 4, "stage": 1, "gradients": {"proj": second["proj"]}},
@@ -220,6 +230,53 @@ def test_a_copy_whose_gradient_is_not_sent_back_is_wrong(read):
     assert verdict == WRONG and "is not received from rank 4" in why
     found = judge_gradients(read(copied("%4")), GROUPS.get, COPIES, 0)["proj"]
     assert found["verdict"] == WRONG and "to which its gradient is not sent" in found["why"]
+
+
+def squared(divided="%15", extra=()):
+    """The root with a global norm of the two gradients: the norm's weight is divided by the ranks that hold it."""
+    return with_nodes(
+        ("PrimFunc_Square(%7)", f"({F32}) -> ({F32})"),
+        ("PrimFunc_SumExt(%13)", f"({F32}) -> (<Tensor[Float32], ()>)"),
+        (
+            "PrimFunc_RealDiv(%14, Tensor(shape=[], dtype=Float32, value=4))",
+            "(<Tensor[Float32], ()>) -> (<Tensor[Float32], ()>)",
+        ),
+        ("PrimFunc_Square(%10)", "(<Tensor[Float32], (4)>) -> (<Tensor[Float32], (4)>)"),
+        ("PrimFunc_SumExt(%16)", "(<Tensor[Float32], (4)>) -> (<Tensor[Float32], ()>)"),
+        (f"MakeTuple({divided}, %17)", "() -> ()"),
+        ("PrimFunc_AddN(%18)", "() -> (<Tensor[Float32], ()>)"),
+        ('AllReduce(%19) primitive_attrs: {group: "stage", op: "sum"}', "() -> (<Tensor[Float32], ()>)"),
+        *extra,
+        (f"PrimFunc_Sqrt(%{20 + len(extra)})", "() -> (<Tensor[Float32], ()>)"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "devices", "otherwise"),
+    [
+        (squared(), 4, []),
+        (squared("%14"), 4, ["norm: 4 ranks hold each of its parts, but the sum of its squares is divided by 1"]),
+        (squared(), 8, ["are added over 4 of 8 ranks"] * 2),
+        (
+            squared(extra=[('AllReduce(%20) primitive_attrs: {group: "tp"}', "() -> (<Tensor[Float32], ()>)")]),
+            4,
+            ["of them 8 times"] * 2,
+        ),
+    ],
+)
+def test_the_global_norm_counts_each_element_once(read, own, devices, otherwise):
+    found = judge_gradients(read(own), GROUPS.get, COPIES, 0)
+    held = [{"name": "norm", "shards": 1}, {"name": "proj", "shards": 2}]
+    report = norm_report([{"rank": 0, "stage": 0, "gradients": found, "held": held}], devices)
+    assert report["weights"] == 2 and report["once"] == 2 - len(otherwise)
+    assert all(text in said for text, said in zip(otherwise, report["otherwise"], strict=True))
+
+
+def test_the_norm_must_not_count_the_copy_of_another_stage(read):
+    found = judge_gradients(read(copied("%9")), GROUPS.get, COPIES, 0)["proj"]
+    assert judge_norm(found, 1, 4, 8) == ""
+    assert "is counted, too" in judge_norm(found | {"norm": [{"divisor": 1.0, "ranks": []}]}, 1, 4, 8)
+    assert norm_report([{"rank": 0, "stage": 0, "held": []}], 4) == {"weights": 0, "once": 0, "otherwise": []}
 
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
