@@ -66,7 +66,7 @@ def read_collectives(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...]
     Raises:
         ClusterError: a collective's group is unknown.
     """
-    generated = _generated_groups(graph)
+    generated = generated_groups(graph)
     bodies = {name: _ordered(nodes, name, ranks_of, generated) for name, nodes in graph.graphs.items()}
     found: list[Collective] = []
     _expand(graph.root, bodies, found)
@@ -177,7 +177,7 @@ def _expand(name: str, bodies: dict[str, list[Collective | list[str]]], found: l
         found.append(replace(item, after=after, after_depend=extra))
 
 
-def _generated_groups(graph: GraphText) -> dict[str, tuple[int, ...]]:
+def generated_groups(graph: GraphText) -> dict[str, tuple[int, ...]]:
     """Ranks of the groups that C++ made up, which only some of their collectives state."""
     stated = (attributes_of(node.text) for nodes in graph.graphs.values() for node in nodes if node.op in COLLECTIVES)
     return {

@@ -20,7 +20,7 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,9 @@ from plugins.semi_auto_cpu.ranks import WORLD
 from tools.check.arithmetic import columns_of
 from tools.dryrun.activations import activations_of, kept_bytes, routed_rows, tensor_bytes
 from tools.dryrun.collectives import Collective, flops_of, read_collectives
+from tools.dryrun.gradients import copies_of, judge_gradients
 from tools.dryrun.graph_text import GraphText, passes_of, read_graph
-from tools.dryrun.memory import Held, kinds_of
+from tools.dryrun.memory import WEIGHT, Held, kinds_of
 from tools.dryrun.plan import Job
 from tools.dryrun.virtual_cluster import VirtualCluster, final_graph, virtual_cluster
 from tools.files.atomic import atomic_file
@@ -59,7 +60,7 @@ def compile_job(
 
     Returns:
         {"rank", "stage"} with {"error"} (and "of_the_host", where another try may end otherwise), or with {"seconds",
-        "held"} for a recipe of the CPU, or with {"seconds", "peak_mib", "groups", "held", "graph"}.
+        "held"} for a recipe of the CPU, or with {"seconds", "peak_mib", "groups", "held", "gradients", "graph"}.
     """
     report: dict[str, Any] = {"rank": job.rank, "stage": job.stage}
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
@@ -85,6 +86,9 @@ def compile_job(
         graph = read_graph(final_graph(graphs))
         if text:
             keep_text(final_graph(graphs), text)
+        layouts = ((name, layout) for name, layout in step.parameter_layout_dict.items() if _updates(parameters, name))
+        copies = {name: copies_of(layout, job.rank) for name, layout in layouts}
+        report["gradients"] = judge_gradients(graph, cluster.ranks_of, copies, job.rank)
         report["graph"] = report_graph(graph, job.rank, cluster.ranks_of, even_rows(view))
     report["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     return report
@@ -110,6 +114,12 @@ def parameters_of(cell: Any) -> dict[str, tuple[str, str, bool]]:
     trained = {item.name for item in cell.optimizer.parameters}
     kinds = kinds_of(cell)
     return {item.name: (kinds[item.name], str(item.dtype), item.name in trained) for item in cell.get_parameters()}
+
+
+def _updates(parameters: Mapping[str, tuple[str, str, bool]], name: str) -> bool:
+    """Whether a name of a layout is that of a weight that the optimizer updates; others are of inputs and moments."""
+    kind, _, trained = parameters.get(name, ("", "", False))
+    return kind == WEIGHT and trained
 
 
 def _compile(cluster: VirtualCluster, cell: Any, job: Job) -> None:

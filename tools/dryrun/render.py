@@ -46,7 +46,10 @@ def render(report: Mapping[str, Any], console: Console) -> None:
         console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
     if not report["compiled"]:
         console.print("a recipe of the CPU: built, not compiled; its workers send what plugins/cpu_backend sends")
-    elif not report["problems"]:
+    else:
+        for line in _gradients(report["gradients"]):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if report["compiled"] and not report["problems"]:
         console.print(_together(report), highlight=False)
         if report["fit"] != "unknown":
             console.print(_fit(report), highlight=False)
@@ -81,6 +84,20 @@ def _beside(report: Mapping[str, Any]) -> list[str]:
         return found
     error = known_errors().margin
     return [*found, f"what uneven loads add is modelled, not compiled, and taken to be off by {error:.1%} at most"]
+
+
+def _gradients(found: Mapping[str, Any]) -> list[str]:
+    """Which gradients are summed over the right ranks, and why it is not known of the others."""
+    said = (
+        f"gradients: {found['right']} of {found['weights']} weights of the compiled ranks have theirs summed once over "
+        "exactly the ranks that hold a copy"
+    )
+    told = [f"unknown: {line}" for line in found["unknown"]]
+    more = [f"unknown: of these and {len(told) - _SHOWN} more; --json names all"] if len(told) > _SHOWN else []
+    norm = found["norm"]
+    counts = [f"global norm: the elements of {norm['once']} of {norm['weights']} weights are counted once"]
+    differ = [f"global norm: {line}" for line in norm["otherwise"]]
+    return [said, *told[:_SHOWN], *more, *(counts if norm["weights"] else []), *differ[:_SHOWN]]
 
 
 def _peak(report: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from plugins.errors import RecipeError
 from plugins.expert_balance.settings import moves
 from tools.check.check import check_recipe
 from tools.dryrun.activations import added
+from tools.dryrun.gradients import RIGHT, WRONG, judge_norm
 from tools.dryrun.graph_text import Pass
 from tools.dryrun.memory import (
     WEIGHT,
@@ -105,6 +106,8 @@ def report_of(
     problems += over + ([f"context.max_device_memory: {checked_advice(recipe, limit)}"] if over else [])
     problems += unsure(stages, limit, error)
     problems += _uneven(found, view.devices // view.pp)
+    gradients = gradients_report(results) | {"norm": norm_report(results, View(plan.jobs[0].recipe).devices)}
+    problems += gradients["wrong"]
     for stage in stages:
         stage["fit"] = UNKNOWN if view.on_cpu else fit_of(stage["memory"], limit, error)
     judged = _judged(recipe, stages, loads, limit, error) if limit and not view.on_cpu else None
@@ -131,6 +134,7 @@ def report_of(
         "stages": stages,
         "links": links.as_json(),
         "groups": count_groups(programs),
+        "gradients": gradients,
         "ranks": [{"rank": result["rank"], "held_bytes": _held_bytes(result["held"])} for result in results],
         "problems": problems,
         "seconds": [result["seconds"] for result in results],
@@ -178,6 +182,70 @@ def _beside(judged: Judged | None, moving: Mapping[str, Any] | None, limit: int)
             "write every: 0, or a larger parallel_config.expert_parallel"
         )
     return found
+
+
+def gradients_report(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return {"weights", "right", "wrong", "unknown"} over the compiled ranks: the number of weights, that of those
+    whose gradient is summed over exactly the ranks that hold a copy, and a sentence for each other one.
+    """
+    right = 0
+    wrong: list[str] = []
+    unknown: list[str] = []
+    updating: dict[str, set[int]] = {}  # weight -> the stages whose optimizer decides its value
+    for result in results:
+        for name, found in result.get("gradients", {}).items():
+            if "copy_of" not in found:
+                updating.setdefault(name, set()).add(result["stage"])
+            if found.get("verdict", RIGHT) == RIGHT:
+                right += 1
+            else:
+                told = wrong if found["verdict"] == WRONG else unknown
+                told.append(f"rank {result['rank']} (stage {result['stage']}): {name}: {found['why']}")
+    count = right + len(wrong) + len(unknown)
+    wrong += _sums_of_copies(results)
+    wrong += [
+        f"{name}: stages {', '.join(map(str, sorted(stages)))} each update a copy of it, and none is sent to the other"
+        for name, stages in updating.items()
+        if len(stages) > 1
+    ]
+    return {"weights": count, "right": right, "wrong": wrong, "unknown": unknown}
+
+
+def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str, Any]:
+    """Return {"weights", "once", "otherwise"}: of how many weights the global norm, for clipping, counts each element
+    once, and a sentence for each other one. A graph without such a norm has no weights in it.
+
+    Args:
+        devices: all ranks of the compiled recipe.
+    """
+    once, otherwise = 0, []
+    for result in results:
+        shards = {item["name"]: item["shards"] for item in result["held"]}
+        found = {name: each for name, each in result.get("gradients", {}).items() if "norm" in each}
+        if not any(each["norm"] for each in found.values()):
+            continue
+        for name, each in found.items():
+            missing = "its square is not found in the graph" if not each["norm"] and "copy_of" not in each else ""
+            why = missing or judge_norm(each, shards[name], result["rank"], devices)
+            once += not why
+            if why:
+                otherwise.append(f"rank {result['rank']} (stage {result['stage']}): {name}: {why}")
+    return {"weights": once + len(otherwise), "once": once, "otherwise": otherwise}
+
+
+def _sums_of_copies(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Gradients of copies on another stage that are summed before they are sent and behind, or neither."""
+    gradients = {result["rank"]: result.get("gradients", {}) for result in results}
+    wrong = []
+    for rank, every in gradients.items():
+        for name, found in every.items():
+            owner = gradients.get(found.get("copy_of", -1), {}).get(name, {})
+            behind = owner.get("received", {}).get(str(rank), owner.get("received", {}).get(rank))
+            if behind is None or len(owner["copies"]) == 1 or behind != found["summed"]:
+                continue
+            where = "before it is sent and again behind" if behind else "neither before it is sent nor behind"
+            wrong.append(f"{name}: the gradient of its copy on rank {rank} is summed {where} (rank {found['copy_of']})")
+    return wrong
 
 
 def _worst(fits: Sequence[str], stages: int, beside: Sequence[str] = ()) -> str:

@@ -250,6 +250,9 @@ def test_a_pipeline_is_compiled_stage_by_stage(whole):
     assert whole["links"] == {"exact": 1, "alike": 0, "unknown": 0}
     assert whole["micro_batches"] == {"step": 8, "compiled": 4}
     assert whole["parameters"]["compiled"] == whole["parameters"]["check"]
+    gradients = whole["gradients"]
+    assert gradients["right"] == gradients["weights"] > 50 and gradients["wrong"] == gradients["unknown"] == []
+    assert gradients["norm"]["once"] == gradients["norm"]["weights"] == gradients["weights"]
     assert [stage["kinds"] for stage in whole["stages"]] == [[["dense"], ["moe"]], [["moe"], ["moe", "moe"]]]
     for stage in whole["stages"]:
         forward, recompute, gradient = (stage["flops"][role] for role in ("forward", "recompute", "gradient"))

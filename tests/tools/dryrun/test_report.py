@@ -76,6 +76,7 @@ STAGE = {
         {"op": "AllReduce", "role": "step", "ranks": 32, "link": "between nodes", "calls": 1, "bytes": GIB},
     ],
 }  # fmt: skip
+NORM = {"weights": 66, "once": 66, "otherwise": []}
 REPORT = {
     "recipe": "a.yaml",
     "quick": False,
@@ -94,6 +95,7 @@ REPORT = {
     "loads": None,
     "exchange": None,
     "hccl": {"communicators": 8, "bytes": 8 * 400 << 20},
+    "gradients": {"weights": 66, "right": 66, "wrong": [], "unknown": [], "norm": NORM},
     "problems": [],
 }
 
@@ -141,6 +143,16 @@ def test_problems_and_a_count_that_differs():
     text = shown(report)
     assert "parallel: group of 2 [0, 1]: wrong" in text and "tc3 check: 999" in text
     assert "links" not in text
+
+
+def test_gradients_are_counted_and_what_is_unknown_is_said():
+    assert "gradients: 66 of 66 weights of the compiled ranks have theirs summed once" in shown(REPORT)
+    unknown = [f"rank 0 (stage 0): layer {layer}: its gradient comes from Custom" for layer in range(5)]
+    norm = {"weights": 66, "once": 65, "otherwise": ["rank 1 (stage 1): embedding: is counted, too"]}
+    found = {"weights": 66, "right": 61, "wrong": [], "unknown": unknown, "norm": norm}
+    text = shown({**REPORT, "gradients": found})
+    assert "the elements of 65 of 66 weights are counted once" in text and "embedding: is counted, too" in text
+    assert "61 of 66 weights" in text and "unknown: rank 0 (stage 0): layer 2: its" in text and "and 2 more" in text
 
 
 def test_links_that_were_not_compared_are_counted():

@@ -1,0 +1,468 @@
+"""This module reads from MindSpore's final graph how each weight's gradient is summed over ranks, and judges it.
+
+Every rank that holds the same slice of a weight computes a part of that weight's gradient. These parts must be added
+over exactly those ranks, once: a sum that is missing, doubled or taken over other ranks trains wrong weights, and no
+loss says so at once. `gradients_of` walks the graph back from the optimizer's update of each weight, through clipping,
+scaling and the sums over micro-batches, to the operators that make the gradient, and collects the collectives on the
+way. `judge` compares them with the ranks that the weight's layout names (`copies_of`).
+
+MindSpore seeds the backward pass with 1 / (number of devices of a stage) and then sums over all copies, also where the
+copies computed equal values (no sequence parallelism, for instance). Therefore the ranks of the sum follow from the
+weight's layout and not from that of its inputs. What this does not see: the seed and other factors, and values that
+are partial sums inside the forward or backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from plugins.errors import ClusterError
+from tools.dryrun.collectives import attributes_of, generated_groups
+from tools.dryrun.graph_text import GraphText, Node, arguments_of, listed, tensors
+
+RIGHT, WRONG, UNKNOWN = "right", "wrong", "unknown"
+
+_SUMS = ("AllReduce", "ReduceScatter")
+_MOVES = ("AllGather", "AlltoAll", "AlltoAllV", "Broadcast")  # collectives that add nothing
+_SAME = frozenset(  # operators that hand on their first argument
+    ("Cast", "Depend", "ExpandDims", "Load", "Neg", "Reshape", "Send", "Squeeze", "TensorMove", "Transpose")
+)
+_SCALED = frozenset(("Mul", "Muls", "Div", "Divs", "RealDiv"))  # a gradient times or by a number
+_ADDED = frozenset(("Add", "AddExt", "Sub", "SubExt"))
+_MAKES = frozenset(  # operators that make the gradient of a weight out of activations and their gradients
+    ("BatchMatMul", "BatchMatMulExt", "BiasAddGrad", "Dense", "EmbeddingDenseBackward", "GroupedMatmul")
+    + ("InplaceGroupedMatmulAdd", "LayerNormGrad", "MatMul", "MatMulExt", "Mm", "ReduceSum", "RmsNormGrad", "SumExt")
+)
+_OF_THE_NORM = frozenset(  # operators between the square of a gradient and the root of the global norm
+    ("AddN", "AllReduce", "Div", "Divs", "ExpandDims", "MakeTuple", "RealDiv", "ReduceSum", "Reshape", "Sqrt", "SumExt")
+)
+_PARAMETER = re.compile(r"%(para\d+)_(\S+)")
+_KEY = re.compile(r"ref_key=([^,>]+)")
+_RECEIVED = "received from rank "
+_CHECKED = "MatMul"  # what makes it is judged elsewhere
+_FIRST_MOMENT = "adam_m."
+_SUMMED = "accu_grads."
+
+
+class Way(NamedTuple):
+    """This is one way of a gradient from the operator that makes it to the optimizer.
+
+    Args:
+        collectives: (operator, ranks), the last one first.
+        start: the operator that makes the gradient, or what the walk does not know.
+    """
+
+    collectives: tuple[tuple[str, tuple[int, ...]], ...]
+    start: str
+
+
+def copies_of(layout: Sequence[Any], rank: int) -> tuple[int, ...]:
+    """Return the global ranks that hold the slice of a weight that `rank` holds, before the optimizer shards it.
+
+    Args:
+        layout: as MindSpore's `parameter_layout_dict` has it: [0] the mesh of a stage's devices, [1] for each axis of
+            the weight which axes of the mesh cut it, counted from the last, or -1.
+    """
+    mesh = tuple(layout[0])
+    cuts = {axis for axes in layout[1] for axis in (axes if isinstance(axes, (list, tuple)) else (axes,))} - {-1}
+    first = rank // math.prod(mesh) * math.prod(mesh)
+    here = np.unravel_index(rank - first, mesh)
+    at = tuple(int(here[axis]) if len(mesh) - 1 - axis in cuts else slice(None) for axis in range(len(mesh)))
+    return tuple(int(first + place) for place in np.ravel(np.arange(math.prod(mesh)).reshape(mesh)[at]))
+
+
+def judge_gradients(
+    graph: GraphText,
+    ranks_of: Callable[[str], tuple[int, ...] | None],
+    copies: Mapping[str, Sequence[int]],
+    rank: int,
+) -> dict[str, dict[str, Any]]:
+    """Return for each weight that the optimizer of `rank` has: {"verdict", "why", "copies"}, or {"copy_of": another
+    rank, "summed"}.
+
+    A weight that two stages hold (the embedding, which MTP layers use again on the last stage) is sent from one to the
+    other at the start of each step, and the gradient of the copy is sent back. What the optimizer makes of the copy is
+    overwritten. The gradient is summed over ranks before it is sent ("summed" of the copy), or behind ("received" of
+    the weight that is updated: the other rank, and whether the sums stand behind); `gradients_report` compares both.
+
+    Args:
+        ranks_of: global ranks of a group, None where nobody knows them: `VirtualCluster.ranks_of`.
+        copies: weight -> the ranks of the stage that hold the slice of `rank`, see `copies_of`.
+
+    Raises:
+        ClusterError: a collective's group is unknown.
+    """
+    walk = _Walk(graph, ranks_of)
+    found: dict[str, dict[str, Any]] = {}
+    for name, own in copies.items():
+        sent, received = walk.sent(name), walk.received(name)
+        if not received:
+            ways, others = sorted(walk.of_weight(name)), [other for other, _ in sent]
+            verdict, why = judge(ways, own, rank, others)
+            found[name] = {"verdict": verdict, "why": why, "copies": list(own), "norm": walk.norm_of(name)}
+            if others:
+                after = {way.start: bool(way.collectives) for way in ways}
+                found[name]["received"] = {other: after.get(f"{_RECEIVED}{other}", False) for other in others}
+            continue
+        back = [way for other, way in walk.sent(_SUMMED + name) if other in received]
+        if not back:
+            where = name_ranks(received)
+            found[name] = {"verdict": WRONG, "why": f"it is a copy from {where}, to which its gradient is not sent"}
+            continue
+        verdict, why = judge([way._replace(start=_CHECKED) for way in back if way.collectives], own, rank)
+        if any(way.collectives for way in back) and verdict != RIGHT:
+            found[name] = {"verdict": verdict, "why": why}
+        else:
+            summed = any(way.collectives for way in back)
+            constant = {way.start for way in walk.of_weight(name)} <= {
+                "a constant"
+            }  # the zeros of a gradient that was sent
+            norm = [] if constant else walk.norm_of(name)
+            found[name] = {"copy_of": received[0], "summed": summed, "norm": norm}
+    return found
+
+
+def gradients_of(
+    graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None], weights: Iterable[str]
+) -> dict[str, list[Way]]:
+    """Return for each weight the ways of its gradient to the optimizer; none where the optimizer does not update it.
+
+    Args:
+        ranks_of: global ranks of a group, None where nobody knows them: `VirtualCluster.ranks_of`.
+        weights: names of the weights that the optimizer has.
+
+    Raises:
+        ClusterError: a collective's group is unknown.
+    """
+    walk = _Walk(graph, ranks_of)
+    return {name: sorted(walk.of_weight(name)) for name in weights}
+
+
+class _Walk:
+    """It goes back through the subgraphs of one graph; each value is visited once."""
+
+    def __init__(self, graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]):
+        self.graph, self.ranks_of = graph, ranks_of
+        self.generated = generated_groups(graph)
+        self.used: dict[str, dict[int, list[int]]] = {}
+        self.known: dict[tuple[str, int, tuple[int, ...]], frozenset[Way]] = {}
+        self.writers: dict[str, list[tuple[str, Node]]] = defaultdict(list)
+        self.bound: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)  # arguments that a Partial binds
+        self.called: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)
+        for name, nodes in graph.graphs.items():
+            for node in nodes:
+                if node.op.startswith(("Assign", "Inplace")) and (key := _KEY.search(node.types[1])):
+                    self.writers[key[1]].append((name, node))
+                if node.binds:
+                    self.bound[node.binds].append((name, arguments_of(node.head)[1:]))
+                for called in node.calls:
+                    direct = re.match(r"\s*call @", node.head)
+                    inside = node.head.partition("(")[2] if direct else node.head.rpartition("](")[2]
+                    self.called[called].append((name, listed(inside.rpartition(")")[0])))
+
+    def of_weight(self, name: str) -> frozenset[Way]:
+        """The ways of the gradient into the weight's first moment, which takes it linearly."""
+        found: set[Way] = set()
+        for graph, node in self.writers[_FIRST_MOMENT + name]:
+            found |= self.value(graph, arguments_of(node.head)[1], ())
+        return frozenset(way for way in found if way.start not in ("", f"parameter {_FIRST_MOMENT}{name}"))
+
+    def squares(self, name: str) -> list[tuple[str, int]]:
+        """The operators that square the gradient which the optimizer takes of a weight, behind its last sum."""
+        todo = [(graph, arguments_of(node.head)[1]) for graph, node in self.writers[_FIRST_MOMENT + name]]
+        found: dict[tuple[str, int], None] = {}
+        seen: set[tuple[str, str]] = set()
+        while todo:
+            graph, text = todo.pop()
+            if (graph, text) in seen:
+                continue
+            seen.add((graph, text))
+            if number := re.fullmatch(r"%(\d+)", text):
+                found |= dict.fromkeys(
+                    (graph, each) for each in self.users(graph, int(number[1])) if self.is_square(graph, each)
+                )
+                node = self.graph.graphs[graph][int(number[1])]
+                arguments = arguments_of(node.head)
+                if node.op in _SAME:
+                    todo.append((graph, arguments[0]))
+                elif node.op in _SCALED or node.op in _ADDED:
+                    todo += [(graph, each) for each in self.as_large(node, arguments)]
+            elif (parameter := _PARAMETER.fullmatch(text)) and graph != self.graph.root:
+                todo += self.bound_to(graph, parameter[1])
+        return list(found)
+
+    def is_square(self, graph: str, number: int) -> bool:
+        """Whether an operator squares what it takes."""
+        return self.graph.graphs[graph][number].op == "Square"
+
+    def users(self, graph: str, number: int) -> list[int]:
+        """The operators of a subgraph that take the value of one of its operators."""
+        if graph not in self.used:
+            self.used[graph] = defaultdict(list)
+            for place, node in enumerate(self.graph.graphs[graph]):
+                for operand in dict.fromkeys(node.operands):
+                    self.used[graph][operand].append(place)
+        return self.used[graph][number]
+
+    def norm_of(self, name: str) -> list[dict[str, Any]]:
+        """How the global norm counts a weight: for each square of its gradient the "divisor" of its sum, and the
+        "ranks" over which sums are added behind, one group after the other.
+        """
+        found = []
+        for graph, number in self.squares(name):
+            nodes = self.graph.graphs[graph]
+            todo: list[tuple[int, float, list[list[int]]]] = [(number, 1.0, [])]
+            while todo:
+                place, divisor, groups = todo.pop()
+                node = nodes[place]
+                if node.op == "Sqrt":
+                    found.append({"divisor": divisor, "ranks": groups})
+                    break
+                if node.op == "AllReduce":
+                    groups = [*groups, list(self.collective(node)[1])]
+                elif node.op in _SCALED:
+                    by = re.search(r"value=\[?\s*([\d.e+-]+)\s*\]?\)", arguments_of(node.head)[1])
+                    divisor *= float(by[1]) if by else math.nan
+                after = (each for each in self.users(graph, place) if nodes[each].op in _OF_THE_NORM)
+                todo += [(each, divisor, groups) for each in after]
+        return found
+
+    def sent(self, name: str) -> list[tuple[int, Way]]:
+        """The global ranks to which the root sends a parameter of this name, each with the sums on the way there."""
+        return [(peer, way) for peer, way in self.transfers("Send") if way.start == name]
+
+    def received(self, name: str) -> list[int]:
+        """The global ranks from which the root receives a parameter of this name."""
+        return [peer for peer, way in self.transfers("Receive") if way.start == name]
+
+    def transfers(self, op: str) -> list[tuple[int, Way]]:
+        """(peer, parameter of the root) of each Send or Receive that carries one; the way starts at its name."""
+        nodes = self.graph.graphs[self.graph.root]
+        found = []
+        for node in nodes:
+            if node.op != op:
+                continue
+            steps: list[tuple[str, tuple[int, ...]]] = []
+            text = arguments_of(node.head)[0]
+            while (number := re.fullmatch(r"%(\d+)", text)) and nodes[int(number[1])].op in _SAME.union(_SUMS):
+                step = nodes[int(number[1])]
+                steps += [self.collective(step)] if step.op in _SUMS else []
+                text = arguments_of(step.head)[0]
+            if parameter := _PARAMETER.fullmatch(text):
+                peer = attributes_of(node.text).get(f"{'dst' if op == 'Send' else 'src'}_global_rank")
+                found.append((int(str(peer)), Way(tuple(steps), parameter[2])))
+        return found
+
+    def value(self, graph: str, text: str, members: tuple[int, ...]) -> frozenset[Way]:
+        """The ways into an argument; `members` are the places in tuples that are meant, the innermost first."""
+        if number := re.fullmatch(r"%(\d+)", text):
+            return self.node(graph, int(number[1]), members)
+        if parameter := _PARAMETER.fullmatch(text):
+            return self.parameter(graph, parameter[1], parameter[2], members)
+        zero = re.search(r"value=\[?\s*0(?:\.0*(?:e[+-]\d+)?)?\s*\]?\)$", text)
+        return frozenset((Way((), "" if zero else "a constant"),))
+
+    def parameter(self, graph: str, place: str, name: str, members: tuple[int, ...]) -> frozenset[Way]:
+        """The ways into a subgraph's parameter, by its callers; of the root those into sums over micro-batches."""
+        if graph == self.graph.root:
+            return self.summed(name) if name.startswith(_SUMMED) else frozenset((Way((), f"parameter {name}"),))
+        found = frozenset(way for at, text in self.bound_to(graph, place) for way in self.value(at, text, members))
+        return found or frozenset((Way((), f"parameter {name}"),))
+
+    def bound_to(self, graph: str, place: str) -> list[tuple[str, str]]:
+        """The arguments that stand for a subgraph's parameter, each with the subgraph that gives it."""
+        number = self.graph.parameters[graph].index(place)
+        found = []
+        for caller, arguments in [item for item in self.bound[graph] if item[0] != graph] or [("", [])]:
+            if number < len(arguments):
+                found.append((caller, arguments[number]))
+                continue
+            rest = number - len(arguments)
+            found += [(at, given[rest]) for at, given in self.called[graph] if rest < len(given)]
+        return found
+
+    def summed(self, name: str) -> frozenset[Way]:
+        """The ways into what adds up micro-batches; that it is set to zero again is none."""
+        found: set[Way] = set()
+        for graph, node in self.writers[name]:
+            if node.op.startswith("Assign"):
+                found |= self.value(graph, arguments_of(node.head)[1], ())
+            else:
+                found.add(Way((), node.op))
+        return frozenset(way for way in found if way.start)
+
+    def node(self, graph: str, number: int, members: tuple[int, ...]) -> frozenset[Way]:
+        """The ways into what one operator gives."""
+        key = graph, number, members
+        if key not in self.known:
+            self.known[key] = frozenset()  # a circle adds nothing
+            self.known[key] = self._node(graph, self.graph.graphs[graph][number], members)
+        return self.known[key]
+
+    def _node(self, graph: str, node: Node, members: tuple[int, ...]) -> frozenset[Way]:
+        nodes = self.graph.graphs[graph]
+        arguments = arguments_of(node.head)
+        while node.op in _SAME and (number := re.fullmatch(r"%(\d+)", arguments[0])):  # chains of thousands of Depend
+            node = nodes[int(number[1])]
+            arguments = arguments_of(node.head)
+        if node.calls:
+            ends = (self.node(name, len(self.graph.graphs[name]) - 1, members) for name in node.calls)
+            return frozenset(way for ways in ends for way in ways)
+        if node.op == "TupleGetItem" and (member := re.fullmatch(r"I64\((\d+)\)", arguments[1])):
+            return self.value(graph, arguments[0], (int(member[1]), *members))
+        if node.op == "MakeTuple" and members:
+            return self.value(graph, arguments[members[0]], members[1:])
+        if node.op == "Receive":
+            return frozenset((Way((), f"{_RECEIVED}{attributes_of(node.text).get('src_global_rank')}"),))
+        if node.op in _SUMS or node.op in _MOVES:
+            step = self.collective(node)
+            return frozenset(
+                Way((step, *way.collectives), way.start) for way in self.value(graph, arguments[0], members)
+            )
+        if node.op in _SAME:
+            return self.value(graph, arguments[0], members)
+        if node.op == "AddN":
+            return self.tuple_members(graph, arguments[0])
+        if node.op == "Select":
+            return self.value(graph, arguments[1], ()) | self.value(graph, arguments[2], ())
+        if node.op in _SCALED or node.op in _ADDED:
+            return self.arithmetic(graph, node, arguments)
+        return frozenset((Way((), node.op),))
+
+    def tuple_members(self, graph: str, text: str) -> frozenset[Way]:
+        """The ways into all members of a tuple."""
+        number = re.fullmatch(r"%(\d+)", text)
+        made = self.graph.graphs[graph][int(number[1])] if number else None
+        if made is None or made.op != "MakeTuple":
+            return frozenset((Way((), "AddN"),))
+        parts = (self.value(graph, argument, ()) for argument in arguments_of(made.head))
+        return frozenset(way for ways in parts for way in ways)
+
+    def arithmetic(self, graph: str, node: Node, arguments: list[str]) -> frozenset[Way]:
+        """The ways through a product with a number, or through a sum: into arguments as large as the result."""
+        if node.op in _SCALED and any(re.search(r"value=0\)$", argument) for argument in arguments):
+            return frozenset((Way((), ""),))
+        whole = self.as_large(node, arguments)
+        if node.op in _SCALED and len(whole) > 1 and math.prod(node.outputs[0].shape) > 1:
+            return frozenset((Way((), node.op),))
+        whole = whole[:1] if node.op in _SCALED else whole
+        return frozenset(way for text in whole for way in self.value(graph, text, ()))
+
+    @staticmethod
+    def as_large(node: Node, arguments: list[str]) -> list[str]:
+        """The arguments with as many elements as the result; no constants if others have them, too."""
+        size = math.prod(node.outputs[0].shape)
+        types = listed(node.types[0][1:-1], "<([{", ">)]}")
+        sizes = [math.prod(found[0].shape) if (found := tensors(text)) else 0 for text in types]
+        whole = [text for text, own in zip(arguments, sizes, strict=False) if own == size]
+        return [text for text in whole if text.startswith("%")] or whole
+
+    def collective(self, node: Node) -> tuple[str, tuple[int, ...]]:
+        """A collective's operator, with what it does if it does not add, and its ranks."""
+        attributes = attributes_of(node.text)
+        group = str(attributes.get("group", ""))
+        ranks = self.ranks_of(group) or self.generated.get(group)
+        if ranks is None:
+            raise ClusterError(
+                f"{node.op} at {node.source or node.scope} uses group {group!r}, which was never created"
+            )
+        adds = node.op not in _SUMS or attributes.get("op", "sum") == "sum"
+        return node.op if adds else f"{node.op} ({attributes['op']})", tuple(ranks)
+
+
+def judge(ways: Sequence[Way], copies: Sequence[int], rank: int, elsewhere: Sequence[int] = ()) -> tuple[str, str]:
+    """Return whether a gradient is summed over exactly the ranks that hold a copy, once, and a sentence that says why
+    not.
+
+    Args:
+        ways: of the gradient on `rank`, as `gradients_of` returns them.
+        copies: the ranks of a stage that hold the same slice of the weight, `rank` among them.
+        elsewhere: one rank for each other stage that holds the weight and must send its gradient here.
+
+    Returns:
+        (`RIGHT`, ""), or `WRONG` or `UNKNOWN` and the reason.
+    """
+    if not ways:
+        return UNKNOWN, "the optimizer's update of it was not found in the graph"
+    findings = [_judge_way(way, copies, rank, elsewhere) for way in ways]
+    missing = {f"{_RECEIVED}{other}" for other in elsewhere} - {way.start for way in ways}
+    findings += [(WRONG, f"the gradient of its copy on another stage is not {start}") for start in sorted(missing)]
+    return next((found for verdict in (WRONG, UNKNOWN) for found in findings if found[0] == verdict), (RIGHT, ""))
+
+
+def _judge_way(way: Way, copies: Sequence[int], rank: int, elsewhere: Sequence[int]) -> tuple[str, str]:
+    """One way of a gradient."""
+    if way.start == "a constant":
+        return WRONG, "its gradient is a constant in the graph"
+    received = way.start.startswith(_RECEIVED)
+    if received and way.start not in {f"{_RECEIVED}{other}" for other in elsewhere}:
+        return UNKNOWN, f"a part of its gradient is {way.start}, and nothing says that this rank holds a copy of it"
+    if not received and way.start not in _MAKES:
+        return UNKNOWN, f"its gradient comes from {way.start}, of which nothing is known here"
+    if received and not way.collectives:
+        return RIGHT, ""  # the other stage has to sum it, see `tools.dryrun.report`
+    for operator, _ in way.collectives:
+        if operator.startswith(_SUMS) and operator not in _SUMS:
+            return WRONG, f"its gradient is reduced by {operator}, which does not add"
+        if operator not in _SUMS:
+            return UNKNOWN, f"its gradient goes through {operator}, of which nothing is known here"
+    reached = reached_by([ranks for _, ranks in way.collectives], rank)
+    over = ", then ".join(f"{name_ranks(ranks)} ({operator})" for operator, ranks in way.collectives) or "no ranks"
+    wanted = name_ranks(copies)
+    if len(set(reached)) < len(reached):
+        return WRONG, f"its gradient is summed over {over}, some of these twice; {wanted} hold a copy of it"
+    if set(reached) != set(copies):
+        return WRONG, f"its gradient is summed over {over}, but {wanted} hold a copy of it"
+    return RIGHT, ""
+
+
+def reached_by(groups: Iterable[Sequence[int]], rank: int) -> list[int]:
+    """Return the ranks whose parts `rank` has after sums over groups, one after the other; a rank stands there twice if
+    its part is added twice.
+
+    Args:
+        groups: each with `rank`. Other ranks add over groups of the same form, as on the axes of a mesh of devices.
+    """
+    reached = [rank]
+    for ranks in groups:
+        reached = [first + other - rank for first, other in product(reached, ranks)]
+    return reached
+
+
+def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -> str:
+    """Return a sentence that says why the global norm does not count each element of a weight once; "" if it does.
+
+    Every rank adds the squares of what it holds. A part that several ranks hold must be divided by their number.
+
+    Args:
+        found: of the weight, as `judge_gradients` returns it.
+        shards: ranks over which the optimizer shards the weight's slice.
+        devices: all ranks of the compiled recipe.
+    """
+    if "copy_of" in found:
+        return "the gradient of a copy on another stage is counted, too" if found["norm"] else ""
+    holding = len(found["copies"]) // shards
+    for square in found["norm"]:
+        if square["divisor"] != holding:
+            by = f"{square['divisor']:g}"
+            return f"{holding} ranks hold each of its parts, but the sum of its squares is divided by {by}"
+        reached = reached_by(square["ranks"], rank)
+        if sorted(reached) != list(range(devices)):
+            return f"its squares are added over {len(set(reached))} of {devices} ranks, of them {len(reached)} times"
+    return ""
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return `4 ranks 0, 2, 4, 6`, or of more ranks their number, the first three and the last."""
+    ordered = sorted(ranks)
+    if len(ordered) == 1:
+        return f"rank {ordered[0]} only"
+    shown = [str(rank) for rank in (ordered if len(ordered) <= 4 else ordered[:3])]
+    return f"{len(ordered)} ranks {', '.join(shown)}" + (f" ... {ordered[-1]}" if len(ordered) > 4 else "")
