@@ -34,7 +34,9 @@ from tools.weights.source import Source, open_source
 LARGEST = 1_000_000_000  # parameters: 4 GB in float32
 RECIPE = "recipe.yaml"  # of a run, in its folder
 PROMPT_HELP = "Text that the model continues; may be repeated. '' begins a new document."
-TEMPERATURE_HELP = "Draw tokens at random; below 1 is more careful, above 1 bolder.  [default: 1]"
+TEMPERATURE_HELP = (
+    "Divide the logits by this number before a token is drawn; 0 always takes the likeliest token.  [default: 1]"
+)
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,10 @@ class Text:
 @click.option("--top-k", type=Number("top_k"), help="Draw only from the K likeliest tokens.")
 @click.option("--top-p", type=Number("top_p"), help="Draw from the likeliest tokens with this joint probability.")
 @click.option("--seed", type=Number("seed"), help="Seed of the draws; the same seed gives the same text.  [default: 0]")
-@click.option("--recipe", type=click.Path(path_type=Path), help="Recipe of the model.  [default: that of the run]")
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="Tokenizer's folder.  [default: that of the corpus]")
+@click.option("--recipe", type=click.Path(path_type=Path), help="Recipe of the model.  [default: the run's recipe]")
+@click.option(
+    "--tokenizer", type=click.Path(path_type=Path), help="Folder of the tokenizer.  [default: the corpus's tokenizer]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print prompts, texts and token ids as JSON at the end.")
 @unverified_option
 def generate(

@@ -88,7 +88,11 @@ class Asked:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--steps", type=Number("steps"), help="Number of steps in all; the dataset's size is set to match.")
 @click.option("--mini", is_flag=True, help="Train a mini of RECIPE on CPU: its architecture at toy size, for 10 steps.")
-@click.option("--parallel", is_flag=True, help="With --mini: keep the parallel strategy, scaled down to --workers.")
+@click.option(
+    "--parallel",
+    is_flag=True,
+    help="With --mini: keep the recipe's parallel strategy, scaled down to the number of --workers.",
+)
 @click.option("--workers", type=Number("workers"), help=f"Number of CPU workers of --parallel.  [default: {WORKERS}]")
 @click.option("--resume", metavar="auto|DIR", help="Continue from the newest complete checkpoint, or from DIR.")
 @click.option(
@@ -99,7 +103,9 @@ class Asked:
     "--restarts", type=Number("restarts"), default=0, help="Start again after at most this many failures in a row."
 )
 @click.option("--port", type=Number("port"), help="Port of msrun's scheduler.  [default: a free one]")
-@click.option("--no-bind", is_flag=True, help="Do not bind workers to cores: Linux and MindSpore choose them.")
+@click.option(
+    "--no-bind", is_flag=True, help="Do not bind workers to cores, but let Linux and MindSpore choose the cores."
+)
 @click.option("--script", is_flag=True, help="Print a bash script that starts the run on every node; start nothing.")
 @click.option(
     "--nodes",

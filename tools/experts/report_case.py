@@ -186,7 +186,13 @@ def _against_table_5(rows: Sequence[Case]) -> list[str]:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster to assume.")
-@click.option("--skew", default=DEFAULT_SKEW, show_default=True, type=Number("skew"), help="Busiest rank's load.")
+@click.option(
+    "--skew",
+    default=DEFAULT_SKEW,
+    show_default=True,
+    type=Number("skew"),
+    help="Load of the busiest rank, divided by the mean load.",
+)
 def main(cluster: str, skew: float) -> None:
     """Print the table as markdown."""
     click.echo(markdown(cases(find_cluster(cluster), skew)), nl=False)

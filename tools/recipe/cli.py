@@ -82,7 +82,7 @@ def recipe() -> None:
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--mini", is_flag=True, help="Show the mini that `tc3 train --mini` trains on CPU.")
-@click.option("--parallel", is_flag=True, help="Show the mini of --mini that keeps the recipe's parallel strategy.")
+@click.option("--parallel", is_flag=True, help="With --mini: show the mini that keeps the recipe's parallel strategy.")
 @click.option(
     "--workers",
     type=Number("workers"),
