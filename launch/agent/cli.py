@@ -265,7 +265,7 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
     """
     if given is not None:
         if given not in hosts:
-            raise ClusterError(f"--host {given}: not in {file}, which has {', '.join(hosts[:5])}")
+            raise ClusterError(f"--host {given}: {file} does not list this host; it lists {', '.join(hosts[:5])}")
         return given
     name = socket.gethostname()
     addresses = [each.address.split("%")[0] for card in psutil.net_if_addrs().values() for each in card]

@@ -77,14 +77,14 @@ def choose(path: Path, recipe_file: Path | None) -> Chosen:
     if source.form == "one file":
         raise CheckpointError(f"{path}: this is one file; give the folder that holds it")
     if reason := source.seal_fault(checksums=False):
-        raise CheckpointError(f"{path}: not a whole checkpoint: {reason}")
+        raise CheckpointError(f"{path}: this is not a complete checkpoint: {reason}")
     recipe = resolve(load_recipe(recipe_file or _recipe_beside(path)))
     _refuse_model(recipe, source)
     return Chosen(source, recipe)
 
 
 def _newest_checkpoint(run: Path) -> Path:
-    """The newest whole checkpoint of a run, wherever it saves; its folder may have moved since."""
+    """The newest complete checkpoint of a run, wherever it saves; its folder may have moved since."""
     saves = look(load_recipe(run / RECIPE), ("checkpoint", "save_path"))
     roots = [run / "checkpoint", *([Path(saves)] if isinstance(saves, str) and saves else [])]
     for root in roots:
@@ -93,7 +93,7 @@ def _newest_checkpoint(run: Path) -> Path:
             click.echo(f"skipping checkpoint {folder}: {reason}", err=True)
         if best:
             return best.path
-    raise CheckpointError(f"{run}: no whole checkpoint in {roots[0]}: the run has saved none yet")
+    raise CheckpointError(f"{run}: {roots[0]} holds no complete checkpoint, because the run has not saved one yet")
 
 
 def _recipe_beside(weights: Path) -> Path:
@@ -192,9 +192,9 @@ def generate(
 ) -> None:
     """Generate text with a trained mini, to see what it has learnt.
 
-    RUN is a run's folder (its newest whole checkpoint is taken), CHECKPOINT one iteration of any layout, other weights
-    in MindFormers' names, or a Hugging Face folder. Each token is the likeliest one, unless --temperature, --top-k,
-    --top-p or --seed ask for chance.
+    RUN is a run's folder (its newest complete checkpoint is used), CHECKPOINT one iteration of any layout, other
+    weights in MindFormers' names, or a Hugging Face folder. Each token is the likeliest one, unless --temperature,
+    --top-k, --top-p or --seed ask for chance.
     """
     require_verified()
     how = sampling_of(temperature, top_k, top_p, seed)
@@ -219,7 +219,9 @@ def sampling_of(temperature: float | None, top_k: int | None, top_p: float | Non
     drawing = {"--top-k": top_k, "--top-p": top_p, "--seed": seed}
     given = [name for name, value in drawing.items() if value is not None]
     if temperature == 0 and given:
-        raise click.UsageError(f"--temperature 0 takes the likeliest token, {given[0]} draws: leave one of them out")
+        raise click.UsageError(
+            f"--temperature 0 takes the likeliest token, but {given[0]} draws at random: leave one of them out"
+        )
     if not temperature and not given:
         return None
     return Sampling(temperature or 1.0, top_k or 0, 1.0 if top_p is None else top_p)

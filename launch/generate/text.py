@@ -105,7 +105,7 @@ def _instructions_tokenizer(recipe: Recipe) -> Path | None:
 def _fast_tokenizer(folder: Path, end: str | None = None) -> Tokenizer:
     found = load(folder, end)
     if found.spec.backend is None:
-        raise DataError(f"--tokenizer {folder}: has no {FILE}; tc3 generate takes fast tokenizers only")
+        raise DataError(f"--tokenizer {folder}: the folder has no {FILE}, but tc3 generate reads only fast tokenizers")
     return found
 
 

@@ -258,8 +258,8 @@ def refuse_scratch(run_dir: Path, root: Path) -> None:
     if last and last.resume:
         raise CheckpointError(
             f"{root}: no complete checkpoint is left, and attempt {last.attempt} of this run went on from step "
-            f"{last.step:,} ({last.resume}): put that one back, name another one with --resume DIR, or begin anew with "
-            "another --run-dir"
+            f"{last.step:,} ({last.resume}): restore that checkpoint, name another one with --resume DIR, or begin "
+            "anew with another --run-dir"
         )
 
 
@@ -283,7 +283,7 @@ def _named_checkpoint(resume: str, root: Path) -> CheckpointInfo:
     reason = fault(folder)
     if reason and any(map(is_sealed, [folder, *iterations(folder.parent)])):
         raise CheckpointError(
-            f"--resume {resume}: not a whole checkpoint: {reason}; --resume auto takes the newest one"
+            f"--resume {resume}: this is not a complete checkpoint: {reason}; --resume auto takes the newest one"
         )
     if reason:
         click.echo(f"{folder}: has no seals, so whether it is complete cannot be told", err=True)
@@ -374,7 +374,7 @@ def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:
     """
     reason = fault(checkpoint.path, (worker, workers)) if is_sealed(checkpoint.path) else None
     if reason:
-        raise CheckpointError(f"{checkpoint.path}: not a whole checkpoint: {reason}; name an older one")
+        raise CheckpointError(f"{checkpoint.path}: this is not a complete checkpoint: {reason}; name an older one")
 
 
 def check_load_path(recipe: Recipe) -> None:

@@ -79,7 +79,7 @@ class Asked:
         if self.script and self.mini:
             raise click.UsageError("--script is for a cluster and --mini for this host: choose one")
         if self.script and (self.restarts > 0 or self.cached):
-            raise click.UsageError("--restarts and --compile-cache are for this host; on a cluster, tc3 agent has both")
+            raise click.UsageError("--restarts and --compile-cache work only on this host; on a cluster use tc3 agent")
         _ = self.size
 
 
@@ -134,7 +134,7 @@ def train(**given: Any) -> None:
         _script(asked)
         return
     if asked.nodes:
-        raise click.UsageError("--nodes is for --script: without --script a run takes only this host")
+        raise click.UsageError("--nodes works only with --script, because without --script a run uses only this host")
     run_dir = (asked.run_dir or asked.size.run_dir(asked.recipe)).absolute()
     flat = effective_recipe(
         asked.recipe, asked.overrides, asked.steps, run_dir, asked.size, make_layout=not asked.dry_run

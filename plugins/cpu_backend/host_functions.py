@@ -66,7 +66,9 @@ def register(function: Callable[..., Any]) -> int:
     number = number_of(name)
     known, first = _functions.setdefault(number, (name, function))  # type: ignore[arg-type]
     if known != name or first.__code__ != function.__code__:
-        raise ValueError(f"two Python functions would have one number in a graph: {known} and {name}; rename one")
+        raise ValueError(
+            f"two Python functions, {known} and {name}, would get the same number in a graph; rename one of them"
+        )
     return number
 
 

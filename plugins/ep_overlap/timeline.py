@@ -94,7 +94,7 @@ def simulate(ops: Sequence[Op]) -> Timeline:
                 later.append(op)
         if len(later) == len(waiting):
             heads = {stream: next(op.key for op in later if stream in op.streams) for stream in sorted(blocked)}
-            raise ValueError(f"the order of issue never ends: streams wait for each other at {heads}")
+            raise ValueError(f"the operations cannot all be issued, because streams wait for each other at {heads}")
         waiting = later
     return Timeline(tuple(Span(op, starts[op.key], ends[op.key]) for op in ops))
 
@@ -106,7 +106,7 @@ def _check(ops: Iterable[Op]) -> None:
         if not set(op.streams) <= set(STREAMS):
             raise ValueError(f"{op.key}: no stream {op.stream!r}; there are {', '.join(STREAMS)} and both")
         if op.key in keys:
-            raise ValueError(f"{op.key}: issued twice")
+            raise ValueError(f"{op.key}: the operation is issued twice")
         keys.add(op.key)
     for op in ops:
         for key in op.after:

@@ -24,7 +24,7 @@ _MARKS = digits + ascii_lowercase
 
 
 def isolation(plan: Plan) -> list[tuple[str, str]]:
-    """Return (what it does, the line) for each command that keeps other work off the workers' cores. The commands need
+    """Return (purpose, command) for each command that keeps other processes off the workers' cores. The commands need
     root. The list is empty if no core is left for the system.
     """
     workers = [core for worker in plan.workers for core in worker.cores]

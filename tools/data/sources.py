@@ -143,7 +143,7 @@ class Corpus:
     globs: tuple[str, ...] = ()
 
     def files(self) -> Iterator[Path]:
-        """Yield every file in the order of the inputs. The files of a folder come sorted, before those of its
+        """Yield every file in the order of the inputs. The files of a folder are sorted, and precede the files of its
         sub-folders.
 
         Raises `DataError` for an input that does not exist or a folder without a matching file.

@@ -165,7 +165,7 @@ class _Sessions:
         self._stopped = False
 
     def start(self, words: Sequence[str], errors: int) -> Popen[bytes] | None:
-        """Return a process in a session of its own, which Ctrl-C does not reach; None after `stop` was called."""
+        """Return a process in a new session, which Ctrl-C does not reach; None after `stop` was called."""
         with self._lock:
             if self._stopped:
                 return None

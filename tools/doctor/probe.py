@@ -130,7 +130,7 @@ class Team:
         self.close()
 
     def close(self) -> None:
-        """End the workers, which serve nobody else."""
+        """End the workers, which only this probe uses."""
         for member in self.members:
             member.process.kill()
         for member in self.members:

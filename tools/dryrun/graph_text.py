@@ -82,7 +82,7 @@ class Node:
 
     @property
     def outputs(self) -> tuple[TensorType, ...]:
-        """Return the operator's output tensors, those of a tuple one by one."""
+        """Return the operator's output tensors; a tuple gives one tensor for each of its elements."""
         return tensors(self.types[1])
 
 
@@ -96,7 +96,7 @@ class GraphText:
 
 
 def read_graph(file: Path) -> GraphText:
-    """Parse the dump that `virtual_cluster.final_graph` finds, or one that was kept (`compiles.text_of`, .gz).
+    """Parse the graph that `virtual_cluster.final_graph` finds, or one that was stored compressed (`compiles.text_of`).
 
     Raises:
         ClusterError: it cannot be read, or is no such text.

@@ -193,9 +193,7 @@ def quick_plan(recipe: Recipe) -> Plan:
 
 
 def small_of(recipe: Recipe) -> Small:
-    """Put a layer of each kind in front; behind them, one like the last with the head, whose MTP layers are
-    unchanged.
-    """
+    """Put a layer of each kind first, and then a layer like the last one, with the head; MTP layers are unchanged."""
     view = View(recipe)
     stages = stages_of(view)
     settings = settings_of(view, stages)

@@ -17,7 +17,7 @@ EVERY_HELP = "Number of steps after which a replayed policy plans anew.  [defaul
 
 @click.group("experts", context_settings={"help_option_names": ["-h", "--help"]})
 def experts() -> None:
-    """Report the expert loads of a run and what moving experts would bring; restore a checkpoint with moved experts."""
+    """Report the expert loads of a run and what moving experts would gain; restore a checkpoint with moved experts."""
 
 
 @experts.command(

@@ -57,7 +57,7 @@ def open_run(place: Path, recipe: Path | None, say: Callable[[str], None]) -> So
         DataError: there is no such log, or it is broken. RecipeError: the recipe is.
     """
     if not place.exists():
-        raise DataError(f"{place}: no such run or file")
+        raise DataError(f"{place}: there is no such run or file")
     file = load_file(place) if place.is_dir() else place
     records = read(file)
     own = file.parent.parent / "recipe.yaml"  # RUN/metrics/expert_load.jsonl

@@ -58,7 +58,7 @@ def whole_digest(path: Path) -> str:
 
 
 def sampled_digest(path: Path) -> str:
-    """Return the SHA-256 of `BLOCKS` blocks spread over a file, of which the first and the last are two. A file that
+    """Return the SHA-256 of `BLOCKS` blocks spread over a file, including its first and its last block. A file that
     has no more blocks is read whole.
     """
     size = path.stat().st_size

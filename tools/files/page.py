@@ -53,7 +53,7 @@ def table(
     words: Collection[int] = (),
     kinds: Sequence[str] = (),
 ) -> str:
-    """Return a table. It scrolls by itself if the page is narrower.
+    """Return a table, which scrolls inside the page if the page is narrower.
 
     Args:
         kind: "numbers" aligns all columns right but the first and those whose places are in `words`.

@@ -50,7 +50,7 @@ class PlacedInstance(Instance):
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Return [2, C]: forward and backward of everything that no layer causes."""
+        """Return [2, C]: forward and backward of all work that belongs to no layer."""
         fixed = np.full((2, self.chunks * self.stages), self.receiving)
         fixed[:, 0] += self.head
         fixed[:, -1] += self.tail

@@ -64,8 +64,8 @@ SECTION = ("plugins", "attention_balance")
 
 
 def sample_cost(recipe: Recipe) -> Cost:
-    """Return the training FLOPs of a token, and those of a pair of tokens that attend. A recomputed forward pass
-    counts again.
+    """Return the training FLOPs of a token, and the FLOPs of a pair of tokens of which one attends to the other. A
+    recomputed forward pass counts again.
 
     Raises:
         RecipeError: the recipe's sizes make no model.

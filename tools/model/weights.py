@@ -198,7 +198,7 @@ def multiplied(model: Model) -> dict[str, int]:
 
 
 def linear_flops(model: Model) -> int:
-    """Return the FLOPs of one token, forward and backward, without those of attention itself."""
+    """Return the FLOPs of one token, forward and backward, without the products of attention."""
     return 2 * PASSES * sum(multiplied(model).values())
 
 

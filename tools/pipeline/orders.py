@@ -1,5 +1,5 @@
-"""This module defines the orders in which pipeline schedules run a stage's work. They are MindSpore's own orders,
-and those of papers.
+"""This module defines the orders in which pipeline schedules run a stage's work. Some orders are MindSpore's, others
+are from papers.
 
 An operation is one piece of work of a stage, such as the forward of one chunk for one micro-batch; an order is the
 list of a stage's operations, also written as numbers for NumPy. `tools.pipeline.schedules` names the schedules.
@@ -109,7 +109,7 @@ def neighbours(stages: int, chunks: int, shape: str) -> tuple[dict, dict]:
 
 
 def widened(table: np.ndarray) -> np.ndarray:
-    """Return a table of the first columns of an order with the other columns added: part 0, and nothing joined."""
+    """Return an order's table with the missing columns added: sequence part 0, and no joined operations."""
     return np.pad(table, ((0, 0), (0, COLUMNS - table.shape[1])))
 
 

@@ -113,7 +113,7 @@ def expand(text: str) -> list[int]:
         first, _, last = part.partition("-")
         found = range(int(first), int(last or first) + 1)
         if len(found) + len(cores) > MOST:
-            raise ValueError(f"{part}: more than {MOST:,} numbers")
+            raise ValueError(f"{part}: the list has more than {MOST:,} numbers")
         cores += found
     return cores
 

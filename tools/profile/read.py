@@ -365,7 +365,7 @@ def _quiet(runs: dict[str, list[tuple[float, float]]], shapes: dict[str, list[Sh
 
 
 def read_profile(folder: Path, steps: int | None = None) -> Profile:
-    """Return the profile in a folder or below it. If there are several ranks, return that of the lowest.
+    """Return the profile in a folder or below it. If there are several ranks, return the profile of the lowest.
 
     Args:
         steps: that it holds, where its files do not tell steps apart.

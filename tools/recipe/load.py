@@ -373,7 +373,7 @@ _DEGREES = ("data_parallel", "model_parallel", "pipeline_stage", "context_parall
 
 
 class Refusal(NamedTuple):
-    """A `Refusal` is a number that is refused: where it stands, what is wrong, and what would be right."""
+    """A `Refusal` is a number that is refused: its place, what is wrong, and what would be right."""
 
     path: tuple[Any, ...]
     value: Any
@@ -455,8 +455,8 @@ def _text_problem(text: str, span: Range) -> tuple[str, str] | None:
 
 
 def as_yaml(text: str) -> str:
-    """Return how to write a number so that YAML 1.1 reads it: ``1e-8`` becomes ``1.0e-8``. Other texts get the advice
-    to leave out the quotes.
+    """Return how to write a number so that YAML 1.1 reads it: ``1e-8`` becomes ``1.0e-8``. For other texts the advice
+    is to leave out the quotes.
     """
     text = text.strip()
     if not EXPONENT.fullmatch(text):

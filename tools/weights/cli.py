@@ -66,7 +66,7 @@ def weights() -> None:
 )
 @json_option
 def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json: bool) -> None:
-    """Show what CHECKPOINT holds. Only the headers of its files are read, which takes a second whatever its size.
+    """Show what CHECKPOINT holds. Only the headers of its files are read, which takes a second for any size.
 
     Exit code: 0 nothing is wrong with it (with --diff: equal), 1 something is (with --diff: they differ), 2 something
     to mend first.

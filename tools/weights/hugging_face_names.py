@@ -132,7 +132,7 @@ def to_hugging_face(arrays: Mapping[str, np.ndarray], sizes: Sizes) -> Arrays:
 
 
 def to_mindformers(arrays: Mapping[str, np.ndarray], sizes: Sizes) -> Arrays:
-    """Return Hugging Face's tensors under MindFormers' names. Errors are those of `to_hugging_face`."""
+    """Return Hugging Face's tensors under MindFormers' names. This raises the errors that `to_hugging_face` raises."""
     _check(arrays, hugging_face_shapes(sizes))
     return {entry.mindformers: entry.join([arrays[name] for name in entry.parts]) for entry in table(sizes)}
 

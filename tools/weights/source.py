@@ -82,7 +82,7 @@ class Source:
     def require_whole(self) -> None:
         """Raise CheckpointError if the seals do not match; checksums are not compared."""
         if reason := self.seal_fault(checksums=False):
-            raise CheckpointError(f"{self.path}: this is not a whole checkpoint: {reason}")
+            raise CheckpointError(f"{self.path}: this is not a complete checkpoint: {reason}")
 
     @cached_property
     def sealed(self) -> bool:
