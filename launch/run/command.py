@@ -79,7 +79,9 @@ class Asked:
         if self.script and self.mini:
             raise click.UsageError("--script is for a cluster and --mini for this host: choose one")
         if self.script and (self.restarts > 0 or self.cached):
-            raise click.UsageError("--restarts and --compile-cache work only on this host; on a cluster use tc3 agent")
+            raise click.UsageError(
+                "--restarts and --compile-cache work only on this host; on a cluster use tc3 agent, which has both"
+            )
         _ = self.size
 
 

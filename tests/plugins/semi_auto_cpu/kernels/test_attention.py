@@ -222,7 +222,11 @@ def test_low_precision_is_float32_rounded(rng, dtype, layout):
         ({"layout": "TND", "sparse": 3, "mask": COMPRESSED, "ends": ((4,), (5,))}, ValueError, "must rise to the 5"),
         ({"layout": "TND", "sparse": 3, "mask": COMPRESSED, "ends": ((5, 4, 5), (5, 4, 5))}, ValueError, "must rise"),
         ({"layout": "TND", "sparse": 3, "mask": COMPRESSED, "ends": ((5,), (9,))}, ValueError, "at most the 5 keys"),
-        ({"layout": "TND", "sparse": 0, "ends": ((5,), (5,))}, NotImplementedError, "sparse_mode 0 is not supported .* in layout TND"),
+        (
+            {"layout": "TND", "sparse": 0, "ends": ((5,), (5,))},
+            NotImplementedError,
+            "sparse_mode 0 is not supported .* in layout TND",
+        ),
     ],
 )
 def test_what_it_cannot_do_it_refuses(rng, arguments, error, message):
