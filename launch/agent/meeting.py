@@ -122,7 +122,8 @@ class Meeting:
             sign = self._sign(number, claim.holder) if claim.holder else None
             if before and sign and before[0] == claim.holder and before[1] != sign:
                 raise ClusterError(
-                    f"--host {self.host}: an agent of this name is at work in {claim.folder}; give each node its own"
+                    f"--host {self.host}: an agent of this name already runs in {claim.folder}; give each node a name "
+                    "of its own"
                 )
             before = (claim.holder, sign) if sign else before
             self.disk.pause(self.lost_after / LOOKS)

@@ -85,7 +85,9 @@ def tokenizer_of(recipe: Recipe, weights: Path, given: Path | None) -> Tokenizer
             written = sidecar["tokenizer"]
             found = _fast_tokenizer(Path(prefix).parent / written["path"], sidecar["eod_token"])
             if found.fingerprint != written["fingerprint"]:
-                raise DataError(f"{found.spec.folder}: not the tokenizer that wrote {prefix}; name it with --tokenizer")
+                raise DataError(
+                    f"{found.spec.folder}: this is not the tokenizer that wrote {prefix}; name it with --tokenizer"
+                )
             return found
     where = f"{prefixes[0]}.json, which names the tokenizer of the recipe's corpus, is not here" if prefixes else (
         "the recipe does not say which tokenizer wrote its data"

@@ -308,7 +308,7 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
         )
     if "common.json" not in names or not any(_WEIGHTS_FILE.search(name) for name in names):
         raise CheckpointError(
-            f"--resume {resume}: not a checkpoint, which would hold common.json and *-model-*.safetensors, as "
+            f"--resume {resume}: this is not a checkpoint, which would hold common.json and *-model-*.safetensors, as "
             "RUN/checkpoint/iteration_00000100 does; name weights without these in checkpoint.load_path of a new run"
         )
     return folder
@@ -388,7 +388,7 @@ def check_load_path(recipe: Recipe) -> None:
         names = {each.name for each in Path(path).iterdir()}
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint.load_path: {path}: not a folder that can be read ({error.strerror}); {_HOW_TO_BEGIN}"
+            f"checkpoint.load_path: {path}: this is not a folder that can be read ({error.strerror}); {_HOW_TO_BEGIN}"
         ) from None
     if TRACKER not in names and not any(name.endswith(".safetensors") for name in names):
         raise CheckpointError(f"checkpoint.load_path: {path}: holds no weights (*.safetensors); {_HOW_TO_BEGIN}")

@@ -208,13 +208,17 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path |
     try:
         names = [path.name for path in run_dir.iterdir()] if run_dir.exists() else []
     except OSError as error:
-        raise CheckpointError(f"--run-dir {run_dir}: not a folder that can be read ({error.strerror})") from None
+        raise CheckpointError(
+            f"--run-dir {run_dir}: this is not a folder that can be read ({error.strerror})"
+        ) from None
     if not {*names} - {LOCK}:
         return
     if "recipe.yaml" not in names:
         strange = [name for name in names if name not in (*PARTS, LOCK)]
         if strange:
-            raise CheckpointError(f"{run_dir}: not a run's folder (it holds {strange[0]}); choose another --run-dir")
+            raise CheckpointError(
+                f"{run_dir}: this is not a run's folder (it holds {strange[0]}); choose another --run-dir"
+            )
     elif not (resume or force):
         saved = saves is None or any(fault(folder, checksums=False) is None for folder in iterations(saves))
         ways = ["go on with --resume auto"] * saved

@@ -92,7 +92,7 @@ def record_of(content: Any, place: str) -> Record:
         record = Record(**{field.name: content[field.name] for field in fields(Record)})
         _check(record)
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{place}: not a record of a probe ({type(error).__name__}: {error})") from None
+        raise DataError(f"{place}: this is not a record of a probe ({type(error).__name__}: {error})") from None
     return record
 
 

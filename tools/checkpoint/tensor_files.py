@@ -109,7 +109,7 @@ def _width(header: Header, file: Path, name: str) -> int:
 
 @dataclass(frozen=True)
 class Made:
-    """A `Made` tensor is to be written. Its elements come in row-major pieces."""
+    """A `Made` tensor is to be written. The elements of the tensor come in row-major pieces."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""This module is the command `tc3 data`. It prepares and verifies a corpus, and shows how the corpus loads the
+"""This module is the command `tc3 data`. The group prepares and verifies a corpus, and shows how the corpus loads the
 devices of a recipe.
 """
 
@@ -21,12 +21,10 @@ DEFAULT_VOCAB = 2048
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
 INPUT_HELP = (
-    "Read this file or folder; may be repeated. A text file is one document. In JSON lines (.jsonl .ndjson .json) "
-    "each line is one document. Both may be compressed (.gz). DIR stands for its text-like files and those of its "
-    "sub-folders, sorted. Files are text-like if they end in "
-    + " ".join(FOLDER_SUFFIXES)
-    + ". stdlib stands for the sources of Python's"
-    " standard library."
+    "Read this file or folder; may be repeated. A text file is one document. In JSON lines (.jsonl .ndjson .json) each "
+    "line is one document. Both may be compressed (.gz). DIR stands for its text-like files and those of its "
+    f"sub-folders, sorted. Text-like files end in {' '.join(FOLDER_SUFFIXES)}. stdlib stands for the sources of "
+    "Python's standard library."
 )
 OUTPUT_HELP = "Write PREFIX.bin, PREFIX.idx and PREFIX.json (counts, ids, sources). The folder is created."
 TOKENIZER_HELP = (

@@ -1,4 +1,4 @@
-"""This module handles the files that belong to one prefix. They appear all at once or not at all.
+"""This module handles the files that belong to one prefix. These files appear all at once or not at all.
 
 PREFIX.bin  PREFIX.idx  PREFIX.json          the training split
 PREFIX_heldout.bin  .idx  .json              the held-out split, if asked for
@@ -160,7 +160,7 @@ def _is_cache(prefix: Path) -> bool:
 
 @contextmanager
 def staged(prefix: Path) -> Iterator[Path]:
-    """Yield a new hidden folder beside `prefix`, on the same file system. It is removed after the block.
+    """Yield a new hidden folder beside `prefix`, on the same file system. The folder is removed after the block.
 
     Creates the output folder when it is missing. Raises `DataError` when it cannot be written.
     """

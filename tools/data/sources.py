@@ -33,7 +33,8 @@ _RANGE = float(1 << 64)
 
 
 def chosen(salt: str, index: int, fraction: float) -> bool:
-    """Return True for about `fraction` of all indices. They are the same indices in every run, on every machine.
+    """Return True for about `fraction` of all indices. The chosen indices are the same in every run and on every
+    machine.
 
     `index` counts from 0; of documents, those of the corpus that are kept (skipped ones have no index).
     """

@@ -1,4 +1,4 @@
-"""This module probes this host. It measures workers in rounds, on the cores on which they would train.
+"""This module probes this host. The probe measures workers in rounds, on the cores on which they would train.
 
 In a round all workers multiply at once, then copy, then write; then the links, one at a time. So in each round every
 worker has the same neighbours, and a load of a few seconds disturbs the same rounds of all workers.

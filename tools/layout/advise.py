@@ -228,8 +228,8 @@ def advise(
 
 
 def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | None]:
-    """Return the modes, chunks and order that a recipe leaves to `auto`, in the form that `advise` takes. There is
-    one mode if the recipe names it.
+    """Return the modes, chunks and order that a recipe leaves to `auto`, in the form that `advise` takes. If the recipe
+    names a mode, only this mode is returned.
 
     Raises:
         RecipeError: settings that cannot be.
@@ -295,7 +295,7 @@ _STRIDE = (*OVERLAP, "stride")
 
 
 def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
-    """Return the values that replace `auto`, and one line about each. Both are empty if the recipe has no `auto`.
+    """Return the values that replace `auto`, and one line about each value; nothing if the recipe has no `auto`.
 
     They depend on the recipe and the hardware file it names only.
 

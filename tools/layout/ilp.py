@@ -208,7 +208,7 @@ class Incumbent:
 
     @property
     def gap(self) -> float:
-        """Return (time - bound) / time, the relative gap that the bound leaves. It is infinite without a plan."""
+        """Return (time - bound) / time, the relative gap that the bound leaves. The gap is infinite without a plan."""
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else np.inf
 
     @property

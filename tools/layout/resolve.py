@@ -84,8 +84,8 @@ def sample_cost(recipe: Recipe) -> Cost:
 
 
 def write_sample_cost(recipe: Recipe) -> None:
-    """Write `sample_cost` into `recipe` (in place) if the recipe has its plugin on and gives no costs. Errors are
-    those of `sample_cost`.
+    """Write `sample_cost` into `recipe` (in place) if the recipe has its plugin on and gives no costs. This raises the
+    errors that `sample_cost` raises.
 
     Call it when layout and recomputation are settled, for what is recomputed counts.
     """

@@ -92,7 +92,7 @@ def as_table(order: Sequence[Op | Sequence[Op]]) -> np.ndarray:
 
 
 def as_operations(table: np.ndarray) -> list[Op]:
-    """Return the operations in the table of an order. Which of them are joined is not told."""
+    """Return the operations in the table of an order, without the information which operations are joined."""
     return [Op(KINDS[kind], *rest) for kind, *rest in table[:, :4].tolist()]
 
 
@@ -240,8 +240,8 @@ def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> n
 
 
 def zb_h1(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return ZB-H1. Its bubble is (p - 1) (F + B - W), where B makes only the input's gradients; it keeps as many
-    micro-batches in flight as 1F1B.
+    """Return ZB-H1. The bubble is (p - 1) (F + B - W), where B makes only the input's gradients; as many micro-batches
+    are in flight as in 1F1B.
     """
     return _lagging(stages - stage, stage, micro_batches)
 

@@ -216,8 +216,8 @@ class Chip:
 
 
 def chips(text: str) -> list[Chip]:
-    """Return the devices of `npu-smi info`. They are numbered from 0 in the order of the table, or by `Phy-ID` if the
-    table has one.
+    """Return the devices of `npu-smi info`. Devices are numbered from 0 in the order of the table, or by `Phy-ID` if
+    the table has this column.
 
     Each takes two rows: card, name and health; then chip, `Phy-ID` and PCI address.
     """

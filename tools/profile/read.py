@@ -1,4 +1,4 @@
-"""This module finds and reads the profile in a folder, in any of MindSpore's formats. It also says whether the
+"""This module finds and reads the profile in a folder, in any of MindSpore's formats. The module also says whether the
 profile's steps are alike.
 
 An Ascend device's profile is the CSV files of ASCEND_PROFILER_OUTPUT (tests/tools/profile/SOURCES.md):

@@ -1,5 +1,5 @@
-"""This module writes the catalogue of recipes. It makes one table in recipes/README.md from each folder's `card.yaml`
-and the recipes beside it.
+"""This module writes the catalogue of recipes. The module makes one table in recipes/README.md from each folder's
+`card.yaml` and the recipes beside it.
 
     python -m tools.recipe.catalogue          # writes recipes/README.md; --check only says whether it is current
 

@@ -1,4 +1,4 @@
-"""This module is the command `tc3 recipe`. It shows one recipe as it will run, or compares two recipes."""
+"""This module is the command `tc3 recipe`. The group shows one recipe as it will run, or compares two recipes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""This module reads a recipe exactly as MindFormers would, without importing MindFormers. It remembers where each value
-was written.
+"""This module reads a recipe exactly as MindFormers would, without importing MindFormers. A recipe remembers where each
+of its values was written.
 
 Semantics follow `MindFormerConfig._file2dict` (mindformers 1.9.0, tools/register/config.py): `base_config:` names files
 relative to the recipe; they are merged shallowly among themselves, then the recipe deeply on top. A recipe that was
@@ -82,7 +82,7 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """Return the flat effective recipe of the YAML file `path`, with its bases merged in. Its values are not checked.
+    """Return the flat effective recipe of the YAML file `path`, with its bases merged in. The values are not checked.
 
     Equal, as a dict, to MindFormers' own reading before it adds defaults; list and mapping aliases stay one object.
 

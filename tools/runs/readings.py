@@ -355,9 +355,11 @@ def check_folder(folder: Path) -> None:
         DataError: there is no such folder, or nothing in it that a run writes.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such run; give the folder that tc3 train --run-dir was given, or output/NAME")
+        raise DataError(
+            f"{folder}: there is no such run; give the folder that tc3 train --run-dir was given, or output/NAME"
+        )
     if not any((folder / name).exists() for name in ("metrics", "attempts", "recipe.yaml")):
-        raise DataError(f"{folder}: not a run's folder (it has no metrics/, no attempts/ and no recipe.yaml)")
+        raise DataError(f"{folder}: this is not a run's folder (it has no metrics/, no attempts/ and no recipe.yaml)")
 
 
 def load_run(folder: Path) -> Run:

@@ -1,5 +1,5 @@
-"""This module is the command `tc3 weights`. It shows what is in a checkpoint, compares two, averages, converts to
-and from Hugging Face's form, and reshards.
+"""This module is the command `tc3 weights`. The group shows what a checkpoint holds, and compares, averages, converts
+(to and from Hugging Face) and reshards checkpoints.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""This module plans what a conversion reads and writes. It reads only the headers of files, and uses every tensor of
-either side once or lists it.
+"""This module plans what a conversion reads and writes. The plan reads only the headers of files. Every tensor of
+either side is used once, or listed as unused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""This module maps the weights of TeleChat3 between MindFormers' names and Hugging Face's names. It uses only NumPy.
+"""This module maps the weights of TeleChat3 between MindFormers' names and Hugging Face's names. The module uses only
+NumPy.
 
 Every MindFormers tensor is cut into one or more Hugging Face tensors and every element has exactly one place on the
 other side, so gradients, Adam moments and updates convert like weights. Names are those of

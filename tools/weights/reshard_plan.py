@@ -1,4 +1,4 @@
-"""This module finds which rank writes which slice of a new layout, and what that costs. It reads only headers."""
+"""This module finds which rank writes which slice of a new layout, and what that costs. The plan reads only headers."""
 
 from __future__ import annotations
 

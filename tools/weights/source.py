@@ -1,5 +1,5 @@
 """This module reads weights from any source: an iteration of a run, a Hugging Face folder, or one safetensors file.
-It also refuses targets that cannot be written.
+The module also refuses targets that cannot be written.
 """
 
 from __future__ import annotations

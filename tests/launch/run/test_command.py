@@ -212,14 +212,14 @@ REFUSALS = {
         ["mini/toy.yaml", "--run-dir", "mini/toy.yaml"],
         "not a folder that can be read (Not a dir",
     ),
-    "below a file": (["mini/toy.yaml", "--run-dir", "mini/toy.yaml/x"], "toy.yaml is not a folder one can write to"),
+    "below a file": (["mini/toy.yaml", "--run-dir", "mini/toy.yaml/x"], "toy.yaml is not a writable folder"),
     "no checkpoint": (
         ["mini/toy.yaml", "--resume", "/etc"],
-        "--resume /etc: not a checkpoint, which would hold common.json and",
+        "--resume /etc: this is not a checkpoint, which would hold common.json and",
     ),
     "empty folder": (
         ["mini/toy.yaml", "--resume", "empty"],
-        "--resume empty: not a checkpoint, which would hold common.json",
+        "--resume empty: this is not a checkpoint, which would hold common.json",
     ),
     "file to resume": (["mini/toy.yaml", "--resume", "corpus.idx"], "a file; name the folder that it is in"),
     "long name": (["mini/toy.yaml", "--run-dir", "a" * 300], "not a folder that can be read (File name too long)"),
