@@ -113,8 +113,8 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
     wanted, held = weights_of(recipe), _weights_held(source)
     if wanted and held and held != wanted:
         raise CheckpointError(
-            f"{source.path}: holds {held:,} weights, but the model of {recipe.source} has {wanted:,}: name the recipe "
-            "of these weights with --recipe (of a mini: recipe.yaml in its run's folder)"
+            f"{source.path}: the checkpoint holds {held:,} weights, but the model of {recipe.source} has {wanted:,}: "
+            "name the recipe of these weights with --recipe (of a mini: recipe.yaml in its run's folder)"
         )
     if (wanted or held or 0) > LARGEST:
         size = wanted or held or 0

@@ -87,7 +87,7 @@ def check_model(recipe: Recipe, folder: Path) -> None:
     number, own = weights_in(folder), weights_of(recipe)
     if number and own and number != own:
         raise CheckpointError(
-            f"{folder}: holds {number:,} weights, but the recipe's model has {own:,}: "
+            f"{folder}: the checkpoint holds {number:,} weights, but the recipe's model has {own:,}: "
             "this is a checkpoint of another model"
         )
 
@@ -391,7 +391,9 @@ def check_load_path(recipe: Recipe) -> None:
             f"checkpoint.load_path: {path}: this is not a folder that can be read ({error.strerror}); {_HOW_TO_BEGIN}"
         ) from None
     if TRACKER not in names and not any(name.endswith(".safetensors") for name in names):
-        raise CheckpointError(f"checkpoint.load_path: {path}: holds no weights (*.safetensors); {_HOW_TO_BEGIN}")
+        raise CheckpointError(
+            f"checkpoint.load_path: {path}: the folder holds no weights (*.safetensors); {_HOW_TO_BEGIN}"
+        )
     refuse_moved(Path(path), View(recipe).keeps_placements)
 
 

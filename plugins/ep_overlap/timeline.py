@@ -104,7 +104,9 @@ def _check(ops: Iterable[Op]) -> None:
     keys: set[Key] = set()
     for op in ops:
         if not set(op.streams) <= set(STREAMS):
-            raise ValueError(f"{op.key}: no stream {op.stream!r}; there are {', '.join(STREAMS)} and both")
+            raise ValueError(
+                f"{op.key}: stream {op.stream!r} does not exist; the streams are {', '.join(STREAMS)} and both"
+            )
         if op.key in keys:
             raise ValueError(f"{op.key}: the operation is issued twice")
         keys.add(op.key)

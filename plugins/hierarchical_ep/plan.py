@@ -266,7 +266,8 @@ def check_mode(mode: str) -> None:
     """Raise RecipeError for an unknown dispatch mode."""
     if mode not in MODES:
         raise RecipeError(
-            f"hierarchical_ep: no mode {mode!r}{did_you_mean(str(mode), list(MODES))}; modes are {', '.join(MODES)}"
+            f"hierarchical_ep: mode {mode!r} does not exist{did_you_mean(str(mode), list(MODES))}; the modes are "
+            f"{', '.join(MODES)}"
         )
 
 

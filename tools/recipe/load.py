@@ -186,7 +186,7 @@ def _text(file: str) -> str:
     try:
         return small_text(file)
     except FileNotFoundError:
-        raise RecipeError(f"{file}: no such recipe{_nearby(file)}") from None
+        raise RecipeError(f"{file}: there is no such recipe{_nearby(file)}") from None
     except OSError as error:
         raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
 
