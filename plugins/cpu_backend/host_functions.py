@@ -148,8 +148,8 @@ def _text(value: Any, what: str) -> str:
     if type(value) in (type(None), bool, int, float, str):
         return repr(value)
     raise TypeError(
-        f"{what} is {value!r}: a function of a graph captures None, bool, int, float, str and tuples of these only, "
-        "so that its name tells it from others"
+        f"{what} is {value!r}: a function in a graph may capture only None, bool, int, float, str and tuples of these, "
+        "so that its name identifies it"
     )
 
 

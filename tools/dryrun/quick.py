@@ -299,7 +299,9 @@ class _Compiled:
         return max(found, key=lambda part: part["saved"], default=_NOTHING)
 
     def chunk(self, kinds: Sequence[Kind], embedding: bool, head: bool) -> dict[str, Any]:
-        """Return a micro-batch's passes through a chunk of such layers, with the parts at the model's ends."""
+        """Return a micro-batch's passes through a chunk of these layers, with embedding and head where the chunk has
+        them.
+        """
         front, back = self._parts[0], self._parts[-1]
         parts = [self._common(kinds, head)]
         parts += [front.get(FRONT, _NOTHING)] if embedding else []

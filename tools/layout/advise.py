@@ -167,7 +167,7 @@ class Advice:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the `plugins:` section to write, without what would change nothing."""
+        """Return the `plugins:` section to write, without settings that would change nothing."""
         settings: dict[str, Any] = {"hierarchical_ep": {"mode": self.mode}}
         if self.chunks != (1, 1):
             settings["ep_overlap"] = {"chunks": list(self.chunks)}

@@ -86,7 +86,9 @@ class PathModel:
         self._limit_memory()
 
     def add_chain(self, visits: np.ndarray) -> None:
-        """Bound T from below by a chain, which `visits` [rows, C] of `Instance.longest_chain` gives."""
+        """Add the lower bound on T that a chain of operations gives; `visits` [rows, C] come from
+        `Instance.longest_chain`.
+        """
         layer = np.einsum("ik,ic->kc", self.instance.rows, visits)
         self._add_row(float((visits * self.instance.fixed).sum()), INFINITE, -layer, {self._time: 1.0})
         self.chains += 1

@@ -170,7 +170,7 @@ def _finite(source: Source, file: str, name: str, progress: Callable[[str], None
 
 
 def mark(folder: Path, damaged: Sequence[str]) -> None:
-    """Record in `folder` that its weights were written from damaged ones, if they were."""
+    """Record in `folder` from which damaged tensors its weights were written, if there were any."""
     if damaged:
         (folder / SALVAGED).write_text(json.dumps({"damaged": list(damaged)}, indent=1) + "\n", "utf-8")
 
