@@ -111,7 +111,9 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
 @click.option(
     "--run-dir", type=click.Path(path_type=Path), help="Folder of this run; default: the recipe's output_dir."
 )
-@click.option("--resume", type=click.Path(path_type=Path), help="Checkpoint folder (one iteration) to go on from.")
+@click.option(
+    "--resume", type=click.Path(path_type=Path), help="Folder of the checkpoint (one iteration) from which to continue."
+)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @unverified_option
 def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides: tuple[str, ...]) -> None:

@@ -44,7 +44,7 @@ def enable_plugins(config) -> None:
     sealed.SealingCheckpointMonitor.skipped = (guard.get("skipped") or []) if isinstance(guard, dict) else None
     for name in chosen:
         if name not in ADAPTERS:
-            raise RecipeError(f"plugins.{name}: no such plugin{did_you_mean(name, list(ADAPTERS))}")
+            raise RecipeError(f"plugins.{name}: there is no such plugin{did_you_mean(name, list(ADAPTERS))}")
     for name, module in ADAPTERS.items():
         settings = chosen.get(name, UNWRITTEN.get(name, False))
         replaced = chosen.get(REPLACED.get(name, ""), False) is not False

@@ -34,7 +34,7 @@ Record = TypeVar("Record", bound=Stepped)
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append a line to a file. The new line stands by itself, even if a killed run left an incomplete line.
+    """Append a line to a file. If a killed run left an incomplete line, that line is ended first.
 
     Everything that a run appends to goes through here (tests/plugins/test_lines.py): a record that is glued to half of
     another one is lost with it, and where it is the header of a resumed part, the steps before it count as this part's.
@@ -105,7 +105,7 @@ def read_steps(
 
 @dataclass(frozen=True)
 class Span:
-    """No step was made from `begin` to `end` (seconds since 1970, by the worker's clock).
+    """This is a span in which no step was made: from `begin` to `end`, in seconds since 1970 by the worker's clock.
 
     Args:
         step: the newest step made before it.

@@ -152,11 +152,14 @@ class Start:
     "--resume",
     multiple=True,
     metavar="auto|DIR",
-    help="Continue from the newest complete checkpoint, or from DIR; given both, from DIR until one is saved.",
+    help="Continue from the newest complete checkpoint, or from DIR. Given both, start from DIR until this run "
+    "saves one.",
 )
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Folder of the run, on a disk that all nodes share.")
 @click.option("--port", type=Number("port"), help="Port of the first attempt's scheduler.  [default: a free one]")
-@click.option("--no-bind", is_flag=True, help="Do not bind workers to cores: Linux and MindSpore choose them.")
+@click.option(
+    "--no-bind", is_flag=True, help="Do not bind workers to cores, but let Linux and MindSpore choose the cores."
+)
 @click.option(
     "--lost-after",
     type=Number("seconds"),
@@ -262,7 +265,7 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
     """
     if given is not None:
         if given not in hosts:
-            raise ClusterError(f"--host {given}: not in {file}, which has {', '.join(hosts[:5])}")
+            raise ClusterError(f"--host {given}: {file} does not list this host; it lists {', '.join(hosts[:5])}")
         return given
     name = socket.gethostname()
     addresses = [each.address.split("%")[0] for card in psutil.net_if_addrs().values() for each in card]

@@ -158,7 +158,9 @@ class Agent:
             if time.monotonic() - planning.began > self.job.patience:
                 there = ", ".join(self.meeting.there(number)) or "nobody"
                 self.meeting.gone(number)
-                raise TC3Error(f"attempt {number}: {there} came within {self.job.patience:g} s, too few to start")
+                raise TC3Error(
+                    f"attempt {number}: only {there} joined within {self.job.patience:g} s, which is too few to start"
+                )
             self._sleep(POLL)
         return plan
 

@@ -91,7 +91,7 @@ class Meeting:
 
     def __init__(self, run_dir: Path, host: str, *, lost_after: float = LOST_AFTER, disk: Disk | None = None):
         if not host.isprintable() or not 0 < len(quote(host, safe="")) <= LONGEST:
-            raise ClusterError(f"--host {host!r}: not a host's name; give a name that stands in the list of nodes")
+            raise ClusterError(f"--host {host!r}: this is not a host's name; give a name from the list of nodes")
         self.run_dir, self.host, self.lost_after = run_dir, host, lost_after
         self.disk = disk or Disk(lost_after)
         self.me = Holder(host, self.disk.name)
@@ -122,7 +122,8 @@ class Meeting:
             sign = self._sign(number, claim.holder) if claim.holder else None
             if before and sign and before[0] == claim.holder and before[1] != sign:
                 raise ClusterError(
-                    f"--host {self.host}: an agent of this name is at work in {claim.folder}; give each node its own"
+                    f"--host {self.host}: an agent of this name already runs in {claim.folder}; give each node a name "
+                    "of its own"
                 )
             before = (claim.holder, sign) if sign else before
             self.disk.pause(self.lost_after / LOOKS)

@@ -34,7 +34,9 @@ from tools.weights.source import Source, open_source
 LARGEST = 1_000_000_000  # parameters: 4 GB in float32
 RECIPE = "recipe.yaml"  # of a run, in its folder
 PROMPT_HELP = "Text that the model continues; may be repeated. '' begins a new document."
-TEMPERATURE_HELP = "Draw tokens at random; below 1 is more careful, above 1 bolder.  [default: 1]"
+TEMPERATURE_HELP = (
+    "Divide the logits by this number before a token is drawn; 0 always takes the likeliest token.  [default: 1]"
+)
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,14 @@ def choose(path: Path, recipe_file: Path | None) -> Chosen:
     if source.form == "one file":
         raise CheckpointError(f"{path}: this is one file; give the folder that holds it")
     if reason := source.seal_fault(checksums=False):
-        raise CheckpointError(f"{path}: not a whole checkpoint: {reason}")
+        raise CheckpointError(f"{path}: this is not a complete checkpoint: {reason}")
     recipe = resolve(load_recipe(recipe_file or _recipe_beside(path)))
     _refuse_model(recipe, source)
     return Chosen(source, recipe)
 
 
 def _newest_checkpoint(run: Path) -> Path:
-    """The newest whole checkpoint of a run, wherever it saves; its folder may have moved since."""
+    """The newest complete checkpoint of a run, wherever it saves; its folder may have moved since."""
     saves = look(load_recipe(run / RECIPE), ("checkpoint", "save_path"))
     roots = [run / "checkpoint", *([Path(saves)] if isinstance(saves, str) and saves else [])]
     for root in roots:
@@ -91,7 +93,7 @@ def _newest_checkpoint(run: Path) -> Path:
             click.echo(f"skipping checkpoint {folder}: {reason}", err=True)
         if best:
             return best.path
-    raise CheckpointError(f"{run}: no whole checkpoint in {roots[0]}: the run has saved none yet")
+    raise CheckpointError(f"{run}: {roots[0]} holds no complete checkpoint, because the run has not saved one yet")
 
 
 def _recipe_beside(weights: Path) -> Path:
@@ -111,8 +113,8 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
     wanted, held = weights_of(recipe), _weights_held(source)
     if wanted and held and held != wanted:
         raise CheckpointError(
-            f"{source.path}: holds {held:,} weights, but the model of {recipe.source} has {wanted:,}: name the recipe "
-            "of these weights with --recipe (of a mini: recipe.yaml in its run's folder)"
+            f"{source.path}: the checkpoint holds {held:,} weights, but the model of {recipe.source} has {wanted:,}: "
+            "name the recipe of these weights with --recipe (of a mini: recipe.yaml in its run's folder)"
         )
     if (wanted or held or 0) > LARGEST:
         size = wanted or held or 0
@@ -170,8 +172,10 @@ class Text:
 @click.option("--top-k", type=Number("top_k"), help="Draw only from the K likeliest tokens.")
 @click.option("--top-p", type=Number("top_p"), help="Draw from the likeliest tokens with this joint probability.")
 @click.option("--seed", type=Number("seed"), help="Seed of the draws; the same seed gives the same text.  [default: 0]")
-@click.option("--recipe", type=click.Path(path_type=Path), help="Recipe of the model.  [default: that of the run]")
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="Tokenizer's folder.  [default: that of the corpus]")
+@click.option("--recipe", type=click.Path(path_type=Path), help="Recipe of the model.  [default: the run's recipe]")
+@click.option(
+    "--tokenizer", type=click.Path(path_type=Path), help="Folder of the tokenizer.  [default: the corpus's tokenizer]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print prompts, texts and token ids as JSON at the end.")
 @unverified_option
 def generate(
@@ -188,9 +192,9 @@ def generate(
 ) -> None:
     """Generate text with a trained mini, to see what it has learnt.
 
-    RUN is a run's folder (its newest whole checkpoint is taken), CHECKPOINT one iteration of any layout, other weights
-    in MindFormers' names, or a Hugging Face folder. Each token is the likeliest one, unless --temperature, --top-k,
-    --top-p or --seed ask for chance.
+    RUN is a run's folder (its newest complete checkpoint is used), CHECKPOINT one iteration of any layout, other
+    weights in MindFormers' names, or a Hugging Face folder. Each token is the likeliest one, unless --temperature,
+    --top-k, --top-p or --seed ask for chance.
     """
     require_verified()
     how = sampling_of(temperature, top_k, top_p, seed)
@@ -215,7 +219,9 @@ def sampling_of(temperature: float | None, top_k: int | None, top_p: float | Non
     drawing = {"--top-k": top_k, "--top-p": top_p, "--seed": seed}
     given = [name for name, value in drawing.items() if value is not None]
     if temperature == 0 and given:
-        raise click.UsageError(f"--temperature 0 takes the likeliest token, {given[0]} draws: leave one of them out")
+        raise click.UsageError(
+            f"--temperature 0 takes the likeliest token, but {given[0]} draws at random: leave one of them out"
+        )
     if not temperature and not given:
         return None
     return Sampling(temperature or 1.0, top_k or 0, 1.0 if top_p is None else top_p)

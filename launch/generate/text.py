@@ -85,7 +85,9 @@ def tokenizer_of(recipe: Recipe, weights: Path, given: Path | None) -> Tokenizer
             written = sidecar["tokenizer"]
             found = _fast_tokenizer(Path(prefix).parent / written["path"], sidecar["eod_token"])
             if found.fingerprint != written["fingerprint"]:
-                raise DataError(f"{found.spec.folder}: not the tokenizer that wrote {prefix}; name it with --tokenizer")
+                raise DataError(
+                    f"{found.spec.folder}: this is not the tokenizer that wrote {prefix}; name it with --tokenizer"
+                )
             return found
     where = f"{prefixes[0]}.json, which names the tokenizer of the recipe's corpus, is not here" if prefixes else (
         "the recipe does not say which tokenizer wrote its data"
@@ -105,7 +107,7 @@ def _instructions_tokenizer(recipe: Recipe) -> Path | None:
 def _fast_tokenizer(folder: Path, end: str | None = None) -> Tokenizer:
     found = load(folder, end)
     if found.spec.backend is None:
-        raise DataError(f"--tokenizer {folder}: has no {FILE}; tc3 generate takes fast tokenizers only")
+        raise DataError(f"--tokenizer {folder}: the folder has no {FILE}, but tc3 generate reads only fast tokenizers")
     return found
 
 

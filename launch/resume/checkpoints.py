@@ -87,7 +87,7 @@ def check_model(recipe: Recipe, folder: Path) -> None:
     number, own = weights_in(folder), weights_of(recipe)
     if number and own and number != own:
         raise CheckpointError(
-            f"{folder}: holds {number:,} weights, but the recipe's model has {own:,}: "
+            f"{folder}: the checkpoint holds {number:,} weights, but the recipe's model has {own:,}: "
             "this is a checkpoint of another model"
         )
 
@@ -258,8 +258,8 @@ def refuse_scratch(run_dir: Path, root: Path) -> None:
     if last and last.resume:
         raise CheckpointError(
             f"{root}: no complete checkpoint is left, and attempt {last.attempt} of this run went on from step "
-            f"{last.step:,} ({last.resume}): put that one back, name another one with --resume DIR, or begin anew with "
-            "another --run-dir"
+            f"{last.step:,} ({last.resume}): restore that checkpoint, name another one with --resume DIR, or begin "
+            "anew with another --run-dir"
         )
 
 
@@ -283,7 +283,7 @@ def _named_checkpoint(resume: str, root: Path) -> CheckpointInfo:
     reason = fault(folder)
     if reason and any(map(is_sealed, [folder, *iterations(folder.parent)])):
         raise CheckpointError(
-            f"--resume {resume}: not a whole checkpoint: {reason}; --resume auto takes the newest one"
+            f"--resume {resume}: this is not a complete checkpoint: {reason}; --resume auto takes the newest one"
         )
     if reason:
         click.echo(f"{folder}: has no seals, so whether it is complete cannot be told", err=True)
@@ -308,7 +308,7 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
         )
     if "common.json" not in names or not any(_WEIGHTS_FILE.search(name) for name in names):
         raise CheckpointError(
-            f"--resume {resume}: not a checkpoint, which would hold common.json and *-model-*.safetensors, as "
+            f"--resume {resume}: this is not a checkpoint, which would hold common.json and *-model-*.safetensors, as "
             "RUN/checkpoint/iteration_00000100 does; name weights without these in checkpoint.load_path of a new run"
         )
     return folder
@@ -374,7 +374,7 @@ def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:
     """
     reason = fault(checkpoint.path, (worker, workers)) if is_sealed(checkpoint.path) else None
     if reason:
-        raise CheckpointError(f"{checkpoint.path}: not a whole checkpoint: {reason}; name an older one")
+        raise CheckpointError(f"{checkpoint.path}: this is not a complete checkpoint: {reason}; name an older one")
 
 
 def check_load_path(recipe: Recipe) -> None:
@@ -388,10 +388,12 @@ def check_load_path(recipe: Recipe) -> None:
         names = {each.name for each in Path(path).iterdir()}
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint.load_path: {path}: not a folder that can be read ({error.strerror}); {_HOW_TO_BEGIN}"
+            f"checkpoint.load_path: {path}: this is not a folder that can be read ({error.strerror}); {_HOW_TO_BEGIN}"
         ) from None
     if TRACKER not in names and not any(name.endswith(".safetensors") for name in names):
-        raise CheckpointError(f"checkpoint.load_path: {path}: holds no weights (*.safetensors); {_HOW_TO_BEGIN}")
+        raise CheckpointError(
+            f"checkpoint.load_path: {path}: the folder holds no weights (*.safetensors); {_HOW_TO_BEGIN}"
+        )
     refuse_moved(Path(path), View(recipe).keeps_placements)
 
 

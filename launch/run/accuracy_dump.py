@@ -93,9 +93,9 @@ def run(job: Job) -> int:
 def check_folder(out: Path) -> None:
     """Raise DataError if `out` cannot take a new dump."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"--out {out}: exists and is not empty: a dump needs a new folder")
+        raise DataError(f"--out {out}: the folder is not empty, but a dump needs a new folder")
     if not _MSPROBE_PATH.fullmatch(str(out)):
-        raise DataError(f"--out {out}: msprobe takes only paths of letters, digits and _ . : / -")
+        raise DataError(f"--out {out}: msprobe accepts only paths of letters, digits and _ . : / -")
 
 
 def full(out: Path) -> Failure | None:

@@ -79,7 +79,9 @@ class Asked:
         if self.script and self.mini:
             raise click.UsageError("--script is for a cluster and --mini for this host: choose one")
         if self.script and (self.restarts > 0 or self.cached):
-            raise click.UsageError("--restarts and --compile-cache are for this host; on a cluster, tc3 agent has both")
+            raise click.UsageError(
+                "--restarts and --compile-cache work only on this host; on a cluster use tc3 agent, which has both"
+            )
         _ = self.size
 
 
@@ -88,7 +90,11 @@ class Asked:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--steps", type=Number("steps"), help="Number of steps in all; the dataset's size is set to match.")
 @click.option("--mini", is_flag=True, help="Train a mini of RECIPE on CPU: its architecture at toy size, for 10 steps.")
-@click.option("--parallel", is_flag=True, help="With --mini: keep the parallel strategy, scaled down to --workers.")
+@click.option(
+    "--parallel",
+    is_flag=True,
+    help="With --mini: keep the recipe's parallel strategy, scaled down to the number of --workers.",
+)
 @click.option("--workers", type=Number("workers"), help=f"Number of CPU workers of --parallel.  [default: {WORKERS}]")
 @click.option("--resume", metavar="auto|DIR", help="Continue from the newest complete checkpoint, or from DIR.")
 @click.option(
@@ -99,7 +105,9 @@ class Asked:
     "--restarts", type=Number("restarts"), default=0, help="Start again after at most this many failures in a row."
 )
 @click.option("--port", type=Number("port"), help="Port of msrun's scheduler.  [default: a free one]")
-@click.option("--no-bind", is_flag=True, help="Do not bind workers to cores: Linux and MindSpore choose them.")
+@click.option(
+    "--no-bind", is_flag=True, help="Do not bind workers to cores, but let Linux and MindSpore choose the cores."
+)
 @click.option("--script", is_flag=True, help="Print a bash script that starts the run on every node; start nothing.")
 @click.option(
     "--nodes",
@@ -128,7 +136,7 @@ def train(**given: Any) -> None:
         _script(asked)
         return
     if asked.nodes:
-        raise click.UsageError("--nodes is for --script: without --script a run takes only this host")
+        raise click.UsageError("--nodes works only with --script, because without --script a run uses only this host")
     run_dir = (asked.run_dir or asked.size.run_dir(asked.recipe)).absolute()
     flat = effective_recipe(
         asked.recipe, asked.overrides, asked.steps, run_dir, asked.size, make_layout=not asked.dry_run

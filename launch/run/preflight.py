@@ -66,8 +66,8 @@ def check_memory(recipe: Mapping[str, Any]) -> None:
     wanted, free = worker_count(recipe) * WORKER_MEMORY, psutil.virtual_memory().available
     if wanted > free:
         raise ClusterError(
-            f"{worker_count(recipe)} workers take about {wanted / GIB:.0f} GiB while they compile, {free / GIB:.1f} "
-            "GiB are free: smaller parallel sizes, or --workers with --mini --parallel"
+            f"{worker_count(recipe)} workers take about {wanted / GIB:.0f} GiB while they compile, but only "
+            f"{free / GIB:.1f} GiB are free: choose smaller parallel sizes, or fewer --workers with --mini --parallel"
         )
 
 
@@ -135,7 +135,7 @@ def _check_tokenizers(datasets: list[tuple[str, str]]) -> None:
         if mark != wanted:
             raise DataError(
                 f"{key}: {prefix} was prepared with another tokenizer ({mark[:12]}) than {first} ({wanted[:12]}): "
-                "its ids mean other text; prepare both with one: tc3 data prepare --tokenizer FOLDER"
+                "so its token ids mean other text; prepare both with one tokenizer: tc3 data prepare --tokenizer FOLDER"
             )
 
 
@@ -187,10 +187,12 @@ def check_disk(folder: Path) -> None:
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ClusterError(f"{folder}: {existing} is not a folder one can write to; choose another")
+        raise ClusterError(f"{folder}: {existing} is not a writable folder; choose another one")
     free = shutil.disk_usage(existing).free
     if free < MIN_FREE:
-        raise ClusterError(f"{folder}: {free / 1e9:.1f} GB free, a run needs {MIN_FREE / 1e9:.1f}: make room first")
+        raise ClusterError(
+            f"{folder}: {free / 1e9:.1f} GB are free, but a run needs {MIN_FREE / 1e9:.1f} GB: make room first"
+        )
 
 
 def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path | None = None) -> None:
@@ -206,13 +208,17 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path |
     try:
         names = [path.name for path in run_dir.iterdir()] if run_dir.exists() else []
     except OSError as error:
-        raise CheckpointError(f"--run-dir {run_dir}: not a folder that can be read ({error.strerror})") from None
+        raise CheckpointError(
+            f"--run-dir {run_dir}: this is not a folder that can be read ({error.strerror})"
+        ) from None
     if not {*names} - {LOCK}:
         return
     if "recipe.yaml" not in names:
         strange = [name for name in names if name not in (*PARTS, LOCK)]
         if strange:
-            raise CheckpointError(f"{run_dir}: not a run's folder (it holds {strange[0]}); choose another --run-dir")
+            raise CheckpointError(
+                f"{run_dir}: this is not a run's folder (it holds {strange[0]}); choose another --run-dir"
+            )
     elif not (resume or force):
         saved = saves is None or any(fault(folder, checksums=False) is None for folder in iterations(saves))
         ways = ["go on with --resume auto"] * saved

@@ -263,8 +263,8 @@ def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Sc
     settings, layout = check(recipe)
     if settings.cost is None:
         raise RecipeError(
-            "this cost and per_token are missing: tc3 train, tc3 recipe show and launch/train.py write what the model "
-            "costs into the effective recipe; train that one, or write measured seconds",
+            "per_pair and per_token are missing: tc3 train, tc3 recipe show and launch/train.py compute both from the "
+            "model and write them into the effective recipe; train that recipe, or write measured seconds",
             f"{KEY}.per_pair",
         )
     data = _section(recipe, "train_dataset.data_loader.config")
@@ -286,7 +286,9 @@ def check(recipe: Mapping[str, Any]) -> tuple[Settings, Layout]:
     settings = read(value_at(recipe, KEY))
     loader = _section(recipe, "train_dataset.data_loader")
     if loader.get("type") != LOADER:
-        raise RecipeError(f"{KEY} orders {LOADER}, not {loader.get('type')!r}", "train_dataset.data_loader.type")
+        raise RecipeError(
+            f"{KEY} works only with {LOADER}, not with {loader.get('type')!r}", "train_dataset.data_loader.type"
+        )
     if loader.get("shuffle"):
         raise RecipeError(f"True would undo the order of {KEY}; write False", "train_dataset.data_loader.shuffle")
     graph_mode_only(recipe, KEY)

@@ -76,7 +76,9 @@ def build_gpt_index(lengths: np.ndarray, sequence_length: int, samples: int | No
     """
     per_epoch = int(np.sum(lengths, dtype=np.int64))
     if per_epoch <= sequence_length:
-        raise DataError(f"a corpus of {per_epoch:,} tokens holds no sample of {sequence_length:,} and one more token")
+        raise DataError(
+            f"a corpus of {per_epoch:,} tokens is too short: a sample needs {sequence_length:,} tokens and one more"
+        )
     wanted = 0 if samples is None else samples * sequence_length + 1
     epochs = max(1, -(-wanted // per_epoch))
     without_last = ((epochs - 1) * per_epoch - 1) // sequence_length
@@ -334,6 +336,6 @@ def check_last_tokens(tokens: np.ndarray, eod: int, corpus: str) -> None:
     other = tokens[tokens != eod]
     if len(other):
         raise DataError(
-            f"{CONFIG}.eod: {eod} is not how documents of {corpus} end: {len(other)} of the {len(tokens)} looked at "
+            f"{CONFIG}.eod: documents of {corpus} do not end with token {eod}: {len(other)} of {len(tokens)} documents "
             f"end with token {other[0]}; masks and costs need the corpus' own end-of-document token"
         )

@@ -121,6 +121,6 @@ def check(config) -> None:
     unknown = [name for name in model_config.architectures if name not in ARCHITECTURES]
     if unknown:
         raise RecipeError(
-            f"model.model_config.architectures: no CPU class for {unknown[0]!r}; there is one for "
+            f"model.model_config.architectures: {unknown[0]!r} has no CPU class; the CPU classes are "
             + ", ".join(ARCHITECTURES)
         )

@@ -66,7 +66,9 @@ def register(function: Callable[..., Any]) -> int:
     number = number_of(name)
     known, first = _functions.setdefault(number, (name, function))  # type: ignore[arg-type]
     if known != name or first.__code__ != function.__code__:
-        raise ValueError(f"two Python functions would have one number in a graph: {known} and {name}; rename one")
+        raise ValueError(
+            f"two Python functions, {known} and {name}, would get the same number in a graph; rename one of them"
+        )
     return number
 
 
@@ -146,8 +148,8 @@ def _text(value: Any, what: str) -> str:
     if type(value) in (type(None), bool, int, float, str):
         return repr(value)
     raise TypeError(
-        f"{what} is {value!r}: a function of a graph captures None, bool, int, float, str and tuples of these only, "
-        "so that its name tells it from others"
+        f"{what} is {value!r}: a function in a graph may capture only None, bool, int, float, str and tuples of these, "
+        "so that its name identifies it"
     )
 
 

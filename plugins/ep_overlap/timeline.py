@@ -1,5 +1,5 @@
 """This module computes what runs when on a device's in-order streams. The module needs only the standard library. The
-streams are those of figure 5 of the report.
+streams are the ones in figure 5 of the report.
 
 A device has three streams: `compute`, and one for each class of links, `inter` (between nodes, RoCE) and `intra`
 (inside a node, HCCS). A stream runs what was issued to it strictly in the order of issue. An operator starts when it is
@@ -94,7 +94,7 @@ def simulate(ops: Sequence[Op]) -> Timeline:
                 later.append(op)
         if len(later) == len(waiting):
             heads = {stream: next(op.key for op in later if stream in op.streams) for stream in sorted(blocked)}
-            raise ValueError(f"the order of issue never ends: streams wait for each other at {heads}")
+            raise ValueError(f"the operations cannot all be issued, because streams wait for each other at {heads}")
         waiting = later
     return Timeline(tuple(Span(op, starts[op.key], ends[op.key]) for op in ops))
 
@@ -104,9 +104,11 @@ def _check(ops: Iterable[Op]) -> None:
     keys: set[Key] = set()
     for op in ops:
         if not set(op.streams) <= set(STREAMS):
-            raise ValueError(f"{op.key}: no stream {op.stream!r}; there are {', '.join(STREAMS)} and both")
+            raise ValueError(
+                f"{op.key}: stream {op.stream!r} does not exist; the streams are {', '.join(STREAMS)} and both"
+            )
         if op.key in keys:
-            raise ValueError(f"{op.key}: issued twice")
+            raise ValueError(f"{op.key}: the operation is issued twice")
         keys.add(op.key)
     for op in ops:
         for key in op.after:

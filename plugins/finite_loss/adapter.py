@@ -143,7 +143,7 @@ def _withholding(watch, end):
                 super()._save_megatron_ckpt_file_format(cb_params)
 
         def write_seal(self, folder, expected):
-            """Seal the checkpoint as refused for good if the update of this step has spoilt the weights."""
+            """Mark the checkpoint permanently as refused if the update of this step made weights infinite or NaN."""
             for name in expected:
                 wrong = not_finite(folder / name) if name.endswith(".safetensors") else None
                 if wrong:

@@ -44,7 +44,7 @@ def check(recipe: Mapping[str, Any]) -> bool:
     if value_at(recipe, "context.device_target", "Ascend") != "Ascend":
         return False
     for key, wrong in _unfit(recipe):
-        raise RecipeError(f"{wrong}; {KEY}: False leaves it out", key)
+        raise RecipeError(f"{wrong}; write {KEY}: False to leave the plugin out", key)
     return True
 
 

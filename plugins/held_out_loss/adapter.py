@@ -1,4 +1,4 @@
-"""The loss on text that is never trained on: a corpus of its own, prepared with `tc3 data prepare --held-out`.
+"""This module measures the loss on text that is never trained on: a separate corpus of `tc3 data prepare --held-out`.
 
 MindFormers' own evaluation runs the network's prediction graph against metrics; this runs the training loss itself, on
 the same batches every time, so that its fall is a fair measure of what was learned. Of several corpora each gives whole
@@ -49,19 +49,21 @@ _LOSS = "lm_loss"
 
 
 class SwitchedStep(MFPipelineWithLossScaleCell):
-    """MindFormers' train step for micro-batches, with a switch that keeps it from updating weights and optimizer."""
+    """This is MindFormers' train step for micro-batches, with a switch that keeps it from updating weights and
+    optimizer.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.keep = Parameter(Tensor(False), name="keep_weights", requires_grad=False, parallel_optimizer=False)
 
     def process_loss_scale(self, overflow):
-        """As MindFormers' own; a step that is to keep the weights is left out as one that overflows."""
+        """Run MindFormers' step; a step that must keep the weights is skipped like one that overflows."""
         return ops.logical_or(super().process_loss_scale(overflow), self.keep)
 
 
 class Forward(nn.Cell):
-    """The network in a cell of its own, to be compiled instead of the network.
+    """This cell wraps the network and is compiled in its place.
 
     A compile notes the layouts of weights in the cell that it was asked for. MindSpore looks for them in the cell that
     it saves, which is the network, and would write whole weights where a rank's slices belong.

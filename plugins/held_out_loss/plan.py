@@ -1,4 +1,4 @@
-"""The settings of `plugins.held_out_loss`, how its samples lie on the ranks, and where its results go."""
+"""This module holds the settings of `plugins.held_out_loss`, how its samples lie on the ranks, and where results go."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ KEY = "plugins.held_out_loss"
 
 
 def _data_path(written: Any) -> str | tuple[str, ...]:
-    """The prefix, or the prefixes, of a recipe; a list is no blend, whose weights would mean nothing here."""
+    """The prefix, or the prefixes, of a recipe; a list has no weights, which would mean nothing here."""
     if isinstance(written, str):
         return written
     if not isinstance(written, Sequence) or not written:
-        raise RecipeError(f"{written!r} is no path; write a path, or a list of the prefixes of Megatron corpora")
+        raise RecipeError(f"{written!r} is not a path; write a path, or a list of the prefixes of Megatron corpora")
     for entry in written:
         if _is_number(entry):
             raise RecipeError(
-                f"{entry!r} is a number; write prefixes only, without weights: the same samples are read of each"
+                f"{entry!r} is a number; write prefixes only, without weights, because equally many samples are read "
+                "of each"
             )
         if not isinstance(entry, str) or not entry.strip():
-            raise RecipeError(f"{entry!r} is no path; write the prefix of a Megatron corpus")
+            raise RecipeError(f"{entry!r} is not a path; write the prefix of a Megatron corpus")
     known: set[str] = set()
     for entry in written:
         if (path := os.path.normpath(entry)) in known:
@@ -69,7 +70,7 @@ class Settings(Section):
     every: int = setting(None, "steps between evaluations; must be written", "write a number of at least 1", least=1)
 
     def agree(self) -> None:
-        """Raise RecipeError where it does not say of what or when."""
+        """Raise RecipeError if the settings do not say which data is evaluated, or when."""
         for name in ("data_path", "every"):
             if not getattr(self, name):
                 raise RecipeError("the key is missing; the plugin needs data_path and every", f"{KEY}.{name}")
@@ -81,12 +82,12 @@ class Settings(Section):
 
     @property
     def names(self) -> list[str] | None:
-        """Return the names under which the losses of a list's corpora are noted; None where there is no list."""
+        """Return the names under which a list's corpora are recorded; None if `data_path` is not a list."""
         return None if isinstance(self.data_path, str) else short_names(self.data_path)
 
 
 def paths_of(data_path: Any) -> tuple[str, ...]:
-    """Return the paths in a `data_path`; none of what is no path."""
+    """Return the paths in a `data_path`; entries that are not paths are left out."""
     entries = [data_path] if isinstance(data_path, str) else data_path if isinstance(data_path, list | tuple) else []
     return tuple(entry for entry in entries if isinstance(entry, str))
 
@@ -120,7 +121,7 @@ class Batches:
 
     @classmethod
     def of(cls, recipe: Mapping[str, Any]) -> Batches:
-        """Return those of a recipe, flat, or of a MindFormerConfig."""
+        """Return the batches that a flat recipe or a MindFormerConfig describes."""
         together = bool(recipe.get("use_parallel"))
         degrees = (recipe.get("parallel_config") or {}) if together else {}
         context = (recipe.get("parallel") or {}) if together else {}
@@ -194,7 +195,7 @@ def due(step: int, every: int, total: int | None = None) -> bool:
 
 
 def check(settings: Any, global_batch: int, instructions: bool = False) -> Settings:
-    """Return the settings, or refuse those that would evaluate nothing or something else.
+    """Return the settings; refuse settings that would evaluate nothing, or other data than the held-out data.
 
     Args:
         settings: the plugin's section.
@@ -221,7 +222,7 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> Setti
 
 
 def check_files(recipe: Mapping[str, Any]) -> None:
-    """Raise RecipeError for a list where HFDataLoader reads: it would read all of its files as one."""
+    """Raise RecipeError for a list of files with HFDataLoader, which would read all of them as one."""
     written = value_at(recipe, f"{KEY}.data_path")
     if of_instructions(value_at(recipe, "train_dataset.data_loader", {})) and not isinstance(written, str | None):
         wrong = f"HFDataLoader reads its held-out data from one file, not from {written!r}; write the file's path"
@@ -256,5 +257,5 @@ def held_out_loader(loader: dict[str, Any], path: str, samples: int | None) -> d
 
 
 def of_instructions(loader: Any) -> bool:
-    """Return whether a data loader reads files of its own form, of which one is held out, and no Megatron prefixes."""
+    """Return whether a data loader reads conversation files, of which one is held out, instead of Megatron prefixes."""
     return isinstance(loader, Mapping) and loader.get("type") == "HFDataLoader"

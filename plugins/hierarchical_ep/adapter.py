@@ -29,8 +29,8 @@ def enable(config, settings) -> None:
     model_config = config.model.model_config
     if model_config.get("moe_token_dispatcher_type", reader.DEFAULT_DISPATCHER) != reader.DEFAULT_DISPATCHER:
         raise RecipeError(
-            "model.model_config.moe_token_dispatcher_type: plugins.hierarchical_ep takes this place; write "
-            f"{reader.DEFAULT_DISPATCHER!r} here, and under the plugin the mode"
+            "model.model_config.moe_token_dispatcher_type: plugins.hierarchical_ep sets this key itself; write "
+            f"{reader.DEFAULT_DISPATCHER!r} here, and the mode in plugins.hierarchical_ep.mode"
         )
     ours = reader.read(
         settings,

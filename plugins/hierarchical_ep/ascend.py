@@ -70,7 +70,9 @@ class Net:
                 self._name(group)
 
     def all_gather(self, group, small=False):
-        """Return a cell-like [m, ...] -> [n * m, ...]; a `small` result is kept and not sent again."""
+        """Return a cell from [m, ...] to [n * m, ...]; a `small` result is kept, so that recomputation does not send it
+        again.
+        """
         gather = ops.AllGather(group=self._name(group))
         return gather.recompute(False) if small else gather
 
@@ -79,13 +81,13 @@ class Net:
         return ops.ReduceScatter(group=self._name(group))
 
     def all_to_all_v(self, group, width, small=False):
-        """Return a cell (rows [C, width], send, receive, room) -> [R, width]; a `small` result is kept and not sent
-        again.
+        """Return a cell from (rows [C, width], send, receive, room) to [R, width]; a `small` result is kept, so that
+        recomputation does not send it again.
         """
         return AllToAllV(self._name(group), width, small)
 
     def exchange_counts(self, group):
-        """Return a cell counts [n, m] -> send [n], receive [n], arriving [m]."""
+        """Return a cell from counts [n, m] to send [n], receive [n] and arriving [m]."""
         return ExchangeCounts(self._name(group), len(group))
 
 

@@ -169,8 +169,8 @@ class Select(nn.Cell):
         self.rows = rows
 
     def construct(self, rows, meta, turn):
-        """Send rows [N, h] and meta [N, 2k]; return those that arrive, [R, h] and [R, 2k], with those of the own
-        node.
+        """Send rows [N, h] and meta [N, 2k]; return the rows [R, h] and meta [R, 2k] that arrive, including those from
+        this rank's node.
         """
         tokens = rows.shape[0]
         ids = ops.cast(ops.stop_gradient(meta[:, : self.top_k]), ms.int32) - 1

@@ -161,8 +161,8 @@ def _check_pair(programs, calls, members: frozenset[int], rank: int, other: int)
         group = programs[rank][mine[0]].group
         known = sorted({call.group for call in programs[other]})
         raise ClusterError(
-            f"rank {other} never calls group {group}, rank {rank} does in call {mine[0]}; the groups that rank {other} "
-            f"calls are {known}"
+            f"rank {other} never calls group {group}, but rank {rank} does in call {mine[0]}; the groups that rank "
+            f"{other} calls are {known}"
         )
     for my_index, their_index in zip(mine, theirs, strict=False):
         _check_match(rank, my_index, programs[rank][my_index], other, their_index, programs[other][their_index])
@@ -171,7 +171,8 @@ def _check_pair(programs, calls, members: frozenset[int], rank: int, other: int)
         call = programs[more][index[min(len(mine), len(theirs))]]
         raise ClusterError(
             f"rank {more}, call {index[min(len(mine), len(theirs))]} ({call}): rank {fewer} has no such call left; it "
-            f"makes {min(len(mine), len(theirs))} calls on this group, rank {more} {max(len(mine), len(theirs))}"
+            f"makes {min(len(mine), len(theirs))} calls on this group, and rank {more} makes "
+            f"{max(len(mine), len(theirs))}"
         )
 
 
@@ -179,7 +180,9 @@ def _check_match(rank: int, index: int, call: Call, other: int, their_index: int
     where = f"rank {rank}, call {index} ({call})"
     there = f"rank {other}, call {their_index}"
     if call.group != theirs.group:
-        raise ClusterError(f"{where}: {there} orders the group {theirs.group}; all members must use one order")
+        raise ClusterError(
+            f"{where}: {there} lists the group's ranks in the order {theirs.group}; all members must use one order"
+        )
     if (call.op, call.tag) != (theirs.op, theirs.tag):
         raise ClusterError(f"{where}: the call that it would meet, {there}, is {theirs}")
     me, them = call.group.index(rank), call.group.index(other)

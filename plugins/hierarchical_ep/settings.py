@@ -103,9 +103,10 @@ def check_room(mode: str, topology: Topology, tokens: int, top_k: int, rows: Any
     for kinds, count in largest_sorts(mode, topology, tokens, top_k, rows.spare):
         if rows.numbers(kinds, count) > rows.limit:
             raise RecipeError(
-                f"runner_config.batch_size, model.model_config.seq_length: {tokens:,} tokens of each rank, "
-                f"{top_k} experts each (model.model_config.num_experts_per_tok), can meet as {count:,} rows at one "
-                f"of the {topology.ep} ranks (parallel_config.expert_parallel); sorted for {kinds} destinations that "
-                f"takes {rows.numbers(kinds, count):,} different numbers, and this device sorts {rows.limit:,}. "
-                "Take a smaller batch, more model_parallel or context_parallel, or plugins.ep_overlap with more chunks"
+                f"runner_config.batch_size, model.model_config.seq_length: {tokens:,} tokens of each rank, {top_k} "
+                f"experts each (model.model_config.num_experts_per_tok), can meet as {count:,} rows at one of the "
+                f"{topology.ep} ranks (parallel_config.expert_parallel); to sort them for {kinds} destinations takes "
+                f"{rows.numbers(kinds, count):,} different numbers, but this device sorts at most {rows.limit:,}. "
+                "Take a smaller batch, more model_parallel or context_parallel, or plugins.ep_overlap with more "
+                "chunks"
             )

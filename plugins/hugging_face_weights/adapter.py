@@ -104,7 +104,9 @@ class TeleChat3MoeTemplate(WeightTemplate):
         wanted = [name for name in self.network_tensor_info if name in self.mf_name_to_converter]
         missing = [name for name in wanted if not hf_state_dict.keys() >= set(self.mf_name_to_converter[name].hf_names)]
         if missing:  # looked at here: MindFormers' own words of it end in a TypeError
-            raise CheckpointError(f"{KEY}: no weights for {len(missing)} parameters, such as {missing[0]}")
+            raise CheckpointError(
+                f"{KEY}: the folder has no weights for {len(missing)} parameters, such as {missing[0]}"
+            )
         for name in wanted:
             cuts = tuple(self.network_tensor_info[name].axis_fragmentations or ())
             halves = isinstance(self.mf_name_to_converter[name], Halves)

@@ -24,7 +24,7 @@ def before_mindspore(recipe: Mapping[str, Any], environ: MutableMapping[str, str
 
 
 def enable(config, settings) -> None:
-    """Refuse invalid settings; `before_mindspore` has done the rest.
+    """Refuse invalid settings; `before_mindspore` has already set the flags.
 
     Raises:
         RecipeError: see `plan.Fusion`.

@@ -47,11 +47,11 @@ OWN_KEYS = ("graph_kernel_flags", "enable_graph_kernel")  # of `context`: MindSp
 
 def _operators(names: Any) -> tuple[str, ...]:
     if isinstance(names, str) or not isinstance(names, Sequence):
-        raise RecipeError(f"{names!r} is no list; write a list of operators, such as [Exp, ReduceSum]")
+        raise RecipeError(f"{names!r} is not a list; write a list of operators, such as [Exp, ReduceSum]")
     known = [*VECTOR, *CUBE, *EXPANDED]
     for name in names:
         if name not in known:
-            raise RecipeError(f"DVM fuses no operator {name!r}{_meant(str(name), known)}")
+            raise RecipeError(f"DVM does not fuse operator {name!r}{_meant(str(name), known)}")
     return tuple(dict.fromkeys(names))
 
 
@@ -83,7 +83,9 @@ class Fusion(Section):
 
     @property
     def flags(self) -> str:
-        """Return the value of `VARIABLE`; it writes out everything that the level means, whatever the defaults are."""
+        """Return the value of `VARIABLE`, with every flag of the level written out, so that MindSpore's defaults do not
+        matter.
+        """
         if self.level == "off":
             return "--opt_level=0"
         flags = ["--opt_level=2", f"--fusion_ops_level={LEVELS.index(self.level) - 1}"]
@@ -104,7 +106,7 @@ def chosen(recipe: Mapping[str, Any]) -> Fusion | None:
 
 
 def check(recipe: Mapping[str, Any]) -> Fusion | None:
-    """Return `chosen` if it fits the rest of the recipe.
+    """Return `chosen` if it does not contradict other keys of the recipe.
 
     Raises:
         RecipeError: see `Fusion.read`; on Ascend another jit level, and MindSpore's own switches beside this one.

@@ -33,8 +33,7 @@ class Settings(Section):
 
 
 def read(settings: Any, loader: Mapping[str, Any]) -> bool:
-    """Return whether labels are already those of the next token before packing, by a recipe's
-    `train_dataset.data_loader`.
+    """Return whether a `train_dataset.data_loader` shifts each label to the next token before it packs.
 
     Raises:
         RecipeError: a setting, or a loader whose packing this plugin does not know.
@@ -64,8 +63,8 @@ def read(settings: Any, loader: Mapping[str, Any]) -> bool:
 
 
 def next_token_labels(labels: Sequence[int], shifted: bool, ignore: int) -> list[int]:
-    """Return the labels of one conversation, [tokens], as those of the next token; the last token has none unless text
-    was cut off.
+    """Return the labels of one conversation, [tokens], so that each token's label is the next token; the last token has
+    none unless text was cut off.
     """
     return list(labels) if shifted else [*labels[1:], ignore]
 

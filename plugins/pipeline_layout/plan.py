@@ -76,8 +76,8 @@ def parse(text: str) -> list[str]:
     for place, letter in enumerate(unrolled):
         if letter in "()*" or letter.isdigit():
             raise RecipeError(
-                f"layout {text!r}: {unrolled[place : place + 8]!r} cannot be unrolled: write x*n for a letter, (...)*n "
-                "for a group without another in it"
+                f"layout {text!r}: {unrolled[place : place + 8]!r} cannot be unrolled: write x*n for a letter, or "
+                "(...)*n for a group, which must not contain another group"
             )
         if letter not in LETTERS and letter != "|":
             known = ", ".join(f"{key} {name}" for key, name in LETTERS.items())
@@ -148,7 +148,7 @@ def counts_of_offset(offset: int | list[int] | Counts, layers: int, stages: int,
     rows: list = [[offset] * stages] * chunks if isinstance(offset, int) else list(offset)
     rows = rows if rows and isinstance(rows[0], list) else [rows] * chunks
     if len(rows) != chunks or any(not isinstance(row, list) or len(row) != stages for row in rows):
-        raise RecipeError(f"offset {offset}: is not of shape [{chunks}][{stages}] (chunks x stages)")
+        raise RecipeError(f"offset {offset} is not of shape [{chunks}][{stages}] (chunks x stages)")
     base = layers // (stages * chunks)
     counts = [[base + extra for extra in row] for row in rows]
     flat = list(itertools.chain(*counts))

@@ -123,7 +123,7 @@ def write_seal(
             "MindFormers' log of this worker has the reason"
         )
     if not any(path.suffix == ".safetensors" for path in files):
-        raise CheckpointError(f"{folder}: no safetensors of rank {rank} of {world_size} to seal")
+        raise CheckpointError(f"{folder}: rank {rank} of {world_size} has no safetensors file that could be sealed")
     seal = {
         "step": step,
         "rank": rank,
@@ -284,8 +284,8 @@ def fault(folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True)
 
 
 def newest_of_rank(root: Path, rank: int) -> Path | None:
-    """Return the newest iteration below `root` that this rank has sealed, whatever the other ranks have; None if there
-    is none.
+    """Return the newest iteration below `root` that this rank has sealed, even if others have not; None if there is
+    none.
 
     One that is not in its place yet is named by where it will be.
     """

@@ -20,7 +20,7 @@ Entries = dict[str, list]  # name -> [layout, type, whole shape], as MindSpore l
 
 
 def add_router_state(entries: Entries, parameters: Iterable[Any]) -> Entries:
-    """Return `entries` of a rank with the state of its routers and experts added: of those whose weight is listed."""
+    """Return a rank's `entries` with the state of those routers and experts added whose weight is listed."""
     added = {}
     for item in parameters:
         cell, _, name = item.name.rpartition(".")

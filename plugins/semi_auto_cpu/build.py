@@ -129,7 +129,7 @@ def _compile(package: Path, path: Path, sources: Path, without: str) -> None:
             )
         except FileNotFoundError:
             raise ClusterError(
-                f"g++ is not installed, {owner} compiles its library with it: apt-get install g++; {without}"
+                f"g++ is not installed, but {owner} needs it to compile its library: apt-get install g++; {without}"
             ) from None
         if done.returncode:
             version = metadata.version("mindspore")

@@ -316,7 +316,9 @@ class Collectives:
             elif name in OPERATORS:
                 self._meet(name, attrs, inputs, outputs, record)
             else:
-                raise ClusterError(f"no collective {name!r} between CPU processes: there are {', '.join(NAMES)}")
+                raise ClusterError(
+                    f"collective {name!r} does not exist between CPU processes; choose one of {', '.join(NAMES)}"
+                )
         except ClusterError as error:
             self.mesh.tell(f"failed: {error}")
             raise
@@ -352,7 +354,7 @@ class Collectives:
         place = int(attrs["dest_rank" if name == "Send" else "src_rank"])
         if not 0 <= place < len(members) or members[place] == self.mesh.rank:
             told = f"rank {self.mesh.rank}, {name} in group {attrs['group']!r} of ranks {list(members)}"
-            raise ClusterError(f"{told}: place {place} is not another member of the group")
+            raise ClusterError(f"{told}: place {place} is not that of another member of the group")
         peer = members[place]
         fault = self._test.begin(name)
         if record:

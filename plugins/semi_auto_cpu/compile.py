@@ -111,9 +111,9 @@ class FrontEnd:
         if turn.what is None:
             return
         if self.kept.folder is not None and turn.passed != (turn.entry is None):
-            did, told = ("compiled", "load") if turn.passed else ("loaded", "compile")
+            did, told = ("compiled", "loaded") if turn.passed else ("loaded", "compiled")
             raise ClusterError(
-                f"MindSpore {did} the graph of {type(turn.cell).__name__}, which it was to {told}; {REMEDY}"
+                f"MindSpore {did} the graph of {type(turn.cell).__name__}, which it should have {told}; {REMEDY}"
             )
         if turn.entry is None:
             self.kept.keep(turn.cell, turn.what)

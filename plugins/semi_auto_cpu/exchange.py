@@ -43,7 +43,9 @@ def combine(parts: Sequence[np.ndarray], operation: str, out: np.ndarray) -> Non
         ClusterError: an operation that is not known here.
     """
     if operation not in OPERATIONS:
-        raise ClusterError(f"no operation {operation!r} over a group: there are {', '.join(OPERATIONS)}")
+        raise ClusterError(
+            f"operation {operation!r} over a group does not exist; the operations are {', '.join(OPERATIONS)}"
+        )
     function = OPERATIONS[operation]
     first, *others = parts
     if not others:

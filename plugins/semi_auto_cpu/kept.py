@@ -197,7 +197,7 @@ def described(cell: Any, inputs: tuple[Any, ...], phase: str) -> Entry:
 
 
 def weights(cell: Any) -> Entry:
-    """Return the type and shape of a cell's parameters; after a compile, those of their slices."""
+    """Return the type and shape of a cell's parameters; after a compile, the type and shape of their slices."""
     return {item.name: _tensor(item) for item in cell.get_parameters()}
 
 

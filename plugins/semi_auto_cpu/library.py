@@ -168,12 +168,12 @@ def store(results: Any, outputs: Sequence[np.ndarray]) -> None:
     """
     results = results if isinstance(results, tuple) else (results,)
     if len(results) > len(outputs):
-        raise ValueError(f"{len(results)} results where MindSpore expects {len(outputs)}")
+        raise ValueError(f"the kernel returned {len(results)} results, but MindSpore expects {len(outputs)}")
     for number, (result, output) in enumerate(zip(results, outputs, strict=False)):
         if result is None or result is output:
             continue
         if np.size(result) != output.size:
-            raise ValueError(f"result {number} is {np.shape(result)} where MindSpore expects {output.shape}")
+            raise ValueError(f"result {number} has shape {np.shape(result)}, but MindSpore expects {output.shape}")
         np.copyto(output, np.reshape(result, output.shape), casting="unsafe")
 
 

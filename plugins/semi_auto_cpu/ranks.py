@@ -96,7 +96,7 @@ class Ranks:
                 f"rank {self.rank} is asked for its place in group {group!r}, which MindSpore made up: it is neither a "
                 f"pair nor a part of a device mesh of {self.devices} devices, so its ranks are unknown"
             )
-        raise ClusterError(f"no group {group!r} was created; there are {[WORLD, *self.groups]}")
+        raise ClusterError(f"group {group!r} was never created; the groups are {[WORLD, *self.groups]}")
 
 
 def made_up_name(ranks: tuple[int, ...]) -> str:

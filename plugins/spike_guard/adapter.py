@@ -197,6 +197,6 @@ def check_enough(source: Any, skipped: Ranges, trained: int) -> None:
     spare = spare_of(source, skipped, trained, 0)
     if spare < 0:
         raise DataError(
-            f"{KEY}.skipped: without these {count(skipped):,} samples the data has {trained + spare:,} of the "
+            f"{KEY}.skipped: without these {count(skipped):,} samples the data has only {trained + spare:,} of the "
             f"{trained:,} that train_dataset.data_loader.sizes wants: train fewer steps, or add data"
         )

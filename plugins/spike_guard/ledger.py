@@ -127,10 +127,14 @@ def read_ledger(run_dir: str | Path) -> list[Entry]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except KeyError as error:
-        raise DataError(f"{path}: not a ledger of left-out samples: it lacks {error}; put back the run's own") from None
+        raise DataError(
+            f"{path}: this is not a ledger of left-out samples: it lacks {error}; restore the run's own ledger"
+        ) from None
     except (ValueError, TypeError, RecursionError) as error:
         why = not_json(error) if isinstance(error, json.JSONDecodeError | RecursionError) else "has another form"
-        raise DataError(f"{path}: not a ledger of left-out samples: it {why}; put back the run's own") from None
+        raise DataError(
+            f"{path}: this is not a ledger of left-out samples: it {why}; restore the run's own ledger"
+        ) from None
 
 
 def write_ledger(run_dir: str | Path, entries: Sequence[Entry]) -> None:

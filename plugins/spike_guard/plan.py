@@ -44,11 +44,11 @@ _LEAST_SPREAD = 0.01  # of a logarithm: steps that differ by less than 1 % are a
 def _skipped(value: Any) -> Ranges:
     right = "write ranges [[first, stop], ...] of samples counted from 0, as in RUN/skipped.json"
     if not isinstance(value, (list, tuple)):
-        raise RecipeError(f"{value!r} is no list of ranges; {right}")
+        raise RecipeError(f"{value!r} is not a list of ranges; {right}")
     for pair in value:
         whole = isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(each) is int for each in pair)
         if not (whole and 0 <= pair[0] < pair[1]):
-            raise RecipeError(f"{pair!r} is no range; {right}")
+            raise RecipeError(f"{pair!r} is not a range; {right}")
     return normal(value)
 
 

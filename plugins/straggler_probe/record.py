@@ -53,7 +53,7 @@ def probe_file(run_dir: str | Path, rank: int) -> Path:
 
 
 def append(path: Path, record: Record) -> None:
-    """Append a line, as a line of its own even if a killed run left an incomplete one."""
+    """Append a line; if a killed run left an incomplete line, end that line first."""
     append_line(path, json.dumps({name: _short(value) for name, value in asdict(record).items()}))
 
 
@@ -92,7 +92,7 @@ def record_of(content: Any, place: str) -> Record:
         record = Record(**{field.name: content[field.name] for field in fields(Record)})
         _check(record)
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{place}: not a record of a probe ({type(error).__name__}: {error})") from None
+        raise DataError(f"{place}: this is not a record of a probe ({type(error).__name__}: {error})") from None
     return record
 
 

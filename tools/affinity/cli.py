@@ -1,4 +1,4 @@
-"""This module is the command `tc3 affinity`. It prints which cores each worker of this host gets, and changes
+"""This module is the command `tc3 affinity`. The command prints which cores each worker of this host gets, and changes
 nothing.
 """
 
@@ -24,7 +24,7 @@ _MARKS = digits + ascii_lowercase
 
 
 def isolation(plan: Plan) -> list[tuple[str, str]]:
-    """Return (what it does, the line) for each command that keeps other work off the workers' cores. The commands need
+    """Return (purpose, command) for each command that keeps other processes off the workers' cores. The commands need
     root. The list is empty if no core is left for the system.
     """
     workers = [core for worker in plan.workers for core in worker.cores]
@@ -67,7 +67,8 @@ def picture(plan: Plan) -> str:
 @click.option(
     "--workers",
     type=int,
-    help="Plan for this many workers on this host.  [default: with RECIPE its number, without it one for each NPU]",
+    help="Plan for this many workers on this host.  [default: the recipe's workers on one host; without RECIPE, one "
+    "for each NPU]",
 )
 @root_option
 @click.option("--bind-file", type=click.Path(path_type=Path), help="Write the file that `msrun --bind_numa` reads.")
@@ -93,7 +94,7 @@ def affinity(recipe: Path | None, workers: int | None, root: Path, bind_file: Pa
 
 
 def as_dict(plan: Plan, numactl: bool) -> dict[str, Any]:
-    """Return the plan as JSON values. Cores are written as Linux writes lists of them."""
+    """Return the plan as JSON values. Cores are written as Linux writes lists of cores, such as 0-3,8."""
     host, devices = plan.host, [worker.npu for worker in plan.workers]
     words = msrun.prefixes(plan, numactl) if plan.binds else [[] for _ in devices]
     theirs = msrun.own_plan(host, devices)

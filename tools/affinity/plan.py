@@ -1,5 +1,5 @@
-"""This module plans the cores of a host. It gives each worker cores by role and keeps cores for interrupts and for the
-system. The module has no side effects.
+"""This module plans the cores of a host. The plan gives each worker cores by role and keeps cores for interrupts and
+for the system. The module has no side effects.
 
 Workers have cores of their own, and other processes have other cores (report, section 6: isolation). `make_plan`
 assigns the cores. `shares` computes how many cores each worker takes from each NUMA node: a transport problem, solved
@@ -80,13 +80,15 @@ class Worker:
     memory: list[int]
 
     def counts(self, host: Host) -> dict[str, int]:
-        """Return how many of the worker's cores are on its own node, elsewhere in its socket, and on another socket."""
+        """Return how many of the worker's cores are on its own NUMA node, elsewhere in its socket, and beyond it."""
         return how_far(host, self.home, self.cores)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan holds the cores of each worker, and those left for interrupts (by node), the system, and nothing."""
+    """A plan holds the cores of each worker, the cores left for interrupts (by node) and for the system, and unused
+    cores.
+    """
 
     host: Host
     workers: list[Worker]

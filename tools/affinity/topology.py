@@ -40,7 +40,7 @@ def _status(root: Root, name: str) -> str:
 
 
 def msrun_sees(root: Root) -> list[int]:
-    """Return the cores that msrun may bind. Control groups of version 2 give it none."""
+    """Return the cores that msrun may bind. Under control groups of version 2 msrun may bind no core."""
     return sorted(set(expand(root.read(MSRUN_READS) or "")))
 
 

@@ -32,7 +32,10 @@ LAYOUT = ".layout.yaml"  # what `offset: auto` of the recipe beside it stands fo
 @click.option("--schema", is_flag=True, help="Print the JSON Schema for editors and check nothing.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option(
-    "--token-budget", type=Tokens(), metavar="N", help="Say how many steps these tokens take: 300M, 1.5B, 10T."
+    "--token-budget",
+    type=Tokens(),
+    metavar="N",
+    help="Print how many steps it takes to train on this many tokens: 300M, 1.5B, 10T.",
 )
 @click.option(
     "--build/--no-build", default=True, help="Also let MindFormers itself build the model's config; this takes seconds."

@@ -116,7 +116,7 @@ def _hierarchical_ep(view: View, built: Built, found: Findings) -> None:
     dispatcher = (*MODEL, "moe_token_dispatcher_type")
     usual = hierarchical_ep.DEFAULT_DISPATCHER
     if view.get(dispatcher, usual) != usual:
-        found.error(dispatcher, "plugins.hierarchical_ep takes this place", repr(usual))
+        found.error(dispatcher, "plugins.hierarchical_ep sets this key itself", repr(usual))
     for key in MINDFORMERS_OWN:
         if built.fields.get(key):
             found.error((*MODEL, key), "plugins.hierarchical_ep has no expert relocation", "False")

@@ -55,7 +55,8 @@ def is_sealed(folder: Path) -> bool:
 
 
 def later_than(root: Path, taken: Path) -> list[Path]:
-    """Return the iterations under `root` that a run abandons when it goes on from `taken`, newest first.
+    """Return the iterations under `root` that a run abandons when it continues from the checkpoint `taken`, newest
+    first.
 
     Those after it, if it is one of them; else all, for they are another run's.
     """

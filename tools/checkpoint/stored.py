@@ -1,5 +1,5 @@
-"""This module reads a checkpoint that many ranks wrote. It gives every tensor as a whole, and reads a tensor when it is
-asked for.
+"""This module reads a checkpoint that many ranks wrote. The module returns every tensor uncut, and reads a tensor only
+when somebody asks for it.
 
 `open_stored` opens it by the headers of its files. MindFormers 1.9.0 (`checkpoint/metadata.py`, `sharded_tensor.py`)
 writes for every rank a safetensors file of weights and one of the optimizer's state, and a metadata.json:
@@ -73,7 +73,9 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """A `Stored` checkpoint is the folder of one iteration. It knows from the headers what each file holds, by name."""
+    """A `Stored` checkpoint is the folder of one iteration. The headers of the files say which tensors each file
+    holds.
+    """
 
     folder: Path
     files: Mapping[str, Mapping[str, Header]]

@@ -94,7 +94,7 @@ def _header(entry: Mapping[str, Any], base: int) -> Header:
     """One entry of a header. Raises ValueError, TypeError or KeyError if it is not such an entry."""
     dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or any(type(size) is not int or size < 0 for size in (*shape, first, last)):
-        raise ValueError(f"{entry}: no tensor")
+        raise ValueError(f"{entry} is not a tensor")
     return Header(dtype, tuple(shape), last - first, base + first)
 
 
@@ -109,7 +109,7 @@ def _width(header: Header, file: Path, name: str) -> int:
 
 @dataclass(frozen=True)
 class Made:
-    """A `Made` tensor is to be written. Its elements come in row-major pieces."""
+    """A `Made` tensor is to be written. The elements of the tensor come in row-major pieces."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""This module is the command `tc3 data`. It prepares and verifies a corpus, and shows how the corpus loads the
+"""This module is the command `tc3 data`. The group prepares and verifies a corpus, and shows how the corpus loads the
 devices of a recipe.
 """
 
@@ -21,10 +21,10 @@ DEFAULT_VOCAB = 2048
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
 INPUT_HELP = (
-    "Read this; may be repeated. A text file is one document. In JSON lines (.jsonl .ndjson .json) each line is"
-    " one document. Either may be .gz. DIR stands for its text-like files and those of its sub-folders, sorted. Files"
-    " are text-like if they end in " + " ".join(FOLDER_SUFFIXES) + ". stdlib stands for the sources of Python's"
-    " standard library."
+    "Read this file or folder; may be repeated. A text file is one document. In JSON lines (.jsonl .ndjson .json) each "
+    "line is one document. Both may be compressed (.gz). DIR stands for its text-like files and those of its "
+    f"sub-folders, sorted. Text-like files end in {' '.join(FOLDER_SUFFIXES)}. stdlib stands for the sources of "
+    "Python's standard library."
 )
 OUTPUT_HELP = "Write PREFIX.bin, PREFIX.idx and PREFIX.json (counts, ids, sources). The folder is created."
 TOKENIZER_HELP = (
@@ -33,7 +33,7 @@ TOKENIZER_HELP = (
 )
 VOCAB_HELP = f"Give the tokenizer that `bytes` trains this vocabulary size.  [default: {DEFAULT_VOCAB}]"
 HELD_OUT_HELP = "Keep this share of the documents out of PREFIX and write it as PREFIX_heldout."
-DTYPE_HELP = "Store ids in this type. auto takes uint16 below 65,500 ids, and int32 otherwise."
+DTYPE_HELP = "Store token ids in this data type. auto takes uint16 for fewer than 65,500 ids, and int32 otherwise."
 WORKERS_HELP = "Encode with this many processes. The output is the same for any number.  [default: the cores]"
 INSTRUCTIONS_INPUT = (
     "Read these Python sources: a file, a folder with its sub-folders, or stdlib (Python's own); may be repeated."
@@ -70,7 +70,7 @@ def data() -> None:
     "globs",
     multiple=True,
     metavar="PATTERN",
-    help="Read only such files from a folder, e.g. '*.py'; may be repeated.",
+    help="Read only the files of a folder that match this pattern, e.g. '*.py'; may be repeated.",
 )
 @click.option("--held-out", type=Number("share"), default=0.0, metavar="FRACTION", help=HELD_OUT_HELP)
 @click.option("--seed", type=Number("seed"), default=1234, help="Choose the documents of --held-out with this seed.")
@@ -150,10 +150,12 @@ def instructions(inputs: tuple[str, ...], output: Path, as_json: bool, **flags: 
         click.echo(f"{summary[split]['file']}: {summary[split]['instructions']:,} instructions")
 
 
-@data.command(context_settings=SETTINGS, short_help="Compare a .bin/.idx pair with its sidecar and its sources.")
+@data.command(context_settings=SETTINGS, short_help="Compare a .bin/.idx pair with its PREFIX.json and its sources.")
 @click.argument("prefix", type=click.Path(path_type=Path))
-@click.option("--input", "inputs", multiple=True, metavar="FILE|DIR|stdlib", help="Look for the sources here.")
-@click.option("--tokenizer", metavar="DIR", help="Look for the tokenizer here.")
+@click.option(
+    "--input", "inputs", multiple=True, metavar="FILE|DIR|stdlib", help="Where the sources are now, if they have moved."
+)
+@click.option("--tokenizer", metavar="DIR", help="Where the tokenizer is now, if it has moved.")
 @click.option(
     "--sample", type=Number("share"), default=1.0, metavar="FRACTION", help="Compare this share of the documents."
 )

@@ -308,7 +308,7 @@ CORPORA = {
 
 
 def document_lengths(tokens: int, sources: tuple[Source, ...], seed: int) -> np.ndarray:
-    """Return document lengths, int32 [documents], which are at least `tokens` together. Each is at least 2: one
+    """Return document lengths, int32 [documents], which are at least `tokens` together. Each length is at least 2: one
     token and the end of the document.
 
     The sources are mixed document by document. The result depends on the arguments only.
@@ -330,8 +330,8 @@ def document_lengths(tokens: int, sources: tuple[Source, ...], seed: int) -> np.
 
 
 def synthetic_index(samples: int, sequence_length: int, seed: int) -> GPTIndex:
-    """Return the index of a dataset of at least `samples` samples. It is one epoch of a corpus that is made for
-    `sequence_length`.
+    """Return the index of a dataset of at least `samples` samples. The dataset is one epoch of a corpus that is made
+    for `sequence_length`.
 
     sequence_length: 4,096, 32,768 or 131,072 (the keys of `CORPORA`).
     """

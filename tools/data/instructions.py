@@ -250,7 +250,8 @@ def samples(rows: list[dict[str, str]], length: int, tokenizer: Any) -> int:
 
 
 def read_tokenizer(key: str, folder: Path) -> Any:
-    """Return the tokenizer of a folder, read by its own library. Return None if the folder has no tokenizer.json.
+    """Return the tokenizer of a folder, as the `tokenizers` library reads it. Return None if the folder has no
+    tokenizer.json.
 
     Raises:
         DataError: there is no such folder, or its file cannot be read.

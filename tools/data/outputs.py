@@ -1,4 +1,4 @@
-"""This module handles the files that belong to one prefix. They appear all at once or not at all.
+"""This module handles the files that belong to one prefix. These files appear all at once or not at all.
 
 PREFIX.bin  PREFIX.idx  PREFIX.json          the training split
 PREFIX_heldout.bin  .idx  .json              the held-out split, if asked for
@@ -66,7 +66,9 @@ def checked_sidecar(prefix: str | Path) -> dict[str, Any]:
 def _check(path: Path, place: str, value: Any, form: Any) -> None:
     kind: type = form if isinstance(form, type) else type(form)
     if not _fits(value, kind):
-        raise DataError(f"{path}: {place}: the value must be {_WORDS[kind]}, not {value!r:.60}; make the pair again")
+        raise DataError(
+            f"{path}: {place}: the value must be {_WORDS[kind]}, not {value!r:.60}; prepare the corpus again"
+        )
     if isinstance(form, list):
         for number, item in enumerate(value):
             _check(path, f"{place}[{number}]", item, form[0])
@@ -75,7 +77,7 @@ def _check(path: Path, place: str, value: Any, form: Any) -> None:
             name = f"{place}.{key}" if place else key
             if key not in value:
                 raise DataError(
-                    f"{path}: {name}: the key is missing{did_you_mean(key, list(value))}; make the pair again"
+                    f"{path}: {name}: the key is missing{did_you_mean(key, list(value))}; prepare the corpus again"
                 )
             _check(path, name, value[key], inner)
 
@@ -160,7 +162,7 @@ def _is_cache(prefix: Path) -> bool:
 
 @contextmanager
 def staged(prefix: Path) -> Iterator[Path]:
-    """Yield a new hidden folder beside `prefix`, on the same file system. It is removed after the block.
+    """Yield a new hidden folder beside `prefix`, on the same file system. The folder is removed after the block.
 
     Creates the output folder when it is missing. Raises `DataError` when it cannot be written.
     """

@@ -33,7 +33,8 @@ _RANGE = float(1 << 64)
 
 
 def chosen(salt: str, index: int, fraction: float) -> bool:
-    """Return True for about `fraction` of all indices. They are the same indices in every run, on every machine.
+    """Return True for about `fraction` of all indices. The chosen indices are the same in every run and on every
+    machine.
 
     `index` counts from 0; of documents, those of the corpus that are kept (skipped ones have no index).
     """
@@ -143,7 +144,7 @@ class Corpus:
     globs: tuple[str, ...] = ()
 
     def files(self) -> Iterator[Path]:
-        """Yield every file in the order of the inputs. The files of a folder come sorted, before those of its
+        """Yield every file in the order of the inputs. The files of a folder are sorted, and precede the files of its
         sub-folders.
 
         Raises `DataError` for an input that does not exist or a folder without a matching file.

@@ -1,5 +1,5 @@
-"""This module runs `tc3 doctor --json` on many hosts by ssh. It asks many hosts at once, gives each a time limit, and
-leaves no process behind.
+"""This module runs `tc3 doctor --json` on many hosts by ssh. The module asks many hosts at once, gives each a time
+limit, and leaves no process behind.
 
 The same ssh session measures the clock first: we send a line, the host answers with its time. Its clock then stood
 between our sending and our receiving; of several rounds the shortest one is the most exact. The start of a connection
@@ -52,7 +52,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Answer:
-    """An `Answer` holds what one host answered. `skew` is None if its clock was not measured."""
+    """An `Answer` holds what one host answered. `skew` is None if the host's clock was not measured."""
 
     told: Report | Trouble
     skew: Skew | None = None
@@ -165,7 +165,7 @@ class _Sessions:
         self._stopped = False
 
     def start(self, words: Sequence[str], errors: int) -> Popen[bytes] | None:
-        """Return a process in a session of its own, which Ctrl-C does not reach; None after `stop` was called."""
+        """Return a process in a new session, which Ctrl-C does not reach; None after `stop` was called."""
         with self._lock:
             if self._stopped:
                 return None

@@ -66,7 +66,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Check:
-    """A `Check` is a function with its words. `npu` marks a check that a recipe on CPU does not need."""
+    """A `Check` is a function with the texts that are reported for it. `npu` marks a check that a recipe on CPU does
+    not need.
+    """
 
     name: str
     look: Callable[[Patient], Answer]

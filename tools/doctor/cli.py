@@ -1,4 +1,6 @@
-"""This module is the command `tc3 doctor`. It says whether this host is fit to train, or which of many hosts is not."""
+"""This module is the command `tc3 doctor`. The command says whether this host is fit to train, or which of many hosts
+is not.
+"""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def npu_processes(patient: Patient) -> Answer:
     npu=True,
 )
 def npu_clock(patient: Patient) -> Answer:
-    """AI cores that work run at their rated clock. A lower clock of idle cores does not matter."""
+    """Busy AI cores run at their rated clock. A lower clock of idle cores does not matter."""
     table = _npu_smi_table(patient)
     chips = host.chips(table)
     seen, slow, resting = [], False, False
@@ -285,7 +285,7 @@ def checkpoint_room(patient: Patient) -> Answer:
     mend="fewer workers, or end what else uses memory",
 )
 def memory(patient: Patient) -> Answer:
-    """The host has enough memory for the workers. How much a worker that drives an NPU needs is not known."""
+    """The host has enough memory for the workers. It is not known how much memory a worker with an NPU needs."""
     row = patient.find(r"^MemAvailable:\s+(\d+) kB", "/proc/meminfo", "/proc/meminfo does not tell")
     free, need = int(row[1]) * 1024, patient.workers * WORKER
     seen = f"{free / GIB:.0f} GiB available for {patient.workers} worker{'s' * (patient.workers > 1)}"

@@ -315,7 +315,7 @@ def disk_write(patient: Patient) -> Answer:
     mend="pip install -e . (installs the pinned versions)",
 )
 def python_packages(patient: Patient) -> Answer:
-    """MindSpore and MindFormers are the verified ones."""
+    """The installed versions of MindSpore and MindFormers are the verified versions."""
     if not patient.root.live:
         return Answer("unknown", "a recorded host does not say")
     missing = [name for name in verified() if installed(name) is None]

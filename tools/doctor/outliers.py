@@ -89,7 +89,8 @@ class Worker(TypedDict):
 
 
 class Link(TypedDict):
-    """A `Link` holds a probe's result for the link from one worker to another. Both ends are indices into the workers.
+    """A `Link` holds a probe's result for the link from one worker to another. `source` and `target` are indices into
+    the workers.
 
     Attributes:
         bandwidth: GB/s of the fastest message of 1 MiB, with its acknowledgement.
@@ -320,7 +321,9 @@ def _slow_ends(
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate has a verdict and its reasons. The verdict fail keeps a run from starting; others are reported."""
+    """A gate has a verdict and its reasons. Only the verdict "fail" keeps a run from starting; other verdicts are
+    reported.
+    """
 
     verdict: Verdict
     reasons: list[str]
@@ -339,7 +342,9 @@ def gate(reports: Mapping[str, Probe]) -> Gate:
 
 
 def findings(reports: Mapping[str, Probe]) -> list[Finding]:
-    """Return the outliers as the doctor reports them. If none fails, also return what was compared."""
+    """Return the outliers as the doctor reports them. If no outlier has the verdict "fail", also return what was
+    compared.
+    """
     found = outliers(reports)
     rows = [
         Finding("probe", item.verdict, f"{item.host}, {item.who}: {item.seen}".removeprefix(", "), WHY, SOURCE, mend)

@@ -1,4 +1,4 @@
-"""This module probes this host. It measures workers in rounds, on the cores on which they would train.
+"""This module probes this host. The probe measures workers in rounds, on the cores on which they would train.
 
 In a round all workers multiply at once, then copy, then write; then the links, one at a time. So in each round every
 worker has the same neighbours, and a load of a few seconds disturbs the same rounds of all workers.
@@ -130,7 +130,7 @@ class Team:
         self.close()
 
     def close(self) -> None:
-        """End the workers, which serve nobody else."""
+        """End the workers, which only this probe uses."""
         for member in self.members:
             member.process.kill()
         for member in self.members:
@@ -317,15 +317,16 @@ def probe_options(command: Callable[..., Any]) -> Callable[..., Any]:
     workers = click.option(
         "--workers",
         type=int,
-        help="Probe this many workers.  [default: with a recipe its workers on one host; without, one for each NPU, "
-        f"or on a host without NPUs one for each core, {MOST} at most]",
+        help="Probe this many workers.  [default: the recipe's workers on one host; without a recipe, one for each NPU "
+        f"or, on a host without NPUs, for each core, {MOST} at most]",
     )
     flag = click.option(
         "--probe",
         "wants_probe",
         is_flag=True,
         help="Also measure matrix products, memory, disk and links of each worker for some seconds on all its cores, "
-        "and fail if one is slower than its peers. Do not probe beside a training run, because both would be slower.",
+        "and fail if one worker is slower than the others. Do not probe beside a training run, because both would be "
+        "slower.",
     )
     return flag(workers(command))
 

@@ -1,5 +1,5 @@
-"""This module is one worker of the probe, which `python -m tools.doctor.probe_worker` starts. It reads commands and
-writes answers as lines of JSON.
+"""This module is one worker of the probe, which `python -m tools.doctor.probe_worker` starts. The worker reads commands
+and writes answers as lines of JSON.
 
 The worker ends with its stdin, that is with the process that started it, and by an alarm when a command takes too long.
 """

@@ -57,13 +57,17 @@ def gather(patient: Patient) -> Facts:
 
 
 def tool_version() -> str:
-    """Return the version of this tool. Another version may mean other things by the same words."""
+    """Return the version of this tool. Reports of different versions are not compared, because the same words may have
+    different meanings.
+    """
     return installed("telechat3-moe-recipes") or "not installed"
 
 
 @lru_cache(maxsize=1)
 def code() -> str:
-    """Return the SHA-256 of the checkout's Python files. A host with a stale copy would train something else."""
+    """Return the SHA-256 of the checkout's Python files. Hosts with different copies of the checkout would train
+    different code.
+    """
     digest = hashlib.sha256()
     for path in sorted(path for folder in _CODE for path in (CHECKOUT / folder).rglob("*.py")):
         digest.update(str(path.relative_to(CHECKOUT)).encode() + b"\0" + path.read_bytes() + b"\0")

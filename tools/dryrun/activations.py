@@ -50,7 +50,9 @@ def name_of(place: int) -> str:
 
 
 def places_of(nodes: list[Node]) -> list[int]:
-    """Return for each operator of a forward its layer, by its path of cells, else that of the operators before it."""
+    """Return the layer of each operator of a forward: from its path of cells, or else the layer of the operator before
+    it.
+    """
     found, current = [], _FIRST
     for node in nodes:
         place = _place(node)

@@ -59,7 +59,8 @@ class Ranks(click.ParamType):
     type=Ranks(),
     default=ALL,
     show_default=True,
-    help="Compile these global ranks. Ranks of one stage are compared call by call; all-stages: one of each stage.",
+    help="Compile these global ranks. Ranks of one stage are compared call by call. all-stages compiles one rank of "
+    "each stage.",
 )
 @click.option("--devices", type=Number("devices"), help="Change the number of devices by changing data_parallel.")
 @click.option(
@@ -70,8 +71,10 @@ class Ranks(click.ParamType):
 @click.option("--quick", is_flag=True, help="Compile each kind of layer once and compose the stages from the results.")
 @click.option("--loads", metavar="LOADS", help=HELP)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option("--jobs", type=Number("workers"), help="Number of compiles at a time; by default as many as fit.")
-@click.option("--no-cache", is_flag=True, help="Compile again what was compiled before.")
+@click.option(
+    "--jobs", type=Number("workers"), help="Number of compiles at a time; by default as many as fit into memory."
+)
+@click.option("--no-cache", is_flag=True, help="Compile everything again instead of reusing earlier compiles.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw memory and traffic by stage (.svg or .png).")
 @click.option(

@@ -1,5 +1,4 @@
-"""This module checks whether the collectives that a rank executed are those that its compile reported: names, groups,
-bytes and order.
+"""This module checks whether a rank executed the collectives that its compile reported: names, groups, bytes and order.
 
 MindSpore's backend may swap collectives that no data joins, so the order is judged by what needs whose result, and on
 each link of a pipeline by the order of its messages. Executed graphs keep operators that the last passes for Ascend
@@ -75,8 +74,7 @@ def calls_file(run_dir: str | Path, rank: int) -> Path:
 
 
 def wrong_places(graph: Mapping[str, Any], rank: int, places: Mapping[str, int]) -> list[str]:
-    """Return the groups in which a rank was given another place than it has, one line each: it sliced weights
-    differently.
+    """Return a line for each group in which MindSpore gave a rank a wrong place; such a rank sliced weights wrongly.
 
     Args:
         graph: "graph" of a compile's result, which has the ranks of each group. places: of `calls_file`.

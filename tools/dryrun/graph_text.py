@@ -82,7 +82,7 @@ class Node:
 
     @property
     def outputs(self) -> tuple[TensorType, ...]:
-        """Return the operator's output tensors, those of a tuple one by one."""
+        """Return the operator's output tensors; a tuple gives one tensor for each of its elements."""
         return tensors(self.types[1])
 
 
@@ -96,7 +96,7 @@ class GraphText:
 
 
 def read_graph(file: Path) -> GraphText:
-    """Parse the dump that `virtual_cluster.final_graph` finds, or one that was kept (`compiles.text_of`, .gz).
+    """Parse the graph that `virtual_cluster.final_graph` finds, or one that was stored compressed (`compiles.text_of`).
 
     Raises:
         ClusterError: it cannot be read, or is no such text.
@@ -235,13 +235,15 @@ def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
 
 
 def most_saved(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
-    """Return the most bytes that wait for their backward, if a micro-batch leaves `sizes[chunk]` in a chunk."""
+    """Return the peak bytes of activations held for backwards, if a micro-batch leaves `sizes[chunk]` bytes in a
+    chunk.
+    """
     own = ((sizes[item.chunk] if item.kind == "F" else 0) for item in passes)
     return max(map(sum, zip(waiting(passes, sizes), own, strict=True)), default=0)
 
 
 def waiting(passes: Sequence[Pass], sizes: Sequence[int]) -> list[int]:
-    """Return the bytes that wait for their backward before each pass.
+    """Return the bytes of activations that are held for backwards before each pass.
 
     Where the gradients of weights are a pass of their own ("W"), they are the last to need what is kept.
     """

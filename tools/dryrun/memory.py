@@ -1,5 +1,5 @@
-"""This module counts the memory of one device of a compiled stage, in bytes, by owner. The numbers are exact, except
-those of activations.
+"""This module counts the memory of one device of a compiled stage, in bytes, by owner. All bytes are exact, except the
+bytes of activations.
 
 A layout is what MindSpore's front end decided for one parameter: the slice that tensor and expert parallelism leave,
 and the group over which the optimizer shards that slice again (ZeRO). Elements of a rank = slice / group. From layouts
@@ -83,8 +83,8 @@ class Held:
 
 
 def kinds_of(step: Any) -> dict[str, str]:
-    """This classifies the parameters of a training step: what the optimizer holds besides the weights that it trains is
-    state.
+    """This classifies the parameters of a training step: the optimizer's parameters that are not trained weights are
+    its state.
     """
     state = {item.name for item in step.optimizer.get_parameters()} - {item.name for item in step.optimizer.parameters}
     return {item.name: STATE if item.name in state else kind_of(item.name) for item in step.get_parameters()}
@@ -139,8 +139,7 @@ class Memory:
 
 
 def memory_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], limit: int) -> Memory:
-    """Return the memory of a stage whose layers are those of the compiled `graph` and whose passes run in the given
-    order.
+    """Return the memory of a stage that has the layers of the compiled `graph` and runs its passes in the given order.
 
     Its total is the peak of `line_of`.
     """

@@ -26,7 +26,7 @@ from tools.schema.stages import EXCLUDE, RECOMPUTE, layers_of, runs_back, swaps
 
 @dataclass(frozen=True)
 class Job:
-    """This is what one process compiles.
+    """A `Job` is what one process compiles.
 
     Args:
         recipe: flat; with the number of micro-batches (and in a quick run the layers) to compile.
@@ -80,7 +80,9 @@ def stages_of(view: View) -> list[Stage]:
     built = convert(view, load_schema())
     layers = layers_of(view, built)
     if layers is None:
-        raise RecipeError(f"{'.'.join(MODEL)}.offset: does not fit the layers and stages: see tc3 check")
+        raise RecipeError(
+            f"{'.'.join(MODEL)}.offset: the offset does not fit the layers and stages; tc3 check says why"
+        )
     pattern = model_of(built.fields).pattern
     rows = [list(row) for row in layers]
     back = 1 if runs_back(view) else -1  # the chunk that goes from the last stage to the first

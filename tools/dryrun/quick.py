@@ -193,9 +193,7 @@ def quick_plan(recipe: Recipe) -> Plan:
 
 
 def small_of(recipe: Recipe) -> Small:
-    """Put a layer of each kind in front; behind them, one like the last with the head, whose MTP layers are
-    unchanged.
-    """
+    """Put a layer of each kind first, and then a layer like the last one, with the head; MTP layers are unchanged."""
     view = View(recipe)
     stages = stages_of(view)
     settings = settings_of(view, stages)
@@ -301,7 +299,9 @@ class _Compiled:
         return max(found, key=lambda part: part["saved"], default=_NOTHING)
 
     def chunk(self, kinds: Sequence[Kind], embedding: bool, head: bool) -> dict[str, Any]:
-        """Return a micro-batch's passes through a chunk of such layers, with the parts at the model's ends."""
+        """Return a micro-batch's passes through a chunk of these layers, with embedding and head where the chunk has
+        them.
+        """
         front, back = self._parts[0], self._parts[-1]
         parts = [self._common(kinds, head)]
         parts += [front.get(FRONT, _NOTHING)] if embedding else []

@@ -128,7 +128,7 @@ def _together(report: Mapping[str, Any]) -> str:
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
-    """Return which results were not compiled but concluded."""
+    """Return in words which results were derived from other results instead of being compiled."""
     if report["quick"]:
         return [
             "quick: each kind of layer (dense or MoE, recomputed and swapped alike) was compiled once, on few stages; "

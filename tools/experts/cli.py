@@ -12,15 +12,18 @@ from tools.files.figure import check_ending, check_page
 from tools.hardware import DEFAULT_HARDWARE
 from tools.ranges import Number
 
-EVERY_HELP = "Number of steps between the plans of replayed policies.  [default: the recipe's, or 20]"
+EVERY_HELP = "Number of steps after which a replayed policy plans anew.  [default: the recipe's number, or 20]"
 
 
 @click.group("experts", context_settings={"help_option_names": ["-h", "--help"]})
 def experts() -> None:
-    """Report the expert loads of a run and what moving experts would bring; restore a checkpoint with moved experts."""
+    """Report the expert loads of a run and what moving experts would gain; restore a checkpoint with moved experts."""
 
 
-@experts.command("report", short_help="Report loads of experts and devices, what waits, and what other plans bring.")
+@experts.command(
+    "report",
+    short_help="Report the loads of experts and devices, who waits for whom, and what other policies would gain.",
+)
 @click.argument("run", metavar="RUN|LOG", type=click.Path(path_type=Path))
 @click.option(
     "--recipe", type=click.Path(path_type=Path), help="Recipe whose step time is predicted.  [default: RUN/recipe.yaml]"
@@ -71,7 +74,11 @@ def report_command(
 @experts.command("restore-order", short_help="Put the moved experts of a checkpoint back in logical order.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--to", "target", type=click.Path(path_type=Path), help="New folder to write into.")
-@click.option("--salvage", is_flag=True, help="Take damaged values unchanged, and note them in the result.")
+@click.option(
+    "--salvage",
+    is_flag=True,
+    help="Copy damaged values unchanged instead of refusing them, and record them in the result.",
+)
 def restore_order_command(checkpoint: Path, target: Path | None, salvage: bool) -> None:
     """Write CHECKPOINT, one iteration of a run with plugins.expert_balance, with its experts in logical order.
 

@@ -233,12 +233,18 @@ class Degrees(click.ParamType):
 @click.option("--hardware", hidden=True, help="The old name of --cluster.")
 @click.option("--loads", metavar="LOADS", help=HELP)
 @click.option(
-    "--skew", type=Number("skew"), help="Use this max/mean in every layer and micro-batch, as --loads NUMBER does."
+    "--skew",
+    type=Number("skew"),
+    help="Assume this ratio of busiest to mean load in every layer and micro-batch, as --loads NUMBER does.",
 )
 @click.option("--ep", type=Degrees(), help="Compare these EP degrees; by default only the recipe's own.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw the streams of a layer (.svg or .png).")
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path),
+    help="Draw computation and communication of one layer over time (.svg or .png).",
+)
 def ep_report(
     recipe: Path,
     cluster: str,

@@ -182,7 +182,7 @@ def _policy_content(policy: Policy, found: Study) -> dict[str, Any]:
 
 
 def layer_rows(found: Study) -> list[list[str]]:
-    """Return the rows of the most uneven layers first; columns are those of `LAYER_HEADS`."""
+    """Return a row for each layer, the most uneven first, with the columns of `LAYER_HEADS`."""
     rows = sorted(content(found)["layers"], key=lambda row: -row["max_over_mean"])
     return [
         [
@@ -200,7 +200,7 @@ def layer_rows(found: Study) -> list[list[str]]:
 
 
 def policy_rows(found: Study) -> list[list[str]]:
-    """Return the rows of the policies; columns are those of `POLICY_HEADS`."""
+    """Return a row for each policy, with the columns of `POLICY_HEADS`."""
     rows = []
     for row in (_policy_content(one, found) for one in found.policies):
         waits, saves = row["waits_seconds"], row["saves_seconds"]
@@ -262,7 +262,7 @@ def counting_noise(found: Study) -> float:
 
 
 def print_text(found: Study, console: Console) -> None:
-    """Print two tables, and on what they rest."""
+    """Print two tables and the assumptions behind them."""
     console.width = max(console.width, WIDTH)
     console.print(f"{found.source.file}: {head(found)}")
     console.print()

@@ -32,7 +32,7 @@ def restore_order(
     folder: Path, target: Path, progress: Callable[[str], None] = lambda name: None, salvage: bool = False
 ) -> tuple[int, Sequence[str]]:
     """Write `folder` to `target` with every expert at the slot of its own number, sealed; return the number of restored
-    layers, and what is damaged in `folder` and taken all the same.
+    layers, and the damaged values of `folder` that were copied nevertheless.
 
     A rank's file is written at a time, from the files that hold its experts: no more than one is in memory.
 
@@ -64,11 +64,13 @@ def restore_order(
 
 def _refuse(folder: Path, target: Path) -> None:
     if not any(folder.glob("*-model-*.safetensors")):
-        raise CheckpointError(f"{folder}: no checkpoint; give one iteration, such as RUN/checkpoint/iteration_00000100")
+        raise CheckpointError(
+            f"{folder}: this is not a checkpoint; give one iteration, such as RUN/checkpoint/iteration_00000100"
+        )
     if reason := fault(folder, checksums=False):  # `salvaged` compares those
-        raise CheckpointError(f"{folder}: not a whole checkpoint: {reason}")
+        raise CheckpointError(f"{folder}: this is not a complete checkpoint: {reason}")
     if target.exists():
-        raise CheckpointError(f"{target}: exists already; remove it, or name another folder with --to")
+        raise CheckpointError(f"{target}: the folder exists already; remove it, or name another folder with --to")
 
 
 def _seal(folder: Path, part: Path) -> None:

@@ -58,7 +58,7 @@ def whole_digest(path: Path) -> str:
 
 
 def sampled_digest(path: Path) -> str:
-    """Return the SHA-256 of `BLOCKS` blocks spread over a file, of which the first and the last are two. A file that
+    """Return the SHA-256 of `BLOCKS` blocks spread over a file, including its first and its last block. A file that
     has no more blocks is read whole.
     """
     size = path.stat().st_size
@@ -73,8 +73,8 @@ def sampled_digest(path: Path) -> str:
 
 
 def atomic_file(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
-    """Yield a path beside `path`, with the same ending, for the caller to write to. It replaces `path` when the block
-    ends without an error.
+    """Yield a path beside `path`, with the same ending, for the caller to write to. The written file replaces `path`
+    when the block ends without an error.
 
     Folders that are missing are made. When the block is left by an exception, Ctrl-C too, what stood at `path` stays.
 
@@ -85,8 +85,8 @@ def atomic_file(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
 
 
 def atomic_folder(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
-    """Yield a folder beside `path` for the caller to write into. It becomes `path`, which must not exist yet, when the
-    block ends without an error.
+    """Yield a folder beside `path` for the caller to write into. The folder is renamed to `path`, which must not exist
+    yet, when the block ends without an error.
 
     When the block is left by an exception, Ctrl-C too, nothing stays.
 

@@ -25,7 +25,9 @@ def check_ending(path: Path, option: str = "--picture", endings: Sequence[str] =
 
 
 def check_page(path: Path) -> None:
-    """Refuse to write a page over a file that is probably not a page. Errors are those of `check_ending`."""
+    """Refuse to write a page over a file that is probably not a page. This raises the errors that `check_ending`
+    raises.
+    """
     check_ending(path, "--html", PAGES)
 
 

@@ -1,4 +1,4 @@
-"""This module makes HTML pages, with tables and lists, that need no other files. It escapes all text.
+"""This module makes HTML pages, with tables and lists, that need no other files. All text is escaped.
 
 What these functions return is markup, and so is the body of `page` and of `folded`; every other argument is text.
 """
@@ -53,7 +53,7 @@ def table(
     words: Collection[int] = (),
     kinds: Sequence[str] = (),
 ) -> str:
-    """Return a table. It scrolls by itself if the page is narrower.
+    """Return a table, which scrolls inside the page if the page is narrower.
 
     Args:
         kind: "numbers" aligns all columns right but the first and those whose places are in `words`.

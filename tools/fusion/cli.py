@@ -59,11 +59,17 @@ _OF_A_GRAPH = -1  # the stage of a graph that was handed over
 @click.option("--level", type=click.Choice(LEVELS), help="Use this fusion level instead of the recipe's.")
 @click.option("--devices", type=Number("devices"), help="Change the number of devices by changing data_parallel.")
 @click.option(
-    "--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster whose HBM is used."
+    "--cluster",
+    default=DEFAULT_HARDWARE,
+    show_default=True,
+    metavar="NAME|FILE",
+    help="Cluster whose HBM bandwidth is assumed.",
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option("--jobs", type=Number("workers"), help="Number of compiles at a time; by default as many as fit.")
-@click.option("--no-cache", is_flag=True, help="Compile again what was compiled before.")
+@click.option(
+    "--jobs", type=Number("workers"), help="Number of compiles at a time; by default as many as fit into memory."
+)
+@click.option("--no-cache", is_flag=True, help="Compile everything again instead of reusing earlier compiles.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option(
     "--picture",

@@ -83,7 +83,7 @@ NOTHING = TensorType("", ())
 
 
 def operators(nodes: Sequence[Node]) -> list[Operator]:
-    """Return the operators of a subgraph of MindSpore's own text."""
+    """Return the operators of a subgraph in the text of a graph that MindSpore wrote."""
     return [of_node(node, node.op, bool(node.calls)) for node in nodes]
 
 

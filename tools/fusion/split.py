@@ -24,7 +24,7 @@ from tools.fusion.cluster import DVM, Operator, Rules
 
 
 class Pattern(IntEnum):
-    """This says what an area does to shapes; an area has the highest value of its operators."""
+    """A pattern says what an operator does to shapes; an area has the highest pattern among its operators."""
 
     ELEMENTWISE = 1
     BROADCAST = 2

@@ -65,7 +65,7 @@ class Tally:
 
     @property
     def launches(self) -> float:
-        """Return by how much the number of kernels is below that of operators."""
+        """Return how many fewer kernels than operators there are."""
         return self.operators - self.kernels
 
     @property
@@ -256,7 +256,7 @@ class Read(NamedTuple):
 
 
 def reads_of(nodes: Sequence[Node], place: int) -> list[Read]:
-    """Return the tensors that an operator reads from HBM, each once."""
+    """Return the tensors that an operator reads from HBM, without duplicates."""
     node = nodes[place]
     arguments, types = arguments_of(node.head), _split(node.types[0])
     if len(arguments) != len(types):
@@ -271,7 +271,7 @@ def reads_of(nodes: Sequence[Node], place: int) -> list[Read]:
 
 
 def moved_alone(nodes: Sequence[Node], place: int, rows: int) -> int:
-    """Return the bytes of one operator by itself: each of its inputs and outputs."""
+    """Return the bytes that one unfused operator moves: all of its inputs and outputs."""
     return _bytes((read.tensor for read in reads_of(nodes, place)), rows) + _bytes(nodes[place].outputs, rows)
 
 

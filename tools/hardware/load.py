@@ -41,7 +41,7 @@ NAMES = tuple(dict.fromkeys(name for _, name in _KNOWN_AS))
 
 
 def name_of(text: str) -> str:
-    """Return the name for which `text` stands as a whole; return `text` itself if it stands for no known name.
+    """Return the known name of which `text` is an alias; return `text` itself if it is not an alias.
 
     Words that stand somewhere in it are not enough: a file that is missing must not pass for a device.
     """
@@ -50,7 +50,9 @@ def name_of(text: str) -> str:
 
 
 def device_in(text: str) -> str:
-    """Return the name of the device in a text such as "H100-80GB SXM, 8 a node"; return "" for no known one."""
+    """Return the name of the device in a text such as "H100-80GB SXM, 8 a node"; return "" if no device is known by
+    it.
+    """
     name = name_of(text)
     if name in NAMES:
         return name
@@ -204,7 +206,7 @@ class Hardware:
 
     @property
     def assumed(self) -> list[str]:
-        """Return the dotted keys of the numbers that nobody has measured or published."""
+        """Return the dotted keys of the numbers that were neither measured nor published."""
         return [key for key, origin in self.origins.items() if origin.certainty == "assumed"]
 
 

@@ -16,5 +16,5 @@ def short_dtype(name: object, default: str) -> str:
 
 
 def same_dtype(one: str, other: str) -> bool:
-    """Return whether two names stand for one number type; other words are compared as they stand."""
+    """Return whether two names stand for one number type; other words are compared unchanged."""
     return LONG.get(one, one).lower() == LONG.get(other, other).lower()

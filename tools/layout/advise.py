@@ -169,7 +169,7 @@ class Advice:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the `plugins:` section to write, without what would change nothing."""
+        """Return the `plugins:` section to write, without settings that would change nothing."""
         settings: dict[str, Any] = {"hierarchical_ep": {"mode": self.mode}}
         if self.chunks != (1, 1):
             settings["ep_overlap"] = {"chunks": list(self.chunks)}
@@ -230,8 +230,8 @@ def advise(
 
 
 def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | None]:
-    """Return the modes, chunks and order that a recipe leaves to `auto`, in the form that `advise` takes. There is
-    one mode if the recipe names it.
+    """Return the modes, chunks and order that a recipe leaves to `auto`, in the form that `advise` takes. If the recipe
+    names a mode, only this mode is returned.
 
     Raises:
         RecipeError: settings that cannot be.
@@ -299,7 +299,7 @@ _STRIDE = (*OVERLAP, "stride")
 
 
 def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
-    """Return the values that replace `auto`, and one line about each. Both are empty if the recipe has no `auto`.
+    """Return the values that replace `auto`, and one line about each value; nothing if the recipe has no `auto`.
 
     They depend on the recipe and the hardware file it names only.
 

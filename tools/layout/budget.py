@@ -52,8 +52,8 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Return the units that are left. There are none once the budget was stopped or its deadline has passed,
-        which this call records.
+        """Return the units of work that are left. No units are left once the budget was stopped or its deadline has
+        passed, which this call records.
         """
         units = max(0.0, self.effort - self.spent)
         if units and not self.stopped and self.elapsed >= self.seconds:
@@ -71,11 +71,11 @@ class Budget:
         self.spent += units
 
     def part(self, share: float, seconds: float = math.inf) -> Budget:
-        """Return a budget with a share of the whole. Its work is also spent from this budget."""
+        """Return a budget with a share of the whole. Work that the part spends is also spent from this budget."""
         return _Part(self, min(self.left, share * self.effort), seconds)
 
     def stop(self) -> None:
-        """Take away all units that are left."""
+        """Discard all remaining units of work."""
         self.stopped = True
 
     def _note_cut(self) -> None:

@@ -86,7 +86,9 @@ class PathModel:
         self._limit_memory()
 
     def add_chain(self, visits: np.ndarray) -> None:
-        """Bound T from below by a chain, which `visits` [rows, C] of `Instance.longest_chain` gives."""
+        """Add the lower bound on T that a chain of operations gives; `visits` [rows, C] come from
+        `Instance.longest_chain`.
+        """
         layer = np.einsum("ik,ic->kc", self.instance.rows, visits)
         self._add_row(float((visits * self.instance.fixed).sum()), INFINITE, -layer, {self._time: 1.0})
         self.chains += 1
@@ -208,7 +210,7 @@ class Incumbent:
 
     @property
     def gap(self) -> float:
-        """Return (time - bound) / time, the relative gap that the bound leaves. It is infinite without a plan."""
+        """Return (time - bound) / time, the relative gap that the bound leaves. The gap is infinite without a plan."""
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else np.inf
 
     @property

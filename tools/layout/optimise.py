@@ -1,5 +1,5 @@
-"""This module finds which layers go to which stage and chunk, and what each recomputes. It looks for the fastest
-plan that keeps every stage's memory cap.
+"""This module finds which layers go to which stage and chunk, and what each recomputes. The search looks for the
+fastest plan that keeps every stage's memory cap.
 
 1. A first plan at once, if evenly spread layers fit.
 2. What no plan can beat, and the chains that make the model exact where it matters. Without a plan

@@ -31,7 +31,7 @@ def solution_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def report_json(outcome: Outcome) -> dict[str, Any]:
-    """Return the solution with its time and bounds. Without a plan, `why` says what is missing."""
+    """Return the solution with its time and bounds. If there is no plan, `why` says what is missing."""
     known = {
         "lower_bound": _finite(outcome.bound),
         "work_bound": outcome.work_bound,
@@ -89,7 +89,9 @@ def _recompute(outcome: Outcome, own: np.ndarray) -> str:
 
 
 def draw(instance: Instance, plan: np.ndarray, path: Path) -> Path:
-    """Draw the timeline and the memory of a plan [K, C], and return `path`. Errors are those of `save_figure`."""
+    """Draw the timeline and the memory of a plan [K, C], and return `path`. This raises the errors that `save_figure`
+    raises.
+    """
     forward, backward = instance.by_stage(instance.times(plan)[:2]).reshape(2, instance.chunks, instance.stages)
     simulation = simulate_timetable(instance.table, Durations(forward, backward))
     figure = new_figure(14, 3 + 0.4 * instance.stages)

@@ -184,7 +184,8 @@ def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
 def least_seconds(
     config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, groups: bool = False
 ) -> float:
-    """Return a lower bound on the seconds of a step. It holds for everything that `place` may return for `config`.
+    """Return a lower bound on the seconds of a step. The bound holds for every placement that `place` may return for
+    `config`.
 
     The least `path_bound` of its instances; gradients and optimizer count nothing, for they hang on the layers. 0
     where nothing is moved, infinite where nothing fits.
@@ -259,8 +260,8 @@ def last_full(instance: Instance, plan: np.ndarray) -> np.ndarray:
 
 
 def in_order(instance: Instance, plan: np.ndarray) -> np.ndarray | None:
-    """Return the plan [K, C] with the options of each chunk in MindFormers' order. It is the fastest such plan that
-    fits; None means that none fits.
+    """Return the fastest plan [K, C] that fits and has the options of each chunk in MindFormers' order; None if none
+    fits.
     """
     order = order_of(instance)
     for chunk in range(plan.shape[1]):

@@ -50,7 +50,7 @@ class PlacedInstance(Instance):
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Return [2, C]: forward and backward of everything that no layer causes."""
+        """Return [2, C]: forward and backward of all work that belongs to no layer."""
         fixed = np.full((2, self.chunks * self.stages), self.receiving)
         fixed[:, 0] += self.head
         fixed[:, -1] += self.tail
@@ -65,7 +65,7 @@ class PlacedInstance(Instance):
 def pipeline_instance(
     config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False, groups: Sequence[str] = ()
 ) -> PlacedInstance:
-    """Return the problem of placing `config`'s layers anew. Their present place and recomputation are not read.
+    """Return the problem of placing `config`'s layers anew. The layers' present place and recomputation are not read.
 
     Args:
         full: layers may recompute everything. MindFormers' recipes then have working memory for a whole layer's

@@ -64,8 +64,8 @@ SECTION = ("plugins", "attention_balance")
 
 
 def sample_cost(recipe: Recipe) -> Cost:
-    """Return the training FLOPs of a token, and those of a pair of tokens that attend. A recomputed forward pass
-    counts again.
+    """Return the training FLOPs of a token, and the FLOPs of a pair of tokens of which one attends to the other. A
+    recomputed forward pass counts again.
 
     Raises:
         RecipeError: the recipe's sizes make no model.
@@ -84,8 +84,8 @@ def sample_cost(recipe: Recipe) -> Cost:
 
 
 def write_sample_cost(recipe: Recipe) -> None:
-    """Write `sample_cost` into `recipe` (in place) if the recipe has its plugin on and gives no costs. Errors are
-    those of `sample_cost`.
+    """Write `sample_cost` into `recipe` (in place) if the recipe has its plugin on and gives no costs. This raises the
+    errors that `sample_cost` raises.
 
     Call it when layout and recomputation are settled, for what is recomputed counts.
     """

@@ -130,7 +130,9 @@ _WIDTH = 130  # of tables in a file or pipe
 
 @click.command("memory", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--explain-oom", is_flag=True, help="List keys that would free memory, and what step time each costs.")
+@click.option(
+    "--explain-oom", is_flag=True, help="List keys that would free memory, and how much step time each costs."
+)
 @click.option(
     "--limit",
     type=Number("memory_gib"),
@@ -145,7 +147,9 @@ _WIDTH = 130  # of tables in a file or pipe
     help="Draw the live bytes of a stage over a step (.svg, .png or .json).",
 )
 @click.option(
-    "--stage", type=Number("stage"), help="Stage whose time line and peak's owners are shown; by default the fullest."
+    "--stage",
+    type=Number("stage"),
+    help="Stage of which memory over time and the largest tensors at the peak are shown; by default the fullest.",
 )
 @click.option(
     "--cluster",

@@ -156,7 +156,7 @@ def parameters(model: Model) -> int:
 
 def active_parameters(model: Model) -> int:
     """Return the number of elements that one token passes through, with the embedding and without MTP. A name such as
-    105B-A4.7B gives it after the A.
+    105B-A4.7B states this number after the A.
     """
     return sum(used_size(model, kind) for kind in ("embedding", "head", *model.pattern))
 
@@ -198,7 +198,7 @@ def multiplied(model: Model) -> dict[str, int]:
 
 
 def linear_flops(model: Model) -> int:
-    """Return the FLOPs of one token, forward and backward, without those of attention itself."""
+    """Return the FLOPs of one token, forward and backward, without the products of attention."""
     return 2 * PASSES * sum(multiplied(model).values())
 
 

@@ -1,5 +1,5 @@
-"""This module defines the orders in which pipeline schedules run a stage's work. They are MindSpore's own orders,
-and those of papers.
+"""This module defines the orders in which pipeline schedules run a stage's work. Some orders are MindSpore's, others
+are from papers.
 
 An operation is one piece of work of a stage, such as the forward of one chunk for one micro-batch; an order is the
 list of a stage's operations, also written as numbers for NumPy. `tools.pipeline.schedules` names the schedules.
@@ -92,7 +92,7 @@ def as_table(order: Sequence[Op | Sequence[Op]]) -> np.ndarray:
 
 
 def as_operations(table: np.ndarray) -> list[Op]:
-    """Return the operations in the table of an order. Which of them are joined is not told."""
+    """Return the operations in the table of an order, without the information which operations are joined."""
     return [Op(KINDS[kind], *rest) for kind, *rest in table[:, :4].tolist()]
 
 
@@ -109,7 +109,7 @@ def neighbours(stages: int, chunks: int, shape: str) -> tuple[dict, dict]:
 
 
 def widened(table: np.ndarray) -> np.ndarray:
-    """Return a table of the first columns of an order with the other columns added: part 0, and nothing joined."""
+    """Return an order's table with the missing columns added: sequence part 0, and no joined operations."""
     return np.pad(table, ((0, 0), (0, COLUMNS - table.shape[1])))
 
 
@@ -240,8 +240,8 @@ def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> n
 
 
 def zb_h1(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return ZB-H1. Its bubble is (p - 1) (F + B - W), where B makes only the input's gradients; it keeps as many
-    micro-batches in flight as 1F1B.
+    """Return ZB-H1. The bubble is (p - 1) (F + B - W), where B makes only the input's gradients; as many micro-batches
+    are in flight as in 1F1B.
     """
     return _lagging(stages - stage, stage, micro_batches)
 

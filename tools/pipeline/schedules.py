@@ -78,7 +78,9 @@ def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batche
 
 
 def order_table(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return `operations` as numbers [operations, COLUMNS], with pairs. Errors are those of `operations`."""
+    """Return the order of a stage as an integer table [operations, COLUMNS] that also says which operations form pairs.
+    This raises the errors that `operations` raises.
+    """
     check_schedule(schedule, stages, chunks, micro_batches, parts)
     if not 0 <= stage < stages:
         raise RecipeError(f"stage {stage}: the stage must lie between 0 and {stages - 1}")

@@ -1,5 +1,5 @@
-"""This module simulates a pipeline schedule. It gives the time of a step, idle times, the memory of each stage over
-time, and a picture.
+"""This module simulates a pipeline schedule. The result is the time of a step, idle times, the memory of each stage
+over time, and a picture.
 
 Rules of the simulation, all stated here:
 * a stage runs its operations one after the other in the schedule's order, each as soon as what it needs is there;
@@ -120,8 +120,7 @@ def simulate_timetable(table: Timetable, durations: Durations | Sequence[Duratio
 
 @lru_cache(maxsize=4096)
 def filling(schedule: str, stages: int, chunks: int, micro_batches: int) -> float:
-    """Return the idle time of a stage if all stages are equal, in units of a micro-batch's work. It is (p - 1) / v
-    for 1F1B.
+    """Return the idle time of a stage if all stages are equal, in units of a micro-batch's work: (p - 1) / v for 1F1B.
 
     A forward takes as long as the input gradients and as the weight gradients; transfers take none.
     """

@@ -68,7 +68,9 @@ class Timetable:
 
     @cached_property
     def micro_batches(self) -> np.ndarray:
-        """Return [levels, stages] the micro-batch of each operation, of a pair that of its backward; 0 when idle."""
+        """Return [levels, stages]: the micro-batch of each operation (of a forward-backward pair, the backward's); 0 if
+        idle.
+        """
         found = np.zeros(self.work.shape, int)
         for stage, (levels, table) in enumerate(zip(self.places, self.tables, strict=True)):
             found[levels, stage] = table[:, 1]
@@ -77,7 +79,7 @@ class Timetable:
 
 @lru_cache(maxsize=32)
 def timetable(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> Timetable:
-    """Return the timetable of a schedule. Errors are those of `tools.pipeline.schedules.operations`."""
+    """Return the timetable of a schedule. This raises the errors that `tools.pipeline.schedules.operations` raises."""
     tables = [order_table(schedule, stage, stages, chunks, micro_batches, parts) for stage in range(stages)]
     return lay_out(tables, chunks, shape_of(schedule))
 

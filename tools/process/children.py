@@ -105,7 +105,8 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def deaf_children() -> Iterator[None]:
-    """Keep Ctrl-C from the processes that the block starts, so that only the parent gets it. SIGTERM still ends them.
+    """Keep Ctrl-C from the processes that the block starts, so that only the parent gets it. SIGTERM still ends these
+    processes.
 
     They inherit a blocked SIGINT. Python's handlers are not inherited, and ignoring SIGINT here would lose one.
     """
@@ -145,7 +146,7 @@ GRACE = 20.0  # seconds that `tc3 train` may take to end its workers
 
 
 def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `command` until it ends, like `subprocess.run(..., text=True, check=False)`. `options` are those of Popen.
+    """Run `command` until it ends, like `subprocess.run(..., text=True, check=False)`. `options` are passed to Popen.
 
     Ctrl-C and SIGTERM end the child first, by SIGTERM, and by SIGKILL where that is not enough.
 
@@ -159,7 +160,8 @@ def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedPro
 
 @contextmanager
 def child(command: Sequence[str], grace: float = 0.0, **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a process that ends with the block. If it has `grace` seconds, it gets SIGTERM first; then `kill` ends it.
+    """Start a process that ends with the block. If `grace` seconds are given, the process gets SIGTERM first; then
+    `kill` ends it.
 
     A second Ctrl-C does not wait for it. `options` are those of Popen. Raises OSError: it cannot be started.
     """

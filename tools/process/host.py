@@ -113,7 +113,7 @@ def expand(text: str) -> list[int]:
         first, _, last = part.partition("-")
         found = range(int(first), int(last or first) + 1)
         if len(found) + len(cores) > MOST:
-            raise ValueError(f"{part}: more than {MOST:,} numbers")
+            raise ValueError(f"{part}: the list has more than {MOST:,} numbers")
         cores += found
     return cores
 
@@ -216,8 +216,8 @@ class Chip:
 
 
 def chips(text: str) -> list[Chip]:
-    """Return the devices of `npu-smi info`. They are numbered from 0 in the order of the table, or by `Phy-ID` if the
-    table has one.
+    """Return the devices of `npu-smi info`. Devices are numbered from 0 in the order of the table, or by `Phy-ID` if
+    the table has this column.
 
     Each takes two rows: card, name and health; then chip, `Phy-ID` and PCI address.
     """

@@ -1,4 +1,4 @@
-"""This module represents a profiled run as MindSpore's profiler recorded it, on any device. It also gives the
+"""This module represents a profiled run as MindSpore's profiler recorded it, on any device. The module also finds the
 estimator's term of each kernel.
 
 All times are in seconds. Shapes are those of the profiler, one tuple for each tensor; () if it did not record them.

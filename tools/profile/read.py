@@ -1,4 +1,4 @@
-"""This module finds and reads the profile in a folder, in any of MindSpore's formats. It also says whether the
+"""This module finds and reads the profile in a folder, in any of MindSpore's formats. The module also says whether the
 profile's steps are alike.
 
 An Ascend device's profile is the CSV files of ASCEND_PROFILER_OUTPUT (tests/tools/profile/SOURCES.md):
@@ -365,7 +365,7 @@ def _quiet(runs: dict[str, list[tuple[float, float]]], shapes: dict[str, list[Sh
 
 
 def read_profile(folder: Path, steps: int | None = None) -> Profile:
-    """Return the profile in a folder or below it. If there are several ranks, return that of the lowest.
+    """Return the profile in a folder or below it. If there are several ranks, return the profile of the lowest.
 
     Args:
         steps: that it holds, where its files do not tell steps apart.

@@ -1,5 +1,5 @@
-"""This module writes the catalogue of recipes. It makes one table in recipes/README.md from each folder's `card.yaml`
-and the recipes beside it.
+"""This module writes the catalogue of recipes. The module makes one table in recipes/README.md from each folder's
+`card.yaml` and the recipes beside it.
 
     python -m tools.recipe.catalogue          # writes recipes/README.md; --check only says whether it is current
 
@@ -27,8 +27,8 @@ ROLES = ("applied", "checked")  # by each launch; by `tc3 doctor` only, and the 
 
 @dataclass(frozen=True)
 class Measure:
-    """A `Measure` says what the report gained by one measure on up to 4,096 devices, what this repository does about
-    it, and which checks look at it.
+    """A `Measure` is one measure on a host: what the report gained by it on up to 4,096 devices, what this repository
+    does, and which checks cover it.
 
     The gains are the report's. Nothing here has measured them.
     """

@@ -1,4 +1,4 @@
-"""This module is the command `tc3 recipe`. It shows one recipe as it will run, or compares two recipes."""
+"""This module is the command `tc3 recipe`. The group shows one recipe as it will run, or compares two recipes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def recipe() -> None:
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--mini", is_flag=True, help="Show the mini that `tc3 train --mini` trains on CPU.")
-@click.option("--parallel", is_flag=True, help="Show the mini of --mini that keeps the recipe's parallel strategy.")
+@click.option("--parallel", is_flag=True, help="With --mini: show the mini that keeps the recipe's parallel strategy.")
 @click.option(
     "--workers",
     type=Number("workers"),

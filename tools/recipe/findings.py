@@ -104,7 +104,7 @@ class Findings:
         self._add(NOTE, path, wrong, right, self.line_of(rule))
 
     def refusal(self, section: KeyPath, error: RecipeError, rule: str = "", right: str = "") -> None:
-        """Add what a plugin's reader refuses at the key that the error names, or else at `section`."""
+        """Add the error of a plugin's reader as a finding at the key that the error names, or else at `section`."""
         path = tuple(error.key.split("."))
         inside = path[: len(section)] == section
         self.error(path if inside else section, error.wrong if inside else str(error), right, rule)

@@ -1,5 +1,5 @@
-"""This module reads a recipe exactly as MindFormers would, without importing MindFormers. It remembers where each value
-was written.
+"""This module reads a recipe exactly as MindFormers would, without importing MindFormers. A recipe remembers where each
+of its values was written.
 
 Semantics follow `MindFormerConfig._file2dict` (mindformers 1.9.0, tools/register/config.py): `base_config:` names files
 relative to the recipe; they are merged shallowly among themselves, then the recipe deeply on top. A recipe that was
@@ -82,7 +82,7 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """Return the flat effective recipe of the YAML file `path`, with its bases merged in. Its values are not checked.
+    """Return the flat effective recipe of the YAML file `path`, with its bases merged in. The values are not checked.
 
     Equal, as a dict, to MindFormers' own reading before it adds defaults; list and mapping aliases stay one object.
 
@@ -186,7 +186,7 @@ def _text(file: str) -> str:
     try:
         return small_text(file)
     except FileNotFoundError:
-        raise RecipeError(f"{file}: no such recipe{_nearby(file)}") from None
+        raise RecipeError(f"{file}: there is no such recipe{_nearby(file)}") from None
     except OSError as error:
         raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
 
@@ -373,7 +373,7 @@ _DEGREES = ("data_parallel", "model_parallel", "pipeline_stage", "context_parall
 
 
 class Refusal(NamedTuple):
-    """A `Refusal` is a number that is refused: where it stands, what is wrong, and what would be right."""
+    """A `Refusal` is a number that is refused: its place, what is wrong, and what would be right."""
 
     path: tuple[Any, ...]
     value: Any
@@ -455,8 +455,8 @@ def _text_problem(text: str, span: Range) -> tuple[str, str] | None:
 
 
 def as_yaml(text: str) -> str:
-    """Return how to write a number so that YAML 1.1 reads it: ``1e-8`` becomes ``1.0e-8``. Other texts get the advice
-    to leave out the quotes.
+    """Return how to write a number so that YAML 1.1 reads it: ``1e-8`` becomes ``1.0e-8``. For other texts the advice
+    is to leave out the quotes.
     """
     text = text.strip()
     if not EXPONENT.fullmatch(text):

@@ -169,7 +169,7 @@ def load_mini(
 
 
 def leave_ascend(recipe: dict[str, Any]) -> None:
-    """Change a recipe (in place) into one for a single CPU process. Its model is left to `MODEL_ON_CPU`."""
+    """Change a recipe (in place) into one for a single CPU process. `MODEL_ON_CPU` has the changes of the model."""
     for name, section in ON_CPU.items():
         recipe[name] = {**recipe.get(name, {}), **copy.deepcopy(section)}
     for name in ("pipeline_config", "parallel_optimizer_config", "strategy_ckpt_config"):
@@ -346,7 +346,7 @@ class Degrees:
 
 
 def scale_degrees(own: Degrees, workers: int) -> Degrees:
-    """Return degrees whose product is at most `workers`. Each is a power of two and no larger than the recipe's own.
+    """Return degrees whose product is at most `workers`. Each degree is a power of two and no larger than the recipe's.
 
     In turn the pipeline, tensor, data and context degree is doubled where the recipe allows it, until no doubling fits.
     Experts are shared by as many data- and tensor-parallel ranks of a stage as the recipe's degree allows.

@@ -1,5 +1,5 @@
-"""This module changes single values of a recipe from the command line. It checks each `a.b.c=value` against the present
-value.
+"""This module changes single values of a recipe from the command line. The module checks each `a.b.c=value` against the
+present value.
 
 Keys may be new only below `plugins` (`--set plugins.NAME...`): a plugin whose name is not written is off, and a setting
 that is not written has its default, so neither exists in the recipe.

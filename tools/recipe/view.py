@@ -1,5 +1,5 @@
-"""This module reads a recipe for arithmetic. Its typed look-ups survive a broken recipe, and it computes the sizes that
-rules use.
+"""This module reads a recipe for arithmetic. The typed look-ups survive a broken recipe, and the view computes the
+sizes that rules use.
 
 A recipe may leave values open that `tools.layout.resolve` fills in. MindFormers cannot read such a recipe, and no sizes
 can be computed from it, so `require_resolved` refuses it.
@@ -134,7 +134,7 @@ class View:
 
     @cached_property
     def packs(self) -> bool:
-        """Return whether the loader packs samples. If it does, the trainer makes it create an attention mask."""
+        """Return whether the loader packs samples. If so, the trainer makes the loader create an attention mask."""
         handlers = self.get((*LOADER, "handler"))
         return isinstance(handlers, list) and any(
             isinstance(item, dict) and item.get("type") == "PackingHandler" for item in handlers

@@ -193,7 +193,7 @@ def _fits(value: object, wanted: str) -> bool:
 
 
 def read_attempt(run_dir: Path, number: int) -> Attempt:
-    """Return attempt `number` as far as it is written."""
+    """Return what has been written of attempt `number`."""
     folder = folder_of(run_dir, number)
     beats, ends = _by_host(folder, BEAT, Beat), _by_host(folder, END, End)
     return Attempt(folder, number, read(folder / PLAN, Plan), beats, ends, read(folder / VERDICT, Verdict))

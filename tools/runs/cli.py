@@ -4,7 +4,7 @@
 `Scalars` writes a run's steps as TensorBoard scalars in RUN/tensorboard, beside its metrics. `Exporter` writes a run's
 status as a text file for Prometheus, as node_exporter's textfile collector reads it (*.prom).
 
-The exit code is 0, or 2 for a wrong input; that of `watch` is also 1 for a run that failed, and 130 for Ctrl-C.
+The exit code is 0, or 2 for a wrong input; `watch` also exits with 1 for a run that failed, and with 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ GAUGES = {
     "wall_seconds": "Time since the first attempt's plan",
     "attempt": "Number of the newest attempt, from 0",
     "failures": "Attempts that failed",
-    "checkpoint_step": "Step of the newest whole checkpoint",
-    "checkpoint_age": "Seconds from the newest whole checkpoint to the last sign of life",
+    "checkpoint_step": "Step of the newest complete checkpoint",
+    "checkpoint_age": "Seconds from the newest complete checkpoint to the last sign of life",
     "last_sign": "When the run last wrote anything, seconds since 1970",
 }
 Look = Callable[[], Status]
@@ -159,7 +159,7 @@ def line(status: Status) -> str:
 
 
 class Scalars:
-    """This writes each step that it is given, and replaces what an earlier process wrote for that step.
+    """This writes TensorBoard's scalars of each step, and replaces what an earlier process wrote for that step.
 
     Raises:
         DataError: tensorboard is not installed, or the folder cannot be written.

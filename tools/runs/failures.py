@@ -41,7 +41,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Found:
-    """This is what a log says: the row that matched and its line, or `UNKNOWN` and the most informative lines.
+    """This is the cause that a log tells: the matching row and its line, or `UNKNOWN` and the most informative lines.
 
     `victim`: others that fail bring such a line about, too; by itself it does not say who began.
     """
@@ -67,8 +67,8 @@ def without_noise(lines: Sequence[str]) -> list[str]:
 
 
 def diagnose(lines: Sequence[str]) -> Found:
-    """Return what the lines of one log say. Rows that only a worker's own failure can cause take precedence over the
-    others.
+    """Return the cause that the lines of one log tell. Rows that only a worker's own failure can cause take precedence
+    over the others.
     """
     loud = without_noise(lines)
     for victim in (False, True):
@@ -120,7 +120,7 @@ class Failure:
 
     @property
     def name(self) -> str:
-        """Return one word or two: the log's own cause, else what the launch saw."""
+        """Return the cause in one or two words: as the log tells it, or else as the launch saw it."""
         own = not self.found.victim and self.found.name not in (UNKNOWN, _OF_THE_USER)
         return self.found.name if own else self.cause or self.found.name
 

@@ -188,7 +188,7 @@ def _pieces(run: Run, frame: Frame) -> list[Piece]:
         now = end
 
     def gap(end: int) -> None:
-        """Add the time before the next event, which belongs to consecutive steps or stands alone."""
+        """Add the time before the next event, which is a series of consecutive steps or a single event."""
         nonlocal now
         end = min(end, frame.end)
         if end <= now:

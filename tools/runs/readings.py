@@ -40,8 +40,7 @@ _MOST_LOSS = 700.0  # whose exponential a number can hold
 
 
 def loss_rank(recipe: Recipe) -> int:
-    """Return the rank whose loss is the run's: with pipeline stages that of the last stage, as in MindFormers'
-    MFLossMonitor.
+    """Return the rank whose loss is the run's: with pipeline stages a rank of the last stage, as in MFLossMonitor.
 
     Other ranks than those of the last stage have no loss there; zero_bubble_v brings the last chunk back to rank 0.
     """
@@ -97,7 +96,7 @@ def read_held_out(run_dir: Path) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """This is the loss on held-out documents after a step: the mean, and that of each corpus of a list."""
+    """This is the loss on held-out documents after a step: the mean, and the loss of each corpus of a list."""
 
     step: int
     loss: float
@@ -111,7 +110,7 @@ def read_evaluations(run_dir: Path) -> dict[int, Evaluation]:
 
 
 def evaluation_of(record: dict[str, Any]) -> Evaluation | None:
-    """Return the losses of a line; None of a line that no run writes."""
+    """Return the losses that a line holds; None if no run writes such a line."""
     corpora = record.get("corpora", {})
     if type(record.get("step")) is not int or not _is_number(record.get("held_out_loss")):
         return None
@@ -120,7 +119,7 @@ def evaluation_of(record: dict[str, Any]) -> Evaluation | None:
 
 
 def perplexity(loss: float | None) -> float | None:
-    """Return the exponential of a loss in nats; infinity where it is too large for a number, None of none."""
+    """Return the exponential of a loss in nats; infinity if it is too large for a float, and None for None."""
     if loss is None or math.isnan(loss):
         return None
     return math.exp(loss) if loss < _MOST_LOSS else math.inf
@@ -336,7 +335,7 @@ class Run:
 
 
 def metrics_of(folder: Path, recipe: Recipe | None) -> Path:
-    """Return the metrics file of the run: that of the rank that knows the loss."""
+    """Return the metrics file of the rank that knows the run's loss."""
     own = folder / "metrics" / f"rank_{loss_rank(recipe) if recipe else 0}.jsonl"
     return own if own.exists() or recipe else next(iter(sorted((folder / "metrics").glob("rank_*.jsonl"))), own)
 
@@ -356,9 +355,11 @@ def check_folder(folder: Path) -> None:
         DataError: there is no such folder, or nothing in it that a run writes.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such run; give the folder that tc3 train --run-dir was given, or output/NAME")
+        raise DataError(
+            f"{folder}: there is no such run; give the folder that tc3 train --run-dir was given, or output/NAME"
+        )
     if not any((folder / name).exists() for name in ("metrics", "attempts", "recipe.yaml")):
-        raise DataError(f"{folder}: not a run's folder (it has no metrics/, no attempts/ and no recipe.yaml)")
+        raise DataError(f"{folder}: this is not a run's folder (it has no metrics/, no attempts/ and no recipe.yaml)")
 
 
 def load_run(folder: Path) -> Run:

@@ -215,7 +215,7 @@ def _time_cell(found: Study, kind: Kind) -> str:
 
 
 def attempt_rows(found: Study) -> Rows:
-    """Return a row for each attempt, whose begin counts from that of the first attempt."""
+    """Return a row for each attempt; begins are in seconds after the first attempt's begin."""
     if isinstance(found.ledger, str):
         return []
     rows, first = [], found.ledger.frames[0].begin / SECOND

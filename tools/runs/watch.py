@@ -181,7 +181,7 @@ BAD = ("failed", "given up", "left", "interrupted", "preempted")
 @dataclass(frozen=True)
 class Status:
     """This is the state of a run; unknown values are None. Times are seconds; `goodput` is a share; `quiet` is the time
-    since anything new was seen. The held-out losses are those of the last evaluation.
+    since anything new was seen. The held-out losses come from the last evaluation.
     """
 
     run: str

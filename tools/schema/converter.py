@@ -147,13 +147,13 @@ def model_number(view: View, key: str) -> int:
     """
     default = model_default(view, key)
     if type(default) is not int:
-        raise KeyError(f"MindFormers has no default number for model_config.{key}")
+        raise KeyError(f"MindFormers has no default value for model_config.{key}")
     return view.number((*MODEL, key), default)
 
 
 def model_default(view: View, key: str) -> Any:
-    """Return MindFormers' default of a key: that of the model's config class, or else that of the field that the key
-    becomes. Return None if there is none.
+    """Return MindFormers' default of a key: from the model's config class, or else from the field that the key becomes.
+    Return None if there is none.
     """
     schema = load_schema()
     model = schema.model_type(view.recipe)

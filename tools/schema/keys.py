@@ -1,4 +1,4 @@
-"""This module checks every key and value of a recipe against the schema. It finds unknown keys, wrong types and
+"""This module checks every key and value of a recipe against the schema. The module finds unknown keys, wrong types and
 impossible choices.
 """
 

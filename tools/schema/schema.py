@@ -128,7 +128,7 @@ class Schema:
         return self.data["lines"][rule] if rule else ""
 
     def model_type(self, recipe: dict[str, Any]) -> str:
-        """Return the type of the recipe's model, or that of TeleChat3-MoE if MindFormers has no such model."""
+        """Return the type of the recipe's model, or the type of TeleChat3-MoE if MindFormers has no such model."""
         model = recipe.get("model")
         config = model.get("model_config") if isinstance(model, dict) else None
         name = config.get("model_type") if isinstance(config, dict) else None
@@ -298,7 +298,7 @@ _TYPES = {
 
 
 def json_schema(schema: Schema) -> str:
-    """Return the schema of every recipe as JSON text. The keys of `model_config` are those of all models together."""
+    """Return the schema of every recipe as JSON text. `model_config` has the keys of all models."""
     writer = _Writer()
     body = writer.of(schema.recipe(DEFAULT_MODEL))
     config = body["properties"]["model"]["properties"]["model_config"]["properties"]

@@ -1,5 +1,5 @@
-"""This module finds which layers a pipeline stage holds, from `offset`. It also checks the recompute settings, which
-have the same shape.
+"""This module finds which layers a pipeline stage holds, from `offset`. The module also checks the recompute settings,
+which have the same shape.
 
 MindFormers: layers of chunk v on stage p = num_layers // (stages * chunks) + offset[v][p].
 """
@@ -57,7 +57,7 @@ def runs_back(view: View) -> bool:
 
 
 def loss_rank(view: View) -> int:
-    """Return a rank that knows the loss. It is on the last stage, or on the first stage if the pipeline runs back."""
+    """Return a rank that knows the loss: one on the last stage, or on the first stage if the pipeline runs back."""
     return view.devices - 1 if view.parallel and view.pp > 1 and not runs_back(view) else 0
 
 
@@ -93,8 +93,8 @@ def check_stages(view: View, built: Built, found: Findings) -> None:
 
 
 def swaps(view: View) -> bool:
-    """Return whether activations are swapped to the host. Then the settings of `RECOMPUTE` name layers instead of
-    counting them.
+    """Return whether activations are swapped to the host. If so, the settings of `RECOMPUTE` name layers and do not
+    count them.
 
     That is `swap` of model_config. What stands in `swap_config` MindFormers 1.9.0 reads and checks, but hands no model:
     `TransformerOpParallelConfig.to_diff_dict` leaves it out, and compiled graphs go on counting layers.

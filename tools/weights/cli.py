@@ -1,5 +1,5 @@
-"""This module is the command `tc3 weights`. It shows what is in a checkpoint, compares two, averages, converts to
-and from Hugging Face's form, and reshards.
+"""This module is the command `tc3 weights`. The group shows what a checkpoint holds, and compares, averages, converts
+(to and from Hugging Face) and reshards checkpoints.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ SETTINGS = {"help_option_names": ["-h", "--help"]}
 PIPED = 200  # columns
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 salvage_option = click.option(
-    "--salvage", is_flag=True, help="Take damaged values unchanged, and note them in the result."
+    "--salvage",
+    is_flag=True,
+    help="Copy damaged values unchanged instead of refusing them, and record them in the result.",
 )
 
 
@@ -57,11 +59,14 @@ def weights() -> None:
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--values", is_flag=True, help="Read all values to check norms, non-finite values, copies and checksums.")
 @click.option(
-    "--diff", "other", type=click.Path(path_type=Path), help="Compare CHECKPOINT with OTHER, whatever layout each has."
+    "--diff",
+    "other",
+    type=click.Path(path_type=Path),
+    help="Compare CHECKPOINT with OTHER, even if their layouts differ.",
 )
 @json_option
 def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json: bool) -> None:
-    """Show what CHECKPOINT holds. Only the headers of its files are read, which takes a second whatever its size.
+    """Show what CHECKPOINT holds. Only the headers of its files are read, which takes a second for any size.
 
     Exit code: 0 nothing is wrong with it (with --diff: equal), 1 something is (with --diff: they differ), 2 something
     to mend first.
@@ -124,7 +129,9 @@ def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | N
     help="Take the model from this recipe.  [default: the recipe of FROM's run]",
 )
 @click.option(
-    "--dtype", type=click.Choice(list(DTYPES)), help="Write trained weights in this data type.  [default: their own]"
+    "--dtype",
+    type=click.Choice(list(DTYPES)),
+    help="Write trained weights in this data type.  [default: the type in which they are stored]",
 )
 @click.option(
     "--file-size",
@@ -185,7 +192,7 @@ def convert_command(
 @weights.command("reshard", context_settings=SETTINGS, short_help="Write a checkpoint in another layout.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("target", metavar="TO", type=click.Path(path_type=Path))
-@click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Give TO the layout of this recipe.")
+@click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Write TO in the layout of this recipe.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--workers", default=1, type=Number("files"), help="Write this many files at once.", show_default=True)
 @click.option("--dry-run", is_flag=True, help="Plan from file headers only, or from recipes, and write nothing.")

@@ -1,5 +1,5 @@
-"""This module plans what a conversion reads and writes. It reads only the headers of files, and uses every tensor of
-either side once or lists it.
+"""This module plans what a conversion reads and writes. The plan reads only the headers of files. Every tensor of
+either side is used once, or listed as unused.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Conversion:
     ends: int | None
 
     def lines(self, source: Path, target: Path, dry_run: bool, tokenizer: bool) -> list[str]:
-        """Return what the conversion did or would do, as lines for people."""
+        """Return lines to print that say what the conversion did or would do."""
         plan = self.plan
         files = f"{len(plan.shards)} file{'s' * (len(plan.shards) > 1)}"
         verb = "would hold" if dry_run else "holds"

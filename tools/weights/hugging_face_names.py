@@ -1,4 +1,5 @@
-"""This module maps the weights of TeleChat3 between MindFormers' names and Hugging Face's names. It uses only NumPy.
+"""This module maps the weights of TeleChat3 between MindFormers' names and Hugging Face's names. The module uses only
+NumPy.
 
 Every MindFormers tensor is cut into one or more Hugging Face tensors and every element has exactly one place on the
 other side, so gradients, Adam moments and updates convert like weights. Names are those of
@@ -132,7 +133,7 @@ def to_hugging_face(arrays: Mapping[str, np.ndarray], sizes: Sizes) -> Arrays:
 
 
 def to_mindformers(arrays: Mapping[str, np.ndarray], sizes: Sizes) -> Arrays:
-    """Return Hugging Face's tensors under MindFormers' names. Errors are those of `to_hugging_face`."""
+    """Return Hugging Face's tensors under MindFormers' names. This raises the errors that `to_hugging_face` raises."""
     _check(arrays, hugging_face_shapes(sizes))
     return {entry.mindformers: entry.join([arrays[name] for name in entry.parts]) for entry in table(sizes)}
 

@@ -66,8 +66,8 @@ class Group:
 
 
 def inventory(source: Source, values: bool = False, progress: Callable[[str], None] = lambda name: None) -> list[Group]:
-    """Return the groups of `source`: first weights, then the optimizer's state, then the rest. Within each, the
-    order is that of the files.
+    """Return the groups of `source`: first weights, then the optimizer's state, then the rest. Within each group,
+    tensors have the order of the files.
 
     Args:
         values: read all tensors, one at a time, for norms and what is not finite; progress: is told each name then.
@@ -170,7 +170,7 @@ def _finite(source: Source, file: str, name: str, progress: Callable[[str], None
 
 
 def mark(folder: Path, damaged: Sequence[str]) -> None:
-    """Record in `folder` that its weights were written from damaged ones, if they were."""
+    """Record in `folder` from which damaged tensors its weights were written, if there were any."""
     if damaged:
         (folder / SALVAGED).write_text(json.dumps({"damaged": list(damaged)}, indent=1) + "\n", "utf-8")
 
@@ -288,8 +288,8 @@ def summary_lines(source: Source, groups: list[Group], fault: str | None, values
 
 
 def inventory_table(groups: list[Group]) -> Table:
-    """Return a table with a row for each group. The optimizer's groups match those of the weights, so they have rows
-    only if their values were read.
+    """Return a table with a row for each group. The optimizer has the same groups as the weights, so it has rows only
+    if values were read.
     """
     table = Table(box=None, pad_edge=False)
     table.add_column("tensor", overflow="fold")

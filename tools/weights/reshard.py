@@ -202,11 +202,11 @@ class Mapped:
     maps: dict[str, mmap.mmap] = field(default_factory=dict)
 
     def part(self, move: Move, place: int) -> np.ndarray:
-        """Return an old slice as integers of its elements' width. Its bytes are not read yet."""
+        """Return an old slice as integers of its elements' width. The bytes are not read yet."""
         return self.slice(self._file(move, place), move.name, move.dtype, move.old.part)
 
     def slice(self, file: str, name: str, dtype: str, shape: Shape) -> np.ndarray:
-        """Return a file's part of a tensor. Its bytes are not read yet."""
+        """Return a file's part of a tensor. The bytes are not read yet."""
         start = self.stored.files[file][name].start
         flat = np.frombuffer(self._map(file), _bits(dtype), math.prod(shape), start)
         return flat.reshape(shape)

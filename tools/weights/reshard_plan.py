@@ -1,4 +1,4 @@
-"""This module finds which rank writes which slice of a new layout, and what that costs. It reads only headers."""
+"""This module finds which rank writes which slice of a new layout, and what that costs. The plan reads only headers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ Item = tuple[str, str, Kind, Lying, Layout]  # name, type, kind, how it lies, ho
 
 
 def plan_moves(items: Iterable[Item], world: int) -> tuple[Move, ...]:
-    """Return the moves of all tensors. Of the ranks that hold a new slice, the one that has the fewest bytes to write
+    """Return the moves of all tensors. Among the ranks that hold a new slice, the rank with the fewest bytes to write
     so far writes it.
     """
     load = np.zeros(world, np.int64)
@@ -235,7 +235,7 @@ class Resharding:
     ranks: int
 
     def lines(self, given: Path, written: Path, recipe: Path, dry_run: bool) -> list[str]:
-        """Return what the resharding did or would do, as lines for people."""
+        """Return lines to print that say what the resharding did or would do."""
         plan, costs = self.plan, self.numbers
         verb = "would hold" if dry_run else "holds"
         files = len(plan.files)

@@ -1,4 +1,4 @@
-"""This module describes how a recipe lays out each tensor. It gives the estimator's cuts and shards under
+"""This module describes how a recipe lays out each tensor. The module gives the estimator's cuts and shards under
 MindFormers' names.
 
 `tools.estimate.configuration` says over how many ranks a weight is cut and its optimizer's state spread. This module
@@ -167,8 +167,8 @@ class Target:
     stage: int
 
     def place(self, name: str, shape: Shape) -> Placed:
-        """Return the place of a checkpoint's tensor. It is the place of the weight with whose name the tensor's name
-        ends, or the whole tensor on all ranks.
+        """Return the place of a checkpoint's tensor: the place of the weight with whose name the tensor's name ends, or
+        otherwise the whole tensor on all ranks.
         """
         if name in self.states:
             return Placed(shape, self.states[name].layout)

@@ -1,5 +1,5 @@
 """This module reads weights from any source: an iteration of a run, a Hugging Face folder, or one safetensors file.
-It also refuses targets that cannot be written.
+The module also refuses targets that cannot be written.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Source:
     def require_whole(self) -> None:
         """Raise CheckpointError if the seals do not match; checksums are not compared."""
         if reason := self.seal_fault(checksums=False):
-            raise CheckpointError(f"{self.path}: this is not a whole checkpoint: {reason}")
+            raise CheckpointError(f"{self.path}: this is not a complete checkpoint: {reason}")
 
     @cached_property
     def sealed(self) -> bool:

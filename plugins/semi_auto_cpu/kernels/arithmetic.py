@@ -129,7 +129,7 @@ def RotaryPositionEmbedding(attrs: Attrs, x: np.ndarray, cos: np.ndarray, sin: n
 def RotaryPositionEmbeddingGrad(
     attrs: Attrs, dy: np.ndarray, cos: np.ndarray, sin: np.ndarray, x: np.ndarray | None = None, mode: int = 0
 ) -> tuple[np.ndarray | None, ...]:
-    """Return the gradients of x, cos and sin; those of cos and sin only if x is given."""
+    """Return the gradients of x, cos and sin; the gradients of cos and sin are None unless x is given."""
     name = "RotaryPositionEmbeddingGrad"
     dx = dy * cos - _rotated(name, dy * sin, mode)  # a quarter turn back is the negative of one forward
     if x is None:

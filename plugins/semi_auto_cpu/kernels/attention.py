@@ -158,7 +158,7 @@ def backward_call(inputs: tuple[Any, ...]) -> tuple[Call, Saved]:
 def _refuse(name: str, **arguments: Any) -> None:
     for argument, value in arguments.items():
         if value is not None:
-            raise NotImplementedError(f"{name}: {argument} is not None")
+            raise NotImplementedError(f"{name}: {argument} is given, but this CPU kernel does not support it")
 
 
 def _call(
@@ -169,11 +169,11 @@ def _call(
         raise NotImplementedError(f"{name}: keep_prob must be 1, not {keep}: this CPU kernel has no dropout")
     layout = _layout(name, layout)
     if sparse not in range(5):
-        raise NotImplementedError(f"{name}: sparse_mode {sparse}")
+        raise NotImplementedError(f"{name}: sparse_mode {sparse} is not supported by this CPU kernel")
     if mask is not None and not (isinstance(mask, np.ndarray) and mask.dtype.name in ("bool", "uint8")):
-        raise ValueError(f"{name}: attn_mask is {_form(mask)}, not a tensor of bool or uint8")
+        raise ValueError(f"{name}: attn_mask must be a tensor of bool or uint8, but is {_form(mask)}")
     if layout != "TND" and any(item is not None for item in ends):
-        raise NotImplementedError(f"{name}: actual_seq_qlen, actual_seq_kvlen in layout {layout}")
+        raise NotImplementedError(f"{name}: actual_seq_qlen and actual_seq_kvlen need layout TND, not {layout}")
     query_ends, key_ends = (
         None if layout != "TND" else _ends(name, argument, item)
         for argument, item in zip(("actual_seq_qlen", "actual_seq_kvlen"), ends, strict=True)
@@ -187,13 +187,13 @@ def _call(
 def _layout(name: str, layout: Any) -> str:
     text = (LAYOUTS + _OTHER_LAYOUTS)[layout] if isinstance(layout, int) and 0 <= layout < 10 else str(layout)
     if text not in LAYOUTS:
-        raise NotImplementedError(f"{name}: input_layout {text}")
+        raise NotImplementedError(f"{name}: input_layout {text} is not supported by this CPU kernel")
     return text
 
 
 def _ends(name: str, argument: str, ends: Any) -> np.ndarray:
     if not isinstance(ends, (tuple, list, np.ndarray)):
-        raise ValueError(f"{name}: {argument} is {_form(ends)}, not the ends of the documents")
+        raise ValueError(f"{name}: {argument} must hold the ends of the documents, but is {_form(ends)}")
     return np.asarray(ends).reshape(-1)
 
 
@@ -208,7 +208,8 @@ def _check_heads(call: Call) -> None:
     wanted, found = call.queries.shape[-1], call.keys.shape[-1]
     if call.queries.shape[1] != heads or wanted != found:
         raise ValueError(
-            f"{call.name}: head_num {heads}, layout {call.layout}: query {call.query.shape}, key {call.key.shape}"
+            f"{call.name}: query {call.query.shape} and key {call.key.shape} do not fit head_num {heads} in layout "
+            f"{call.layout}"
         )
 
 
@@ -251,7 +252,7 @@ def blocks_of(call: Call) -> Iterator[Block]:
             start, stop = max(0, first + lower), min(part.columns, last + upper)
             if max(0, last - 1 + lower) >= part.columns or first + upper < 0:
                 raise ValueError(
-                    f"{call.name}: sparse_mode {call.sparse} leaves a query no key: {part.rows} queries, "
+                    f"{call.name}: sparse_mode {call.sparse} leaves a query without a key: {part.rows} queries, "
                     f"{part.columns} keys, pre_tokens {call.before}, next_tokens {call.behind}"
                 )
             hidden = _outside(first, last, start, stop, lower, upper)
@@ -275,8 +276,8 @@ def _parts(call: Call) -> list[_Part]:
     falling = any(a > b for a, b in zip([*starts, *key_starts], [*ends, *key_ends], strict=False))
     if len(ends) != len(key_ends) or falling or not ends or ends[-1] != rows or key_ends[-1] > columns:
         raise ValueError(
-            f"{call.name}: actual_seq_qlen {_short(ends)} must rise to the {rows} queries, "
-            f"actual_seq_kvlen {_short(key_ends)} to at most the {columns} keys, with as many documents"
+            f"{call.name}: actual_seq_qlen {_short(ends)} must rise to the {rows} queries, actual_seq_kvlen "
+            f"{_short(key_ends)} to at most the {columns} keys, and both must have equally many documents"
         )
     documents = zip(starts, ends, key_starts, key_ends, strict=True)
     return [_Part(0, a, b - a, c, d - c) for a, b, c, d in documents if b > a]
@@ -310,15 +311,19 @@ def _explicit_mask(call: Call) -> np.ndarray | None:
     mask = call.mask
     if call.sparse in (2, 3, 4):
         if mask is None or mask.shape != (_COMPRESSED, _COMPRESSED):
-            raise ValueError(f"{call.name}: sparse_mode {call.sparse} wants attn_mask (2048, 2048): {_shape(mask)}")
+            raise ValueError(
+                f"{call.name}: sparse_mode {call.sparse} needs an attn_mask of shape (2048, 2048), not {_shape(mask)}"
+            )
         if not np.array_equal(np.ascontiguousarray(mask).view(np.uint64), _above_diagonal()):
-            raise ValueError(f"{call.name}: sparse_mode {call.sparse} wants an attn_mask of ones above the diagonal")
+            raise ValueError(f"{call.name}: sparse_mode {call.sparse} needs an attn_mask of ones above the diagonal")
         return None
     if call.layout == "TND":
-        raise NotImplementedError(f"{call.name}: sparse_mode {call.sparse} in layout TND")
+        raise NotImplementedError(
+            f"{call.name}: sparse_mode {call.sparse} is not supported by this CPU kernel in layout TND"
+        )
     if mask is None:
         if call.sparse == 1:
-            raise ValueError(f"{call.name}: sparse_mode 1 wants an attn_mask")
+            raise ValueError(f"{call.name}: sparse_mode 1 needs an attn_mask")
         return None
     batch, heads, rows, _ = call.queries.shape
     columns = call.keys.shape[2]

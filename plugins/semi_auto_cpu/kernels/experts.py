@@ -58,7 +58,8 @@ def GroupedMatmul(
         raise NotImplementedError(f"GroupedMatmul: {given[0]} is given, but this CPU kernel does not support it")
     if split_item != 3 or group_type not in (_SPLIT_ROWS, _SPLIT_INNER) or len(x) != 1 or len(weight) != 1:
         raise NotImplementedError(
-            f"GroupedMatmul: split_item {split_item}, group_type {group_type}, {len(x)} x, {len(weight)} weight"
+            f"GroupedMatmul: this CPU kernel does not support split_item {split_item} with group_type {group_type}, "
+            f"{len(x)} tensors x and {len(weight)} weights"
         )
     a = x[0].swapaxes(-1, -2) if transpose_a else x[0]
     b = weight[0].swapaxes(-1, -2) if transpose_b else weight[0]
@@ -193,4 +194,4 @@ def _copies(permuted: np.ndarray, sorted_indices: np.ndarray, topk: int) -> np.n
 
 def _refuse_padding(name: str, padded_mode: bool) -> None:
     if padded_mode:
-        raise NotImplementedError(f"{name}: padded_mode True")
+        raise NotImplementedError(f"{name}: padded_mode True is not supported by this CPU kernel")

@@ -70,7 +70,7 @@ def EmbeddingDenseBackward(
 ) -> np.ndarray:
     """Return the gradient of a table: for each row, the sum over all places that used the row."""
     if scale_grad_by_freq:
-        raise NotImplementedError("EmbeddingDenseBackward: scale_grad_by_freq True")
+        raise NotImplementedError("EmbeddingDenseBackward: scale_grad_by_freq True is not supported by this CPU kernel")
     out = np.zeros((num_weights, grad.shape[-1]), grad.dtype)
     add_rows(out, _within("EmbeddingDenseBackward", index.reshape(-1), num_weights), grad.reshape(-1, grad.shape[-1]))
     if padding_idx is not None:
@@ -165,7 +165,9 @@ def _cut(
     """An index; `masks` are those of `MASKS`: bits by dimension."""
     from_start, to_end, ellipsis, new_axis, shrink = (*masks, 0, 0, 0, 0, 0)[:5]
     if ellipsis or new_axis:
-        raise NotImplementedError(f"{name}: ellipsis_mask {ellipsis}, new_axis_mask {new_axis}")
+        raise NotImplementedError(
+            f"{name}: this CPU kernel does not support ellipsis_mask {ellipsis} and new_axis_mask {new_axis}"
+        )
     return tuple(
         first
         if shrink >> place & 1

@@ -221,7 +221,7 @@ def test_a_named_checkpoint_that_is_not_whole_is_refused(train, runs, trained, s
     weights = folder / "mini-model-0000000-0000001.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     code, _, err = train(TOY, "--resume", str(folder))
-    assert code == 2 and "not a whole checkpoint: mini-model-0000000-0000001.safetensors does not match" in err
+    assert code == 2 and "not a complete checkpoint: mini-model-0000000-0000001.safetensors does not match" in err
     killed = save(trained / "checkpoint", 70, sealed=False)
     code, _, err = train(TOY, "--resume", str(killed))
     assert code == 2 and "the save did not finish" in err

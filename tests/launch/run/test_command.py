@@ -212,20 +212,21 @@ REFUSALS = {
         ["mini/toy.yaml", "--run-dir", "mini/toy.yaml"],
         "not a folder that can be read (Not a dir",
     ),
-    "below a file": (["mini/toy.yaml", "--run-dir", "mini/toy.yaml/x"], "toy.yaml is not a folder one can write to"),
+    "below a file": (["mini/toy.yaml", "--run-dir", "mini/toy.yaml/x"], "toy.yaml is not a writable folder"),
     "no checkpoint": (
         ["mini/toy.yaml", "--resume", "/etc"],
-        "--resume /etc: not a checkpoint, which would hold common.json and",
+        "--resume /etc: this is not a checkpoint, which would hold common.json and",
     ),
     "empty folder": (
         ["mini/toy.yaml", "--resume", "empty"],
-        "--resume empty: not a checkpoint, which would hold common.json",
+        "--resume empty: this is not a checkpoint, which would hold common.json",
     ),
     "file to resume": (["mini/toy.yaml", "--resume", "corpus.idx"], "a file; name the folder that it is in"),
     "long name": (["mini/toy.yaml", "--run-dir", "a" * 300], "not a folder that can be read (File name too long)"),
     "no weights": (
         ["mini/toy.yaml", "--set", "checkpoint.load_path=mini"],
-        "checkpoint.load_path: mini: holds no weights (*.safetensors); --set checkpoint.load_path=FOLDER names a run's",
+        "checkpoint.load_path: mini: the folder holds no weights (*.safetensors); --set checkpoint.load_path=FOLDER "
+        "names a run's",
     ),
     "weights gone": (
         ["mini/toy.yaml", "--set", "checkpoint.load_path=gone"],
@@ -289,7 +290,10 @@ def test_a_checkpoint_of_another_model_is_refused(train, runs, workplace, save, 
         monkeypatch.setattr("launch.resume.checkpoints.weights_of", lambda recipe, wanted=wanted: wanted)
         found, _, err = train("mini/toy.yaml", "--resume", str(folder), "--steps", "9")
         assert found == code, err
-    assert f"{folder}: holds 8 weights, but the recipe's model has 9: this is a checkpoint of another model" in err
+    assert (
+        f"{folder}: the checkpoint holds 8 weights, but the recipe's model has 9: this is a checkpoint of another model"
+        in err
+    )
 
 
 def test_a_port_in_use_and_a_folder_with_a_run_are_refused(train, runs):

@@ -125,13 +125,13 @@ def test_a_full_disk_is_refused(monkeypatch, tmp_path):
     preflight.check_disk(tmp_path / "not" / "yet")
     usage = shutil.disk_usage(tmp_path)._replace(free=preflight.MIN_FREE - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(ClusterError, match=r"1.1 GB free, a run needs 1.1"):
+    with pytest.raises(ClusterError, match=r"1.1 GB are free, but a run needs 1.1"):
         preflight.check_disk(tmp_path)
 
 
 def test_a_run_folder_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ClusterError, match="not a folder one can write to"):
+    with pytest.raises(ClusterError, match="not a writable folder"):
         preflight.check_disk(tmp_path / "file" / "run")
 
 
@@ -278,7 +278,9 @@ def test_an_unsound_recipe_is_refused_with_place_and_remedy():
 def test_sharded_workers_that_this_host_has_no_memory_for_are_not_started(monkeypatch):
     recipe = load_recipe(MINI.parent / "pretrain_3d.yaml")
     monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: SimpleNamespace(available=7 << 30))
-    with pytest.raises(ClusterError, match=r"8 workers take about 8 GiB while they compile, 7\.0 GiB are free"):
+    with pytest.raises(
+        ClusterError, match=r"8 workers take about 8 GiB while they compile, but only 7\.0 GiB are free"
+    ):
         preflight.check_memory(recipe)
     preflight.check_memory(load_recipe(MINI.parent / "pretrain_tp2.yaml"))
     preflight.check_memory(load_recipe(MINI))

@@ -171,7 +171,7 @@ def test_a_rank_that_reads_no_data_plans_nothing(adapter, corpora, monkeypatch):
 
 
 def test_data_dealt_to_other_ranks_than_planned_is_refused(adapter, corpora):
-    with pytest.raises(RecipeError, match=r"data is dealt to 3 ranks.*data_parallel is 2"):
+    with pytest.raises(RecipeError, match=r"the data is divided among 3 ranks.*data_parallel is 2"):
         build(["1", corpora[0]], 0, 3, Schedule(LAYOUTS[0], COST, False, None))
 
 
@@ -198,7 +198,7 @@ def test_the_compressed_mask_and_its_overflow(adapter, corpora):
 
 
 def test_another_end_of_document_token_is_refused(adapter, corpora):
-    with pytest.raises(DataError, match=r"config\.eod: 8 is not how documents of .*first end.*token 7"):
+    with pytest.raises(DataError, match=r"config\.eod: documents of .*first do not end with token 8.*token 7"):
         build(["1", corpora[0]], 0, 2, Schedule(LAYOUTS[0], COST, False, None), eod=8)
 
 
@@ -210,7 +210,7 @@ def test_enable_marks_the_training_data_alone(adapter):
     schedule = config.train_dataset.data_loader.schedule
     assert schedule.layout == Layout(1, 32, 1, schedule.layout.objective, window=2)
     assert schedule.eod_pad_length == 1024 and schedule.cost == Cost(3.0, 4.0, "FLOP")
-    with pytest.raises(RecipeError, match=r"attention_balance\.per_pair: this cost and per_token are missing"):
+    with pytest.raises(RecipeError, match=r"attention_balance\.per_pair: per_pair and per_token are missing"):
         adapter.enable(config, {"window": 2})
     with pytest.raises(RecipeError, match=r"plugins\.attention_balance\.windows"):
         adapter.enable(config, {"windows": 2})

@@ -182,7 +182,7 @@ def test_wrong_settings_are_named(settings, words):
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ("train_dataset.data_loader.type", "HFDataLoader", r"data_loader\.type: .*not 'HFDataLoader'"),
+        ("train_dataset.data_loader.type", "HFDataLoader", r"data_loader\.type: .*not with 'HFDataLoader'"),
         ("train_dataset.data_loader.shuffle", True, r"data_loader\.shuffle"),
         ("context.mode", 1, r"context\.mode"),
         ("train_dataset.data_loader.config.create_compressed_eod_mask", False, "every sample costs the same"),
@@ -241,7 +241,7 @@ def test_the_cost_of_a_sample_is_read_and_never_computed(recipe):
     recipe["plugins"]["attention_balance"] = {"window": 2}
     with pytest.raises(
         RecipeError,
-        match=r"attention_balance\.per_pair: this cost and per_token are missing: tc3 train, .*launch/train\.py write",
+        match=r"attention_balance\.per_pair: per_pair and per_token are missing: tc3 train, .*launch/train\.py compute",
     ):
         schedule_of(recipe, {})
     settings, layout = check(recipe)

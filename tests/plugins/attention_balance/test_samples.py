@@ -95,7 +95,7 @@ def test_an_index_of_another_corpus_is_refused():
 
 
 def test_a_corpus_below_one_sample_is_refused():
-    with pytest.raises(DataError, match="8 tokens holds no sample of 8 and one more"):
+    with pytest.raises(DataError, match="8 tokens is too short"):
         build_gpt_index(np.array([8], np.int32), 8, None, 1)
 
 
@@ -209,5 +209,5 @@ def test_the_mask_takes_as_many_documents_as_it_has_entries():
 
 def test_documents_have_to_end_with_the_recipes_token():
     check_last_tokens(np.array([7, 7, 7]), 7, "corpus")
-    with pytest.raises(DataError, match=r"eod: 1 is not how documents of corpus end: 2 of the 3.*token 7"):
+    with pytest.raises(DataError, match=r"eod: documents of corpus do not end with token 1: 2 of 3.*token 7"):
         check_last_tokens(np.array([7, 1, 7]), 1, "corpus")

@@ -115,7 +115,7 @@ def test_two_streams_that_wait_for_each_other():
 @pytest.mark.parametrize(
     ("ops", "word"),
     [
-        ([Op("a", 0, "disk", 1.0)], "no stream 'disk'"),
+        ([Op("a", 0, "disk", 1.0)], "stream 'disk' does not exist"),
         ([Op("a", 0, "inter", 1.0), Op("a", 0, "intra", 1.0)], "issued twice"),
         ([Op("a", 0, "inter", 1.0, ((0, "b"),))], "never issued"),
     ],

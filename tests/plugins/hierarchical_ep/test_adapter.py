@@ -73,7 +73,7 @@ def test_more_tokens_than_can_be_sorted_are_refused_when_the_model_is_built(enab
 @pytest.mark.parametrize(
     ("changed", "settings", "message"),
     [
-        ({"moe_token_dispatcher_type": "alltoall_deredundency"}, {"mode": "global"}, "takes this place"),
+        ({"moe_token_dispatcher_type": "alltoall_deredundency"}, {"mode": "global"}, "sets this key itself"),
         ({"n_routed_experts": 18}, {"mode": "global"}, "does not divide the 18"),
         ({}, {"mode": "auto"}, "auto is not resolved: `tc3 recipe show`"),
         (

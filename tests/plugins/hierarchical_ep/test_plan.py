@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from plugins.cpu_backend import reference as token_by_token
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep import reference
-from plugins.hierarchical_ep.plan import MODES, execute, execute_backward, make_plan
+from plugins.hierarchical_ep.plan import MODES, make_plan
 from plugins.hierarchical_ep.topology import Topology
 from tests.plugins.hierarchical_ep.cases import cases, route
+from tests.plugins.hierarchical_ep.simulated import execute, execute_backward
 
 HIDDEN, WIDTH = 3, 2
 many = settings(max_examples=150)

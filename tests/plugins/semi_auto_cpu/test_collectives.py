@@ -245,5 +245,5 @@ def test_calls_are_recorded_where_somebody_asks(three):
 
 
 def test_an_unknown_operator_lists_the_known():
-    with collectives(1) as (one,), pytest.raises(ClusterError, match=r"no collective 'CollectiveScatter'.*AllReduce"):
+    with collectives(1) as (one,), pytest.raises(ClusterError, match=r"collective 'CollectiveScatter'.*AllReduce"):
         one.run("CollectiveScatter", attributes([0]), [], [])

@@ -111,9 +111,9 @@ def test_store_rounds_reshapes_and_leaves_alone():
 
 
 def test_store_refuses_what_does_not_fit():
-    with pytest.raises(ValueError, match=r"result 0 is \(3,\) where MindSpore expects \(2,\)"):
+    with pytest.raises(ValueError, match=r"result 0 has shape \(3,\), but MindSpore expects \(2,\)"):
         library.store(np.zeros(3), [np.zeros(2)])
-    with pytest.raises(ValueError, match="2 results where MindSpore expects 1"):
+    with pytest.raises(ValueError, match="2 results, but MindSpore expects 1"):
         library.store((np.zeros(2), np.zeros(2)), [np.zeros(2)])
 
 

@@ -122,5 +122,5 @@ def test_data_that_ends_is_told_how_much_is_left():
     plain = [*range(10)]
     assert spare_of(plain, ((2, 4),), 6, 100) == 2 and len(Skipping(plain, ((2, 4),))) == 8
     check_enough(plain, ((2, 4),), 8)
-    with pytest.raises(DataError, match=r"without these 2 samples the data has 8 of the 9 that"):
+    with pytest.raises(DataError, match=r"without these 2 samples the data has only 8 of the 9 that"):
         check_enough(plain, ((2, 4),), 9)

@@ -117,7 +117,9 @@ def test_the_ledger_is_read_as_it_was_written(tmp_path):
     assert read_ledger(tmp_path) == entries and [path.name for path in tmp_path.iterdir()] == ["skipped.json"]
     assert samples_of(entries) == ((3, 4), (12, 21))
     ledger_file(tmp_path).write_text('{"skipped": [{"step": 1}]}')
-    with pytest.raises(DataError, match=r"skipped\.json: not a ledger of left-out samples: it lacks 'first'; put back"):
+    with pytest.raises(
+        DataError, match=r"skipped\.json: this is not a ledger of left-out samples: it lacks 'first'; restore"
+    ):
         read_ledger(tmp_path)
 
 
@@ -131,8 +133,8 @@ def test_the_ledger_is_read_as_it_was_written(tmp_path):
         ({"threshold": math.inf}, r"threshold: inf"),
         ({"skip": 0}, r"skip: 0 is not allowed; write a number of steps, 1 for the spike's step only"),
         ({"rollbacks": 0}, r"rollbacks: 0 is not allowed; write how often"),
-        ({"skipped": "x"}, r"skipped: 'x' is no list of ranges; write ranges \[\[first, stop\]"),
-        ({"skipped": [[4, 8], [8, 8]]}, r"skipped: \[8, 8\] is no range; write ranges \[\[first, stop\]"),
+        ({"skipped": "x"}, r"skipped: 'x' is not a list of ranges; write ranges \[\[first, stop\]"),
+        ({"skipped": [[4, 8], [8, 8]]}, r"skipped: \[8, 8\] is not a range; write ranges \[\[first, stop\]"),
         ({"skipped": [[4, 8, 9]]}, r"skipped: \[4, 8, 9\]"),
     ],
 )

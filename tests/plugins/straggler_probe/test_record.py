@@ -46,7 +46,7 @@ def test_what_no_run_writes_is_refused_with_its_line(tmp_path, name, value):
     write(tmp_path, [record])
     path = probe_file(tmp_path, 0)
     path.write_text(path.read_text() + json.dumps({**json.loads(path.read_text()), name: value}) + "\n")
-    with pytest.raises(DataError, match=r"probe_0\.jsonl:2: not a record of a probe"):
+    with pytest.raises(DataError, match=r"probe_0\.jsonl:2: this is not a record of a probe"):
         read(path)
 
 

@@ -34,7 +34,7 @@ def test_shipped_recipes_pass(recipe):
         (OVERLAP, "model.model_config.npu_nums_per_device=3", "plugins.hierarchical_ep", "use 3 or 6"),
         (FULL, "parallel_config.expert_parallel=1", "plugins.hierarchical_ep", "nothing to dispatch"),
         (FULL, "model.model_config.moe_token_dispatcher_type=alltoall_deredundency",
-         "model.model_config.moe_token_dispatcher_type", "takes this place"),
+         "model.model_config.moe_token_dispatcher_type", "sets this key itself"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_named(recipe, change, key, words):

@@ -110,7 +110,7 @@ def test_impossible_groups_are_refused():
         cluster.create("far", [0, 4])
     with pytest.raises(ClusterError, match=r"rank 0 creates group 'others' of ranks \[1, 2\]"):
         cluster.create("others", [1, 2])
-    with pytest.raises(ClusterError, match=r"no group 'none' was created; there are \['hccl_world_group'\]"):
+    with pytest.raises(ClusterError, match=r"group 'none' was never created; the groups are \['hccl_world_group'\]"):
         cluster.size_of("none")
 
 

@@ -83,9 +83,9 @@ def test_what_is_written_is_sealed_and_stands_in_logical_order(tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda folder: (folder / "seal_rank_1.json").unlink(), "not a whole checkpoint"),
+        (lambda folder: (folder / "seal_rank_1.json").unlink(), "not a complete checkpoint"),
         (lambda folder: target_of(folder).mkdir(parents=True), "exists already"),
-        (lambda folder: [path.unlink() for path in folder.glob("*.safetensors")], "no checkpoint"),
+        (lambda folder: [path.unlink() for path in folder.glob("*.safetensors")], "this is not a checkpoint"),
     ],
 )
 def test_what_is_refused(tmp_path, spoil, words):

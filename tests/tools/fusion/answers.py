@@ -11,9 +11,9 @@ import gzip
 import json
 from pathlib import Path
 
+from tests.tools.fusion.oracle import Answer
 from tools.dryrun.graph_text import TensorType
 from tools.fusion.cluster import Operator
-from tools.fusion.oracle import Answer
 
 HERE = Path(__file__).parent / "answers"
 

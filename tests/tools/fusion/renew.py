@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from tests.tools.fusion import answers, random_graphs
-from tools.fusion.oracle import ask, read_answers
+from tests.tools.fusion.oracle import ask, read_answers
 
 
 def of_seeds(seeds, folder):

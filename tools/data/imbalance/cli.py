@@ -1,4 +1,6 @@
-"""This module is the command `tc3 data imbalance`. It shows how evenly a corpus loads the devices of a recipe."""
+"""This module is the command `tc3 data imbalance`. The command shows how evenly a corpus loads the devices of a
+recipe.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,20 @@ from tools.hardware import DEFAULT_HARDWARE
 from tools.ranges import Number
 
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
-STEPS_HELP = "Look at this many steps, spread over the run.  [default: as many as take some seconds]"
+STEPS_HELP = "Analyse this many steps, spread over the run.  [default: as many as can be analysed in some seconds]"
 WINDOW_HELP = (
-    "Let samples move to another of W steps, which changes the samples of each step.  [default: the recipe's, or 1]"
+    "Let samples move between W consecutive steps, which changes the samples of each step.  [default: the recipe's "
+    "window, or 1]"
 )
 
 
 @click.command("imbalance", context_settings=SETTINGS, short_help="Report how unevenly documents load the devices.")
 @click.argument("prefix", type=click.Path(path_type=Path))
 @click.option(
-    "--recipe", required=True, type=click.Path(path_type=Path), help="Take the devices and their load from this recipe."
+    "--recipe",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Take the parallel layout and the cost of a sample from this recipe.",
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--steps", type=Number("steps"), metavar="N", help=STEPS_HELP)

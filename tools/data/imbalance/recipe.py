@@ -37,7 +37,7 @@ _MARGIN = 1.005  # a blend, even of one corpus, asks each for this much more (_g
 
 @dataclass(frozen=True)
 class Setting:
-    """A `Setting` holds what the measurement reads of a recipe that masks documents from each other.
+    """A `Setting` holds what the measurement needs from a recipe whose documents do not attend to each other.
 
     Args:
         sequence_length: tokens of a sample. seed: of the dataset's shuffling.
@@ -94,7 +94,7 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
     layout = plugin.layout_of(recipe, settings.window if window is None else window)
     samples, blend = _samples(view, layout), _blend(view)
     if layout.window > layout.steps(samples):
-        raise RecipeError(f"--window {layout.window}: the run has {layout.steps(samples):,} steps")
+        raise RecipeError(f"--window {layout.window}: the run has only {layout.steps(samples):,} steps")
     length = view.get((*CONFIG, "seq_length"))
     if type(length) is not int or length < 1:
         raise refusal(recipe, (*CONFIG, "seq_length"), f"{length!r} is not a length; write the tokens of a sample")

@@ -238,7 +238,7 @@ _BEFORE, _AFTER = "tab:orange", "tab:blue"
 
 
 def draw(found: Imbalance, path: Path) -> Path:
-    """Draw to an .svg or .png, and return `path`. It shows only lengths if every sample costs the same."""
+    """Draw to an .svg or .png, and return `path`. If every sample costs the same, the picture shows only lengths."""
     panels = 3 if found.result else 1
     figure = new_figure(4 + 4.5 * panels, 4)
     axes = figure.subplots(1, panels, squeeze=False)[0]

@@ -168,7 +168,7 @@ def test_a_cut_of_one_index_drops_its_dimension(rng):
 
 
 def test_masks_of_a_cut_that_nobody_needs_are_refused():
-    with pytest.raises(NotImplementedError, match=r"StridedSlice: ellipsis_mask 1"):
+    with pytest.raises(NotImplementedError, match=r"StridedSlice: .*does not support ellipsis_mask 1"):
         run("StridedSlice", np.zeros((2, 2)), (0, 0), (1, 1), (1, 1), 0, 0, 1, 0, 0)
 
 

@@ -64,7 +64,7 @@ def read_answers(folder: Path) -> list[Answer]:
 
 
 def ask(source: Path, folder: Path, arguments: Sequence[str] = (), timeout: float = 1200) -> list[Answer]:
-    """Compile what the Python file `source` compiles, and read the results of the passes.
+    """Run the Python file `source`, which compiles a graph, and read what the passes made of it.
 
     Args:
         folder: where it lets MindSpore save graphs (save_graphs at 2 or above); its first argument, before `arguments`.

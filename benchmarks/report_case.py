@@ -1,4 +1,4 @@
-"""This module prints the case of the report's sections 4.3 and 4.4 as a table: ``python -m tools.experts.report_case``.
+"""This module prints the case of the report's sections 4.3 and 4.4 as a table: ``python -m benchmarks.report_case``.
 
 The report gives two numbers: at EP 16 the hierarchical dispatch trains about 15 % faster than the global All-to-All,
 and overlap cuts EP's share of communication time from 30 % to 5 %. It does not say for which model, mesh, micro-batch
@@ -28,14 +28,14 @@ from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import View
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 MODELS, DEGREES = ("105b", "438b", "1119b"), (16, 32, 64, 128)
 REPORT_GAIN, REPORT_BEFORE, REPORT_AFTER = 0.15, 0.30, 0.05  # report sections 4.3 and 4.4
 MORE_CHUNKS = 4
 REPORT_STEP = 39.969  # seconds of a step of 438B on 4,096 devices (report table 5, tool-generated)
 _TITLE = """# The report's case, modelled
 
-Made by `python -m tools.experts.report_case > tools/experts/report_case.md`; nothing here was measured.
+Made by `python -m benchmarks.report_case > benchmarks/report_case.md`; nothing here was measured.
 """
 _HEADER = (
     *("model", "EP", "nodes", "mesh", "between nodes, MB: global", "hierarchical", "deduplicated"),
@@ -186,7 +186,13 @@ def _against_table_5(rows: Sequence[Case]) -> list[str]:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster to assume.")
-@click.option("--skew", default=DEFAULT_SKEW, show_default=True, type=Number("skew"), help="Busiest rank's load.")
+@click.option(
+    "--skew",
+    default=DEFAULT_SKEW,
+    show_default=True,
+    type=Number("skew"),
+    help="Load of the busiest rank, divided by the mean load.",
+)
 def main(cluster: str, skew: float) -> None:
     """Print the table as markdown."""
     click.echo(markdown(cases(find_cluster(cluster), skew)), nl=False)
