@@ -38,14 +38,14 @@ class Experts:
 
     Attributes:
         number: of the layer in the model; router: counts its tokens; placement: the parameter, see `Layer`.
-        tensors: parameters that move with the experts, the weights first. cell: the experts themselves.
+        tensors: parameters that move with the experts, the weights first. cell: the experts, which take copies.
     """
 
     number: int
     router: Any
     placement: Any
     tensors: list
-    cell: Any
+    cell: Any = None
 
 
 class Alone:

@@ -157,8 +157,12 @@ def next_state(
     step: int,
     nodes: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the placements [layers, E] and then the copies [layers, D x spare] after a step: experts move first, and
-    what is still uneven gets copies.
+    """Return the placements [layers, E] and the copies [layers, D x spare] after a step; a live run and a replay both
+    decide by this function.
+
+    With spare slots each layer has three plans, which differ in its homes: they stay; they balance the loads
+    (`next_placements`); or they balance what `divided` leaves of the loads. Each plan has its own copies. The layer
+    stays unless another plan's fullest device has less by the gate's share.
 
     Args: as in `plan.next_placements` and `next_copies`.
     """
@@ -166,8 +170,33 @@ def next_state(
     new = next_placements(settings, predicted, slots, devices, step=step, nodes=nodes)
     if not settings.spare:
         return new, copies
-    stayed = (new == slots).all(axis=1)
-    return new, next_copies(settings, predicted, new, copies, devices, stayed=stayed, step=step)
+    loads = np.rint(np.asarray(predicted, np.float64) * PARTS).astype(np.int64)
+    parts = np.stack([divided(layer, devices, settings.spare) for layer in loads]) / PARTS
+    other = next_placements(settings, parts, slots, devices, step=step, nodes=nodes)
+    homes = (new,) if settings.method == "random" else (slots, new, other)
+    plans = [
+        (each, next_copies(settings, predicted, each, copies, devices, stayed=(each == slots).all(axis=1), step=step))
+        for each in homes
+    ]
+    after = np.array([[fullest(*row, devices) for row in zip(loads, *plan, strict=True)] for plan in plans])
+    best, least = after.argmin(axis=0), after.min(axis=0)
+    best[after[0] - least < settings.gate * after[0]] = 0
+    rows = np.arange(len(slots))
+    return (
+        np.stack([plan[0] for plan in plans])[best, rows],
+        np.stack([plan[1] for plan in plans])[best, rows],
+    )
+
+
+def divided(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
+    """Return integers [E], what an expert's home would keep of its tokens if all D x spare copies were made, one after
+    the other of the expert with most tokens left at home. This is EPLB's rule; a device needs only one of each.
+    """
+    count = np.ones(len(loads), np.int64)
+    for _ in range(devices * spare):
+        left = np.where(count < devices, share(loads, count), -1)
+        count[int(left.argmax())] += 1
+    return share(loads, count)
 
 
 def _shuffled(slots: np.ndarray, devices: int, spare: int, seed: list[int]) -> np.ndarray:

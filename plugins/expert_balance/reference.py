@@ -110,6 +110,15 @@ def planned_slowly(loads: list[int], slots: list[int], devices: int, spare: int,
         copies = trial
 
 
+def divided_slowly(loads: list[int], devices: int, spare: int) -> list[int]:
+    """Return what `plugins.expert_balance.copies.divided` returns, all parts computed anew for each copy."""
+    count = [1] * len(loads)
+    for _ in range(devices * spare):
+        left = [(loads[e] + count[e] - 1) // count[e] if count[e] < devices else -1 for e in range(len(loads))]
+        count[left.index(max(left))] += 1
+    return [(load + some - 1) // some for load, some in zip(loads, count, strict=True)]
+
+
 def least_with_copies(loads: list[int], slots: list[int], devices: int, spare: int) -> int:
     """Return the tokens of the fullest device with the best of all copies, found by trying all."""
     found = max(_counted(loads, _held(slots, [NOTHING] * (devices * spare), devices)))

@@ -140,20 +140,26 @@ def eplb_with_copies(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
 def eplb_ratios(records: Sequence[Record], every: int, decay: float, spare: int) -> np.ndarray:
     """Return [steps, layers], the max/mean with `eplb_with_copies` planned at every step at which a plan is due."""
     devices, prediction, ratios = records[0].devices, Prediction(decay), []
-    held: list[np.ndarray] = []  # of each layer, after the first plan
+    held: np.ndarray | None = None  # [layers, D, slots], after the first plan
     for record in records:
-        on = np.stack([_on(*each) for each in zip(record.tokens, held, strict=True)]) if held else record.on_devices
-        ratios.append(on.max(1) / on.mean(1))
+        before = record.on_devices.max(1) / record.on_devices.mean(1)
+        ratios.append(before if held is None else of_slots(record.tokens, held))
         prediction.see(record.tokens)
         if due(record.step, every):
             assert prediction.loads is not None
-            held = [eplb_with_copies(layer, devices, spare) for layer in prediction.loads]
+            held = np.stack([eplb_with_copies(layer, devices, spare) for layer in prediction.loads])
     return np.stack(ratios)
 
 
-def _on(loads: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """[D] the tokens of each device, an expert's dealt equally to all slots that hold it."""
-    return (loads / np.bincount(held.reshape(-1), minlength=len(loads)))[held].sum(1)
+def of_slots(loads: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Return [layers], the max/mean if an expert's tokens are dealt equally to all slots that hold it.
+
+    Args:
+        loads: [layers, E]. held: int [layers, D, slots], the expert of each slot.
+    """
+    rows = zip(loads, held, strict=True)
+    on = np.stack([(one / np.bincount(here.reshape(-1), minlength=len(one)))[here].sum(1) for one, here in rows])
+    return on.max(1) / on.mean(1)
 
 
 def _packed(loads: np.ndarray, packs: int) -> np.ndarray:

@@ -9,16 +9,18 @@ from plugins.expert_balance.copies import (
     NOTHING,
     Table,
     added_up,
+    divided,
     fullest,
     imbalance_with,
     loads_with,
     next_copies,
+    next_state,
     none,
     planned,
     with_copies,
 )
-from plugins.expert_balance.plan import device_loads, imbalance
-from plugins.expert_balance.reference import chosen_slowly, least_with_copies, planned_slowly
+from plugins.expert_balance.plan import PARTS, device_loads, imbalance, next_placements
+from plugins.expert_balance.reference import chosen_slowly, divided_slowly, least_with_copies, planned_slowly
 from plugins.expert_balance.replay import eplb_with_copies
 from plugins.expert_balance.settings import Settings
 from tests.plugins.cpu_backend.ranks import meshes, on_ranks
@@ -150,6 +152,45 @@ def test_even_loads_need_no_copies_and_lose_those_there_are():
 def test_experts_that_moved_get_new_copies():
     stale = np.array([[2, 0, NOTHING, NOTHING]])
     assert np.array_equal(decided(SKEWED, stale, stayed=False), decided(SKEWED, none(1, 4, 1)))
+
+
+@given(cases())
+@settings(max_examples=50)
+def test_homes_keep_what_the_slow_planner_leaves_them(case):
+    loads, _, devices, spare = case
+    assert divided(loads, devices, spare).tolist() == divided_slowly(loads.tolist(), devices, spare)
+
+
+@given(cases(), st.sampled_from([0.0, 0.01, 0.2]), st.sampled_from(["swaps", "aligned", "greedy"]))
+@settings(max_examples=100)
+def test_a_state_is_no_worse_than_moves_alone_but_for_the_gate_and_the_next_one_is_the_same(case, gate, method):
+    loads, slots, devices, spare = case
+    wanted, start = Settings(spare=spare, gate=gate, method=method), none(1, devices, spare)
+    predicted = loads[None].astype(float)
+    homes, copies = next_state(wanted, predicted, slots[None], start, devices, step=3)
+    assert sorted(homes[0]) == list(range(len(loads)))
+    Table(homes[0], copies[0], devices)  # no copy beside its own expert
+    moves = next_placements(wanted, predicted, slots[None], devices, step=3)
+    after, without = (fullest(loads * PARTS, *each, devices) for each in ((homes[0], copies[0]), (moves[0], start[0])))
+    assert after * (1 - gate) <= without
+    again = next_state(wanted, predicted, homes, copies, devices, step=6)
+    assert fullest(loads * PARTS, again[0][0], again[1][0], devices) <= after
+    if gate:
+        assert (np.array_equal(again[0], homes) and np.array_equal(again[1], copies)) or fullest(
+            loads * PARTS, again[0][0], again[1][0], devices
+        ) <= (1 - gate) * after
+
+
+def test_homes_are_planned_with_their_copies_in_mind():
+    """One expert has half of all tokens: moves leave max/mean at 2 and more, copies of it and swaps bring it near 1."""
+    loads = np.array([[800, 150, 120, 110, 100, 90, 80, 150]], float)
+    wanted, start = Settings(spare=1), none(1, 4, 1)
+    moves = next_placements(wanted, loads, HOME, 4, step=3)
+    homes, copies = next_state(wanted, loads, HOME, start, 4, step=3)
+    first = next_copies(wanted, loads, moves, start, 4, stayed=np.array([False]), step=3)
+    assert imbalance(loads, moves, 4)[0] > 2
+    assert imbalance_with(loads, homes, copies, 4)[0] < 1.2
+    assert imbalance_with(loads, homes, copies, 4)[0] <= imbalance_with(loads, moves, first, 4)[0]
 
 
 def test_random_copies_are_of_other_devices():
