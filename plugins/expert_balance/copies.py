@@ -5,11 +5,12 @@ A placement (`plan.py`) gives each expert its home. A device may have `spare` sl
 holds a copy of another device's expert, or nothing. An expert with n copies is there n + 1 times, and its tokens are
 dealt to these n + 1 in turn.
 
-EPLB (DeepSeek, for inference) packs copies and experts from scratch. Here homes stay where the placement has them,
-because a home has the optimizer's state and a copy has none: its weights come from its home in every forward pass, and
-its gradient goes back and is added there (`copied.py`). So copies can change at any step and nothing has to move.
-`planned` follows EPLB's rule otherwise: the hottest part of the fullest device is copied first. A copy is made only if
-it helps, so that no device ever gets fuller than the fullest was without copies.
+EPLB (DeepSeek, for inference) packs copies and experts from scratch. Here homes and copies differ: a home has the
+optimizer's state and moves seldom, a copy has none. Its weights come from its home in every forward pass, and its
+gradient goes back and is added there (`copied.py`), so that copies can change at any step and nothing has to move.
+`planned` is greedy as EPLB is, for given homes: what is hottest on the fullest device is copied first. A copy is made
+only if it helps, so that no device ever gets fuller than the fullest was without copies. `next_state` chooses the
+homes, too.
 
 Copies are int [D x spare], the logical expert in each spare slot, or `NOTHING`; the slots of a device are neighbours.
 All ranks plan for themselves: as in `plan.py` loads are whole numbers, and ties go to the lowest index.

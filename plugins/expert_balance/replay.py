@@ -1,8 +1,8 @@
 """This module computes what a policy would have done with recorded loads, step by step; the policy may be this plugin's
 or another planner's.
 
-The decision of a replay is the live run's own. `eplb` (DeepSeek; MindFormers packs alike) plans from scratch at every
-plan; it is here for reports and benchmarks.
+The decision of a replay is the live run's own. `eplb` (DeepSeek; MindFormers packs alike) and `eplb_with_copies` plan
+from scratch at every plan; they are here for reports and benchmarks.
 """
 
 from __future__ import annotations
