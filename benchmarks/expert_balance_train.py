@@ -1,17 +1,19 @@
 """Experts that move while they train (plugins.expert_balance), by whole runs of `tc3 train`: the same losses?
 
-    python benchmarks/expert_balance_train.py same [--steps 50] [--case global] ...
+    python benchmarks/expert_balance_train.py same [--steps 50] [--case global] ... [--spare 2]
     python benchmarks/expert_balance_train.py kill
     python benchmarks/expert_balance_train.py topic [--steps 120]
 
 same: tests/training/tiny_ep4.yaml (four workers, two nodes of two) for `--steps` steps, without the plugin and with
 experts shuffled every third step, in each mode of dispatch, in chunks and with recomputation: largest relative
-differences of losses and norms.
+differences of losses and norms. With `--spare N`, N slots of each worker hold copies of random experts as well; the
+control then trains the first case with the copies' gradients left out.
 
 kill: tests/training/tiny_ep2_balanced.yaml, which moves experts after steps 3, 6, 9 and 12 and saves after step 6, is
 killed (SIGKILL) in the move of step 9 before the first tensor is written, after three of them, before the placement,
-and after that move (before the first tensor of the next), and goes on with `--resume auto`: how many of the steps are
-those of a run without a kill, bit for bit. And the control: what `Parameter.set_data` would have done.
+before its worker has the new copies, and after that move (before the first tensor of the next), and goes on with
+`--resume auto`: how many of the steps are those of a run without a kill, bit for bit. And the control: what
+`Parameter.set_data` would have done.
 
 topic: two workers on text whose topic changes in the middle: the vocabulary's halves are the topics. max/mean of the
 workers' tokens around the change, measured with experts that stay and experts that move, and seconds of a step.
@@ -33,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from plugins.attention_balance.samples import build_gpt_index  # noqa: E402
-from plugins.expert_balance.plan import imbalance  # noqa: E402
+from plugins.expert_balance.copies import NOTHING  # noqa: E402
 from plugins.expert_balance.record import Record, load_file, read  # noqa: E402
 from tests.training import runs  # noqa: E402
 from tests.training.conftest import prepare  # noqa: E402
@@ -55,22 +57,25 @@ CASES = {
 STAY = {"every": 0}
 UNTAMED = ("moe_router_bias_update_rate=0.0", "moe_aux_loss_coeff=0.0")
 SHUFFLED = {"every": 3, "method": "random"}
-POINTS = {  # in the third move: the tensor of rank 1 before which it dies
-    "before": f"1:{2 * TENSORS + 1}",
-    "inside": f"1:{2 * TENSORS + 4}",
-    "but-placement": f"1:{3 * TENSORS}",
-    "after": f"1:{3 * TENSORS + 1}",
+POINTS = {  # in the third plan: the tensor of rank 1, or the copies, before which it dies; it has some from the start
+    "before": {"TC3_TEST_KILL_MOVE": f"1:{2 * TENSORS + 1}"},
+    "inside": {"TC3_TEST_KILL_MOVE": f"1:{2 * TENSORS + 4}"},
+    "but-placement": {"TC3_TEST_KILL_MOVE": f"1:{3 * TENSORS}"},
+    "copies": {"TC3_TEST_KILL_COPIES": "1:4"},
+    "after": {"TC3_TEST_KILL_MOVE": f"1:{3 * TENSORS + 1}"},
 }
 KEYS = ("loss", "lm_loss", "load_balancing_loss", "global_norm")
 LENGTH, VOCABULARY, BATCH, SEED = 64, 512, 4, 1234  # of tests/training/tiny.yaml
 
 
-def train(folder: Path, name: str, base: Path, corpus: Path, steps: int, changes: dict, *model: str) -> Path:
+def train(
+    folder: Path, name: str, base: Path, corpus: Path, steps: int, changes: dict, *model: str, **environment: str
+) -> Path:
     """The folder of a run of `base` with changes; `model`: KEY=VALUE of its model."""
     recipe = folder / f"{name}.yaml"
     recipe.write_text(yaml.safe_dump({**changes, "base_config": str(base)}))
     more = [word for setting in model for word in ("--set", f"model.model_config.{setting}")]
-    runs.train(recipe, folder / name, corpus, "--steps", str(steps), *more)
+    runs.train(recipe, folder / name, corpus, "--steps", str(steps), *more, within=3600, **environment)
     return folder / name
 
 
@@ -89,23 +94,30 @@ def main() -> None:
 @main.command()
 @click.option("--steps", default=50, show_default=True)
 @click.option("--case", "cases", multiple=True, type=click.Choice(list(CASES)), help="Default: all.")
-def same(steps: int, cases: tuple[str, ...]) -> None:
+@click.option("--spare", default=0, show_default=True, help="Slots of a worker for copies.")
+def same(steps: int, cases: tuple[str, ...], spare: int) -> None:
     """Losses of shuffled experts against those of experts that stay."""
-    click.echo("| case | steps | moves | experts in a move | steps whose loss is bit-identical | losses | norms |")
-    click.echo("|---|---|---|---|---|---|---|")
+    heads = "case | steps | moves | experts in a move | copies | steps whose loss is bit-identical | losses | norms"
+    click.echo(f"| {heads} |\n{'|---' * 8}|")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         prepare(folder)
         for case in cases or CASES:
             changes = CASES[case]
             stay = runs.steps(train(folder, f"{case}_stay", EP4, folder / "tiny", steps, changes))
-            plugins = {**changes["plugins"], "expert_balance": SHUFFLED}
-            run = train(folder, f"{case}_move", EP4, folder / "tiny", steps, {**changes, "plugins": plugins})
+            plugins = {**changes["plugins"], "expert_balance": {**SHUFFLED, "spare": spare}}
+            changed = {**changes, "plugins": plugins}
+            run = train(folder, f"{case}_move", EP4, folder / "tiny", steps, changed)
             move = runs.steps(run)
             equal = sum(stay[step]["loss"] == move[step]["loss"] for step in stay)
             times, experts, _ = moved(run)
+            copies = np.mean([(record.held != NOTHING).sum() for record in read(load_file(run))[SHUFFLED["every"] :]])
             apart = f"{worst(stay, move, KEYS[:3])} | {worst(stay, move, KEYS[3:])}"
-            click.echo(f"| {case} | {len(stay)} | {times} | {experts} of 16 | {equal} | {apart} |")
+            click.echo(f"| {case} | {len(stay)} | {times} | {experts} of 16 | {copies:.1f} | {equal} | {apart} |")
+            if spare and case == (*cases, *CASES)[0]:
+                hook = runs.dying(TC3_TEST_DROP_COPIES="1")
+                run = train(folder, "control", EP4, folder / "tiny", steps, changed, **hook)
+                click.echo(f"| {case}, copies' gradients left out | | | | | | {worst(stay, runs.steps(run))} | |")
 
 
 def worst(one: dict, two: dict, keys: tuple[str, ...] = KEYS) -> str:
@@ -125,13 +137,13 @@ def kill(points: tuple[str, ...]) -> None:
         folder = Path(temporary)
         prepare(folder)
         corpus = folder / "tiny"
-        runs.train(BALANCED, folder / "whole", corpus)
+        runs.train(BALANCED, folder / "whole", corpus, within=3600)
         whole, records = runs.steps(folder / "whole"), read(load_file(folder / "whole"))
         for point in points or POINTS:
-            name, run = POINTS[point], folder / point
-            runs.train(BALANCED, run, corpus, expect=1, **runs.dying(TC3_TEST_KILL_MOVE=name))
+            run = folder / point
+            runs.train(BALANCED, run, corpus, expect=1, within=3600, **runs.dying(**POINTS[point]))
             until, saved = max(runs.steps(run)), runs.checkpoints(run)
-            runs.train(BALANCED, run, corpus, "--resume", "auto")
+            runs.train(BALANCED, run, corpus, "--resume", "auto", within=3600)
             again = runs.steps(run)
             equal = sum(all(again[s][key] == whole[s][key] for key in KEYS) for s in whole)
             placed = all(map(same_placements, records, read(load_file(run))))
@@ -143,8 +155,8 @@ def kill(points: tuple[str, ...]) -> None:
 
 
 def same_placements(one: Record, two: Record) -> bool:
-    """Whether two runs had their experts in the same slots in a step."""
-    return one.step == two.step and np.array_equal(one.slots, two.slots)
+    """Whether two runs had their experts, and copies of them, in the same slots in a step."""
+    return one.step == two.step and np.array_equal(one.slots, two.slots) and np.array_equal(one.held, two.held)
 
 
 @main.command()
@@ -182,7 +194,7 @@ def topic(steps: int, every: int, untamed: bool) -> None:
 
 def ratio(record: Record) -> float:
     """max/mean of a step, the mean over layers."""
-    return float(np.mean(imbalance(record.tokens, record.slots, record.devices)))
+    return float(np.mean(record.on_devices.max(1) / record.on_devices.mean(1)))
 
 
 def seconds_of(run_dir: Path, key: str) -> str:

@@ -72,6 +72,7 @@ RANGES = {
     "port": Range(1, 65_535),
     "restarts": Range(0, 100_000),
     "spares": Range(0, 100_000),  # hosts beyond those that a run needs
+    "slots": Range(0, 100_000),  # of a device, for copies of experts
     "rows": Range(1, 1_000),  # of a table, a ranking, a report
     "seconds": Range(1e-6, 1_000_000, whole=False),
     "pause": Range(0.1, 86_400, whole=False),  # seconds between two looks

@@ -10,6 +10,7 @@ backend of `plugins/hierarchical_ep/dispatcher.py`; `CpuRoutedExperts` are the m
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import mindspore as ms
 import numpy as np
@@ -265,10 +266,16 @@ class _Share(nn.Cell):
 class CpuRoutedExperts(RoutedExperts):
     """This is `RoutedExperts` for data parallelism on CPU: expert weights are local, and the gradient reducer leaves
     them unchanged.
+
+    Args:
+        spare: slots of a worker beside those of its experts, for a subclass that fills them (`plugins.expert_balance`).
+            The dispatch numbers slots through the workers.
     """
 
-    def __init__(self, config, settings):
-        super().__init__(config, settings, Net(settings.ranks), Rows(), streams=1)
+    def __init__(self, config, settings, spare=0):
+        topology = settings.topology
+        slots = replace(settings, topology=replace(topology, experts=topology.experts + spare * topology.ep))
+        super().__init__(config, slots, Net(settings.ranks), Rows(), streams=1)
         self.matmul = SparseGroupedMatmul()
         self.share = _Share(settings.topology.ep)
         first, end = settings.topology.expert_bounds[settings.rank : settings.rank + 2]

@@ -27,6 +27,8 @@ def enable(config, settings) -> None:
         counts=config.model.model_config.get("moe_router_enable_expert_bias", True),
         expert_parallel=config.parallel_config.expert_parallel if config.use_parallel else 1,
         optimizer=config.optimizer.type,
+        experts=config.model.model_config.n_routed_experts,
+        sharded=sharded,
     )
     if sharded:
         _in_graph(config, ours)
@@ -43,7 +45,12 @@ def _on_cpu(config, ours: Settings) -> None:
     devices = config.parallel_config.expert_parallel if config.use_parallel else 1
     if config.use_parallel:
         transport.connect()
-    if devices > 1:
+    if devices > 1 and ours.spare:
+        from plugins.expert_balance.copied import CopiedRoutedExperts
+
+        params = {"settings": hierarchical_ep.current(), "spare": ours.spare}
+        telechat3_moe.use_experts(ModuleSpec(CopiedRoutedExperts, params=params))
+    elif devices > 1:
         telechat3_moe.use_experts(ModuleSpec(PlacedRoutedExperts, params={"settings": hierarchical_ep.current()}))
     else:
         telechat3_moe.use_experts(PlacedGroupedExperts)

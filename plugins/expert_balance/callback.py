@@ -1,5 +1,5 @@
-"""This module records the experts' loads after every step, and moves experts when a plan is due, before anything is
-saved.
+"""This module records the experts' loads after every step, and moves experts and changes their copies when a plan is
+due, before anything is saved.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from mindformers.trainer import base_trainer
 from mindspore import Tensor
 
 from plugins.expert_balance import record
-from plugins.expert_balance.executor import Layer, Slice, from_first, move, total
-from plugins.expert_balance.plan import Prediction, due, imbalance, moved, next_placements
+from plugins.expert_balance.copies import imbalance_with, next_state, none
+from plugins.expert_balance.executor import Layer, Slice, agree, from_first, move, total
+from plugins.expert_balance.plan import Prediction, due, moved
 from plugins.expert_balance.record import Moved, Record, append, load_file
 from plugins.private_hooks import relies_on
 
@@ -37,13 +38,14 @@ class Experts:
 
     Attributes:
         number: of the layer in the model; router: counts its tokens; placement: the parameter, see `Layer`.
-        tensors: parameters that move with the experts, the weights first.
+        tensors: parameters that move with the experts, the weights first. cell: the experts, which take copies.
     """
 
     number: int
     router: Any
     placement: Any
     tensors: list
+    cell: Any = None
 
 
 class Alone:
@@ -86,7 +88,10 @@ class ExpertBalance(ExpertMigrateCallback):
         self.layers = layers_of(params.train_network.network, params.train_network.optimizer, self.decoder)
         monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
         self.done = monitors[0].initial_step or 0 if monitors else 0
+        self.held = none(len(self.layers), self.devices, self.settings.spare)
         self._remember()
+        if self.settings.spare:
+            self._take_copies(self._placements(), self.held)
 
     def on_train_step_end(self, run_context):
         """Record the loads; move experts if a plan is due."""
@@ -94,11 +99,10 @@ class ExpertBalance(ExpertMigrateCallback):
         # a compile tells the layouts of weights to the cell it was asked for: in sink mode the one around the step
         step, self.compiled = self.done + params.cur_step_num, params.train_network
         shares = np.stack([layer.router.expert_load.asnumpy().astype(np.float64) for layer in self.layers])
-        slots = np.stack([layer.placement.asnumpy().astype(np.int64) for layer in self.layers])
-        tokens, slots, batches = self.of_all(shares, slots)
+        tokens, slots, batches = self.of_all(shares, self._placements())
         self.prediction.see(tokens)
-        every = self.settings.every
-        self._record(step, tokens, slots, batches, self._move(step, slots) if due(step, every) else None)
+        every, copies = self.settings.every, self.held
+        self._record(step, tokens, slots, copies, batches, self._move(step, slots) if due(step, every) else None)
 
     def connect(self):
         """Return all ranks of the run."""
@@ -131,29 +135,52 @@ class ExpertBalance(ExpertMigrateCallback):
     def _move(self, step, slots):
         began = time.perf_counter()
         loads = self.prediction.loads
-        new = next_placements(self.settings, loads, slots, self.devices, step=step, nodes=self.nodes)
+        wanted = {"step": step, "nodes": self.nodes}
+        new, copies = next_state(self.settings, loads, slots, self.held, self.devices, **wanted)
         planned = time.perf_counter()
         sent = move(self.ranks, self.movable(), slots, new, assign)
+        self._take_copies(new, copies)
         sent = int(total(self.ranks, np.array([sent]))[0])
         experts = moved(new, slots, self.devices)
-        return Moved(new, experts, sent, planned - began, time.perf_counter() - planned)
+        return Moved(new, experts, sent, planned - began, time.perf_counter() - planned, self._told(copies))
 
-    def _record(self, step, tokens, slots, batches, moved):
+    def _placements(self):
+        """[layers, E] as the layers have them."""
+        return np.stack([layer.placement.asnumpy().astype(np.int64) for layer in self.layers])
+
+    def _take_copies(self, slots, copies):
+        """Have these copies from the next step on: all ranks the same, or every rank stops. No checkpoint has them."""
+        if self.settings.spare:
+            agree(self.ranks, "copies", copies.astype(np.int64).tobytes())
+            for layer, *held in zip(self.layers, slots, copies, strict=True):
+                take_copies(layer.cell, *held)
+        self.held = copies
+
+    def _told(self, copies):
+        """As the record has them."""
+        return copies if self.settings.spare else None
+
+    def _record(self, step, tokens, slots, copies, batches, moved):
         if not self.settings.record or self.ranks.rank:
             return
-        ratios = imbalance(tokens, slots, self.devices)
+        ratios = imbalance_with(tokens, slots, copies, self.devices)
         worst = tuple(float(ratio) if count == 1 else None for ratio, count in zip(ratios, batches, strict=True))
         numbers = tuple(layer.number for layer in self.layers)
-        append(self.file, Record(step, self.devices, numbers, tokens, slots, worst, moved, self.nodes))
+        told = self._told(copies)
+        append(self.file, Record(step, self.devices, numbers, tokens, slots, worst, moved, self.nodes, told))
 
     def _remember(self):
         """Rank 0 reads the records of the steps before, as a file may be its own alone; all ranks see the same."""
         form = (self.devices, len(self.layers), self.layers[0].placement.shape[0])
-        missing = ""
+        missing, copies = "", self.held[None][:0]
         if not self.ranks.rank:
             records, missing = record.carry_over(self.before, self.file, self.done, form)
             for loads in record.loads(records, form):
                 self.prediction.see(loads)
+            copies = self._last_copies(records)
+        if self.settings.spare:
+            for found in self.hand_out(copies):
+                self.held = found
         known = np.empty((0, *form[1:])) if self.prediction.loads is None else self.prediction.loads[None]
         for loads in self.hand_out(known):
             self.prediction.loads = loads
@@ -162,6 +189,14 @@ class ExpertBalance(ExpertMigrateCallback):
                 "plugins.expert_balance: %s: experts move by what is known, and not as they would have without the "
                 "interruption; the losses stay the same", missing
             )  # fmt: skip
+
+    def _last_copies(self, records):
+        """[1, layers, D x spare] with which the run went on after its last step; [0, ...] if that is not known."""
+        if records and records[-1].step == self.done:
+            slots, copies = records[-1].after
+            if copies.shape == self.held.shape and np.array_equal(slots, self._placements()):
+                return copies[None]
+        return self.held[None][:0]
 
 
 def layers_of(network, optimizer, decoder):
@@ -179,12 +214,17 @@ def layers_of(network, optimizer, decoder):
             number = int(place[1]) + decoder * (".mtp." in name)
             weights = [cell.experts.weight1, cell.experts.weight2]
             tensors = [each for weight in weights for each in (weight, *_moments(states, weight.name))]
-            found.append(Experts(number, cell.router, cell.experts.placement, tensors))
+            found.append(Experts(number, cell.router, cell.experts.placement, tensors, cell.experts))
     return sorted(found, key=lambda layer: layer.number)
 
 
 def _moments(states, weight):
     return [states[f"{moment}.{weight}"] for moment in _MOMENTS if f"{moment}.{weight}" in states]
+
+
+def take_copies(cell, slots, copies):
+    """Give a layer's experts their copies, see `plugins.expert_balance.copied`."""
+    cell.take_copies(slots, copies)
 
 
 def assign(parameter, value):

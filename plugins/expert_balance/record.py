@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import DataError, refuse_unknown
+from plugins.expert_balance.copies import NOTHING, loads_with
 from plugins.lines import append_line, read_steps
 
 
@@ -28,6 +29,7 @@ class Moved:
     Args:
         slots: int64 [layers, E], the placement from now on.
         experts: that changed device. sent_bytes: by all ranks. plan_s, move_s: seconds.
+        copies: int64 [layers, D x spare] from now on, as in `plugins.expert_balance.copies`; None: no spare slots.
     """
 
     slots: np.ndarray
@@ -35,6 +37,7 @@ class Moved:
     sent_bytes: int
     plan_s: float
     move_s: float
+    copies: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Record:
         micro_batch: [layers] max/mean of the worst micro-batch; None where it is not known.
         moved: after the step, or None.
         nodes: that plans balance first, see `plan.node_limited`; 1: they do not.
+        copies: int64 [layers, D x spare] during the step, as in `plugins.expert_balance.copies`; None: no spare slots.
     """
 
     step: int
@@ -58,6 +62,24 @@ class Record:
     micro_batch: tuple[float | None, ...]
     moved: Moved | None = None
     nodes: int = 1
+    copies: np.ndarray | None = None
+
+    @property
+    def held(self) -> np.ndarray:
+        """Return `copies`, [layers, 0] if there are no spare slots."""
+        return np.empty((len(self.layers), 0), np.int64) if self.copies is None else self.copies
+
+    @property
+    def on_devices(self) -> np.ndarray:
+        """Return [layers, D], the tokens of each device; an expert's are dealt equally to its home and its copies."""
+        return loads_with(self.tokens, self.slots, self.held, self.devices)
+
+    @property
+    def after(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the placement and the copies after the step; the latter [layers, 0] if there are no spare slots."""
+        copies = self.copies if self.moved is None else self.moved.copies
+        slots = self.slots if self.moved is None else self.moved.slots
+        return slots, self.held[:, :0] if copies is None else copies
 
 
 def load_file(run_dir: str | Path) -> Path:
@@ -73,6 +95,8 @@ def append(path: Path, record: Record) -> None:
 def line(record: Record) -> str:
     """Return the record as JSON."""
     moved = record.moved
+    copies = {} if record.copies is None else {"copies": record.copies.tolist()}
+    new = {} if moved is None or moved.copies is None else {"copies": moved.copies.tolist()}
     return json.dumps({
         "step": record.step,
         "devices": record.devices,
@@ -80,9 +104,11 @@ def line(record: Record) -> str:
         "layers": list(record.layers),
         "tokens": record.tokens.tolist(),
         "slots": record.slots.tolist(),
+        **copies,
         "micro_batch": list(record.micro_batch),
         "moved": moved and {
             "slots": moved.slots.tolist(),
+            **new,
             "experts": moved.experts,
             "bytes": moved.sent_bytes,
             "plan_s": moved.plan_s,
@@ -122,8 +148,8 @@ def _kind(record: Record) -> tuple[Any, ...]:
     return record.layers, record.tokens.shape, record.devices
 
 
-_KEYS = ("step", "devices", "nodes", "layers", "tokens", "slots", "micro_batch", "moved")
-_MOVED = ("slots", "experts", "bytes", "plan_s", "move_s")
+_KEYS = ("step", "devices", "nodes", "layers", "tokens", "slots", "copies", "micro_batch", "moved")
+_MOVED = ("slots", "copies", "experts", "bytes", "plan_s", "move_s")
 
 
 def _record(content: Any, place: str) -> Record:
@@ -149,7 +175,9 @@ def _record(content: Any, place: str) -> Record:
                 _whole(moved["bytes"]),
                 float(moved["plan_s"]),
                 float(moved["move_s"]),
+                _copies(moved),
             ),
+            copies=_copies(content),
         )
     except KeyError as error:
         raise DataError(f"{place}: not a record of expert loads: {error.args[0]} is missing") from None
@@ -171,6 +199,10 @@ def _table(value: Any) -> np.ndarray:
     if found.dtype != np.int64:
         raise ValueError("its rows must be equally long and hold integers of 64 bits")
     return found
+
+
+def _copies(content: dict[str, Any]) -> np.ndarray | None:
+    return None if content.get("copies") is None else _table(content["copies"])
 
 
 def _check(record: Record, place: str) -> None:
@@ -200,8 +232,29 @@ def _check(record: Record, place: str) -> None:
         wrong = f"moved: {record.moved.experts} experts and {record.moved.sent_bytes} bytes: there must be 0 or more"
     elif any(slots.shape != shape or (np.sort(slots, axis=1) != np.arange(shape[1])).any() for slots in placements):
         wrong = "the slots are not a placement: each layer needs every slot once"
+    else:
+        held = [(record.slots, record.copies)]
+        held += [(record.moved.slots, record.moved.copies)] if record.moved else []
+        wrong = next(filter(None, (_strange(*each, record.devices) for each in held)), "")
     if wrong:
         raise DataError(f"{place}: {wrong}")
+
+
+def _strange(slots: np.ndarray, copies: np.ndarray | None, devices: int) -> str:
+    """What is wrong with the copies of a step; "" if nothing is."""
+    if copies is None:
+        return ""
+    layers, experts = slots.shape
+    if copies.ndim != 2 or len(copies) != layers or not copies.shape[1] or copies.shape[1] % devices:
+        return f"copies of shape {list(copies.shape)}: they need equally many slots on {devices} devices for each layer"
+    if copies.min() < NOTHING or copies.max() >= experts:
+        return f"copies: an expert's number is 0 to {experts - 1}, and {NOTHING} stands for an empty slot"
+    for row, here in zip(slots, copies.reshape(layers, devices, -1), strict=True):
+        for device, some in enumerate(here):
+            some = some[some != NOTHING]
+            if len(set(some.tolist())) < len(some) or (row[some] // (experts // devices) == device).any():
+                return f"copies: device {device} has an expert twice"
+    return ""
 
 
 def file_of(checkpoint: str | Path | None, save_path: str | Path, run_dir: str | Path) -> Path:

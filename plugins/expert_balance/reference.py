@@ -1,13 +1,16 @@
-"""This module finds the best placement slowly: by trying every placement of a few experts, or by an integer program for
-16 experts on 4 devices.
+"""This module computes slowly what the planners compute: the best placement by trying every placement of a few experts,
+or by an integer program for 16 experts on 4 devices; copies by counting every device anew for each one that could be
+made, or by trying every way to fill the spare slots; and one by one which slot a token goes to.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
+
+from plugins.expert_balance.copies import NOTHING
 
 
 def least_by_trying(loads: np.ndarray, devices: int) -> float:
@@ -65,3 +68,76 @@ def least_by_program(loads: np.ndarray, devices: int, seconds: float = 60.0) -> 
     if found.status:
         raise RuntimeError(f"HiGHS: {found.message}")
     return float(found.fun)
+
+
+def _held(slots: list[int], copies: list[int], devices: int) -> list[list[int]]:
+    """The experts of each device, its own and then its copies."""
+    each, spare = len(slots) // devices, len(copies) // devices
+    own = [[expert for expert, slot in enumerate(slots) if slot // each == device] for device in range(devices)]
+    more = [
+        [one for one in copies[device * spare : (device + 1) * spare] if one != NOTHING] for device in range(devices)
+    ]
+    return [first + then for first, then in zip(own, more, strict=True)]
+
+
+def _counted(loads: list[int], held: list[list[int]]) -> list[int]:
+    """The tokens of each device, if each expert's are dealt to all devices that hold it, in whole parts rounded up."""
+    devices = [sum(expert in here for here in held) for expert in range(len(loads))]
+    return [sum((loads[expert] + devices[expert] - 1) // devices[expert] for expert in here) for here in held]
+
+
+def planned_slowly(loads: list[int], slots: list[int], devices: int, spare: int, least: float = 0.0) -> list[int]:
+    """Return what `plugins.expert_balance.copies.planned` returns, every device counted anew for each possible copy."""
+    copies = [NOTHING] * (devices * spare)
+    while True:
+        held = _held(slots, copies, devices)
+        before = _counted(loads, held)
+        full = before.index(max(before))
+        found = []
+        for expert in sorted(held[full]):
+            for device in range(devices):
+                row = copies[device * spare : (device + 1) * spare]
+                if NOTHING in row and expert not in held[device]:
+                    trial = copies.copy()
+                    trial[device * spare + row.index(NOTHING)] = expert
+                    after = _counted(loads, _held(slots, trial, devices))
+                    found.append((max(after[full], after[device]), expert, device, trial))
+        if not found:
+            return copies
+        best, _, _, trial = min(found)
+        if best >= before[full] or before[full] - best < least * before[full]:
+            return copies
+        copies = trial
+
+
+def divided_slowly(loads: list[int], devices: int, spare: int) -> list[int]:
+    """Return what `plugins.expert_balance.copies.divided` returns, all parts computed anew for each copy."""
+    count = [1] * len(loads)
+    for _ in range(devices * spare):
+        left = [(loads[e] + count[e] - 1) // count[e] if count[e] < devices else -1 for e in range(len(loads))]
+        count[left.index(max(left))] += 1
+    return [(load + some - 1) // some for load, some in zip(loads, count, strict=True)]
+
+
+def least_with_copies(loads: list[int], slots: list[int], devices: int, spare: int) -> int:
+    """Return the tokens of the fullest device with the best of all copies, found by trying all."""
+    found = max(_counted(loads, _held(slots, [NOTHING] * (devices * spare), devices)))
+    for copies in product(range(NOTHING, len(loads)), repeat=devices * spare):
+        held = _held(slots, list(copies), devices)
+        if all(len(set(here)) == len(here) for here in held):
+            found = min(found, max(_counted(loads, held)))
+    return found
+
+
+def chosen_slowly(homes: list[int], slots: list[int], copies: list[int], devices: int, rank: int) -> list[int]:
+    """Return what `plugins.expert_balance.copies.Table.choose` returns, one (token, expert) pair after the other."""
+    each, spare = len(slots) // devices, len(copies) // devices
+    seen, found = dict.fromkeys(homes, rank), []
+    for home in homes:
+        places = [home // each * (each + spare) + home % each]
+        for at, expert in enumerate(copies):
+            if expert != NOTHING and slots[expert] == home:
+                places.append(at // spare * (each + spare) + each + at % spare)
+        found.append(places[seen[home] % len(places)])
+        seen[home] += 1
+    return found

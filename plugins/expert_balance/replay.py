@@ -1,8 +1,8 @@
 """This module computes what a policy would have done with recorded loads, step by step; the policy may be this plugin's
 or another planner's.
 
-The decision of a replay is the live run's own. `eplb` (DeepSeek; MindFormers packs alike) plans from scratch at every
-plan; it is here for reports and benchmarks.
+The decision of a replay is the live run's own. `eplb` (DeepSeek; MindFormers packs alike) and `eplb_with_copies` plan
+from scratch at every plan; they are here for reports and benchmarks.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plugins.expert_balance.plan import Prediction, due, greedy, imbalance, moved, next_placements
+from plugins.expert_balance.copies import NOTHING, imbalance_with, next_state, none
+from plugins.expert_balance.plan import Prediction, due, greedy, moved
 from plugins.expert_balance.record import Record
 from plugins.expert_balance.settings import Settings
 
 # predicted [layers, E], the placements there are [layers, E], step -> placements from now on [layers, E]
 Policy = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
+State = tuple[np.ndarray, np.ndarray]  # placements [layers, E], and copies [layers, D x spare]
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Replay:
         slots: int64 [steps, layers, E], the placement after each step.
         moves: int64 [steps, layers], experts that changed device after a step.
         plans: of a whole model that were made; plan_s: seconds of one, the mean.
+        copies: int64 [steps, layers, D x spare] after each step.
     """
 
     ratios: np.ndarray
@@ -37,53 +40,77 @@ class Replay:
     moves: np.ndarray
     plans: int
     plan_s: float
+    copies: np.ndarray
+
+    @property
+    def made(self) -> np.ndarray:
+        """Return int64 [steps, layers], how many copies there are after each step."""
+        return (self.copies != NOTHING).sum(axis=2)
 
 
 def replay(records: Sequence[Record], settings: Settings) -> Replay:
-    """Return what the plugin would have done from the first record's placement on.
+    """Return what the plugin would have done from the first record's placement and copies on.
 
-    With the settings of the run that recorded them, from its first step on, `slots` are the run's own.
+    With the settings of the run that recorded them, from its first step on, `slots` and `copies` are the run's own.
     """
     devices, nodes = records[0].devices, {record.step: record.nodes for record in records}
+    slots, copies = records[0].slots, records[0].held
+    if copies.shape[1] != devices * settings.spare:
+        copies = none(len(slots), devices, settings.spare)
 
-    def decide(predicted: np.ndarray, old: np.ndarray, step: int) -> np.ndarray:
-        return next_placements(settings, predicted, old, devices, step=step, nodes=nodes[step])
+    def decide(predicted: np.ndarray, old: State, step: int) -> State:
+        return next_state(settings, predicted, *old, devices, step=step, nodes=nodes[step])
 
-    return replay_policy(records, decide, settings.every, settings.memory)
+    return _replayed(records, decide, (slots, copies), settings.every, settings.memory)
 
 
 def replay_policy(records: Sequence[Record], policy: Policy, every: int, decay: float) -> Replay:
-    """Ask `policy` for a placement after every step at which a plan is due."""
-    devices, layers = records[0].devices, len(records[0].layers)
-    slots, prediction = records[0].slots, Prediction(decay)
+    """Ask `policy`, which makes no copies, for a placement after every step at which a plan is due."""
+
+    def decide(predicted: np.ndarray, old: State, step: int) -> State:
+        return policy(predicted, old[0], step), old[1]
+
+    start = records[0].slots, none(len(records[0].layers), records[0].devices, 0)
+    return _replayed(records, decide, start, every, decay)
+
+
+def _replayed(
+    records: Sequence[Record], decide: Callable[[np.ndarray, State, int], State], state: State, every: int, decay: float
+) -> Replay:
+    devices, layers, prediction = records[0].devices, len(records[0].layers), Prediction(decay)
     ratios, after, moves = [], [], np.zeros((len(records), layers), np.int64)
     plans, seconds = 0, 0.0
     for at, record in enumerate(records):
-        ratios.append(imbalance(record.tokens, slots, devices))
+        ratios.append(imbalance_with(record.tokens, *state, devices))
         prediction.see(record.tokens)
         if due(record.step, every):
             began, predicted = time.perf_counter(), prediction.loads
             assert predicted is not None
-            new = policy(predicted, slots, record.step)
+            new = decide(predicted, state, record.step)
             seconds, plans = seconds + time.perf_counter() - began, plans + 1
-            moves[at] = [moved(new[i], slots[i], devices) for i in range(layers)]
-            slots = new
-        after.append(slots)
-    return Replay(np.stack(ratios), np.stack(after), moves, plans, seconds / max(plans, 1))
+            moves[at] = [moved(new[0][i], state[0][i], devices) for i in range(layers)]
+            state = new
+        after.append(state)
+    slots, copies = (np.stack(each) for each in zip(*after, strict=True))
+    return Replay(np.stack(ratios), slots, moves, plans, seconds / max(plans, 1), copies)
 
 
 def differences(records: Sequence[Record], found: Replay) -> list[int]:
-    """Return the steps after which a replay's placement differs from the recorded one."""
-    ends = [record.moved.slots if record.moved else record.slots for record in records]
-    return [record.step for record, end, slots in zip(records, ends, found.slots, strict=True) if (end != slots).any()]
+    """Return the steps after which a replay's placement or copies differ from the recorded ones."""
+    rows = zip(records, found.slots, found.copies, strict=True)
+    return [
+        record.step
+        for record, slots, copies in rows
+        if (record.after[0] != slots).any() or not np.array_equal(record.after[1], copies)
+    ]
 
 
 def eplb(loads: np.ndarray, devices: int, nodes: int = 1, groups: int = 1) -> np.ndarray:
     """Return EPLB's placement int64 [E] without replicas, by the description in its README.
 
     Hierarchical where `nodes` divides `groups`: groups of experts are packed to nodes, then the experts of each node to
-    its devices. Otherwise global: experts are packed to devices. Its middle step, copies of hot experts, is left out:
-    training has one copy of an expert in an EP group.
+    its devices. Otherwise global: experts are packed to devices. Its middle step, copies of hot experts, is left out
+    here; `eplb_with_copies` has it.
     """
     if groups % nodes or nodes == 1:
         return _slots(_packed(loads, devices))
@@ -93,6 +120,46 @@ def eplb(loads: np.ndarray, devices: int, nodes: int = 1, groups: int = 1) -> np
         here = np.flatnonzero(node == one)
         device[here] = one * (devices // nodes) + _packed(loads[here], devices // nodes)
     return _slots(device)
+
+
+def eplb_with_copies(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
+    """Return the expert of every slot, int64 [D, E / D + spare], as EPLB's global policy fills them for inference.
+
+    1. Each of the D x spare copies is of the expert whose copies have most tokens each until then.
+    2. All copies are packed to devices, the heaviest first, to the lightest device that has room.
+
+    No slot stays empty and no expert has a home, so that a change moves whole experts; a device may hold one twice.
+    """
+    count = np.ones(len(loads), np.int64)
+    for _ in range(devices * spare):
+        count[int((loads / count).argmax())] += 1
+    experts = np.repeat(np.arange(len(loads)), count)
+    return experts[np.argsort(_packed((loads / count)[experts], devices), kind="stable")].reshape(devices, -1)
+
+
+def eplb_ratios(records: Sequence[Record], every: int, decay: float, spare: int) -> np.ndarray:
+    """Return [steps, layers], the max/mean with `eplb_with_copies` planned at every step at which a plan is due."""
+    devices, prediction, ratios = records[0].devices, Prediction(decay), []
+    held: np.ndarray | None = None  # [layers, D, slots], after the first plan
+    for record in records:
+        before = record.on_devices.max(1) / record.on_devices.mean(1)
+        ratios.append(before if held is None else of_slots(record.tokens, held))
+        prediction.see(record.tokens)
+        if due(record.step, every):
+            assert prediction.loads is not None
+            held = np.stack([eplb_with_copies(layer, devices, spare) for layer in prediction.loads])
+    return np.stack(ratios)
+
+
+def of_slots(loads: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Return [layers], the max/mean if an expert's tokens are dealt equally to all slots that hold it.
+
+    Args:
+        loads: [layers, E]. held: int [layers, D, slots], the expert of each slot.
+    """
+    rows = zip(loads, held, strict=True)
+    on = np.stack([(one / np.bincount(here.reshape(-1), minlength=len(one)))[here].sum(1) for one, here in rows])
+    return on.max(1) / on.mean(1)
 
 
 def _packed(loads: np.ndarray, packs: int) -> np.ndarray:

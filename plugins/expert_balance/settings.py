@@ -26,7 +26,9 @@ class Settings(Section):
     """These settings say when experts move, and where."""
 
     KEY = KEY
-    RIGHT = f"write every, method, moves, gate, memory, record under it (or {{}} for the defaults), or {KEY}: False"
+    RIGHT = (
+        f"write every, method, moves, gate, memory, record, spare under it (or {{}} for the defaults), or {KEY}: False"
+    )
     CHANGE = ("layout", "routes tokens between devices differently")
 
     every: int = setting(
@@ -60,6 +62,12 @@ class Settings(Section):
         below=1,
     )
     record: bool = setting(True, "write `metrics/expert_load.jsonl`", "write True or False", change=WATCHES)
+    spare: int = setting(
+        0,
+        "slots of a device for copies of other devices' hot experts; data-parallel CPU workers only",
+        "write slots of a device for copies, or 0 for none",
+        least=0,
+    )
 
     def agree(self) -> None:
         """Raise RecipeError for a budget that the method ignores, or if the plugin would do nothing."""
@@ -72,6 +80,12 @@ class Settings(Section):
             raise RecipeError(
                 f"the plugin neither moves (every: 0) nor records (record: False); write {KEY}: False", KEY
             )
+        if self.spare and not self.every:
+            raise RecipeError("copies are planned together with moves, but every is 0; write every: 20", f"{KEY}.spare")
+        if self.spare and not self.record:
+            raise RecipeError(
+                "a resumed run reads from the record which copies there were; write record: True", f"{KEY}.spare"
+            )
 
 
 read = Settings.read
@@ -82,13 +96,13 @@ def moves(section: object) -> bool:
     return section is not None and section is not False and bool(read(section).every)
 
 
-def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str) -> None:
+def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str, experts: int, sharded: bool) -> None:
     """Refuse recipes in which a move would fail in the middle of a run, or would move only part of what belongs to an
     expert.
 
     Args:
         counts: the routers count their tokens (`moe_router_enable_expert_bias`); expert_parallel: ranks that share the
-            experts; optimizer: its type.
+            experts; optimizer: its type; experts: of a layer; sharded: MindSpore shards the graph, on CPU or Ascend.
 
     Raises:
         RecipeError: naming the key, and what to write.
@@ -111,4 +125,16 @@ def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str)
             f"the state that optimizer.type: {optimizer} has of an expert would stay behind when the "
             f"expert moves; write optimizer.type: {_OPTIMIZER}, or 0 here to record loads only",
             every,
+        )
+    if ours.spare and sharded:
+        raise RecipeError(
+            "copies of experts train on data-parallel CPU workers only (context.device_target: CPU, "
+            "parallel.parallel_mode: 0), because in a sharded graph nothing brings a copy its weights; write 0. "
+            "`tc3 experts report RUN --spare N` says what copies would bring",
+            f"{KEY}.spare",
+        )
+    if ours.spare > (others := experts - experts // expert_parallel):
+        raise RecipeError(
+            f"{ours.spare} slots of a device, but all other devices have {others} experts; write {others} at most",
+            f"{KEY}.spare",
         )

@@ -1,8 +1,8 @@
 """Experts that change ranks while they train: the same training, also after a kill in the middle of a move.
 
-Two workers move experts after steps 3, 6 and 9 and save after step 6. In the move of step 9 one worker is killed with
-two of a layer's six tensors written. The run goes on from step 6, loads the graph that it had compiled, and computes
-steps 7 to 9 once more.
+Two workers move experts after steps 3, 6 and 9, copy hot ones, and save after step 6. In the move of step 9 one worker
+is killed with two of a layer's six tensors written. The run goes on from step 6 with the copies that there were, loads
+the graph that it had compiled, and computes steps 7 to 9 once more.
 """
 
 import subprocess
@@ -13,6 +13,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from plugins.expert_balance import record, settings
+from plugins.expert_balance.copies import NOTHING
 from plugins.expert_balance.replay import differences, replay
 from tests.training import runs
 from tests.training.test_other_layout import follows
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.slow
 BALANCED = runs.HERE / "tiny_ep2_balanced.yaml"
 TENSORS = 2 * 3 + 1  # two weights with two moments each, and the placement
 STEPS, SAVED, MOVES = 10, 6, (3, 6, 9)
-# a rank adds up the squares of its own experts' gradients: their order in the norm is all that a move changes
+# the order in which a rank adds up squares of its experts' gradients, and rows of an expert with a copy, is all that
+# changes
 TOLERANCE = 1e-6
 
 
@@ -87,6 +89,8 @@ def test_the_record_replays_to_the_placements_of_the_run_and_of_its_checkpoints(
     assert all(each.moved.experts and each.moved.sent_bytes for each in records if each.moved)
     for old, new in zip(killed[2], records, strict=False):  # the resumed part repeats steps 7 and 8
         assert np.array_equal(old.tokens, new.tokens) and np.array_equal(old.slots, new.slots)
+        assert np.array_equal(old.held, new.held)
+    assert any((each.held != NOTHING).any() for each in records[SAVED : MOVES[-1]]), "no copy trained after the resume"
     ours = settings.read(load_recipe(BALANCED)["plugins"]["expert_balance"])
     assert differences(records, replay(records, ours)) == []
     for step in runs.checkpoints(resumed):

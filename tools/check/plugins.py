@@ -151,6 +151,8 @@ def _expert_balance(view: View, built: Built, found: Findings) -> None:
             counts=bool(built.fields.get("moe_router_enable_expert_bias")),
             expert_parallel=view.ep if view.devices > 1 else 1,
             optimizer=str(view.get(("optimizer", "type"))),
+            experts=built.number("num_moe_experts"),
+            sharded=not view.cpu_classes,
         )
 
 

@@ -210,13 +210,16 @@ def _number(text: str, span: Range, name: str) -> float:
 
 
 class _Row(NamedTuple):
-    """Tokens of each expert in the MoE layers of a micro-batch, with the place in the file."""
+    """Tokens of each expert in the MoE layers of a micro-batch, with the place in the file; of a run's own record also
+    those of each device, which count copies of experts.
+    """
 
     place: str
     step: int
     micro_batch: int
     tokens: np.ndarray  # [layers, experts]
     slots: np.ndarray | None = None
+    on: np.ndarray | None = None  # [layers, devices of the run]
 
 
 def read_loads(path: Path, config: Configuration) -> Loads:
@@ -246,7 +249,7 @@ def read_loads(path: Path, config: Configuration) -> Loads:
         rows = _csv_rows(path, text)
     elif _is_record(text):
         every = read(path, say=left_out.append)
-        rows = [_Row(f"{path}: step {one.step}", one.step, 0, one.tokens, one.slots) for one in every]
+        rows = [_Row(f"{path}: step {one.step}", one.step, 0, one.tokens, one.slots, one.on_devices) for one in every]
     else:
         rows = _json_rows(path, text)
     if not rows:
@@ -420,7 +423,10 @@ def _loads(path: Path, steps: list[list[_Row]], config: Configuration) -> Loads:
     tokens = np.array([[row.tokens for row in own] for own in steps])
     in_order = np.tile(np.arange(experts), (layers, 1))
     slots = np.array([[in_order if row.slots is None else row.slots for row in own] for own in steps])
-    on = device_loads(tokens, slots, config.ep)
+    if first.on is not None and first.on.shape[1] == config.ep:
+        on = np.array([[row.on for row in own] for own in steps])
+    else:  # copies of experts belong to their number of devices
+        on = device_loads(tokens, slots, config.ep)
     shares = on / on.mean(axis=-1, keepdims=True)
     numbers = tuple(own[0].step for own in steps)
     parts = f" of {shares.shape[1]} micro-batches" if shares.shape[1] > 1 else ""

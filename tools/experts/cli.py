@@ -14,6 +14,8 @@ from tools.ranges import Number
 
 EVERY_HELP = "Number of steps after which a replayed policy plans anew.  [default: the recipe's number, or 20]"
 
+SPARE_HELP = "Slots of a device for copies of hot experts, in two more policies.  [default: the recipe's, or 0]"
+
 
 @click.group("experts", context_settings={"help_option_names": ["-h", "--help"]})
 def experts() -> None:
@@ -30,6 +32,7 @@ def experts() -> None:
 )
 @click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster to assume.")
 @click.option("--every", type=Number("steps"), metavar="N", help=EVERY_HELP)
+@click.option("--spare", type=Number("slots"), metavar="N", help=SPARE_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with tables and pictures.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw loads over time (.svg or .png).")
@@ -38,6 +41,7 @@ def report_command(
     recipe: Path | None,
     cluster: str,
     every: int | None,
+    spare: int | None,
     as_json: bool,
     html: Path | None,
     picture: Path | None,
@@ -57,7 +61,7 @@ def report_command(
     if html:
         check_page(html)
     source = open_run(run, recipe, partial(click.echo, err=True))
-    found = study(source, cluster, every)
+    found = study(source, cluster, every, spare)
     if picture:
         click.echo(f"drawn: {draw(found, picture)}", err=True)
     if html:

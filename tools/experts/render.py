@@ -21,16 +21,17 @@ from tools.files.figure import new_figure, save_figure, svg_text
 WIDTH = 110  # of the tables, also where nobody looks at a terminal
 SHOWN = 12  # layers in the table; --json has all
 LAYER_HEADS = ("layer", "busiest expert", "", "max/mean", "95 % up to", "worst step", "micro-batch", "bound")
-POLICY_HEADS = ("policy", "every", "max/mean", "worst", "moves a layer", "plan", "waits a step", "saves")
+POLICY_HEADS = ("policy", "every", "max/mean", "worst", "moves", "copies", "plan", "waits a step", "saves")
 NOTES = (
     "max/mean: tokens of the fullest device of an EP group over the mean of its devices; all others wait for it",
     "policies plan with the loads seen until then and are judged by the steps after the first plan",
     "moves: experts of a layer that change device at a plan; plan: time to plan all layers on this machine",
+    "copies: of a layer's experts, on average; what they send in every micro-batch is not in the seconds",
 )
 _HOTTEST = 3.0  # times the mean, at the end of the colour scale
 _FEW_LAYERS = 4  # layers that get a panel of their own, expert by step
 _WINDOWS = 4  # of time, where layers are too many for that: layer by expert
-_POLICY_COLOURS = ("0.55", "black", "tab:orange", "tab:blue", "tab:cyan", "tab:green")
+_POLICY_COLOURS = ("0.55", "black", "tab:orange", "tab:blue", "tab:cyan", "tab:green", "tab:red", "tab:purple")
 
 
 def draw(found: Study, path: Path) -> Path:
@@ -174,6 +175,7 @@ def _policy_content(policy: Policy, found: Study) -> dict[str, Any]:
         "plans": policy.plans,
         "moves": int(policy.moves.sum()),
         "moves_of_a_plan_and_layer": policy.moves_of_a_plan(),
+        "copies_of_a_layer": policy.copies,
         "plan_seconds": policy.plan_s if policy.plans else None,
         "measured_move_seconds": policy.move_s,
         "waits_seconds": policy.waits,
@@ -210,6 +212,7 @@ def policy_rows(found: Study) -> list[list[str]]:
             f"{row['max_over_mean']:.3f}",
             f"{row['worst']:.3f}",
             f"{row['moves_of_a_plan_and_layer']:.1f}" if row["plans"] else "-",
+            f"{row['copies_of_a_layer']:.1f}" if row["copies_of_a_layer"] else "-",
             f"{1e3 * row['plan_seconds']:.1f} ms" if row["plans"] else "-",
             "unknown" if waits is None else f"{waits:.2f} s",
             "-" if saves is None or row["policy"] == NONE else f"{saves:.2f} s",

@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from plugins.errors import DataError, RecipeError
-from plugins.expert_balance.plan import bound, device_loads, due, imbalance
+from plugins.expert_balance.copies import NOTHING
+from plugins.expert_balance.plan import bound, due
 from plugins.expert_balance.record import Record, load_file, read
-from plugins.expert_balance.replay import Replay, differences, eplb, replay, replay_policy
+from plugins.expert_balance.replay import Replay, differences, eplb, eplb_ratios, replay, replay_policy
 from plugins.expert_balance.settings import KEY, Settings
 from plugins.expert_balance.settings import read as read_settings
 from tools.estimate.configuration import Configuration
@@ -131,6 +132,7 @@ class Policy:
         moves: [steps, layers] experts that changed device. plans: of the whole model; plan_s: seconds of one.
         waits: seconds of a step that wait for the fullest device, after the first plan; None: not known.
         move_s: measured seconds of one exchange; None where none was measured.
+        copies: of experts in a layer, the mean after the first plan.
     """
 
     name: str
@@ -141,6 +143,7 @@ class Policy:
     plan_s: float
     waits: float | None
     move_s: float | None = None
+    copies: float = 0.0
 
     def moves_of_a_plan(self) -> float:
         """Return the mean number of experts of a layer that one plan moves."""
@@ -174,22 +177,26 @@ class Study:
     differs: list[int] | None
 
 
-def study(source: Source, cluster: str, every: int | None) -> Study:
+def study(source: Source, cluster: str, every: int | None, spare: int | None = None) -> Study:
     """Return the report on a log, with the policies replayed.
 
     Args:
-        every: steps between plans; None: the recipe's.
+        every: steps between plans; None: the recipe's. spare: slots of a device for copies of experts, in two more
+            policies; None: the recipe's, 0: none.
 
     Raises:
-        RecipeError: there is no such cluster.
+        RecipeError: there is no such cluster, or a device has more spare slots than other devices have experts.
     """
     records, settings = source.records, source.settings
+    spare = settings.spare if spare is None else spare
+    experts, devices = records[0].tokens.shape[1], records[0].devices
+    if spare > (others := experts - experts // devices):
+        raise RecipeError(f"--spare {spare}: all other devices have {others} experts; take {others} at most")
     seconds = seconds_of(source.recipe, records, cluster)
     every = every or settings.every or type(settings)().every
     tokens = np.stack([record.tokens for record in records])
-    slots = np.stack([record.slots for record in records])
-    on = device_loads(tokens, slots, records[0].devices).sum(0)
-    total = tokens.sum(0)
+    loads = np.stack([record.on_devices for record in records])
+    on, total = loads.sum(0), tokens.sum(0)
     planned = [at for at, record in enumerate(records) if due(record.step, every)]
     first = planned[0] + 1 if planned and planned[0] + 1 < len(records) else 0
     return Study(
@@ -197,11 +204,11 @@ def study(source: Source, cluster: str, every: int | None) -> Study:
         every=every,
         first=first,
         tokens=tokens,
-        ratios=imbalance(tokens, slots, records[0].devices),
+        ratios=loads.max(2) / loads.mean(2),
         devices=_over_mean(on),
         experts=_over_mean(total),
-        bounds=np.array([bound(one, records[0].devices) / max(one.sum() / records[0].devices, 1) for one in total]),
-        policies=_policies(source, every, first, seconds),
+        bounds=np.array([bound(one, devices) / max(one.sum() / devices, 1) for one in total]),
+        policies=_policies(source, every, spare, first, seconds),
         seconds=seconds,
         differs=_differs(source),
     )
@@ -211,15 +218,16 @@ def _over_mean(loads: np.ndarray) -> np.ndarray:
     return loads / np.maximum(loads.mean(-1, keepdims=True), 1e-30)
 
 
-def _policies(source: Source, every: int, first: int, seconds: Seconds | str) -> list[Policy]:
+def _policies(source: Source, every: int, spare: int, first: int, seconds: Seconds | str) -> list[Policy]:
     records, settings = source.records, source.settings
-    devices = records[0].devices
+    devices, plain = records[0].devices, replace(settings, spare=0)
 
     def policy(name: str, found: Replay, every: int, move_s: float | None = None) -> Policy:
         waits = None if isinstance(seconds, str) else seconds.waits(found.ratios[first:])
-        return Policy(name, every, found.ratios, found.moves, found.plans, found.plan_s, waits, move_s)
+        copies = float(found.made[first:].mean())
+        return Policy(name, every, found.ratios, found.moves, found.plans, found.plan_s, waits, move_s, copies)
 
-    rows = [policy(NONE, replay(records, replace(settings, every=0)), 0)]
+    rows = [policy(NONE, replay(records, replace(plain, every=0)), 0)]
     if any(record.moved for record in records):
         found, move_s = _recorded(source)
         steps = [record.step for record in records if record.moved]
@@ -231,12 +239,17 @@ def _policies(source: Source, every: int, first: int, seconds: Seconds | str) ->
     packed = replay_policy(records, packing, every, settings.memory)
     rows.append(policy("greedy (EPLB, MindFormers)", packed, every))
     for method in ("swaps", "aligned"):
-        wanted = replace(settings, method=method, every=every)
-        rows.append(policy(method, replay(records, wanted), every))
+        rows.append(policy(method, replay(records, replace(plain, method=method, every=every)), every))
     if len(records) > RARE * every:
-        rows.append(
-            policy("swaps", replay(records, replace(settings, method="swaps", every=RARE * every)), RARE * every)
-        )
+        rows.append(policy("swaps", replay(records, replace(plain, method="swaps", every=RARE * every)), RARE * every))
+    if spare:
+        slots = f"{spare} spare slot{'s' * (spare > 1)}"
+        copied = replace(settings, method="swaps", every=every, spare=spare)
+        rows.append(policy(f"swaps, {slots}", replay(records, copied), every))
+        ratios = eplb_ratios(records, every, settings.memory, spare)
+        waits = None if isinstance(seconds, str) else seconds.waits(ratios[first:])
+        none = np.zeros(ratios.shape, np.int64)
+        rows.append(Policy(f"EPLB, {slots}", every, ratios, none, 0, 0.0, waits, copies=float(devices * spare)))
     return rows
 
 
@@ -244,13 +257,17 @@ def _recorded(source: Source) -> tuple[Replay, float]:
     """What the run itself did, and the mean seconds of an exchange."""
     records = source.records
     slots = np.stack([record.slots for record in records])
-    after = np.stack([record.moved.slots if record.moved else record.slots for record in records])
+    after = np.stack([record.after[0] for record in records])
+    wide = max(record.after[1].shape[1] for record in records)
+    copies = np.full((*slots.shape[:2], wide), NOTHING)
+    for row, record in zip(copies, records, strict=True):
+        row[:, : record.after[1].shape[1]] = record.after[1]
     each = slots.shape[2] // records[0].devices
     gone = [record.moved for record in records if record.moved]
-    ratios = imbalance(np.stack([record.tokens for record in records]), slots, records[0].devices)
+    ratios = np.stack([one.max(1) / one.mean(1) for one in (record.on_devices for record in records)])
     moves = (after // each != slots // each).sum(2)
     plan_s, move_s = (float(np.mean([getattr(one, name) for one in gone])) for name in ("plan_s", "move_s"))
-    return Replay(ratios, after, moves, len(gone), plan_s), move_s
+    return Replay(ratios, after, moves, len(gone), plan_s, copies), move_s
 
 
 def _differs(source: Source) -> list[int] | None:

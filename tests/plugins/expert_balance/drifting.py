@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from plugins.expert_balance.plan import Prediction, due, moved, next_placements
+from plugins.expert_balance.copies import next_state, none
+from plugins.expert_balance.plan import Prediction, due, moved
 from plugins.expert_balance.record import Moved, Record
 from plugins.expert_balance.settings import Settings
 
@@ -40,12 +41,14 @@ def live(
 ) -> list[Record]:
     """What a run with the plugin records, in the plugin's own words: record, predict, plan, move."""
     slots, prediction, records = np.tile(np.arange(experts), (layers, 1)), Prediction(settings.memory), []
+    copies = none(layers, devices, settings.spare)
     for step, tokens in enumerate(drifting(0, spread, 0.9, steps, layers, experts, tokens=128 * experts), 1):
         prediction.see(tokens)
-        before, gone = slots, None
+        (before, held), gone = (slots, copies), None
         if due(step, settings.every):
-            slots = next_placements(settings, prediction.loads, before, devices, step=step, nodes=nodes)
-            gone = Moved(slots, moved(slots, before, devices), 0, 0.0, 0.25)
-        numbers = tuple(range(1, layers + 1))
-        records.append(Record(step, devices, numbers, tokens, before, (None,) * layers, gone, nodes))
+            slots, copies = next_state(settings, prediction.loads, before, held, devices, step=step, nodes=nodes)
+            told = copies if settings.spare else None
+            gone = Moved(slots, moved(slots, before, devices), 0, 0.0, 0.25, told)
+        numbers, held = tuple(range(1, layers + 1)), held if settings.spare else None
+        records.append(Record(step, devices, numbers, tokens, before, (None,) * layers, gone, nodes, held))
     return records

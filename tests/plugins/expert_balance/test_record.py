@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from plugins.errors import DataError
+from plugins.expert_balance.copies import NOTHING
 from plugins.expert_balance.plan import Prediction
 from plugins.expert_balance.record import Moved, Record, append, carry_over, file_of, line, load_file, loads, read
 
@@ -25,6 +26,16 @@ def test_what_is_appended_is_read(tmp_path):
     back = read(load_file(tmp_path))
     assert [same(*pair) for pair in zip(back, written, strict=True)] == [True, True]
     assert back[1].moved.slots.dtype == np.int64 and back[0].micro_batch == (1.5, None)
+
+
+def test_copies_are_read_as_they_were_written(tmp_path):
+    copies, later = np.array([[2, NOTHING], [NOTHING, 2]]), np.array([[NOTHING, NOTHING], [0, 2]])
+    moved = Moved(SLOTS, 0, 0, 0.5, 0.25, later)
+    append(tmp_path / "log", Record(1, 2, (1, 2), np.full((2, 4), 10), SLOTS, (None, None), moved, copies=copies))
+    (found,) = read(tmp_path / "log")
+    assert np.array_equal(found.held, copies) and np.array_equal(found.after[1], later)
+    assert found.on_devices.tolist() == [[25, 15], [15, 25]]
+    assert record(1).held.shape == (2, 0) and record(1).after[1].shape == (2, 0)
 
 
 def test_the_form_is_the_documented_one():
@@ -67,6 +78,12 @@ def test_half_a_line_of_a_killed_run_is_left_out(tmp_path):
     [
         ({"slots": [[0, 1, 2, 2], [3, 2, 1, 0]]}, "not a placement"),
         ({"slots": [[0, 1, 2, 3]]}, "not a placement"),
+        ({"copies": [[2, -1]]}, "copies of shape"),
+        ({"copies": [[2], [2]]}, "copies of shape"),
+        ({"copies": [[2, -1], [4, -1]]}, "0 to 3"),
+        ({"copies": [[2, -1], [2, -1]]}, "device 0 has an expert twice"),
+        ({"copies": [[2, 2, -1, -1], [0, -1, -1, -1]]}, "device 0 has an expert twice"),
+        ({"copies": "all"}, "not a record"),
         ({"tokens": [[1, 2, 3], [1, 2, 3]]}, "do not divide"),
         ({"tokens": [[1, 2, 3, 4]]}, "for 2 layers"),
         ({"tokens": [[1, 2, 3, -4], [1, 2, 3, 4]]}, "negative"),

@@ -7,7 +7,7 @@ import pytest
 
 from plugins.expert_balance.plan import device_loads, greedy, imbalance
 from plugins.expert_balance.record import append, read
-from plugins.expert_balance.replay import differences, eplb, replay, replay_policy
+from plugins.expert_balance.replay import differences, eplb, eplb_ratios, replay, replay_policy
 from plugins.expert_balance.settings import Settings
 from tests.plugins.expert_balance.drifting import live
 
@@ -25,6 +25,26 @@ def test_a_replay_of_a_log_has_the_placements_of_the_run(tmp_path, method):
     assert found.plans == 4
     assert found.moves.sum() == sum(record.moved.experts for record in records if record.moved) > 0
     assert found.ratios[5, 1] == imbalance(records[5].tokens[1], records[5].slots[1], DEVICES)
+
+
+@pytest.mark.parametrize("method", ["swaps", "random"])
+def test_a_replay_of_a_log_with_copies_has_those_of_the_run(tmp_path, method):
+    settings = Settings(every=3, method=method, spare=2)
+    records = live(settings, spread=2.0)
+    for record in records:
+        append(tmp_path / "log", record)
+    found = replay(read(tmp_path / "log"), settings)
+    assert differences(records, found) == [] and found.copies.shape == (13, 3, 2 * DEVICES)
+    assert found.made.any() and not found.made[0].any()
+    assert np.array_equal(found.ratios[5], records[5].on_devices.max(1) / records[5].on_devices.mean(1))
+    assert differences(records, replay(records, replace(settings, spare=1)))[0] <= 3
+
+
+def test_copies_bring_hot_experts_nearer_to_even_and_eplb_moves_everything_for_it():
+    records = live(Settings(every=0), steps=40, spread=1.5)
+    stay, copied = (replay(records, Settings(every=4, spare=spare)).ratios[4:].mean() for spare in (0, 1))
+    assert 1 <= copied < 0.97 * stay
+    assert eplb_ratios(records, 4, 0.8, 1)[4:].mean() == pytest.approx(copied, rel=0.15)
 
 
 def test_a_replay_balances_nodes_first_where_the_run_did(tmp_path):

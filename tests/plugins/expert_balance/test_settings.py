@@ -5,11 +5,11 @@ from plugins.expert_balance.settings import Settings, read
 
 
 def test_an_empty_section_has_the_defaults():
-    assert read({}) == Settings(20, "swaps", None, 0.01, 0.8, True)
+    assert read({}) == Settings(20, "swaps", None, 0.01, 0.8, True, 0)
 
 
 def test_what_is_written_is_read():
-    written = {"every": 3, "method": "aligned", "moves": 8, "gate": 0, "memory": 0.5, "record": False}
+    written = {"every": 3, "method": "aligned", "moves": 8, "gate": 0, "memory": 0.5, "record": True, "spare": 2}
     assert read(written) == Settings(**written)
 
 
@@ -32,6 +32,10 @@ def test_what_is_written_is_read():
         ({"memory": True}, "share from 0 to below 1"),
         ({"record": 1}, "write True or False"),
         ({"every": 0, "record": False}, "neither moves"),
+        ({"spare": -1}, "slots of a device"),
+        ({"spare": 1.0}, "slots of a device"),
+        ({"spare": 1, "every": 0}, "planned together with moves"),
+        ({"spare": 1, "record": False}, "reads from the record"),
     ],
 )
 def test_wrong_settings_are_refused(written, message):

@@ -273,11 +273,24 @@ def test_the_shipped_recipe_passes():
         (["optimizer.type=Muon"], f"{KEY}.every", "would stay behind"),
         (["parallel_config.expert_parallel=1", "plugins.hierarchical_ep=False"], f"{KEY}.every", "experts cannot move"),
         (["model.model_config.moe_router_enable_expert_bias=False"], KEY, "counts its tokens only if"),
+        ([f"{KEY}.spare=13"], f"{KEY}.spare", "write 12 at most"),
     ],
 )
 def test_what_cannot_move_or_be_counted_is_refused(changes, key, words):
     found = errors(BALANCED, *changes)
     assert key in found and words in found[key], found
+
+
+@pytest.mark.parametrize("path", [FULL_BALANCE, "tests/training/sharded_ep2.yaml"])
+def test_copies_of_experts_are_refused_in_sharded_graphs(path):
+    recipe = load_recipe(path)
+    recipe.setdefault("plugins", {})["expert_balance"] = {"every": 5, "spare": 1}
+    (found,) = [error for error in check_recipe(recipe).errors if error.key.startswith(KEY)]
+    assert found.key == f"{KEY}.spare" and "data-parallel CPU workers only" in str(found)
+
+
+def test_copies_of_experts_pass_on_data_parallel_workers():
+    assert errors(BALANCED, f"{KEY}.spare=12") == {}
 
 
 def test_one_worker_records_and_moves_nothing():

@@ -148,6 +148,31 @@ def test_the_last_line_of_a_live_run_may_be_unfinished_and_no_other(tmp_path):
                 read()
 
 
+def test_copies_are_replayed_beside_those_of_eplb(tmp_path):
+    log = write(tmp_path / "log", live(Settings(every=0), steps=40, spread=1.5))
+    rows = {row["policy"]: row for row in told(log, "--every", "5", "--spare", "2")["policies"]}
+    swaps, ours, eplb = (rows[name] for name in ("swaps", "swaps, 2 spare slots", "EPLB, 2 spare slots"))
+    assert ours["max_over_mean"] < swaps["max_over_mean"] and swaps["copies_of_a_layer"] == 0
+    assert 0 < ours["copies_of_a_layer"] <= eplb["copies_of_a_layer"] == 8
+    assert "swaps, 1 spare slot" in run(log, "--every", "5", "--spare", "1").stdout
+    assert not any("slot" in row["policy"] for row in told(log, "--every", "5")["policies"])
+
+
+def test_a_run_that_made_copies_replays_to_them(tmp_path):
+    settings = Settings(every=4, gate=0.0, spare=1)
+    written = {"every": 4, "gate": 0, "spare": 1}
+    recipe = {**load_recipe(MINI), "plugins": {"expert_balance": written}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(recipe))))
+    records = live(settings, spread=1.5, experts=16)
+    write(load_file(tmp_path), records)
+    found = told(tmp_path)
+    rows = {row["policy"]: row for row in found["policies"]}
+    assert found["replay_differs_at"] == [] and rows["as recorded"]["copies_of_a_layer"] > 0
+    assert rows["as recorded"]["by_step"] == pytest.approx(
+        [(one.on_devices.max(1) / one.on_devices.mean(1)).mean() for one in records]
+    )
+
+
 def test_a_run_brings_its_recipe_and_its_settings(tmp_path):
     settings = Settings(every=4, method="aligned", gate=0.0)
     recipe = {**load_recipe(MINI), "plugins": {"expert_balance": {"every": 4, "method": "aligned", "gate": 0}}}

@@ -4,7 +4,10 @@ move of experts.
 TC3_TEST_KILL is `rank:n`: the n-th safetensors file (1 is the first) that rank writes.
 TC3_TEST_KILL_SEAL is `rank:n`: the n-th file that rank reads to seal it, when all of its save are written.
 TC3_TEST_KILL_MOVE is `rank:n`: before the n-th tensor that rank writes when experts move, all of a layer at hand.
+TC3_TEST_KILL_COPIES is `rank:n`: before rank has the copies of experts that the n-th layer is given; a layer is given
+some when training begins, and at each plan when its tensors are written.
 TC3_TEST_SET_DATA: no kill; tensors of experts that move are written by `Parameter.set_data`, which is wrong.
+TC3_TEST_DROP_COPIES: no kill; the gradients of copies are not added to those of their homes, which is wrong.
 """
 
 import os
@@ -81,11 +84,38 @@ def _arm_move():
     module.assign = assign_or_die
 
 
+def _arm_copies():
+    rank, number = map(int, os.environ["TC3_TEST_KILL_COPIES"].split(":"))
+    if int(os.environ.get("RANK_ID", 0)) != rank or os.environ.get("MS_ROLE") != "MS_WORKER":
+        return
+    module = _callback()
+    take, given = module.take_copies, []
+
+    def take_or_die(cell, slots, copies):
+        given.append(cell)
+        if len(given) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        take(cell, slots, copies)
+
+    module.take_copies = take_or_die
+
+
+def _drop_copies():
+    while not hasattr(sys.modules.get("plugins.expert_balance.copied"), "CopiedRoutedExperts"):
+        time.sleep(0.05)
+    module = sys.modules["plugins.expert_balance.copied"]
+    module.added_up = lambda gradient, table, *_: gradient[: len(gradient) // (table.each + table.spare) * table.each]
+
+
 if "TC3_TEST_KILL" in os.environ:
     threading.Thread(target=_arm, daemon=True).start()
 if "TC3_TEST_KILL_SEAL" in os.environ:
     threading.Thread(target=_arm_seal, daemon=True).start()
 if "TC3_TEST_KILL_MOVE" in os.environ:
     threading.Thread(target=_arm_move, daemon=True).start()
+if "TC3_TEST_KILL_COPIES" in os.environ:
+    threading.Thread(target=_arm_copies, daemon=True).start()
+if "TC3_TEST_DROP_COPIES" in os.environ and os.environ.get("MS_ROLE") == "MS_WORKER":
+    threading.Thread(target=_drop_copies, daemon=True).start()
 if "TC3_TEST_SET_DATA" in os.environ and os.environ.get("MS_ROLE") == "MS_WORKER":
     threading.Thread(target=_set_data, daemon=True).start()

@@ -1,0 +1,135 @@
+"""This module trains with copies of hot experts on data-parallel CPU workers (`copies.py` plans them).
+
+A copy has no state. In the forward pass `Fetch` fills a worker's spare slots with the weights of the experts' homes,
+and `choose` deals the tokens of an expert to its slots. In the backward pass a copy's gradient travels to its home and
+is added there, once, to the home's own; the home's gradient is then that of all tokens, as if there were no copy. So
+the optimizer, the global norm, checkpoints and `tc3 experts restore-order` know homes only: there is nothing to merge.
+Losses are those without copies but for the order in which a gradient's rows are added up.
+
+Which copies there are is known to each process (`take_copies`) and not to the graph, whose operators are host
+functions: they change without a compile, and a cached graph can be loaded. After a resume the callback takes them from
+the record of the run's loads.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+
+from plugins.cpu_backend import host_functions, transport
+from plugins.cpu_backend.expert_parallel import CpuRoutedExperts
+from plugins.expert_balance.copies import Table, added_up, none, with_copies
+from plugins.expert_balance.placed import placement
+
+_TAG = 1 << 41  # above those of dispatches and of moves
+# of layers and operators: each rank, and each start of a run, builds them in one order
+_numbers, _tags = itertools.count(), itertools.count(_TAG)
+_tables: dict[int, Table] = {}  # by layer
+
+
+def _first(*dtypes):
+    return dtypes[0]
+
+
+def _fetching(group, layer, each, spare):
+    """The operators of `with_copies` and `added_up`."""
+    there, back = next(_tags), next(_tags)
+
+    def fetch(own):
+        return with_copies(own, _tables[layer], transport.mesh(), group, there)
+
+    def give(gradient):
+        return added_up(gradient, _tables[layer], transport.mesh(), group, back)
+
+    def more(shape):
+        return [shape[0] // each * (each + spare), shape[1]]
+
+    def fewer(shape):
+        return [shape[0] // (each + spare) * each, shape[1]]
+
+    return host_functions.operator(fetch, more, _first), host_functions.operator(give, fewer, _first)
+
+
+class Fetch(nn.Cell):
+    """This operator makes the weights of a worker's slots, those of copies included; backward adds up gradients.
+
+    Workers must start the exchanges of a layer in one order: weights before the tokens are dispatched, gradients once
+    the dispatch has brought those of the tokens back. So tokens and their gradient pass through and wait.
+    """
+
+    def __init__(self, group, layer, each, spare):
+        super().__init__(auto_prefix=False)
+        self.there1, self.back1 = _fetching(group, layer, each, spare)
+        self.there2, self.back2 = _fetching(group, layer, each, spare)
+
+    def construct(self, tokens, w1, w2):
+        """Return tokens, and [(E / D + spare) x rows, width] for each weight [E / D x rows, width]."""
+        w1 = self.there1(ops.depend(w1, tokens))
+        w2 = self.there2(ops.depend(w2, w1))
+        return ops.depend(tokens, w2), w1, w2
+
+    def bprop(self, tokens, w1, w2, out, dout):
+        """Return the gradients of tokens and of the weights of the experts' homes."""
+        dtokens, dw1, dw2 = dout
+        dw2 = self.back2(ops.depend(dw2, dtokens))
+        dw1 = self.back1(ops.depend(dw1, dw2))
+        return ops.depend(dtokens, dw1), dw1, dw2
+
+
+class Choose(nn.Cell):
+    """This operator says to which of an expert's slots each of its tokens goes."""
+
+    def __init__(self, layer, rank):
+        super().__init__(auto_prefix=False)
+
+        def choose(homes):
+            return _tables[layer].choose(homes, rank)
+
+        def same(shape):
+            return shape
+
+        self.slots = host_functions.operator(choose, same, _first)
+
+    def construct(self, homes):
+        """Return int32 slots for int32 homes, of one shape."""
+        return self.slots(homes)
+
+    def bprop(self, homes, out, dout):
+        """Return no gradient: an expert's number has none."""
+        return (ops.zeros_like(homes),)
+
+
+class CopiedRoutedExperts(CpuRoutedExperts):
+    """These experts lie on several workers, where the placement says, with copies in `spare` more slots of each."""
+
+    def __init__(self, config, settings, spare):
+        super().__init__(config, settings, spare)
+        devices = settings.topology.ep
+        self.placement = placement(config.num_moe_experts)
+        self.slot_of = ops.Gather()
+        self.layer_number, self.devices = next(_numbers), devices
+        each, group = config.num_moe_experts // devices, tuple(map(int, settings.ranks))
+        self.choose = Choose(self.layer_number, int(settings.rank))
+        self.fetch = Fetch(group, self.layer_number, each, spare)
+        self.take_copies(np.arange(config.num_moe_experts), none(1, devices, spare)[0])
+
+    def take_copies(self, slots, copies):
+        """Have these copies from the next step on.
+
+        Args:
+            slots: int [E], the placement. copies: int [D x spare], as in `plugins.expert_balance.copies`.
+        """
+        _tables[self.layer_number] = Table(slots, copies, self.devices)
+
+    def construct(self, tokens, probs, routing_map):
+        """Return [1, N, h] for tokens [1, N, h], probs [1, N, k] and routing_map int32 [1, N, k] of logical experts."""
+        homes = ops.cast(self.slot_of(self.placement, routing_map, 0), ms.int32)
+        return super().construct(tokens, probs, self.choose(homes))
+
+    def forward_func(self, tokens, probs, routing_map, w1, w2, num_tokens_per_expert=None):
+        """Compute what the parent's method computes, with the weights of all slots."""
+        tokens, w1, w2 = self.fetch(tokens, self.share(w1), self.share(w2))
+        return self.routed(tokens, probs, routing_map, w1, w2)

@@ -1,0 +1,306 @@
+"""This module plans copies of hot experts, says which token goes to which of them, and exchanges their weights and
+gradients between ranks. The module needs only NumPy.
+
+A placement (`plan.py`) gives each expert its home. A device may have `spare` slots beside its E / D homes; a spare slot
+holds a copy of another device's expert, or nothing. An expert with n copies is there n + 1 times, and its tokens are
+dealt to these n + 1 in turn.
+
+EPLB (DeepSeek, for inference) packs copies and experts from scratch. Here homes and copies differ: a home has the
+optimizer's state and moves seldom, a copy has none. Its weights come from its home in every forward pass, and its
+gradient goes back and is added there (`copied.py`), so that copies can change at any step and nothing has to move.
+`planned` is greedy as EPLB is, for given homes: what is hottest on the fullest device is copied first. A copy is made
+only if it helps, so that no device ever gets fuller than the fullest was without copies. `next_state` chooses the
+homes, too.
+
+Copies are int [D x spare], the logical expert in each spare slot, or `NOTHING`; the slots of a device are neighbours.
+All ranks plan for themselves: as in `plan.py` loads are whole numbers, and ties go to the lowest index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from plugins.expert_balance.executor import Ranks
+from plugins.expert_balance.plan import PARTS, device_loads, next_placements
+from plugins.expert_balance.settings import Settings
+
+NOTHING = -1  # in a spare slot
+
+
+def none(layers: int, devices: int, spare: int) -> np.ndarray:
+    """Return spare slots int64 [layers, D x spare] with nothing in them."""
+    return np.full((layers, devices * spare), NOTHING, np.int64)
+
+
+def share(loads: np.ndarray, parts: int | np.ndarray) -> np.ndarray:
+    """Return the whole tokens that the fullest of `parts` gets of `loads`."""
+    return -(-loads // parts)
+
+
+def planned(loads: np.ndarray, slots: np.ndarray, devices: int, spare: int, least: float = 0.0) -> np.ndarray:
+    """Return copies int64 [D x spare] of the experts of a layer.
+
+    1. Take the fullest device.
+    2. Of its experts and of the other devices with a slot left, take the pair after which the fuller of the two devices
+       is least full. A device takes no second copy of an expert that it holds.
+    3. Put the copy there: all devices with the expert get emptier, the one with the copy fuller.
+    4. Go on until no pair makes the fullest device emptier by `least` of its load, or no slot is left.
+
+    Args:
+        loads: integers [E]. slots: int [E], the placement. spare: slots of a device for copies.
+    """
+    each = len(loads) // devices
+    copies = np.full((devices, spare), NOTHING, np.int64)
+    used, count = np.zeros(devices, np.int64), np.ones(len(loads), np.int64)
+    holds = slots // each == np.arange(devices)[:, None]  # [D, E]
+    part, on = loads.copy(), device_loads(loads, slots, devices)
+    while True:
+        fullest = int(on.argmax())
+        experts, open_ = np.flatnonzero(holds[fullest]), np.flatnonzero(used < spare)
+        if not open_.size:
+            break
+        smaller = share(loads[experts], count[experts] + 1)
+        left = on[fullest] - part[experts] + smaller
+        after = np.maximum(left[:, None], on[open_] + smaller[:, None])
+        after[holds[open_][:, experts].T] = np.iinfo(np.int64).max
+        best = int(after.argmin())
+        if after.flat[best] >= on[fullest] or on[fullest] - after.flat[best] < least * on[fullest]:
+            break
+        expert, device = int(experts[best // len(open_)]), int(open_[best % len(open_)])
+        copies[device, used[device]] = expert
+        used[device], count[expert] = used[device] + 1, count[expert] + 1
+        fewer, part[expert] = part[expert], smaller[best // len(open_)]
+        on[holds[:, expert]] -= fewer - part[expert]
+        on[device] += part[expert]
+        holds[device, expert] = True
+    return copies.reshape(-1)
+
+
+def fullest(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices: int) -> int:
+    """Return the tokens of the fullest device, each expert's tokens dealt to whole parts."""
+    filled = np.flatnonzero(copies != NOTHING)
+    parts = share(loads, 1 + np.bincount(copies[filled], minlength=len(loads)))
+    on = device_loads(parts, slots, devices)
+    np.add.at(on, filled * devices // len(copies), parts[copies[filled]])
+    return int(on.max())
+
+
+def loads_with(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices: int) -> np.ndarray:
+    """Return float [layers, D], the tokens of each device if each expert's are dealt equally to all that it has.
+
+    Args:
+        loads: [layers, E]. slots: int [layers, E]. copies: int [layers, D x spare].
+    """
+    filled = copies != NOTHING
+    at = np.where(filled, copies, 0)
+    count = np.ones(loads.shape)
+    np.add.at(count, (np.arange(len(loads))[:, None], at), filled)
+    parts = loads / count
+    here = np.where(filled, np.take_along_axis(parts, at, 1), 0.0).reshape(len(loads), devices, -1).sum(2)
+    return device_loads(parts, slots, devices) + here
+
+
+def imbalance_with(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices: int) -> np.ndarray:
+    """Return [layers], the max/mean with copies; the arguments are those of `loads_with`."""
+    on = loads_with(loads, slots, copies, devices)
+    mean = on.mean(-1)
+    return np.where(mean > 0, on.max(-1) / np.where(mean > 0, mean, 1), 1.0)
+
+
+def next_copies(
+    settings: Settings,
+    predicted: np.ndarray,
+    slots: np.ndarray,
+    old: np.ndarray,
+    devices: int,
+    *,
+    stayed: np.ndarray,
+    step: int,
+) -> np.ndarray:
+    """Return the copies int64 [layers, D x spare] after a step; a live run and a replay both decide by this function.
+
+    A layer has copies only if they lower its predicted max/mean by the gate's share. It keeps those that it has if all
+    of its experts stayed and no others would lower it by this share again. `method: random` fills the spare slots at
+    random.
+
+    Args:
+        predicted: [layers, E], `Prediction.loads`. slots: int [layers, E], the placement from now on.
+        old: the copies until now. stayed: bool [layers], no expert of the layer moves. step: seeds random only.
+    """
+    loads = np.rint(np.asarray(predicted, np.float64) * PARTS).astype(np.int64)
+    new = np.empty_like(old)
+    for layer in range(len(old)):
+        if settings.method == "random":
+            new[layer] = _shuffled(slots[layer], devices, settings.spare, [step, layer])
+            continue
+        wanted = planned(loads[layer], slots[layer], devices, settings.spare, settings.gate)
+        without, best, now = (
+            fullest(loads[layer], slots[layer], each, devices)
+            for each in (np.full_like(wanted, NOTHING), wanted, old[layer])
+        )
+        if without - best < settings.gate * without or best >= without:
+            wanted, best = np.full_like(wanted, NOTHING), without
+        more = (wanted != NOTHING).sum() >= (old[layer] != NOTHING).sum()
+        keep = stayed[layer] and more and (now - best < settings.gate * now or best >= now)
+        new[layer] = old[layer] if keep else wanted
+    return new
+
+
+def next_state(
+    settings: Settings,
+    predicted: np.ndarray | None,
+    slots: np.ndarray,
+    copies: np.ndarray,
+    devices: int,
+    *,
+    step: int,
+    nodes: int = 1,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the placements [layers, E] and the copies [layers, D x spare] after a step; a live run and a replay both
+    decide by this function.
+
+    With spare slots each layer has three plans, which differ in its homes: they stay; they balance the loads
+    (`next_placements`); or they balance what `divided` leaves of the loads. Each plan has its own copies. The layer
+    stays unless another plan's fullest device has less by the gate's share.
+
+    Args: as in `plan.next_placements` and `next_copies`.
+    """
+    assert predicted is not None
+    new = next_placements(settings, predicted, slots, devices, step=step, nodes=nodes)
+    if not settings.spare:
+        return new, copies
+    loads = np.rint(np.asarray(predicted, np.float64) * PARTS).astype(np.int64)
+    parts = np.stack([divided(layer, devices, settings.spare) for layer in loads]) / PARTS
+    other = next_placements(settings, parts, slots, devices, step=step, nodes=nodes)
+    homes = (new,) if settings.method == "random" else (slots, new, other)
+    plans = [
+        (each, next_copies(settings, predicted, each, copies, devices, stayed=(each == slots).all(axis=1), step=step))
+        for each in homes
+    ]
+    after = np.array([[fullest(*row, devices) for row in zip(loads, *plan, strict=True)] for plan in plans])
+    best, least = after.argmin(axis=0), after.min(axis=0)
+    best[after[0] - least < settings.gate * after[0]] = 0
+    rows = np.arange(len(slots))
+    return (
+        np.stack([plan[0] for plan in plans])[best, rows],
+        np.stack([plan[1] for plan in plans])[best, rows],
+    )
+
+
+def divided(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
+    """Return integers [E], what an expert's home would keep of its tokens if all D x spare copies were made, one after
+    the other of the expert with most tokens left at home. This is EPLB's rule; a device needs only one of each.
+    """
+    count = np.ones(len(loads), np.int64)
+    for _ in range(devices * spare):
+        left = np.where(count < devices, share(loads, count), -1)
+        count[int(left.argmax())] += 1
+    return share(loads, count)
+
+
+def _shuffled(slots: np.ndarray, devices: int, spare: int, seed: list[int]) -> np.ndarray:
+    """Other devices' experts in every spare slot, none of them twice on a device."""
+    random, each = np.random.default_rng(seed), len(slots) // devices
+    found = np.full((devices, spare), NOTHING, np.int64)
+    for device in range(devices):
+        others = random.permutation(np.flatnonzero(slots // each != device))[:spare]
+        found[device, : len(others)] = others
+    return found.reshape(-1)
+
+
+class Table:
+    """This says on a run's devices which slots hold each expert, by the expert's home.
+
+    Slots are numbered through the devices as a dispatch has them: those of a device are its E / D homes, then its spare
+    slots.
+
+    Args:
+        slots: int [E], the placement. copies: int [D x spare].
+
+    Attributes:
+        instances: int64 [E, most], the slots of the expert whose home is the row; the home first, then copies.
+        count: int64 [E], how many of them there are.
+        source: int64 [D, spare], the home (0 .. E - 1) from which a spare slot has its weights, or `NOTHING`.
+        some: whether there is any copy.
+    """
+
+    def __init__(self, slots: np.ndarray, copies: np.ndarray, devices: int):
+        each, spare = len(slots) // devices, len(copies) // devices
+        wide = each + spare
+        homes = np.arange(len(slots))
+        self.each, self.spare, self.devices = each, spare, devices
+        self.count = np.ones(len(slots), np.int64)
+        self.instances = np.zeros((len(slots), 1 + devices), np.int64)
+        self.instances[:, 0] = homes // each * wide + homes % each
+        self.source = np.where(copies == NOTHING, NOTHING, slots[copies]).reshape(devices, spare)
+        self.some = bool((copies != NOTHING).any())
+        for device, place in np.argwhere(self.source != NOTHING):
+            home = self.source[device, place]
+            assert home // each != device, "a device has no copy of its own expert"
+            self.instances[home, self.count[home]] = device * wide + each + place
+            self.count[home] += 1
+
+    def choose(self, homes: np.ndarray, rank: int) -> np.ndarray:
+        """Return the slot int32 to which each (token, expert) pair of a rank goes.
+
+        The pairs of an expert take its slots in turn, in the order of tokens; each rank begins with another slot, so
+        that few pairs of many ranks do not all go to the home.
+
+        Args:
+            homes: int, any shape, of experts as the placement renames them.
+        """
+        flat = homes.reshape(-1).astype(np.int64)
+        order = np.argsort(flat, kind="stable")
+        sorted_ = flat[order]
+        turn = np.empty(len(flat), np.int64)
+        turn[order] = np.arange(len(flat)) - np.searchsorted(sorted_, sorted_)
+        found = self.instances[flat, (turn + rank) % self.count[flat]]
+        return found.astype(np.int32).reshape(homes.shape)
+
+    def sent(self, rank: int) -> list[np.ndarray]:
+        """Return for each device the places of the rank's own experts of which it holds copies, in the order of its
+        spare slots.
+        """
+        mine = [row[(row != NOTHING) & (row // self.each == rank)] for row in self.source]
+        return [row % self.each for row in mine]
+
+    def taken(self, rank: int) -> list[np.ndarray]:
+        """Return for each device the rank's spare slots (0 .. spare - 1) that hold copies of the device's experts."""
+        row = self.source[rank]
+        return [np.flatnonzero((row != NOTHING) & (row // self.each == device)) for device in range(self.devices)]
+
+
+def with_copies(own: np.ndarray, table: Table, ranks: Ranks, group: Sequence[int], tag: int) -> np.ndarray:
+    """Return the weights [(E / D + spare) x rows, width] of a rank's slots: those of its experts, then of its copies.
+
+    Args:
+        own: [E / D x rows, width]. ranks: all of the EP group, in its order. group: their numbers for `ranks`.
+    """
+    rank, experts = group.index(ranks.rank), own.reshape(table.each, -1)
+    filled = np.zeros((table.each + table.spare, experts.shape[1]), own.dtype)
+    filled[: table.each] = experts
+    if table.some:
+        parts, taken = [experts[places] for places in table.sent(rank)], table.taken(rank)
+        arrived = ranks.all_to_all_v(group, tag, parts, rows=[len(places) for places in taken])
+        for places, part in zip(taken, arrived, strict=True):
+            filled[table.each + places] = part
+    return filled.reshape(-1, own.shape[1])
+
+
+def added_up(gradient: np.ndarray, table: Table, ranks: Ranks, group: Sequence[int], tag: int) -> np.ndarray:
+    """Return the gradients [E / D x rows, width] of a rank's experts: of the home, then those of its copies, added in
+    the order of devices and slots.
+
+    Args:
+        gradient: [(E / D + spare) x rows, width] of all of the rank's slots. The others are as in `with_copies`.
+    """
+    rank, slots = group.index(ranks.rank), gradient.reshape(table.each + table.spare, -1)
+    total = slots[: table.each].copy()
+    if table.some:
+        parts, sent = [slots[table.each + places] for places in table.taken(rank)], table.sent(rank)
+        arrived = ranks.all_to_all_v(group, tag, parts, rows=[len(places) for places in sent])
+        for places, part in zip(sent, arrived, strict=True):
+            np.add.at(total, places, part)
+    return total.reshape(-1, gradient.shape[1])
