@@ -13,6 +13,7 @@ from plugins.hugging_face_weights.plan import is_hugging_face
 ADAPTERS = {
     "finite_loss": "plugins.finite_loss.adapter",
     "packed_labels": "plugins.packed_labels.adapter",
+    "mtp_documents": "plugins.mtp_documents.adapter",
     "held_out_loss": "plugins.held_out_loss.adapter",
     "hierarchical_ep": "plugins.hierarchical_ep.adapter",
     "ep_overlap": "plugins.ep_overlap.adapter",

@@ -26,7 +26,7 @@ from plugins.errors import RecipeError
 # MindFormers' class -> ours for Ascend, which differs in nothing but what plugins edit
 ARCHITECTURES = {"TeleChat3MoeForCausalLM": "EditedTeleChat3MoeForCausalLM"}
 _experts: list[Any] = []
-_router_edits: dict[str, Callable[[Any], None]] = {}
+_edits: dict[str, Callable[[Any], None]] = {}
 _templates: list[Callable[[Any], Any]] = []
 
 
@@ -42,19 +42,26 @@ def experts():
     return _experts[0]
 
 
+def edit_model(plugin: str, edit: Callable[[Any], None]) -> None:
+    """Call `edit` with each GPTModel that is built later, after everything in it is built, for what no spec reaches."""
+    _edits[plugin] = edit
+
+
 def edit_routers(plugin: str, edit: Callable[[Any], None]) -> None:
-    """Call `edit` with each router of models that are built later, after everything else is built, because no spec
-    reaches routers.
-    """
-    _router_edits[plugin] = edit
+    """Call `edit` with each router of models that are built later, MTP's included, because no spec reaches routers."""
 
-
-def apply_router_edits(model) -> None:
-    """Apply what `edit_routers` asked for to a built model (including MTP's routers)."""
-    for _, cell in model.cells_and_names():
-        if isinstance(cell, TopKRouter):
-            for edit in _router_edits.values():
+    def edit_all(model: Any) -> None:
+        for _, cell in model.cells_and_names():
+            if isinstance(cell, TopKRouter):
                 edit(cell)
+
+    edit_model(plugin, edit_all)
+
+
+def apply_edits(model) -> None:
+    """Apply what `edit_model` and `edit_routers` asked for to a built GPTModel."""
+    for edit in _edits.values():
+        edit(model)
 
 
 def use_template(make: Callable[[Any], Any]) -> None:
@@ -112,14 +119,14 @@ def gpt_model(config, edit_layer=None) -> GPTModel:
 
 
 class EditedTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
-    """This is `TrainingTeleChat3MoeForCausalLM` from an edited spec, with edited routers."""
+    """This is `TrainingTeleChat3MoeForCausalLM` from an edited spec, edited once it is built."""
 
     def __init__(self, config):
         # not the parent's: it builds the spec and the model in one go
         TeleChat3MoePreTrainedModel.__init__(self, config, auto_prefix=False)
         transformer_config = self.convert_to_transformer_config(config, is_mla_model=True)
         self.model = gpt_model(transformer_config)
-        apply_router_edits(self.model)
+        apply_edits(self.model)
         apply_template(self, transformer_config)
 
 

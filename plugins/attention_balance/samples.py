@@ -266,16 +266,23 @@ class Cost:
         return _of_items(index, self.of, np.float64)
 
 
-def check_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Refuse a recipe whose documents attend to each other.
+def documents_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
+    """Return whether attention keeps the documents of a sample apart.
 
     Args:
-        config: `train_dataset.data_loader.config`. model: `model.model_config`.
+        config: `train_dataset.data_loader.config` of a Megatron loader. model: `model.model_config`.
+    """
+    full = config.get("reset_attention_mask") and config.get("create_attention_mask", True)
+    return bool(config.get("create_compressed_eod_mask") or (full and not model.get("use_attn_mask_compression")))
+
+
+def check_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Refuse a recipe whose documents attend to each other; the arguments are those of `documents_apart`.
 
     Raises:
         RecipeError: every sample then costs the same, and there is nothing to balance.
     """
-    if config.get("create_compressed_eod_mask"):
+    if documents_apart(config, model):
         return
     if not config.get("reset_attention_mask"):
         raise RecipeError(
@@ -288,11 +295,10 @@ def check_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
             f"{CONFIG}.reset_attention_mask: without create_attention_mask MindFormers makes no mask that it could "
             "reset, and documents see each other; write create_attention_mask: True or create_compressed_eod_mask: True"
         )
-    if model.get("use_attn_mask_compression"):
-        raise RecipeError(
-            "model.model_config.use_attn_mask_compression: attention then makes its own causal mask, and the one of "
-            f"{CONFIG}.reset_attention_mask is not read; write False"
-        )
+    raise RecipeError(
+        "model.model_config.use_attn_mask_compression: attention then makes its own causal mask, and the one of "
+        f"{CONFIG}.reset_attention_mask is not read; write False"
+    )
 
 
 def documents_of_items(index: GPTIndex) -> np.ndarray:

@@ -23,7 +23,7 @@ from plugins.cpu_backend.attention import compute_unrounded, core_attention
 from plugins.cpu_backend.layers import EmbeddingLookup, GroupedExperts, Outer, TopK
 from plugins.cpu_backend.train_step import MeanOfSamples, TokensOfARank
 from plugins.private_hooks import relies_on
-from plugins.telechat3_moe import apply_router_edits, apply_template, gpt_model
+from plugins.telechat3_moe import apply_edits, apply_template, gpt_model
 
 # attributes that `replace_hard_coded` sets: one that is gone would be set all the same, and read by nobody
 for _owner, _line in (
@@ -62,7 +62,7 @@ def build_gpt(config):
     finally:
         context.set_auto_parallel_context(parallel_mode=mode)
     replace_hard_coded(model, config)
-    apply_router_edits(model)
+    apply_edits(model)
     return model
 
 

@@ -1,5 +1,5 @@
 """This module notes where MindFormers computes something other than one may expect for a recipe; these are notes,
-because nothing has to be mended.
+because the recipe trains all the same. Where a plugin changes what is computed, the note names it.
 
 Each was shown by running the sharded graph on CPU processes beside one process; docs/stock-differences.md has the
 numbers.
@@ -8,6 +8,7 @@ numbers.
 from __future__ import annotations
 
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
+from plugins.mtp_documents import plan as mtp_documents
 from tools.recipe.catalogue import why_modelled
 from tools.recipe.findings import Findings
 from tools.recipe.load import Recipe
@@ -33,6 +34,8 @@ def check_differences(view: View, built: Built, found: Findings) -> None:
     _rounded_probabilities(view, built, found)
     _rounded_queries(view, built, found)
     _dealt_samples(view, built, found)
+    _documents_of_mtp(view, built, found)
+    _groups_of_experts(view, built, found)
 
 
 def _shared_embedding(view: View, built: Built, found: Findings) -> None:
@@ -118,3 +121,28 @@ def _taken_together(view: View, kind: str) -> list[str]:
     if view.batch > 1 and not view.cpu_classes:
         return [f"{kind} is taken over a micro-batch's {view.batch} samples together (runner_config.batch_size)"]
     return []
+
+
+def _documents_of_mtp(view: View, built: Built, found: Findings) -> None:
+    """MTP shifts whole samples, also where attention keeps their documents apart."""
+    config = view.get((*LOADER, "config"))
+    if not view.megatron or view.get(("plugins", "mtp_documents")) not in (None, False):
+        return
+    data = config if isinstance(config, dict) else {}
+    if mtp_documents.crosses(data, built.fields, built.number("mtp_num_layers")):
+        wrong = "at the end of a document MTP predicts the next document, which attention keeps apart"
+        right = f"{mtp_documents.KEY}: {{}}, to leave that out; see {_PAGE}"
+        found.note((*MODEL, "num_nextn_predict_layers"), wrong, right, rule="mtp_documents")
+
+
+def _groups_of_experts(view: View, built: Built, found: Findings) -> None:
+    """A masked group counts as a score of 0, which is above the scores of experts whose bias is low enough."""
+    groups, chosen = built.number("moe_router_num_groups"), built.number("moe_router_group_topk")
+    limits = bool(built.number("num_moe_experts")) and groups > 1 and chosen < groups
+    if limits and built.fields.get("moe_router_enable_expert_bias"):
+        wrong = (
+            f"experts outside the {chosen} of {groups} groups that a token chooses count as score 0, and are chosen "
+            "where the bias, which training moves, makes the scores of the allowed experts negative"
+        )
+        path = built.origin.get("moe_router_num_groups", (*MODEL, "n_group"))
+        found.note(path, wrong, f"1 routes without groups; see {_PAGE}", rule="masked_groups")

@@ -25,6 +25,7 @@ from plugins.hierarchical_ep import settings as hierarchical_ep
 from plugins.hierarchical_ep.plan import make_plan
 from plugins.hierarchical_ep.programs import check_groups, check_programs, creation_orders, programs_of
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
+from plugins.mtp_documents import plan as mtp_documents
 from plugins.operator_fusion import plan as operator_fusion
 from plugins.packed_labels import plan as packed_labels
 from plugins.spike_guard import plan as spike_guard
@@ -40,6 +41,7 @@ _EXPERTS, _GROUP_LOSS = ("plugins", "expert_balance"), ("plugins", "group_aux_lo
 _SPIKES, _PACKED = ("plugins", "spike_guard"), ("plugins", "packed_labels")
 _BALANCE, _HELD_OUT = ("plugins", "attention_balance"), ("plugins", "held_out_loss")
 _FUSION, _GRADIENT = ("plugins", "operator_fusion"), ("plugins", "grouped_gradient")
+_MTP = ("plugins", "mtp_documents")
 
 
 def check_plugins(view: View, built: Built, found: Findings) -> None:
@@ -63,6 +65,9 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
         with _refusals(_BALANCE, found):
             attention_balance.check(view.recipe)
     _packed_labels(view, on(_PACKED), found)
+    if on(_MTP):
+        with _refusals(_MTP, found):
+            mtp_documents.check(view.get(_MTP), view.recipe, built.number("mtp_num_layers"))
     if on(_HELD_OUT):
         with _refusals((), found):
             held_out_loss.check_step(view.recipe)

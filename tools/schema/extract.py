@@ -55,6 +55,14 @@ SNIPPETS: dict[str, tuple[str, str]] = {
         "mindformers/dataset/handler/packing_handler.py",
         "data[k] += sample[k][1:] + [config.pad_token]",
     ),
+    "mtp_documents": (
+        "mindformers/parallel_core/training_graph/transformer/multi_token_prediction.py",
+        "tensor = self.slice(tensor, (0, 1), (bs, seq_len), (1, 1))",
+    ),
+    "masked_groups": (
+        "mindformers/parallel_core/training_graph/transformer/moe/router.py",
+        "masked_scores = ops.masked_fill(router_prob_with_bias, ~score_mask.bool(), 0.0)",
+    ),
     "affinity_list": ("mindformers/core/context/build_context.py", "if not isinstance(affinity_cpu_list, dict):"),
     "run_mode": ("mindformers/core/context/validators.py", "if run_mode is not None and run_mode not in members:"),
     "context_mode": ("mindformers/core/context/validators.py", "if mode not in MODE:"),

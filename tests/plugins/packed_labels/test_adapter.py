@@ -77,6 +77,16 @@ def test_with_the_plugin_every_label_is_the_next_token_of_an_answer(data):
 
 
 @pytest.mark.usefixtures("enabled")
+def test_no_loss_of_mtp_crosses_from_one_conversation_into_the_next(data):
+    """MTP shifts labels by one place: at a conversation's last token stands the next one's first label, which is of a
+    prompt, and before it the last label of the conversation.
+    """
+    (sample,) = packing_handler.PackingHandler(seq_length=120, tokenizer=None)(data)
+    ends = sample["actual_seq_len"][:-1]
+    assert len(ends) == 1 and all(sample["labels"][end - 1] == sample["labels"][end] == -100 for end in ends)
+
+
+@pytest.mark.usefixtures("enabled")
 def test_taking_more_than_there_is_is_said_in_words(data):
     config = SimpleNamespace(process=[{"type": "take", "n": 3}])
     with pytest.raises(DataError, match="makes only 2 samples, but `take`"):

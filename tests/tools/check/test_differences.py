@@ -102,6 +102,55 @@ def test_notes_never_refuse():
     assert all(finding.severity == "note" for finding in check_recipe(recipe).findings if finding.key == MTP)
 
 
+_DATA = ("train_dataset", "data_loader", "config")
+DOCUMENTS, MASKED = (*_DATA, "reset_attention_mask"), (*_DATA, "eod_mask_loss")
+SHIFTED = [(DOCUMENTS, True), (("plugins", "mtp_documents"), False)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (SHIFTED, True),
+        ([*SHIFTED, (("plugins", "mtp_documents"), {})], False),
+        ([*SHIFTED, (DOCUMENTS, False), (MASKED, True)], False),  # attention sees the whole sample
+        ([*SHIFTED, ((*MODEL, "num_nextn_predict_layers"), 0)], False),
+    ],
+)
+@pytest.mark.parametrize("recipe", [MINI, SEMI], ids=["data parallel", "sharded"])
+def test_mtp_across_documents(recipe, changes, told):
+    base = [((*PARALLEL, "pipeline_stage"), 1), ((*MODEL, "offset"), 0)]  # no other note of MTP
+    found = findings(change(recipe, *base, *changes), "note")
+    assert (MTP in found) == told
+    if told:
+        assert "predicts the next document" in found[MTP].wrong and "plugins.mtp_documents: {}" in found[MTP].right
+        assert "multi_token_prediction.py" in found[MTP].source
+
+
+def test_packed_conversations_have_no_mtp_across_documents():
+    assert MTP not in findings(load_recipe(ROOT / "recipes/mini/finetune.yaml"), "note")
+
+
+GROUPS, CHOSEN, BIAS = ((*MODEL, key) for key in ("n_group", "topk_group", "moe_router_enable_expert_bias"))
+TWO_OF_FOUR = [(GROUPS, 4), (CHOSEN, 2)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ([], False),
+        (TWO_OF_FOUR, True),
+        ([*TWO_OF_FOUR, (CHOSEN, 4)], False),  # every group may be chosen
+        ([*TWO_OF_FOUR, (BIAS, False)], False),
+    ],
+)
+def test_groups_of_experts_are_masked_with_0(changes, told):
+    found = findings(change(MINI, *changes), "note")
+    assert (dotted(GROUPS) in found) == told
+    if told:
+        assert "outside the 2 of 4 groups" in found[dotted(GROUPS)].wrong
+        assert "router.py" in found[dotted(GROUPS)].source
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=name)
 def test_every_recipe_with_mtp_in_a_pipeline_says_so(path):
     recipe = load_recipe(path)
@@ -144,7 +193,7 @@ def test_a_card_of_another_kind_says_nothing(tmp_path, text):
     assert notes_of(mine) == []
 
 
-DEALT, MASKED = ("plugins", "attention_balance"), ("train_dataset", "data_loader", "config", "eod_mask_loss")
+DEALT = ("plugins", "attention_balance")
 BALANCED = [(DEALT, {"window": 1})]
 
 

@@ -203,7 +203,8 @@ def alone(recipe: Recipe, steps: int) -> dict[str, Any]:
     loader = look(plain, LOADER)
     loader["sizes"] = [steps * samples, 0, 0]
     plain["train_dataset_task"]["dataset_config"] = plain["train_dataset"]
-    plain["plugins"] = {}
+    within = (recipe.get("plugins") or {}).get("mtp_documents", False)
+    plain["plugins"] = {"mtp_documents": within}  # it changes what is computed; all others only where or when
     plain["callbacks"] = [callback for callback in plain["callbacks"] if callback["type"] not in WATCHERS]
     for callback in plain["callbacks"]:
         if "micro_batch_num" in callback:

@@ -1,0 +1,100 @@
+"""This module keeps MTP within documents: `plugins.mtp_documents`.
+
+GPTModel builds its `MultiTokenPredictionBlock` by name, so the class of the built block is changed. What the block
+shifts (tokens, labels, loss mask) is set to 0 where a document begins, before it is shifted: shifted by one place, the
+end of a document then holds what the end of a sample holds. (MindFormers allows one MTP layer; a second one would shift
+once more, and need the beginnings of documents shifted, too.) Attention needs no mend, because the MTP layer gets the
+masks of the layers before it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
+from mindformers.parallel_core.training_graph.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from mindspore.ops.auto_generate import Mul
+from mindspore.ops.operations import NotEqual
+
+from plugins import telechat3_moe
+from plugins.mtp_documents.plan import KEY, check
+from plugins.private_hooks import relies_on
+from plugins.semi_auto_cpu.chosen import chosen
+
+relies_on(GPTModel, "self.mtp = MultiTokenPredictionBlock(config=self.config, spec=mtp_block_spec)")
+for _line in (
+    "input_ids = self.roll_tensor(input_ids)",
+    "labels = self.roll_tensor(labels)",
+    "loss_mask = self.roll_tensor(loss_mask)",
+):
+    relies_on(MultiTokenPredictionBlock, _line)
+
+
+def enable(config, settings) -> None:
+    """Keep the MTP layer of models that are built later within documents.
+
+    Raises:
+        RecipeError: a recipe that the plugin cannot serve.
+    """
+    model = config.model.model_config
+    layers = model.get("num_nextn_predict_layers", model.get("mtp_num_layers"))
+    end_of_document = check(settings, config, layers or 0)
+    if config.context.device_target != "CPU" or chosen(config):
+        telechat3_moe.use_edited_model(model, KEY)
+    telechat3_moe.edit_model(KEY, partial(keep_within, end_of_document=end_of_document))
+
+
+def keep_within(model, end_of_document: int) -> None:
+    """Keep the MTP block of a built GPTModel within documents, which end with the token `end_of_document`."""
+    block, ranks = model.mtp, model.config.data_parallel_size
+    block.__class__ = BlockWithinDocuments
+    block.end_of_document = end_of_document
+    block.differs = NotEqual().shard(((ranks, 1), ()))
+    block.keep = Mul().shard(((ranks, 1), (ranks, 1)))
+
+
+class BlockWithinDocuments(MultiTokenPredictionBlock):
+    """This is `MultiTokenPredictionBlock` that predicts within documents; `keep_within` makes one."""
+
+    def continues(self, tokens):
+        """Return `plan.continues` of token ids [B, S], in their type; its first column may be 0 as well."""
+        batch, length = self.shape(tokens)
+        before = self.slice(tokens, (0, 0), (batch, length - 1), (1, 1))
+        before = self.concat_2d((self.cast(self.zeros_op((batch, 1)), tokens.dtype), before))
+        return self.cast(self.differs(before, self.end_of_document), tokens.dtype)
+
+    def construct(
+        self,
+        input_ids,
+        position_ids,
+        hidden_states,
+        attention_mask,
+        labels=None,
+        rotary_pos_emb=None,
+        extra_block_kwargs=None,
+        loss_mask=None,
+        word_embeddings_weight=None,
+        position_embeddings_weight=None,
+        tokentype_embeddings_weight=None,
+        output_weight=None,
+        extra_loss=None,
+        attention_loss=None,
+    ):
+        """Compute the loss as the parent does; input_ids and labels are int32 [B, S], loss_mask float32 [B, S]."""
+        kept = self.continues(input_ids)
+        return super().construct(
+            self.keep(input_ids, kept),
+            position_ids,
+            hidden_states,
+            attention_mask,
+            labels=self.keep(labels, self.cast(kept, labels.dtype)),
+            rotary_pos_emb=rotary_pos_emb,
+            extra_block_kwargs=extra_block_kwargs,
+            loss_mask=self.keep(loss_mask, self.cast(kept, loss_mask.dtype)),
+            word_embeddings_weight=word_embeddings_weight,
+            position_embeddings_weight=position_embeddings_weight,
+            tokentype_embeddings_weight=tokentype_embeddings_weight,
+            output_weight=output_weight,
+            extra_loss=extra_loss,
+            attention_loss=attention_loss,
+        )

@@ -1,0 +1,82 @@
+"""This module reads `plugins.mtp_documents`, refuses recipes that it cannot serve, and says which tokens begin a
+document. It needs only NumPy.
+
+MindFormers 1.9.0 shifts tokens, labels and the loss mask of a whole sample for its multi-token prediction (MTP) layer
+(`multi_token_prediction.py`, `roll_tensor`). The MTP layer's input at the last token of a document is then the first
+token of the next one, its label is that document's second token, and its loss counts. So a document has another MTP
+loss in a packed sample than in a sample of its own, although attention keeps the documents apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from plugins.attention_balance.samples import documents_apart
+from plugins.errors import RecipeError
+from plugins.settings import Section, value_at
+
+KEY = "plugins.mtp_documents"
+LOADER = "BlendedMegatronDatasetDataLoader"
+_LOADER, _CONFIG = "train_dataset.data_loader", "train_dataset.data_loader.config"
+
+
+@dataclass(frozen=True)
+class Settings(Section):
+    """The plugin has no settings."""
+
+    KEY = KEY
+    RIGHT = f"write {KEY}: {{}}, or False"
+    CHANGE = ("numbers", "MTP predicts within documents")
+
+
+def crosses(config: Mapping[str, Any], model: Mapping[str, Any], layers: int) -> bool:
+    """Return whether MindFormers' MTP predicts across documents that attention keeps apart.
+
+    Packed conversations (`PackingHandler`) are left out: each begins with a prompt whose labels are ignored, so that
+    the loss at the end of the conversation before it does not count.
+
+    Args:
+        config: `train_dataset.data_loader.config` of a Megatron loader. model: `model.model_config`.
+        layers: MTP layers.
+    """
+    return layers > 0 and documents_apart(config, model)
+
+
+def check(settings: Any, recipe: Mapping[str, Any], layers: int) -> int:
+    """Return the id of the token that ends a document in a recipe's data.
+
+    Args:
+        settings: the section of the plugin. recipe: a recipe or a MindFormerConfig. layers: MTP layers of its model.
+
+    Raises:
+        RecipeError: a setting, or a recipe in which MTP does not predict across documents.
+    """
+    Settings.read(settings)
+    loader, config = value_at(recipe, _LOADER, {}), value_at(recipe, _CONFIG, {})
+    if loader.get("type") != LOADER:
+        wrong = f"it mends the samples of {LOADER}, not of {loader.get('type')!r}; leave the plugin out"
+        raise RecipeError(wrong, KEY)
+    if not layers:
+        raise RecipeError("the model has no MTP layer; leave the plugin out", KEY)
+    if not documents_apart(config, value_at(recipe, "model.model_config", {})):
+        wrong = f"attention does not keep documents apart, so that MTP predicts as the model does; write {KEY}: False"
+        raise RecipeError(wrong, KEY)
+    end = config.get("eod")
+    if type(end) is not int:
+        raise RecipeError(f"{end!r} is not a token id; write the token that ends a document", f"{_CONFIG}.eod")
+    return end
+
+
+def continues(tokens: np.ndarray, end_of_document: int) -> np.ndarray:
+    """Return 0 where a token begins a document, 1 elsewhere: bool [B, S] for token ids [B, S].
+
+    A document begins behind `end_of_document`, as MindFormers' GPTDataset has it. The first column does not matter to
+    a shift by one place, and is 1.
+    """
+    kept = np.ones(tokens.shape, bool)
+    kept[:, 1:] = tokens[:, :-1] != end_of_document
+    return kept
