@@ -5,6 +5,8 @@ key.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from typing import Any
 
 from plugins.errors import RecipeError, did_you_mean
 from plugins.hugging_face_weights.plan import is_hugging_face
@@ -15,6 +17,7 @@ ADAPTERS = {
     "packed_labels": "plugins.packed_labels.adapter",
     "mtp_documents": "plugins.mtp_documents.adapter",
     "held_out_loss": "plugins.held_out_loss.adapter",
+    "yarn": "plugins.yarn.adapter",
     "hierarchical_ep": "plugins.hierarchical_ep.adapter",
     "ep_overlap": "plugins.ep_overlap.adapter",
     "group_aux_loss": "plugins.group_aux_loss.adapter",
@@ -26,7 +29,20 @@ ADAPTERS = {
     "straggler_probe": "plugins.straggler_probe.adapter",  # last: its callback sees the end of a step after all others
 }
 UNWRITTEN: dict[str, dict] = {"finite_loss": {}}  # what is on in a recipe that does not name it, with its settings
+OF_THE_MODEL = ("yarn",)  # what a model computes: kept where a tool takes the others out
 REPLACED = {"finite_loss": "spike_guard"}  # what is off where another one is on, which does its work
+
+
+def of_the_model(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `plugins` section of a recipe with only those that decide what its model computes."""
+    chosen = recipe.get("plugins") or {}
+    return {name: chosen[name] for name in OF_THE_MODEL if chosen.get(name, False) is not False}
+
+
+def enable_model(config) -> None:
+    """Enable only the plugins of the model, for tools that build one and do not train it."""
+    for name, settings in of_the_model(config).items():
+        importlib.import_module(ADAPTERS[name]).enable(config, settings)
 
 
 def enable_plugins(config) -> None:

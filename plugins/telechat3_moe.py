@@ -1,15 +1,18 @@
-"""This module builds TeleChat3-MoE with other layers: MindFormers' GPTModel from its own spec, which is edited before
-the model is built.
+"""This module builds TeleChat3 and TeleChat3-MoE with other parts: MindFormers' GPTModel from its own spec, which is
+edited before the model is built.
 
-The spec of a model without experts has dense layers only, as that of the dense TeleChat3. No plugin edits those on
-Ascend.
+The spec of a model without experts has dense layers only, as that of the dense TeleChat3. On Ascend only
+`plugins.yarn` edits those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from mindformers.models.telechat3.modeling_telechat3_train import TrainingTeleChat3ForCausalLM
+from mindformers.models.telechat3.utils import TeleChat3PreTrainedModel
 from mindformers.models.telechat3_moe.modeling_telechat3_moe_train import TrainingTeleChat3MoeForCausalLM
 from mindformers.models.telechat3_moe.utils import TeleChat3MoePreTrainedModel
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs import (
@@ -25,9 +28,11 @@ from plugins.errors import RecipeError
 
 # MindFormers' class -> ours for Ascend, which differs in nothing but what plugins edit
 ARCHITECTURES = {"TeleChat3MoeForCausalLM": "EditedTeleChat3MoeForCausalLM"}
+DENSE = {"TeleChat3ForCausalLM": "EditedTeleChat3ForCausalLM"}
 _experts: list[Any] = []
 _edits: dict[str, Callable[[Any], None]] = {}
 _templates: list[Callable[[Any], Any]] = []
+_positions: list[Callable[[Any], AbstractContextManager[Callable[[Any], None]]]] = []
 
 
 def use_experts(spec) -> None:
@@ -64,6 +69,13 @@ def apply_edits(model) -> None:
         edit(model)
 
 
+def use_positions(around: Callable[[Any], AbstractContextManager[Callable[[Any], None]]]) -> None:
+    """Build later models inside `around(TransformerConfig)`, and call what it yields with the GPTModel that was
+    built.
+    """
+    _positions[:] = [around]
+
+
 def use_template(make: Callable[[Any], Any]) -> None:
     """Give models that are built later a template of Hugging Face's weights: the one that `make` creates from a
     TransformerConfig.
@@ -77,18 +89,19 @@ def apply_template(model, config) -> None:
         model.template = make(config)
 
 
-def use_edited_model(model_config, plugin: str) -> None:
+def use_edited_model(model_config, plugin: str, classes: Mapping[str, str] = ARCHITECTURES) -> None:
     """Set in `architectures` (in place) the class that builds what the plugins edit; this is not for the CPU backend.
+
+    Args:
+        classes: those that the plugin edits: MindFormers' class -> ours.
 
     Raises:
         RecipeError: the model has no such class.
     """
-    known = {**ARCHITECTURES, **{ours: ours for ours in ARCHITECTURES.values()}}
+    known = {**classes, **{ours: ours for ours in classes.values()}}
     unknown = [name for name in model_config.architectures if name not in known]
     if unknown:
-        raise RecipeError(
-            f"model.model_config.architectures: {plugin} knows {', '.join(ARCHITECTURES)}, not {unknown[0]!r}"
-        )
+        raise RecipeError(f"model.model_config.architectures: {plugin} knows {', '.join(classes)}, not {unknown[0]!r}")
     model_config.architectures = [known[name] for name in model_config.architectures]
 
 
@@ -105,17 +118,20 @@ def gpt_model(config, edit_layer=None) -> GPTModel:
             edit_layer(layer)
         if _experts and layer.submodules.mlp.module is MoELayer:
             layer.submodules.mlp.submodules.experts = _experts[0]
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=block,
-        vocab_size=config.vocab_size,
-        max_sequence_length=config.max_position_embeddings,
-        position_embedding_type=config.position_embedding_type,
-        rotary_percent=1.0,
-        rotary_base=config.rotary_base,
-        rope_scaling=False,
-        mtp_block_spec=get_gpt_mtp_block_spec(config, block) if config.mtp_num_layers else None,
-    )
+    with _positions[0](config) if _positions else nullcontext(lambda model: None) as set_positions:
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=block,
+            vocab_size=config.vocab_size,
+            max_sequence_length=config.max_position_embeddings,
+            position_embedding_type=config.position_embedding_type,
+            rotary_percent=1.0,
+            rotary_base=config.rotary_base,
+            rope_scaling=False,
+            mtp_block_spec=get_gpt_mtp_block_spec(config, block) if config.mtp_num_layers else None,
+        )
+    set_positions(model)
+    return model
 
 
 class EditedTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
@@ -128,6 +144,24 @@ class EditedTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
         self.model = gpt_model(transformer_config)
         apply_edits(self.model)
         apply_template(self, transformer_config)
+
+
+class EditedTrainingTeleChat3(TrainingTeleChat3ForCausalLM):
+    """This is `TrainingTeleChat3ForCausalLM` with edited positions."""
+
+    def __init__(self, config):
+        # not the parent's, as above
+        TeleChat3PreTrainedModel.__init__(self, config, auto_prefix=False)
+        self.model = gpt_model(self.convert_to_transformer_config(config, is_mla_model=False))
+
+
+@MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
+class EditedTeleChat3ForCausalLM:
+    """This is the class that `architectures:` names on Ascend when a plugin edits the dense model (train only)."""
+
+    def __new__(cls, config, *args, **kwargs):
+        """Build the training model."""
+        return EditedTrainingTeleChat3(config)
 
 
 @MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)

@@ -19,6 +19,7 @@ import numpy as np
 from launch.generate.session import Logits, answering_model, continuation
 from launch.generate.text import Sampling, Spoken, draw, harmless, likeliest, tokenizer_of
 from launch.resume.checkpoints import weights_of
+from plugins import of_the_model
 from plugins.errors import CheckpointError, DataError, RecipeError
 from tools.checkpoint.scan import scan_checkpoints
 from tools.checkpoint.stored import kind_of
@@ -135,8 +136,8 @@ def _weights_held(source: Source) -> int | None:
 def forward_recipe(recipe: Recipe) -> dict[str, Any]:
     """Return the part of `recipe` on which logits depend, in float32; devices and layout are removed.
 
-    The MTP layer is removed: it reads the decoder's output, and no logit depends on it. Plugins are removed, too: they
-    change where and how fast values are computed, not the values. A text counts as one document.
+    The MTP layer is removed: it reads the decoder's output, and no logit depends on it. Of the plugins, those of the
+    model stay; the others change where and how fast values are computed, not the values. A text counts as one document.
     """
     flat = copy.deepcopy(dict(recipe))
     leave_ascend(flat)
@@ -146,7 +147,8 @@ def forward_recipe(recipe: Recipe) -> dict[str, Any]:
     flat["runner_config"]["batch_size"] = 1
     data = look(flat, (*LOADER, "config"), {})
     data.update(reset_attention_mask=False, reset_position_ids=False, create_compressed_eod_mask=False)
-    flat.update(plugins={}, callbacks=[], checkpoint={"save_path": "", "load_path": ""}, resume_training=False)
+    flat.update(plugins=of_the_model(flat), callbacks=[], checkpoint={"save_path": "", "load_path": ""})
+    flat["resume_training"] = False
     return flat
 
 

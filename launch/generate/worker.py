@@ -72,9 +72,11 @@ def build(recipe: Path) -> Any:
 
     config = MindFormerConfig(str(recipe))
     build_context(config)
+    from plugins import enable_model
     from plugins.cpu_backend import adapter
 
     adapter.enable(config)
+    enable_model(config)
     sections = {"parallel_config": config.parallel_config, "dataset_config": config.train_dataset}
     return build_network(config.model, default_args=sections)
 

@@ -68,6 +68,7 @@ CONTEXT_MAY_CHANGE = {
     "checkpoint.load_path",
     "checkpoint.no_load_optim",
     "plugins.attention_balance.window",
+    "plugins.yarn.attention_factor",
 }
 
 

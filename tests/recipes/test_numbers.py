@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from plugins.yarn.plan import read
 from tests.recipes.oracles import (
     BASE,
     FAMILY,
@@ -175,16 +176,23 @@ def test_yarn_stretches_the_trained_length_to_the_sequence(name):
     assert model["max_position_embeddings"] * factor == model["seq_length"]
     assert yarn.get("original_max_position_embeddings", 4096) == model["max_position_embeddings"]
     assert (yarn["beta_fast"], yarn["beta_slow"]) == (32, 1)
-    if name not in YARN_36B:
-        assert (yarn["mscale"], yarn["mscale_all_dim"]) == (1, 1)
+    assert (yarn["mscale"], yarn["mscale_all_dim"]) == (1, 0 if name in YARN_36B else 1)
 
 
 @pytest.mark.parametrize("name", YARN_36B)
 def test_the_36b_scales_attention_as_its_public_weights(name):
-    """telechat3-yarn multiplies cos and sin by 0.07 ln(factor) + 1; MindFormers writes 0.1 x mscale for the 0.07."""
-    scaling = model_of(name)["rope_scaling"]
-    above, below = (0.1 * scaling[key] * math.log(scaling["factor"]) + 1 for key in ("mscale", "mscale_all_dim"))
-    assert above / below == pytest.approx(0.07 * math.log(scaling["factor"]) + 1)
+    """telechat3-yarn multiplies cos and sin by 0.07 ln(factor) + 1."""
+    recipe = load(name)
+    yarn = read(recipe["plugins"]["yarn"], recipe["model"]["model_config"])
+    assert yarn.attention_factor == pytest.approx(0.07 * math.log(yarn.factor) + 1)
+    assert (yarn.original, yarn.beta_fast, yarn.beta_slow) == (8192, 32, 1)
+
+
+@pytest.mark.parametrize("name", ["telechat3_36b/finetune_8k.yaml", "telechat3_36b/finetune_8k_one_server.yaml"])
+def test_fine_tuning_has_the_positions_of_the_public_weights(name):
+    ours, theirs = load(name), load(YARN_36B[0])
+    assert ours["model"]["model_config"]["rope_scaling"] == theirs["model"]["model_config"]["rope_scaling"]
+    assert ours["plugins"]["yarn"] == theirs["plugins"]["yarn"]
 
 
 @pytest.mark.parametrize("folder", TELECHAT3_MOE)

@@ -23,7 +23,7 @@ TRAINED = {
     "context_32k": runs.ROOT / "recipes/telechat3_105b/context_32k.yaml",
     "context_128k": runs.ROOT / "recipes/telechat3_438b/context_128k.yaml",
 }
-DENSE = runs.ROOT / "recipes/telechat3_36b/pretrain_8k.yaml"
+DENSE = runs.ROOT / "recipes/telechat3_36b/context_32k.yaml"  # with plugins.yarn
 SIZES_OF_OWN = {"lr_schedule.learning_rate"} | {
     f"model.model_config.{key}"
     for key in ("moe_intermediate_size", "moe_shared_expert_intermediate_size", "q_lora_rank")

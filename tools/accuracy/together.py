@@ -31,6 +31,7 @@ from tools.recipe.view import PARALLEL, View
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "together.md"
 BASE, CHATS = ROOT / "recipes/mini/pretrain.yaml", ROOT / "recipes/mini/finetune.yaml"
+DENSE = ROOT / "recipes/telechat3_36b/context_32k.yaml"
 EQUAL, TRAINS, COMPILED, REFUSED, UNSHOWN = "equal", "trains", "compiled", "refused", "not shown"
 _SMALLEST = Sharding(moe=True, aux=True)
 
@@ -61,19 +62,22 @@ class Plugin:
 
     Args:
         settings: its section; needs: degrees of a `Sharding`; beside: other plugins that it works on; chats: whether
-            it reads conversations.
+            it reads conversations; dense: whether it is for grouped-query attention, which the models without experts
+            have.
     """
 
     settings: Any = field(default_factory=dict)
     needs: Mapping[str, Any] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
     chats: bool = False
+    dense: bool = False
 
 
 PLUGINS: Mapping[str, Plugin] = {
     "finite_loss": Plugin(),
     "packed_labels": Plugin(chats=True),
     "mtp_documents": Plugin({}, {"mtp": True, "documents": True}),
+    "yarn": Plugin({"attention_factor": "telechat3"}, dense=True),
     "held_out_loss": Plugin({"data_path": "x", "samples": 64, "every": 5}),
     "hierarchical_ep": Plugin({"mode": "hierarchical"}, {"dp": 2, "ep": 2}),
     "ep_overlap": Plugin({"chunks": [1, 2]}, beside=("hierarchical_ep",)),
@@ -128,7 +132,9 @@ def recipe_of(*names: str) -> Recipe:
     chats = any(PLUGINS[name].chats for name in plugins)
     if chats:  # these are documents that do not see each other already
         sharding = replace(sharding, documents=False)
-    recipe = derive_sharded(_base(), sharding, 4, "x")
+    if dense := any(PLUGINS[name].dense for name in plugins):
+        sharding = replace(sharding, moe=False, aux=False)
+    recipe = derive_sharded(_base(DENSE if dense else BASE), sharding, 4, "x")
     recipe["context"].update(device_target="Ascend", jit_config={"jit_level": "O1"}, dataset_broadcast_opt_level=3)
     recipe["runner_config"]["sink_mode"] = True
     model = recipe["model"]["model_config"]
@@ -138,13 +144,15 @@ def recipe_of(*names: str) -> Recipe:
         other = load_recipe(CHATS)
         recipe["train_dataset"] = other["train_dataset"]
         length = other["model"]["model_config"]["seq_length"]
-        model.update(seq_length=length, max_position_embeddings=length)
+        model["seq_length"] = length
+        if not dense:
+            model["max_position_embeddings"] = length
     return recipe
 
 
 @cache
-def _base() -> Recipe:
-    return one_worker(str(BASE))
+def _base(path: Path) -> Recipe:
+    return one_worker(str(path))
 
 
 @cache

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
-from tools.check.differences import modelled
+from plugins.yarn import plan as yarn
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath
 from tools.recipe.view import LOADER, MODEL, PARALLEL, RUNNER, View
@@ -29,6 +29,7 @@ _REPLACED = {  # train_dataset keys that MindFormers overwrites (mindformers/dat
     "autotune_per_step": "autotune_per_step",
 }
 _SPEED_UP = ("context", "ascend_config", "parallel_speed_up_json_path")
+_YARN = ("plugins", "yarn")
 _FLAGS = 127  # ranks that an int8 can count
 
 
@@ -134,9 +135,10 @@ def _positions(view: View, built: Built, found: Findings) -> None:
     if isinstance(scaling, dict):
         _rope_scaling(scaling, fields, found)
     kind, factor = fields.get("position_embedding_type"), fields.get("rotary_scaling_factor")
-    if kind == "yarn" and "qk_pos_emb_head_dim" not in fields and not modelled(view.recipe):
+    if kind == "yarn" and "qk_pos_emb_head_dim" not in fields and view.get(_YARN) in (None, False):
         wrong = "the training graph's YaRN reads qk_pos_emb_head_dim, which only multi-latent attention has"
-        found.error(_m("position_embedding_type"), wrong, '"rope" with a larger rope_theta', rule="yarn_mla")
+        right = f"{yarn.KEY}: {{attention_factor: {' or '.join(yarn.RATES)}}}, which builds it for grouped queries"
+        found.error(_m("position_embedding_type"), wrong, right, rule="yarn_mla")
     if "qk_pos_emb_head_dim" not in fields or not isinstance(factor, (int, float)):
         return
     seq, trained = built.number("seq_length"), built.number("max_position_embeddings")
@@ -154,8 +156,8 @@ def _positions(view: View, built: Built, found: Findings) -> None:
 def _rope_scaling(scaling: dict[str, Any], fields: dict[str, Any], found: Findings) -> None:
     """MindFormers takes the mapping apart and needs every key that no field of the model has a default for."""
     kind = scaling.get("type") or scaling.get("rope_type")
-    yarn = [key for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim") if kind == "yarn"]
-    missing = [key for key in ("factor", *yarn) if key not in scaling and fields.get(key) is None]
+    more = [key for key in yarn.NUMBERS if key.startswith(("beta", "mscale")) and kind == "yarn"]
+    missing = [key for key in ("factor", *more) if key not in scaling and fields.get(key) is None]
     if kind is None:
         found.error(_m("rope_scaling"), "has no rope_type", 'rope_type: "yarn"', rule="position_embedding")
     if missing:

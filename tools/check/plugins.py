@@ -29,6 +29,7 @@ from plugins.mtp_documents import plan as mtp_documents
 from plugins.operator_fusion import plan as operator_fusion
 from plugins.packed_labels import plan as packed_labels
 from plugins.spike_guard import plan as spike_guard
+from plugins.yarn import plan as yarn
 from tools.check.conflicts import KEYS as MINDFORMERS_OWN
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath, Recipe
@@ -42,6 +43,7 @@ _SPIKES, _PACKED = ("plugins", "spike_guard"), ("plugins", "packed_labels")
 _BALANCE, _HELD_OUT = ("plugins", "attention_balance"), ("plugins", "held_out_loss")
 _FUSION, _GRADIENT = ("plugins", "operator_fusion"), ("plugins", "grouped_gradient")
 _MTP = ("plugins", "mtp_documents")
+_YARN = ("plugins", "yarn")
 
 
 def check_plugins(view: View, built: Built, found: Findings) -> None:
@@ -73,6 +75,8 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
             held_out_loss.check_step(view.recipe)
         with _refusals((), found):
             held_out_loss.check_files(view.recipe)
+    if on(_YARN):
+        _yarn(view, found)
     if on(_SPIKES):
         with _refusals(_SPIKES, found):
             spike_guard.check(view.recipe)
@@ -107,6 +111,21 @@ def _packed_labels(view: View, on: bool, found: Findings) -> None:
         path = (*LOADER, "handler", handlers.index(packed_labels.PACKING))
         wrong = "trains each token on the one after the next, and the last of a conversation on the padding token"
         found.error(path, wrong, f"{packed_labels.KEY}: {{}}", rule="packed_labels")
+
+
+def _yarn(view: View, found: Findings) -> None:
+    """What the plugin refuses, and positions beyond those that it stretches to."""
+    scaling = view.get((*MODEL, "rope_scaling"))
+    if isinstance(scaling, dict) and scaling.get("type", scaling.get("rope_type")) not in ("rope", "yarn", None):
+        return  # refused by name already
+    with _refusals((), found):
+        model = view.get(MODEL)
+        reach = yarn.read(view.get(_YARN), model if isinstance(model, dict) else {})
+        longest = reach.factor * reach.original
+        if (length := view.number((*MODEL, "seq_length"), 0)) > longest:
+            wrong = f"{reach.factor:g} x {reach.original} tokens do not reach seq_length {length}"
+            right = f"at least {-(-length // reach.original)}, or what the weights were trained with"
+            found.warning((*MODEL, "rope_scaling", "factor"), wrong, right)
 
 
 def _hierarchical_ep(view: View, built: Built, found: Findings) -> None:

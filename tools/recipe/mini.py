@@ -197,7 +197,10 @@ def shrink_model(model: dict[str, Any], length: int = SEQ_LENGTH) -> None:
         model["n_routed_experts"] = min(EXPERTS, model["n_routed_experts"])
         model["num_experts_per_tok"] = min(TOPK, model["num_experts_per_tok"])
     # MindFormers' YaRN takes max_position_embeddings as the length that was trained before the extension
-    model["max_position_embeddings"] = max(1, model["max_position_embeddings"] * length // seq_length)
+    trained = max(1, model["max_position_embeddings"] * length // seq_length)
+    model["max_position_embeddings"] = trained
+    if (model.get("rope_scaling") or {}).get("original_max_position_embeddings"):
+        model["rope_scaling"]["original_max_position_embeddings"] = trained
     model["seq_length"] = length
     model["vocab_size"] = min(VOCABULARY, model["vocab_size"])
     compute_on_cpu(model)

@@ -123,7 +123,8 @@ def _problem(value: Any, spec: dict[str, Any]) -> tuple[str, str] | None:
     if "enum" in spec:
         if any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in spec["enum"]):
             return None
-        return f"{value!r} is not a choice", _instead(value, spec["enum"])
+        known = value in spec.get("instead", {}) if isinstance(value, str) else False
+        return f"{value!r} is not a choice", spec["instead"][value] if known else _instead(value, spec["enum"])
     if "types" in spec and not fits(value, spec["types"]):
         return f"wants {say(spec['types'])}, got {say([kind(value)])} ({_short(value)})", _mended(value, spec["types"])
     if isinstance(value, list):

@@ -13,6 +13,7 @@ from typing import Any
 
 from plugins.hierarchical_ep.settings import DISPATCHERS
 from plugins.settings import Section
+from plugins.yarn import plan as yarn
 from tools.hardware.units import BOTH, LONG
 
 Spec = dict[str, Any]
@@ -37,6 +38,15 @@ def _least(least: float, *keys: str, types: tuple[str, ...] = ("int",)) -> dict[
 _SHAPED = {"types": ["bool", "dict", "list"]}  # recompute settings: checked by `tools.schema.stages`
 _MAPPING = {"types": ["dict"]}
 _ROPE = _enum("rope", "yarn", "none", "relative", "learned_absolute", "partial_rope", rule="position_embedding")
+_NO_SUCH = (
+    f'the training graph has no positions of this kind; it has "rope", and "yarn" (by {yarn.KEY} for grouped queries)'
+)
+_SCALED = _ROPE | {
+    "instead": {
+        **dict.fromkeys(("linear", "dynamic", "llama3", "longrope", "proportional"), _NO_SUCH),
+        yarn.ROPE_TYPES[yarn.TELECHAT3]: f'write "yarn", and {yarn.KEY}: {{attention_factor: {yarn.TELECHAT3}}}',
+    }
+}
 _FORMATS = {"types": ["list", "null", "str"]}
 _TEXT_LIST = {"types": ["list"], "items": ["str"]}
 
@@ -173,8 +183,8 @@ SECTIONS: dict[str, dict[str, Spec]] = {
         **{key: {"types": ["int", "null"]} for key in ("pad_token_id", "ignore_token_id")},
     },
     "rope_scaling": {
-        "type": _ROPE,
-        "rope_type": _ROPE,
+        "type": _SCALED,
+        "rope_type": _SCALED,
         "factor": {"types": ["float"], "min": 1},
         **_least(1, "original_max_position_embeddings"),
         **_least(0, "beta_fast", "beta_slow", "mscale", "mscale_all_dim", types=("float",)),

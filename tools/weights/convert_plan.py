@@ -11,17 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from plugins import of_the_model
 from plugins.errors import CheckpointError, RecipeError
 from plugins.hugging_face_weights.plan import EMBEDDING, HEAD, copies
+from plugins.yarn.plan import read as read_yarn
 from tools.checkpoint.stored import kind_of
 from tools.checkpoint.tensor_files import TYPES, Header
 from tools.layout.resolve import resolve
-from tools.recipe.load import Recipe, load_recipe
-from tools.recipe.view import LOADER, View
+from tools.recipe.load import Recipe, load_recipe, look
+from tools.recipe.view import LOADER, MODEL, View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.weights.hugging_face_names import STATE, Entry, hugging_face_shapes, names_of, table
-from tools.weights.hugging_face_sizes import LATENT_EPS, Sizes, check_config, dense_sizes_of, sizes_of, tied
+from tools.weights.hugging_face_sizes import (
+    LATENT_EPS,
+    Sizes,
+    check_config,
+    dense_sizes_of,
+    sizes_of,
+    stretched_as_telechat3,
+    tied,
+)
 from tools.weights.source import SINGLE, Source
 
 Target = Literal["Hugging Face", "MindFormers"]
@@ -202,7 +212,11 @@ class Conversion:
             found.append(f"begin with it: tc3 train {self.recipe} --set checkpoint.load_path={target}")
             return found
         if self.sizes.is_dense:
-            found.append("Llama to transformers, vLLM and SGLang: the public 36B names a class of its own for the same")
+            found.append(
+                "telechat3, a class of vLLM; transformers has no such class, and its Llama another attention factor"
+                if stretched_as_telechat3(self.sizes)
+                else "Llama to transformers, vLLM and SGLang: the public 36B names a class of its own for the same"
+            )
         elif self.sizes.latent_eps != LATENT_EPS:
             found.append(
                 f"transformers normalises latents with an epsilon of {LATENT_EPS:g}, whatever config.json says; the "
@@ -275,4 +289,8 @@ def model_of(recipe: Recipe) -> Sizes:
             f"{recipe.source}: the model has only latent attention or only experts; tc3 converts those with both "
             "(TeleChat3-MoE, DeepSeek-V3) and of neither (TeleChat3 36B, Llama)"
         )
-    return sizes_of(fields, bias_updated=False) if experts else dense_sizes_of(fields)
+    if experts:
+        return sizes_of(fields, bias_updated=False)
+    chosen = of_the_model(resolved).get("yarn", False)
+    model = look(resolved, MODEL, {})
+    return dense_sizes_of(fields, None if chosen is False else read_yarn(chosen, model))

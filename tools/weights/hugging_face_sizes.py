@@ -5,12 +5,15 @@ cannot express.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from plugins.errors import CheckpointError, RecipeError, not_json
+from plugins.yarn import plan as yarn_plan
+from plugins.yarn.plan import Yarn
 
 MODEL = "model.model_config"
 LATENT_EPS = 1e-6  # of the two norms inside latent attention in Hugging Face, whatever DeepseekV3Config says
@@ -181,12 +184,20 @@ _UNCOMPARED = ("pad_token_id", "max_position_embeddings", "attention_dropout", "
 
 def config_of(sizes: Sizes, dtype: str) -> dict[str, Any]:
     """Return the content of config.json for a model whose weights are of type `dtype` (float32, bfloat16)."""
-    if sizes.is_dense:
-        own: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    if sizes.is_dense and stretched_as_telechat3(sizes):
+        own: dict[str, Any] = {"architectures": ["TeleChat3ForCausalLM"], "model_type": "telechat3"}
+    elif sizes.is_dense:
+        own = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     else:
         own = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
         own["num_nextn_predict_layers"] = sizes.mtp_layers
     return {**own, "torch_dtype": dtype, "use_cache": True, **sizes.hf}
+
+
+def stretched_as_telechat3(sizes: Sizes) -> bool:
+    """Return whether RoPE is stretched as TeleChat3's public weights have it, which Llama's classes cannot compute."""
+    scaling = sizes.hf.get("rope_scaling") or {}
+    return bool(scaling.get("rope_type") == yarn_plan.ROPE_TYPES[yarn_plan.TELECHAT3])
 
 
 def check_config(folder: Path, sizes: Sizes) -> bool:
@@ -205,7 +216,8 @@ def check_config(folder: Path, sizes: Sizes) -> bool:
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file}: this is not the configuration of a model: it {not_json(error)}") from None
     wanted = {name: value for name, value in config_of(sizes, "").items() if name in sizes.hf}
-    wrong = [
+    wrong = _wrong_positions(given, wanted.pop("rope_scaling")) if sizes.is_dense else []
+    wrong += [
         f"{name} is {_get(given, name)!r}, the recipe's {value!r}"
         for name, value in wanted.items()
         if name not in _UNCOMPARED and _differs(_get(given, name), value)
@@ -213,6 +225,57 @@ def check_config(folder: Path, sizes: Sizes) -> bool:
     if wrong:
         raise CheckpointError(f"{file}: this is another model than the recipe's: {'; '.join(wrong)}")
     return True
+
+
+_KINDS = {name: kind for kind, name in yarn_plan.ROPE_TYPES.items()}
+
+
+def _wrong_positions(given: Mapping[str, Any], wanted: Mapping[str, Any] | None) -> list[str]:
+    """What a dense model's config.json says of its positions that the recipe's `rope_scaling` does not compute."""
+    scaling = _get(given, "rope_scaling")
+    if scaling is None:
+        return [] if wanted is None else [f"rope_scaling is None, the recipe's {wanted!r}"]
+    kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
+    if kind not in _KINDS:
+        known = f"the training graph has plain RoPE and, with {yarn_plan.KEY}, {' and '.join(_KINDS)}"
+        return [f"rope_scaling is {scaling!r}, the recipe's {wanted!r}; {known}"]
+    if wanted is None:
+        advice = f"write the recipe's rope_scaling, and {yarn_plan.KEY}: {{attention_factor: {_KINDS[kind]}}}"
+        return [f"rope_scaling is {scaling!r}, the recipe's None; {advice}"]
+    theirs, ours = (_positions_of(each, given.get("max_position_embeddings")) for each in (scaling, wanted))
+    return [
+        f"rope_scaling.{name} is {theirs[name]!r}, the recipe's {value!r}"
+        for name, value in ours.items()
+        if not _same(theirs[name], value)
+    ]
+
+
+def _positions_of(scaling: Mapping[str, Any], longest: Any) -> dict[str, Any]:
+    """What decides positions, of YaRN in Hugging Face's words; keys that are not there have their default."""
+    factor, attention = scaling.get("factor"), scaling.get("attention_factor")
+    kind = _KINDS[scaling.get("rope_type", scaling.get("type", ""))]
+    if attention is None and isinstance(factor, (int, float)):
+        above, below = (scaling.get(name) or 0.0 for name in ("mscale", "mscale_all_dim"))
+        if kind == yarn_plan.STANDARD and not (above and below):
+            above, below = 1.0, 0.0  # transformers reads these two only together
+        elif kind == yarn_plan.TELECHAT3:
+            below = 0.0  # Tele-AI's code divides by nothing
+        attention = yarn_plan.attention_factor(kind, factor, above or 1.0)
+        attention /= yarn_plan.attention_factor(kind, factor, below)
+    return {
+        "factor": factor,
+        "original_max_position_embeddings": scaling.get("original_max_position_embeddings", longest),
+        "beta_fast": scaling.get("beta_fast", 32.0),
+        "beta_slow": scaling.get("beta_slow", 1.0),
+        "truncate": scaling.get("truncate", True),
+        "attention_factor": attention,
+    }
+
+
+def _same(given: Any, wanted: Any) -> bool:
+    """Whether two values are equal, numbers but for their last places in JSON."""
+    numbers = all(isinstance(each, (int, float)) for each in (given, wanted))
+    return math.isclose(given, wanted, rel_tol=1e-6) if numbers else given == wanted
 
 
 def tied(folder: Path) -> bool:
@@ -268,22 +331,25 @@ _DENSE_SAME = {
 }
 
 
-def dense_sizes_of(fields: Mapping[str, Any]) -> Sizes:
+def dense_sizes_of(fields: Mapping[str, Any], yarn: Yarn | None) -> Sizes:
     """Return the sizes of a TransformerConfig that has neither experts nor latent attention.
 
     Args:
         fields: of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
+        yarn: what `plugins.yarn` makes of it; None for plain RoPE.
 
     Raises:
         RecipeError: Llama in Hugging Face has no such thing.
     """
-    for holds, key, right in _dense_rules(fields):
+    for holds, key, right in _dense_rules(fields, yarn):
         if not holds:
             raise RecipeError(f"{MODEL}.{key}: Hugging Face's Llama, which TeleChat3's dense models are, {right}")
     hf = {name: fields[field] for field, name in _DENSE_SAME.items()}
+    if yarn:  # MindFormers' field has the length before the extension, Hugging Face's the length after it
+        hf["max_position_embeddings"] = int(yarn.factor * yarn.original)
     hf.update(
         hidden_act="silu",
-        rope_scaling=None,
+        rope_scaling=_dense_rope_scaling(yarn),
         attention_bias=False,
         mlp_bias=False,
         attention_dropout=0.0,
@@ -294,7 +360,19 @@ def dense_sizes_of(fields: Mapping[str, Any]) -> Sizes:
     return Sizes(hf, fields["layernorm_epsilon"], interleaved, 0, 0.0, 0.0, 0.0)
 
 
-def _dense_rules(fields: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
+def _dense_rope_scaling(yarn: Yarn | None) -> dict[str, Any] | None:
+    if yarn is None:
+        return None
+    return {
+        "rope_type": yarn_plan.ROPE_TYPES[yarn.kind],
+        "factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+    }
+
+
+def _dense_rules(fields: Mapping[str, Any], yarn: Yarn | None) -> list[tuple[bool, str, str]]:
     """(holds, key of model_config, what Llama does)."""
     return [
         (not fields["add_bias_linear"] and not fields["add_qkv_bias"], "add_bias_linear", "has no biases: False"),
@@ -304,8 +382,11 @@ def _dense_rules(fields: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
         (fields["normalization"] == "RMSNorm", "normalization", "has RMSNorm"),
         (fields["rotary_cos_format"] == "rotate_half", "rotary_cos_format", "turns halves of a head: 'rotate_half'"),
         (not fields["mtp_num_layers"], "num_nextn_predict_layers", "has no MTP layer: 0"),
-        (fields["position_embedding_type"] == "rope", "position_embedding_type",
-         "is converted with plain RoPE ('rope'): MindFormers cannot build these models with YaRN"),
+        (fields["position_embedding_type"] in ("rope", "yarn"), "position_embedding_type",
+         "is converted with 'rope' or 'yarn'"),
+        ((fields["position_embedding_type"] == "yarn") == bool(yarn), "position_embedding_type",
+         f"has YaRN ('yarn') where {yarn_plan.KEY} builds it, and only there"),
+        (yarn is None or yarn.mscale == 1, "rope_scaling.mscale", "has no word for it beside YaRN's own factor: 1"),
         (not fields["use_contiguous_weight_layout_attention"], "use_contiguous_weight_layout_attention",
          "is converted from a group's query, key and value side by side: False"),
         (not fields["hidden_dropout"] and not fields["attention_dropout"], "hidden_dropout", "is run without: 0.0"),

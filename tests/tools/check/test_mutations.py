@@ -18,9 +18,8 @@ SLOW = int(os.environ.get("TC3_MUTATIONS_SLOW", "60"))
 CHILD = SLOW * 3 // 10  # of a recipe that inherits from one of the same folder
 WANTED = 0.98  # of the mutations
 # MindFormers cannot build these; check lets them pass for what their card says, and a copy has no card
-COPIED = [path for path in RECIPES if not path.match("telechat3_36b/context_*.yaml")]
 # these say a few keys of another recipe anew, and inherit all else that can be spoilt
-CHILDREN = [path for path in COPIED if "base_config: ./" in path.read_text()]
+CHILDREN = [path for path in RECIPES if "base_config: ./" in path.read_text()]
 FEW = [path for path in RECIPES if path.match("mini/pretrain.yaml") or path.match("telechat3_105b/pretrain_4k.yaml")]
 
 LEGAL = [  # changes of a hyper-parameter that any recipe allows
@@ -85,7 +84,7 @@ def score(recipe, count, folder, as_text=False):
 def test_an_unspoilt_recipe_is_not_refused(path, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert check_recipe(path).errors == []
-    assert (refusal(text_of(plain(path)), tmp_path) is None) == (path in COPIED)
+    assert refusal(text_of(plain(path)), tmp_path) is None
 
 
 @pytest.mark.parametrize("path", FEW, ids=name)
@@ -95,7 +94,7 @@ def test_some_spoilt_recipes_are_refused(path, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in COPIED if path not in CHILDREN], ids=name)
+@pytest.mark.parametrize("path", [path for path in RECIPES if path not in CHILDREN], ids=name)
 def test_spoilt_recipes_are_refused(path, tmp_path):
     tried, accepted = score(plain(path), SLOW, tmp_path)
     assert tried >= SLOW // 2
@@ -118,7 +117,7 @@ def test_legal_changes_pass(path, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in COPIED if path not in FEW], ids=name)
+@pytest.mark.parametrize("path", [path for path in RECIPES if path not in FEW], ids=name)
 def test_legal_changes_pass_everywhere(path, tmp_path):
     legal_changes_pass(path, tmp_path)
 

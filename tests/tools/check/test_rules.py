@@ -41,13 +41,44 @@ def findings(recipe, severity="error"):
     return {finding.key: finding for finding in check_recipe(recipe).findings if finding.severity == severity}
 
 
-def test_yarn_without_latent_attention_is_refused_where_no_card_models_it(tmp_path):
+YARN, STRETCH = ROOT / "recipes" / "telechat3_36b" / "context_32k.yaml", (*MODEL, "rope_scaling")
+
+
+def test_yarn_without_latent_attention_needs_the_plugin():
     """MindFormers 1.9.0 would end in an AttributeError after the start."""
-    recipe = ROOT / "recipes" / "telechat3_36b"
-    own = change(plain(recipe / "context_32k.yaml"))
-    found = findings(own)[dotted((*MODEL, "position_embedding_type"))]
-    assert "qk_pos_emb_head_dim" in found.wrong and "gpt_model.py" in found.source
-    assert check_recipe(recipe / "context_32k.yaml").clean
+    found = findings(change(plain(YARN), (("plugins", "yarn"), False)))[dotted((*MODEL, "position_embedding_type"))]
+    assert "qk_pos_emb_head_dim" in found.wrong and "gpt_model.py" in found.source and "plugins.yarn" in found.right
+    assert check_recipe(YARN).clean
+
+
+@pytest.mark.parametrize(
+    ("kind", "right"),
+    [(each, "the training graph has no positions of this kind") for each in ("linear", "dynamic", "llama3", "longrope")]
+    + [("telechat3-yarn", 'write "yarn", and plugins.yarn: {attention_factor: telechat3}')],
+)
+def test_other_ways_to_stretch_positions_are_refused_by_name(kind, right):
+    """MindFormers would train without any positions: GPTModel has no branch for them."""
+    key = (*STRETCH, "rope_type")
+    found = findings(change(plain(YARN), (key, kind)))[dotted(key)]
+    assert repr(kind) in found.wrong and right in found.right
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "key", "said"),
+    [
+        (("plugins", "yarn"), {"factor": 4}, "plugins.yarn.factor", "no such setting"),
+        (("plugins", "yarn"), True, "plugins.yarn", "write {attention_factor"),
+        ((*STRETCH, "mscale_all_dim"), 1, dotted((*STRETCH, "mscale_all_dim")), "no effect"),
+        ((*STRETCH, "rope_type"), "rope", dotted((*STRETCH, "rope_type")), "is not YaRN"),
+    ],
+)
+def test_what_the_yarn_plugin_refuses_stands_at_its_key(path, value, key, said):
+    assert said in findings(change(plain(YARN), (path, value)))[key].wrong
+
+
+def test_a_sequence_beyond_what_yarn_reaches_is_said():
+    found = findings(change(plain(YARN), ((*STRETCH, "factor"), 2)), "warning")
+    assert "2 x 8192 tokens do not reach seq_length 32768" in found[dotted((*STRETCH, "factor"))].wrong
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from plugins import of_the_model
 from plugins.errors import ClusterError, RecipeError
 from tools.accuracy.reference.run import KINDS, MISSING, below, read, states_of
 from tools.accuracy.reference.start import Hyper, nudged
@@ -203,8 +204,8 @@ def alone(recipe: Recipe, steps: int) -> dict[str, Any]:
     loader = look(plain, LOADER)
     loader["sizes"] = [steps * samples, 0, 0]
     plain["train_dataset_task"]["dataset_config"] = plain["train_dataset"]
-    within = (recipe.get("plugins") or {}).get("mtp_documents", False)
-    plain["plugins"] = {"mtp_documents": within}  # it changes what is computed; all others only where or when
+    within = (recipe.get("plugins") or {}).get("mtp_documents", False)  # it changes what is computed, too
+    plain["plugins"] = of_the_model(plain) | {"mtp_documents": within}
     plain["callbacks"] = [callback for callback in plain["callbacks"] if callback["type"] not in WATCHERS]
     for callback in plain["callbacks"]:
         if "micro_batch_num" in callback:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from plugins import of_the_model
 from plugins.errors import RecipeError
 from plugins.semi_auto_cpu.chosen import chosen
 from tools.accuracy.equivalence.sharding import CLIP, EXECUTED_ROWS, TWO_STAGES, Sharding
@@ -121,7 +122,8 @@ def baseline_variant(name: str) -> Variant:
 
 
 def one_worker(path: str) -> Recipe:
-    """Return the recipe on one CPU worker without plugins, with the whole batch; recipes for Ascend become their mini.
+    """Return the recipe on one CPU worker, with the plugins of its model only and with the whole batch; recipes for
+    Ascend become their mini.
 
     Raises:
         RecipeError: the file is wrong, or cannot be shrunk.
@@ -133,7 +135,7 @@ def one_worker(path: str) -> Recipe:
     batch = batch_of(recipe)
     if chosen(recipe):
         _unsplit(recipe)
-    recipe["plugins"] = {}
+    recipe["plugins"] = of_the_model(recipe)
     recipe["callbacks"] = [entry for entry in recipe.get("callbacks") or [] if entry["type"] != "CheckpointMonitor"]
     return _on_workers(recipe, batch, 1)
 

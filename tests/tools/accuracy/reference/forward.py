@@ -10,6 +10,8 @@ import math
 
 import numpy as np
 
+from plugins.yarn import reference
+from plugins.yarn.plan import ROPE_TYPES, Yarn
 from tools.weights.hugging_face_names import Arrays
 from tools.weights.hugging_face_sizes import Sizes
 
@@ -171,3 +173,26 @@ class Forward:
 def _mscale(factor: float, mscale: float) -> float:
     """YaRN's temperature."""
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+class Grouped(Forward):
+    """Llama, and the dense TeleChat3: query heads share keys and values; halves of a head are turned together."""
+
+    def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
+        """Grouped-query attention: [B, S, h] -> [B, S, h]."""
+        name, shape = f"model.layers.{layer}.self_attn", (*x.shape[:2], -1, self.hf["head_dim"])
+        query, key, value = (self.linear(f"{name}.{each}_proj", x).reshape(shape) for each in "qkv")
+        shared = query.shape[2] // key.shape[2]
+        key, value = (np.repeat(each, shared, axis=2) for each in (self.rotate(key), value))
+        return self.linear(f"{name}.o_proj", self.attend(self.rotate(query), key, value))
+
+    def scale(self) -> float:
+        """Of the softmax: 1 / sqrt(head); YaRN's factor is on cos and sin."""
+        return 1 / math.sqrt(self.hf["head_dim"])
+
+    def rotate(self, x: np.ndarray) -> np.ndarray:
+        """RoPE with YaRN, [B, S, N, D]."""
+        scaling, kinds = self.hf["rope_scaling"], {name: kind for kind, name in ROPE_TYPES.items()}
+        names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+        yarn = Yarn(*(scaling[name] for name in names), 1.0, kinds[scaling["rope_type"]])
+        return reference.rotate(x.swapaxes(0, 1), yarn, self.hf["rope_theta"]).swapaxes(0, 1)

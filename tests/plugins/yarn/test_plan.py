@@ -1,0 +1,106 @@
+"""What a recipe says of YaRN, and the reference against the paper's properties and against transformers' own YaRN."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plugins.errors import RecipeError
+from plugins.yarn import reference
+from plugins.yarn.plan import RATES, STANDARD, TELECHAT3, Yarn, attention_factor, read
+
+PUBLIC = {
+    "rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 8192,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 1, "mscale_all_dim": 0,
+}  # fmt: skip
+MODEL = {"model_type": "telechat3", "rope_scaling": PUBLIC}
+YARN = Yarn(4.0, 8192, 32.0, 1.0, 1.0, TELECHAT3)
+yarns = st.builds(
+    Yarn,
+    factor=st.floats(1, 64),
+    original=st.integers(16, 65536),
+    beta_fast=st.floats(2, 64),
+    beta_slow=st.floats(0.25, 1.5),
+    mscale=st.sampled_from([0.5, 1.0]),
+    kind=st.sampled_from(list(RATES)),
+)
+
+
+def test_the_public_36b_is_read():
+    assert read({"attention_factor": "telechat3"}, MODEL) == YARN
+    assert YARN.attention_factor == pytest.approx(0.07 * math.log(4) + 1)
+    assert read({}, MODEL).attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    assert attention_factor(STANDARD, 4, 0.7) == pytest.approx(YARN.attention_factor), "as MindFormers would write it"
+    assert attention_factor(TELECHAT3, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "says"),
+    [
+        (True, {}, r"plugins\.yarn: write \{attention_factor: standard\}"),
+        ({"attention_factor": "public"}, {}, r"plugins\.yarn\.attention_factor: 'public' is none of standard, telec"),
+        ({"factor": 4}, {}, r"plugins\.yarn\.factor: no such setting"),
+        ({}, {"model_type": "telechat3_moe"}, r"model_config\.model_type: .* not for 'telechat3_moe'"),
+        ({}, {"rope_scaling": None}, r"rope_scaling: plugins\.yarn needs rope_type, factor"),
+        ({}, {"rope_scaling": PUBLIC | {"rope_type": "rope"}}, r"rope_scaling\.rope_type: 'rope' is not YaRN"),
+        ({}, {"rope_scaling": PUBLIC | {"factor": "4"}}, r"rope_scaling\.factor: '4' is not a number"),
+        ({}, {"rope_scaling": PUBLIC | {"factor": 0.5}}, r"rope_scaling: factor and original_max_position"),
+        ({}, {"rope_scaling": {"rope_type": "yarn"}}, r"rope_scaling\.factor: is missing; write that of the weights"),
+        ({}, {"rope_scaling": PUBLIC | {"mscale_all_dim": 1}}, r"rope_scaling\.mscale_all_dim: 1 has no effect"),
+        ({}, {"rope_scaling": PUBLIC | {"beta_slow": 32}}, r"rope_scaling\.beta_slow: 32 is not between 0 and beta"),
+    ],
+)
+def test_what_is_refused(settings, change, says):
+    with pytest.raises(RecipeError, match=says):
+        read(settings, MODEL | change)
+
+
+@given(yarns, st.sampled_from([4, 64, 128]), st.sampled_from([1e4, 1e6]))
+def test_each_frequency_is_between_the_trained_one_and_the_stretched_one(yarn, head_dim, base):
+    plain = base ** (-np.arange(0, head_dim, 2) / head_dim)
+    found = reference.frequencies(yarn, head_dim, base)
+    assert np.all(found <= plain * (1 + 1e-12)) and np.all(found >= plain / yarn.factor * (1 - 1e-12))
+    turns = yarn.original * plain / (2 * math.pi)
+    ends = [yarn.beta_fast * base ** (2 / head_dim), yarn.beta_slow / base ** (2 / head_dim)]  # rounded to whole pairs
+    assert np.allclose(found[turns > ends[0]], plain[turns > ends[0]])
+    assert np.allclose(found[turns < ends[1]], plain[turns < ends[1]] / yarn.factor)
+
+
+@given(yarns)
+def test_turning_back_undoes_the_turn_but_for_the_factor(yarn):
+    x = np.random.default_rng(2).standard_normal((9, 2, 3, 8))
+    back = reference.rotate(reference.rotate(x, yarn, 1e4), yarn, 1e4, backwards=True)
+    assert np.allclose(back, yarn.attention_factor**2 * x)
+
+
+def test_backwards_is_the_gradient():
+    rng, yarn = np.random.default_rng(3), replace(YARN, original=4)
+    x, dout, step = rng.standard_normal((12, 1, 2, 4)), rng.standard_normal((12, 1, 2, 4)), 1e-6
+    found = reference.rotate(dout, yarn, 1e4, backwards=True)
+    for place in [(0, 0, 0, 0), (5, 0, 1, 2), (11, 0, 0, 3)]:
+        moved = x.copy()
+        moved[place] += step
+        change = np.sum((reference.rotate(moved, yarn, 1e4) - reference.rotate(x, yarn, 1e4)) * dout) / step
+        assert change == pytest.approx(found[place], abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", RATES)
+def test_transformers_has_the_same_cos_and_sin(kind):
+    """Over three times the original length, at the head size of the public 36B."""
+    torch = pytest.importorskip("torch", reason="transformers' YaRN needs torch: pip install -e '.[align]'")
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    yarn = replace(YARN, kind=kind, original=64)
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    scaling |= {"beta_fast": 32.0, "beta_slow": 1.0}
+    if kind == TELECHAT3:
+        scaling["attention_factor"] = yarn.attention_factor
+    config = LlamaConfig(hidden_size=256, num_attention_heads=2, max_position_embeddings=256, rope_scaling=scaling)
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(192)[None])
+    angles = np.arange(192)[:, None] * reference.frequencies(yarn, 128, 1e4)
+    assert np.abs(cos[0, :, :64].numpy() - yarn.attention_factor * np.cos(angles)).max() < 2e-5
+    assert np.abs(sin[0, :, 64:].numpy() - yarn.attention_factor * np.sin(angles)).max() < 2e-5
