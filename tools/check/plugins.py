@@ -71,10 +71,7 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
         with _refusals(_MTP, found):
             mtp_documents.check(view.get(_MTP), view.recipe, built.number("mtp_num_layers"))
     if on(_HELD_OUT):
-        with _refusals((), found):
-            held_out_loss.check_step(view.recipe)
-        with _refusals((), found):
-            held_out_loss.check_files(view.recipe)
+        _held_out_loss(view, found)
     if on(_YARN):
         _yarn(view, found)
     if on(_SPIKES):
@@ -92,6 +89,12 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
             group_aux_loss.check(kind, coefficient, view.ep, view.tp if view.parallel else 1)
     if on(_EXPERTS) and _has_experts(_EXPERTS, built, found):
         _expert_balance(view, built, found)
+
+
+def _held_out_loss(view: View, found: Findings) -> None:
+    for check in (held_out_loss.check_step, held_out_loss.check_files):
+        with _refusals((), found):
+            check(view.recipe)
 
 
 def _has_experts(section: KeyPath, built: Built, found: Findings) -> bool:

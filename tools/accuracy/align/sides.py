@@ -205,7 +205,7 @@ def alone(recipe: Recipe, steps: int) -> dict[str, Any]:
     loader["sizes"] = [steps * samples, 0, 0]
     plain["train_dataset_task"]["dataset_config"] = plain["train_dataset"]
     within = (recipe.get("plugins") or {}).get("mtp_documents", False)  # it changes what is computed, too
-    plain["plugins"] = of_the_model(plain) | {"mtp_documents": within}
+    plain["plugins"] = of_the_model(plain) | ({} if within is False else {"mtp_documents": within})
     plain["callbacks"] = [callback for callback in plain["callbacks"] if callback["type"] not in WATCHERS]
     for callback in plain["callbacks"]:
         if "micro_batch_num" in callback:
