@@ -4,7 +4,8 @@ proves bounds with the model.
 Unknowns: y[k, c], layers of column k (type and option) in chunk c, and T, the step time.
 
     minimise T
-    every type's layers are placed; each inner chunk has a layer; types keep the model's order
+    every type's layers are placed; each inner chunk has a layer; types keep the model's order, as do the options of a
+    chunk's layers where the instance asks for it; the last chunk has the layers and the option that it must
     for each stage and each Pareto-maximal moment of its order:   static + layers' parameters + in-flight
                                                                   activations <= cap      (exact peak memory)
     for each chain found so far:   T >= (times a chunk's forward or backward is on the chain) x (its duration)
@@ -83,6 +84,7 @@ class PathModel:
         self._whole = list(range(count))
         self._place_layers()
         self._keep_order()
+        self._order_options()
         self._limit_memory()
 
     def add_chain(self, visits: np.ndarray) -> None:
@@ -163,6 +165,14 @@ class PathModel:
             layers = np.zeros(self.shape)
             layers[:, chunk] = 1
             self._add_row(1, INFINITE, layers)
+        if self.instance.last_layers:
+            layers = np.zeros(self.shape)
+            layers[:, -1] = 1
+            self._add_row(self.instance.last_layers, INFINITE, layers)
+        if self.instance.kept_out.any():
+            layers = np.zeros(self.shape)
+            layers[self.instance.kept_out, -1] = 1
+            self._add_row(0, 0, layers)
 
     def _keep_order(self) -> None:
         """z[t, c] in {0, 1}: all of type t are in chunks up to c, which the next type's first layer must wait for."""
@@ -177,6 +187,26 @@ class PathModel:
                     layers = np.zeros(self.shape)
                     layers[self.instance.type_columns(number), : chunk + 1] = 1
                     self._add_row(low, high, layers, {ended: -count})
+
+    def _order_options(self) -> None:
+        """z[t, c, k] in {0, 1}: in chunk c the next type has options before place k of `order`, so that type t has
+        none from k on.
+        """
+        instance, strengths, before = self.instance, self.instance.strengths, 0
+        for index, (kind, following) in enumerate(zip(instance.types, instance.types[1:], strict=False)):
+            before += kind.count
+            # where each inner chunk holds a layer, no later chunk than this can hold one of the type
+            chunks = min(self.size, before + 1) if instance.least_layers else self.size
+            own, later = (np.arange(len(strengths))[instance.type_columns(number)] for number in (index, index + 1))
+            for place in range(1, len(instance.order)):
+                weak, strong = own[strengths[own] >= place], later[strengths[later] < place]
+                for chunk in range(chunks) if len(weak) and len(strong) else ():
+                    there = self._add_variable(1.0)
+                    self._whole.append(there)
+                    for columns, count, high in ((strong, following.count, 0), (weak, kind.count, kind.count)):
+                        layers = np.zeros(self.shape)
+                        layers[columns, chunk] = 1
+                        self._add_row(-INFINITE, high, layers, {there: count if high else -count})
 
     def _limit_memory(self) -> None:
         _, _, parameters, activation = self.instance.costs

@@ -66,6 +66,9 @@ class Instance:
 
     static      [stages] memory of a stage that no layer causes
     head, tail  (forward, backward) added to the first and the last chunk
+    last_layers layers that the last chunk must hold at least (0 or 1)
+    last_option option that all layers of the last chunk must have, of types that have it; "" for any
+    order       options, the strongest first, in the order in which the layers of a chunk must have them; () for any
     """
 
     name: str
@@ -78,6 +81,9 @@ class Instance:
     head: tuple[float, float]
     tail: tuple[float, float]
     types: tuple[LayerType, ...]
+    last_layers: int = 0
+    last_option: str = ""
+    order: tuple[str, ...] = ()
 
     @cached_property
     def columns(self) -> tuple[tuple[int, int], ...]:
@@ -112,7 +118,20 @@ class Instance:
     @cached_property
     def least_layers(self) -> int:
         """Return how many layers each inner chunk must hold: 1 if there are enough, else 0."""
-        return int(sum(kind.count for kind in self.types) >= self.chunks * self.stages - 2)
+        return int(sum(kind.count for kind in self.types) >= self.chunks * self.stages - 2 + self.last_layers)
+
+    @cached_property
+    def kept_out(self) -> np.ndarray:
+        """Return [K]: whether no layer of the last chunk may be in a column, which `last_option` says."""
+        has = [any(option.name == self.last_option for option in kind.options) for kind in self.types]
+        names = [(t, self.types[t].options[o].name) for t, o in self.columns]
+        return np.array([has[t] and name != self.last_option for t, name in names])
+
+    @cached_property
+    def strengths(self) -> np.ndarray:
+        """Return [K]: the place of each column's option in `order`; all 0 where any order will do."""
+        names = [self.types[t].options[o].name for t, o in self.columns]
+        return np.array([self.order.index(name) if self.order else 0 for name in names])
 
     @cached_property
     def places(self) -> np.ndarray:
@@ -175,8 +194,8 @@ class Instance:
         return memory <= self.cap + CAP_TOLERANCE
 
     def well_formed(self, plans: np.ndarray) -> np.ndarray:
-        """Return [N]: whether every layer is placed once, the types keep the model's order and no inner chunk is
-        empty.
+        """Return [N]: whether every layer is placed once, the types keep the model's order, no inner chunk is empty,
+        and `last_layers`, `last_option` and `order` are kept.
         """
         layers = np.stack([plans[:, self.type_columns(t)].sum(axis=1) for t in range(len(self.types))], axis=1)
         counts = np.array([kind.count for kind in self.types])
@@ -189,6 +208,18 @@ class Instance:
             started = np.cumsum(later, axis=1) - later > 0
             good &= ~(started & before).any(axis=1)
             before = before | (later > 0)
+        good &= layers[:, :, -1].sum(axis=1) >= self.last_layers
+        good &= ~plans[:, self.kept_out, -1].any(axis=1)
+        return good & self._in_order(plans) if self.order else good
+
+    def _in_order(self, plans: np.ndarray) -> np.ndarray:
+        """[N]: whether in each chunk no later type has an option that is stronger than one of an earlier type."""
+        good, weakest = np.ones(len(plans), bool), np.full((len(plans), plans.shape[2]), -1)
+        for index in range(len(self.types)):
+            columns = self.type_columns(index)
+            there, places = plans[:, columns] > 0, self.strengths[columns][None, :, None]
+            good &= (np.where(there, places, len(self.order)).min(axis=1) >= weakest).all(axis=1)
+            weakest = np.maximum(weakest, np.where(there, places, -1).max(axis=1))
         return good
 
     def type_columns(self, index: int) -> slice:

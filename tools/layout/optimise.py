@@ -32,8 +32,10 @@ from tools.layout.instance import Instance
 def recompute_less(instance: Instance, plan: np.ndarray) -> np.ndarray:
     """Return `plan` [K, C] with less recomputation, as much as the cap allows. Layers do not move."""
     # chunks near the model's end hold the fewest micro-batches: there memory buys most
+    kinds = range(len(instance.types))
     for chunk in reversed(range(plan.shape[1])):
-        for index in range(len(instance.types)):
+        # where options are ordered, a type may do no less than a later one of its chunk
+        for index in reversed(kinds) if instance.order else kinds:
             plan = _ease(instance, plan, chunk, index)
     return plan
 
@@ -46,8 +48,10 @@ def even_plan(instance: Instance) -> np.ndarray:
     size = plan.shape[1]
     layers = sum(kind.count for kind in instance.types)
     # the first and the last chunk may be empty: they have head and tail
-    first, last = (0, size) if layers >= size or not instance.least_layers else (1, size - 1)
+    ends = (1, size - 1 + instance.last_layers)
+    first, last = (0, size) if layers >= size or not instance.least_layers else ends
     chunk_of = first + np.arange(layers) * (last - first) // layers
+    chunk_of[layers - instance.last_layers :] = size - 1
     begin = 0
     for index, kind in enumerate(instance.types):
         columns = instance.type_columns(index)
@@ -69,7 +73,7 @@ def _ease(instance: Instance, plan: np.ndarray, chunk: int, index: int) -> np.nd
                 tried = plan.copy()
                 tried[slow, chunk] -= 1
                 tried[fast, chunk] += 1
-                if not instance.fits(tried[None])[0]:
+                if not (instance.fits(tried[None])[0] and instance.well_formed(tried[None])[0]):
                     break
                 plan = tried
     return plan

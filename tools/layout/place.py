@@ -3,9 +3,10 @@ the pipeline optimiser.
 
 `place` makes a pipeline-balance instance of the configuration (`problem`), has it optimised and turns the
 plan back into tables of layers and recomputation as MindFormers reads them: each option counts from a chunk's first
-layer, full recomputation first, then selective, then communication. A plan that gives a chunk's options in another
-order (dense and MoE layers in one chunk) is put into the best order that MindFormers can express. What comes out is
-judged by the estimator itself: `TimeModel.step` with the schedule simulated, and the memory model for every stage.
+layer, full recomputation first, then selective, then communication. The instance admits only plans that MindFormers can
+express. What comes out is judged by the estimator itself: `TimeModel.step` with the schedule simulated, and the memory
+model for every stage. The instance is never below the memory model; should a plan exceed the cap all the same, it is
+dropped and the placement says so.
 
 At last `eased` looks for groups of operators that a placement recomputes although they would fit. The optimiser gives
 layers the cheapest groups first (`tools.layout.problem.by_price`), and a layer that needs one more group of it has all
@@ -15,8 +16,7 @@ earlier one can be left out.
 
 from __future__ import annotations
 
-import itertools
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from tools.layout.budget import Budget
 from tools.layout.ilp import PathModel, path_bound
 from tools.layout.instance import Instance
 from tools.layout.optimise import Outcome, optimise
-from tools.layout.problem import by_price, pipeline_instance
+from tools.layout.problem import ORDER, by_price, pipeline_instance
 from tools.pipeline.schedules import pairs_up
 
 
@@ -79,8 +79,6 @@ def with_table(config: Configuration, name: str, table: Table) -> Configuration:
 
 
 _SHARE = 0.35  # of effort and time, for each instance but the last
-_MOST_CHOICES, _MOST_OPTIONS = 50_000, 3  # of recomputation in a chunk that are tried; of options beyond that
-_ORDER = ("full", "select", "communication", "none")  # of a chunk's layers, as MindFormers counts them
 
 
 @dataclass(frozen=True)
@@ -94,6 +92,7 @@ class Placement:
     why: str = ""  # without a configuration what is missing
     least_s: float = 0.0  # no placement is faster, whatever is outside of the pipeline
     cut: bool = False  # a deadline ended the search before its effort was spent
+    dropped: tuple[str, ...] = ()  # plans that the optimiser proposed and that were not taken, each with the reason
 
 
 def place(
@@ -119,12 +118,10 @@ def place(
     candidates = [config]
 
     def optimised(way: Way, part: Budget) -> list[Configuration]:
-        """Optimise one instance, in a form that MindFormers can express, and add the outcome."""
+        """Optimise one instance, and add the outcome."""
         instance = pipeline_instance(config, model, cap_bytes, *way)
         outcomes.append(optimise(instance, part, seed))
         plan = outcomes[-1].plan
-        if plan is not None:
-            plan = in_order(instance, last_full(instance, plan) if way.mtp else plan)
         return [] if plan is None else [configuration_of(config, instance, plan)]
 
     half = budget.part(0.5, 0.5 * budget.seconds) if groups else budget
@@ -136,11 +133,13 @@ def place(
         part = budget.part(budget.left / left / budget.effort, budget.seconds_left / left)
         candidates += [eased(found, model, cap_bytes) for found in optimised(way, part)]
     best: Placement | None = None
+    dropped: list[str] = []
     bound = min((_bound(outcome) for outcome in outcomes), default=0.0)
     bound = 0.0 if pairs_up(config.schedule) else bound
     for candidate in candidates:
         peaks = tuple(memory.peak for memory in all_stages(candidate))
         if max(peaks) > cap_bytes:
+            dropped += [_exceeds(candidate, peaks, cap_bytes)] if candidate is not config else []
             continue
         step = model.step(candidate, simulated=True)
         if best is None or step.total < best.step_s:
@@ -148,7 +147,7 @@ def place(
             best = Placement(candidate, step.total, min(step.total, rest + bound), peaks)
     best = best or Placement(None, float("inf"), bound, why=_why(config, cap_bytes, outcomes))
     least = min(best.step_s, bound + model.fixed)
-    return replace(best, least_s=least, cut=any(outcome.cut for outcome in outcomes))
+    return replace(best, least_s=least, cut=any(outcome.cut for outcome in outcomes), dropped=tuple(dropped))
 
 
 class Way(NamedTuple):
@@ -208,16 +207,22 @@ def _bound(outcome: Outcome) -> float:
     return (outcome.bound if proven else outcome.work_bound) / 1000
 
 
+def _exceeds(config: Configuration, peaks: Sequence[float], cap_bytes: float) -> str:
+    stage = int(np.argmax(peaks))
+    needs = f"stage {stage} needs {peaks[stage] / GIB:.1f} GiB of {cap_bytes / GIB:.1f} by the memory model"
+    return f"a plan with layers {config.layers} was dropped, because {needs} and less by the optimiser's instance"
+
+
 def _why(config: Configuration, cap_bytes: float, outcomes: list[Outcome]) -> str:
     if not outcomes:
         peak = max(memory.peak for memory in all_stages(config))
         needs = f"the heaviest stage needs {peak / GIB:.1f} GiB of {cap_bytes / GIB:.1f}"
         return f"{needs}, and nothing is moved or recomputed for layers that alternate between dense and MoE"
-    return f"{outcomes[-1].why or 'no order of recompute options that MindFormers can express fits'} (GiB)"
+    return f"{outcomes[-1].why or 'the memory model allows none of the plans found'} (GiB)"
 
 
 def configuration_of(config: Configuration, instance: Instance, plan: np.ndarray) -> Configuration:
-    """Return `config` with the layers and recomputation of a plan [K, C], whose options are `in_order`."""
+    """Return `config` with the layers and recomputation of a well-formed plan [K, C]."""
     layers = _table(instance, plan.sum(axis=0))
     chunks = [_options_of(instance, plan, chunk) for chunk in range(plan.shape[1])]
     names = {name for options in chunks for option in options for name in parts_of(option)}
@@ -228,72 +233,17 @@ def configuration_of(config: Configuration, instance: Instance, plan: np.ndarray
         return _table(instance, np.array(last)) if name in names else None
 
     operators = tuple((name, rows) for name in PATTERNS if (rows := table(name)))
-    tables: dict[str, Any] = {name: table(name) for name in _ORDER[:-1]}
+    tables: dict[str, Any] = {name: table(name) for name in ORDER[:-1]}
     return replace(config, layers=layers, recompute=replace(config.recompute, **tables, operators=operators))
 
 
 def _options_of(instance: Instance, plan: np.ndarray, chunk: int) -> list[str]:
     """The option of each layer of a chunk, in the model's order and MindFormers' of options."""
     found: list[str] = []
-    order = order_of(instance)
     for index, kind in enumerate(instance.types):
         counts = dict(zip((o.name for o in kind.options), plan[instance.type_columns(index), chunk], strict=True))
-        found += [name for name in order for _ in range(int(counts.get(name, 0)))]
+        found += [name for name in instance.order for _ in range(int(counts.get(name, 0)))]
     return found
-
-
-def order_of(instance: Instance) -> list[str]:
-    """Return the names of all options, the strongest first, as MindFormers counts them."""
-    names = {option.name for kind in instance.types for option in kind.options}
-    return sorted(names, key=lambda name: (_ORDER.index(name) if name in _ORDER else 1, -len(parts_of(name)), name))
-
-
-def last_full(instance: Instance, plan: np.ndarray) -> np.ndarray:
-    """Return the plan [K, C] with all layers of its last chunk recomputed fully, as far as their types allow it."""
-    found, chunk = plan.copy(), np.flatnonzero(plan.any(axis=0))[-1]
-    for index, kind in enumerate(instance.types):
-        names, columns = [option.name for option in kind.options], instance.type_columns(index)
-        if "full" in names:
-            found[columns, chunk] = 0
-            found[columns.start + names.index("full"), chunk] = plan[columns, chunk].sum()
-    return found
-
-
-def in_order(instance: Instance, plan: np.ndarray) -> np.ndarray | None:
-    """Return the fastest plan [K, C] that fits and has the options of each chunk in MindFormers' order; None if none
-    fits.
-    """
-    order = order_of(instance)
-    for chunk in range(plan.shape[1]):
-        strengths = [order.index(name) for name in _options_of(instance, plan, chunk)]
-        if strengths == sorted(strengths):
-            continue
-        choices = _ordered(instance, plan, chunk)
-        plans = np.repeat(plan[None], len(choices), axis=0)
-        plans[:, :, chunk] = choices
-        plans = plans[instance.fits(plans)]
-        if not len(plans):
-            return None
-        plan = plans[instance.step_times(plans).argmin()]
-    return plan
-
-
-def _ordered(instance: Instance, plan: np.ndarray, chunk: int) -> np.ndarray:
-    """[choices, K] all ways to recompute a chunk's layers that MindFormers can express."""
-    layers = [plan[instance.type_columns(index), chunk].sum() for index in range(len(instance.types))]
-    kinds = [index for index, count in enumerate(layers) for _ in range(count)]
-    names = [[option.name for option in kind.options] for kind in instance.types]
-    wanted = order_of(instance)
-    choices = []
-    if math.comb(len(kinds) + len(wanted) - 1, len(kinds)) > _MOST_CHOICES:
-        wanted = [name for name in wanted if name in _options_of(instance, plan, chunk)][:_MOST_OPTIONS]
-    for options in itertools.combinations_with_replacement(wanted, len(kinds)):
-        if all(option in names[kind] for kind, option in zip(kinds, options, strict=True)):
-            choice = np.zeros(len(instance.columns), int)
-            for kind, option in zip(kinds, options, strict=True):
-                choice[instance.type_columns(kind).start + names[kind].index(option)] += 1
-            choices.append(choice)
-    return np.array(choices)
 
 
 def _table(instance: Instance, counts: np.ndarray) -> Table:

@@ -9,13 +9,13 @@ estimator, and equal to it where a stage holds the layer kind that needs most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from tools.estimate.configuration import NORMS, Configuration, Table, joined, offered
+from tools.estimate.configuration import NORMS, Configuration, Table, joined, offered, parts_of
 from tools.estimate.layer_time import LayerTime
 from tools.estimate.memory.activations import mtp_option, saved, working
 from tools.estimate.memory.model import held_micro_batches, stage_memory, static_memory
@@ -25,6 +25,7 @@ from tools.layout.instance import CAP_TOLERANCE, Instance, LayerType, Option
 from tools.pipeline.schedules import is_v_shaped
 
 OPTIONS = ("none", "communication", "select", "full")
+ORDER = ("full", "select", "communication", "none")  # of a chunk's layers, as MindFormers counts them
 _MS = 1000
 
 
@@ -117,7 +118,20 @@ def pipeline_instance(
         types=types,
         receiving=0.0 if config.overlap_pp else model.transfer(config) * _MS,
         end_weights=(_weights(ends), _weights(tail)),
+        # MTP, which `tail` and `static` put on the last stage, goes where the last layer is
+        last_layers=int(config.pp > 1 and config.model.mtp > 0),
+        last_option="full" if mtp else "",
+        order=strongest_first(option.name for kind in types for option in kind.options),
     )
+
+
+def strongest_first(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of options in the order in which MindFormers counts them from a chunk's first layer."""
+
+    def place(name: str) -> tuple[int, int, str]:
+        return ORDER.index(name) if name in ORDER else 1, -len(parts_of(name)), name
+
+    return tuple(sorted(set(names), key=place))
 
 
 def kind_count(config: Configuration, kind: str) -> int:

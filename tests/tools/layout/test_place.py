@@ -16,14 +16,13 @@ from tools.estimate.memory.activations import mtp_option, saved
 from tools.estimate.memory.model import all_stages, held_micro_batches, layer_options, peak_memory, stage_memory
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
+from tools.layout import place as layout_place
 from tools.layout.budget import Budget
+from tools.layout.optimise import optimise
 from tools.layout.place import (
     configuration_of,
     eased,
     group_ways,
-    in_order,
-    last_full,
-    order_of,
     place,
     recomputed_table,
     with_table,
@@ -73,9 +72,12 @@ def planned(draw):
     )
     full, mtp = draw(st.sampled_from([(False, False), (True, False), *[(True, True)] * model.mtp]))
     instance = pipeline_instance(config, TIMES, 64 * GIB, full, mtp)
-    size, spare = pp * chunks, model.layers - pp * chunks
+    size = pp * chunks
+    least = [0, *[1] * (size - 2), 0][-size:]  # the first chunk may be empty, and the last one unless it has MTP
+    least[-1] = instance.last_layers if pp > 1 else 0
+    spare = model.layers - sum(least)
     cuts = sorted(draw(st.lists(st.integers(0, spare), min_size=size - 1, max_size=size - 1)))
-    counts = [1 + b - a for a, b in zip([0, *cuts], [*cuts, spare], strict=True)]
+    counts = [each + b - a for each, a, b in zip(least, [0, *cuts], [*cuts, spare], strict=True)]
     names = [[option.name for option in kind.options] for kind in instance.types]
     plan, first = np.zeros((len(instance.columns), size), int), 0
     for chunk, count in enumerate(counts):
@@ -90,8 +92,44 @@ def planned(draw):
             if option not in names[index]:
                 option = "none"
             plan[instance.type_columns(index).start + names[index].index(option), chunk] += 1
-    plan = in_order(instance, last_full(instance, plan) if mtp else plan)
+    plan = expressible(instance, plan)
+    assert instance.well_formed(plan[None])[0]
     return config, instance, plan, counts, (full, mtp)
+
+
+def expressible(instance, plan):
+    """The plan [K, C] with the last chunk's option where there is one, and each chunk in an order of options that
+    MindFormers can express: the strongest that comes after makes those before it as strong.
+    """
+    found, last = np.zeros_like(plan), plan.shape[1] - 1
+    for chunk in range(plan.shape[1]):
+        strongest = len(instance.order)
+        for index in reversed(range(len(instance.types))):
+            columns = instance.type_columns(index)
+            places = {instance.order.index(option.name): n for n, option in enumerate(instance.types[index].options)}
+            weakest = strongest
+            for strength, number in sorted(places.items()):
+                count = plan[columns.start + number, chunk]
+                if not count:
+                    continue
+                taken = max([one for one in places if one <= min(strength, weakest)], default=None)
+                if taken is None:  # nothing of this type is as strong: let the later ones do less
+                    return expressible(instance, _weaker(instance, plan, chunk))
+                if chunk == last and instance.last_option and 0 in places:
+                    taken = 0
+                found[columns.start + places[taken], chunk] += count
+                strongest = min(strongest, taken)
+    return found
+
+
+def _weaker(instance, plan, chunk):
+    """The plan with nothing recomputed in a chunk."""
+    found = plan.copy()
+    for index, kind in enumerate(instance.types):
+        columns = instance.type_columns(index)
+        none = columns.start + [option.name for option in kind.options].index("none")
+        found[columns, chunk], found[none, chunk] = 0, plan[columns, chunk].sum()
+    return found
 
 
 @settings(max_examples=60)
@@ -162,20 +200,66 @@ def test_options_come_back_as_mindformers_reads_them():
     assert layer_options(found, 1, 1, 2) == ["communication", "none"]
 
 
-def test_an_order_that_mindformers_cannot_express_is_replaced():
+@pytest.mark.parametrize("full", [False, True])
+def test_an_order_that_mindformers_cannot_express_is_no_plan(full):
+    """Of all ways to recompute a chunk of two dense and two MoE layers, those that come back from tables as given."""
     config = configuration(pp=2, chunks=1)
-    instance = pipeline_instance(config, TIMES, 64 * GIB, full=True)
+    instance = pipeline_instance(config, TIMES, 64 * GIB, full=full)
     names = [(instance.types[t].name, instance.types[t].options[o].name) for t, o in instance.columns]
-    plan = np.zeros((len(instance.columns), 2), int)
-    # dense layers come first, so MoE layers alone cannot recompute
-    plan[names.index(("dense", "none")), 0] = 2
-    plan[names.index(("moe", "full")), 0] = 2
-    plan[names.index(("moe", "none")), 1] = 5
-    ordered = in_order(instance, plan)
-    assert ordered[:, 1].tolist() == plan[:, 1].tolist()
-    found = configuration_of(config, instance, ordered)
-    assert TIMES.step(found, True).pipeline * 1000 >= instance.step_times(ordered[None])[0] * (1 - 1e-9)
-    assert found.recompute == Recompute()  # all fits: nothing recomputes
+    dense, moe = ([name for kind, name in names if kind == own] for own in ("dense", "moe"))
+    seen = set()
+    for options in itertools.product(*[itertools.combinations_with_replacement(own, 2) for own in (dense, moe)]):
+        row = [instance.order.index(option) for pair in options for option in sorted(pair, key=instance.order.index)]
+        plan = np.zeros((len(names), 2), int)
+        for kind, pair in zip(("dense", "moe"), options, strict=True):
+            for option in pair:
+                plan[names.index((kind, option)), 0] += 1
+        plan[names.index(("moe", "none")), 1] = 5
+        good = bool(instance.well_formed(plan[None])[0])
+        assert good == (row == sorted(row)), options
+        seen.add(good)
+        if good:
+            found = configuration_of(config, instance, plan)
+            assert sorted(layer_options(found, 0, 0, 4)) == sorted(itertools.chain(*options))
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("way", [(False, False), (True, False), (True, True)])
+def test_no_plan_of_the_optimiser_is_dropped_where_mtp_makes_the_last_chunk_long(way):
+    """MTP goes where the last layer is. With an empty last chunk the instance said 51 GiB, and the stage before had 83:
+    the plan was dropped in silence, and everything was recomputed instead.
+    """
+    model = replace(MOE, mtp=1, vocab=65536)  # the head and MTP take longer than a stage's layers
+    config = configuration(model, pp=4, chunks=2, micro_batches=8)
+    free, least = (peak_memory(replace(config, recompute=one)) for one in (Recompute(), Recompute(full=config.layers)))
+    cap = (free + least) / 2
+    instance = pipeline_instance(config, TIMES, cap, *way)
+    assert optimise(replace(instance, last_layers=0), Budget(1)).plan[:, -1].sum() == 0  # it would be empty
+    plan = optimise(instance, Budget(1)).plan
+    assert plan[:, -1].sum() > 0
+    found = configuration_of(config, instance, plan)
+    assert (instance.peak_memory(plan[None])[0] >= [m.peak / GIB * (1 - 1e-12) for m in all_stages(found)]).all()
+    assert instance.step_times(plan[None])[0] <= TIMES.step(found, simulated=True).pipeline * 1000 * (1 + 1e-9)
+
+
+def test_a_placement_with_mtp_says_that_nothing_was_dropped():
+    model = replace(MOE, mtp=1, vocab=65536)
+    config = configuration(model, pp=4, chunks=2, micro_batches=8)
+    config = replace(config, recompute=Recompute(full=config.layers))
+    cap = (peak_memory(replace(config, recompute=Recompute())) + peak_memory(config)) / 2
+    found = place(config, TIMES, cap, Budget(1))
+    assert found.dropped == () and found.step_s < 0.97 * TIMES.step(config, simulated=True).total
+
+
+def test_a_plan_over_the_cap_by_the_memory_model_is_named(monkeypatch):
+    config = configuration(pp=2, chunks=1, recompute=Recompute())
+    cap = 0.95 * peak_memory(config)
+    monkeypatch.setattr(
+        layout_place, "pipeline_instance", lambda *rest: pipeline_instance(*rest[:2], 64 * GIB, *rest[3:])
+    )
+    found = place(config, TIMES, cap, Budget(0.1))
+    assert found.configuration is None and len(found.dropped) == 2
+    assert "was dropped, because stage" in found.dropped[0] and "by the memory model" in found.dropped[0]
 
 
 @pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (2, 1), (2, 2), (4, 2)])
@@ -272,7 +356,7 @@ def planned_groups(draw):
     config = run(model, pp=pp, chunks=chunks, tp=draw(st.sampled_from([1, 2])), ep=1 if model is DENSE else 4)
     full = draw(st.booleans())
     instance = pipeline_instance(config, TIMES, 64 * GIB, full, False, by_price(config, TIMES))
-    order = order_of(instance)
+    order = instance.order
     plan, first = np.zeros((len(instance.columns), pp * chunks), int), 0
     for chunk, count in enumerate(itertools.chain(*config.layers)):
         kinds = model.pattern[first : first + count]
@@ -292,7 +376,7 @@ def planned_groups(draw):
 @given(planned_groups())
 def test_the_instance_with_groups_is_the_estimator(case):
     config, instance, plan = case
-    np.testing.assert_array_equal(in_order(instance, plan), plan)
+    assert instance.well_formed(plan[None])[0]
     found = configuration_of(config, instance, plan)
     assume(not config.model.mtp or mtp_option(found) == "none")  # the instance is that of MTP kept
     forward, backward, _ = TIMES.chunks(found)

@@ -376,6 +376,7 @@ class _Placing:
             found = self.found
             found.cut |= placement.cut
             self.least[one] = placement.least_s
+            found.dropped += [(one, words) for words in placement.dropped]
             if placement.configuration is None:
                 found.dropped.append((one, placement.why))
             else:

@@ -114,7 +114,8 @@ def with_swapping(instance: PlacedInstance, prices: Mapping[str, Mapping[str, Sw
         for kind, ways in prices.items()
     }
     types = tuple(replace(kind, options=(*kind.options, *more[kind.name])) for kind in instance.types)
-    return replace(instance, types=types, static=instance.static + once / GIB)
+    # simulated only: MindFormers counts no layers that swap, so that any order of options will do
+    return replace(instance, types=types, static=instance.static + once / GIB, order=())
 
 
 def prices_of(config: Configuration, model: TimeModel) -> dict[str, dict[str, Swapped]]:
