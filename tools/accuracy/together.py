@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -235,17 +235,24 @@ def page(found: list[Cell]) -> str:
     for title, others in (("Plugins with plugins", list(PLUGINS)), ("Plugins with kinds of parallelism", list(KINDS))):
         numbers = {name: str(number) for number, name in enumerate(others, 1)}
         parts.append(f"## {title}\n\n" + ", ".join(f"{number} {name}" for name, number in numbers.items()) + "\n")
-        rows = [["", *numbers.values()], ["---"] * (len(others) + 1)]
+        rows = []
         for name in PLUGINS:
             signs = [_MARKS[known[pair].how] if (pair := frozenset((name, other))) in known else "" for other in others]
             rows.append([f"`{name}`", *signs])
-        parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n")
-    refused = [f"* `{each.one}` with {each.other}: {each.by}" for each in found if each.how == REFUSED]
-    parts.append("## Refused\n\n" + "\n".join(refused or ["Nothing is."]) + "\n")
-    seen = [each for each in found if each.how not in (REFUSED, UNSHOWN)]
-    lines = "\n".join(f"* `{each.one}` with {each.other}: {each.how}, {each.by}" for each in seen)
-    parts.append(f"## Shown by\n\n{lines}\n")
+        parts.append(_table(["", *numbers.values()], rows))
+    refused = [(f"`{each.one}`", each.other, each.by) for each in found if each.how == REFUSED]
+    parts.append("## Refused\n\n" + _table(("plugin", "with", "reason"), refused))
+    seen = [
+        (f"`{each.one}`", each.other, each.how, f"`{each.by}`") for each in found if each.how not in (REFUSED, UNSHOWN)
+    ]
+    parts.append("## Shown by\n\n" + _table(("plugin", "with", "how", "shown by"), seen))
     return "\n".join(parts)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown; a line in a cell has no `|` of its own."""
+    lines = [heads, ["---"] * len(heads), *([cell.replace("|", r"\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 if __name__ == "__main__":
