@@ -127,10 +127,10 @@ class Meeting:
                 )
             before = (claim.holder, sign) if sign else before
             self.disk.pause(self.lost_after / LOOKS)
+        plan = self._form(number, PLAN, Plan)  # one that is made once we are seen to be there counts on us
         self._say_there(number)
         self._check_place(number)
         self.disk.keep_room(file_of(self.run_dir / FOLDER, ".room-", self.host))
-        plan = self._form(number, PLAN, Plan)
         if plan and self.host in plan.hosts and not returns:
             self.lost(number, self.host, "its agent was restarted in the middle of the attempt")
 

@@ -207,6 +207,22 @@ def test_who_comes_back_before_the_plan_takes_part(tmp_path):
     assert plan.hosts == ["node0"] and new.over(0) is None
 
 
+def test_who_is_held_up_after_it_said_that_it_is_there_follows_the_plan_made_meanwhile(tmp_path):
+    (other,) = meetings(tmp_path, "node1")
+
+    class HeldUp(Disk):
+        def keep_room(self, path):
+            """Take so long that the other agent plans."""
+            until(lambda: other.plan(0, plan_of_all))
+            super().keep_room(path)
+
+    late = Meeting(tmp_path, "node0", lost_after=60.0, disk=HeldUp(30))
+    late.come(0)
+    plan = late.plan(0, plan_of_all)
+    assert plan and set(plan.hosts) == {"node0", "node1"}
+    assert late.over(0) is None and read_attempt(tmp_path, 0).ends == {}
+
+
 def test_a_silent_host_is_stale_after_a_while_and_one_that_ended_is_not(tmp_path):
     one, two, three = meetings(tmp_path, "a", "b", "c")
     for meeting in (one, two, three):
