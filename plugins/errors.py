@@ -12,7 +12,9 @@ from difflib import get_close_matches
 
 UNRESOLVED = "auto is not resolved: `tc3 recipe show` prints the recipe with values, as launch/train.py resolves it"
 
-OUT_OF_REACH = "is out of reach"  # in the error of a process that has lost another one; that one knows more
+# in the error of a process that has lost another one; that one knows more
+OUT_OF_REACH = "is out of reach"
+CLOSED = "closed its connection"
 
 
 class TC3Error(ValueError):

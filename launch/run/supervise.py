@@ -21,7 +21,7 @@ import psutil
 
 from launch.run.failure import Failure, ends_in_msrun_log, error_of, telling_lines, worker_failure
 from launch.workers.lifetime import adopt_orphans, die_with_parent
-from plugins.errors import OUT_OF_REACH
+from plugins.errors import CLOSED, OUT_OF_REACH
 from tools.files.atomic import last_lines
 from tools.process.children import collected_signals
 
@@ -207,7 +207,8 @@ def supervise(
 def _how_telling(failure: Failure) -> tuple[bool, bool, bool, bool]:
     """Of several failures the one to show is the largest by this; who lost another worker comes behind the lost one."""
     killed = failure.code is not None and failure.code < 0
-    return failure.user_error and OUT_OF_REACH not in failure.message, failure.stopped, failure.has_traceback, killed
+    lost = any(words in failure.message for words in (OUT_OF_REACH, CLOSED))
+    return failure.user_error and not lost, failure.stopped, failure.has_traceback, killed
 
 
 @dataclass

@@ -15,12 +15,12 @@ import struct
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from plugins.errors import OUT_OF_REACH, ClusterError
+from plugins.errors import CLOSED, OUT_OF_REACH, ClusterError
 
 MAGIC = b"tc3f"
 MAX_AXES = 8
@@ -123,7 +123,7 @@ def fill(connection: socket.socket, buffer: memoryview) -> None:
     while buffer:
         count = connection.recv_into(buffer)
         if count == 0:
-            raise Disconnected("closed its connection")
+            raise Disconnected(CLOSED)
         buffer = buffer[count:]
 
 
@@ -166,8 +166,8 @@ class Mailbox:
         self._said: dict[int, str] = {}
         # rank -> why it is lost; in the order of the losses, because the first one is the cause
         self._lost: dict[int, str] = {}
-        # ranks to which nothing can be sent. A peer that got all its parts may close first and be lost, but no harm
-        self.unreachable: set[int] = set()
+        # rank -> why nothing can be sent to it. A peer that got all its parts may close first and be lost, but no harm
+        self.unreachable: dict[int, OSError] = {}
         # peer -> frames that nobody waits for and that have not left yet
         self.buffered: defaultdict[int, int] = defaultdict(int)
 
@@ -189,12 +189,21 @@ class Mailbox:
                 call.unsent.discard(peer)
             self.changed.notify_all()
 
-    def lose(self, peer: int, error: OSError, unreachable: Set[int] = frozenset()) -> None:
-        """Note that a connection has ended."""
-        reason = str(error) if isinstance(error, Disconnected) else f"{OUT_OF_REACH}: {error}"
+    def lose(self, peer: int, error: OSError) -> None:
+        """Note that nothing more comes from this peer. A process that ends before it has read everything resets its
+        connections, so that a reset says the same as an orderly end.
+        """
         with self.changed:
-            self._lost.setdefault(peer, reason)
-            self.unreachable |= unreachable
+            error = self.unreachable.get(peer, error)
+            closed = isinstance(error, ConnectionResetError | BrokenPipeError)
+            told = str(error) if isinstance(error, Disconnected) else f"{OUT_OF_REACH}: {error}"
+            self._lost.setdefault(peer, CLOSED if closed else told)
+            self.changed.notify_all()
+
+    def unreach(self, peer: int, error: OSError) -> None:
+        """Note that nothing can be sent to this peer any more; what it sent before may still arrive."""
+        with self.changed:
+            self.unreachable[peer] = error
             self.changed.notify_all()
 
     def close(self) -> None:
@@ -217,7 +226,7 @@ class Mailbox:
         untold = begin + min(PATIENCE, self.timeout / 4) if call.named else None
         with self.changed:
             while not self._complete(call):
-                gone = (call.missing & self._lost.keys()) | (call.unsent & self.unreachable)
+                gone = (call.missing | (call.unsent & self.unreachable.keys())) & self._lost.keys()
                 if gone or self.closing:
                     raise ClusterError(self._tell_lost(call, gone))
                 now = time.monotonic()

@@ -266,7 +266,9 @@ class Mesh:
             try:
                 mailbox.send(connection, frame)
             except OSError as error:
-                self._mail.lose(peer, error, unreachable={peer})
+                self._mail.unreach(peer, error)
+                with contextlib.suppress(OSError):  # the receiver reads what has arrived, and then says why this ended
+                    connection.shutdown(socket.SHUT_RD)
                 return
             self.sent_bytes[peer] += frame.payload.nbytes  # by this thread only
             self._mail.sent(peer, call)

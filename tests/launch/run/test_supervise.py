@@ -302,10 +302,9 @@ def test_under_the_real_msrun(tmp_path, monkeypatch, body, code):
     assert set(started(tmp_path)) == {"MS_SCHED0", "MS_WORKER0", "MS_WORKER1"} and not running(tmp_path)
 
 
-def test_a_killed_worker_is_told_before_one_that_lost_it():
-    lost = Failure(
-        "rank 0, Barrier: nothing: rank 1 is out of reach: reset", Path("a"), user_error=True, rank=0, code=2
-    )
+@pytest.mark.parametrize("how", ["is out of reach: reset", "closed its connection"])
+def test_a_killed_worker_is_told_before_one_that_lost_it(how):
+    lost = Failure(f"rank 0, Barrier: nothing: rank 1 {how}", Path("a"), user_error=True, rank=0, code=2)
     killed = Failure("worker 1 was killed (SIGKILL)", Path("b"), rank=1, code=-9)
     mistake = Failure("recipe.yaml: no such key", Path("a"), user_error=True, rank=0, code=2)
     assert max([lost, killed], key=module._how_telling) is killed

@@ -74,6 +74,12 @@ def test_a_cause_of_its_own_goes_before_what_it_brings_about_whatever_the_order(
     assert diagnose(lines[:2]).victim
 
 
+def test_a_rank_that_lost_another_one_is_a_victim():
+    for how in ("closed its connection", "is out of reach: [Errno 110] timed out"):
+        found = diagnose([f"tc3 train: error: rank 0, AllReduce 3 of ranks 0, 1: float32 [4]: rank 1 {how}"])
+        assert (found.name, found.victim) == ("connection broken", True)
+
+
 def test_an_unknown_log_is_unknown_with_its_telling_lines():
     found = diagnose(["a", "Frobnication error 1", "b", "critical: 2", "", "Exception: 3", "failed 4", "bye"])
     assert (found.name, found.lines) == (UNKNOWN, ("critical: 2", "Exception: 3", "failed 4"))
