@@ -22,7 +22,6 @@ LIMITS = ("tp=1", "pp=8", "vpp=1", "cp=1", "ep=8", "mbs=1", "shard=optimizer", "
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     monkeypatch.setattr(run, "processes", lambda: 1)
-    monkeypatch.setattr(run, "bounds_of", lambda request, ranked, *_: [float("inf")] * len(ranked))
 
 
 def asked(*words):
