@@ -95,7 +95,7 @@ class OfGroup(click.Command):
     "run out of memory: even, published, trained, spread:NUMBER, one max/mean, a run or a routing log "
     "(docs/estimator.md). --write then writes the first under the loads.",
 )
-@click.option("--top", default=10, show_default=True, type=Number("rows"), help="Strategies to place and show.")
+@click.option("--top", default=10, show_default=True, type=Number("rows"), help="Strategies to show.")
 @effort_option("normal")
 @time_limit_option(
     1800.0, "Stop placing after this time, should the effort take longer; the ranking is always finished."
@@ -125,8 +125,9 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
     """Find the parallel strategy of RECIPE on a cluster, in minutes, without a device.
 
     Every legal combination of data, tensor, pipeline (and interleaved), context and expert parallelism, micro-batch,
-    expert dispatch, optimizer sharding and recomputation is ranked by predicted time and memory. The best are given
-    to the pipeline optimiser, which places their layers and chooses what each recomputes.
+    expert dispatch, optimizer sharding and recomputation is ranked by predicted time and memory. Those that could be
+    the fastest by their bounds have their layers placed, and what each recomputes chosen; the answer says how much
+    faster another strategy could be.
 
     Predicted memory stays under a device's limit by a margin, the estimator's known error by default, and the table
     says how likely each strategy fits.
