@@ -133,7 +133,8 @@ def furnish(leaf, rest):
     (FOLDER / "hosts.txt").write_text("".join(f"{host} {slots}\n" for host in hosts))
     for started in [*FOLDER.glob("output/mini-*"), *FOLDER.glob("output/telechat3_*"), FOLDER / "new"]:
         shutil.rmtree(started, ignore_errors=True)
-    if not (FOLDER / "output" / "data" / "stdlib_heldout.bin").exists():  # `tc3 data prepare` has made others
+    data = FOLDER / "output" / "data"  # `tc3 data prepare` has made others, or its target below was cleared for it
+    if not all((data / name).exists() for name in ("stdlib_heldout.bin", "mine.idx", "docs.idx")):
         shutil.copytree(FOLDER / "kept", FOLDER / "output", dirs_exist_ok=True)
     if "checkpoint.load_path=mean" in rest and not (FOLDER / "mean").exists():  # of the command before on the page
         shutil.copytree(FOLDER / "output" / "RUN" / "checkpoint" / "iteration_00000100", FOLDER / "mean")

@@ -57,6 +57,7 @@ class Held:
         slice: shape that tensor, expert and context parallelism leave on a rank.
         shards: ranks over which the optimizer shards the slice.
         trainable: whether the optimizer updates it.
+        on_host: whether it is kept in the host's memory, as the optimizer's state with `optimizer.swap`.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Held:
     slice: tuple[int, ...]
     shards: int
     trainable: bool = True
+    on_host: bool = False
 
     @property
     def elements(self) -> int:
@@ -74,8 +76,13 @@ class Held:
 
     @property
     def bytes(self) -> int:
-        """Return the number of bytes that the rank keeps."""
-        return self.elements * BYTES[self.dtype]
+        """Return the number of bytes that the rank keeps on its device."""
+        return 0 if self.on_host else self.elements * BYTES[self.dtype]
+
+    @property
+    def host_bytes(self) -> int:
+        """Return the number of bytes that the rank keeps in the host's memory."""
+        return self.elements * BYTES[self.dtype] if self.on_host else 0
 
     def copies(self, ranks: int) -> float:
         """Return how often the `ranks` devices of the stage keep each element."""
@@ -88,6 +95,13 @@ def kinds_of(step: Any) -> dict[str, str]:
     """
     state = {item.name for item in step.optimizer.get_parameters()} - {item.name for item in step.optimizer.parameters}
     return {item.name: STATE if item.name in state else kind_of(item.name) for item in step.get_parameters()}
+
+
+def on_host(step: Any) -> set[str]:
+    """Return the names of the parameters that a training step keeps in the host's memory: MindFormers' optimizers give
+    their moments `device="CPU"` with `optimizer.swap`, and MindSpore has no public reader of it.
+    """
+    return {item.name for item in step.get_parameters() if item._get_user_data("parameter_device") == "CPU"}
 
 
 def kind_of(name: str) -> str:

@@ -35,7 +35,7 @@ from tools.dryrun.activations import activations_of, kept_bytes, routed_rows, te
 from tools.dryrun.collectives import Collective, flops_of, read_collectives
 from tools.dryrun.gradients import copies_of, judge_gradients
 from tools.dryrun.graph_text import GraphText, passes_of, read_graph
-from tools.dryrun.memory import WEIGHT, Held, kinds_of
+from tools.dryrun.memory import WEIGHT, Held, kinds_of, on_host
 from tools.dryrun.plan import Job
 from tools.dryrun.virtual_cluster import VirtualCluster, final_graph, virtual_cluster
 from tools.files.atomic import atomic_file
@@ -134,23 +134,23 @@ def _compile(cluster: VirtualCluster, cell: Any, job: Job) -> None:
 
 def _held(cell: Any, parameters: dict[str, tuple[str, str, bool]], cluster: VirtualCluster, view: View) -> list[Held]:
     """What the rank keeps, by MindSpore's layouts: [2] is the slice, [5] the optimizer's group, [6] the whole."""
-    held = []
+    held, away = [], on_host(cell)
     for name, layout in cell.parameter_layout_dict.items():
         if name in parameters:  # and no input
             kind, dtype, trainable = parameters[name]
             shards = _shards(layout[5], cluster, view) if layout[5] else 1
-            held.append(Held(name, kind, dtype, tuple(layout[6]), tuple(layout[2]), shards, trainable))
+            held.append(Held(name, kind, dtype, tuple(layout[6]), tuple(layout[2]), shards, trainable, name in away))
     return held
 
 
 def _built(cell: Any, view: View) -> list[Held]:
     """What a data-parallel rank keeps: all of it, but of the experts its own (`layerwise_parallel`)."""
-    held, parameters = [], parameters_of(cell)
+    held, parameters, away = [], parameters_of(cell), on_host(cell)
     for item in cell.get_parameters():
         part = tuple(item.shape)
         whole = (part[0] * view.devices, *part[1:]) if item.layerwise_parallel else part
         kind, dtype, trained = parameters[item.name]
-        held.append(Held(item.name, kind, dtype, whole, part, 1, trained))
+        held.append(Held(item.name, kind, dtype, whole, part, 1, trained, item.name in away))
     return held
 
 

@@ -75,6 +75,11 @@ def _beside(report: Mapping[str, Any]) -> list[str]:
             "between two steps, when no activations are held, plugins.expert_balance takes "
             f"{moving['bytes'] / GIB:.2f} GiB to move experts of stage {moving['stage']}: {moving['fit']}"
         )
+    if away := max((stage["host"] for stage in report["stages"]), default=0):
+        found.append(
+            f"optimizer.swap keeps {away / GIB:.1f} GiB of optimizer state for each device in the host's memory; "
+            "MindSpore's documentation says that it is loaded for the update, and those bytes are not counted here"
+        )
     if (hccl := report["hccl"]) and hccl["communicators"]:
         found.append(
             f"HCCL keeps {hccl['bytes'] / GIB:.1f} GiB beside the limit, at least: {hccl['communicators']} "

@@ -285,6 +285,7 @@ def _stage(
         "holds": list(found.stage.ends),
         "parameters": sum(math.prod(item.shape) for item in _trained(found.held)),
         "memory": memory_of(found.held, found.graph, passes, limit).as_json(),
+        "host": sum(item.host_bytes for item in found.held),
         "peak": line.peak_as_json(),
         "flops": _flops(found.graph, view.micro_batches),
         "traffic": traffic_of(found.graph, view.micro_batches, plan.micro_batches, node),

@@ -1,9 +1,11 @@
 """Memory of a stage by what holds it; the compiled stage's line, whose peak is the reported total."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +24,7 @@ from tools.dryrun.memory import (
     kind_of,
     line_of,
     memory_of,
+    on_host,
     over_limit,
     total,
     unsure,
@@ -43,6 +46,8 @@ def test_a_rank_keeps_its_slice_over_the_shards():
     assert (one.elements, one.bytes) == (8, 32)
     assert one.copies(ranks=16) == 4  # 16 ranks x 8 of 32 numbers
     assert held(dtype="BFloat16").bytes == 16
+    away = replace(one, on_host=True)
+    assert (one.host_bytes, away.bytes, away.host_bytes) == (0, 0, 32)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +169,18 @@ def test_what_an_optimizer_has_beside_the_weights_is_its_state():
         "accu_grads.decoder.w": (ACCUMULATED, "Float32", False),
         "decoder.bias": (WEIGHT, "BFloat16", False),
     }
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_swapped_optimizers_moments_are_on_the_host(swap):
+    """As MindFormers' own optimizer marks them."""
+    from mindformers.core.optim.adamw import AdamW
+    from mindspore import Parameter, Tensor
+
+    optimizer = AdamW([Parameter(Tensor(np.ones((2, 2), np.float32)), name="decoder.w")], swap=swap)
+    moments = {"adam_m.decoder.w", "adam_v.decoder.w"}
+    assert moments < {item.name for item in optimizer.get_parameters()}
+    assert on_host(optimizer) == (moments if swap else set())
 
 
 GRAPH = Path(__file__).with_name("pipeline.ir")

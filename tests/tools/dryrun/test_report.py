@@ -68,6 +68,7 @@ STAGE = {
     "layers": 6,
     "memory": {name: size * GIB for name, size in MEMORY.items()}
     | {"exact": 12 * GIB, "total": 14 * GIB, "limit": 20 * GIB},
+    "host": 0,
     "peak": {"bytes": 14 * GIB, "pass": "B 3.0", "owners": [{"part": "state", "module": "experts", "bytes": GIB}]},
     "flops": {"forward": 10**15, "recompute": 10**15, "gradient": 2 * 10**15},
     "traffic": [
@@ -127,6 +128,11 @@ def test_uneven_loads_and_moves_stand_below_the_table():
     assert "HCCL keeps 3.1 GiB beside the limit, at least: 8 communicators" in text
     bad = {**REPORT, "loads": {"words": words}, "problems": [f"under the loads: does not fit: {words[1]}"]}
     assert shown(bad).count("1 of 4,000 steps") == 1
+
+
+def test_state_in_the_hosts_memory_is_said():
+    assert "optimizer.swap" not in shown(REPORT)
+    assert "optimizer.swap keeps 3.0 GiB" in shown({**REPORT, "stages": [STAGE, {**STAGE, "host": 3 * GIB}]})
 
 
 def test_what_was_concluded_is_said():
