@@ -26,7 +26,8 @@ from tools.hardware.units import GIB
 from tools.layout.budget import EFFORTS, Budget
 from tools.model.architecture import Latent, Model, pattern_of
 from tools.search.ranking.rank import Chances, rank
-from tools.search.ranking.run import Found, place_all, search
+from tools.search.ranking.run import Found, search
+from tools.search.ranking.workers import place_all
 from tools.search.request import Request, read_limit
 
 LIMITS = ("pp>1", "cp=1", "shard=optimizer", "mode=global", "mbs<=2")

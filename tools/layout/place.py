@@ -28,11 +28,13 @@ from tools.estimate.memory.model import all_stages, layer_options, peak_memory, 
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout.budget import Budget
-from tools.layout.fast import StageCosts, floor_of, place_fast
+from tools.layout.fast import place_fast
+from tools.layout.floor import floor_of
 from tools.layout.ilp import PathModel, path_bound
 from tools.layout.instance import Instance
 from tools.layout.optimise import Outcome, optimise
 from tools.layout.problem import ORDER, by_layers, by_price, pipeline_instance
+from tools.layout.stage_costs import StageCosts
 from tools.pipeline.schedules import pairs_up
 
 

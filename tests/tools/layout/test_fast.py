@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from tests.tools.layout.pipeline_instances import CASE_438B, all_plans, instance
 from tools.layout import fast
 from tools.layout.budget import Budget
-from tools.layout.fast import StageCosts, compositions, floor_of, place_fast, stage_sizes
+from tools.layout.fast import place_fast, stage_sizes
+from tools.layout.floor import floor_of
 from tools.layout.ilp import PathModel, path_bound
 from tools.layout.instance import read_instance
 from tools.layout.optimise import optimise
+from tools.layout.stage_costs import StageCosts, compositions
 
 
 @st.composite

@@ -2,7 +2,7 @@ import pytest
 
 from tools.estimate.memory.model import all_stages
 from tools.layout.place import Placement
-from tools.search.ranking import run
+from tools.search.ranking import workers
 
 
 def stand_in(config, model, *rest, **more):
@@ -15,7 +15,7 @@ def stand_in(config, model, *rest, **more):
 @pytest.fixture
 def alone(monkeypatch):
     """One process, and nothing is placed: by its bounds no other candidate is faster."""
-    monkeypatch.setattr(run, "processes", lambda: 1)
-    monkeypatch.setattr(run, "screen", stand_in)
-    monkeypatch.setattr(run, "place", stand_in)
-    monkeypatch.setattr(run, "floor_seconds", lambda *_: float("inf"))
+    monkeypatch.setattr(workers, "processes", lambda: 1)
+    monkeypatch.setattr(workers, "screen", stand_in)
+    monkeypatch.setattr(workers, "place", stand_in)
+    monkeypatch.setattr(workers, "floor_seconds", lambda *_: float("inf"))

@@ -34,6 +34,7 @@ from tools.search.doubt import Doubt
 from tools.search.page import draw_entry, frontier
 from tools.search.ranking import rank as search_rank
 from tools.search.ranking import run as search_run
+from tools.search.ranking import workers
 from tools.search.ranking.rank import explain_infeasible, feasible, more_memory, rank
 from tools.search.ranking.run import Found, entry_of, renumber, why_faster
 from tools.search.ranking.uneven import Uneven, in_order
@@ -107,7 +108,7 @@ def test_help_explains_both_ways():
 
 @pytest.mark.usefixtures("alone")
 def test_uniform_recomputation_is_not_placed(monkeypatch):
-    monkeypatch.setattr(search_run, "screen", None)
+    monkeypatch.setattr(workers, "screen", None)
     answer = json.loads(run("--json", "--top", 2, "--limit", "recompute=full").stdout)
     assert [one["recompute"]["full"] for one in answer["strategies"]] == [one["layers"] for one in answer["strategies"]]
 
@@ -179,7 +180,7 @@ def test_interrupted_it_shows_the_best_so_far(monkeypatch):
         placed.append(config)
         return stand_in(config, *rest)
 
-    monkeypatch.setattr(search_run, "screen", interrupted)
+    monkeypatch.setattr(workers, "screen", interrupted)
     result = run("--top", 4, "--json")
     assert result.exit_code == 130
     assert "interrupted: this is the best so far" in result.stderr
@@ -192,15 +193,15 @@ def test_what_cannot_be_placed_is_dropped_with_its_reason(monkeypatch):
     def refused(config, *rest, **more):
         return stand_in(config, *rest) if config.tp == 2 else Placement(None, float("inf"), 0.0, why="too tight")
 
-    monkeypatch.setattr(search_run, "screen", refused)
-    monkeypatch.setattr(search_run, "place", refused)
+    monkeypatch.setattr(workers, "screen", refused)
+    monkeypatch.setattr(workers, "place", refused)
     result = run("--top", 4)
     assert result.exit_code == 0 and "too tight" in result.stdout
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_plan_that_is_dropped_is_named(monkeypatch):
-    monkeypatch.setattr(search_run, "screen", lambda *rest: replace(stand_in(*rest), dropped=("a plan was dropped",)))
+    monkeypatch.setattr(workers, "screen", lambda *rest: replace(stand_in(*rest), dropped=("a plan was dropped",)))
     assert ": a plan was dropped" in run("--top", 2).stdout
 
 
@@ -229,7 +230,7 @@ def test_placing_in_two_processes(monkeypatch):
     asked = replace(request(devices=8, batch=16, cap=1.2 * GIB), limits=tuple(limits))
     times, short = TimeModel(asked.hardware), rank(asked).short_list(2)
     found = {}
-    whole = search_run.place_all(asked, short, times, Budget(2), found.__setitem__, at_once=2)
+    whole = workers.place_all(asked, short, times, Budget(2), found.__setitem__, at_once=2)
     assert whole and set(found) == set(short)
     assert not multiprocessing.active_children()
     for one, placement in found.items():
@@ -253,7 +254,7 @@ def test_one_process_and_two_find_the_same(monkeypatch):
 
 @pytest.mark.usefixtures("alone")
 def test_a_time_limit_that_bites_is_said_everywhere(monkeypatch, tmp_path):
-    monkeypatch.setattr(search_run, "screen", lambda *rest: replace(stand_in(*rest), cut=True))
+    monkeypatch.setattr(workers, "screen", lambda *rest: replace(stand_in(*rest), cut=True))
     page, overlay = tmp_path / "r.html", tmp_path / "o.yaml"
     result = run("--top", 2, "--html", page, "--write", overlay)
     assert LATE in result.stderr and LATE in result.stdout and LATE in page.read_text("utf-8")

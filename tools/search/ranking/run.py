@@ -2,18 +2,14 @@
 best ones beside the recipe's own layout.
 
 An `Entry` is one line of the result: a run with its predicted step, its memory, and where its time goes. Candidates'
-layers are placed quickly, and at last by the pipeline optimiser's solver, several at a time (`_Placing`).
+layers are placed quickly, and at last by the pipeline optimiser's solver (`_Placing`), several at a time
+(`tools.search.ranking.workers`).
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,12 +23,13 @@ from tools.estimate.memory.room import Room
 from tools.estimate.time_model import PARTS, TimeModel, exposed_of
 from tools.hardware.units import GIB
 from tools.layout.budget import Budget
-from tools.layout.place import Placement, floor_seconds, place, screen
+from tools.layout.place import Placement
 from tools.process.children import terminate_as_interrupt
 from tools.search.candidates import RECOMPUTE, Candidate, candidate_of, configuration
 from tools.search.ranking.rank import Chances, Ranked, Ranking, layout_of, rank
 from tools.search.ranking.swapping import Swapping
 from tools.search.ranking.uneven import Uneven, in_order, under
+from tools.search.ranking.workers import LEAST_SECONDS, Results, floors, place_one, screen_one, working
 from tools.search.request import PLANNED, Request
 
 
@@ -130,100 +127,6 @@ def why_faster(first: Entry, second: Entry) -> str:
     if not words:
         return f"{total}: the same within a hundredth"
     return f"{total}: {', '.join(words)}" + (f"; it pays {', '.join(paid)}" if paid else "")
-
-
-_LEAST = 2.0  # seconds for a candidate, however many there are
-Told = Callable[[Ranked, Placement], None]
-Job = tuple[Any, ...]
-Results = Callable[[Callable[..., Any], Sequence[Job]], Iterator[tuple[int, Any]]]
-
-
-def processes() -> int:
-    """Return the number of simultaneous placements: the solver uses one core for each."""
-    return max(1, len(os.sched_getaffinity(0)))
-
-
-def place_all(
-    request: Request, ranked: Sequence[Ranked], times: TimeModel, budget: Budget, told: Told, at_once: int | None = None
-) -> bool:
-    """Place every "planned" candidate and report each when it is done; return False if Ctrl-C or SIGTERM ended this
-    early.
-
-    The others stay as they were ranked: their recomputation is what the user's limits ask for. Each candidate gets
-    the effort of `budget`, however many run at a time, and the same share of its seconds as a deadline.
-    """
-    todo = [one for one in ranked if one.candidate.recompute == PLANNED]
-    at_once = min(at_once or processes(), max(1, len(todo)))
-    seconds = max(_LEAST, budget.seconds_left / max(1, -(-len(todo) // at_once)))
-    jobs = [(request, one.candidate, times, budget.effort, seconds) for one in todo]
-    try:
-        with terminate_as_interrupt(), _workers(at_once) as results:
-            for index, placement in results(_place, jobs):
-                told(todo[index], placement)
-    except KeyboardInterrupt:
-        return False
-    return True
-
-
-@contextmanager
-def _workers(at_once: int) -> Iterator[Results]:
-    """A function that yields (number of the job, its result) as they come, from processes that are kept until the end,
-    or from this one if one at a time is enough.
-    """
-    if at_once == 1:
-        yield lambda work, jobs: ((index, work(*job)) for index, job in enumerate(jobs))
-        return
-    with _pool(at_once) as pool:
-
-        def results(work: Callable[..., Any], jobs: Sequence[Job]) -> Iterator[tuple[int, Any]]:
-            futures = {pool.submit(work, *job): index for index, job in enumerate(jobs)}
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-
-        yield results
-
-
-def _place(
-    request: Request,
-    candidate: Candidate,
-    times: TimeModel,
-    effort: float,
-    seconds: float,
-    start: Placement | None = None,
-) -> Placement:
-    # with groups half of it is as without them
-    budget = Budget(2 * effort if request.groups else effort, seconds)
-    found = place(configuration(request, candidate), times, request.room, budget, groups=request.groups, start=start)
-    return replace(found, spent=budget.spent)
-
-
-def _screen(request: Request, candidate: Candidate, times: TimeModel, beat: float) -> Placement:
-    return screen(configuration(request, candidate), times, request.room, beat, request.groups)
-
-
-def _floors(request: Request, candidates: Sequence[Candidate], times: TimeModel, beat: float) -> list[float]:
-    every = (configuration(request, one) for one in candidates)
-    return [floor_seconds(config, times, request.room, beat, request.groups) for config in every]
-
-
-@contextmanager
-def _pool(at_once: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that leave Ctrl-C to their parent, and end with it."""
-    before = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"), initializer=_deaf)
-    try:
-        yield pool
-    except BaseException:
-        for process in set(multiprocessing.active_children()) - before:
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _deaf() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 Progress = Callable[[str, int, int, float], None]  # phase, done, of how many, best seconds so far (infinite: none)
@@ -397,7 +300,7 @@ class _Placing:
         own = None if found.request.changed else found.ranking.find(own_mesh(found.request))
         planned += [own] if own and planned and own not in planned else []
         try:
-            with terminate_as_interrupt(), _workers(self.at_once or processes()) as results:
+            with terminate_as_interrupt(), working(self.at_once) as results:
                 if planned:
                     self._place(planned, results)
         except KeyboardInterrupt:
@@ -446,7 +349,7 @@ class _Placing:
         todo.sort(key=lambda c: (c.pp, c.vpp, c.tp, c.cp, c.ep, c.mode, c.shard, c.mbs, c.dp))
         parts = [todo[first : first + FLOORS] for first in range(0, len(todo), FLOORS)]
         jobs = [(self.found.request, part, self.times, chances.best) for part in parts]
-        for done, (index, bounds) in enumerate(results(_floors, jobs)):
+        for done, (index, bounds) in enumerate(results(floors, jobs)):
             for candidate, bound in zip(parts[index], bounds, strict=True):
                 chances.learn(candidate, bound)
             self.progress("bounding", min(FLOORS * (done + 1), len(todo)), len(todo), self._best)
@@ -454,7 +357,7 @@ class _Placing:
     def _quickly(self, ranked: list[Ranked], beat: float, results: Results) -> None:
         """Place candidates quickly, and bound them."""
         jobs = [(self.found.request, one.candidate, self.times, beat) for one in ranked]
-        for index, placement in results(_screen, jobs):
+        for index, placement in results(screen_one, jobs):
             self._told(ranked[index], placement)
 
     def _close(self, chances: Chances, results: Results) -> None:
@@ -470,10 +373,10 @@ class _Placing:
             if not wave:
                 break
             order = [one for one in order if one not in wave]
-            seconds = max(_LEAST, self.budget.seconds_left)
+            seconds = max(LEAST_SECONDS, self.budget.seconds_left)
             effort = self.budget.effort, seconds
             jobs = [(self.found.request, one.candidate, self.times, *effort, self.placements[one]) for one in wave]
-            for index, placement in results(_place, jobs):
+            for index, placement in results(place_one, jobs):
                 spent += placement.spent
                 self._told(wave[index], placement)
                 chances.learn(wave[index].candidate, placement.least_s)

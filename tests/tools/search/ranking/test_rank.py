@@ -18,7 +18,7 @@ from tools.pipeline.schedules import check_schedule
 from tools.pipeline.simulate import filling
 from tools.recipe.load import load_recipe
 from tools.search.candidates import RECOMPUTE, configuration, schedule_of
-from tools.search.ranking import run
+from tools.search.ranking import workers
 from tools.search.ranking.rank import Chances, feasible, mix, rank
 from tools.search.ranking.run import search
 from tools.search.request import PLANNED, Request, read_limit, request_of
@@ -187,7 +187,7 @@ def test_no_placement_is_under_its_bounds(changes, cap, draw):
 
 def test_the_bound_of_a_space_is_under_all_its_placements(monkeypatch):
     """Everything placed: none is under the bound that a search of two placements tells, and it is not far away."""
-    monkeypatch.setattr(run, "processes", lambda: 1)
+    monkeypatch.setattr(workers, "processes", lambda: 1)
     asked = request(4, 8, limits=["pp=2", "cp=1", "shard=optimizer", "mode=global"], model=SMALL, cap=0.9 * GIB)
     times, (_, every) = TimeModel(asked.hardware), planned(asked)
     best = min(place(configuration(asked, one.candidate), times, asked.room, Budget(1)).step_s for one, _ in every)

@@ -9,7 +9,7 @@ from tests.tools.search.test_candidates import BASE, MODEL, request
 from tools.hardware.units import GIB
 from tools.model.architecture import pattern_of
 from tools.search.candidates import candidate_of
-from tools.search.ranking import run
+from tools.search.ranking import workers
 from tools.search.ranking.rank import explain_infeasible, rank
 from tools.search.report import more_stages, stage_rows, table_rows
 from tools.search.request import PLANNED
@@ -17,7 +17,7 @@ from tools.search.request import PLANNED
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
-    monkeypatch.setattr(run, "processes", lambda: 1)
+    monkeypatch.setattr(workers, "processes", lambda: 1)
 
 
 @pytest.mark.parametrize("number", [0, 3, 5])
