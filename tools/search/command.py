@@ -91,9 +91,9 @@ class OfGroup(click.Command):
 @click.option(
     "--loads",
     metavar="LOADS",
-    help="Also rank the placed strategies under uneven loads of devices, by expected seconds and with the chance to "
-    "run out of memory: even, published, trained, spread:NUMBER, one max/mean, a run or a routing log "
-    "(docs/estimator.md). --write then writes the first under the loads.",
+    help="Search once more under uneven loads of devices, and rank the strategies of both searches by expected seconds "
+    "and with the chance to run out of memory: even, published, trained, spread:NUMBER, one max/mean, a run or a "
+    "routing log (docs/estimator.md). --write then writes the first under the loads.",
 )
 @click.option("--top", default=10, show_default=True, type=Number("rows"), help="Strategies to show.")
 @effort_option("normal")
@@ -143,7 +143,7 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
     """
     from tools.search.options import SpaceProgress
     from tools.search.ranking.alternatives import BySchedule, add_swapping, search_schedules
-    from tools.search.ranking.run import add_loads, search
+    from tools.search.ranking.run import add_loads, search, search_under
 
     with terminate_as_interrupt(), SpaceProgress() as progress:
         try:
@@ -158,6 +158,8 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
             if found.whole and found.entries:  # where 1F1B has no layout, no other schedule is looked at
                 others = search_schedules(request, options["schedules"], budget, times, progress.tell)
                 found.cut, found.whole = found.cut or others.cut, others.whole
+            if options["loads"] is not None and found.whole and found.entries:
+                search_under(found, options["loads"], options["top"], budget, times, progress.tell)
             if options["loads"] is not None and found.whole and found.entries:
                 placed = {one.schedule: one.entry for one in others.every if one.entry}
                 add_loads(found, options["loads"], times, progress.tell, placed)

@@ -120,7 +120,7 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
         lines.append(placed_words(found))
     lines += doubt.lines() if doubt else []
     lines += swapping_words(found.swapping) if found.swapping else []
-    lines += uneven_words(found.uneven)
+    lines += [*uneven_words(found.uneven), *under_words(found)]
     if entries and found.own and not found.request.changed:
         if found.own.peak > found.request.cap:
             lines.append(f"the recipe's own layout needs {found.own.peak / GIB:.1f} GiB: over the limit")
@@ -154,6 +154,17 @@ def placed_words(found: Found) -> str:
     if found.unplaced:
         return f"{proven}; {found.unplaced:,} that were not placed could be faster by their bounds"
     return f"{proven}; {found.open} of them could be faster if their layers were placed better still"
+
+
+def under_words(found: Found) -> list[str]:
+    """Return what the search with the mean of the loads found."""
+    if found.under is None:
+        return []
+    words = "with the mean max/mean of the loads in every layer, at each expert_parallel"
+    if not found.under.entries:
+        return [f"{words}, a second search found no strategy that fits"]
+    more = f"; {found.added} layouts of this second search stand in the tables, too" if found.added else ""
+    return [f"{words}: {placed_words(found.under)}{more}"]
 
 
 def lost(found: Found) -> list[str]:

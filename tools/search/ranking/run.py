@@ -18,6 +18,7 @@ import numpy as np
 
 from plugins.errors import RecipeError
 from tools.estimate.configuration import PATTERNS, Configuration, parts_of
+from tools.estimate.loads import loads_of
 from tools.estimate.memory.model import layer_options, peak_memory
 from tools.estimate.memory.room import Room
 from tools.estimate.time_model import PARTS, TimeModel, exposed_of
@@ -176,6 +177,8 @@ class Found:
     unplaced: int = 0  # those of them that were never placed
     cut: bool = False  # a deadline ended a placement: another machine may find another answer
     uneven: list[Uneven] = field(default_factory=list)  # placed layouts and the recipe's under the loads asked for
+    under: Found | None = None  # the same search with the mean max/mean of these loads in every layer
+    added: int = 0  # entries that come only from `under`
     swapping: Swapping | None = None  # the first layout with swapping as a third choice, where that was asked for
 
     @property
@@ -228,6 +231,24 @@ def search(
         found.own_why = str(error)
     _Placing(found, top, budget, times, progress, at_once).run()
     return found
+
+
+def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeModel, progress: Progress) -> None:
+    """Search once more, with the mean max/mean of the loads of `--loads` in every layer, at each expert_parallel. The
+    best layouts of that search are added to the entries, with their predictions at even loads.
+    """
+    request, blocks = found.request, found.ranking.blocks
+    sizes = sorted({int(ep) for block in blocks for ep in np.unique(block.columns["ep"])})
+    skews = tuple((ep, loads_of(text, replace(request.base, dp=ep, tp=1, cp=1, ep=ep)).typical) for ep in sizes)
+    if all(ratio == request.base.skew for _, ratio in skews):
+        return
+    again = search(replace(request, skews=skews), top, budget, times, progress)
+    found.whole, found.cut, found.under = found.whole and again.whole, found.cut or again.cut, again
+    known = {entry.config for entry in found.entries}
+    even = [replace(entry.config, skew=request.base.skew) for entry in again.entries[: max(1, top // 2)]]
+    found.added = sum(config not in known for config in even)
+    found.entries += [entry_of(config, times) for config in even if config not in known]
+    found.entries.sort(key=lambda entry: (entry.seconds, entry.peak))
 
 
 def add_loads(

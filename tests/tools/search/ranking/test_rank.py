@@ -87,6 +87,14 @@ def test_a_space_with_shards_of_an_own_size_agrees_with_the_reference():
     assert judge(asked, rank(asked), 120) > 4
 
 
+def test_a_space_under_loads_agrees_with_the_reference():
+    asked = request(devices=12, batch=24, cap=GIB)
+    base = replace(asked.base, overlap_dp=False)
+    asked = replace(asked, base=base, skews=tuple((ep, 1 + 0.3 * (ep - 1)) for ep in range(1, 13)))
+    assert configuration(asked, rank(asked).at(0).candidate._replace(ep=4)).skew == pytest.approx(1.9)
+    assert judge(asked, rank(asked), 150) > 5
+
+
 def test_the_438b_space_agrees_with_the_reference():
     recipe = load_recipe("recipes/telechat3_438b/pretrain_4k.yaml")
     asked = request_of(recipe, "atlas_800t_a2", limits=tuple(map(read_limit, ["pp=4,8", "ep=8,16", "tp>1", "mbs<=4"])))

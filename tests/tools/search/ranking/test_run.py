@@ -6,11 +6,16 @@ import pytest
 
 from benchmarks.search_regret import problem, regret, searched
 from tests.tools.search.test_candidates import BASE, MODEL, request
+from tools.estimate.loads import loads_of
+from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
+from tools.layout.budget import Budget
 from tools.model.architecture import pattern_of
 from tools.search.candidates import candidate_of
 from tools.search.ranking import workers
 from tools.search.ranking.rank import explain_infeasible, rank
+from tools.search.ranking.run import search_under
+from tools.search.ranking.workers import place_all
 from tools.search.report import more_stages, stage_rows, table_rows
 from tools.search.request import PLANNED
 
@@ -53,6 +58,31 @@ def test_the_own_mesh_is_placed_and_each_pair_of_stages_and_chunks_is_shown():
     for row in found.stages:
         assert row.entry is None or row.bound <= row.entry.seconds
     assert min(row.bound for row in found.stages) <= found.least
+
+
+def test_under_loads_the_best_of_all_placed_under_them_is_found():
+    asked, text = problem(1, devices=(8,), layers=(4, 5)), "spread:0.8"
+    times, found = TimeModel(asked.hardware), searched(asked, 0.2, top=4)
+    before = [entry.config for entry in found.entries]
+    search_under(found, text, 4, Budget(0.2), times, lambda *_: None)
+    assert found.under.entries and found.added == len(found.entries) - len(before)
+    assert all(entry.config.skew == 1 for entry in found.entries)
+    assert set(before) <= {entry.config for entry in found.entries}
+    ratio = dict(found.under.request.skews)
+    assert ratio[1] == 1 and ratio == dict(sorted(ratio.items())) and max(ratio.values()) > 1.3
+
+    def expected(config):
+        return times.under(config, loads_of(text, config), simulated=True).total
+
+    every: dict = {}
+    placed = [one for one in found.ranking.fastest() if one.candidate.recompute == PLANNED]
+    place_all(found.under.request, placed, times, Budget(0.1), every.__setitem__)
+    best = min(
+        expected(replace(one.configuration, skew=1.0)) for one in every.values() if one.configuration is not None
+    )
+    assert min(expected(entry.config) for entry in found.entries) <= 1.01 * best
+    search_under(even := searched(asked, 0.2, top=4), "even", 4, Budget(0.2), times, lambda *_: None)
+    assert even.under is None
 
 
 @pytest.mark.parametrize(
