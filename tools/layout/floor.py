@@ -66,41 +66,51 @@ def _low(costs: StageCosts) -> np.ndarray:
     free = [float(extra.min()) for extra in costs.extra]
     kept = [float(held[extra == extra.min()].min()) for extra, held in zip(costs.extra, costs.held, strict=True)]
     hulls = [_hull(extra, held) for extra, held in zip(costs.extra, costs.held, strict=True)]
-    found = np.full((instance.stages, early + 1, costs.layers + 1), np.inf)
-    for stage in range(instance.stages):
-        # the stages before one with early layers have some, too, where no chunk may be empty
-        for number in range(early + 1 if not instance.least_layers or stage <= early else 1):
-            late = counts - number
-            work = costs.ends[stage] + number * (costs.base[0] + free[0]) + late * (costs.base[-1] + free[-1])
-            room = costs.room[stage] - number * costs.parameters[0] - late * costs.parameters[-1]
-            # chunks that surely hold late layers: early ones may fill the first chunk, or all of them
-            sure = least[:, stage].copy()
-            sure[: 1 if number and early < instance.stages else 0 if not number else None] = 0
-            extra = np.zeros(len(counts))
-            for peaks in instance.peaks[stage].astype(float):
-                fewest = peaks.min()
-                parts = [
-                    (hulls[-1], kept[-1], held, np.full(len(counts), n)) for held, n in zip(peaks, sure, strict=True)
-                ]
-                parts.append((hulls[-1], kept[-1], fewest, late - sure.sum()))
-                parts.append((hulls[0], kept[0], fewest, np.full(len(counts), number)))
-                extra = np.maximum(extra, _freeing(parts, room))
-            least_count = max(number + int(sure.sum()), int(least[:, stage].sum()))
-            found[stage, number] = np.where(counts < least_count, np.inf, work + extra)
+    number = np.arange(early + 1)[:, None]
+    late = counts - number
+    work = number * (costs.base[0] + free[0]) + late * (costs.base[-1] + free[-1])
+    room = costs.room[:, None, None] - number * costs.parameters[0] - late * costs.parameters[-1]
+    # [stages, early + 1, chunks] late layers that a chunk surely holds: early ones may fill the first chunk, or all
+    sure = np.repeat(least.T[:, None], early + 1, axis=1)
+    sure[:, 1:, : 1 if early < instance.stages else None] = 0
+    others = sure.sum(axis=2)[:, :, None]
+    extra = np.zeros(room.shape)
+    for vector in range(max(map(len, instance.peaks))):
+        peaks = np.array([held[min(vector, len(held) - 1)] for held in instance.peaks], float)
+        fewest = peaks.min(axis=1)
+        parts = [
+            (hulls[-1], kept[-1], held, n[:, :, None]) for held, n in zip(peaks.T, sure.T.swapaxes(1, 2), strict=True)
+        ]
+        parts += [(hulls[-1], kept[-1], fewest, late - others), (hulls[0], kept[0], fewest, number[None])]
+        extra = np.maximum(extra, _freeing(parts, room))
+    found = costs.ends[:, None, None] + work + extra
+    found[counts < np.maximum(number + others, least.sum(axis=0)[:, None, None])] = np.inf
+    if instance.least_layers:  # the stages before one with early layers have some, too
+        found[np.arange(instance.stages) > early, 1:] = np.inf
     return found
 
 
-Part = tuple[list[tuple[float, float]], float, float, np.ndarray]  # hull, activation, in flight, [n] layers
+# hull, activation, [stages] in flight, layers [stages, early + 1, layers + 1], where an axis may be 1
+Part = tuple[list[tuple[float, float]], float, np.ndarray, np.ndarray]
 
 
 def _freeing(parts: list[Part], room: np.ndarray) -> np.ndarray:
-    """[n] the least ms of recomputation, which may be divided, that keeps `room`; infinite where nothing does."""
-    over = sum((kept * held * count for _, kept, held, count in parts), -room)
-    pieces = [(ms / (gib * held), gib * held * count) for hull, _, held, count in parts for ms, gib in hull if held]
-    cost = np.zeros(len(room))
-    for price, most in sorted(pieces, key=lambda piece: piece[0]):
-        taken = np.clip(over, 0.0, np.maximum(most, 0.0))
-        over, cost = over - taken, cost + price * taken
+    """[stages, early + 1, layers + 1] the least ms of recomputation, which may be divided, that keeps `room`; infinite
+    where nothing does.
+    """
+    over, cost = -room, np.zeros(room.shape)
+    prices, most = [], []
+    for hull, kept, held, count in parts:
+        over = over + kept * held[:, None, None] * count
+        for ms, gib in hull:
+            prices.append(np.divide(ms, gib * held, out=np.zeros(len(held)), where=held > 0))
+            most.append(np.broadcast_to(np.maximum(gib * held[:, None, None] * count, 0.0), room.shape))
+    if not (over > 0).any():
+        return cost
+    every, stages = np.array(most), np.arange(len(room))
+    for pick in np.argsort(np.array(prices), axis=0, kind="stable"):
+        taken = np.minimum(np.maximum(over, 0.0), every[pick, stages])
+        over, cost = over - taken, cost + np.array(prices)[pick, stages][:, None, None] * taken
     return np.where(over > 1e-9, np.inf, cost)
 
 
