@@ -235,14 +235,19 @@ def search(
 
 def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeModel, progress: Progress) -> None:
     """Search once more, with the mean max/mean of the loads of `--loads` in every layer, at each expert_parallel. The
-    best layouts of that search are added to the entries, with their predictions at even loads.
+    best layouts of that search are added to the entries, with their predictions at even loads. Ctrl-C leaves them out,
+    and the search counts as interrupted.
     """
     request, blocks = found.request, found.ranking.blocks
     sizes = sorted({int(ep) for block in blocks for ep in np.unique(block.columns["ep"])})
     skews = tuple((ep, loads_of(text, replace(request.base, dp=ep, tp=1, cp=1, ep=ep)).typical) for ep in sizes)
     if all(ratio == request.base.skew for _, ratio in skews):
         return
-    again = search(replace(request, skews=skews), top, budget, times, progress)
+    try:
+        again = search(replace(request, skews=skews), top, budget, times, progress)
+    except KeyboardInterrupt:  # what was found at even loads stays
+        found.whole = False
+        return
     found.whole, found.cut, found.under = found.whole and again.whole, found.cut or again.cut, again
     known = {entry.config for entry in found.entries}
     even = [replace(entry.config, skew=request.base.skew) for entry in again.entries[: max(1, top // 2)]]

@@ -85,6 +85,19 @@ def test_under_loads_the_best_of_all_placed_under_them_is_found():
     assert even.under is None
 
 
+def test_ctrl_c_in_the_second_search_leaves_the_first(monkeypatch):
+    asked = problem(1, devices=(8,), layers=(4, 5))
+    found = searched(asked, 0.1, top=2)
+    before = list(found.entries)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tools.search.ranking.run.rank", interrupted)
+    search_under(found, "1.5", 2, Budget(0.1), TimeModel(asked.hardware), lambda *_: None)
+    assert found.entries == before and not found.whole and found.under is None
+
+
 @pytest.mark.parametrize(
     ("changes", "asked_for", "words"),
     [
