@@ -19,7 +19,8 @@ from tools.layout.budget import EFFORTS, Budget
 from tools.recipe.load import load_recipe
 from tools.search.doubt import doubt_of
 from tools.search.ranking.rank import rank
-from tools.search.ranking.run import entry_of, place_all, search
+from tools.search.ranking.run import entry_of, search
+from tools.search.ranking.workers import place_all
 from tools.search.report import HEADS, cells, reasons
 from tools.search.request import read_limit, request_of
 

@@ -23,7 +23,6 @@ it). Where `optimizer_weight_shard_size` makes groups, the groups' shards are su
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -35,7 +34,7 @@ from tools.estimate.configuration import Configuration, shard_group, weight_copi
 from tools.estimate.layer_time import LayerTime, LayerTimes, Parts
 from tools.estimate.loads import Loads, moe_layers
 from tools.estimate.memory.activations import mtp_option
-from tools.estimate.memory.model import layer_options, stage_weights
+from tools.estimate.memory.model import counted_weights, layer_options
 from tools.estimate.pair_time import LayerSeconds, hidden_seconds, pair_of
 from tools.model.weights import Weight, flops_per_token
 from tools.pipeline.schedules import pairs_up
@@ -174,7 +173,7 @@ class GradientTimes(LayerTimes):
 @lru_cache(maxsize=4096)
 def _counted(config: Configuration, stage: int) -> tuple[tuple[Weight, int], ...]:
     """The different weights of a stage, with how many of each it holds."""
-    return tuple(Counter(stage_weights(config, stage)).items())
+    return tuple(counted_weights(config, stage))
 
 
 _CLOSED = ("gpipe", "1f1b", "interleaved_1f1b", "seqpipe", "seqvpp", "seqsmartvpp")  # `closed_form` holds for these

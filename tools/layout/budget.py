@@ -74,6 +74,10 @@ class Budget:
         """Return a budget with a share of the whole. Work that the part spends is also spent from this budget."""
         return _Part(self, min(self.left, share * self.effort), seconds)
 
+    def units(self, units: float) -> Budget:
+        """Return a budget of so many units, or of what is left. Its work is also spent from this budget."""
+        return _Part(self, min(self.left, units), math.inf)
+
     def stop(self) -> None:
         """Discard all remaining units of work."""
         self.stopped = True

@@ -322,7 +322,7 @@ def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.
     while not budget.over:
         low, high = _part(incumbent, width, rng)
         for _ in range(_REPEATS):
-            answer = model.best(budget.part(_ROUND / budget.effort), incumbent.goal, low, high)
+            answer = model.best(budget.units(_ROUND), incumbent.goal, low, high)
             if answer.plan is None or add_plan(incumbent, model, answer.plan) or not answer.done:
                 break
         # as much as HiGHS can search to the end in a round

@@ -28,7 +28,7 @@ import numpy as np
 from plugins.errors import DataError, RecipeError, did_you_mean, not_json, refuse_unknown
 from tools.files.atomic import what_is
 from tools.pipeline.schedules import check_schedule, is_v_shaped, splits_backward
-from tools.pipeline.simulate import makespans, peak_vectors
+from tools.pipeline.simulate import makespans, stage_peaks
 from tools.pipeline.timetable import Timetable, critical_path, timetable
 
 CAP_TOLERANCE = 1e-6
@@ -113,7 +113,8 @@ class Instance:
     @cached_property
     def peaks(self) -> tuple[np.ndarray, ...]:
         """Return [vectors, chunks] for each stage: the most micro-batches in flight at one moment."""
-        return tuple(peak_vectors(order, self.chunks) for order in self.table.orders)
+        sizes = self.stages, self.chunks, self.micro_batches
+        return tuple(stage_peaks(self.schedule, stage, *sizes) for stage in range(self.stages))
 
     @cached_property
     def least_layers(self) -> int:
@@ -170,6 +171,21 @@ class Instance:
         """Return the simulated step time [N] of plans [N, K, C]."""
         times = self.by_stage(self.times(plans)).reshape(len(plans), -1, self.chunks, self.stages)
         return makespans(self.table, *times.transpose(1, 0, 2, 3))
+
+    @cached_property
+    def _short(self) -> Instance:
+        """The same problem with no more micro-batches than fill the pipeline and two rounds."""
+        few = 2 * self.stages + self.micro_batches % self.stages
+        return replace(self, micro_batches=min(self.micro_batches, few)) if self.schedule in SCHEDULES else self
+
+    def short_times(self, plans: np.ndarray) -> np.ndarray:
+        """Return nearly the step time [N] of plans [N, K, C], whatever the number of micro-batches is: a short run is
+        simulated, and each micro-batch that it lacks takes as long as on the slowest stage.
+        """
+        short = self._short
+        works = self.by_stage(self.times(plans)[:, :2].sum(axis=1)).reshape(len(plans), self.chunks, self.stages)
+        lacking = self.micro_batches - short.micro_batches
+        return short.step_times(plans) + lacking * works.sum(axis=1).max(axis=1)
 
     def longest_chain(self, plan: np.ndarray) -> tuple[float, np.ndarray]:
         """Return (step time, visits [rows, C]) of a plan [K, C] (`tools.pipeline.timetable`)."""

@@ -1,12 +1,15 @@
 """This module finds which layers go to which stage and chunk, and what each recomputes. The search looks for the
 fastest plan that keeps every stage's memory cap.
 
-1. A first plan at once, if evenly spread layers fit.
+1. A first plan at once, if evenly spread layers fit, or the one that is given.
 2. What no plan can beat, and the chains that make the model exact where it matters. Without a plan
    so far, one by the exact model (`ilp`), or the proof that none fits and what is missing.
 3. The whole model, adding chains, which may prove its plan best.
-4. In rounds that grow longer, annealing with the simulator, then the model around the best plan
-   (`ilp`): where one is weak, the other has been strong. At last the whole model again, for the bound.
+4. In rounds, each twice as long as the one before, annealing with the simulator, then the model around the best plan
+   (`ilp`): where one is weak, the other has been strong. Each round ends with the whole model, for the bound.
+
+The amount of work in each of these does not depend on the budget, which only ends the last one: a larger budget begins
+with what a smaller one does, and is never worse.
 
 Every plan is judged by the simulator and by the exact peak memory; the model only proposes and bounds.
 
@@ -88,18 +91,31 @@ _STEP, _OPERATION = 1e-3, 1e-8  # effort of a step of all chains, and of each si
 _SECOND, _THIRD, _SAME_STAGE, _STAYS, _NEXT_CHUNK = 0.45, 0.2, 0.6, 0.45, 0.25
 
 
-def anneal(incumbent: Incumbent, starts: np.ndarray, budget: Budget, rng: np.random.Generator) -> None:
-    """Search from the legal plans `starts` [S, K, C] until `budget` is spent, and offer every better plan."""
+def anneal(
+    incumbent: Incumbent,
+    starts: np.ndarray,
+    budget: Budget,
+    rng: np.random.Generator,
+    step_times: Callable[[np.ndarray], np.ndarray] | None = None,
+    planned: float | None = None,
+) -> None:
+    """Search from the legal plans `starts` [S, K, C] until `budget` is spent, and offer every better plan.
+
+    Args:
+        step_times: stands in for the instance's own.
+        planned: effort after which the temperature is nothing, where that is more than `budget` has.
+    """
     instance = incumbent.instance
+    step_times = step_times or instance.step_times
     changes = Changes(instance, rng)
     plans = starts[np.arange(CHAINS) % len(starts)].copy()
-    times = instance.step_times(plans)
+    times = step_times(plans)
     step, operations = 0, 2 * instance.micro_batches * instance.chunks * instance.stages
     while not budget.over:
-        done = budget.spent / budget.effort
+        done = budget.spent / (planned or budget.effort)
         temperature = HOT * times.min() * (1 - done) ** 2
         which, tried = _legal(instance, changes(np.repeat(plans, TRIES, axis=0)))
-        simulated = instance.step_times(tried)
+        simulated = step_times(tried)
         budget.spend(_STEP + _OPERATION * operations * len(which))
         taken = simulated <= times[which] + temperature * rng.standard_exponential(len(which))
         plans[which[taken]], times[which[taken]] = tried[taken], simulated[taken]
@@ -167,11 +183,8 @@ class Changes:
         return option, np.where(draw < _STAYS, chunk, moved)
 
 
-# shares of the effort; what is left after the rounds goes to the whole model
-_RELAXED, _FIRST = 0.05, 0.06
-_ROUNDS = (0.06, 0.12, 0.24, 0.36)
-# of a round; the rest searches near the best plan
-_ANNEAL = 0.7
+_RELAXED, _FIRST, _ROUND = 0.2, 0.2, 0.2  # effort of the bound, of the whole model and of the first round
+_ANNEAL, _NEAR = 0.6, 0.25  # of a round; the rest goes to the whole model
 
 
 @dataclass(frozen=True)
@@ -196,15 +209,23 @@ class Outcome:
 
 
 def optimise(
-    instance: Instance, budget: Budget, seed: int = 0, report: Callable[[Incumbent], None] | None = None
+    instance: Instance,
+    budget: Budget,
+    seed: int = 0,
+    report: Callable[[Incumbent], None] | None = None,
+    start: np.ndarray | None = None,
 ) -> Outcome:
-    """Search until `budget` is spent or the best plan is proven. `report` hears of every improvement."""
+    """Search until `budget` is spent or the best plan is proven. `report` hears of every improvement; the answer is
+    never worse than the plan `start` [K, C].
+    """
     incumbent = Incumbent(instance, work_bound(instance), report)
+    if start is not None:
+        incumbent.offer(start)
     even = even_plan(instance)
     if instance.fits(even[None])[0]:
         incumbent.offer(recompute_less(instance, even))
     model = PathModel(instance)
-    incumbent.prove(path_bound(instance, model, budget.part(_RELAXED)))
+    incumbent.prove(path_bound(instance, model, budget.units(_RELAXED)))
     if incumbent.plan is None:
         least = model.least_excess(budget)
         if least.plan is None or not instance.fits(least.plan[None])[0]:
@@ -212,14 +233,14 @@ def optimise(
         incumbent.offer(recompute_less(instance, least.plan))
     rng = np.random.default_rng(seed)
     assert incumbent.plan is not None
-    _whole(incumbent, model, budget.part(_FIRST))
-    for share in _ROUNDS:
-        if incumbent.proven or budget.over:
-            break
-        part = budget.part(share)
-        anneal(incumbent, incumbent.plan[None], part.part(_ANNEAL), rng)
-        search_near(incumbent, model, part, rng)
-    _whole(incumbent, model, budget)
+    _whole(incumbent, model, budget.units(_FIRST))
+    units = _ROUND
+    while not (incumbent.proven or budget.over):
+        part = budget.units(units)
+        anneal(incumbent, incumbent.plan[None], part.units(_ANNEAL * units), rng, planned=_ANNEAL * units)
+        search_near(incumbent, model, part.units(_NEAR * units), rng)
+        _whole(incumbent, model, part)
+        units *= 2
     known, done = (incumbent.plan, incumbent.time, incumbent.bound, work_bound(instance)), incumbent.proven
     peak = instance.peak_memory(incumbent.plan[None])[0]
     return Outcome(instance, *known, done, budget.elapsed, cut=budget.cut and not done, peak=peak)

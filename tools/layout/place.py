@@ -16,6 +16,7 @@ earlier one can be left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,14 +24,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tools.estimate.configuration import NORMS, PATTERNS, Configuration, Recompute, Table, offered, parts_of
-from tools.estimate.memory.model import all_stages, stage_memory
+from tools.estimate.memory.model import all_stages, layer_options, peak_memory, stage_memory
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout.budget import Budget
+from tools.layout.fast import place_fast
+from tools.layout.floor import floor_of
 from tools.layout.ilp import PathModel, path_bound
 from tools.layout.instance import Instance
 from tools.layout.optimise import Outcome, optimise
-from tools.layout.problem import ORDER, by_price, pipeline_instance
+from tools.layout.problem import ORDER, by_layers, by_price, pipeline_instance
+from tools.layout.stage_costs import StageCosts
 from tools.pipeline.schedules import pairs_up
 
 
@@ -79,6 +83,7 @@ def with_table(config: Configuration, name: str, table: Table) -> Configuration:
 
 
 _SHARE = 0.35  # of effort and time, for each instance but the last
+BOUND_EFFORT = 0.5  # of the bounds of a candidate by the solver's model, at most
 
 
 @dataclass(frozen=True)
@@ -92,11 +97,19 @@ class Placement:
     why: str = ""  # without a configuration what is missing
     least_s: float = 0.0  # no placement is faster, whatever is outside of the pipeline
     cut: bool = False  # a deadline ended the search before its effort was spent
+    spent: float = 0.0  # effort
+    outside_s: float = 0.0  # of `least_s` what gradients, weights and optimizer take at least
     dropped: tuple[str, ...] = ()  # plans that the optimiser proposed and that were not taken, each with the reason
 
 
 def place(
-    config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, seed: int = 0, groups: bool = False
+    config: Configuration,
+    model: TimeModel,
+    cap_bytes: float,
+    budget: Budget,
+    seed: int = 0,
+    groups: bool = False,
+    start: Placement | None = None,
 ) -> Placement:
     """Return the fastest placement of `config`'s layers, with the recomputation of each, that keeps `cap_bytes` on
     every stage.
@@ -108,6 +121,7 @@ def place(
     Args:
         groups: layers may recompute groups of operators as well (`tools.estimate.configuration`). Half of the effort is
             spent without them, so that the answer is never slower than that of half the effort.
+        start: a placement of the same layers, such as that of `screen`; the answer is never slower.
 
     Raises:
         RecipeError: the schedule cannot run with these numbers.
@@ -115,12 +129,13 @@ def place(
     if config.pp == 1 and config.chunks > 1:
         config = replace(config, layers=((config.model.layers,),), recompute=Recompute())
     outcomes: list[Outcome] = []
-    candidates = [config]
+    first = start.configuration if start else None
+    candidates = [config] if first is None else [config, first]
 
     def optimised(way: Way, part: Budget) -> list[Configuration]:
         """Optimise one instance, and add the outcome."""
         instance = pipeline_instance(config, model, cap_bytes, *way)
-        outcomes.append(optimise(instance, part, seed))
+        outcomes.append(optimise(instance, part, seed, start=plan_of(first, instance) if first else None))
         plan = outcomes[-1].plan
         return [] if plan is None else [configuration_of(config, instance, plan)]
 
@@ -139,15 +154,111 @@ def place(
     for candidate in candidates:
         peaks = tuple(memory.peak for memory in all_stages(candidate))
         if max(peaks) > cap_bytes:
-            dropped += [_exceeds(candidate, peaks, cap_bytes)] if candidate is not config else []
+            dropped += [_exceeds(candidate, peaks, cap_bytes)] if candidate not in (config, first) else []
             continue
         step = model.step(candidate, simulated=True)
         if best is None or step.total < best.step_s:
             rest = step.total - step.pipeline
             best = Placement(candidate, step.total, min(step.total, rest + bound), peaks)
     best = best or Placement(None, float("inf"), bound, why=_why(config, cap_bytes, outcomes))
-    least = min(best.step_s, bound + model.fixed)
-    return replace(best, least_s=least, cut=any(outcome.cut for outcome in outcomes), dropped=tuple(dropped))
+    outside = start.outside_s if start else 0.0
+    least = min(best.step_s, bound + outside + model.fixed)
+    cut = any(outcome.cut for outcome in outcomes)
+    return replace(best, least_s=least, outside_s=outside, cut=cut, dropped=tuple(dropped))
+
+
+def screen(
+    config: Configuration, model: TimeModel, cap_bytes: float, beat: float = math.inf, groups: bool = False
+) -> Placement:
+    """Return a placement of `config`'s layers that takes a fraction of a second (`tools.layout.fast`), with a bound of
+    all of them. Layers are placed only if the bound is under `beat` seconds. The bound holds for plans under `beat`.
+    """
+    low, found, outside = math.inf, Placement(None, math.inf, 0.0, why="no placement was found quickly"), math.inf
+    candidates = []
+    every = all_ways(config, model, groups)
+    for way in every:
+        instance = pipeline_instance(config, model, cap_bytes, *way)
+        bound, rest = _floor(config, model, instance, beat)
+        if bound + rest + model.fixed < beat < math.inf and not pairs_up(config.schedule):
+            bound = max(bound, path_bound(instance, PathModel(instance), Budget(BOUND_EFFORT / len(every))) / 1000)
+        low, outside = min(low, bound + rest), min(outside, rest)
+        if bound + rest + model.fixed < beat:
+            plan = place_fast(instance, 1000 * (beat - rest - model.fixed))
+            laid = [] if plan is None else [configuration_of(config, instance, plan)]
+            candidates += [eased(one, model, cap_bytes) for one in laid] if way.groups else laid
+    dropped = []
+    for candidate in [*candidates, *([] if _at_least(config, model) >= min(beat, low + model.fixed) else [config])]:
+        peaks = tuple(memory.peak for memory in all_stages(candidate))
+        if max(peaks) > cap_bytes:
+            dropped += [_exceeds(candidate, peaks, cap_bytes)] if candidate is not config else []
+            continue
+        step = model.step(candidate, simulated=True)
+        if step.total < found.step_s:
+            found = Placement(candidate, step.total, 0.0, peaks)
+    least = 0.0 if not every or pairs_up(config.schedule) else min(found.step_s, low + model.fixed)
+    rest = outside if every else 0.0
+    return replace(found, bound_s=least, least_s=least, outside_s=rest, dropped=tuple(dropped))
+
+
+def floor_seconds(
+    config: Configuration, model: TimeModel, cap_bytes: float, beat: float = math.inf, groups: bool = False
+) -> float:
+    """Return a lower bound on the seconds of a step, in milliseconds. It holds for everything that `place` and `screen`
+    return for `config` and that is under `beat`; 0 where nothing is moved, infinite where nothing fits.
+    """
+    every = all_ways(config, model, groups)
+    if not every or pairs_up(config.schedule):
+        return 0.0
+    instances = (pipeline_instance(config, model, cap_bytes, *way) for way in every)
+    least = min(sum(_floor(config, model, instance, beat)) for instance in instances) + model.fixed
+    own = _at_least(config, model)  # the placements try the configuration's own tables, too
+    return own if own < least and peak_memory(config) <= cap_bytes else least
+
+
+def _at_least(config: Configuration, model: TimeModel) -> float:
+    """Seconds that a step of a configuration takes at least: those of its slowest stage."""
+    forward, backward, _ = model.chunks(config)
+    hidden = model.hidden(config).max() if pairs_up(config.schedule) else 0.0
+    return config.micro_batches * (float((forward + backward).sum(axis=0).max()) - hidden) + model.fixed
+
+
+def _floor(config: Configuration, model: TimeModel, instance: Instance, beat: float) -> tuple[float, float]:
+    """Seconds that no plan of an instance under `beat` is under: of the pipeline, and of what `fixed` leaves out."""
+    pipeline, slowest = floor_of(instance)
+    if not math.isfinite(pipeline):
+        return pipeline, 0.0
+    return pipeline / 1000, outside_least(config, model, instance, slowest / 1000, (beat - model.fixed))
+
+
+def outside_least(config: Configuration, model: TimeModel, instance: Instance, slowest: float, beat: float) -> float:
+    """Return the seconds that gradients, weights and the optimizer take at least, in a plan whose slowest stage takes
+    at least `slowest` seconds of a micro-batch and whose pipeline takes at most `beat`.
+
+    They count on the slowest stage. With everything recomputed so few layers take that long; it has no fewer.
+    """
+    kinds = [kind.name for kind in instance.types]
+    ends, each = by_layers(
+        config, kinds, lambda laid, stage: np.array([*model.once_and_each(laid, stage), model.optimizer(laid, stage)])
+    )
+    costs = StageCosts(instance)
+    longest = max(base + extra.max() for base, extra in zip(costs.base, costs.extra, strict=True)) / 1000
+    share = 1.0
+    if config.skew != 1:  # the slowest stage is that of even loads
+        even = replace(config, skew=1.0)
+        share = min(
+            (one.forward.total + one.backward.total) / (two.forward.total + two.backward.total)
+            for one, two in ((model.layer(even, kind), model.layer(config, kind)) for kind in kinds)
+        )
+    layers = np.maximum(0, np.ceil((share * slowest - costs.ends / 1000) / longest - 1e-9))
+    if config.pp == 1:
+        layers[:] = 0  # all of them are counted at the ends
+    once, again, optimizer = (ends + layers[:, None] * np.min(list(each.values()), axis=0)).T
+    data = once + again * config.micro_batches
+    if config.overlap_dp:
+        rounds = min(config.pp, config.micro_batches) if config.chunks > 1 else 1
+        rounds = config.micro_batches if config.shard_weights else rounds
+        data = model.waited(once, again, beat / config.micro_batches, config.micro_batches, rounds)
+    return float(np.min(np.maximum(0.0, data) + optimizer))
 
 
 class Way(NamedTuple):
@@ -180,25 +291,9 @@ def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
     return some + [way._replace(groups=groups) for way in ways(config) if way.full]
 
 
-def least_seconds(
-    config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, groups: bool = False
-) -> float:
-    """Return a lower bound on the seconds of a step. The bound holds for every placement that `place` may return for
-    `config`.
-
-    The least `path_bound` of its instances; gradients and optimizer count nothing, for they hang on the layers. 0
-    where nothing is moved, infinite where nothing fits.
-    """
-    every = [*ways(config), *(group_ways(config, model) if groups else [])]
-    if not every or config.pp == 1 or pairs_up(config.schedule):
-        return 0.0
-    bounds = []
-    for way in every:
-        instance = pipeline_instance(config, model, cap_bytes, *way)
-        bounds.append(path_bound(instance, PathModel(instance), budget.part(1 / len(every))) / 1000)
-    if max(memory.peak for memory in all_stages(config)) <= cap_bytes:  # `place` tries its own tables, too
-        bounds.append(model.step(config, simulated=True).pipeline)
-    return min(bounds) + model.fixed
+def all_ways(config: Configuration, model: TimeModel, groups: bool) -> list[Way]:
+    """Return `ways`, and with `groups` also `group_ways`."""
+    return [*ways(config), *(group_ways(config, model) if groups else [])]
 
 
 def _bound(outcome: Outcome) -> float:
@@ -235,6 +330,23 @@ def configuration_of(config: Configuration, instance: Instance, plan: np.ndarray
     operators = tuple((name, rows) for name in PATTERNS if (rows := table(name)))
     tables: dict[str, Any] = {name: table(name) for name in ORDER[:-1]}
     return replace(config, layers=layers, recompute=replace(config.recompute, **tables, operators=operators))
+
+
+def plan_of(config: Configuration, instance: Instance) -> np.ndarray | None:
+    """Return the plan [K, C] of a configuration's tables; None where the instance lacks an option of them."""
+    plan = np.zeros((len(instance.columns), len(instance.stage_of)), int)
+    names = {
+        (instance.types[t].name, instance.types[t].options[o].name): n for n, (t, o) in enumerate(instance.columns)
+    }
+    for stage in range(config.pp):
+        for number, kinds in enumerate(config.stage_kinds(stage)):
+            layers = [kind for kind in kinds if kind in ("dense", "moe")]
+            place = int(np.flatnonzero(instance.places == number * config.pp + stage)[0])
+            for pair in zip(layers, layer_options(config, number, stage, len(layers)), strict=True):
+                if pair not in names:
+                    return None
+                plan[names[pair], place] += 1
+    return plan
 
 
 def _options_of(instance: Instance, plan: np.ndarray, chunk: int) -> list[str]:

@@ -9,7 +9,7 @@ estimator, and equal to it where a stage holds the layer kind that needs most.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,7 +18,7 @@ import numpy as np
 from tools.estimate.configuration import NORMS, Configuration, Table, joined, offered, parts_of
 from tools.estimate.layer_time import LayerTime
 from tools.estimate.memory.activations import mtp_option, saved, working
-from tools.estimate.memory.model import held_micro_batches, stage_memory, static_memory
+from tools.estimate.memory.model import buffers_of, held_micro_batches, static_memory
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout.instance import CAP_TOLERANCE, Instance, LayerType, Option
@@ -192,34 +192,44 @@ def _options(
 
 def _parameters(config: Configuration, kinds: list[str]) -> tuple[np.ndarray, dict[str, float]]:
     """Bytes that stay for the whole step: [stages] without any layer, and of a layer of each kind."""
-    if config.pp == 1:  # all layers stay where they are
-        whole = replace(config, layers=((config.model.layers,),))
-        return np.array([sum(static_memory(whole, 0))]), dict.fromkeys(kinds, 0.0)
+    ends, each = by_layers(config, kinds, lambda laid, stage: np.array([sum(static_memory(laid, stage))]))
+    return ends[:, 0], {kind: float(value[0]) for kind, value in each.items()}
+
+
+def by_layers(
+    config: Configuration, kinds: Sequence[str], of_stage: Callable[[Configuration, int], np.ndarray]
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return what a sum over a stage's weights is [stages, values] without any layer, and [values] for a layer of each
+    kind. Of one stage the layers stay where they are and count to the stage.
+    """
+    if config.pp == 1:
+        whole = of_stage(replace(config, layers=((config.model.layers,),)), 0)
+        return whole[None], dict.fromkeys(kinds, 0 * whole)
     model = config.model
     # one layer more, which stays at the end: MTP goes where the last layer is
     more = replace(model, pattern=(*model.pattern, model.last_kind))
-    begin = int(_last_stage(config) == 0)  # of a V both ends are on stage 0: layers are counted on the next one
+    begin, end = int(_last_stage(config) == 0), _last_stage(config)
+    # of a V both ends are on stage 0: layers are counted on the next one
 
-    def held(first: int) -> np.ndarray:
-        """Return [stages] with this many layers at the beginning and the others at the end."""
+    def held(first: int, stage: int) -> np.ndarray:
+        """Return a stage's value with this many layers at the beginning and the others at the end."""
         counts = [0] * (config.pp * config.chunks - 1) + [more.layers - first]
         counts[begin] = first
-        laid = replace(config, model=more, layers=table_of(config, counts))
-        return np.array([sum(static_memory(laid, stage)) for stage in range(config.pp)])
+        return of_stage(replace(config, model=more, layers=table_of(config, counts)), stage)
 
-    ends, parameters, before = held(0), {}, 0
+    each, before = {}, 0
     for kind in kinds:
-        parameters[kind] = float((held(before + 1) - held(before))[begin])
+        each[kind] = held(before + 1, begin) - held(before, begin)
         before += kind_count(config, kind)
-    ends[_last_stage(config)] -= parameters[more.last_kind] + sum(
-        parameters[kind] * kind_count(config, kind) for kind in kinds
-    )
-    return ends, parameters
+    last = held(0, end) - each[more.last_kind] - sum(each[kind] * kind_count(config, kind) for kind in kinds)
+    ends = np.zeros((config.pp, len(last)))  # stages between the ends hold nothing but layers
+    ends[0], ends[end] = held(0, 0), last
+    return ends, each
 
 
 def _once(config: Configuration, kinds: list[str]) -> np.ndarray:
     """[stages] bytes of buffers, of working memory and of the ends' activations in flight."""
-    buffers = max(stage_memory(config, stage).buffers for stage in range(config.pp))
+    buffers = buffers_of(config, kinds)
     whole, end = mtp_option(config), _last_stage(config)
     found = []
     for stage in range(config.pp):

@@ -33,6 +33,7 @@ import numpy as np
 
 from plugins.errors import RecipeError, did_you_mean
 from tools.pipeline.orders import Op
+from tools.pipeline.schedules import operations
 from tools.pipeline.timetable import PAIR, Timetable, play, timetable
 
 OVERLAPS = ("none", "1f1b", "full")
@@ -228,6 +229,16 @@ def peak_vectors(order: Sequence[Op], chunks: int) -> np.ndarray:
     distinct = np.unique(in_flight(order, chunks), axis=0)
     exceeds = (distinct[:, None] <= distinct[None]).all(axis=2) & (distinct[:, None] != distinct[None]).any(axis=2)
     return distinct[~exceeds.any(axis=1)]
+
+
+@lru_cache(maxsize=4096)
+def _peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+    return peak_vectors(operations(schedule, stage, stages, chunks, micro_batches), chunks)
+
+
+def stage_peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+    """Return `peak_vectors` of a stage, from a run that is no longer than it has to be."""
+    return _peaks(schedule, stage, stages, chunks, int(enough(schedule, stages, micro_batches)))
 
 
 def memory_over_time(

@@ -343,6 +343,7 @@ def configuration(request: Request, candidate: Candidate) -> Configuration:
         shard_gradients=candidate.shard == "gradients",
         ep_cut=request.base.ep_cut if candidate.ep > 1 else None,
         ulysses=request.ulysses,
+        skew=request.skew(candidate.ep),
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -49,7 +50,18 @@ class OfGroup(click.Command):
 @click.command("RECIPE", cls=OfGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--devices", type=Number("devices"), help="Number of devices, all to be used; by default the recipe's.")
-@click.option("--cluster", "cluster_name", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE.yaml")
+@click.option(
+    "--cluster", "cluster_name", metavar="NAME|FILE.yaml", help=f"Cluster to search for.  [default: {DEFAULT_HARDWARE}]"
+)
+@click.option(
+    "--from",
+    "measured",
+    type=click.Path(path_type=Path),
+    metavar="RUN|PROFILE|ROWS.yaml",
+    help="First fit the cluster's efficiencies, as tc3 search calibrate does: to a profile of a run of RECIPE (its "
+    "folder, or the run's with the profile in it), or to measured steps. With --write the fitted cluster is kept "
+    "beside OVERLAY.yaml, as OVERLAY.cluster.yaml.",
+)
 @click.option("--gbs", type=Number("global_batch_size"), help="Global batch in samples; by default the recipe's.")
 @click.option(
     "--memory",
@@ -91,11 +103,11 @@ class OfGroup(click.Command):
 @click.option(
     "--loads",
     metavar="LOADS",
-    help="Also rank the placed strategies under uneven loads of devices, by expected seconds and with the chance to "
-    "run out of memory: even, published, trained, spread:NUMBER, one max/mean, a run or a routing log "
-    "(docs/estimator.md). --write then writes the first under the loads.",
+    help="Search once more under uneven loads of devices, and rank the strategies of both searches by expected seconds "
+    "and with the chance to run out of memory: even, published, trained, spread:NUMBER, one max/mean, a run or a "
+    "routing log (docs/estimator.md). --write then writes the first under the loads.",
 )
-@click.option("--top", default=10, show_default=True, type=Number("rows"), help="Strategies to place and show.")
+@click.option("--top", default=10, show_default=True, type=Number("rows"), help="Strategies to show.")
 @effort_option("normal")
 @time_limit_option(
     1800.0, "Stop placing after this time, should the effort take longer; the ranking is always finished."
@@ -121,12 +133,15 @@ class OfGroup(click.Command):
 @click.option("--full", is_flag=True, help="With --verify: compile whole stages (minutes each), not single layers.")
 @unverified_option
 @json_option
-def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_json: bool, **options: Any) -> None:
+def space_command(
+    recipe: Path, cluster_name: str | None, limits: tuple[str, ...], as_json: bool, **options: Any
+) -> None:
     """Find the parallel strategy of RECIPE on a cluster, in minutes, without a device.
 
     Every legal combination of data, tensor, pipeline (and interleaved), context and expert parallelism, micro-batch,
-    expert dispatch, optimizer sharding and recomputation is ranked by predicted time and memory. The best are given
-    to the pipeline optimiser, which places their layers and chooses what each recomputes.
+    expert dispatch, optimizer sharding and recomputation is ranked by predicted time and memory. Those that could be
+    the fastest by their bounds have their layers placed, and what each recomputes chosen; the answer says how much
+    faster another strategy could be.
 
     Predicted memory stays under a device's limit by a margin, the estimator's known error by default, and the table
     says how likely each strategy fits.
@@ -142,11 +157,11 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
     """
     from tools.search.options import SpaceProgress
     from tools.search.ranking.alternatives import BySchedule, add_swapping, search_schedules
-    from tools.search.ranking.run import add_loads, search
+    from tools.search.ranking.run import add_loads, search, search_under
 
-    with terminate_as_interrupt(), SpaceProgress() as progress:
+    with terminate_as_interrupt(), SpaceProgress() as progress, tempfile.TemporaryDirectory() as folder:
         try:
-            loaded, request, times = _asked(recipe, cluster_name, limits, options)
+            loaded, request, times = _asked(recipe, cluster_name, limits, Path(folder), options)
             limit = options["time_limit"]
             effort = effort_within(options["effort"], "normal", limit / options["top"])
             budget = Budget(effort, max(limit - _RESERVE, limit / 2))
@@ -157,6 +172,8 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
             if found.whole and found.entries:  # where 1F1B has no layout, no other schedule is looked at
                 others = search_schedules(request, options["schedules"], budget, times, progress.tell)
                 found.cut, found.whole = found.cut or others.cut, others.whole
+            if options["loads"] is not None and found.whole and found.entries:
+                search_under(found, options["loads"], options["top"], budget, times, progress.tell)
             if options["loads"] is not None and found.whole and found.entries:
                 placed = {one.schedule: one.entry for one in others.every if one.entry}
                 add_loads(found, options["loads"], times, progress.tell, placed)
@@ -173,8 +190,25 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
     sys.exit(0 if found.entries and not found.unverified else 1)
 
 
+def _cluster(recipe: Path, cluster_name: str | None, folder: Path, options: dict[str, Any]) -> str:
+    """The cluster's name or file; with --from that of a new file, in `folder` or beside the recipe to write."""
+    measured, overlay = options["measured"], options["write"]
+    if measured is None:
+        return cluster_name or DEFAULT_HARDWARE
+    from tools.search.measured import cluster_from
+
+    path = overlay.with_suffix(".cluster.yaml") if overlay else folder / "calibrated.yaml"
+    keep_existing("--write", path, options["force"])
+    text, words = cluster_from(measured, recipe, cluster_name, path.name.split(".")[0])
+    write_atomically(path, text)
+    click.echo(words, err=True)
+    if overlay:
+        click.echo(f"written: {path}", err=True)
+    return str(path)
+
+
 def _asked(
-    path: Path, cluster_name: str, limits: tuple[str, ...], options: dict[str, Any]
+    path: Path, cluster_name: str | None, limits: tuple[str, ...], folder: Path, options: dict[str, Any]
 ) -> tuple[Recipe, Request, TimeModel]:
     """The recipe as written, of which overlays are children, and what is asked; errors now rather than at the end."""
     from tools.estimate.from_recipe import require_ulysses
@@ -202,7 +236,9 @@ def _asked(
     if options["schedules"] and options["verified"]:
         raise RecipeError("--verify dry-runs only 1F1B's layouts; with --schedule, --write it and tc3 dryrun it")
     of_run = (options["devices"], options["gbs"], options["memory"])
-    request = request_of(recipe, cluster_name, *of_run, asked, options["memory_margin"])
+    request = request_of(
+        recipe, _cluster(path, cluster_name, folder, options), *of_run, asked, options["memory_margin"]
+    )
     request = with_choices(request, options["groups"], options["swapping"])
     require_ulysses(recipe, request.base.model, request.ulysses)
     if options["loads"] is not None:

@@ -144,16 +144,19 @@ class Doubt:
         of = f"{'the known error' if self.known else 'an assumed error'} of {100 * self.error:.1f} % on average"
         alike = ", ".join(f"{name} ({100 * share:.0f} %)" for name, share in self.alike)
         if len(self.alike) == 1 and self.whole:
-            return [f"the choice holds within {of}, drawn term by term alike for all layouts: fastest is {alike}"]
+            return [
+                f"what the estimator's error leaves open: nothing among the layouts of the table; {self.alike[0][0]} "
+                f"stays the fastest within {of}, drawn term by term alike for all layouts"
+            ]
         if len(self.alike) == 1:
             return [
-                f"of the layouts that were placed the fastest is {alike}, within {of}, drawn term by term alike for "
-                "all; this says nothing of layouts that were not placed"
+                f"of the layouts that were placed {self.alike[0][0]} stays the fastest within {of}, drawn term by term "
+                "alike for all; this says nothing of layouts that were not placed"
             ]
         among = "" if self.whole else " among those that were placed"
         words = [
-            f"cannot be told apart within {of}{among}: {alike}; shares of {DRAWS:,} draws of the estimator's terms, "
-            "alike for all layouts, in which each is the fastest"
+            f"what the estimator's error leaves open: within {of} these cannot be told apart{among}: {alike}; shares "
+            f"of {DRAWS:,} draws of the estimator's terms, alike for all layouts, in which each is the fastest"
         ]
         if self.experiment is None:
             names = ", ".join(name for name, _ in self.alike)

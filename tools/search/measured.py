@@ -187,6 +187,32 @@ def calibrate_command(
     click.echo(f"written: {out}", err=True)
 
 
+def cluster_from(measured: Path, recipe: Path, cluster_name: str | None, name: str) -> tuple[str, str]:
+    """Return the text of a cluster file whose efficiencies are fitted to measured steps, and in words what was fitted.
+
+    Args:
+        measured: a folder that holds a profile of a run of `recipe`, or a file of rows as `tc3 search calibrate` reads.
+        cluster_name: to start from; None: the default, or for a CPU's profile the host itself.
+        name: of the new cluster.
+
+    Raises:
+        DataError: there is no such profile, or it is of another run. RecipeError: the cluster has no efficiencies.
+    """
+    if measured.is_dir():
+        seen = study(measured, run_of(recipe, ()), None)
+        start = DEFAULT_HARDWARE if cluster_name is None and seen.profile.device != "CPU" else cluster_name
+        profiled, content, called = fitted(seen, start, None, name)
+        words = f"{len(profiled.fitted)} efficiencies fitted to a step of {seen.profile.step.seconds:.4g} s"
+        return file_text(content, name, profiled, seen.profile, called), f"{words} in {seen.profile.source}"
+    start = cluster_name or DEFAULT_HARDWARE
+    found = calibrate(read_rows(measured), start, start_of(start, None))
+    off = [100 * sum(abs(pair[at]) for pair in found.errors.values()) / len(found.errors) for at in (0, 1)]
+    words = f"{len(found.fitted)} efficiencies fitted to {len(found.errors)} measured steps of {measured}"
+    return cluster_text(
+        start, name, found, measured.name
+    ), f"{words}: off by {off[0]:.1f} % before, {off[1]:.1f} % after"
+
+
 def _print_profile(found: Fit, seen: Study) -> None:
     console, profile = Console(soft_wrap=True, highlight=False, markup=False), seen.profile
     console.print(f"{profile.source}: {profile.device}, {profile.steps} steps, one of {profile.step.seconds:.4g} s")

@@ -92,6 +92,7 @@ _WORDS = {
     "ranking": "ranking the space",
     "placing": "placing layers",
     "bounding": "bounding the others",
+    "closing": "placing the best ones with the solver",
     "loading": "predicting under the loads",
 }
 

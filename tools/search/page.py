@@ -23,7 +23,7 @@ from tools.search.doubt import Doubt, doubt_of
 from tools.search.ranking.rank import Ranking
 from tools.search.ranking.run import PARTS, Entry, Found
 from tools.search.ranking.uneven import HEADS as UNEVEN
-from tools.search.report import HEADS, LEFT, assumptions, lost, reasons, table_rows
+from tools.search.report import HEADS, LEFT, STAGES, assumptions, lost, more_stages, reasons, stage_rows, table_rows
 from tools.search.request import PLANNED
 
 _SHOWN = 6000  # points of the space
@@ -185,6 +185,7 @@ def html(found: Found, times: TimeModel, title: str) -> str:
         ),
         *_under_loads(found),
         markup.bullets(reasons(found, doubt)),
+        *_stages(found),
         markup.text("Memory and time", "h2"),
         as_svg(lambda axes: draw_frontier(axes, found, doubt), (12, 6.5)),
         markup.legend("How to read the picture", _PICTURES),
@@ -204,6 +205,18 @@ def html(found: Found, times: TimeModel, title: str) -> str:
         markup.bullets(assumptions(found, times)),
     ]
     return markup.page(title, body)
+
+
+def _stages(found: Found) -> list[str]:
+    """The best of each number of stages and chunks."""
+    if not found.stages:
+        return []
+    return [
+        markup.text("The best of each number of stages and chunks", "h2"),
+        _table(tuple(STAGES), stage_rows(found)),
+        markup.legend("How to read the table", STAGES),
+        markup.bullets(more_stages(found)),
+    ]
 
 
 def _under_loads(found: Found) -> list[str]:

@@ -28,7 +28,8 @@ from tools.search.ranking.uneven import words as uneven_words
 from tools.search.request import Request
 
 HEADS = {  # column -> what it says
-    "": "number of the strategy by its step time; `recipe` is the recipe as it is written",
+    "": "number of the strategy by its step time; `mesh` is the recipe's own mesh with its layers placed anew, and "
+    "`recipe` the recipe as it is written",
     "layout": "dp, tp, pp, cp, ep: devices of data, tensor, pipeline, context and expert parallelism, those above 1 "
     "(pp8 vpp5: 8 stages of 5 chunks each, MindFormers' pp_interleave_num); then micro-batches of a step x samples of "
     "each",
@@ -68,9 +69,44 @@ def cells(name: str, entry: Entry, request: Request) -> list[str]:
 
 
 def table_rows(found: Found) -> list[list[str]]:
-    """Return the best layouts, then the recipe's own."""
+    """Return the best layouts, then the recipe's own mesh placed anew, then the recipe itself."""
     rows = [cells(str(number), entry, found.request) for number, entry in enumerate(found.entries, 1)]
+    rows += [cells("mesh", found.own_mesh, found.request)] if found.own_mesh else []
     return [*rows, *([cells("recipe", found.own, found.request)] if found.own else [])]
+
+
+STAGES = {  # column -> what it says
+    "pp x vpp": "stages of the pipeline and chunks of each stage",
+    "strategies": "strategies with these that fit",
+    "step s": "seconds of the fastest one that was placed; none was placed where all of them are proven slower than 1",
+    "not under s": "seconds that none of them can be under, by the estimator's bounds",
+    "fastest": "its layout",
+}
+_SHOWN = 12  # pairs of pp and vpp
+
+
+def stage_rows(found: Found) -> list[list[str]]:
+    """Return the best of each number of stages and chunks, the fastest first; of many pairs the first ones."""
+    return [
+        [
+            f"{row.pp} x {row.vpp}",
+            f"{row.strategies:,}",
+            f"{row.entry.seconds:.2f}" if row.entry else "-",
+            f"{row.bound:.2f}",
+            row.entry.layout if row.entry else "",
+        ]
+        for row in found.stages[:_SHOWN]
+    ]
+
+
+def more_stages(found: Found) -> list[str]:
+    """Return a line for the pairs of pp and vpp that `stage_rows` leaves out."""
+    rest = found.stages[_SHOWN:]
+    if not rest:
+        return []
+    return [
+        f"{len(rest)} more pairs of pp and vpp (--json has all), none of them under {min(r.bound for r in rest):.2f} s"
+    ]
 
 
 def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
@@ -80,11 +116,11 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
     lines, entries = [], found.entries
     if len(entries) > 1:
         lines.append(f"1 before 2 by {why_faster(entries[0], entries[1])}")
-    lines += doubt.lines() if doubt else []
-    lines += swapping_words(found.swapping) if found.swapping else []
-    lines += uneven_words(found.uneven)
     if entries:
         lines.append(placed_words(found))
+    lines += doubt.lines() if doubt else []
+    lines += swapping_words(found.swapping) if found.swapping else []
+    lines += [*uneven_words(found.uneven), *under_words(found)]
     if entries and found.own and not found.request.changed:
         if found.own.peak > found.request.cap:
             lines.append(f"the recipe's own layout needs {found.own.peak / GIB:.1f} GiB: over the limit")
@@ -103,15 +139,32 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
 def placed_words(found: Found) -> str:
     """Return how much of the space was placed, and what the bounds say about the rest."""
     best = min(entry.seconds for entry in [*found.entries, *(entry for entry, _ in found.failed)])
-    placed = f"{found.placed} of {len(found.ranking.seconds):,} candidates that fit were placed"
+    placed = (
+        f"{found.placed:,} of {len(found.ranking.seconds):,} candidates that fit were placed, {found.solved} of them "
+    )
+    placed += "by the solver, too"
     if not found.least:
         return f"{placed}; the others were ranked by balanced layers only, and could be faster than {best:.2f} s"
-    if not found.unplaced:
-        return f"{placed}; by the estimator's bounds none of the others is under {best:.2f} s"
-    return (
-        f"{placed}; of the others {found.unplaced:,} could be faster than {best:.2f} s by the estimator's bounds, none "
-        f"of which is under {found.least:.2f} s ({100 * (1 - found.least / best):.1f} % less)"
+    if not found.open:
+        return f"proven within the estimator's model: no strategy is under {best:.2f} s ({placed})"
+    proven = (
+        f"proven within the estimator's model: no strategy is under {found.least:.2f} s, which is "
+        f"{100 * found.gap:.1f} % less than the best one's {best:.2f} s ({placed})"
     )
+    if found.unplaced:
+        return f"{proven}; {found.unplaced:,} that were not placed could be faster by their bounds"
+    return f"{proven}; {found.open} of them could be faster if their layers were placed better still"
+
+
+def under_words(found: Found) -> list[str]:
+    """Return what the search with the mean of the loads found."""
+    if found.under is None:
+        return []
+    words = "with the mean max/mean of the loads in every layer, at each expert_parallel"
+    if not found.under.entries:
+        return [f"{words}, a second search found no strategy that fits"]
+    more = f"; {found.added} layouts of this second search stand in the tables, too" if found.added else ""
+    return [f"{words}: {placed_words(found.under)}{more}"]
 
 
 def lost(found: Found) -> list[str]:
@@ -224,7 +277,9 @@ def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
         "whole": found.whole,
         "effort": found.effort,
         "placed": found.placed,
+        "solved": found.solved,
         "bound_s": found.least or None,
+        "gap": found.gap if found.entries and found.least else None,
         "open": found.open,
         "never_placed": found.unplaced,
         "ended_by_time_limit": found.cut,
@@ -232,6 +287,8 @@ def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
         "best_is_verified": bool(found.passed),
         "strategies": [_entry(entry, request) for entry in found.entries],
         "recipe": _entry(found.own, request) if found.own else None,
+        "own_mesh": _entry(found.own_mesh, request) if found.own_mesh else None,
+        "by_stages": [row.as_json() for row in found.stages],
         "reasons": reasons(found, doubt),
         "sensitivity": doubt.as_json() if doubt else None,
         "dropped": [{**one.candidate._asdict(), "why": why} for one, why in found.dropped],
@@ -260,6 +317,11 @@ def print_text(found: Found, times: TimeModel, console: Console) -> None:
         f"ranked in {found.seconds:.0f} s"
     )
     console.print(_table(tuple(HEADS), table_rows(found), LEFT))
+    if found.stages:
+        console.print("\nthe best of each number of stages and chunks:")
+        console.print(_table(tuple(STAGES), stage_rows(found), ("pp x vpp", "fastest")))
+    for line in more_stages(found):
+        console.print(f"* {line}")
     if found.uneven:
         console.print("\nunder the loads, by expected seconds; what runs out of memory stands last:")
         console.print(_table(tuple(UNEVEN), [one.cells for one in found.uneven], LEFT))

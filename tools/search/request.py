@@ -125,6 +125,8 @@ class Request:
     swaps: bool = False  # the recipe moves activations to the host, which is not modelled
     schedule: str = ""  # of every pipeline (`tools.pipeline.schedules`); "": 1F1B, interleaved with several chunks
     groups: bool = False  # layers may recompute groups of operators as well (`tools.estimate.configuration`)
+    # expert_parallel -> load of the fullest device over the mean, in every layer; what is not there has the recipe's
+    skews: tuple[tuple[int, float], ...] = ()
 
     @property
     def room(self) -> float:
@@ -145,6 +147,10 @@ class Request:
     def site(self) -> Site:
         """Return the machine as overlays describe it."""
         return Site(self.node, self.hardware_file, None if self.own_cap else self.cap)
+
+    def skew(self, ep: int) -> float:
+        """Return the load of the fullest of `ep` devices over the mean."""
+        return dict(self.skews).get(ep, self.base.skew)
 
     @property
     def changed(self) -> bool:

@@ -246,7 +246,8 @@ def test_a_busy_machine_changes_nothing(quiet):
 
 
 def test_effort_is_spent_and_hardly_more(quiet):
-    assert EFFORT <= quiet[3] < 1.3 * EFFORT
+    # the simplex iterations of a run of the solver are counted when it ends
+    assert EFFORT <= quiet[3] < EFFORT + 0.2
 
 
 def test_a_deadline_that_bites_is_noted():

@@ -2,19 +2,20 @@ import pytest
 
 from tools.estimate.memory.model import all_stages
 from tools.layout.place import Placement
-from tools.search.ranking import run
+from tools.search.ranking import workers
 
 
-def stand_in(config, model, cap, budget, seed=0):
-    """A placement that leaves everything as it is."""
+def stand_in(config, model, *rest, **more):
+    """A placement that leaves everything as it is, and counts as the best there is."""
     peaks = tuple(memory.peak for memory in all_stages(config))
     seconds = model.step(config, simulated=True).total
-    return Placement(config, seconds, 0.9 * seconds, peaks)
+    return Placement(config, seconds, 0.9 * seconds, peaks, least_s=seconds)
 
 
 @pytest.fixture
 def alone(monkeypatch):
-    """One process, and no pipeline optimiser: by its bounds no other candidate is faster."""
-    monkeypatch.setattr(run, "processes", lambda: 1)
-    monkeypatch.setattr(run, "place", stand_in)
-    monkeypatch.setattr(run, "bounds_of", lambda request, ranked, *_: [float("inf")] * len(ranked))
+    """One process, and nothing is placed: by its bounds no other candidate is faster."""
+    monkeypatch.setattr(workers, "processes", lambda: 1)
+    monkeypatch.setattr(workers, "screen", stand_in)
+    monkeypatch.setattr(workers, "place", stand_in)
+    monkeypatch.setattr(workers, "floor_seconds", lambda *_: float("inf"))

@@ -13,7 +13,7 @@ from tools.estimate.memory.model import peak_memory
 from tools.hardware.units import GIB
 from tools.recipe.load import load_recipe
 from tools.search.cli import search
-from tools.search.ranking import run
+from tools.search.ranking import workers
 
 RECIPE = "recipes/telechat3_105b/pretrain_4k_searched.yaml"
 LIMITS = ("tp=1", "pp=8", "vpp=1", "cp=1", "ep=8", "mbs=1", "shard=optimizer", "recompute=planned")
@@ -21,8 +21,7 @@ LIMITS = ("tp=1", "pp=8", "vpp=1", "cp=1", "ep=8", "mbs=1", "shard=optimizer", "
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    monkeypatch.setattr(run, "processes", lambda: 1)
-    monkeypatch.setattr(run, "bounds_of", lambda request, ranked, *_: [float("inf")] * len(ranked))
+    monkeypatch.setattr(workers, "processes", lambda: 1)
 
 
 def asked(*words):

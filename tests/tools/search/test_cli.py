@@ -205,6 +205,14 @@ def profile(tmp_path_factory):
     return str(Trace(run_105b(), HARDWARE, TRUTH, 1).build().write(tmp_path_factory.mktemp("trace"), 32))
 
 
+@pytest.fixture
+def recipe_105b(tmp_path):
+    """The run that was profiled."""
+    path = tmp_path / "run.yaml"
+    path.write_text(f"base_config: {RECIPE}\nparallel_config:\n  micro_batch_num: 4\n", "utf-8")
+    return path
+
+
 def told(*words):
     ended = CliRunner().invoke(search, [str(word) for word in words], catch_exceptions=False)
     return ended.exit_code, ended.stdout
@@ -226,6 +234,29 @@ def test_a_profile_makes_a_cluster_file_that_explains_it(profile, tmp_path):
     assert {"matmul", "host of experts"} <= largest
     assert before["advice"] and not after["advice"]
     assert after["predicted"] == pytest.approx(after["measured"], rel=0.002)
+
+
+def test_a_search_from_a_profile_is_a_search_on_the_calibrated_cluster(profile, recipe_105b, tmp_path):
+    limits = ["tp=8", "pp=8", "vpp=1", "cp=1", "ep=8", "mbs=1", "shard=optimizer", "recompute=full", "mode=global"]
+    words = [recipe_105b, *(word for limit in limits for word in ("--limit", limit)), "--gbs", 64, "--json"]
+    fitted, overlay = tmp_path / "mine.yaml", tmp_path / "best.yaml"
+    assert told("calibrate", profile, "--recipe", recipe_105b, "--out", fitted)[0] == 0
+    ended = run(*words, "--from", profile, "--write", overlay)
+    assert ended.exit_code == 0 and "efficiencies fitted to a step of" in ended.stderr
+    found, wanted, other = (
+        json.loads(text) for text in (ended.stdout, told(*words, "--cluster", fitted)[1], told(*words)[1])
+    )
+    assert [one["step_s"] for one in found["strategies"]] == [one["step_s"] for one in wanted["strategies"]]
+    assert found["strategies"][0]["step_s"] != other["strategies"][0]["step_s"]
+    kept = yaml.safe_load((tmp_path / "best.cluster.yaml").read_text("utf-8"))
+    assert kept["name"] == "best" and kept["efficiency"] == yaml.safe_load(fitted.read_text("utf-8"))["efficiency"]
+
+
+def test_a_search_from_measured_steps_says_what_the_fit_brings():
+    limits = ["tp=8", "pp=8", "vpp=1", "cp=1", "ep=8", "mbs=1", "recompute=full"]
+    words = [RECIPE, *(word for limit in limits for word in ("--limit", limit)), "--top", 1]
+    ended = run(*words, "--from", EXAMPLES / "measurements.yaml")
+    assert ended.exit_code == 0 and "to 3 measured steps" in ended.stderr and "% after" in ended.stderr
 
 
 def test_of_a_steps_time_alone_the_terms_stay_unknown():

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from html import unescape
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,6 +34,7 @@ from tools.search.doubt import Doubt
 from tools.search.page import draw_entry, frontier
 from tools.search.ranking import rank as search_rank
 from tools.search.ranking import run as search_run
+from tools.search.ranking import workers
 from tools.search.ranking.rank import explain_infeasible, feasible, more_memory, rank
 from tools.search.ranking.run import Found, entry_of, renumber, why_faster
 from tools.search.ranking.uneven import Uneven, in_order
@@ -106,7 +108,7 @@ def test_help_explains_both_ways():
 
 @pytest.mark.usefixtures("alone")
 def test_uniform_recomputation_is_not_placed(monkeypatch):
-    monkeypatch.setattr(search_run, "place", None)
+    monkeypatch.setattr(workers, "screen", None)
     answer = json.loads(run("--json", "--top", 2, "--limit", "recompute=full").stdout)
     assert [one["recompute"]["full"] for one in answer["strategies"]] == [one["layers"] for one in answer["strategies"]]
 
@@ -178,7 +180,7 @@ def test_interrupted_it_shows_the_best_so_far(monkeypatch):
         placed.append(config)
         return stand_in(config, *rest)
 
-    monkeypatch.setattr(search_run, "place", interrupted)
+    monkeypatch.setattr(workers, "screen", interrupted)
     result = run("--top", 4, "--json")
     assert result.exit_code == 130
     assert "interrupted: this is the best so far" in result.stderr
@@ -188,12 +190,19 @@ def test_interrupted_it_shows_the_best_so_far(monkeypatch):
 
 @pytest.mark.usefixtures("alone")
 def test_what_cannot_be_placed_is_dropped_with_its_reason(monkeypatch):
-    def refused(config, *rest):
+    def refused(config, *rest, **more):
         return stand_in(config, *rest) if config.tp == 2 else Placement(None, float("inf"), 0.0, why="too tight")
 
-    monkeypatch.setattr(search_run, "place", refused)
+    monkeypatch.setattr(workers, "screen", refused)
+    monkeypatch.setattr(workers, "place", refused)
     result = run("--top", 4)
     assert result.exit_code == 0 and "too tight" in result.stdout
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_plan_that_is_dropped_is_named(monkeypatch):
+    monkeypatch.setattr(workers, "screen", lambda *rest: replace(stand_in(*rest), dropped=("a plan was dropped",)))
+    assert ": a plan was dropped" in run("--top", 2).stdout
 
 
 @pytest.mark.usefixtures("alone")
@@ -221,7 +230,7 @@ def test_placing_in_two_processes(monkeypatch):
     asked = replace(request(devices=8, batch=16, cap=1.2 * GIB), limits=tuple(limits))
     times, short = TimeModel(asked.hardware), rank(asked).short_list(2)
     found = {}
-    whole = search_run.place_all(asked, short, times, Budget(2), found.__setitem__, at_once=2)
+    whole = workers.place_all(asked, short, times, Budget(2), found.__setitem__, at_once=2)
     assert whole and set(found) == set(short)
     assert not multiprocessing.active_children()
     for one, placement in found.items():
@@ -239,13 +248,13 @@ def test_one_process_and_two_find_the_same(monkeypatch):
     times, answers = TimeModel(asked.hardware), []
     for at_once in (1, 2):
         found = search_run.search(asked, 3, Budget(1), times, lambda *_: None, at_once)
-        answers.append((found.entries, found.least, found.open, found.placed, found.cut))
+        answers.append((found.entries, found.least, found.open, found.placed, found.solved, found.stages, found.cut))
     assert answers[0] == answers[1] and not answers[0][-1]
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_time_limit_that_bites_is_said_everywhere(monkeypatch, tmp_path):
-    monkeypatch.setattr(search_run, "place", lambda *rest: replace(stand_in(*rest), cut=True))
+    monkeypatch.setattr(workers, "screen", lambda *rest: replace(stand_in(*rest), cut=True))
     page, overlay = tmp_path / "r.html", tmp_path / "o.yaml"
     result = run("--top", 2, "--html", page, "--write", overlay)
     assert LATE in result.stderr and LATE in result.stdout and LATE in page.read_text("utf-8")
@@ -259,11 +268,16 @@ def test_a_time_limit_that_bites_is_said_everywhere(monkeypatch, tmp_path):
     ("changes", "holds", "words"),
     [
         (
+            {"least": 10.0},
+            True,
+            "proven within the estimator's model: no strategy is under 10.00 s (3 of 5 candidates that fit were placed",
+        ),
+        (
             {"least": 9.0, "open": 1},
             True,
-            "3 of 5 candidates that fit were placed; by the estimator's bounds",
+            "no strategy is under 9.00 s, which is 10.0 % less than the best one's 10.00 s (3 of 5",
         ),
-        ({"least": 9.0, "open": 2, "unplaced": 1}, False, "of the others 1 could be faster than 10.00 s"),
+        ({"least": 9.0, "open": 2, "unplaced": 1}, False, "; 1 that were not placed could be faster by their bounds"),
         ({}, False, "ranked by balanced layers only, and could be faster"),  # no bound is known
         ({"least": 9.0, "cut": True}, False, None),
         ({"least": 9.0, "whole": False}, False, None),
@@ -286,11 +300,11 @@ def test_what_cannot_be_told_apart_is_in_text_json_and_page(tmp_path):
     assert told["cannot_be_told_apart"] and sum(told["shares"].values()) == pytest.approx(1)
     assert told["error"] == pytest.approx(0.0515, abs=0.05) and set(told["shares"]) <= {"1", "2", "3", "recipe"}
     alone = (
-        "the choice holds within" if told["of_the_whole_space"] else "of the layouts that were placed the fastest is"
+        "what the estimator's error leaves open: nothing" if told["of_the_whole_space"] else "of the layouts that were"
     )
-    words = alone if len(told["cannot_be_told_apart"]) == 1 else "cannot be told apart within"
+    words = alone if len(told["cannot_be_told_apart"]) == 1 else "what the estimator's error leaves open: within"
     assert told["of_the_whole_space"] == (not answer["never_placed"])
-    assert words in page.read_text("utf-8") and any(line.startswith(words) for line in answer["reasons"])
+    assert words in unescape(page.read_text("utf-8")) and any(line.startswith(words) for line in answer["reasons"])
     assert 0 < answer["bound_s"] <= answer["strategies"][0]["step_s"] and answer["placed"] >= 3
 
 

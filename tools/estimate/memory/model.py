@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -28,8 +27,7 @@ from tools.estimate.configuration import Configuration, joined, parts_of, weight
 from tools.estimate.memory.activations import buffers, fullest_pass, mtp_option, saved_parts, spare_gradients
 from tools.estimate.memory.training_graph import SPARE, module_of_weight
 from tools.model.weights import Weight, weights
-from tools.pipeline.schedules import operations
-from tools.pipeline.simulate import enough, peak_vectors
+from tools.pipeline.simulate import stage_peaks
 
 _STATIC = ("weights", "state", "accumulated", "gathered")
 _LOW, _WIDE = 2, 4  # bytes of a number in half precision and in fp32
@@ -78,10 +76,20 @@ def stage_weights(config: Configuration, stage: int) -> list[Weight]:
     """Return the weights that a stage holds; the last stage also holds the embedding if MTP or a tied head reads it
     there.
     """
-    kinds = [kind for chunk in config.stage_kinds(stage) for kind in chunk]
-    again = "head" in kinds and "embedding" not in kinds and bool(config.model.mtp or config.model.tied)
-    every = [*kinds, *["embedding"] * again]
-    return [weight for kind in every for weight in weights(config.model, kind, config.shared_whole)]
+    return [weight for weight, count in counted_weights(config, stage) for _ in range(count)]
+
+
+def counted_weights(config: Configuration, stage: int) -> list[tuple[Weight, int]]:
+    """Return the weights of each kind of layer of a stage, with the number of its layers (`stage_weights`)."""
+    kinds = Counter(kind for chunk in config.stage_kinds(stage) for kind in chunk)
+    if kinds["head"] and not kinds["embedding"] and (config.model.mtp or config.model.tied):
+        kinds["embedding"] = 1
+    return [
+        (weight, count)
+        for kind, count in kinds.items()
+        if count
+        for weight in weights(config.model, kind, config.shared_whole)
+    ]
 
 
 def static_memory(config: Configuration, stage: int) -> tuple[float, float, float, float]:
@@ -133,7 +141,7 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
     wide = config.weight_item if config.training_graph else _WIDE if config.wide_gradients else _LOW
     # MindSpore has no accumulator without accumulation: gradients are reduced to the optimizer's shards as they come
     at_once = config.keep_gathered and config.pp == 1 and config.micro_batches == 1
-    for weight in stage_weights(config, stage):
+    for weight, count in counted_weights(config, stage):
         local, shards = (
             weight.size / weight_cut(weight, config),
             weight_shards(weight, config),
@@ -145,7 +153,7 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
         row = rows.setdefault(module_of_weight(weight.name), [0.0] * len(_STATIC))
         parts = (held * config.weight_item, held * _state(weight, config), summed * wide, _computing(weight, config))
         for place, size in enumerate(parts):
-            row[place] += size
+            row[place] += count * size
         largest = max(largest, local * config.item)
     return rows, largest
 
@@ -188,17 +196,11 @@ def _layer_weights(config: Configuration) -> float:
     )
 
 
-@lru_cache(maxsize=4096)
-def _peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    return peak_vectors(operations(schedule, stage, stages, chunks, micro_batches), chunks)
-
-
 def held_micro_batches(config: Configuration, stage: int) -> np.ndarray:
     """Return [vectors, chunks]: the micro-batches in flight at the moments of the schedule with the most."""
     if config.pp == 1:
         return np.ones((1, config.chunks), int)  # accumulation finishes one micro-batch before the next
-    count = enough(config.schedule, config.pp, config.micro_batches)
-    return _peaks(config.schedule, stage, config.pp, config.chunks, int(count))
+    return stage_peaks(config.schedule, stage, config.pp, config.chunks, config.micro_batches)
 
 
 def chunk_activations(config: Configuration, stage: int) -> list[float]:
@@ -254,11 +256,17 @@ def stage_memory(config: Configuration, stage: int) -> StageMemory:
         *static_memory(config, stage),
         activations=float(kept.max()),
         working=working_of(config, stage)[1],
-        # other stacks' are counted in the pass that needs them
-        buffers=max((buffers(config, kind) for kind in set(every) if kind in ("dense", "moe")), default=0.0)
-        if config.training_graph
-        else 0.0,
+        buffers=buffers_of(config, every),
     )
+
+
+def buffers_of(config: Configuration, kinds: Iterable[str]) -> float:
+    """Return the bytes of communication buffers of a stage with layers of these kinds; those of other software than
+    MindFormers are counted in the pass that needs them.
+    """
+    if not config.training_graph:
+        return 0.0
+    return max((buffers(config, kind) for kind in set(kinds) if kind in ("dense", "moe")), default=0.0)
 
 
 def working_of(config: Configuration, stage: int) -> tuple[str, float]:

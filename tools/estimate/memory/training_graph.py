@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import lru_cache
 
 from tools.estimate import configuration
 from tools.estimate.configuration import Configuration, joined, parts_of
@@ -66,6 +67,7 @@ _PARAMETERS = (  # of MindFormers' names of parameters and paths of cells, first
 )
 
 
+@lru_cache(maxsize=256)
 def module_of_weight(name: str) -> str:
     """Return the module of a weight of `tools.model.weights`; weights that no pattern names belong to attention."""
     return next((module for pattern, module in _WEIGHTS if re.search(pattern, name)), ATTENTION)

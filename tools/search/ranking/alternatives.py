@@ -26,9 +26,10 @@ from tools.layout.place import Placement
 from tools.pipeline.schedules import BY_ENVIRONMENT, PAPER_SCHEDULES, SCHEDULES, why_not
 from tools.search.candidates import configuration
 from tools.search.ranking.rank import Ranked, rank
-from tools.search.ranking.run import Entry, Found, Progress, entry_of, place_all
+from tools.search.ranking.run import Entry, Found, Progress, entry_of
 from tools.search.ranking.swapping import Swapping, place_swapping, swapped
 from tools.search.ranking.uneven import Uneven
+from tools.search.ranking.workers import place_all
 from tools.search.request import PLANNED, Request
 
 ALWAYS = ("1f1b", "interleaved_1f1b")

@@ -87,6 +87,7 @@ class MemoryTable:
     def __init__(self, request: Request):
         self._memo = Memo(request)
         self._config = self._memo.config
+        self._loaded = ("ep",) if request.skews else ()  # what a pass depends on, too, if loads differ by it
 
     def peaks(self, block: Block) -> np.ndarray:
         """Return [rows, policies, stages] bytes, for the uniform policies of `POLICIES`."""
@@ -94,7 +95,7 @@ class MemoryTable:
         at_once = (block.columns["m"] == 1) & np.bool_(block.pp == 1)
         first, place = groups(block, "tp", "ep", "shard", at_once=at_once)
         static = np.array([self._static(self._config(block, row)) for row in first])[place]
-        first, place = groups(block, "tp", "cp", "mbs", "mode", spread=block.columns["ep"] > 1)
+        first, place = groups(block, *_PASS, *self._loaded, spread=block.columns["ep"] > 1)
         buffers = np.array([self._buffers(block, row, stage_keys(example)) for row in first])[place]
         more = ("shard",) if example.copies_weights else ()
         first, place = groups(block, "tp", "cp", "ep", "mbs", "mode", *more)
@@ -110,7 +111,7 @@ class MemoryTable:
         ]
 
     def _buffers(self, block: Block, row: int, keys: list[tuple[str, ...]]) -> list[float]:
-        own = (*degrees(block, row, *_PASS), block.columns["ep"][row] > 1)
+        own = (*degrees(block, row, *_PASS, *self._loaded), block.columns["ep"][row] > 1)
         each = {
             kind: self._memo.of(("buffers", kind, *own), _buffers, block, row, kind)
             for kind in {kind for key in keys for kind in key}
@@ -125,8 +126,8 @@ class MemoryTable:
         """[rows, policies, stages] kept for backward."""
         m = block.columns["m"]
         classes = enough(example.schedule, block.pp, m)
-        more = ("ep", "shard") if example.copies_weights else ()
-        first, place = groups(block, "tp", "cp", "mbs", "mode", *more, m=classes)
+        more = ("ep", "shard") if example.copies_weights else self._loaded
+        first, place = groups(block, *_PASS, *more, m=classes)
         kinds = np.array([self._saved(block, row) for row in first])
         found = np.empty((len(first), len(POLICIES), block.pp))
         for number in np.unique(classes[first]):
@@ -138,7 +139,7 @@ class MemoryTable:
 
     def _saved(self, block: Block, row: int) -> np.ndarray:
         """[policies, kinds] bytes of one micro-batch and layer."""
-        own = (*degrees(block, row, *_PASS), block.pp == 1, *self._copies(block, row))
+        own = (*degrees(block, row, *_PASS, *self._loaded), block.pp == 1, *self._copies(block, row))
         return self._memo.of(("saved", *own), _saved, block, row)
 
     def _working(self, block: Block, rows: np.ndarray, example: Configuration) -> np.ndarray:
@@ -243,7 +244,8 @@ class TimeTable(TimeModel):
         return StageTimes(found[place], sending[place])
 
     def totals(self, block: Block, work: np.ndarray, sending: np.ndarray) -> np.ndarray:
-        """Return [rows], the seconds of a step.
+        """Return [rows], the seconds of a step. Under uneven loads, waiting for the fullest device seems to hide
+        gradients, which it does not (`TimeModel.step`).
 
         Args:
             work: [rows, stages] forward and backward of one micro-batch.

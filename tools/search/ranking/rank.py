@@ -7,9 +7,8 @@ whole layers come close.
 
 `Chances` says which candidates could still be faster than the best placed one, and gives a lower bound for the space.
 Every candidate has a bound that needs no further computation (`Ranking.bounds`). If that bound is below the best time,
-the candidate gets a tighter bound, the smallest first (`least_seconds`: the pipeline with layers that may be divided,
-under every stage's memory). Candidates that could be fastest by this bound are placed as well; a candidate whose bound
-is above the best time is proven not to be faster, by the estimator.
+the search computes tighter ones (`tools.layout.place`) and tells them to it; a candidate whose bound is above the best
+time is proven not to be faster, by the estimator.
 
 Where a request has no answer, `explain_infeasible` says why and names the nearest request that has one: a smaller
 margin, no limit, other devices, more memory.
@@ -18,7 +17,7 @@ margin, no limit, other devices, more memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -61,6 +60,15 @@ class Ranking:
         candidate = self.blocks[block].candidate(row, RECOMPUTE[recompute])
         return Ranked(candidate, float(self.seconds[index]), float(self.peaks[index]))
 
+    def find(self, candidate: Candidate) -> Ranked | None:
+        """Return a candidate as it is ranked; None where it is not legal or does not fit."""
+        for number, block in enumerate(self.blocks):
+            if (block.pp, block.vpp) == (candidate.pp, candidate.vpp):
+                own = np.flatnonzero(self.places[:, 0] == number)
+                index = [i for i in map(int, own) if self.at(i).candidate == candidate] if len(own) else []
+                return self.at(index[0]) if index else None
+        return None
+
     def fastest(self) -> Iterator[Ranked]:
         """Yield the candidates by time; equal ones by memory, then by their order in the space."""
         for index in np.lexsort((self.peaks, self.seconds)):
@@ -82,9 +90,9 @@ class Ranking:
             mesh = (c.tp, c.pp, c.cp, c.ep)
             if planned and c.recompute != PLANNED:
                 continue
-            if (*mesh, c.vpp, c.mbs) in layouts or of_mesh.get(mesh, 0) == _A_MESH:
+            if layout_of(c) in layouts or of_mesh.get(mesh, 0) == _A_MESH:
                 continue
-            layouts.add((*mesh, c.vpp, c.mbs))
+            layouts.add(layout_of(c))
             of_mesh[mesh] = of_mesh.get(mesh, 0) + 1
             taken.append(one)
             if len(taken) == count:
@@ -183,49 +191,24 @@ def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, n
     return best, best_peak
 
 
-BOUNDS = 4  # closer bounds for a unit of effort
-EFFORT = 0.5  # of each, at most
-
-
 class Chances:
-    """These are the bounds of the candidates that the optimiser places; `best` is the seconds of the best layout so
-    far.
-    """
+    """These are the bounds of the candidates that are placed; `best` is the seconds of the best layout so far."""
 
     def __init__(self, ranking: Ranking, best: float):
-        self.best = best
-        self._known: dict[Candidate, float] = {}
+        self.best = self.at_first = best
         planned = ranking.places[:, 2] == RECOMPUTE.index(PLANNED)
         under = np.flatnonzero(planned & (ranking.bounds < best))
         under = under[np.lexsort((ranking.seconds[under], ranking.bounds[under]))]
         self.open = [ranking.at(int(index)) for index in under]
-        self._plain = {one.candidate: float(ranking.bounds[index]) for one, index in zip(self.open, under, strict=True)}
+        self._known = {one.candidate: float(ranking.bounds[index]) for one, index in zip(self.open, under, strict=True)}
 
-    def next(self, count: int) -> list[Ranked]:
-        """Return the candidates with the smallest bounds that have no tighter bound yet."""
-        return [one for one in self.open if one.candidate not in self._known][:count]
-
-    def learn(self, ranked: Sequence[Ranked], bounds: Iterable[float]) -> None:
-        """Set tighter bounds, or the time of a layout that is proven best."""
-        for one, bound in zip(ranked, bounds, strict=True):
-            self._known[one.candidate] = max(bound, self._known.get(one.candidate, 0.0))
+    def learn(self, candidate: Candidate, bound: float) -> None:
+        """Set a tighter bound, or the time of a layout that is proven best."""
+        self._known[candidate] = max(bound, self.bound(candidate))
 
     def bound(self, candidate: Candidate) -> float:
         """Return the candidate's lower bound in seconds."""
-        return max(self._plain.get(candidate, 0.0), self._known.get(candidate, 0.0))
-
-    def promising(self, placed: Iterable[Candidate], count: int) -> list[Ranked]:
-        """Return unplaced candidates whose tighter bounds are below the best time, one for each layout, by bound, then
-        by rank.
-        """
-        taken = {_layout(candidate) for candidate in placed}
-        found = []
-        for one in sorted(self.open, key=lambda one: (self.bound(one.candidate), one.seconds)):
-            known = one.candidate in self._known and self.bound(one.candidate) < self.best
-            if known and _layout(one.candidate) not in taken:
-                taken.add(_layout(one.candidate))
-                found.append(one)
-        return found[:count]
+        return self._known.get(candidate, 0.0)
 
     @property
     def least(self) -> float:
@@ -234,11 +217,15 @@ class Chances:
 
     @property
     def left(self) -> list[Ranked]:
-        """Return the candidates that could be faster by their bounds; those already placed, by another placement."""
-        return [one for one in self.open if self.bound(one.candidate) < self.best]
+        """Return the candidates that could be faster by their bounds, the smallest first; those already placed, by
+        another placement.
+        """
+        some = [one for one in self.open if self.bound(one.candidate) < self.best]
+        return sorted(some, key=lambda one: (self.bound(one.candidate), one.seconds))
 
 
-def _layout(candidate: Candidate) -> tuple[int, ...]:
+def layout_of(candidate: Candidate) -> tuple[int, ...]:
+    """Return what tells layouts apart; dispatch modes and sharding do not."""
     return (candidate.tp, candidate.pp, candidate.cp, candidate.ep, candidate.vpp, candidate.mbs)
 
 

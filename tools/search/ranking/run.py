@@ -1,36 +1,36 @@
-"""This module runs a whole search: it ranks the space, places the best candidates, and judges them beside the recipe's
-own layout.
+"""This module runs a whole search: it ranks the space, places every candidate that could be the fastest, and judges the
+best ones beside the recipe's own layout.
 
 An `Entry` is one line of the result: a run with its predicted step, its memory, and where its time goes. Candidates'
-layers are placed by the pipeline optimiser, several at a time.
+layers are placed quickly, and at last by the pipeline optimiser's solver (`_Placing`), several at a time
+(`tools.search.ranking.workers`).
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
+
+import numpy as np
 
 from plugins.errors import RecipeError
 from tools.estimate.configuration import PATTERNS, Configuration, parts_of
+from tools.estimate.loads import loads_of
 from tools.estimate.memory.model import layer_options, peak_memory
 from tools.estimate.memory.room import Room
 from tools.estimate.time_model import PARTS, TimeModel, exposed_of
 from tools.hardware.units import GIB
 from tools.layout.budget import Budget
-from tools.layout.place import Placement, least_seconds, place
+from tools.layout.place import Placement
 from tools.process.children import terminate_as_interrupt
-from tools.search.candidates import Candidate, candidate_of, configuration
-from tools.search.ranking.rank import BOUNDS, EFFORT, Chances, Ranked, Ranking, rank
+from tools.search.candidates import RECOMPUTE, Candidate, candidate_of, configuration
+from tools.search.ranking.rank import Chances, Ranked, Ranking, layout_of, rank
 from tools.search.ranking.swapping import Swapping
 from tools.search.ranking.uneven import Uneven, in_order, under
+from tools.search.ranking.workers import LEAST_SECONDS, Results, floors, place_one, screen_one, working
 from tools.search.request import PLANNED, Request
 
 
@@ -130,96 +130,23 @@ def why_faster(first: Entry, second: Entry) -> str:
     return f"{total}: {', '.join(words)}" + (f"; it pays {', '.join(paid)}" if paid else "")
 
 
-_LEAST = 2.0  # seconds for a candidate, however many there are
-Told = Callable[[Ranked, Placement], None]
-
-
-def processes() -> int:
-    """Return the number of simultaneous placements: the solver uses one core for each."""
-    return max(1, len(os.sched_getaffinity(0)))
-
-
-def place_all(
-    request: Request, ranked: Sequence[Ranked], times: TimeModel, budget: Budget, told: Told, at_once: int | None = None
-) -> bool:
-    """Place every "planned" candidate and report each when it is done; return False if Ctrl-C or SIGTERM ended this
-    early.
-
-    The others stay as they were ranked: their recomputation is what the user's limits ask for. Each candidate gets
-    the effort of `budget`, however many run at a time, and the same share of its seconds as a deadline.
-    """
-    todo = [one for one in ranked if one.candidate.recompute == PLANNED]
-    at_once = min(at_once or processes(), max(1, len(todo)))
-    seconds = max(_LEAST, budget.seconds_left / max(1, -(-len(todo) // at_once)))
-    jobs = [
-        (configuration(request, one.candidate), times, request.room, budget.effort, seconds, request.groups)
-        for one in todo
-    ]
-    try:
-        with terminate_as_interrupt():
-            for index, placement in _results(_place, jobs, at_once):
-                told(todo[index], placement)
-    except KeyboardInterrupt:
-        return False
-    return True
-
-
-def bounds_of(request: Request, ranked: Sequence[Ranked], times: TimeModel, at_once: int | None = None) -> list[float]:
-    """Return a lower bound in seconds for every placement of each candidate (`least_seconds`); Ctrl-C raises
-    KeyboardInterrupt.
-    """
-    jobs = [
-        (configuration(request, one.candidate), times, request.room, Budget(EFFORT), request.groups) for one in ranked
-    ]
-    found = dict(_results(least_seconds, jobs, min(at_once or processes(), max(1, len(jobs)))))
-    return [found[index] for index in range(len(jobs))]
-
-
-Job = tuple[Any, ...]
-Answer = TypeVar("Answer")
-
-
-def _results(work: Callable[..., Answer], jobs: Sequence[Job], at_once: int) -> Iterator[tuple[int, Answer]]:
-    """(number of the job, its result) as they come, in processes of their own unless one at a time is enough."""
-    if at_once == 1 or len(jobs) <= 1:
-        for index, job in enumerate(jobs):
-            yield index, work(*job)
-        return
-    with _pool(at_once) as pool:
-        futures = {pool.submit(work, *job): index for index, job in enumerate(jobs)}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-
-
-def _place(
-    config: Configuration, times: TimeModel, cap: float, effort: float, seconds: float, groups: bool
-) -> Placement:
-    if not groups:
-        return place(config, times, cap, Budget(effort, seconds))
-    return place(config, times, cap, Budget(2 * effort, seconds), groups=True)  # half of it as without them
-
-
-@contextmanager
-def _pool(at_once: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that leave Ctrl-C to their parent, and end with it."""
-    before = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"), initializer=_deaf)
-    try:
-        yield pool
-    except BaseException:
-        for process in set(multiprocessing.active_children()) - before:
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _deaf() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 Progress = Callable[[str, int, int, float], None]  # phase, done, of how many, best seconds so far (infinite: none)
+
+
+@dataclass(frozen=True)
+class ByStages:
+    """This is the best of the strategies with one number of stages and of chunks."""
+
+    pp: int
+    vpp: int
+    strategies: int
+    entry: Entry | None  # the fastest that was placed; None where the bounds made placing unnecessary
+    bound: float  # seconds that none of them is under
+
+    def as_json(self) -> dict[str, Any]:
+        """Return values for `--json`."""
+        words = {"pp": self.pp, "vpp": self.vpp, "strategies": self.strategies, "bound_s": self.bound}
+        return {**words, "step_s": self.entry.seconds if self.entry else None}
 
 
 @dataclass
@@ -231,6 +158,8 @@ class Found:
     entries: list[Entry] = field(default_factory=list)  # the best, by simulated step time
     own: Entry | None = None  # the recipe's own run; None with `own_why` where it has no model
     own_why: str = ""
+    own_mesh: Entry | None = None  # the recipe's own mesh, its layers placed anew; None where it does not fit
+    stages: list[ByStages] = field(default_factory=list)
     dropped: list[tuple[Ranked, str]] = field(default_factory=list)  # of the short list: came to nothing, and why
     # of the `verified` best: what dry runs dropped, what they neither refused nor proved to fit, and what passed
     failed: list[tuple[Entry, list[str]]] = field(default_factory=list)
@@ -241,18 +170,30 @@ class Found:
     whole: bool = True  # False: the search was interrupted, and candidates that were not placed are missing
     seconds: float = 0.0  # of the ranking
     effort: float = 0.0  # of each placement
-    placed: int = 0  # candidates that were placed; those that are no `entries` are slower
+    placed: int = 0  # candidates that were placed
+    solved: int = 0  # those that the solver placed, too
     least: float = 0.0  # seconds that no layout of what fits is under, by the estimator; 0 where none is known
     open: int = 0  # candidates that could be faster than the best by their bounds
     unplaced: int = 0  # those of them that were never placed
     cut: bool = False  # a deadline ended a placement: another machine may find another answer
     uneven: list[Uneven] = field(default_factory=list)  # placed layouts and the recipe's under the loads asked for
+    under: Found | None = None  # the same search with the mean max/mean of these loads in every layer
+    added: int = 0  # entries that come only from `under`
     swapping: Swapping | None = None  # the first layout with swapping as a third choice, where that was asked for
 
     @property
     def complete(self) -> bool:
-        """Return whether each candidate that fits was placed, or cannot be faster than the best by its bound."""
+        """Return whether each candidate that fits was placed, or is proven not to be faster than the best."""
         return self.whole and not self.cut and self.least > 0 and not self.unplaced
+
+    @property
+    def gap(self) -> float:
+        """Return the share of the best layout's step that another layout could save by the bounds; 1 if none is known.
+
+        A dry run may have dropped the fastest one since.
+        """
+        fastest = min(entry.seconds for entry in [*self.entries, *(entry for entry, _ in self.failed)])
+        return max(0.0, 1 - self.least / fastest)
 
     @property
     def best(self) -> Entry:
@@ -292,6 +233,29 @@ def search(
     return found
 
 
+def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeModel, progress: Progress) -> None:
+    """Search once more, with the mean max/mean of the loads of `--loads` in every layer, at each expert_parallel. The
+    best layouts of that search are added to the entries, with their predictions at even loads. Ctrl-C leaves them out,
+    and the search counts as interrupted.
+    """
+    request, blocks = found.request, found.ranking.blocks
+    sizes = sorted({int(ep) for block in blocks for ep in np.unique(block.columns["ep"])})
+    skews = tuple((ep, loads_of(text, replace(request.base, dp=ep, tp=1, cp=1, ep=ep)).typical) for ep in sizes)
+    if all(ratio == request.base.skew for _, ratio in skews):
+        return
+    try:
+        again = search(replace(request, skews=skews), top, budget, times, progress)
+    except KeyboardInterrupt:  # what was found at even loads stays
+        found.whole = False
+        return
+    found.whole, found.cut, found.under = found.whole and again.whole, found.cut or again.cut, again
+    known = {entry.config for entry in found.entries}
+    even = [replace(entry.config, skew=request.base.skew) for entry in again.entries[: max(1, top // 2)]]
+    found.added = sum(config not in known for config in even)
+    found.entries += [entry_of(config, times) for config in even if config not in known]
+    found.entries.sort(key=lambda entry: (entry.seconds, entry.peak))
+
+
 def add_loads(
     found: Found, text: str, times: TimeModel, progress: Progress, others: Mapping[str, Entry] | None = None
 ) -> None:
@@ -323,9 +287,24 @@ def renumber(found: Found) -> None:
     found.uneven = [replace(one, name=names[id(one.config)]) if one.numbered else one for one in kept]
 
 
+FLOORS = 32  # candidates of one job
+WAVE = 16  # candidates that are placed against one best time, however many processes there are
+CLOSING = 2  # candidates that the solver places at a time, however many processes there are
+
+
 @dataclass
 class _Placing:
-    """The part of a search behind the ranking: the candidates that rank best, then those that could still be better."""
+    """The part of a search behind the ranking.
+
+    1. The candidates that rank best and the recipe's own mesh are placed quickly (`tools.layout.place.screen`).
+    2. Every other candidate that could be faster by its plain bound gets a bound of whole layers under memory.
+    3. Those that could still be faster are placed quickly, the smallest bound first, until none is left.
+    4. The solver places those that are still not proven slower, the fastest first, as far as the effort goes.
+
+    What is compared with the best time is compared in groups of a fixed size, so that the answer does not depend on the
+    number of processes. Steps 1 to 3 do not depend on the effort, and a larger effort begins with what a smaller one
+    does in step 4.
+    """
 
     found: Found
     top: int
@@ -334,7 +313,8 @@ class _Placing:
     progress: Progress
     at_once: int | None
     done: dict[Ranked, Entry] = field(default_factory=dict)
-    least: dict[Ranked, float] = field(default_factory=dict)  # by their own searches, no placement is under
+    placements: dict[Ranked, Placement] = field(default_factory=dict)
+    of: int = 0  # candidates that are placed, if none of those left is proven slower before its turn
 
     def run(self) -> None:
         """Add the results."""
@@ -342,49 +322,129 @@ class _Placing:
         for one in short:
             if one.candidate.recompute != PLANNED:
                 self.done[one] = entry_of(configuration(found.request, one.candidate), self.times)
-        found.whole = self._place(short)
         planned = [one for one in short if one.candidate.recompute == PLANNED]
-        if found.whole and planned and self.done and self.budget.seconds_left <= 0:
-            found.cut = True
-        elif found.whole and planned and self.done:
-            try:
-                with terminate_as_interrupt():
-                    self._close(short)
-            except KeyboardInterrupt:
-                found.whole = False
-        every = sorted(self.done.values(), key=lambda entry: (entry.seconds, entry.peak))
-        found.placed, found.entries = len(every), every[: self.top]
+        own = None if found.request.changed else found.ranking.find(own_mesh(found.request))
+        planned += [own] if own and planned and own not in planned else []
+        try:
+            with terminate_as_interrupt(), working(self.at_once) as results:
+                if planned:
+                    self._place(planned, results)
+        except KeyboardInterrupt:
+            found.whole = False
+        nothing = [one for one in planned if one in self.placements and one not in self.done]
+        found.dropped += [(one, self.placements[one].why) for one in nothing]
+        every: dict[tuple[int, ...], Entry] = {}
+        for one, entry in sorted(self.done.items(), key=lambda pair: (pair[1].seconds, pair[1].peak)):
+            every.setdefault(layout_of(one.candidate), entry)
+        found.placed, found.entries = len(self.done), list(every.values())[: self.top]
+        found.own_mesh = self.done.get(own) if own else None
 
-    def _close(self, short: list[Ranked]) -> None:
-        """Bound the rest of the space, place what could be better by it, and keep what stays open."""
-        found = self.found
+    def _place(self, first: list[Ranked], results: Results) -> None:
+        found, self.of = self.found, len(first)
+        self._quickly(first, np.inf, results)
         chances = Chances(found.ranking, self._best)
-        closer = chances.next(int(BOUNDS * self.budget.effort))
-        self.progress("bounding", 0, len(closer), self._best)
-        chances.learn(closer, bounds_of(found.request, closer, self.times, self.at_once))
-        more = chances.promising([one.candidate for one in short], max(1, self.top // 2))
-        found.whole = self._place(more)
+        for one, placement in self.placements.items():
+            chances.learn(one.candidate, placement.least_s)
+        if not self._late():
+            self._bound(chances, results)
+        while not self._late():
+            chances.best = self._best
+            left = [one for one in chances.left if one not in self.placements]
+            if not left:
+                break
+            wave, self.of = left[:WAVE], len(self.placements) + len(left)
+            self._quickly(wave, chances.best, results)
+            for one in wave:
+                chances.learn(one.candidate, self.placements[one].least_s)
         chances.best = self._best
-        chances.learn(list(self.least), self.least.values())
-        found.least, found.open = chances.least, len(chances.left)
-        found.unplaced = sum(one not in self.done for one in chances.left)
+        self._close(chances, results)
+        chances.best = self._best
+        left = chances.left
+        found.least, found.open = chances.least, len(left)
+        found.unplaced = sum(one not in self.placements for one in left)
+        found.stages = self._by_stages(chances)
 
-    def _place(self, ranked: list[Ranked]) -> bool:
-        of = len(self.done) + len(self.found.dropped) + len(ranked)
+    def _late(self) -> bool:
+        self.found.cut |= self.budget.seconds_left <= 0
+        return self.found.cut
 
-        def told(one: Ranked, placement: Placement) -> None:
-            found = self.found
-            found.cut |= placement.cut
-            self.least[one] = placement.least_s
-            found.dropped += [(one, words) for words in placement.dropped]
-            if placement.configuration is None:
-                found.dropped.append((one, placement.why))
-            else:
-                self.done[one] = entry_of(placement.configuration, self.times, bound=placement.bound_s)
-            self.progress("placing", len(self.done) + len(found.dropped), of, self._best)
+    def _bound(self, chances: Chances, results: Results) -> None:
+        """Bound what could be faster by its plain bound."""
+        todo = [one.candidate for one in chances.open if one not in self.placements]
+        # alike candidates share what is computed once
+        todo.sort(key=lambda c: (c.pp, c.vpp, c.tp, c.cp, c.ep, c.mode, c.shard, c.mbs, c.dp))
+        parts = [todo[first : first + FLOORS] for first in range(0, len(todo), FLOORS)]
+        jobs = [(self.found.request, part, self.times, chances.best) for part in parts]
+        for done, (index, bounds) in enumerate(results(floors, jobs)):
+            for candidate, bound in zip(parts[index], bounds, strict=True):
+                chances.learn(candidate, bound)
+            self.progress("bounding", min(FLOORS * (done + 1), len(todo)), len(todo), self._best)
 
-        return place_all(self.found.request, ranked, self.times, self.budget, told, self.at_once)
+    def _quickly(self, ranked: list[Ranked], beat: float, results: Results) -> None:
+        """Place candidates quickly, and bound them."""
+        jobs = [(self.found.request, one.candidate, self.times, beat) for one in ranked]
+        for index, placement in results(screen_one, jobs):
+            self._told(ranked[index], placement)
+
+    def _close(self, chances: Chances, results: Results) -> None:
+        """Have the solver place what is not proven slower, with the effort of half the rows that are shown."""
+        spent, most = 0.0, max(1, self.top // 2) * self.budget.effort
+        order = sorted(
+            (one for one in chances.left if one in self.placements),
+            key=lambda one: (self.placements[one].step_s, chances.bound(one.candidate), one.seconds),
+        )
+        while not self._late() and spent < most:
+            chances.best = self._best
+            wave = [one for one in order if chances.bound(one.candidate) < chances.best][:CLOSING]
+            if not wave:
+                break
+            order = [one for one in order if one not in wave]
+            seconds = max(LEAST_SECONDS, self.budget.seconds_left)
+            effort = self.budget.effort, seconds
+            jobs = [(self.found.request, one.candidate, self.times, *effort, self.placements[one]) for one in wave]
+            for index, placement in results(place_one, jobs):
+                spent += placement.spent
+                self._told(wave[index], placement)
+                chances.learn(wave[index].candidate, placement.least_s)
+                self.found.solved += 1
+                self.progress("closing", self.found.solved, self.found.solved + len(order), self._best)
+
+    def _told(self, one: Ranked, placement: Placement) -> None:
+        found = self.found
+        found.cut |= placement.cut
+        self.placements[one] = placement
+        found.dropped += [(one, words) for words in placement.dropped]
+        if placement.configuration is not None:
+            self.done[one] = entry_of(placement.configuration, self.times, bound=placement.bound_s)
+        self.progress("placing", len(self.placements), self.of, self._best)
+
+    def _by_stages(self, chances: Chances) -> list[ByStages]:
+        """The best of each number of stages and chunks, the fastest first, then by bound."""
+        ranking = self.found.ranking
+        best: dict[tuple[int, int], Entry] = {}
+        for one, entry in self.done.items():
+            key = one.candidate.pp, one.candidate.vpp
+            if key not in best or entry.seconds < best[key].seconds:
+                best[key] = entry
+        open_: dict[tuple[int, int], list[float]] = {}
+        for one in chances.open:
+            open_.setdefault((one.candidate.pp, one.candidate.vpp), []).append(chances.bound(one.candidate))
+        planned = ranking.places[:, 2] == RECOMPUTE.index(PLANNED)
+        rows = []
+        for number, block in enumerate(ranking.blocks):
+            own = planned & (ranking.places[:, 0] == number)
+            if own.any():
+                key = block.pp, block.vpp
+                others = ranking.bounds[own & (ranking.bounds >= chances.at_first)]
+                bounds = [*open_.get(key, []), *map(float, others)]
+                rows.append(ByStages(*key, int(own.sum()), best.get(key), min(bounds)))
+        return sorted(rows, key=lambda row: (row.entry.seconds if row.entry else np.inf, row.bound))
 
     @property
     def _best(self) -> float:
         return min((entry.seconds for entry in self.done.values()), default=float("inf"))
+
+
+def own_mesh(request: Request) -> Candidate:
+    """Return the recipe's own mesh with its layers placed anew."""
+    return candidate_of(request.base)._replace(recompute=PLANNED)

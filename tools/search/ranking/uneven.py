@@ -1,11 +1,12 @@
 """This module ranks the layouts that a search placed under uneven loads of devices: by expected seconds, with the
 chance to run out of memory.
 
-The space is ranked, and layers are placed, at even loads: 51 million candidates are too many for a step of each layer.
-The placed layouts and the recipe's own are then predicted under the loads (`tools.estimate.loads`), each with the loads
-that it has at its own `expert_parallel`. A layout of which a step needs more memory than the limit stands behind all
-others, because one such step ends a run. A layout that was not placed could be better under the loads; it is unknown.
-The fastest layout of each schedule of `--schedule` stands among them.
+The space is searched twice (`tools.search.ranking.run.search_under`): at even loads, and with the mean max/mean of the
+loads in every layer, at each `expert_parallel`, because 51 million candidates are too many for a step of each layer.
+The best layouts of both searches and the recipe's own are then predicted under the loads themselves
+(`tools.estimate.loads`), each with the loads that it has at its own `expert_parallel`. A layout of which a step needs
+more memory than the limit stands behind all others, because one such step ends a run. The fastest layout of each
+schedule of `--schedule` stands among them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,119 @@
+"""The whole search of small spaces: against every strategy placed, at several efforts, with the recipe's own mesh."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.search_regret import problem, regret, searched
+from tests.tools.search.test_candidates import BASE, MODEL, request
+from tools.estimate.loads import loads_of
+from tools.estimate.time_model import TimeModel
+from tools.hardware.units import GIB
+from tools.layout.budget import Budget
+from tools.model.architecture import pattern_of
+from tools.search.candidates import candidate_of
+from tools.search.ranking import workers
+from tools.search.ranking.rank import explain_infeasible, rank
+from tools.search.ranking.run import search_under
+from tools.search.ranking.workers import place_all
+from tools.search.report import more_stages, stage_rows, table_rows
+from tools.search.request import PLANNED
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    monkeypatch.setattr(workers, "processes", lambda: 1)
+
+
+@pytest.mark.parametrize("number", [0, 3, 5])
+def test_nothing_placed_by_the_solver_is_half_a_percent_faster(number):
+    asked = problem(number, devices=(4, 8), layers=(4, 6))
+    found = searched(asked, 1.0)
+    best, _ = regret(asked, found, 0.5)
+    assert found.entries[0].seconds <= 1.005 * best
+    assert found.least <= best * (1 + 1e-6)
+    assert not found.dropped and not found.unplaced
+
+
+def test_more_effort_is_never_worse_and_the_bound_only_rises():
+    asked = problem(2, devices=(8,), layers=(6, 8))
+    every = [searched(asked, effort, top=4) for effort in (0.1, 0.4, 1.0)]
+    steps, bounds = [found.entries[0].seconds for found in every], [found.least for found in every]
+    assert steps == sorted(steps, reverse=True) and max(bounds) <= steps[-1]
+
+
+def test_the_own_mesh_is_placed_and_each_pair_of_stages_and_chunks_is_shown():
+    model = replace(MODEL, pattern=pattern_of(6, 8, 1), experts=8)
+    base = replace(BASE, model=model, dp=2, pp=2, layers=((3, 3),), micro_batches=4, shard_optimizer=True)
+    asked = replace(request(4, 8, limits=["cp=1"], model=model, cap=0.9 * GIB), base=base)
+    found = searched(asked, 0.2, top=2)
+    assert not asked.changed
+    own = candidate_of(found.own_mesh.config)
+    assert own._replace(recompute=PLANNED) == candidate_of(base)._replace(recompute=PLANNED)
+    assert found.own_mesh.seconds <= found.own.seconds or found.own.peak > asked.room
+    assert [row[0] for row in table_rows(found)][-2:] == ["mesh", "recipe"]
+    assert found.stages[0].entry.seconds == found.entries[0].seconds
+    assert len(stage_rows(found)) == min(12, len(found.stages)) and bool(more_stages(found)) == (len(found.stages) > 12)
+    assert {(row.pp, row.vpp) for row in found.stages} == {(block.pp, block.vpp) for block in found.ranking.blocks}
+    for row in found.stages:
+        assert row.entry is None or row.bound <= row.entry.seconds
+    assert min(row.bound for row in found.stages) <= found.least
+
+
+def test_under_loads_the_best_of_all_placed_under_them_is_found():
+    asked, text = problem(1, devices=(8,), layers=(4, 5)), "spread:0.8"
+    times, found = TimeModel(asked.hardware), searched(asked, 0.2, top=4)
+    before = [entry.config for entry in found.entries]
+    search_under(found, text, 4, Budget(0.2), times, lambda *_: None)
+    assert found.under.entries and found.added == len(found.entries) - len(before)
+    assert all(entry.config.skew == 1 for entry in found.entries)
+    assert set(before) <= {entry.config for entry in found.entries}
+    ratio = dict(found.under.request.skews)
+    assert ratio[1] == 1 and ratio == dict(sorted(ratio.items())) and max(ratio.values()) > 1.3
+
+    def expected(config):
+        return times.under(config, loads_of(text, config), simulated=True).total
+
+    every: dict = {}
+    placed = [one for one in found.ranking.fastest() if one.candidate.recompute == PLANNED]
+    place_all(found.under.request, placed, times, Budget(0.1), every.__setitem__)
+    best = min(
+        expected(replace(one.configuration, skew=1.0)) for one in every.values() if one.configuration is not None
+    )
+    assert min(expected(entry.config) for entry in found.entries) <= 1.01 * best
+    search_under(even := searched(asked, 0.2, top=4), "even", 4, Budget(0.2), times, lambda *_: None)
+    assert even.under is None
+
+
+def test_ctrl_c_in_the_second_search_leaves_the_first(monkeypatch):
+    asked = problem(1, devices=(8,), layers=(4, 5))
+    found = searched(asked, 0.1, top=2)
+    before = list(found.entries)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tools.search.ranking.run.rank", interrupted)
+    search_under(found, "1.5", 2, Budget(0.1), TimeModel(asked.hardware), lambda *_: None)
+    assert found.entries == before and not found.whole and found.under is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked_for", "words"),
+    [
+        ({}, {"cap": 0.01 * GIB}, ["nothing fits: the least memory", "nearest: --memory"]),
+        ({}, {"devices": 251, "batch": 48}, ["is legal; most break", "nearest with fewer: --devices"]),
+        (
+            {"pattern": pattern_of(1)},
+            {"devices": 2, "batch": 4, "limits": ["pp=2"]},
+            ["pp=2", "without --limit 'pp=2'"],
+        ),
+        ({}, {"devices": 16, "batch": 32, "limits": ["pp=16"]}, ["--limit pp=16 drops", "without --limit 'pp=16'"]),
+    ],
+)
+def test_what_cannot_be_says_in_a_line_each_what_would_make_it_feasible(changes, asked_for, words):
+    dense = {"experts": 0, "top_k": 0, "shared_ffn": 0} if changes else {}
+    asked = request(**{"devices": 4, "batch": 8, **asked_for, "model": replace(MODEL, **dense, **changes)})
+    lines = explain_infeasible(asked, rank(asked))
+    for text in words:
+        assert any(text in line for line in lines), lines

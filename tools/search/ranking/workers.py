@@ -1,0 +1,121 @@
+"""This module places and bounds candidates, several at a time: the processes of a search and what each of them does.
+
+Every function here is given a request and candidates, and returns what `tools.layout.place` finds for them. The answer
+of a job does not depend on the number of processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from tools.estimate.time_model import TimeModel
+from tools.layout.budget import Budget
+from tools.layout.place import Placement, floor_seconds, place, screen
+from tools.process.children import terminate_as_interrupt
+from tools.search.candidates import Candidate, configuration
+from tools.search.ranking.rank import Ranked
+from tools.search.request import PLANNED, Request
+
+LEAST_SECONDS = 2.0  # seconds for a candidate, however many there are
+Told = Callable[[Ranked, Placement], None]
+Job = tuple[Any, ...]
+Results = Callable[[Callable[..., Any], Sequence[Job]], Iterator[tuple[int, Any]]]
+
+
+def processes() -> int:
+    """Return the number of simultaneous placements: the solver uses one core for each."""
+    return max(1, len(os.sched_getaffinity(0)))
+
+
+def place_all(
+    request: Request, ranked: Sequence[Ranked], times: TimeModel, budget: Budget, told: Told, at_once: int | None = None
+) -> bool:
+    """Place every "planned" candidate and report each when it is done; return False if Ctrl-C or SIGTERM ended this
+    early.
+
+    The others stay as they were ranked: their recomputation is what the user's limits ask for. Each candidate gets
+    the effort of `budget`, however many run at a time, and the same share of its seconds as a deadline.
+    """
+    todo = [one for one in ranked if one.candidate.recompute == PLANNED]
+    at_once = min(at_once or processes(), max(1, len(todo)))
+    seconds = max(LEAST_SECONDS, budget.seconds_left / max(1, -(-len(todo) // at_once)))
+    jobs = [(request, one.candidate, times, budget.effort, seconds) for one in todo]
+    try:
+        with terminate_as_interrupt(), working(at_once) as results:
+            for index, placement in results(place_one, jobs):
+                told(todo[index], placement)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+@contextmanager
+def working(at_once: int | None) -> Iterator[Results]:
+    """Yield a function that yields (number of the job, its result) as they come, from processes that are kept until the
+    end, or from this one if one at a time is enough.
+    """
+    at_once = at_once or processes()
+    if at_once == 1:
+        yield lambda work, jobs: ((index, work(*job)) for index, job in enumerate(jobs))
+        return
+    with _pool(at_once) as pool:
+
+        def results(work: Callable[..., Any], jobs: Sequence[Job]) -> Iterator[tuple[int, Any]]:
+            futures = {pool.submit(work, *job): index for index, job in enumerate(jobs)}
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+
+        yield results
+
+
+def place_one(
+    request: Request,
+    candidate: Candidate,
+    times: TimeModel,
+    effort: float,
+    seconds: float,
+    start: Placement | None = None,
+) -> Placement:
+    """Return a candidate's placement by the solver, with the effort that it took."""
+    # with groups half of it is as without them
+    budget = Budget(2 * effort if request.groups else effort, seconds)
+    found = place(configuration(request, candidate), times, request.room, budget, groups=request.groups, start=start)
+    return replace(found, spent=budget.spent)
+
+
+def screen_one(request: Request, candidate: Candidate, times: TimeModel, beat: float) -> Placement:
+    """Return a candidate's quick placement."""
+    return screen(configuration(request, candidate), times, request.room, beat, request.groups)
+
+
+def floors(request: Request, candidates: Sequence[Candidate], times: TimeModel, beat: float) -> list[float]:
+    """Return lower bounds of candidates in seconds."""
+    every = (configuration(request, one) for one in candidates)
+    return [floor_seconds(config, times, request.room, beat, request.groups) for config in every]
+
+
+@contextmanager
+def _pool(at_once: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that leave Ctrl-C to their parent, and end with it."""
+    before = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"), initializer=_deaf)
+    try:
+        yield pool
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - before:
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _deaf() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
