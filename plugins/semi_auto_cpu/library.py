@@ -115,7 +115,7 @@ def _argument(argument: int | range | Constant, inputs: list[Any]) -> Any:
 
 @lru_cache(maxsize=8192)
 def parse(text: bytes) -> Call:
-    """Read a launch as csrc/kernel.cc writes it.
+    """Return the operator call that csrc/kernel.cc has written as JSON.
 
     Raises:
         TypeError: a tensor of a type that NumPy and ml_dtypes do not have.
