@@ -142,7 +142,7 @@ def _wants(dtype: str, known: Collection[str], verb: str) -> str:
 
 
 class Merged:
-    """These are operators merged into groups; each group is identified by its first member's place."""
+    """This merges operators into groups; each group is identified by its first member's place."""
 
     def __init__(self, operators: Sequence[Operator]) -> None:
         self._head = list(range(len(operators)))
@@ -151,7 +151,7 @@ class Merged:
         self.last = list(range(len(operators)))
 
     def find(self, place: int) -> int:
-        """Return the group of an operator."""
+        """Return the group to which an operator belongs, as the place of its first member."""
         while self._head[place] != place:
             self._head[place] = self._head[self._head[place]]
             place = self._head[place]
