@@ -151,7 +151,9 @@ class Net:
         return [self.ranks[index] for index in group]
 
     def all_gather(self, group, small=False):
-        """Return a cell from [m, ...] to [n * m, ...], in group order; its gradient is a reduce-scatter."""
+        """Return an AllGather cell from [m, ...] to [n * m, ...], in the order of the group; its gradient is a
+        ReduceScatter.
+        """
         return Linear(_gathering(self._global(group)), _scattering(self._global(group)))
 
     def reduce_scatter(self, group):

@@ -89,7 +89,7 @@ def replace_hard_coded(model, config):
 
 
 def cells_of(model, kind):
-    """Return every cell of a class in `model`, including those of MTP."""
+    """Return every cell of the given class in `model`, including the cells of MTP layers."""
     return [cell for _, cell in model.cells_and_names() if isinstance(cell, kind)]
 
 

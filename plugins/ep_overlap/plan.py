@@ -81,7 +81,7 @@ class Passes(Generic[T]):
     replayed: T
 
     def map(self, function: Callable[[T], U]) -> Passes[U]:
-        """Return the function's result for each pass."""
+        """Apply the function to the value of each pass, and return the results by pass."""
         return Passes(function(self.forward), function(self.backward), function(self.replayed))
 
 

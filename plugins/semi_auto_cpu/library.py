@@ -222,7 +222,8 @@ class Library:
         return json.loads(self._loaded.tc3_registered())
 
     def replace(self, name: str, low: bool = False) -> None:
-        """Let Python compute the operator `name` under a new name, which the pass gives it in each graph.
+        """Let Python compute the operator `name`; the compiler pass renames it in each graph, so that MindSpore does
+        not compute it.
 
         `low`: only where it takes or gives bfloat16 or float16.
         """

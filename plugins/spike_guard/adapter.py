@@ -83,7 +83,7 @@ class Guard(Watch):
         self.spare: Callable[[int], int] | None = None  # see `spare_of`; None on a rank that reads no data
 
     def begin(self, batch: int, done: int) -> None:
-        """Note that training begins, with `batch` samples a step, after `done` steps.
+        """Record that training begins after `done` steps, with `batch` samples in each step.
 
         Raises:
             DataError: the data has too few samples to go back as often as the settings say.

@@ -88,7 +88,9 @@ class Loads:
 
     @property
     def typical(self) -> float:
-        """Return the mean max/mean over steps, micro-batches and layers."""
+        """Return the load of the fullest device over the mean of all devices, averaged over steps, micro-batches and
+        layers.
+        """
         return float(self.ratios.mean())
 
     @property

@@ -158,7 +158,7 @@ class Merged:
         return place
 
     def inputs(self, group: int) -> list[int]:
-        """Return the groups whose results a group takes, the later ones first."""
+        """Return the groups whose results a group takes as inputs, the later groups first."""
         self._inputs[group] = {self.find(place) for place in self._inputs[group]} - {group}
         return sorted(self._inputs[group], reverse=True)
 
@@ -172,8 +172,8 @@ class Merged:
             self.last[first] = max(self.last[first], self.last[group])
 
     def walk(self, start: int, follow: Callable[[int], bool]) -> None:
-        """Walk against the edges, depth first, through groups for which `follow` returns True; each group is seen
-        once.
+        """Walk depth first from a group to the groups whose results it takes, as long as `follow` returns True for a
+        group; each group is visited once.
         """
         seen: set[int] = set()
         stack = [self.find(start)]

@@ -128,7 +128,7 @@ def perplexity(loss: float | None) -> float | None:
 
 
 def loss_in_words(loss: float | None) -> str:
-    """Return a loss and its perplexity."""
+    """Return a text with a loss and its perplexity."""
     known = perplexity(loss)
     if loss is None or known is None or loss == math.inf:
         return "not finite"
