@@ -34,20 +34,22 @@ REPLACED = {"finite_loss": "spike_guard"}  # what is off where another one is on
 
 
 def of_the_model(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `plugins` section of a recipe with only those that decide what its model computes."""
+    """Return those entries of a recipe's `plugins` section that are on and change what the model computes
+    (`OF_THE_MODEL`).
+    """
     chosen = recipe.get("plugins") or {}
     return {name: chosen[name] for name in OF_THE_MODEL if chosen.get(name, False) is not False}
 
 
 def enable_model(config) -> None:
-    """Enable only the plugins of the model, for tools that build one and do not train it."""
+    """Enable only the plugins that change what the model computes, for tools that build a model and do not train it."""
     for name, settings in of_the_model(config).items():
         importlib.import_module(ADAPTERS[name]).enable(config, settings)
 
 
 def enable_plugins(config) -> None:
-    """Enable the plugins that `config.plugins` (of a MindFormerConfig) names, sealed checkpoints, and, if
-    `checkpoint.load_path` holds Hugging Face's weights, the plugin that reads them.
+    """Enable every plugin that `config.plugins` (of a MindFormerConfig) switches on. Also enable sealed checkpoints
+    and, if `checkpoint.load_path` holds Hugging Face weights, the plugin that reads them.
 
     `name: False` leaves a plugin off, for a recipe that inherits it from its base, or that wants none of `UNWRITTEN`.
 

@@ -1,5 +1,5 @@
-"""This module answers what callbacks ask about all ranks of the run, outside the graph: which rank has the loss, and
-the sum of a value over ranks.
+"""This module tells callbacks, outside the graph, whether a rank computes the loss, and computes the sum of a value
+over all ranks of the run.
 """
 
 from __future__ import annotations
@@ -33,5 +33,7 @@ def sum_over_ranks(value: float) -> float:
 
 
 def use(way: Callable[[float], float]) -> None:
-    """Use `way` for these sums from now on, if MindSpore's own communication cannot compute them."""
+    """Let `sum_over_ranks` call `way` from now on, for runs in which MindSpore's own communication cannot compute the
+    sum.
+    """
     _way[0] = way

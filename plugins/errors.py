@@ -51,8 +51,8 @@ class VersionError(TC3Error):
 
 
 class StoppedError(Exception):
-    """A run has ended itself because of what it saw: it is a failed run (exit code 1) with a reason, and not a mistake
-    of the user.
+    """A run has ended itself because of a value that it observed, such as a loss that is not finite. The run has failed
+    (exit code 1); the user has made no mistake.
     """
 
 
@@ -82,8 +82,8 @@ def refuse_unknown(
 
 
 def not_json(error: Exception) -> str:
-    """Return why a text is not JSON, from the exception of `json.loads`, as the end of a sentence that names the
-    file.
+    """Return the end of an error message that says why a text is not JSON, from the exception of `json.loads`; the
+    caller begins the message with the file.
     """
     if isinstance(error, json.JSONDecodeError):
         if not error.doc.strip():

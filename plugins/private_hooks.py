@@ -1,5 +1,5 @@
-"""This module is the only way to private code of MindSpore, MindFormers and msprobe: nothing else in this repository
-patches them.
+"""This module replaces private code of MindSpore, MindFormers and msprobe; no other code in this repository patches
+them.
 
 A patch replaces a line of their source, and a subclass may rely on a line that calls the overridden method. The caller
 names this line, and if it no longer exists the patch refuses to work: another version may not need the patch any more,
@@ -63,7 +63,8 @@ def replaced(owner: Any, name: str, line: str, replacement: Callable[..., Any]) 
 
 
 def train_step(params: Any) -> Any:
-    """Return the cell that trains, of what `run_context.original_args()` gives a callback.
+    """Return the train step (the cell with optimizer and loss scale) from `params`, which `run_context.original_args()`
+    gives to a callback.
 
     In sink mode, which recipes for Ascend have, MindSpore puts a cell around it after `on_train_begin`. That one
     fetches a batch by itself, and has neither an optimizer nor a loss scale; its `network` is the train step.

@@ -1,5 +1,5 @@
-"""This module reads how long this process ran, waited for a core, and was stopped by a limit, as the kernel counts it.
-Pure.
+"""This module reads from the kernel's counters how long this process ran, waited for a core, and was stopped by a CPU
+limit. Pure.
 
 A file that is not there, as in some containers, counts as 0.
 """
@@ -14,7 +14,9 @@ _THREADS, _THREAD = "/proc/self/task", "/proc/thread-self/schedstat"
 
 
 def scheduled() -> tuple[float, float]:
-    """Return the seconds in which this process's threads ran, and in which they were ready but did not."""
+    """Return two sums over this process's threads: the seconds in which they ran, and those in which they were ready
+    but waited for a core.
+    """
     ran = waited = 0.0
     for thread in os.listdir(_THREADS) if os.path.isdir(_THREADS) else ():
         own = _read(f"{_THREADS}/{thread}/schedstat")
@@ -23,7 +25,7 @@ def scheduled() -> tuple[float, float]:
 
 
 def thread_waited() -> float:
-    """Return the seconds in which the calling thread was ready but did not run."""
+    """Return the seconds in which the calling thread was ready but waited for a core."""
     return _read(_THREAD)[1]
 
 
@@ -41,7 +43,7 @@ def _read(path: str) -> tuple[float, float]:
 
 
 def throttled(read: Callable[[str], str | None]) -> float:
-    """Return the seconds in which a limit stopped the process's control group or one of its visible parents.
+    """Return the seconds in which a CPU limit stopped the process's control group or one of its visible parents.
 
     Args:
         read: the text of a file of the host by its path, None where there is none: `text_of` for this host.

@@ -59,7 +59,9 @@ class Section:
 
     @classmethod
     def look(cls: type[S], written: Any) -> tuple[S | None, list[RecipeError]]:
-        """Return the section, or None with everything that `read` refuses in it."""
+        """Return (the section's settings, no errors), or (None, every error for which `read` would refuse the
+        section).
+        """
         known = {each.name: each for each in fields(cls)}
         needed = [name for name, each in known.items() if each.default is MISSING]
         right = RecipeError(cls.RIGHT, cls.KEY)
@@ -82,7 +84,7 @@ class Section:
         return ours, []
 
     def agree(self) -> None:
-        """Raise RecipeError for settings that do not go together."""
+        """Raise RecipeError for settings that contradict each other; a plugin's class overrides this."""
 
     @classmethod
     def kinds(cls, name: str) -> list[type]:

@@ -1,5 +1,5 @@
-"""This module builds TeleChat3 and TeleChat3-MoE with other parts: MindFormers' GPTModel from its own spec, which is
-edited before the model is built.
+"""This module builds TeleChat3 and TeleChat3-MoE with parts that plugins replace: it edits the layer spec of
+MindFormers' GPTModel before the model is built.
 
 The spec of a model without experts has dense layers only, as that of the dense TeleChat3. On Ascend only
 `plugins.yarn` edits those.
@@ -43,7 +43,7 @@ def use_experts(spec) -> None:
 
 
 def experts():
-    """Return what `use_experts` was given last."""
+    """Return the spec that was last given to `use_experts`."""
     return _experts[0]
 
 
@@ -70,8 +70,8 @@ def apply_edits(model) -> None:
 
 
 def use_positions(around: Callable[[Any], AbstractContextManager[Callable[[Any], None]]]) -> None:
-    """Build later models inside `around(TransformerConfig)`, and call what it yields with the GPTModel that was
-    built.
+    """Build models from now on inside the context `around(TransformerConfig)`, and call the function that this context
+    yields with each GPTModel that was built.
     """
     _positions[:] = [around]
 
@@ -106,7 +106,8 @@ def use_edited_model(model_config, plugin: str, classes: Mapping[str, str] = ARC
 
 
 def gpt_model(config, edit_layer=None) -> GPTModel:
-    """Return what MindFormers' training class of TeleChat3-MoE (or TeleChat3) builds, from an edited spec.
+    """Return the GPTModel that MindFormers' training class of TeleChat3-MoE (or TeleChat3) would build, but from an
+    edited spec.
 
     Args:
         config: TransformerConfig.
@@ -135,7 +136,9 @@ def gpt_model(config, edit_layer=None) -> GPTModel:
 
 
 class EditedTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
-    """This is `TrainingTeleChat3MoeForCausalLM` from an edited spec, edited once it is built."""
+    """This is `TrainingTeleChat3MoeForCausalLM` built from an edited spec; the built model is then edited by
+    `apply_edits`.
+    """
 
     def __init__(self, config):
         # not the parent's: it builds the spec and the model in one go
@@ -147,7 +150,7 @@ class EditedTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
 
 
 class EditedTrainingTeleChat3(TrainingTeleChat3ForCausalLM):
-    """This is `TrainingTeleChat3ForCausalLM` with edited positions."""
+    """This is `TrainingTeleChat3ForCausalLM` built by `gpt_model`, so that plugins can replace its rotary positions."""
 
     def __init__(self, config):
         # not the parent's, as above

@@ -47,7 +47,8 @@ RESTARTS = Rules.restarts  # failures in a row after which a run goes on, unless
 
 
 def unfit(slots: int, folder: Path) -> list[str]:
-    """Return why a run should not start on this host; none if nothing speaks against it, or if this cannot be checked.
+    """Return the reasons why a run should not start on this host; the list is empty if there is none, or if this cannot
+    be checked.
 
     The host's workers are compared with each other, so a single worker is never unfit.
     """
@@ -62,7 +63,7 @@ def unfit(slots: int, folder: Path) -> list[str]:
 
 @dataclass
 class Start:
-    """Agents start or join this run.
+    """This is the run that the agents of all nodes start or join.
 
     `resume` is the value of --resume; `otherwise` is the folder that is given beside `auto`, from which the run begins
     as long as it has saved nothing; `chosen` is the checkpoint that was found for it.

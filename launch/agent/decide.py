@@ -91,7 +91,7 @@ def initiator(attempt: Attempt, now: float = math.inf) -> Began:
 
 
 def silent(attempt: Attempt, now: float) -> list[str]:
-    """Return the hosts of the plan that are gone and wrote no end."""
+    """Return the hosts of the plan that give no sign of life any more and have not written how their part ended."""
     assert attempt.plan
     hosts = [host for host in attempt.plan.hosts if host not in attempt.ends]
     return [host for host in hosts if host not in attempt.beats or now - attempt.beats[host].time > SILENT]
@@ -129,7 +129,7 @@ def _killed(end: End) -> bool:
 
 
 def is_sure(end: End) -> bool:
-    """Return whether no other host's end can have caused an end like this one."""
+    """Return whether this end has its cause on its own host: no other host's end can lead to an end like this one."""
     return end.cause in _SURE_CAUSES or end.cause == "hang" or _killed(end)
 
 
@@ -203,8 +203,8 @@ Can = Callable[[list[str]], Smaller | str | None]  # hosts -> how the recipe run
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules say when to give up, and how long to wait. `hosts` are all hosts that the run may use, in the order of
-    use.
+    """These rules say after how many failures a run is given up, and how long agents wait before the next attempt.
+    `hosts` are all hosts that the run may use, in the order of use.
     """
 
     restarts: int = 3  # failures without progress between them that are followed by another attempt

@@ -262,8 +262,8 @@ def _read(path: Path) -> Found | None:
 
 @dataclass(frozen=True)
 class Holder:
-    """This identifies an agent by its host's name and a part that distinguishes this process from others of the same
-    name.
+    """This identifies an agent by its host's name and a text that distinguishes this process from other agents of the
+    same host.
     """
 
     host: str

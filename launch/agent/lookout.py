@@ -60,8 +60,8 @@ class Around:
     finished: set[str] = field(default_factory=set)
 
     def look(self) -> str | None:
-        """Return in words why this node's workers have to end; None if there is no reason. Call this about once a
-        second.
+        """Look at the other nodes of the attempt, and return a sentence that says why this node's workers have to end;
+        None if there is no reason. Call this about once a second.
 
         An agent that finds its neighbour lost writes the neighbour's end.
         """
@@ -107,7 +107,9 @@ class Link:
     interface: str | None = None
 
     def lost(self) -> list[str]:
-        """Return in words that the interface has no link; none if it has a link, or if it cannot be checked."""
+        """Return a sentence if the network interface has no link; the list is empty if it has one, or if this cannot be
+        checked.
+        """
         known = psutil.net_if_stats().get(self.interface or "")
         return [f"network interface {self.interface} has no link"] if known and not known.isup else []
 
@@ -144,7 +146,9 @@ class Place:
 
     @property
     def waits(self) -> bool:
-        """Return whether the worker is in MindSpore's code and does not wait for its own data."""
+        """Return whether the worker's innermost call is in MindSpore but not in `mindspore/dataset`, so that it may
+        wait for other ranks.
+        """
         return "/mindspore/" in self.file and "/mindspore/dataset/" not in self.file
 
     def __str__(self) -> str:
@@ -299,7 +303,9 @@ class Lookout(threading.Thread):
             self._reason = self._own_fault() or self._hang(lasted, limit)
 
     def explain(self, failure: Failure) -> Failure:
-        """Return a worker's failure with its cause, if known; call this before the workers are ended."""
+        """Return the failure of a worker with the fault that caused it, if that is known; call this before the workers
+        are ended.
+        """
         end = End(self.around.host, 0.0, "failed", "step", cause=failure.cause or "exit", code=failure.code)
         if is_sure(end):
             return failure

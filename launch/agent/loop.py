@@ -49,7 +49,7 @@ class Interrupted(Exception):
 
 @dataclass
 class Agent:
-    """This is the agent of `job.host`.
+    """This is the agent of one node, `job.host`, in a run.
 
     Attributes:
         fit: returns why this node cannot take part now; called before every attempt except the first.

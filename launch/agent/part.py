@@ -40,7 +40,9 @@ WORDS = 400  # characters of a worker's last words in an end
 
 @dataclass(frozen=True)
 class Command:
-    """This is what a node starts: msrun's argv, with the environment and cores of the workers."""
+    """This is what a node starts: the argv of msrun, the environment of the workers, and the cores on which they
+    run.
+    """
 
     argv: list[str]
     environment: dict[str, str]
@@ -66,7 +68,7 @@ def command_of(job: Job, plan: Plan) -> Command:
 
 
 def own_logs(job: Job, plan: Plan) -> Path:
-    """Return the folder in which this node's part of an attempt logs."""
+    """Return the folder for the logs of this node's part of an attempt."""
     return logs_of(job.run_dir, plan.attempt, plan.hosts.index(job.host) if len(plan.hosts) > 1 else None)
 
 
@@ -78,7 +80,7 @@ def own_ranks(job: Job, plan: Plan) -> range:
 
 @dataclass
 class Part:
-    """This is one attempt on this node."""
+    """This is this node's part of one attempt of a run."""
 
     job: Job
     plan: Plan

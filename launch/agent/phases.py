@@ -60,7 +60,9 @@ MOST = 1 << 20  # bytes of a log read at a look
 
 @dataclass
 class Limits:
-    """These are the limits of one run's phases; a caller that knows better can set some of `defaults` and `floors`."""
+    """These are the seconds that each phase of one run may last before it counts as a hang; a caller that knows better
+    can set some of `defaults` and `floors`.
+    """
 
     defaults: Mapping[Phase, float] = field(default_factory=dict)
     floors: Mapping[Phase, float] = field(default_factory=dict)

@@ -353,5 +353,5 @@ def history(job: Job, number: int) -> list[Attempt]:
 
 
 def checkpoint_of(plan: Plan) -> CheckpointInfo | None:
-    """Return the checkpoint that a plan goes on from."""
+    """Return the checkpoint from which the attempt of a plan goes on; None if the attempt begins without one."""
     return CheckpointInfo(Path(plan.resume), plan.step) if plan.resume else None

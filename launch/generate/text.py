@@ -60,7 +60,7 @@ def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
 
 
 def draw(logits: np.ndarray, how: Sampling, random: np.random.Generator) -> int:
-    """Return the id of one token, sampled with `probabilities`; this takes one number from `random`."""
+    """Return the id of one token, sampled with `probabilities`; the function draws one number from `random`."""
     sums = np.cumsum(probabilities(logits, how))
     return int(np.searchsorted(sums, random.random() * sums[-1], side="right"))
 
@@ -129,7 +129,7 @@ class Spoken:
         return "" if text.endswith(HALF) else self._new(text)
 
     def rest(self) -> str:
-        """Return the bytes that no token has completed, as text."""
+        """Return as text the bytes that are left at the end and form no complete character."""
         return self._new(self._coder.decode(self._ids))
 
     def _new(self, text: str) -> str:

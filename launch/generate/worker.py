@@ -82,7 +82,7 @@ def build(recipe: Path) -> Any:
 
 
 def fill(network: Any, recipe: Path, weights: Path) -> None:
-    """Give every parameter of `network` its value.
+    """Set every parameter of `network` to its value in the weights.
 
     Raises:
         CheckpointError: `weights` lack one, or have it in another shape.
@@ -101,7 +101,7 @@ def fill(network: Any, recipe: Path, weights: Path) -> None:
 
 
 def reader(weights: Path, recipe: Recipe) -> Reader:
-    """Return a function from a parameter's name to its whole value, experts in logical order.
+    """Return a function that returns the whole value of a parameter by its name, with experts in logical order.
 
     Args:
         weights: an iteration of a run in any layout, or a Hugging Face folder. recipe: of its model.

@@ -322,8 +322,8 @@ def _recipe_of_run(recipe: Recipe, run_dir: Path, checkpoint: Path) -> Path:
 
 
 def keep_cost(recipe: Recipe, run_dir: Path, checkpoint: Path) -> None:
-    """Change `recipe` in place so that it weighs samples as the run did that saved `checkpoint`, however FLOPs are
-    counted now.
+    """Change `recipe` in place so that `plugins.attention_balance` keeps the costs of a sample with which the run that
+    saved `checkpoint` was planned, even if FLOPs are counted in another way now.
     """
     stored = _recipe_of_run(recipe, run_dir, checkpoint)
     if stored.exists():

@@ -104,8 +104,8 @@ def apply_ledger(recipe: Recipe, run_dir: Path, before: Ranges = ()) -> None:
 
 
 def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
-    """Return why the run must not go on from a checkpoint (folder, its step): samples that it has trained are left out
-    since.
+    """Return why the run must not go on from a checkpoint (its folder, its step): the run has trained samples that are
+    left out now.
 
     A checkpoint's seals record which samples its run left out. For a checkpoint whose seals do not, the samples that
     RUN/recipe.yaml leaves out count, so call this before that file is written anew.
@@ -229,7 +229,9 @@ def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 class Shuffle(NamedTuple):
-    """The order of one corpus depends on the number of wanted samples only through these values."""
+    """These two values determine the order of one corpus, apart from its seed: the order depends on the number of
+    wanted samples only through them.
+    """
 
     epochs: int
     last_apart: bool

@@ -40,8 +40,8 @@ _MSPROBE_PATH = re.compile(r"[A-Za-z0-9_.:/-]+")  # others it refuses, after the
 
 
 def main() -> None:
-    """Make the dump that argv asks for; the exit code is 0 after a dump, 1 if a worker failed, 2 if something has to be
-    mended first.
+    """Make the dump for which argv asks, and return the exit code: 0 after a dump, 1 if a worker failed, 2 if the user
+    has to change something first.
     """
     job = Job(**json.loads(sys.argv[1]))
     try:
@@ -99,8 +99,8 @@ def check_folder(out: Path) -> None:
 
 
 def full(out: Path) -> Failure | None:
-    """Return why a dump has to end: it leaves less free space than a run needs. A dump of values may be larger than any
-    estimate.
+    """Return a failure if a dump has to end because the disk has less free space left than a run needs; otherwise None.
+    (A dump of values may be larger than any estimate.)
     """
     free = shutil.disk_usage(out).free
     if free >= preflight.MIN_FREE:

@@ -65,7 +65,9 @@ def refuse_own(recipe: Mapping[str, Any], environ: Mapping[str, str] = os.enviro
 
 
 def unfit(recipe: Recipe, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return why another process cannot load a recipe's graph, or cannot tell it from others; None if it can."""
+    """Return why another process could not load the graph of a recipe, or could not distinguish it from other graphs;
+    None if it can do both.
+    """
     view = View(recipe)
     if not view.megatron and not view.instruction_files:
         return "how long data of this loader is, and so the schedule in the graph, is not known to the key"

@@ -32,7 +32,8 @@ OWN_CHOICE = "--bind_core=True"  # msrun's, for workers on NPUs of which no plan
 
 @dataclass(frozen=True)
 class Cores:
-    """This says how workers get their cores.
+    """This is the core binding of one launch: the options of msrun, the environment of the workers, and the bind file
+    if there is one.
 
     Attributes:
         options: of msrun.

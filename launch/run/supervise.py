@@ -42,7 +42,7 @@ class Member:
 
     @property
     def failed(self) -> bool:
-        """Return whether the process has ended, and is not known to have ended well."""
+        """Return whether the process has ended with an exit code that is known and not 0."""
         return self.ended and self.code not in (0, None)
 
 

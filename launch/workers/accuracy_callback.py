@@ -33,7 +33,9 @@ class AccuracyDump(Callback):
         self.steps = 0
 
     def on_train_step_begin(self, run_context):
-        """Hook the network that the train step differentiates; the optimizer's cells are not msprobe's."""
+        """Start msprobe's debugger on the network that the train step differentiates; the optimizer's cells are not
+        dumped.
+        """
         network = train_step(run_context.original_args()).network
         if not self.steps and self.level in WITHOUT_WEIGHTS:
             self._dump_weights(network)
@@ -43,13 +45,13 @@ class AccuracyDump(Callback):
             self.debugger.start(model=network, rank_id=get_real_rank())
 
     def on_train_step_end(self, run_context):
-        """Write this step's files."""
+        """Stop the debugger, which writes the files of this step."""
         self.debugger.stop()
         self.debugger.step()
         self.steps += 1
 
     def on_train_end(self, run_context):
-        """The weights that the last step has made."""
+        """Dump the weights after the last step."""
         self._dump_weights(train_step(run_context.original_args()).network)
 
     def _dump_weights(self, network):

@@ -26,7 +26,7 @@ from tools.recipe.view import View
 
 
 def main() -> None:
-    """Compile one rank."""
+    """Compile the train step of one rank of a job, and write the result to a file."""
     die_with_parent()
     gc.set_threshold(100_000)  # as in train.py
     job_file, out, *text = map(Path, sys.argv[1:])

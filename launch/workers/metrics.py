@@ -45,12 +45,12 @@ class FirstStep:
         self.written = False
 
     def begin(self) -> None:
-        """Note that a step begins."""
+        """Record that a step begins."""
         if not self.written:
             self.collectives.begin_recording()
 
     def end(self, step: int) -> None:
-        """Note that the step's graph has run."""
+        """Record that the graph of the step has run."""
         if not self.written:
             self.written = True
             calls, places = self.collectives.end_recording(), self.collectives.groups.ranks.places
@@ -90,7 +90,7 @@ class RecordingLossMonitor(MFLossMonitor):
     def print_output_info(self, cb_params, cur_epoch_num, origin_epochs, throughput, cur_step_num, steps_per_epoch,
                           loss, per_step_seconds, overflow, scaling_sens, time_remain, percent, global_norm,
                           main_loss, extra_loss, mtp_loss, indexer_loss):  # fmt: skip
-        """Log as MindFormers does, then record the step."""
+        """Log the step as MindFormers does, then append its record to the metrics file."""
         super().print_output_info(
             cb_params, cur_epoch_num, origin_epochs, throughput, cur_step_num, steps_per_epoch, loss,
             per_step_seconds, overflow, scaling_sens, time_remain, percent, global_norm,

@@ -21,8 +21,8 @@ from tools.files.atomic import write_atomically
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class OwnGradient(Callback):
-    """This callback records a gradient's norm. The gradient is computed from AdamW's first moment, m' = beta1 * m + (1
-    - beta1) * g, so it is the one after reduction and clipping.
+    """This callback records the norm of one weight's gradient at each step. The gradient g is computed from AdamW's
+    first moment, m' = beta1 * m + (1 - beta1) * g, so it is the gradient after reduction and clipping.
 
     Args:
         weight: its name. run_dir: the run's folder; a rank that has the weight writes equivalence/gradient_rank_N.json,
@@ -37,7 +37,7 @@ class OwnGradient(Callback):
         self.norms: list[float] = []
 
     def on_train_step_end(self, run_context):
-        """Record the norm of this step's gradient."""
+        """Record the norm of the weight's gradient in this step."""
         for item in run_context.original_args().train_network.optimizer.get_parameters():
             if item.name == self.name:
                 moment = np.array(item.asnumpy())  # a view of a buffer that the next step overwrites

@@ -47,7 +47,9 @@ def _heeding(monitor: Any, file: Path) -> Any:
         answered = False
 
         def step_end(self, run_context):
-            """Save if a save is due; then check for a request."""
+            """Save a checkpoint if one is due; then check whether a request asks all ranks to save at this step and
+            end.
+            """
             super().step_end(run_context)
             if not (self.answered or self.use_legacy_format):
                 self._heed(run_context.original_args())

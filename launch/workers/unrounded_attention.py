@@ -15,8 +15,10 @@ from plugins.cpu_backend.attention import compute_unrounded
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class UnroundedAttention(Callback):
-    """This callback changes the network before its first step, with which MindSpore compiles it."""
+    """This callback lets attention compute in float32 before the first step, because MindSpore compiles the network in
+    that step.
+    """
 
     def on_train_begin(self, run_context):
-        """Leave the rounding out."""
+        """Let the network's attention compute in float32 instead of rounding queries, keys and values to float16."""
         compute_unrounded(run_context.original_args().train_network)

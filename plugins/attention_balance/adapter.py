@@ -47,7 +47,8 @@ class Reordered:
 
 
 class BalancedMegatronDataLoader(BlendedMegatronDatasetDataLoader):
-    """This is the registered loader while the plugin is on; without `schedule` it is MindFormers' own.
+    """This data loader replaces the registered `BlendedMegatronDatasetDataLoader` while the plugin is on; without
+    `schedule` it does the same as MindFormers' own.
 
     Args:
         schedule: given only in the section of the training data, so that other data sets keep their order.
@@ -86,7 +87,8 @@ def enable(config, settings) -> None:
 
 
 def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
-    """Return int64 [len(source)]: the item of `source` to deliver at each position.
+    """Return int64 [len(source)]: for each position in the delivery order, the index of the item of `source` to
+    deliver.
 
     Args:
         source: MindFormers' BlendedDataset or GPTDataset.

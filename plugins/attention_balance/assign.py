@@ -1,5 +1,5 @@
-"""This module assigns the samples of one global batch to (data-parallel rank, micro-batch, slot), for the shortest
-step. NumPy only.
+"""This module assigns the samples of one global batch to (data-parallel rank, micro-batch, slot), so that the step
+takes as little time as possible. NumPy only.
 
 One sample a slot, all ranks in one barrier (g = R): sort the samples and give each R consecutive ones to a
 micro-batch.
@@ -65,7 +65,8 @@ def taken(values: np.ndarray, indices: np.ndarray) -> np.ndarray:
 
 
 def partition(weights: np.ndarray, parts: int, *, by_item: bool = True, swap: bool = True) -> np.ndarray:
-    """Divide the items of each row into `parts` parts with equal numbers of items, so that the heaviest part is light.
+    """Divide the items of each row into `parts` parts with equal numbers of items, so that the total weight of the
+    heaviest part is small.
 
     1. Sort falling. Few items, few in a part: each goes to the lightest part that is not full (LPT), so a part that
        begins with a giant ends with the lightest items of all. Else: cut into rounds of `parts` items, and each round
@@ -202,8 +203,8 @@ def _closest(heavy: np.ndarray, light: np.ndarray, wanted: np.ndarray) -> tuple[
 
 
 def unscheduled(ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """Return int64 [ranks, micro-batches, slots]: the samples that MindFormers delivers, as positions in the global
-    batch.
+    """Return int64 [ranks, micro-batches, slots]: the position in the global batch of each sample as MindFormers
+    delivers the samples without this plugin.
 
     `GeneratorDataset` deals positions to ranks in turn; a rank's samples fill its micro-batches one after the other.
     Where the graph gathers the batches first (`plan.delivery_order`) it is another order that knows no costs either.
@@ -212,7 +213,8 @@ def unscheduled(ranks: int, micro_batches: int, slots: int) -> np.ndarray:
 
 
 def assign(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> np.ndarray:
-    """Assign the samples of one global batch, or of several at once.
+    """Assign each sample of a global batch (or of several independent ones at once) to a rank, a micro-batch and a
+    slot.
 
     Args:
         costs: float64 [..., ranks * micro_batches * slots], at least 0, in the order of the global batch.
@@ -239,8 +241,8 @@ def assign(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, object
 
 
 def loads_of(costs: np.ndarray, plan: np.ndarray) -> np.ndarray:
-    """Return the cost [..., ranks, micro-batches] of each rank's micro-batches; costs is [..., samples], and plan is as
-    in `assign`.
+    """Return the total cost of each rank's micro-batches, [..., ranks, micro-batches]. `costs` is [..., samples], and
+    `plan` has the shape that `assign` returns.
     """
     rows = int(np.prod(plan.shape[:-3]))
     return taken(costs.reshape(rows, -1), plan.reshape(rows, -1)).reshape(plan.shape).sum(-1)

@@ -1,5 +1,5 @@
-"""This module divides one sample's tokens over context-parallel ranks, with documents inside: equal tokens, equal
-attention. NumPy only.
+"""This module divides the tokens of one sample that holds several documents over context-parallel ranks, so that each
+rank gets equally many tokens and equal attention work. It needs only NumPy.
 
 A rank computes the queries of its tokens; a query at offset i of its document attends to i + 1 keys. A contiguous
 split gives the last rank of a long document most of the work. Head-tail (as in ring attention: cut the sample into
@@ -19,8 +19,9 @@ _ROUNDS = 16  # strips that a rank gets of what is not cut head-tail
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """ranges holds for each rank int64 [n, 2], the first token and the end of its ranges, rising and not adjacent;
-    pairs is int64 [cp], the attending pairs that each rank computes.
+    """This is the division of a sample over context-parallel ranks. `ranges` holds for each rank int64 [n, 2]: the
+    first token and the end of each of its ranges, in rising order and not adjacent. `pairs` is int64 [cp]: the pairs of
+    tokens whose attention each rank computes.
     """
 
     ranges: list[np.ndarray]
@@ -28,20 +29,20 @@ class ContextPlan:
 
     @property
     def imbalance(self) -> float:
-        """Return the pairs of the slowest rank divided by the mean."""
+        """Return the largest number of attending pairs on a rank divided by the mean over the ranks; 1 is perfect."""
         return float(self.pairs.max() / self.pairs.mean())
 
 
 def contiguous(segments: np.ndarray, ranks: int) -> ContextPlan:
-    """Give rank r the r-th part; segments is int64 [documents], the tokens of each, whose sum is a multiple of
-    `ranks`.
+    """Cut the sample into `ranks` equal consecutive parts and give rank r the r-th part. `segments` is int64
+    [documents], the tokens of each document; their sum is a multiple of `ranks`.
     """
     return _strided(segments, ranks, np.arange(ranks))
 
 
 def head_tail(segments: np.ndarray, ranks: int) -> ContextPlan:
-    """Cut the sample into 2 * ranks parts and give rank r the r-th part and the r-th from the end; the sum of tokens is
-    a multiple of 2 * ranks.
+    """Cut the sample into 2 * ranks equal consecutive parts and give rank r the r-th part and the r-th from the end.
+    `segments` is int64 [documents], the tokens of each document; their sum is a multiple of 2 * ranks.
     """
     return _strided(segments, ranks, np.concatenate((np.arange(ranks), np.arange(ranks)[::-1])))
 

@@ -1,5 +1,5 @@
 """This module computes how long a training step takes, from the points where devices wait for each other, and a lower
-bound for any assignment. NumPy only.
+bound on the step time that no assignment of the samples can beat. It needs only NumPy.
 
 Expert parallelism exchanges tokens in every MoE layer, so the ranks of an EP group pass each micro-batch together:
 the slowest of them sets its time. All data-parallel ranks meet at the end of the step. Context- and tensor-parallel
@@ -81,7 +81,8 @@ def makespan(times: np.ndarray, stages: int, forward_share: float) -> np.ndarray
 
 
 def best_order(times: np.ndarray, stages: int, forward_share: float) -> np.ndarray:
-    """Return int64 [rows, micro-batches]: for each row of `times` the best of a few orders, among them the given one.
+    """Return int64 [rows, micro-batches]: for each row of `times`, the order of its micro-batches with the shortest
+    1F1B makespan among four candidate orders, one of which is the given order.
 
     The others rise and fall once, because a micro-batch waits for its slowest neighbours: rising; small ones at both
     ends, starting from the smallest or from the second smallest. Tests hold the best of these to 4 % above the best
@@ -98,7 +99,7 @@ def best_order(times: np.ndarray, stages: int, forward_share: float) -> np.ndarr
 
 @dataclass(frozen=True)
 class Objective:
-    """This is the objective that a plan minimises.
+    """This is the step-time model that a plan minimises.
 
     ranks_per_barrier: data-parallel ranks that wait for each other in every micro-batch;
     stages: pipeline stages; forward_share: the share of a micro-batch's time that its forward pass takes.
@@ -109,7 +110,9 @@ class Objective:
     forward_share: float = 1 / 3
 
     def step_time(self, loads: np.ndarray) -> np.ndarray:
-        """Return the time of a step [...] from the loads [..., ranks, micro-batches], in the unit of the loads."""
+        """Return the modelled time of a step [...] from the cost `loads` [..., ranks, micro-batches], in the same
+        unit.
+        """
         *lead, ranks, micro_batches = loads.shape
         groups = ranks // self.ranks_per_barrier
         slowest = loads.reshape(*lead, groups, self.ranks_per_barrier, micro_batches).max(-2)
@@ -118,7 +121,9 @@ class Objective:
         return makespan(slowest, self.stages, self.forward_share).max(-1)
 
     def even_time(self, totals: np.ndarray, ranks: int, micro_batches: int) -> np.ndarray:
-        """Return the time of a step [...] whose total cost [...] is spread evenly over all ranks and micro-batches."""
+        """Return the time of a step [...] whose total cost `totals` [...] is spread evenly over all ranks and
+        micro-batches.
+        """
         return totals / ranks * (micro_batches + self.stages - 1) / micro_batches
 
 
@@ -150,7 +155,8 @@ def objective_of(
 
 
 def lower_bound(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> np.ndarray:
-    """Return the largest of several bounds on the step time [...], in the unit of `costs` [..., samples].
+    """Return a lower bound on the step time [...] of any assignment of the samples, in the unit of `costs` [...,
+    samples]. It is the largest of the bounds below.
 
     With one sample a slot, one group of ranks and no pipeline the bound is attained (`assign.py`). In the others
     (x: costs falling; y: the falling block maxima of `assign.py`'s claim, G groups of M blocks):

@@ -43,7 +43,7 @@ OWN_BATCHES = "PIPELINE_SLICE_SKIP_REDISTRIBUTION"
 
 
 def deal(costs: np.ndarray, unit: int) -> np.ndarray:
-    """Distribute the samples of W global batches to W steps so that samples of similar cost meet.
+    """Distribute the samples of W global batches to W steps, so that samples of similar cost run at the same time.
 
     Sorted by cost and cut into units (all samples that run at the same time, ranks * slots); the units go to the steps
     in turn, back and forth, so that every step gets its share of heavy and light ones.
@@ -63,7 +63,7 @@ def deal(costs: np.ndarray, unit: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Layout:
-    """This says how a step is divided.
+    """This says how the samples of a step are divided over ranks, micro-batches and slots.
 
     ranks: data-parallel ranks; micro_batches: of a step on each rank; slots: samples of a rank's micro-batch;
     objective: where ranks wait; window: global batches whose samples may change places (1: none, the default).
@@ -86,8 +86,8 @@ class Layout:
 
 
 def epoch_plan(costs: np.ndarray, layout: Layout, first: int = 0, count: int | None = None) -> np.ndarray:
-    """Return the plans of `count` steps from step `first` (None: to the end): int64 [count, ranks, micro_batches,
-    slots].
+    """Return the plans of `count` steps from step `first` (`count` None: all steps that are left): int64 [count, ranks,
+    micro_batches, slots].
 
     They hold items of the dataset. A step's plan does not depend on which other steps are requested.
 
@@ -112,8 +112,8 @@ def epoch_plan(costs: np.ndarray, layout: Layout, first: int = 0, count: int | N
 
 
 def delivery_order(plan: np.ndarray, gathered: bool = False) -> np.ndarray:
-    """Return int64 [steps * batch]: the items in the order in which a loader must hold them so that each rank gets its
-    own.
+    """Return int64 [steps * batch]: the items in the order in which a loader must hold them, so that each rank reads
+    the samples that the plan assigns to it.
 
     MindSpore's sharded, unshuffled `GeneratorDataset` gives position p to rank p % ranks.
 
@@ -145,7 +145,9 @@ class Balance:
 
 
 def balance(costs: np.ndarray, plan: np.ndarray, layout: Layout, first: int = 0) -> Balance:
-    """Compare the plan [steps, ...] of the steps from `first` with no scheduling and with the lower bound."""
+    """Compare the step times of `plan` [steps, ...], which covers the steps from `first` on, with those without
+    scheduling and with the lower bound.
+    """
     steps = len(plan)
     batch = np.asarray(costs[first * layout.batch : (first + steps) * layout.batch]).reshape(steps, layout.batch)
     shape = (layout.ranks, layout.micro_batches, layout.slots)
@@ -191,8 +193,8 @@ _SECONDS = "write measured seconds, 0 or more"
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """These settings say which samples may change places, and by what cost: a launch writes the model's cost in FLOP;
-    measured costs are seconds.
+    """These settings of `plugins.attention_balance` say which samples may change places, and what a sample costs. A
+    launch writes the model's cost in FLOP; a user may write measured costs in seconds instead.
     """
 
     KEY = KEY
@@ -216,7 +218,9 @@ class Settings(Section):
     )
 
     def agree(self) -> None:
-        """Raise RecipeError if only one of the two costs is given, or if attention costs nothing."""
+        """Raise RecipeError if only one of `per_pair` and `per_token` is given, or if `per_pair` is 0, because
+        attention then costs nothing.
+        """
         written = [name for name in COST if getattr(self, name) is not None]
         missing = [name for name in COST[:2] if name not in written]
         if written and missing:
@@ -227,7 +231,7 @@ class Settings(Section):
 
     @property
     def cost(self) -> Cost | None:
-        """Return the cost of a sample; None if the recipe has none yet."""
+        """Return the cost of a sample; None if the recipe does not give `per_pair` and `per_token`."""
         if self.per_pair is None or self.per_token is None:
             return None
         return Cost(self.per_pair, self.per_token, self.unit or MEASURED)
@@ -278,7 +282,8 @@ def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Sc
 
 
 def check(recipe: Mapping[str, Any]) -> tuple[Settings, Layout]:
-    """Return the settings of the plugin in a recipe, which may lack the cost of a sample.
+    """Return the plugin's settings and the layout of a step from a recipe, which need not give the cost of a sample
+    yet.
 
     Raises:
         RecipeError: settings that are wrong, or a recipe in which the plugin cannot work or cannot gain.

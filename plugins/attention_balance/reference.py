@@ -1,5 +1,5 @@
-"""This module holds obvious computations of what the plugin computes fast, and other schedulers, as references for
-tests.
+"""This module holds slow and obvious versions of what the plugin computes fast, and other published schedulers, as
+references for tests.
 
 The first half goes token by token and operation by operation. The second half, `BASELINES`, are schedulers in plain
 Python as they are published. Each takes the costs [batch] of one global batch and returns [ranks, micro_batches,
@@ -51,7 +51,9 @@ def pairs_of_tokens(tokens: list[int], end_of_document: int) -> int:
 
 
 def makespan(times: list[float], stages: int, forward_share: float) -> float:
-    """Return the time of 1F1B of one rank: run any operation that can run, stage by stage, until none is left."""
+    """Return the 1F1B makespan of one rank's micro-batches, whose times are `times`: run any operation that can run,
+    stage by stage, until none is left.
+    """
     waiting = [one_forward_one_backward(stage, stages, len(times)).tolist() for stage in range(stages)]
     ends: dict[tuple[bool, int, int], float] = {}
     free = [0.0] * stages
@@ -84,7 +86,8 @@ def step_time(costs: np.ndarray, plan: np.ndarray, objective: Objective) -> floa
 
 
 def shortest_step(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> float:
-    """Return the best time over all assignments; this works for a handful of samples.
+    """Return the shortest step time over all possible assignments; the search is feasible only for a handful of
+    samples.
 
     Bins (a rank's micro-batch) are filled in turn with every set of samples that remain. Of orders of bins that only
     rename micro-batches one is enough without a pipeline.
@@ -105,7 +108,7 @@ def shortest_step(costs: np.ndarray, ranks: int, micro_batches: int, slots: int,
 
 
 def shortest_pipeline(times: list[float], stages: int, forward_share: float) -> float:
-    """Return the best makespan over all orders."""
+    """Return the shortest 1F1B makespan over all orders of the micro-batches."""
     return min(makespan(list(order), stages, forward_share) for order in permutations(times))
 
 
@@ -125,19 +128,21 @@ def none(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.nd
 
 
 def shuffled(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """Return a random order, which is the same for each size."""
+    """Return a plan that assigns the samples in a random order, with the same seed in each call."""
     return np.random.default_rng(0).permutation(len(costs)).reshape(ranks, micro_batches, slots)
 
 
 def sort_snake(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """Sort by falling cost and deal to the ranks back and forth."""
+    """Sort the samples by falling cost and deal them to the ranks back and forth."""
     rounds = np.argsort(-costs, kind="stable").reshape(-1, ranks)
     rounds[1::2] = rounds[1::2, ::-1]
     return rounds.T.reshape(ranks, micro_batches, slots)
 
 
 def longest_first(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """Plan by LPT with equal counts: the heaviest sample left goes to the lightest rank that is not full."""
+    """Plan by LPT (longest processing time first) with equal counts: give the heaviest sample that is left to the
+    lightest rank that is not full.
+    """
     size = micro_batches * slots
     heap = [(0.0, rank) for rank in range(ranks)]
     chosen: list[list[int]] = [[] for _ in range(ranks)]
@@ -151,7 +156,7 @@ def longest_first(costs: np.ndarray, ranks: int, micro_batches: int, slots: int)
 
 
 def karmarkar_karp(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """Plan by largest differencing with equal counts.
+    """Plan by the largest differencing method (Karmarkar-Karp) with an equal number of samples for each rank.
 
     Each `ranks` consecutive samples of the sorted batch begin as one state, a sample a rank. The two states with the
     largest spread (heaviest minus lightest part) are merged, heaviest part with lightest, until one is left.

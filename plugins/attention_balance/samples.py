@@ -1,5 +1,5 @@
-"""This module reads the samples of a corpus from MindFormers' index only: which documents each sample holds, and what
-it costs to train.
+"""This module reads from MindFormers' index which documents each sample of a corpus holds, and computes what each
+sample costs to train.
 
 No token is read, and NumPy is all that is needed. The file has four parts:
 
@@ -100,7 +100,8 @@ def build_gpt_index(lengths: np.ndarray, sequence_length: int, samples: int | No
 
 
 def blended(values: list[np.ndarray], dataset_index: np.ndarray, dataset_sample_index: np.ndarray) -> np.ndarray:
-    """Return one value for each item of a `BlendedDataset`.
+    """Return the values of a `BlendedDataset`'s items, in the order of the blend, from the values of the samples of its
+    datasets.
 
     Args:
         values: for each dataset, float64 [its samples], in that dataset's order.
@@ -185,7 +186,8 @@ def segments_of(index: GPTIndex, start: int, stop: int) -> Segments:
 
 
 def segments_in_stream_order(index: GPTIndex):
-    """Yield (first sample, `Segments`) over all samples before shuffling, with a bounded number of segments at a time.
+    """Yield (number of the first sample, `Segments`) for consecutive chunks of the samples before shuffling; each chunk
+    has a bounded number of segments.
 
     Sequential in the indices, so a memory-mapped corpus of 10^8 documents is read once.
     """
@@ -260,8 +262,8 @@ class Cost:
         return self.per_pair * causal_pairs(segments) + self.per_token * tokens
 
     def of_dataset(self, index: GPTIndex) -> np.ndarray:
-        """Return the cost float64 [items], in `unit`, for a dataset in its own order. This needs 16 bytes of memory per
-        sample and one chunk.
+        """Return the cost float64 [items], in `unit`, for a dataset in its own order. It takes 16 bytes of memory per
+        sample, besides one chunk of segments.
         """
         return _of_items(index, self.of, np.float64)
 
@@ -277,7 +279,8 @@ def documents_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> bool
 
 
 def check_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Refuse a recipe whose documents attend to each other; the arguments are those of `documents_apart`.
+    """Refuse a recipe in which documents of one sample attend to each other; the arguments are those of
+    `documents_apart`.
 
     Raises:
         RecipeError: every sample then costs the same, and there is nothing to balance.

@@ -36,14 +36,14 @@ def before_mindformers(distributed: bool) -> None:
     from mindspore.communication import comm_func
 
     def barrier(group=None):
-        """Wait for every rank; the group is always the world in MindFormers' calls."""
+        """Wait until every rank has called this; MindFormers only ever passes the world group."""
         ops.AllReduce()(Tensor([0.0], mstype.float32)).asnumpy()
 
     replace(comm_func, "barrier", "_get_cache_prim(P.Barrier)(group)", barrier)
 
 
 def after_context() -> None:
-    """Patch MindFormers itself; call this when the ranks can communicate.
+    """Patch MindFormers' own functions; call this when the communication between ranks is initialised.
 
     * `core/callback/callback.py:_get_separate_loss` reads parameters by `asnumpy()` and clears them at once; on
       CPU that array is a view, so 0.0 would be printed. Losses are averaged over ranks here too.
@@ -81,7 +81,9 @@ def enable(config) -> None:
 
 
 def documents_apart(loader: Mapping[str, Any]) -> bool:
-    """Return whether the masks of a `train_dataset.data_loader` keep documents, or packed conversations, apart."""
+    """Return whether the attention masks that this `train_dataset.data_loader` section makes keep documents, or packed
+    conversations, apart.
+    """
     if any(handler.get("type") == "PackingHandler" for handler in loader.get("handler") or []):
         return not loader.get("create_compressed_eod_mask")
     data = loader.get("config") or {}

@@ -32,7 +32,7 @@ _follows_documents = False
 
 
 def document_blocks(breaks: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yield (start of the document, first query, end of the queries) of each block of one sample.
+    """Yield (start of the document, first query, end of the queries) for each block of queries of one sample.
 
     breaks: [S - 1]; entry i is not 0 where token i + 1 begins a document.
     """
@@ -45,7 +45,7 @@ def document_blocks(breaks: np.ndarray) -> Iterator[tuple[int, int, int]]:
 def document_attention(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, breaks: np.ndarray, scale: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return softmax(Q K^T * scale) V within each document, causal.
+    """Return causal softmax(Q K^T * scale) V within each document, and the log-sum-exp of the scores.
 
     Args:
         query: [S, B, N, D]; key: [S, B, G, D]; value: [S, B, G, Dv], N heads in G groups (`grouped_query`);
@@ -145,8 +145,8 @@ class Unrounded(PrimitiveLike):
 
 
 def compute_unrounded(network):
-    """Make attention without latent compression compute in float32 if its model does; this changes the built model in
-    place.
+    """Let attention layers without latent compression compute in float32 if the model's `compute_dtype` is float32;
+    this changes the built model in place.
 
     MindFormers rounds queries, keys and values, and so their gradients, to float16 for its kernel on Ascend. Most
     gradients of a mini are too small for that type.
@@ -215,7 +215,7 @@ class CoreAttention(nn.Cell):
         return self.attend(query, key, value, attention_mask)
 
     def attend(self, query, key, value, attention_mask):
-        """Compute the attention from the inputs that `construct` has read."""
+        """Return the attention [S, B, N * Dv]; the arguments are the inputs of the class's docstring."""
         length, batch = query.shape[0], query.shape[1]
         query = self._heads_first(query, self.heads)
         key = self._heads_first(key, self.groups)
@@ -241,8 +241,8 @@ class CoreAttention(nn.Cell):
 
 
 class DocumentCoreAttention(CoreAttention):
-    """This is `CoreAttention` for masks of `reset_attention_mask`: it attends within documents, and its cost is that of
-    the documents.
+    """This is `CoreAttention` for masks of `reset_attention_mask`: tokens attend only within their document, and only
+    those products are computed.
 
     The dataset delivers a dense mask; its entry below the diagonal says whether a token sees the one before it, and
     so where documents begin. Nothing else of the mask is read. Memory does not grow with S squared, the mask apart.
@@ -253,7 +253,9 @@ class DocumentCoreAttention(CoreAttention):
         self.within_documents = WithinDocuments(self.scale)
 
     def attend(self, query, key, value, attention_mask):
-        """Compute the attention as `CoreAttention` does; attention_mask is [B, 1, S, S]."""
+        """Compute the attention within documents, with the arguments and result of `CoreAttention.attend`;
+        attention_mask is [B, 1, S, S].
+        """
         length, batch = query.shape[0], query.shape[1]
         # the entries (i + 1, i), behind each other at a stride of S + 1
         flat = ops.reshape(attention_mask, (batch, length * length))

@@ -1,5 +1,5 @@
-"""This module computes expert parallelism on CPU: each worker holds its own experts' weights, and only routed tokens
-move.
+"""This module computes expert parallelism on CPU: each worker holds its own experts' weights, and only the tokens
+routed to them are sent.
 
 Collectives, row operations and grouped matmul are host functions in the graph. MindSpore's CPU backend has AllReduce
 only, and gradients of shapes that depend on data fail there. So a buffer is as large as its worst case, rows in use
@@ -78,7 +78,7 @@ def _scattering(group):
 
 
 class AllToAllV(nn.Cell):
-    """This operator sends rows to the members of a group, to each member as many as `send` says."""
+    """This All-to-All operator sends rows to the members of a group: to each member as many as `send` says."""
 
     def __init__(self, group):
         super().__init__(auto_prefix=False)
@@ -91,12 +91,12 @@ class AllToAllV(nn.Cell):
         return self.there(rows, send, receive, ops.zeros((room, rows.shape[1]), rows.dtype))
 
     def bprop(self, rows, send, receive, room, out, dout):
-        """Send the gradients the same way back."""
+        """Send the gradients of the rows back to the ranks from which the rows came."""
         return self.back(dout, receive, send, rows), ops.zeros_like(send), ops.zeros_like(receive), 0
 
 
 class Linear(nn.Cell):
-    """This is a collective operator over rows of tokens; in the backward pass the operator `back` computes its
+    """This is a linear collective operator over rows of tokens; in the backward pass, the operator `back` computes the
     gradient.
     """
 
@@ -105,16 +105,16 @@ class Linear(nn.Cell):
         self.there, self.back = there, back
 
     def construct(self, rows):
-        """Run the collective on rows."""
+        """Return the collective's result for this rank's rows."""
         return self.there(rows)
 
     def bprop(self, rows, out, dout):
-        """Run the operator `back` on the gradients."""
+        """Return the gradient of the rows: `back` of the gradient of the result."""
         return (self.back(dout),)
 
 
 class ExchangeCounts(nn.Cell):
-    """This operator finds how many rows each member sends and receives."""
+    """This operator tells each member of a group how many rows it sends to, and receives from, each other member."""
 
     def __init__(self, group):
         super().__init__(auto_prefix=False)
@@ -123,8 +123,8 @@ class ExchangeCounts(nn.Cell):
         self.one = Tensor(np.ones(self.size), ms.int32)
 
     def construct(self, counts):
-        """Return send [n], receive [n] and the arriving rows by kind [m], for counts int32 [n, m]: the rows of m kinds
-        for each member.
+        """Return int32 send [n], receive [n] and the arriving rows by kind [m], for `counts` int32 [n, m]: the number
+        of rows of each of m kinds that this rank sends to each of n members.
         """
         counts = ops.stop_gradient(counts)
         arriving = self.move(counts, self.one, self.one, counts)
@@ -136,7 +136,7 @@ def _sum(counts, axis):
 
 
 class Net:
-    """This makes the collectives of one EP group.
+    """This builds the collective operators of one EP group.
 
     Args:
         ranks: global ranks of the EP group; the methods take indices into it.
@@ -151,7 +151,9 @@ class Net:
         return [self.ranks[index] for index in group]
 
     def all_gather(self, group, small=False):
-        """Return a cell from [m, ...] to [n * m, ...], in group order; its gradient is a reduce-scatter."""
+        """Return an AllGather cell from [m, ...] to [n * m, ...], in the order of the group; its gradient is a
+        ReduceScatter.
+        """
         return Linear(_gathering(self._global(group)), _scattering(self._global(group)))
 
     def reduce_scatter(self, group):
@@ -168,14 +170,16 @@ class Net:
 
 
 class Rows(nn.Cell):
-    """These are row operations with static shapes."""
+    """These are the dispatcher's row operations (sort, gather, add) with static shapes, as a CPU graph needs them."""
 
     limit = 2**31  # of int32
     spare = 0  # buffers of a fixed size may arrive with no row in use
 
     @staticmethod
     def numbers(kinds, count):
-        """Return how many different numbers `sort` needs, for `count` keys of `kinds` values."""
+        """Return how many different values the unique keys inside `sort` can have, for `count` keys of `kinds`
+        values.
+        """
         return kinds * count
 
     def __init__(self):
@@ -198,7 +202,9 @@ class Rows(nn.Cell):
         return inverse
 
     def keep(self, values, mask):
-        """Return all rows; unused rows are last, and no rank sends them."""
+        """Return `values` unchanged: buffers have a fixed size, so unused rows stay, at the end, and no rank sends
+        them.
+        """
         return values
 
     def take(self, values, index):
@@ -206,11 +212,11 @@ class Rows(nn.Cell):
         return self.gather(values, index, 0)
 
     def add(self, values, index, count):
-        """Return rows [m, ...] summed into [count, ...] by index."""
+        """Return [count, ...]: the sums of rows [m, ...] that have the same index."""
         return self.scatter(values, index, count)
 
     def cumulate(self, counts, padded):
-        """Return the cumulative int32 [E] of int32 [E], with an additional row for each expert where `padded`."""
+        """Return int32 [E], the cumulative sums of counts int32 [E]; if `padded`, each expert counts one more row."""
         counts = ops.cast(counts, ms.float32) + (1.0 if padded else 0.0)
         return ops.cast(self.cumsum(counts, 0), ms.int32)
 
@@ -237,7 +243,9 @@ class SparseGroupedMatmul(nn.Cell):
         self.dw = _operator(grouped_matmul_dw, weight_gradient)
 
     def construct(self, rows, weight, ends):
-        """Return the products; ends is int32 [E], the cumulative counts."""
+        """Return the products [C, H] of rows [C, h] and weights [E, h, H]; ends is int32 [E], the cumulative counts of
+        rows.
+        """
         return self.forward(rows, weight, ends)
 
     def bprop(self, rows, weight, ends, out, dout):
@@ -264,8 +272,8 @@ class _Share(nn.Cell):
 
 
 class CpuRoutedExperts(RoutedExperts):
-    """This is `RoutedExperts` for data parallelism on CPU: expert weights are local, and the gradient reducer leaves
-    them unchanged.
+    """This is `RoutedExperts` for data parallelism on CPU: each worker has only its own experts' weights, and the
+    gradient reducer leaves them unchanged.
 
     Args:
         spare: slots of a worker beside those of its experts, for a subclass that fills them (`plugins.expert_balance`).
@@ -284,7 +292,9 @@ class CpuRoutedExperts(RoutedExperts):
             setattr(self, name, _part(getattr(self, name), first, end, self.num_local_experts))
 
     def forward_func(self, tokens, probs, routing_map, w1, w2, num_tokens_per_expert=None):
-        """Compute what the parent's method computes."""
+        """Compute what the parent's `forward_func` computes; the gradients of w1 and w2 are divided by the number of
+        workers.
+        """
         return self.routed(tokens, probs, routing_map, self.share(w1), self.share(w2))
 
     def experts_forward(self, permuted_local_hidden_states, tokens_per_expert, w1, w2):

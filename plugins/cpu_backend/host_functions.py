@@ -1,4 +1,5 @@
-"""This module makes Python functions in a graph known by names that are the same in every process.
+"""This module gives the Python functions that a MindSpore graph calls (`ops.Custom`) numbers that are the same in every
+process, so that a process can load a graph that another process compiled.
 
 MindSpore knows the function of `ops.Custom(func_type="pyfunc")` by its address in the process that compiled the graph.
 A graph that another process loads would look for the wrong number. Here a function's number is a digest of its name:
@@ -54,7 +55,7 @@ def operator(function, shape, dtype):
 
 
 def register(function: Callable[..., Any]) -> int:
-    """Make a function known to this process, and return its number.
+    """Make a function known to this process, and return the number by which graphs call it.
 
     Functions of one name and one code share a number, as they compute the same.
 
@@ -91,13 +92,15 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def number_of(name: str) -> int:
-    """Return 62 bits of a name's digest, plus 2 ** 62, because no address is that large."""
+    """Return the number by which graphs call the function of this name: 62 bits of the name's digest, plus 2 ** 62,
+    because no memory address is that large.
+    """
     return 1 << 62 | int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
 
 
 def names_in(graph: bytes) -> set[str] | None:
-    """Return the Python functions that a graph calls, by name; None if the graph calls, or may call, a function without
-    a name.
+    """Return the names of the Python functions that a graph calls; None if it calls, or may call, a function without a
+    name.
 
     Args:
         graph: a file of MindSpore's compile cache. It is a message of Protocol Buffers, in which an attribute is its
@@ -113,8 +116,8 @@ def names_in(graph: bytes) -> set[str] | None:
 
 
 def require(rank: int) -> None:
-    """Refuse a graph that this worker is about to load if the worker has not made the graph's Python functions. Call
-    this when the network is built, before anything is compiled.
+    """Refuse the cached graphs that this worker is about to load if they call a Python function that the worker has not
+    registered. Call this when the network is built, before anything is compiled.
 
     Raises:
         ClusterError: such a function, by name.

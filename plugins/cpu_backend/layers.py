@@ -19,7 +19,9 @@ from plugins.cpu_backend.plan import block_count, default_block
 
 
 class PrimitiveLike(nn.Cell):
-    """This cell accepts the calls that MindFormers chains on primitives, and does nothing in them."""
+    """This cell accepts the calls that MindFormers chains on primitives (`shard`, `add_prim_attr`, `recompute`), and
+    ignores them.
+    """
 
     def __init__(self):
         super().__init__(auto_prefix=False)
@@ -50,7 +52,7 @@ class TopK(PrimitiveLike):
 
 
 class Outer(PrimitiveLike):
-    """This is `Outer(a, b)`, which returns [m, n] for [m] and [n]."""
+    """This is `Outer(a, b)`, the outer product [m, n] of vectors [m] and [n]."""
 
     def construct(self, a, b):
         """Multiply every element of `a` with every element of `b`."""
@@ -58,7 +60,7 @@ class Outer(PrimitiveLike):
 
 
 class EmbeddingLookup(PrimitiveLike):
-    """This is the body of `VocabParallelEmbedding` without `IndexSelect`."""
+    """This is the embedding lookup of `VocabParallelEmbedding`, computed without the operator `IndexSelect`."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +72,8 @@ class EmbeddingLookup(PrimitiveLike):
 
 
 class TokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """This is `MoEAlltoAllTokenDispatcher` for expert_parallel 1, without `SortExt`, `IndexSelect` and `MoveTo`.
+    """This is `MoEAlltoAllTokenDispatcher` for expert_parallel 1, computed without the operators `SortExt`,
+    `IndexSelect` and `MoveTo`.
 
     Nothing is dropped, so no pad tokens are needed (`use_pad_tokens` keeps Ascend's GroupedMatmul from an
     empty input, which the block layout here does not mind).
@@ -113,7 +116,9 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class GroupedMatMul(PrimitiveLike):
-    """This multiplies rows, sorted by expert, by each expert's weight, in the blocks of `plan.block_layout`."""
+    """This multiplies rows, sorted by expert, by their expert's weight, in the padded blocks that `plan.block_layout`
+    plans.
+    """
 
     def __init__(self, experts):
         super().__init__()
@@ -123,7 +128,9 @@ class GroupedMatMul(PrimitiveLike):
         self.cumsum = P.CumSum()
 
     def layout(self, ends, rows):
-        """Compute `plan.block_layout` by graph operators: return (expert_of_block, source, slot_of_row)."""
+        """Compute what `plan.block_layout` computes by graph operators; return (expert_of_block, source,
+        slot_of_row).
+        """
         block = default_block(rows, self.experts)
         count = block_count(rows, self.experts, block)
         counts = ends - ops.concat((Tensor([0], ms.int32), ends[:-1]))
@@ -139,15 +146,17 @@ class GroupedMatMul(PrimitiveLike):
         return expert_of_block, source, slot_of_row
 
     def pack(self, x, source):
-        """Return [blocks, block, h] for [rows, h]."""
+        """Return the rows [rows, h] in padded blocks, [blocks, block, h]."""
         return self.gather(x, source, 0)
 
     def construct(self, packed, weight, expert_of_block):
-        """Return [blocks, block, H] for packed [blocks, block, h] and weight [E, h, H]."""
+        """Return [blocks, block, H]: each block of `packed` [blocks, block, h] times its expert's weight of [E, h,
+        H].
+        """
         return self.matmul(packed, self.gather(weight, expert_of_block, 0))
 
     def unpack(self, packed, slot_of_row):
-        """Return [rows, H] for [blocks, block, H]."""
+        """Return the rows [rows, H] of the padded blocks [blocks, block, H]."""
         return self.gather(ops.reshape(packed, (-1, packed.shape[-1])), slot_of_row, 0)
 
 

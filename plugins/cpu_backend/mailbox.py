@@ -1,5 +1,5 @@
-"""This module defines the messages between two ranks of a `transport.Mesh`, keeps those that have arrived, and makes a
-call wait for its part.
+"""This module defines the messages between two ranks of a `transport.Mesh`, keeps those that have arrived, and lets a
+call wait for the messages that it needs.
 
 A `Frame` on a socket is a header of fixed size, a note, then the raw bytes of one array. Nothing is pickled: a header
 holds numbers and the name of a dtype, so a stranger's bytes can only be refused.
@@ -36,12 +36,14 @@ PATIENCE = 5.0
 
 
 class Disconnected(OSError):
-    """The other side closed the connection, or sent something that is not a message of this module."""
+    """This error says that the other side closed the connection, or sent something that is not a message of this
+    module.
+    """
 
 
 @dataclass(frozen=True)
 class Frame:
-    """This is one part of an exchange.
+    """This is one message of an exchange: the array that one rank sends to another.
 
     Attributes:
         tag: which conversation; number: which exchange of that conversation, from 0;
@@ -104,12 +106,16 @@ def receive(connection: socket.socket) -> Frame:
 
 
 def greet(connection: socket.socket, rank: int, size: int) -> None:
-    """Tell the other side who calls: `rank` of `size`. This raises OSError if the connection is closed."""
+    """Send the greeting that tells the other side which rank connects: `rank` of `size` ranks. This raises OSError if
+    the connection is closed.
+    """
     connection.sendall(HELLO.pack(MAGIC, rank, size))
 
 
 def greeting(connection: socket.socket) -> tuple[int, int]:
-    """Return who calls: (rank, size). This raises what `receive` raises."""
+    """Read the greeting of the other side; return (its rank, the number of ranks). This raises what `receive`
+    raises.
+    """
     hello = bytearray(HELLO.size)
     fill(connection, memoryview(hello))
     magic, rank, size = HELLO.unpack(hello)
@@ -129,7 +135,7 @@ def fill(connection: socket.socket, buffer: memoryview) -> None:
 
 @dataclass
 class Call:
-    """This records what one call of this rank still waits for.
+    """This records what one call of an exchange on this rank still waits for.
 
     Attributes:
         where: how messages name it; tag: its conversation; named: whether it has a name that others understand;
@@ -148,7 +154,7 @@ class Call:
 
 
 class Mailbox:
-    """This holds frames by sender and tag, and what is known of the senders.
+    """This holds the frames that arrived, by sender and tag, and which ranks are lost or waiting.
 
     Args:
         rank: whose it is.
@@ -181,7 +187,7 @@ class Mailbox:
             self.changed.notify_all()
 
     def sent(self, peer: int, call: Call | None) -> None:
-        """Note that a frame of a call, or a buffered frame, was sent to this peer."""
+        """Record that a frame for this peer, of the given call or (None) buffered, was written to its socket."""
         with self.changed:
             if call is None:
                 self.buffered[peer] -= 1
@@ -207,7 +213,7 @@ class Mailbox:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Make waiting calls raise, and give buffered frames a few seconds to be sent."""
+        """Let every waiting call raise ClusterError, and wait a few seconds for buffered frames to be sent."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()

@@ -67,8 +67,8 @@ def build_gpt(config):
 
 
 def replace_hard_coded(model, config):
-    """Replace operators that MindFormers builds by name, because no spec reaches them; this changes the built
-    instances.
+    """Replace in a built model the operators that MindFormers' classes create by name, because no layer spec reaches
+    them.
     """
     if model.rotary_pos_emb is not None:
         model.rotary_pos_emb.outer = Outer()
@@ -89,12 +89,13 @@ def replace_hard_coded(model, config):
 
 
 def cells_of(model, kind):
-    """Return every cell of a class in `model`, including those of MTP."""
+    """Return every cell of the given class in `model`, including the cells of MTP layers."""
     return [cell for _, cell in model.cells_and_names() if isinstance(cell, kind)]
 
 
 def build(model, parent, config, latent):
-    """Build a training model in place, as the `__init__` of its class does, which would make a GPTModel for Ascend.
+    """Build a training model in place, instead of the `__init__` of its MindFormers class, which would make a GPTModel
+    for Ascend.
 
     Args:
         parent: MindFormers' class of pre-trained models above it.
@@ -107,7 +108,9 @@ def build(model, parent, config, latent):
 
 
 def average_loads(model):
-    """Average the experts' loads over the ranks, because each rank has seen only its own tokens."""
+    """Average each router's counts of tokens per expert over the ranks, because each rank has counted only its own
+    tokens.
+    """
     if train_step.distributed():
         mean = ops.AllReduce()
         for router in cells_of(model, TopKRouter):
@@ -123,7 +126,7 @@ class CpuTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
         build(self, TeleChat3MoePreTrainedModel, config, latent=True)
 
     def update_topk_bias(self, gradient_accumulation_steps=1):
-        """Update the biases as MindFormers does, by the loads of all ranks."""
+        """Update the routers' biases as MindFormers does, but by the experts' loads on all ranks."""
         average_loads(self.model)
         return super().update_topk_bias(gradient_accumulation_steps)
 
@@ -137,7 +140,7 @@ class CpuTrainingTeleChat3(TrainingTeleChat3ForCausalLM):
         build(self, TeleChat3PreTrainedModel, config, latent=False)
 
     def update_topk_bias(self, gradient_accumulation_steps=1):
-        """Update the biases as MindFormers does, by the loads of all ranks."""
+        """Update the routers' biases as MindFormers does, but by the experts' loads on all ranks."""
         average_loads(self.model)
         return super().update_topk_bias(gradient_accumulation_steps)
 

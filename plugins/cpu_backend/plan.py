@@ -13,7 +13,8 @@ import numpy as np
 
 
 def block_count(rows: int, experts: int, block: int) -> int:
-    """Return how many blocks are enough for any distribution of `rows` over `experts` (a static shape).
+    """Return a number of blocks that is enough for any distribution of `rows` over `experts`, so that shapes are
+    static.
 
     Each expert wastes less than one block, so the bound is floor(rows / block) + experts.
     """
@@ -33,7 +34,7 @@ def default_block(rows: int, experts: int) -> int:
 
 
 def block_layout(ends: np.ndarray, rows: int, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Plan the padded layout of `rows` sorted rows.
+    """Plan the padded layout of `rows` rows, which are sorted by expert, in blocks of one expert each.
 
     Args:
         ends: [E] cumulative counts of rows per expert; the last entry is `rows`.

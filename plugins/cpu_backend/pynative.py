@@ -17,7 +17,7 @@ Hook = tuple[Any, str, str, Callable[..., Any]]  # the arguments of plugins.priv
 
 
 def stand_ins() -> list[Hook]:
-    """Return the replacements for the device on which MindSpore runs."""
+    """Return the replacements of MindFormers' and MindSpore's functions that the current device needs."""
     found: list[Hook] = [
         (debug_ops.Morph, "__call__", "Morph is only supported in GRAPH_MODE", _call_morph),
         (SharedExpertMLPInterleaved, "construct", "output_bias = super().construct(hidden_states)", _shared_experts),

@@ -1,5 +1,5 @@
-"""This module is the data-parallel train step on CPU: it finds overflow by looking at the gradients, and reports one
-loss for all ranks.
+"""This module is the data-parallel train step on CPU: it finds overflow by looking at the gradients, and reports the
+loss averaged over all ranks.
 
 The file holds what a process knows of the run that it belongs to (how many ranks, and the train step that they share);
 what the sum of losses is divided by, and its parts, read without the zero-copy trap; which part of each parameter a
@@ -43,8 +43,8 @@ def registered_train_step() -> nn.Cell:
 
 
 class TokensOfARank(nn.Cell):
-    """This computes by what a rank divides its sum of losses: the counted tokens of all ranks, divided by the number of
-    ranks.
+    """This computes the number by which each rank divides its sum of losses: the counted tokens of all ranks divided by
+    the number of ranks.
 
     Losses and gradients are averaged over the ranks. Divided by a rank's own count, the tokens of a rank with few of
     them (`eod_mask_loss`, packed conversations) would weigh more than others', and more ranks would be another loss.
@@ -56,15 +56,15 @@ class TokensOfARank(nn.Cell):
         self.sum = ops.AllReduce()
 
     def construct(self, tokens, least):
-        """Return [1] for the tokens of this rank's mask, float32 [], and a small number [1] that avoids a division by
-        0.
+        """Return [1], the divisor: the counted tokens of all ranks divided by the ranks, plus `least`. `tokens` is
+        float32 [], the counted tokens of this rank; `least` [1] is a small number that avoids a division by 0.
         """
         return self.sum(ops.reshape(ops.stop_gradient(tokens), (1,))) / self.ranks + least
 
 
 class MeanOfSamples(nn.Cell):
-    """This computes the mean over the samples of all ranks, which have equally many: the experts' shares in
-    `gbs_aux_loss`.
+    """This computes the mean over the samples of all ranks (each rank has equally many); `gbs_aux_loss` needs it for
+    the share of tokens that each expert gets.
     """
 
     def __init__(self, ranks: int):
@@ -82,8 +82,8 @@ PARTS = ("lm_loss", "aux_loss", "mtp_loss", "indexer_loss")
 
 
 def separate_losses() -> tuple[np.ndarray, ...]:
-    """Return the (lm, auxiliary, MTP, indexer) losses of the last step, each float32 [1], and clear them for the next
-    step.
+    """Return the language-model, auxiliary, MTP and indexer losses of the last step, averaged over the ranks, each
+    float32 [1]; clear them for the next step.
     """
     values = losses_of_this_rank()
     if distributed():
@@ -92,7 +92,9 @@ def separate_losses() -> tuple[np.ndarray, ...]:
 
 
 def losses_of_this_rank() -> np.ndarray:
-    """Return this rank's `PARTS` of the last step, float32 [4], and clear them for the next step."""
+    """Return this rank's parts of the loss of the last step, float32 [4], in the order of `PARTS`; clear them for the
+    next step.
+    """
     values = np.concatenate([parameter_register.get(name).asnumpy() for name in PARTS])  # a copy: see above
     for name in PARTS:
         parameter_register.clear(name)
@@ -100,7 +102,8 @@ def losses_of_this_rank() -> np.ndarray:
 
 
 def strategy_of_all_ranks(network, rank_id=None) -> dict[int, dict[str, list]]:
-    """Return rank -> parameter name -> [layout, dtype, full shape], as `mindspore.parallel.get_strategy_metadata` does.
+    """Return a dictionary rank -> parameter name -> [layout, dtype, full shape], as
+    `mindspore.parallel.get_strategy_metadata` does.
 
     The parameters come from the train step, because `network` may lack the optimizer's. Parameters marked
     `layerwise_parallel` (expert weights) are split along axis 0, all others are whole.
@@ -113,7 +116,9 @@ def strategy_of_all_ranks(network, rank_id=None) -> dict[int, dict[str, list]]:
 
 
 def strategy_of_this_rank(network) -> dict[int, dict[str, list]]:
-    """Return metadata as `mindspore.parallel.get_current_strategy_metadata` does: the key is always 0."""
+    """Return this rank's metadata in the form of `mindspore.parallel.get_current_strategy_metadata`, whose only key is
+    always 0.
+    """
     return {0: strategy_of_all_ranks(network, 0)[0]}
 
 
@@ -130,7 +135,7 @@ def _count_not_finite(gradient):
 
 
 class AllReduceMean(nn.Cell):
-    """This computes the mean over all ranks of the run; it has no gradient."""
+    """This computes the mean of a tensor over all ranks of the run; it has no gradient."""
 
     def __init__(self, size: int):
         super().__init__(auto_prefix=False)
@@ -143,8 +148,8 @@ class AllReduceMean(nn.Cell):
 
 
 class ClipSplitGradNorm(nn.Cell):
-    """This is `ClipGradNorm` for models of which some weights (experts) are split over the ranks: it adds up their
-    squares over the ranks.
+    """This is `ClipGradNorm` for models of which some weights (experts) are split over the ranks: it adds up the
+    squared gradients of those weights over the ranks.
 
     Args:
         max_norm: norm to clip to; split: for each gradient, whether it is of a split weight.
@@ -192,7 +197,9 @@ class CpuTrainOneStepCell(MFTrainOneStepCell):
         register_train_step(self)
 
     def grads_for_mcore(self, scaling_sens, *inputs):
-        """Average the reported loss over the ranks, as the sharded graph on Ascend does."""
+        """Compute loss and gradients as the parent does, and average the reported loss over the ranks, as the sharded
+        graph on Ascend does.
+        """
         loss, grads, factor = super().grads_for_mcore(scaling_sens, *inputs)
         if self.mean is not None:
             loss = self.mean(loss)

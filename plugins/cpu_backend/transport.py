@@ -1,4 +1,4 @@
-"""This module sends arrays from rank to rank over TCP: All-to-All of unequal parts, exchanges under a name, and
+"""This module sends arrays from rank to rank over TCP: All-to-All of unequal parts, exchanges of named arrays, and
 buffered sends.
 
 MindSpore's CPU backend has AllReduce only, which moves group-size times what an All-to-All needs. Here exactly the
@@ -72,7 +72,8 @@ class Mesh:
         return self._listener.getsockname()[:2]
 
     def connect(self, addresses: Sequence[Address], timeout: float = 60.0) -> None:
-        """Connect to every rank: this rank calls the lower ranks, and answers the higher ones.
+        """Connect to every other rank: this rank opens the connections to lower ranks and accepts those of higher
+        ranks.
 
         Args:
             addresses: [size] what `listen` returned, by rank.
@@ -106,7 +107,8 @@ class Mesh:
     def all_to_all_v(
         self, group: Sequence[int], tag: int, parts: Sequence[np.ndarray], rows: Sequence[int] | None = None
     ) -> list[np.ndarray]:
-        """Send part j to group[j]; return what each member sent to this rank, in group order.
+        """Send part j to rank group[j]; return the arrays that the members of the group sent to this rank, in group
+        order.
 
         Exchanges of one tag between two ranks are matched by order, so one thread at a time may use a tag. The own
         part is returned unchanged, not copied. Returns after the kernel took every part: they may change then.
@@ -145,7 +147,8 @@ class Mesh:
         return results
 
     def exchange(self, tag: int, parts: Mapping[int, np.ndarray], note: str, where: str) -> dict[int, Frame]:
-        """Send each of the peers its part; return the frame that each of them sent, whatever the frame contains.
+        """Send each peer its part of `parts`; return peer -> the frame that this peer sent, without checking what the
+        frame contains.
 
         As `all_to_all_v`, but nothing of a frame is checked. Returns after the kernel took every part.
 
@@ -160,7 +163,8 @@ class Mesh:
         return self._exchange(tag, parts, note, where).arrived
 
     def send(self, peer: int, tag: int, part: np.ndarray, note: str) -> None:
-        """Leave a copy of `part` for a peer, which fetches it with `receive` at any time; this returns at once.
+        """Send a copy of `part` to a peer in the background and return at once; the peer may call `receive` for it at
+        any time.
 
         `close` waits for it to leave.
         """
@@ -181,7 +185,9 @@ class Mesh:
         return call.arrived[peer]
 
     def tell(self, text: str) -> None:
-        """Tell all other ranks what this rank does, for their error messages; "" means nothing."""
+        """Tell all other ranks in what call this rank waits, so that their error messages can name it; "" means in
+        none.
+        """
         for peer, outbox in self._outboxes.items():
             with self._mail.changed:
                 self._mail.buffered[peer] += 1

@@ -1,5 +1,5 @@
-"""This module chooses into how many chunks to cut a micro-batch, and in which order to issue their steps. The module
-implements section 4.4 of the report.
+"""This module chooses into how many chunks an MoE layer cuts the tokens of a micro-batch, and in which order it issues
+the steps of the chunks. The module implements section 4.4 of the report.
 
 One MoE layer is a chain of steps: dispatch between nodes, dispatch inside the node, the experts, and the same way back.
 With chunks, one chunk's AllGather between nodes, another's All-to-All inside a node and a third's experts run at once.
@@ -43,7 +43,7 @@ def _chunks(written: Any) -> Chunks | str:
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """This says how a micro-batch is cut."""
+    """These settings say into how many chunks a micro-batch is cut, and how its tokens are divided over them."""
 
     KEY = KEY
     RIGHT = "write `chunks:` under it, auto or [parts of the batch, parts of the sequence]"
@@ -60,8 +60,8 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Stage:
-    """This is one step of a chunk's chain: its name, its stream, and the seconds of a chunk as a function of its share
-    of the tokens.
+    """This is one step that each chunk passes through: its name, its stream, and the seconds it takes as a function of
+    the chunk's share of the tokens.
     """
 
     name: str
@@ -81,13 +81,13 @@ class Passes(Generic[T]):
     replayed: T
 
     def map(self, function: Callable[[T], U]) -> Passes[U]:
-        """Return the function's result for each pass."""
+        """Apply the function to the value of each pass, and return the results by pass."""
         return Passes(function(self.forward), function(self.backward), function(self.replayed))
 
 
 @dataclass(frozen=True)
 class Layer:
-    """This is one MoE layer on one micro-batch, as the busiest rank sees it.
+    """This is one MoE layer on one micro-batch, with the step times of the busiest rank.
 
     Args:
         forward, backward: what a chunk goes through, each step after the one before: dispatch, the experts, combine,
@@ -106,7 +106,7 @@ class Layer:
 
     @cached_property
     def passes(self) -> Passes[tuple[Sequence[Chain], float]]:
-        """Return the chains of each pass and the seconds of the shared expert in it.
+        """Return for each pass the steps that a chunk passes through, and the seconds of the shared expert.
 
         A chain is issued for all chunks before the next: backward replays the whole layer before it takes gradients.
         """
@@ -118,8 +118,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Choice:
-    """This is the cut and order that was chosen for a layer, with the expected times. Times are seconds of one layer
-    and micro-batch.
+    """This is the cut and order that was chosen for a layer, with the expected times. Times are seconds for one layer
+    and one micro-batch.
 
     Args:
         chunks: (b, s) parts of batch and sequence.
@@ -138,18 +138,18 @@ class Choice:
 
     @property
     def waited_before(self) -> Passes[float]:
-        """Return the seconds without chunks in which nothing is computed."""
+        """Return the seconds in which the device computes nothing if the layer runs without chunks."""
         return _waited(self.before)
 
     @property
     def waited_after(self) -> Passes[float]:
-        """Return the seconds with chunks in which nothing is computed."""
+        """Return the seconds in which the device computes nothing if the layer runs in chunks."""
         return _waited(self.after)
 
     @property
     def cutting(self) -> Passes[float]:
-        """Return the additional seconds of computation in chunks: smaller matmuls, more launches, weights read
-        again.
+        """Return the additional seconds of computation that chunks cost: smaller matmuls, more kernel launches, weights
+        read more than once.
         """
         busy, uncut = self.after.map(lambda timeline: timeline.busy("compute")), self.compute
         return Passes(busy.forward - uncut.forward, busy.backward - uncut.backward, busy.replayed - uncut.replayed)
@@ -225,8 +225,8 @@ def issue_order(chunks: int, steps: Sequence[str] = FORWARD_STEPS, stride: int =
 
 
 def layer_ops(chains: Sequence[Chain], shares: Sequence[float], stride: int, shared: float = 0.0) -> list[Op]:
-    """Return one pass of a layer in chunks, in order of issue; the shared expert comes first, because it depends on
-    nothing.
+    """Return the operators of one pass of a layer in chunks, in order of issue; the shared expert comes first, because
+    it depends on no other operator.
 
     Args:
         chains: the steps of a chunk (`Layer.passes`).
@@ -245,15 +245,17 @@ def layer_ops(chains: Sequence[Chain], shares: Sequence[float], stride: int, sha
 
 
 def uncut_ops(chains: Sequence[Chain], shared: float = 0.0, shared_beside: bool = False) -> list[Op]:
-    """Return one pass without chunks; the shared expert comes last, unless it runs beside the routed experts."""
+    """Return the operators of one pass without chunks; the shared expert comes last, unless it runs in parallel with
+    the routed experts.
+    """
     if shared_beside or not shared:
         return layer_ops(chains, (1.0,), 1, shared)
     return [*layer_ops(chains, (1.0,), 1), Op("shared", WHOLE, "compute", shared, ((0, chains[-1][-1].name),))]
 
 
 def choose(layer: Layer, batch: int, sequence: int, cuts: Sequence[Chunks] = (), stride: int | None = None) -> Choice:
-    """Return the cut and order with the shortest layer: forward plus backward, which replays forward if the layer says
-    so.
+    """Return the cut and order for which the layer's forward plus backward time is shortest; the backward pass repeats
+    the forward pass if the layer is recomputed.
 
     Args:
         batch, sequence: samples and tokens of a sequence that a rank holds of a micro-batch.
@@ -283,7 +285,7 @@ def choose(layer: Layer, batch: int, sequence: int, cuts: Sequence[Chunks] = (),
 
 
 def cut_layer(layer: Layer, chunks: Chunks, stride: int, shares: Sequence[float]) -> Choice:
-    """Return the times of one cut of one layer in one order, which all passes share."""
+    """Return the modelled times of a layer for one cut and one order of issue, which all passes use."""
     passes = layer.passes
     each = (passes.forward, passes.backward, passes.replayed)
     compute, communication = [], []
@@ -309,13 +311,13 @@ def _timeline(layer: Layer, one: tuple[Sequence[Chain], float], shares: Sequence
 
 
 def read(settings: Any) -> tuple[Any, int]:
-    """Return (chunks, stride) of `plugins.ep_overlap`, see `Settings`; this raises what `Settings.read` raises."""
+    """Return (chunks, stride) of `plugins.ep_overlap`, see `Settings`; it raises what `Settings.read` raises."""
     ours = Settings.read(settings)
     return ours.chunks, ours.stride
 
 
 def slices(batch: int, chunks: tuple[int, int], config: Any) -> list[np.ndarray]:
-    """Return the token indices of each chunk among a rank's tokens.
+    """Return for each chunk the indices of its tokens among the tokens of a rank.
 
     Args:
         batch: samples of a micro-batch and data-parallel rank; chunks: (b, s).

@@ -1,5 +1,5 @@
-"""This module computes what runs when on a device's in-order streams. The module needs only the standard library. The
-streams are the ones in figure 5 of the report.
+"""This module computes when each operator runs on a device's in-order streams. The module needs only the standard
+library. The streams are the ones in figure 5 of the report.
 
 A device has three streams: `compute`, and one for each class of links, `inter` (between nodes, RoCE) and `intra`
 (inside a node, HCCS). A stream runs what was issued to it strictly in the order of issue. An operator starts when it is
@@ -28,7 +28,7 @@ class Op:
 
     @property
     def key(self) -> Key:
-        """Return the operator's name for `after`, which is unique in a timeline."""
+        """Return the operator's unique name in a timeline, which other operators list in `after`."""
         return self.chunk, self.name
 
     @property
@@ -39,7 +39,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Span:
-    """This is an operator in time, in seconds from the start of the timeline."""
+    """This is an operator with its start and end, in seconds from the start of the timeline."""
 
     op: Op
     start: float
@@ -48,7 +48,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """This holds spans in order of issue."""
+    """This holds the spans of all operators, in order of issue."""
 
     spans: tuple[Span, ...]
 

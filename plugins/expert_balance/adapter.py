@@ -14,8 +14,8 @@ from plugins.semi_auto_cpu.chosen import chosen
 
 
 def enable(config, settings) -> None:
-    """Make the model's experts movable and add the callback; call this after `plugins.hierarchical_ep`, which provides
-    the experts, is enabled.
+    """Make the model's experts movable between ranks and add the callback that moves them; call this after
+    `plugins.hierarchical_ep` is enabled, because that plugin provides the experts.
 
     Raises:
         RecipeError: settings that cannot be, or a recipe in which nothing could be moved or counted.

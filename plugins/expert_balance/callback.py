@@ -34,7 +34,7 @@ _MOMENTS = ("adam_m", "adam_v")
 
 @dataclass(frozen=True)
 class Experts:
-    """This is one MoE layer of a network.
+    """This holds what the callback needs of one MoE layer of a network.
 
     Attributes:
         number: of the layer in the model; router: counts its tokens; placement: the parameter, see `Layer`.
@@ -49,7 +49,7 @@ class Experts:
 
 
 class Alone:
-    """This is the only rank of a run, which has no other rank to exchange with."""
+    """This is the communication of a run on one rank, which has no other rank to exchange with."""
 
     rank, size = 0, 1
 
@@ -60,7 +60,8 @@ class Alone:
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class ExpertBalance(ExpertMigrateCallback):
-    """This callback records the loads of every step, and makes a new placement every `settings.every` steps.
+    """This callback records the experts' loads of every step, and plans a new placement of experts every
+    `settings.every` steps.
 
     A subclass for its place only: MindFormers runs its ExpertMigrateCallback before TopkBiasBalanceCallback, which
     clears the loads, and CheckpointMonitor, and callbacks that it does not know after both. So the order within a step
@@ -82,7 +83,7 @@ class ExpertBalance(ExpertMigrateCallback):
         self.prediction = Prediction(settings.memory)
 
     def on_train_begin(self, run_context):
-        """Find the layers, and continue from the loads that were recorded before."""
+        """Find the MoE layers, and continue the prediction from the loads that were recorded before a resume."""
         params = run_context.original_args()
         self.ranks = self.connect()
         self.layers = layers_of(params.train_network.network, params.train_network.optimizer, self.decoder)
@@ -94,7 +95,7 @@ class ExpertBalance(ExpertMigrateCallback):
             self._take_copies(self._placements(), self.held)
 
     def on_train_step_end(self, run_context):
-        """Record the loads; move experts if a plan is due."""
+        """Record the experts' loads of the step; move experts if a plan is due after it."""
         params = run_context.original_args()
         # a compile tells the layouts of weights to the cell it was asked for: in sink mode the one around the step
         step, self.compiled = self.done + params.cur_step_num, params.train_network
@@ -111,7 +112,7 @@ class ExpertBalance(ExpertMigrateCallback):
         return transport.mesh() if get_real_group_size() > 1 else Alone()
 
     def of_all(self, shares, slots):
-        """Return the loads of all ranks, from those of this rank.
+        """Return the experts' loads summed over all ranks, from the loads on this rank.
 
         Args:
             shares: [layers, E] of this rank's choices that fell on each expert, added up over its micro-batches.
@@ -124,11 +125,11 @@ class ExpertBalance(ExpertMigrateCallback):
         return total(self.ranks, np.rint(shares * self.copies).astype(np.int64)), slots, batches
 
     def hand_out(self, own):
-        """Return rank 0's array on every rank (see `from_first`)."""
+        """Return on every rank the array that rank 0 passes (see `from_first`)."""
         return from_first(self.ranks, own)
 
     def movable(self):
-        """Return what changes on this rank when experts move, layer by layer."""
+        """Return for each MoE layer the parameters that change on this rank when experts move."""
         rows = enumerate(self.layers)
         return [Layer(i, each.number, each.placement, [Slice(t, self.ranks) for t in each.tensors]) for i, each in rows]
 
@@ -223,7 +224,7 @@ def _moments(states, weight):
 
 
 def take_copies(cell, slots, copies):
-    """Give a layer's experts their copies, see `plugins.expert_balance.copied`."""
+    """Let a layer's experts use these copies, see `plugins.expert_balance.copied`."""
     cell.take_copies(slots, copies)
 
 

@@ -1,4 +1,4 @@
-"""This module trains with copies of hot experts on data-parallel CPU workers (`copies.py` plans them).
+"""This module trains with copies of hot experts on data-parallel CPU workers; `copies.py` plans the copies.
 
 A copy has no state. In the forward pass `Fetch` fills a worker's spare slots with the weights of the experts' homes,
 and `choose` deals the tokens of an expert to its slots. In the backward pass a copy's gradient travels to its home and
@@ -54,7 +54,8 @@ def _fetching(group, layer, each, spare):
 
 
 class Fetch(nn.Cell):
-    """This operator makes the weights of a worker's slots, those of copies included; backward adds up gradients.
+    """This operator fetches the expert weights of all slots of a worker, including slots of copies; its backward pass
+    adds the gradients of copies to those of the originals.
 
     Workers must start the exchanges of a layer in one order: weights before the tokens are dispatched, gradients once
     the dispatch has brought those of the tokens back. So tokens and their gradient pass through and wait.
@@ -66,13 +67,15 @@ class Fetch(nn.Cell):
         self.there2, self.back2 = _fetching(group, layer, each, spare)
 
     def construct(self, tokens, w1, w2):
-        """Return tokens, and [(E / D + spare) x rows, width] for each weight [E / D x rows, width]."""
+        """Return the tokens unchanged, and for each weight [E / D x rows, width] the weights of all slots, [(E / D +
+        spare) x rows, width].
+        """
         w1 = self.there1(ops.depend(w1, tokens))
         w2 = self.there2(ops.depend(w2, w1))
         return ops.depend(tokens, w2), w1, w2
 
     def bprop(self, tokens, w1, w2, out, dout):
-        """Return the gradients of tokens and of the weights of the experts' homes."""
+        """Return the gradients of the tokens and of the weights of this worker's own experts."""
         dtokens, dw1, dw2 = dout
         dw2 = self.back2(ops.depend(dw2, dtokens))
         dw1 = self.back1(ops.depend(dw1, dw2))
@@ -80,7 +83,7 @@ class Fetch(nn.Cell):
 
 
 class Choose(nn.Cell):
-    """This operator says to which of an expert's slots each of its tokens goes."""
+    """This operator chooses, for each token of an expert, the slot (the expert's own or a copy) that computes it."""
 
     def __init__(self, layer, rank):
         super().__init__(auto_prefix=False)
@@ -94,16 +97,18 @@ class Choose(nn.Cell):
         self.slots = host_functions.operator(choose, same, _first)
 
     def construct(self, homes):
-        """Return int32 slots for int32 homes, of one shape."""
+        """Return the chosen slots, int32, for the home slots of the tokens' experts, int32, in the same shape."""
         return self.slots(homes)
 
     def bprop(self, homes, out, dout):
-        """Return no gradient: an expert's number has none."""
+        """Return a zero gradient, because slot numbers have none."""
         return (ops.zeros_like(homes),)
 
 
 class CopiedRoutedExperts(CpuRoutedExperts):
-    """These experts lie on several workers, where the placement says, with copies in `spare` more slots of each."""
+    """This is `RoutedExperts` with experts on several workers, placed as the `placement` parameter says, and copies in
+    `spare` additional slots of each worker.
+    """
 
     def __init__(self, config, settings, spare):
         super().__init__(config, settings, spare)
@@ -117,7 +122,7 @@ class CopiedRoutedExperts(CpuRoutedExperts):
         self.take_copies(np.arange(config.num_moe_experts), none(1, devices, spare)[0])
 
     def take_copies(self, slots, copies):
-        """Have these copies from the next step on.
+        """Use these copies from the next step on.
 
         Args:
             slots: int [E], the placement. copies: int [D x spare], as in `plugins.expert_balance.copies`.
@@ -130,6 +135,6 @@ class CopiedRoutedExperts(CpuRoutedExperts):
         return super().construct(tokens, probs, self.choose(homes))
 
     def forward_func(self, tokens, probs, routing_map, w1, w2, num_tokens_per_expert=None):
-        """Compute what the parent's method computes, with the weights of all slots."""
+        """Compute what the parent's method computes, but with the weights of all slots, including copies."""
         tokens, w1, w2 = self.fetch(tokens, self.share(w1), self.share(w2))
         return self.routed(tokens, probs, routing_map, w1, w2)

@@ -30,17 +30,19 @@ NOTHING = -1  # in a spare slot
 
 
 def none(layers: int, devices: int, spare: int) -> np.ndarray:
-    """Return spare slots int64 [layers, D x spare] with nothing in them."""
+    """Return int64 [layers, D x spare], the spare slots of each layer, all of them empty (`NOTHING`)."""
     return np.full((layers, devices * spare), NOTHING, np.int64)
 
 
 def share(loads: np.ndarray, parts: int | np.ndarray) -> np.ndarray:
-    """Return the whole tokens that the fullest of `parts` gets of `loads`."""
+    """Return the number of tokens in the largest part if `loads` tokens are divided into `parts` parts that differ by
+    at most one token.
+    """
     return -(-loads // parts)
 
 
 def planned(loads: np.ndarray, slots: np.ndarray, devices: int, spare: int, least: float = 0.0) -> np.ndarray:
-    """Return copies int64 [D x spare] of the experts of a layer.
+    """Return int64 [D x spare]: the expert of one layer that each spare slot copies, or `NOTHING`.
 
     1. Take the fullest device.
     2. Of its experts and of the other devices with a slot left, take the pair after which the fuller of the two devices
@@ -79,7 +81,9 @@ def planned(loads: np.ndarray, slots: np.ndarray, devices: int, spare: int, leas
 
 
 def fullest(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices: int) -> int:
-    """Return the tokens of the fullest device, each expert's tokens dealt to whole parts."""
+    """Return the number of tokens on the fullest device if each expert's tokens are dealt equally, in whole tokens, to
+    its home and its copies.
+    """
     filled = np.flatnonzero(copies != NOTHING)
     parts = share(loads, 1 + np.bincount(copies[filled], minlength=len(loads)))
     on = device_loads(parts, slots, devices)
@@ -88,7 +92,8 @@ def fullest(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices: i
 
 
 def loads_with(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices: int) -> np.ndarray:
-    """Return float [layers, D], the tokens of each device if each expert's are dealt equally to all that it has.
+    """Return float [layers, D], the tokens of each device if each expert's tokens are dealt equally to its home and its
+    copies.
 
     Args:
         loads: [layers, E]. slots: int [layers, E]. copies: int [layers, D x spare].
@@ -103,7 +108,9 @@ def loads_with(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices
 
 
 def imbalance_with(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices: int) -> np.ndarray:
-    """Return [layers], the max/mean with copies; the arguments are those of `loads_with`."""
+    """Return [layers], the tokens of the fullest device divided by the mean of all devices, with copies; the arguments
+    are those of `loads_with`.
+    """
     on = loads_with(loads, slots, copies, devices)
     mean = on.mean(-1)
     return np.where(mean > 0, on.max(-1) / np.where(mean > 0, mean, 1), 1.0)
@@ -119,7 +126,7 @@ def next_copies(
     stayed: np.ndarray,
     step: int,
 ) -> np.ndarray:
-    """Return the copies int64 [layers, D x spare] after a step; a live run and a replay both decide by this function.
+    """Return the copies int64 [layers, D x spare] to use after a step; a live run and a replay both call this function.
 
     A layer has copies only if they lower its predicted max/mean by the gate's share. It keeps those that it has if all
     of its experts stayed and no others would lower it by this share again. `method: random` fills the spare slots at
@@ -158,8 +165,8 @@ def next_state(
     step: int,
     nodes: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the placements [layers, E] and the copies [layers, D x spare] after a step; a live run and a replay both
-    decide by this function.
+    """Return the placements [layers, E] and the copies [layers, D x spare] to use after a step; a live run and a replay
+    both call this function.
 
     With spare slots each layer has three plans, which differ in its homes: they stay; they balance the loads
     (`next_placements`); or they balance what `divided` leaves of the loads. Each plan has its own copies. The layer
@@ -190,8 +197,9 @@ def next_state(
 
 
 def divided(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
-    """Return integers [E], what an expert's home would keep of its tokens if all D x spare copies were made, one after
-    the other of the expert with most tokens left at home. This is EPLB's rule; a device needs only one of each.
+    """Return integers [E]: the tokens that each expert's home would keep if all D x spare copies were made one by one,
+    each of the expert whose home then has the most tokens. This is EPLB's rule, except that an expert gets at most one
+    slot on each device.
     """
     count = np.ones(len(loads), np.int64)
     for _ in range(devices * spare):
@@ -211,7 +219,7 @@ def _shuffled(slots: np.ndarray, devices: int, spare: int, seed: list[int]) -> n
 
 
 class Table:
-    """This says on a run's devices which slots hold each expert, by the expert's home.
+    """This table says which slots of the devices hold each expert; experts are numbered by their home slots.
 
     Slots are numbered through the devices as a dispatch has them: those of a device are its E / D homes, then its spare
     slots.
@@ -243,7 +251,7 @@ class Table:
             self.count[home] += 1
 
     def choose(self, homes: np.ndarray, rank: int) -> np.ndarray:
-        """Return the slot int32 to which each (token, expert) pair of a rank goes.
+        """Return int32, in the shape of `homes`: the slot that computes each (token, expert) pair of a rank.
 
         The pairs of an expert take its slots in turn, in the order of tokens; each rank begins with another slot, so
         that few pairs of many ranks do not all go to the home.
@@ -260,14 +268,16 @@ class Table:
         return found.astype(np.int32).reshape(homes.shape)
 
     def sent(self, rank: int) -> list[np.ndarray]:
-        """Return for each device the places of the rank's own experts of which it holds copies, in the order of its
-        spare slots.
+        """Return for each device which of this rank's experts (0 .. E / D - 1) it holds copies of, in the order of the
+        device's spare slots.
         """
         mine = [row[(row != NOTHING) & (row // self.each == rank)] for row in self.source]
         return [row % self.each for row in mine]
 
     def taken(self, rank: int) -> list[np.ndarray]:
-        """Return for each device the rank's spare slots (0 .. spare - 1) that hold copies of the device's experts."""
+        """Return for each device the spare slots of this rank (0 .. spare - 1) that hold copies of the device's
+        experts.
+        """
         row = self.source[rank]
         return [np.flatnonzero((row != NOTHING) & (row // self.each == device)) for device in range(self.devices)]
 

@@ -1,4 +1,5 @@
-"""This module moves experts between ranks, between two steps: the rows of weights and of the optimizer's moments.
+"""This module moves experts from rank to rank between two steps: it sends the rows of their weights and of the
+optimizer's moments.
 
 `routes` says which rows of a rank go where when one placement follows another, `holders` which ranks hold a tensor's
 slices. A move is all or nothing, a layer at a time:
@@ -30,7 +31,7 @@ from plugins.errors import ClusterError
 
 
 def holders(mesh: Sequence[int], cuts: Sequence[int], slices: int) -> np.ndarray:
-    """Return which ranks of a stage hold the slices of axis 0 of a tensor: int [sets, slices].
+    """Return int [sets, slices]: the ranks of a pipeline stage that hold the slices of a tensor along axis 0.
 
     The ranks of a row hold each slice once, in the order of the slices; all ranks of the stage are in one row each.
 
@@ -49,7 +50,8 @@ def holders(mesh: Sequence[int], cuts: Sequence[int], slices: int) -> np.ndarray
 
 
 def routes(old: np.ndarray, new: np.ndarray, devices: int, rank: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return what `rank` sends and receives, including the rows that stay with it.
+    """Return which experts `rank` sends to each rank and receives from it when the placement changes, including those
+    that stay on `rank`.
 
     Both ends count the experts between two ranks in the order of their new slots.
 
@@ -89,8 +91,8 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Slice:
-    """This rank holds this part of a tensor, whose first axis has an equal number of rows for each expert, in the order
-    of slots.
+    """This is the part of a tensor that this rank holds. Along axis 0 the tensor has an equal number of rows for each
+    expert, in the order of slots.
 
     Attributes:
         parameter: this rank's slice of axis 0.
@@ -121,7 +123,7 @@ Write = Callable[[Any, np.ndarray], None]  # (parameter, its new value)
 
 
 def total(ranks: Ranks, own: np.ndarray) -> np.ndarray:
-    """Return the sum of every rank's integers `own`."""
+    """Return the elementwise sum over all ranks of the integer array `own`."""
     return np.sum(_from_all(ranks, _LOADS, own[None]), 0)[0]
 
 
@@ -145,7 +147,8 @@ def agree(ranks: Ranks, what: str, content: bytes) -> None:
 
 
 def move(ranks: Ranks, layers: Sequence[Layer], old: np.ndarray, new: np.ndarray, write: Write) -> int:
-    """Change the placements from `old` to `new`; every rank calls this at the same time.
+    """Send experts from rank to rank so that the placement becomes `new` instead of `old`; every rank must call this at
+    the same time.
 
     Args:
         ranks: all that follow the plan. layers: those of this rank's stage.

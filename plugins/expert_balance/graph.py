@@ -48,7 +48,8 @@ CALLBACK = "ShardedExpertBalance"
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Compile the graphs of this block for this rank only, apart from the training.
+    """While the block runs, compile every graph for this rank only, without semi-auto parallel and without the compile
+    cache.
 
     MindSpore would take their inputs for parts of a batch. And it would number them among those of the compile cache,
     which knows a graph by its number only: another start makes them in another order.
@@ -66,7 +67,7 @@ def apart() -> Iterator[None]:
 
 
 class Exchange(nn.Cell):
-    """This operator sends words to every rank of a group, to each rank as many as `send` says."""
+    """This All-to-All operator sends int32 words to the ranks of a group: to each rank as many as `send` says."""
 
     def __init__(self, group):
         super().__init__(auto_prefix=False)
@@ -79,7 +80,7 @@ class Exchange(nn.Cell):
 
 
 class CollectiveRanks:
-    """This is `plugins.expert_balance.executor.Ranks` for some ranks of a run, in any order.
+    """This is `plugins.expert_balance.executor.Ranks` for a subset of a run's ranks, in any order.
 
     Args:
         members: global ranks, this one among them; more than one.
@@ -148,7 +149,9 @@ def _rows(words: np.ndarray, count: int, shape: tuple[int, ...], dtype: np.dtype
 
 
 class PlacedGroupedGEMM(FFNGroupedGEMM):
-    """These are placed experts with MindFormers' own dispatch."""
+    """This is MindFormers' `FFNGroupedGEMM` with its own dispatch, in which a `placement` parameter says where each
+    expert lives.
+    """
 
     def __init__(self, config):
         super().__init__(config)
@@ -160,7 +163,9 @@ class PlacedGroupedGEMM(FFNGroupedGEMM):
 
 
 class PlacedDispatch(RoutedExperts):
-    """These are placed experts with the dispatch of `plugins.hierarchical_ep`."""
+    """These are the experts of `plugins.hierarchical_ep` with its dispatch, in which a `placement` parameter says where
+    each expert lives.
+    """
 
     def __init__(self, config, settings, net, rows, streams):
         super().__init__(config, settings, net, rows, streams)
@@ -172,7 +177,9 @@ class PlacedDispatch(RoutedExperts):
 
 
 def place(cell, config) -> None:
-    """Give `cell` the placement's parameter and the Gather, split over the ranks of a stage."""
+    """Add to `cell` the `placement` parameter and the Gather that looks experts up in it, split over the ranks of a
+    stage.
+    """
     identity = Tensor(np.arange(config.num_moe_experts), ms.int32)
     cell.placement = Parameter(identity, name="placement", requires_grad=False, parallel_optimizer=False)
     ranks = config.data_parallel_size * config.tensor_model_parallel_size * config.context_parallel_size
@@ -182,8 +189,9 @@ def place(cell, config) -> None:
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class ShardedExpertBalance(ExpertBalance):
-    """This is `ExpertBalance` for a sharded graph, in which each rank already has the counts of all ranks of its stage;
-    `copies` is the number of these ranks.
+    """This is `ExpertBalance` for a sharded graph, in which each rank already has the token counts of all ranks of its
+    pipeline stage; `copies` is therefore the number of (token, expert) pairs of a micro-batch on all data-parallel
+    ranks.
     """
 
     def connect(self):
@@ -197,8 +205,8 @@ class ShardedExpertBalance(ExpertBalance):
         return self._among(range(devices))
 
     def of_all(self, shares, slots):
-        """Return the loads of all ranks as `ExpertBalance.of_all` does. Micro-batches of several EP groups are counted
-        together, too.
+        """Return the loads of all ranks as `ExpertBalance.of_all` does. The counts of all EP groups of a stage are
+        added up.
         """
         batches = np.rint(shares.sum(1)) * (self.stage.size // self.devices)
         own = np.column_stack([np.rint(shares * self.copies), slots, batches]).astype(np.int64)
@@ -209,11 +217,13 @@ class ShardedExpertBalance(ExpertBalance):
         return tokens, slots, batches[:, 0]
 
     def hand_out(self, own):
-        """Return rank 0's array on every rank, by way of the ranks at rank 0's place in each stage."""
+        """Return rank 0's array on every rank, sent through the first rank of each stage."""
         return from_first(self.stage, from_first(self.pipeline, own))
 
     def movable(self):
-        """Return the layers of this rank's stage; their tensors are split as the weights were in the compile."""
+        """Return what changes on this rank when experts move, for the MoE layers of its stage; tensors are split as the
+        compile split the weights.
+        """
         rows = [row for row, layer in enumerate(self.layers) if self._holds(layer)]
         return [self._movable(row, self.layers[row]) for row in rows]
 

@@ -16,14 +16,14 @@ from plugins.cpu_backend.layers import GroupedExperts
 
 
 def placement(experts: int) -> Parameter:
-    """Return the parameter int32 [E], from logical expert to slot; at first each expert is in the slot of its number.
+    """Return the `placement` parameter, int32 [E]: the slot of each logical expert. At first, expert e is in slot e.
     MindFormers saves and loads it with the weights.
     """
     return Parameter(Tensor(np.arange(experts), ms.int32), name="placement", requires_grad=False)
 
 
 class PlacedRoutedExperts(CpuRoutedExperts):
-    """These experts lie on several workers, where the placement says."""
+    """This is `CpuRoutedExperts` with experts on several workers, placed as the `placement` parameter says."""
 
     def __init__(self, config, settings):
         super().__init__(config, settings)
@@ -36,7 +36,7 @@ class PlacedRoutedExperts(CpuRoutedExperts):
 
 
 class PlacedGroupedExperts(GroupedExperts):
-    """These experts all lie on one worker, in the order that the placement says."""
+    """This is `GroupedExperts` with all experts on one worker, in the order of the `placement` parameter."""
 
     def __init__(self, config):
         super().__init__(config)

@@ -29,8 +29,8 @@ PARTS = 256  # of a token: a prediction is rounded to them
 
 
 def near_enough(each: int) -> float:
-    """Return how far, as a share, a device with `each` experts may stay above the best possible load: gains below this
-    are lost when loads change.
+    """Return the share by which a device with `each` experts may stay above the best possible load. Smaller gains are
+    not worth a move, because they are lost when loads change.
 
     A swap has `each` squared pairs to choose from, so one alone can close a gap of that order; smaller gaps take many.
     The factor is from the drifting loads of benchmarks/expert_balance_plan.py.
@@ -48,7 +48,8 @@ def improved(
     aligned: bool = False,
     nodes: int = 1,
 ) -> np.ndarray:
-    """Return the placement int64 [E] after swaps between the fullest device and another one, the best swap first.
+    """Return the placement int64 [E] that swaps of experts between the fullest device and another device lead to; each
+    swap is the best at that point.
 
     Where no swap of two experts helps and devices hold few, two are swapped with two. A device that nothing helps is
     set aside and the next one looked at: the fullest device is often one large expert, and what the others carry counts
@@ -142,22 +143,26 @@ def _best_swap(held: np.ndarray, on: np.ndarray, fullest: int, places: np.ndarra
 
 
 def device_loads(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarray:
-    """Return [..., D], the tokens of each device, for loads and slots [..., E]."""
+    """Return [..., D], the tokens of each device, for `loads` (tokens of each expert) and `slots` (the placement), both
+    [..., E].
+    """
     by_slot = np.empty_like(loads)
     np.put_along_axis(by_slot, slots, loads, axis=-1)
     return by_slot.reshape(*loads.shape[:-1], devices, -1).sum(-1)
 
 
 def imbalance(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarray:
-    """Return [...], the max/mean for loads and slots [..., E]; 1 means balanced, also for a layer without tokens."""
+    """Return [...], the tokens of the fullest device divided by the mean, for loads and slots [..., E]. 1 means
+    balanced; a layer without tokens also gives 1.
+    """
     on = device_loads(loads, slots, devices)
     mean = on.mean(-1)
     return np.where(mean > 0, on.max(-1) / np.where(mean > 0, mean, 1), 1.0)
 
 
 def bound(loads: np.ndarray, devices: int) -> float:
-    """Return a lower bound of the fullest device's tokens in any placement of `loads` [E]: the mean, or the largest
-    expert together with the smallest ones.
+    """Return a lower bound on the tokens of the fullest device for any placement of experts with `loads` [E]: the mean,
+    or the largest expert together with the smallest ones.
     """
     ordered = np.sort(loads)
     beside = len(loads) // devices - 1
@@ -165,13 +170,15 @@ def bound(loads: np.ndarray, devices: int) -> float:
 
 
 def moved(new: np.ndarray, old: np.ndarray, devices: int) -> int:
-    """Return the experts that change device between two placements [..., E]."""
+    """Return the number of experts that change device between two placements [..., E]."""
     each = new.shape[-1] // devices
     return int((new // each != old // each).sum())
 
 
 def greedy(loads: np.ndarray, devices: int) -> np.ndarray:
-    """Return a new placement: the largest expert first, always to the emptiest device that has room."""
+    """Return the placement of the greedy rule: take the experts from the largest load down, and put each on the
+    emptiest device that has room.
+    """
     each = len(loads) // devices
     full, used = np.zeros(devices, loads.dtype), np.zeros(devices, np.int64)
     slots = np.empty(len(loads), np.int64)
@@ -193,8 +200,8 @@ def swaps(
     near: float | None = None,
     aligned: bool = False,
 ) -> np.ndarray:
-    """Return `improved` from the current placement; for few experts also try other starts, and take one that ends
-    clearly better.
+    """Return the placement that `improved` makes from the current one. If there are few experts, also try other
+    starting placements, and return the best result if it is clearly better.
 
     Few experts leave swaps stuck up to 2 % above the best placement; of many, there is always one more that helps.
     The others are greedy's and two shuffles: with them, a thousand random cases of 8 to 12 experts ended within 0.4 %.
@@ -273,7 +280,7 @@ class Prediction:
 
 
 def due(step: int, every: int) -> bool:
-    """Return whether experts are planned anew after a step; they never are if `every` is 0."""
+    """Return whether a new placement is planned after this step; that never happens if `every` is 0."""
     return every > 0 and step % every == 0
 
 
@@ -301,7 +308,7 @@ def next_placement(
     nodes: int = 1,
     groups: int = 1,
 ) -> np.ndarray:
-    """Return the next placement int64 [E] of a layer; a live run and a replay both decide by this function.
+    """Return the next placement int64 [E] of a layer; a live run and a replay both call this function.
 
     Args:
         predicted: [E], a row of `Prediction.loads`. old: int [E], the placement there is.

@@ -24,7 +24,7 @@ from plugins.lines import append_line, read_steps
 
 @dataclass(frozen=True)
 class Moved:
-    """This says what moved after a step.
+    """This says which experts moved after a step, and what the move cost.
 
     Args:
         slots: int64 [layers, E], the placement from now on.
@@ -42,7 +42,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Record:
-    """This holds the expert loads of a step.
+    """This is the recorded line of one step: the experts' loads, their placement, and what moved after the step.
 
     Args:
         devices: ranks of the EP group. layers: [layers] numbers of the MoE layers in the model.
@@ -66,17 +66,21 @@ class Record:
 
     @property
     def held(self) -> np.ndarray:
-        """Return `copies`, [layers, 0] if there are no spare slots."""
+        """Return `copies`; if there are no spare slots, return an array of shape [layers, 0]."""
         return np.empty((len(self.layers), 0), np.int64) if self.copies is None else self.copies
 
     @property
     def on_devices(self) -> np.ndarray:
-        """Return [layers, D], the tokens of each device; an expert's are dealt equally to its home and its copies."""
+        """Return [layers, D], the tokens of each device; the tokens of an expert are dealt equally to its home and its
+        copies.
+        """
         return loads_with(self.tokens, self.slots, self.held, self.devices)
 
     @property
     def after(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the placement and the copies after the step; the latter [layers, 0] if there are no spare slots."""
+        """Return the placement [layers, E] and the copies [layers, D x spare] after the step; the copies are [layers,
+        0] if there are no spare slots.
+        """
         copies = self.copies if self.moved is None else self.moved.copies
         slots = self.slots if self.moved is None else self.moved.slots
         return slots, self.held[:, :0] if copies is None else copies
@@ -258,8 +262,8 @@ def _strange(slots: np.ndarray, copies: np.ndarray | None, devices: int) -> str:
 
 
 def file_of(checkpoint: str | Path | None, save_path: str | Path, run_dir: str | Path) -> Path:
-    """Return the file in which the run that saved `checkpoint` (a folder of one iteration) records its loads; that may
-    be this run or another.
+    """Return the load file of the run that saved `checkpoint` (the folder of one iteration); this may be the current
+    run or another one.
     """
     if checkpoint is None or Path(os.path.realpath(checkpoint)).parent == Path(os.path.realpath(save_path)):
         return load_file(run_dir)

@@ -1,6 +1,6 @@
-"""This module computes slowly what the planners compute: the best placement by trying every placement of a few experts,
-or by an integer program for 16 experts on 4 devices; copies by counting every device anew for each one that could be
-made, or by trying every way to fill the spare slots; and one by one which slot a token goes to.
+"""This module is the slow reference of the planners. It finds the best placement by trying every placement of a few
+experts, or by an integer program for 16 experts on 4 devices. It plans copies by counting every device anew for each
+possible copy, or by trying every way to fill the spare slots, and it chooses the slot of each token one by one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def least_by_trying(loads: np.ndarray, devices: int) -> float:
 
 
 def least_by_program(loads: np.ndarray, devices: int, seconds: float = 60.0) -> float:
-    """Return the same by an integer program in HiGHS: x[e, d] is 1 if device d holds expert e, and the bound t on every
-    device's load is minimised.
+    """Return the load of the fullest device in the best of all placements, computed by an integer program in HiGHS:
+    x[e, d] is 1 if device d holds expert e, and the bound t on every device's load is minimised.
 
     Raises:
         RuntimeError: not solved to the end in `seconds`.
@@ -87,7 +87,9 @@ def _counted(loads: list[int], held: list[list[int]]) -> list[int]:
 
 
 def planned_slowly(loads: list[int], slots: list[int], devices: int, spare: int, least: float = 0.0) -> list[int]:
-    """Return what `plugins.expert_balance.copies.planned` returns, every device counted anew for each possible copy."""
+    """Return what `plugins.expert_balance.copies.planned` returns, computed by counting every device anew for each
+    possible copy.
+    """
     copies = [NOTHING] * (devices * spare)
     while True:
         held = _held(slots, copies, devices)
@@ -111,7 +113,9 @@ def planned_slowly(loads: list[int], slots: list[int], devices: int, spare: int,
 
 
 def divided_slowly(loads: list[int], devices: int, spare: int) -> list[int]:
-    """Return what `plugins.expert_balance.copies.divided` returns, all parts computed anew for each copy."""
+    """Return what `plugins.expert_balance.copies.divided` returns, computed by dividing all loads anew for each
+    copy.
+    """
     count = [1] * len(loads)
     for _ in range(devices * spare):
         left = [(loads[e] + count[e] - 1) // count[e] if count[e] < devices else -1 for e in range(len(loads))]
@@ -120,7 +124,7 @@ def divided_slowly(loads: list[int], devices: int, spare: int) -> list[int]:
 
 
 def least_with_copies(loads: list[int], slots: list[int], devices: int, spare: int) -> int:
-    """Return the tokens of the fullest device with the best of all copies, found by trying all."""
+    """Return the tokens of the fullest device with the best of all choices of copies, found by trying every one."""
     found = max(_counted(loads, _held(slots, [NOTHING] * (devices * spare), devices)))
     for copies in product(range(NOTHING, len(loads)), repeat=devices * spare):
         held = _held(slots, list(copies), devices)
@@ -130,7 +134,9 @@ def least_with_copies(loads: list[int], slots: list[int], devices: int, spare: i
 
 
 def chosen_slowly(homes: list[int], slots: list[int], copies: list[int], devices: int, rank: int) -> list[int]:
-    """Return what `plugins.expert_balance.copies.Table.choose` returns, one (token, expert) pair after the other."""
+    """Return what `plugins.expert_balance.copies.Table.choose` returns, computed one (token, expert) pair after the
+    other.
+    """
     each, spare = len(slots) // devices, len(copies) // devices
     seen, found = dict.fromkeys(homes, rank), []
     for home in homes:

@@ -25,7 +25,7 @@ State = tuple[np.ndarray, np.ndarray]  # placements [layers, E], and copies [lay
 
 @dataclass(frozen=True)
 class Replay:
-    """This is the result of a policy over the recorded steps.
+    """This is what a policy would have done over the recorded steps, and how well the devices would have been balanced.
 
     Args:
         ratios: [steps, layers] max/mean of each step under its placement.
@@ -44,12 +44,13 @@ class Replay:
 
     @property
     def made(self) -> np.ndarray:
-        """Return int64 [steps, layers], how many copies there are after each step."""
+        """Return int64 [steps, layers], the number of copies of experts after each step."""
         return (self.copies != NOTHING).sum(axis=2)
 
 
 def replay(records: Sequence[Record], settings: Settings) -> Replay:
-    """Return what the plugin would have done from the first record's placement and copies on.
+    """Return what the plugin with these settings would have done, starting from the placement and copies of the first
+    record.
 
     With the settings of the run that recorded them, from its first step on, `slots` and `copies` are the run's own.
     """
@@ -138,7 +139,9 @@ def eplb_with_copies(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
 
 
 def eplb_ratios(records: Sequence[Record], every: int, decay: float, spare: int) -> np.ndarray:
-    """Return [steps, layers], the max/mean with `eplb_with_copies` planned at every step at which a plan is due."""
+    """Return [steps, layers], the tokens of the fullest device divided by the mean, if `eplb_with_copies` plans at
+    every step at which a plan is due.
+    """
     devices, prediction, ratios = records[0].devices, Prediction(decay), []
     held: np.ndarray | None = None  # [layers, D, slots], after the first plan
     for record in records:
@@ -152,7 +155,8 @@ def eplb_ratios(records: Sequence[Record], every: int, decay: float, spare: int)
 
 
 def of_slots(loads: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Return [layers], the max/mean if an expert's tokens are dealt equally to all slots that hold it.
+    """Return [layers], the tokens of the fullest device divided by the mean, if an expert's tokens are dealt equally to
+    all slots that hold it.
 
     Args:
         loads: [layers, E]. held: int [layers, D, slots], the expert of each slot.

@@ -23,7 +23,7 @@ _SHARE = "write a share from 0 to below 1, such as "
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """These settings say when experts move, and where."""
+    """These settings say how often experts move, by which method, and what is recorded."""
 
     KEY = KEY
     RIGHT = (
@@ -70,7 +70,9 @@ class Settings(Section):
     )
 
     def agree(self) -> None:
-        """Raise RecipeError for a budget that the method ignores, or if the plugin would do nothing."""
+        """Raise RecipeError if `moves` is set for a method that ignores it, or if the plugin would neither move experts
+        nor record loads.
+        """
         if self.moves is not None and self.method not in _BUDGETED:
             raise RecipeError(
                 f"{self.method} plans from scratch and ignores a limit; write moves: null, or method: swaps",

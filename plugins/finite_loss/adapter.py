@@ -35,7 +35,8 @@ relies_on(callback._get_loss_output, "loss, overflow, scaling_sens, *res = outpu
 
 
 def enable(config, settings) -> None:
-    """Add the watch to the monitors of `config` (a MindFormerConfig) that are registered now.
+    """Add the check for values that are not finite to the loss and checkpoint monitors of `config` (a
+    MindFormerConfig).
 
     Args:
         settings: see `plan.Settings`.
@@ -81,8 +82,8 @@ def _watching(monitor: Any, watch, end):
 
         def print_output_info(self, cb_params, cur_epoch_num, origin_epochs, throughput, cur_step_num, steps_per_epoch,
                               *more):  # fmt: skip
-            """Store what only this callback knows: the number of the step, and the parts of the loss (the last
-            four).
+            """Store what only this callback is given: the step count, the logged loss, and the parts of the loss (the
+            last four arguments).
             """
             self.parts, self.logged = more[-4:], more[0]
             self.done_before = (cur_epoch_num - 1) * steps_per_epoch + cur_step_num - cb_params.cur_step_num
@@ -121,12 +122,14 @@ def _stop(params, step, wrong, end):
 
 
 def end(saver, step, wrong):
-    """Print what was `wrong`, and from which checkpoint to go on."""
+    """End the run with StoppedError, which says what was `wrong` and from which checkpoint to resume."""
     raise StoppedError(f"{wrong}; {way_on(saver)}")
 
 
 def way_on(saver):
-    """Return in words what to do."""
+    """Return the end of the error message: from which checkpoint to resume, or to start over, and what to change
+    first.
+    """
     change = "with a lower learning rate or other data: as it was, it would come to the same"
     newest = newest_of_rank(Path(saver.directory), get_real_rank()) if saver and not saver.use_legacy_format else None
     if newest is None:

@@ -34,7 +34,7 @@ _CHUNK = 1 << 22  # numbers looked at together
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """This says when a run ends."""
+    """This setting says after how many steps that are not finite a run ends."""
 
     KEY = KEY
     RIGHT = f"write `stop_after: 1` under it, or {KEY}: False to train on whatever the loss is"
@@ -63,7 +63,7 @@ def undefined_parts(stages: int, micro_steps: int, aux_loss_scale: float) -> tup
 
 @dataclass
 class Watch:
-    """This counts steps that are not finite.
+    """This counts how many steps in a row had a loss, a part of the loss or a gradient norm that is not finite.
 
     Attributes:
         stop_after: the number of such steps in a row that ends the run; scale_falls: whether a loss-scale manager
@@ -83,7 +83,7 @@ class Watch:
     def see(
         self, step: int, losses: Mapping[str, float | None], norm: float | None, overflow: bool, scale: float
     ) -> str | None:
-        """Count a step; return in words why the run must end now, or None.
+        """Judge a step, and count it if it is not finite. Return the reason if the run must end now, otherwise None.
 
         Args:
             step: its number, from 1 on; losses: by name, see `METRICS`, None where not known; norm: of all gradients,
@@ -107,7 +107,7 @@ class Watch:
 
     @property
     def verdict(self) -> str:
-        """Return the steps in a row that were not finite, in words."""
+        """Return a text that lists the last steps in a row that were not finite, each with what was wrong."""
         first, wrong = self.run[0]
         if len(self.run) == 1:
             return f"step {first}: {wrong}"

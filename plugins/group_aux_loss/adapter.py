@@ -37,7 +37,9 @@ for _line in (
 
 
 class GroupMean(nn.Cell):
-    """This computes the mean over all workers of a tensor without gradient; it replaces `reduce_mean_sp`."""
+    """This computes the mean over all workers of a tensor that has no gradient; it replaces the router's
+    `reduce_mean_sp`.
+    """
 
     def __init__(self, workers):
         super().__init__(auto_prefix=False)
@@ -45,7 +47,9 @@ class GroupMean(nn.Cell):
         self.sum = ops.AllReduce().recompute(False)
 
     def construct(self, f, axis):
-        """f is [1, 1, E], this rank's shares; axis, which has one entry, is not used."""
+        """Return the mean over the workers of f [1, 1, E], the shares of this rank; `axis` is not used, because that
+        axis has one entry.
+        """
         return ops.stop_gradient(self.sum(f) / self.workers)
 
 
@@ -74,8 +78,8 @@ def enable(config, settings) -> None:
 
 
 def over_workers(router, mean=None) -> None:
-    """Compute the loss on CPU, data parallel, over all tokens of this worker, and f by `mean` (a cell as `GroupMean`),
-    if given.
+    """Set up a router of a data-parallel CPU run to compute the loss over all tokens of this worker, and f (each
+    expert's share of the choices) by the cell `mean`, such as `GroupMean`, if given.
     """
     router.dp = 1
     if mean is not None:
@@ -83,8 +87,8 @@ def over_workers(router, mean=None) -> None:
 
 
 def over_ranks(router, ranks) -> None:
-    """Compute the loss in a sharded graph, with f over the `ranks` ranks of an EP group, which are consecutive
-    (MoeLayoutManager).
+    """Set up a router of a sharded graph to compute the loss with f (each expert's share of the choices) taken over the
+    `ranks` consecutive ranks of an EP group (MoeLayoutManager).
     """
     groups = router.dp // ranks
     router.original_tp = ranks

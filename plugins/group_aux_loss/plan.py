@@ -1,4 +1,4 @@
-"""This module reads `plugins.group_aux_loss`, and refuses recipes that cannot have this loss. Pure."""
+"""This module reads `plugins.group_aux_loss`, and refuses recipes for which this loss cannot be computed. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module passes `plugins.grouped_gradient` to MindSpore: a compiler pass of this repository, registered by
+"""This module passes `plugins.grouped_gradient` to MindSpore: it registers a compiler pass of this repository by
 MindSpore's hook for custom passes.
 
 `mindspore.graph.register_custom_pass` (experimental in 2.9.0) runs the pass of `csrc/` on each graph that is compiled
@@ -33,7 +33,7 @@ def enable(config, settings) -> None:
 
 
 def add_pass() -> None:
-    """Compile the pass if needed, and register it for this process; a pass that cannot do its work ends a compile.
+    """Compile the pass if needed, and register it for this process; a compile fails if the pass cannot do its work.
 
     Raises:
         ClusterError: it cannot be compiled, or MindSpore does not take it.

@@ -1,5 +1,5 @@
-"""This module says for `plugins.grouped_gradient` of a recipe where one operator can add the experts' weight gradients
-in place. Pure.
+"""This module reads `plugins.grouped_gradient` and says for which recipes one operator can add the experts' weight
+gradients to their sum in place. Pure.
 
 A micro-batch's gradient of grouped weights is GroupedMatmul, [experts, k, n] in bfloat16. MindFormers' weights have two
 dimensions, so a Reshape follows, and MindSpore's pipeline adds the result to a float32 sum by AssignAdd. MindSpore has

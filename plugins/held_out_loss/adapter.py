@@ -63,7 +63,7 @@ class SwitchedStep(MFPipelineWithLossScaleCell):
 
 
 class Forward(nn.Cell):
-    """This cell wraps the network and is compiled in its place.
+    """This cell wraps the network for the evaluation, so that not the network itself is compiled.
 
     A compile notes the layouts of weights in the cell that it was asked for. MindSpore looks for them in the cell that
     it saves, which is the network, and would write whole weights where a rank's slices belong.
@@ -74,7 +74,7 @@ class Forward(nn.Cell):
         self.network = network
 
     def construct(self, *inputs):
-        """As the network."""
+        """Return what the network returns for these inputs."""
         return self.network(*inputs)
 
 
@@ -117,7 +117,7 @@ class HeldOutLoss(Callback):
         return [tuple(np.array(column) for column in batch) for batch in read]
 
     def on_train_begin(self, run_context):
-        """The loss that training starts from."""
+        """Evaluate the loss before the first step."""
         params = run_context.original_args()
         self.forward = Forward(train_step(params).network).set_train()
         monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
@@ -125,13 +125,13 @@ class HeldOutLoss(Callback):
         self._record(params)
 
     def on_train_step_end(self, run_context):
-        """Evaluate when due."""
+        """Evaluate the loss if an evaluation is due after this step."""
         params = run_context.original_args()
         if due(self.done + params.cur_step_num, self.every):
             self._record(params)
 
     def on_train_end(self, run_context):
-        """The loss that training ends with."""
+        """Evaluate the loss after the last step."""
         self._record(run_context.original_args())
 
     def _record(self, params):
@@ -189,7 +189,7 @@ def _number(tensor):
 
 
 def enable(config, settings) -> None:
-    """Add the callback to `config` (a MindFormerConfig).
+    """Add the callback that evaluates the held-out loss to `config` (a MindFormerConfig).
 
     Args:
         settings: `data_path`, the prefix of a Megatron .bin/.idx, a list of several, or a file of HFDataLoader's;

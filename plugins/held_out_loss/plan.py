@@ -49,7 +49,7 @@ def _is_number(entry: Any) -> bool:
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """What is evaluated, and how often."""
+    """These settings say which held-out data is evaluated, and how often."""
 
     KEY = KEY
     RIGHT = f"write data_path and every under it, or {KEY}: False"
@@ -105,7 +105,7 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Batches:
-    """How the samples of a step lie on the ranks.
+    """This says how the samples of a step are divided over the ranks and their micro-batches.
 
     Attributes:
         samples: of the whole step; read: of them, what a rank reads.
@@ -157,7 +157,7 @@ IGNORED = -100  # the label of a token that no loss counts
 
 
 def counted(batch: Mapping[str, np.ndarray]) -> int:
-    """Return how many tokens of a batch count in the loss.
+    """Return the number of tokens of a batch that count in the loss.
 
     Args:
         batch: column -> [samples, tokens]; `loss_mask` and `labels` are looked at where they are there.
@@ -186,7 +186,8 @@ def held_out_file(run_dir: str | Path) -> Path:
 
 
 def due(step: int, every: int, total: int | None = None) -> bool:
-    """Return whether a run evaluates after `step`, counted from the run's beginning; `total`: its last step, if known.
+    """Return whether a run evaluates after `step`, counted from the run's beginning; `total` is the run's last step, if
+    it is known.
 
     A resumed part evaluates at the steps of a run that was never interrupted. The agent, which must not take an
     evaluation for a hang, asks the same (`launch/agent/phases.py`).
@@ -195,7 +196,8 @@ def due(step: int, every: int, total: int | None = None) -> bool:
 
 
 def check(settings: Any, global_batch: int, instructions: bool = False) -> Settings:
-    """Return the settings; refuse settings that would evaluate nothing, or other data than the held-out data.
+    """Return the settings; refuse settings that would evaluate nothing, or that would evaluate other data than held-out
+    data.
 
     Args:
         settings: the plugin's section.
@@ -230,7 +232,9 @@ def check_files(recipe: Mapping[str, Any]) -> None:
 
 
 def check_step(recipe: Mapping[str, Any]) -> None:
-    """Raise RecipeError where the train step would not tell the language model's loss apart from the others."""
+    """Raise RecipeError if the train step would not return the language model's loss separately from the other parts of
+    the loss.
+    """
     if _stages_and_micro_batches(recipe)[1] > 1 and recipe.get("print_separate_loss") is False:
         raise RecipeError(
             f"False hides the language model's loss, which {KEY} reads if there are micro-batches; write True",

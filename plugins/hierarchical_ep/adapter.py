@@ -1,5 +1,5 @@
-"""This module enables `plugins.hierarchical_ep` of a recipe: MindFormers' routed experts with this plugin's
-dispatch.
+"""This module enables `plugins.hierarchical_ep` of a recipe: it builds MindFormers' routed experts with this plugin's
+dispatch of tokens.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from mindspore.ops.auto_generate import CumsumExt, IndexSelect, SortExt
 
 
 class AllToAllV(nn.Cell):
-    """This sends rows to the members of a group, to each member as many as `send` says."""
+    """This All-to-All operator sends rows to the members of a group: to each member as many as `send` says."""
 
     def __init__(self, group, width, small):
         super().__init__(auto_prefix=False)
@@ -23,14 +23,16 @@ class AllToAllV(nn.Cell):
             self.move.recompute(False)
 
     def construct(self, rows, send, receive, room):
-        """rows is [C, width]; send and receive are counts on the host; room is not used; the result is [sum(receive),
-        width].
+        """Return the received rows [sum(receive), width] for `rows` [C, width]. `send` and `receive` are counts in host
+        memory; `room` is not used.
         """
         return ops.reshape(self.move(ops.reshape(rows, (-1,)), send, receive), (-1, self.width))
 
 
 class ExchangeCounts(nn.Cell):
-    """This finds how many rows each member sends and receives, on the host."""
+    """This operator tells each member of a group how many rows it sends to, and receives from, each other member, as
+    counts in host memory.
+    """
 
     def __init__(self, group, size):
         super().__init__(auto_prefix=False)
@@ -38,8 +40,8 @@ class ExchangeCounts(nn.Cell):
         self.to_host = ops.MoveTo().add_prim_attr("recompute", False)
 
     def construct(self, counts):
-        """counts is int32 [n, m], the rows of m kinds for each member; the results are send [n], receive [n] and the
-        arriving rows by kind [m].
+        """Return send [n], receive [n] and the arriving rows by kind [m], for `counts` int32 [n, m]: the number of rows
+        of each of m kinds that this rank sends to each of n members.
         """
         counts = ops.stop_gradient(ops.cast(counts, ms.float32))
         arriving = self.move(counts)
@@ -49,7 +51,7 @@ class ExchangeCounts(nn.Cell):
 
 
 class Net:
-    """This makes the collectives of one EP group.
+    """This builds the collective operators of one EP group.
 
     Args:
         ranks: global ranks of the EP group; the methods take indices into it.
@@ -70,14 +72,14 @@ class Net:
                 self._name(group)
 
     def all_gather(self, group, small=False):
-        """Return a cell from [m, ...] to [n * m, ...]; a `small` result is kept, so that recomputation does not send it
-        again.
+        """Return an AllGather operator from [m, ...] to [n * m, ...]; a `small` result is kept, so that recomputation
+        does not send it again.
         """
         gather = ops.AllGather(group=self._name(group))
         return gather.recompute(False) if small else gather
 
     def reduce_scatter(self, group):
-        """Return a cell-like [n * m, ...] -> [m, ...]."""
+        """Return a ReduceScatter operator from [n * m, ...] to [m, ...], the sum over the group."""
         return ops.ReduceScatter(group=self._name(group))
 
     def all_to_all_v(self, group, width, small=False):
@@ -92,14 +94,16 @@ class Net:
 
 
 class Rows(nn.Cell):
-    """These are row operations whose output shapes depend on the data."""
+    """These are the dispatcher's row operations (sort, gather, add), whose output shapes depend on the data."""
 
     limit = 2**24  # of whole numbers in float32
     spare = 1  # row to oneself in each exchange: AlltoAllV of no rows returns a scalar
 
     @staticmethod
     def numbers(kinds, count):
-        """Return how many different numbers `sort` and `invert` need, for `count` keys of `kinds` values."""
+        """Return how many different values `sort` and `invert` must be able to sort, for `count` keys of `kinds`
+        values.
+        """
         return max(kinds, count)
 
     def __init__(self):

@@ -84,7 +84,9 @@ class _Pass(nn.Cell):
 
 
 class InTurn(nn.Cell):
-    """This is a collective that waits for its turn, forward and backward."""
+    """This wraps a collective so that it starts only after the collective before it, in the forward and in the backward
+    pass.
+    """
 
     def __init__(self, collective):
         super().__init__(auto_prefix=False)
@@ -97,7 +99,9 @@ class InTurn(nn.Cell):
 
 
 class InTurnOnce(nn.Cell):
-    """This is a collective without gradient: it waits for its turn in the forward pass, and has no backward pass."""
+    """This is a collective without gradient: it starts only after the collective before it in the forward pass, and has
+    no backward pass.
+    """
 
     def __init__(self, collective):
         super().__init__(auto_prefix=False)
@@ -112,7 +116,9 @@ class InTurnOnce(nn.Cell):
 
 
 def first_turn(rows):
-    """Return the first turn: a scalar that the compiler cannot fold away."""
+    """Return the value on which the first collective of a layer depends: a scalar that the compiler cannot fold
+    away.
+    """
     return ops.stop_gradient(ops.cast(ops.reshape(rows, (-1,))[0], mstype.float32))
 
 
@@ -132,7 +138,9 @@ class Stay(nn.Cell):
 
 
 class Gather(nn.Cell):
-    """The first leg is an AllGather, and its way back a ReduceScatter (hierarchical mode)."""
+    """This is the first leg of the hierarchical mode: an AllGather between nodes on the way to the experts, and a
+    ReduceScatter on the way back.
+    """
 
     def __init__(self, group, net):
         super().__init__(auto_prefix=False)
@@ -152,7 +160,9 @@ class Gather(nn.Cell):
 
 
 class Select(nn.Cell):
-    """The first leg is an All-to-All of the rows that a node needs, each sent once (deduplicated mode)."""
+    """This is the first leg of the deduplicated mode: an All-to-All between nodes that sends each row once to every
+    node that needs it.
+    """
 
     def __init__(self, topology: Topology, rank, hidden, top_k, net, rows):
         super().__init__(auto_prefix=False)
@@ -198,7 +208,7 @@ class Select(nn.Cell):
 
 
 class Beside(nn.Cell):
-    """This makes two columns from two vectors; the first has no gradient.
+    """This joins two vectors [n] as the columns of [n, 2]; the first vector has no gradient.
 
     Its gradient is written out because MindSpore's recompute pass takes a slice or reshape behind the gradient of a CPU
     collective for the cell's first one, lets what is recomputed wait for it, and has built a cycle.
@@ -217,7 +227,8 @@ class Beside(nn.Cell):
 
 
 class Exchange(nn.Cell):
-    """The second leg sends pairs to the ranks of `group` that own their experts, and back.
+    """This is the second leg of every mode: it sends (token, expert) pairs to the ranks of `group` that own the
+    experts, and the results back.
 
     Args:
         group: ranks, in the order of their experts.
@@ -292,7 +303,7 @@ class Exchange(nn.Cell):
 
 
 class Dispatcher(nn.Cell):
-    """This runs both legs of one mode.
+    """This runs both legs of one dispatch mode, to the experts and back.
 
     Args:
         mode: "global", "hierarchical" or "deduplicated".
@@ -394,7 +405,9 @@ class RoutedLayer(nn.Cell):
         return self.rows.take(self.join(tuple([chunk[0] for chunk in chunks])), self.whole)
 
     def start(self, tokens, meta):
-        """These are, for each chunk, rows, metadata (later counts), and what the first and the second leg remember."""
+        """Return for each chunk the tuple with which it starts: its rows, its metadata (replaced later by counts), and
+        empty records of what the two legs must remember.
+        """
         if self.count == 1:
             return ((tokens, meta, (), ()),)
         return tuple([

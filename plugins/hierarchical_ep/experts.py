@@ -10,7 +10,7 @@ from plugins.hierarchical_ep.settings import Part, check_room
 
 
 class RoutedExperts(FFNGroupedGEMM):
-    """This is an `FFNGroupedGEMM` whose Morph runs `RoutedLayer`.
+    """This is MindFormers' `FFNGroupedGEMM`, except that its Morph runs this plugin's `RoutedLayer`.
 
     Args:
         config: TransformerConfig.
@@ -44,7 +44,7 @@ class RoutedExperts(FFNGroupedGEMM):
         self.layer = RoutedLayer(dispatchers, pieces, whole, order, self.experts_forward, rows, streams)
 
     def forward_func(self, tokens, probs, routing_map, w1, w2, num_tokens_per_expert=None):
-        """This is the body of the Morph: it computes one rank's tokens.
+        """This is the body of the Morph: it returns the experts' output for the tokens of one rank.
 
         Args:
             tokens: [1, N, h]; probs: [1, N, k]; routing_map: int [1, N, k], the chosen experts.
@@ -57,8 +57,8 @@ class RoutedExperts(FFNGroupedGEMM):
         return self.routed(tokens, probs, routing_map, w1, w2)
 
     def routed(self, tokens, probs, routing_map, w1, w2):
-        """This is `forward_func`, which subclasses call by this name: MindSpore's parser takes `super()` by the class
-        of the object, so a method that calls its parent's could not be inherited.
+        """Compute what `forward_func` computes. Subclasses call it by this name, because MindSpore's parser resolves
+        `super()` by the class of the object, so that an inherited method could not call its parent's.
         """
         hidden, top_k = tokens.shape[2], probs.shape[2]
         w1 = ops.reshape(w1, (-1, hidden, 2 * self.moe_ffn_hidden_size))

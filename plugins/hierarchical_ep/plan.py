@@ -43,7 +43,9 @@ MODES = ("global", "hierarchical", "deduplicated")
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """A mode says how tokens reach their experts."""
+    """These settings say by which mode tokens are sent to their experts, and for which hardware `auto` chooses the
+    mode.
+    """
 
     KEY = "plugins.hierarchical_ep"
     RIGHT = f"write `mode:` under it, one of auto, {', '.join(MODES)}"
@@ -79,8 +81,8 @@ class Transfer:
         return next(group for group in self.groups if rank in group)
 
     def adjoint(self) -> Transfer:
-        """Return the transfer of the gradients: every row goes back where it came from, and copies of one row are
-        summed.
+        """Return the transfer of the gradients: each row's gradient goes back to the rank from which the row came, and
+        the gradients of copies of one row are summed.
         """
         kinds = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_to_all_v": "all_to_all_v"}
         return replace(self, kind=kinds[self.kind], rows=self.rows.T)
@@ -105,8 +107,8 @@ def copy_transfer(mode: str, topology: Topology, rows: np.ndarray) -> Transfer:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """These are the bytes of one step, pair by pair: inter and intra are [ep, ep] bytes from rank s to rank d, with
-    zero on the diagonal.
+    """These are the bytes that one step sends between each pair of ranks: `inter` and `intra`, each [ep, ep], hold the
+    bytes from rank s to rank d over that link, with zero on the diagonal.
     """
 
     name: str
@@ -141,7 +143,9 @@ def row_bytes(transfer: Transfer, top_k: int, hidden: int, itemsize: int) -> int
 def step_bytes(
     topology: Topology, transfer: Transfer, top_k: int, hidden: int, itemsize: int, gradient: bool = False
 ) -> StepBytes:
-    """Return the bytes of a forward step from rank s to rank d (with `gradient`, only those that also travel back)."""
+    """Return the bytes of a forward step from rank s to rank d (with `gradient`, without the counts, which have no
+    gradient).
+    """
     moved = transfer.rows * row_bytes(transfer, top_k, hidden, itemsize)
     if not gradient:
         moved = moved + _count_bytes(topology, transfer)
@@ -163,8 +167,8 @@ def _count_bytes(topology: Topology, transfer: Transfer) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """These are the indices of one rank. The rank has N own tokens, sends S rows, holds G rows, sends C copies, and
-    computes M copies.
+    """These index arrays say what one rank sends, holds and computes. The rank has N tokens of its own, sends S rows,
+    then holds G rows, sends C copies of them, and computes M copies.
 
     Attributes:
         send_token: [S] own token of each row, in the order the rows enter the inter-node step (by destination node in
@@ -236,7 +240,7 @@ class Plan:
 
 
 def make_plan(mode: str, topology: Topology, routing: list[np.ndarray]) -> Plan:
-    """Plan one MoE layer.
+    """Plan the sends and receives of all ranks of an EP group for one MoE layer.
 
     Args:
         mode: one of MODES.

@@ -1,5 +1,5 @@
-"""This module reads `plugins.hierarchical_ep` of a recipe: the values with which the experts of a rank are built, and
-the largest sort. Pure.
+"""This module reads `plugins.hierarchical_ep` of a recipe. It returns the values with which a rank's experts are built,
+and checks that the device can sort as many rows as could meet on a rank. It is pure Python.
 
 `Part` is topology, mode and chunks. `largest_sorts` says how many rows can meet at one rank, and `check_room`
 refuses more than its device can sort.
@@ -23,7 +23,9 @@ DEFAULT_DISPATCHER = "alltoall"  # which leaves its place to this plugin
 
 
 def uncut(batch: int, config: Any) -> list[np.ndarray]:
-    """Return a rank's token indices in one piece; arguments are as in `plugins.ep_overlap.plan.slices`."""
+    """Return the indices of all tokens of a rank as one chunk; the arguments are those of
+    `plugins.ep_overlap.plan.slices`.
+    """
     return [np.arange(batch * config.seq_length // (config.tensor_model_parallel_size * config.context_parallel_size))]
 
 
@@ -71,7 +73,8 @@ def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: in
 
 
 def largest_sorts(mode: str, topology: Topology, tokens: int, top_k: int, spare: int = 0) -> list[tuple[int, int]]:
-    """Return (kinds, count) for each sort of `dispatcher.py` at its largest: `count` keys of `kinds` values.
+    """Return (kinds, count) for each sort of `dispatcher.py` at its largest: it sorts `count` keys that have `kinds`
+    different values.
 
     Args:
         mode: one of `plan.MODES`.
@@ -90,7 +93,8 @@ def largest_sorts(mode: str, topology: Topology, tokens: int, top_k: int, spare:
 
 
 def check_room(mode: str, topology: Topology, tokens: int, top_k: int, rows: Any) -> None:
-    """Refuse more rows than the device sorts correctly, in case all tokens of the EP group go to one rank.
+    """Refuse settings with which a rank would have to sort more rows than its device sorts correctly, if all tokens of
+    the EP group were routed to it.
 
     Args:
         mode, topology, tokens, top_k: as in `largest_sorts`.

@@ -31,7 +31,7 @@ LINKS = ("inter", "intra")
 
 @dataclass(frozen=True)
 class Step:
-    """This is one step as the busiest rank sees it.
+    """This is one communication step of an MoE layer, with the bytes of the busiest rank.
 
     Attributes:
         name: "dispatch.inter", "dispatch.intra", "combine.intra", "combine.inter"; global mode "dispatch", "combine".
@@ -66,7 +66,8 @@ def expected_steps(
     itemsize: int,
     skew: float = 1.0,
 ) -> tuple[Step, ...]:
-    """Return the forward steps of one MoE layer on one micro-batch, expected under uniform routing without replacement.
+    """Return the communication steps of one MoE layer's forward pass on one micro-batch, with the bytes expected under
+    uniform routing without replacement.
 
     With N `tokens` a rank, E experts, k `top_k`, E_d experts on rank d and n_d on its node, rank s hands to rank d
 
@@ -108,7 +109,9 @@ def expected_steps(
 
 
 def check_routing(topology: Topology, top_k: int, skew: float) -> None:
-    """Raise RecipeError if k distinct experts do not exist, or if the busiest rank has less than the mean."""
+    """Raise RecipeError if there are fewer than `top_k` experts, or if `skew` (the load of the busiest rank over the
+    mean) is below 1.
+    """
     if not 1 <= top_k <= topology.experts:
         raise RecipeError(
             f"hierarchical_ep: {top_k} experts per token (num_experts_per_tok) of {topology.experts} routed experts; "
@@ -150,7 +153,9 @@ def _expected_step(topology, transfer, busy, top_k, hidden, itemsize) -> Step:
 
 
 def planned_steps(plan: Plan, hidden: int, itemsize: int) -> tuple[Step, ...]:
-    """Return the forward steps of an exact plan; arguments are as in `expected_steps`."""
+    """Return the communication steps of the forward pass with the exact bytes of a plan; the arguments are those of
+    `expected_steps`.
+    """
     steps = []
     for transfer in plan.forward:
         parts = [step_bytes(plan.topology, transfer, plan.top_k, hidden, itemsize, g) for g in (False, True)]
@@ -172,8 +177,8 @@ def per_rank_bytes(plan: Plan, hidden: int, itemsize: int, direction: str = "for
 
 
 def backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """Return the adjoint of each forward step, in reverse order: the same bytes in the other direction, without
-    counts.
+    """Return the steps of the backward pass, in reverse order of the forward steps: each sends the same bytes in the
+    other direction, without the counts, which have no gradient.
     """
     return tuple(
         replace(
@@ -210,7 +215,8 @@ def _step(topology: Topology, transfer: Transfer, whole: dict[str, float], gradi
 
 @dataclass(frozen=True)
 class BreakEven:
-    """This compares the inter-node bytes of the three modes, for the forward pass (dispatch and combine) of one layer.
+    """This compares the inter-node bytes of the three dispatch modes, for dispatch and combine of one layer's forward
+    pass.
 
     Attributes:
         metadata_ratio: m, how much larger an AllGathered row is than a copy, both ways: row with k ids and k
@@ -231,12 +237,15 @@ class BreakEven:
 
     @property
     def deduplicated_over_global(self) -> float:
-        """Return the bytes of deduplicated dispatch and combine divided by those of the global All-to-All."""
+        """Return the inter-node bytes of deduplicated dispatch and combine divided by those of the global
+        All-to-All.
+        """
         return self.hierarchical_over_global * self.deduplicated_over_hierarchical
 
 
 def break_even(topology: Topology, top_k: int, hidden: int, itemsize: int, skew: float = 1.0) -> BreakEven:
-    """Return when the AllGather of rows moves fewer inter-node bytes than the global All-to-All of copies.
+    """Return up to which number of nodes the AllGather of rows moves fewer inter-node bytes than the global All-to-All
+    of copies.
 
     With N tokens per rank, P nodes, D ranks per node, h b bytes per row, the busiest rank moves over inter-node links
 

@@ -43,7 +43,9 @@ class Halves(ConcatConvertOp):
 
 
 class TeleChat3MoeTemplate(WeightTemplate):
-    """These are the conversions of one model's parameters, by their full names."""
+    """This template says for each parameter of one model, by its full name, from which Hugging Face tensors it is
+    made.
+    """
 
     def __init__(self, config: Any):
         """config: MindFormers' TransformerConfig."""
@@ -63,7 +65,9 @@ class TeleChat3MoeTemplate(WeightTemplate):
         self.set_model_config(config)
 
     def get_mf_name(self, hf_name: str) -> list[str]:
-        """Return the parameter that a tensor goes into; raise CheckpointError if it belongs to no parameter."""
+        """Return a list with the name of the parameter to which a Hugging Face tensor belongs; raise CheckpointError if
+        it belongs to no parameter.
+        """
         if hf_name in copies(self.model):
             return [""]  # of no parameter of its own: MindFormers goes on without it
         if hf_name not in self.parameters:
@@ -75,11 +79,11 @@ class TeleChat3MoeTemplate(WeightTemplate):
         return ".mlp.experts." in weight_name
 
     def check_weights_for_qkv(self, weight_name: str) -> bool:
-        """Return that latent attention has no merged projection."""
+        """Return False, because no weight of latent attention is a merged query-key-value projection."""
         return False
 
     def get_num_moe_experts(self, dst_name: str, src_names_num: int) -> int:
-        """Return how many tensors of a kind make up a parameter."""
+        """Return how many Hugging Face tensors of each kind are stacked into the parameter `dst_name`."""
         return self.counts[dst_name]
 
     def preprocess_hf_weights(

@@ -43,7 +43,9 @@ class Row:
 
     @property
     def stacks(self) -> tuple[str, ...]:
-        """Return `parts` with all experts of a kind under one name."""
+        """Return `parts`, in which the tensors of all experts of a kind are replaced by one name without the expert's
+        number.
+        """
         if self.how != "experts":
             return self.parts
         return tuple(dict.fromkeys(".".join(_without_number(part)) for part in self.parts))
@@ -57,7 +59,8 @@ def _without_number(part: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Model:
-    """Names depend on these values: layers (without MTP) and dense (the number of first layers that have no experts).
+    """These sizes of a model decide which parameters it has: among them `layers` (decoder layers without MTP) and
+    `dense` (the number of first layers that have no experts).
 
     latent_query: whether latent attention has it; grouped: grouped-query attention in its place.
     """

@@ -1,4 +1,4 @@
-"""This module passes `plugins.operator_fusion` to MindSpore.
+"""This module passes `plugins.operator_fusion` of a recipe to MindSpore as environment flags.
 
 MindFormers passes no flags to graph kernels, and MindSpore 2.9.0 reads them only from the environment. So the plugin
 sets a variable, which must be set before MindSpore compiles. `tc3 train`, `tc3 agent` and `--script` export it;

@@ -1,4 +1,4 @@
-"""This module makes MindFormers' PackingHandler pack as `plan` does."""
+"""This module lets MindFormers' PackingHandler pack conversations by `plugins.packed_labels.plan.pack`."""
 
 from __future__ import annotations
 

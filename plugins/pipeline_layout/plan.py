@@ -37,7 +37,8 @@ Counts = list[list[int]]  # [chunks][stages]
 
 
 def by_turns(forward: np.ndarray, backward: np.ndarray, warm_up: int) -> np.ndarray:
-    """Return `warm_up` forwards, then one forward and one backward by turns, then the remaining backwards.
+    """Return the operations of a 1F1B stage in order: `warm_up` forwards, then one forward and one backward by turns,
+    then the remaining backwards.
 
     Args:
         forward, backward: [operations, columns] each in its own order, equally many.
@@ -50,8 +51,8 @@ def by_turns(forward: np.ndarray, backward: np.ndarray, warm_up: int) -> np.ndar
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> np.ndarray:
-    """Return what `stage` of `stages` runs: int64 [2 * micro_batches, 2] of `FORWARD` or `BACKWARD`, and
-    micro-batch.
+    """Return the passes that `stage` of `stages` runs, in order: int64 [2 * micro_batches, 2], each row is `FORWARD` or
+    `BACKWARD` and the number of the micro-batch.
     """
     numbers = np.arange(micro_batches)
     forward, backward = (np.stack([np.full(micro_batches, kind), numbers], axis=1) for kind in (FORWARD, BACKWARD))
@@ -59,7 +60,8 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> np.
 
 
 def parse(text: str) -> list[str]:
-    """Return the chunks of a layout string in model order, each as its letters: "Et*2|(t|)*2,L" is Ett, t, t, L.
+    """Return the chunks of a layout string in model order, each as a string of its letters: "Et*2|(t|)*2,L" gives Ett,
+    t, t, L.
 
     Raises:
         RecipeError: an unknown letter, a parenthesis or `*` that does not fit; groups inside groups, as in Megatron.
@@ -91,7 +93,7 @@ def is_layout(value: object) -> bool:
 
 
 def counts_of(text: str, stages: int) -> tuple[Counts, int]:
-    """Return the decoder layers [chunks][stages] of a layout string, and the number of MTP layers.
+    """Return the number of decoder layers [chunks][stages] that a layout string gives, and the number of MTP layers.
 
     Raises:
         RecipeError: as `parse`; chunks that do not fill `stages`; or what MindFormers cannot express.
@@ -128,8 +130,8 @@ def text_count(chunks: list[str], letter: str) -> int:
 
 
 def offset_of(counts: Counts) -> int | list[int] | Counts:
-    """Return MindFormers' `offset` for decoder layers [chunks][stages]; one row for one chunk on each stage, 0 for one
-    chunk in all.
+    """Return MindFormers' `offset` for numbers of decoder layers [chunks][stages]: one row if each stage has one chunk,
+    and 0 if there is only one chunk in all.
     """
     size = len(counts) * len(counts[0])
     if size == 1:
@@ -140,7 +142,7 @@ def offset_of(counts: Counts) -> int | list[int] | Counts:
 
 
 def counts_of_offset(offset: int | list[int] | Counts, layers: int, stages: int, chunks: int = 1) -> Counts:
-    """Return the decoder layers [chunks][stages] of an offset.
+    """Return the number of decoder layers [chunks][stages] that an `offset` gives.
 
     Raises:
         RecipeError: an offset of another shape, or one that does not place `layers` layers, or leaves a chunk empty.
@@ -160,7 +162,9 @@ def counts_of_offset(offset: int | list[int] | Counts, layers: int, stages: int,
 
 
 def layout_of(counts: Counts, mtp: int = 0) -> str:
-    """Return the shortest layout string of decoder layers [chunks][stages], with repeated chunks as groups."""
+    """Return the shortest layout string for numbers of decoder layers [chunks][stages], in which repeated chunks form
+    groups.
+    """
     flat = list(itertools.chain(*counts))
     last = max((index for index, count in enumerate(flat) if count), default=len(flat) - 1)
     chunks = []

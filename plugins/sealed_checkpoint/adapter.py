@@ -66,7 +66,8 @@ relies_on(CheckpointMonitor, "save_checkpoint_path=self.directory")  # an attemp
 
 
 class SealingCheckpointMonitor(CheckpointMonitor):
-    """This seals each new-format checkpoint when its files are written (with `async_save`, when the thread is done).
+    """This seals each new-format checkpoint when its files are written (with `async_save`, when the saving thread has
+    finished).
 
     Registered under MindFormers' own name, because the trainer hands out constructor arguments by that name.
     The legacy format is left unchanged: it cannot be resumed on one worker anyway.
@@ -116,7 +117,7 @@ class SealingCheckpointMonitor(CheckpointMonitor):
             self._seal_and_note()
 
     def on_train_end(self, run_context):
-        """Seal the last checkpoint."""
+        """Seal the last checkpoint of the run when training ends."""
         began = time.time() if self.unsealed is not None else None
         super().on_train_end(run_context)
         self._seal_and_note(began)
@@ -182,7 +183,7 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         write_seal(folder, get_real_rank(), get_real_group_size(), self.unsealed, expected, made=made)
 
     def refuse(self, folder, reason):
-        """Mark `folder` as a checkpoint from which no run may go on."""
+        """Mark `folder` permanently as a checkpoint from which no run may resume."""
         write_refusal(folder, get_real_rank(), reason)
 
 

@@ -47,8 +47,8 @@ def iterations(root: Path) -> list[Path]:
 
 
 def unfinished(root: Path) -> list[Path]:
-    """Return the iterations that attempts have begun to save for `root` and not yet moved to their place, newest
-    first.
+    """Return the folders of iterations that attempts have begun to save for the checkpoints of `root` but not yet moved
+    there, newest first.
     """
     return sorted(root.glob(f"{SAVING}*/iteration_*"), key=iteration, reverse=True)
 
@@ -61,13 +61,13 @@ def saving_folder(root: Path, attempt: str | None) -> Path:
 
 
 def number_of(attempt: str | None) -> int:
-    """Return the number of an attempt by its name; -1 for one without."""
+    """Return the number in an attempt's name; -1 if the name has none."""
     number = (attempt or "").partition("-")[0]
     return int(number) if number.isdecimal() else -1
 
 
 def seal_file(folder: Path, rank: int) -> Path:
-    """Return the seal of one rank."""
+    """Return the path of one rank's seal in a checkpoint folder."""
     return folder / f"seal_rank_{rank}.json"
 
 
@@ -148,7 +148,8 @@ def _write(seal: dict, folder: Path, rank: int) -> Path:
 
 
 def publish(saved: Path, root: Path) -> Path | None:
-    """Move a save that all ranks have sealed to its place among the checkpoints of `root`; return the new path.
+    """Move a saved iteration that all ranks have sealed to its place among the checkpoints of `root`; return the new
+    path.
 
     An iteration of that name makes room: it is of an attempt before. None where it is of a later one, or somebody else
     has published this one meanwhile. Who saves in place is done already.

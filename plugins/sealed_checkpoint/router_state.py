@@ -20,7 +20,9 @@ Entries = dict[str, list]  # name -> [layout, type, whole shape], as MindSpore l
 
 
 def add_router_state(entries: Entries, parameters: Iterable[Any]) -> Entries:
-    """Return a rank's `entries` with the state of those routers and experts added whose weight is listed."""
+    """Return a rank's metadata `entries`, to which the biases and the placement are added for each router and each MoE
+    layer whose weight is listed.
+    """
     added = {}
     for item in parameters:
         cell, _, name = item.name.rpartition(".")
@@ -42,8 +44,8 @@ def copied_like(layout: Any) -> Any:
 
 
 def enable() -> None:
-    """Make MindFormers list this state wherever it asks MindSpore; the CPU backend's own answers are already
-    complete.
+    """Let MindFormers' checkpoint metadata include the routers' state wherever MindFormers asks MindSpore for layouts;
+    the CPU backend's own answers already include it.
     """
     from mindformers.checkpoint import sharded_tensor
 

@@ -46,7 +46,9 @@ def enable_checkpoints(ranks: Ranks) -> None:
     from mindformers.trainer import base_trainer
 
     def of_this_rank(network: Any) -> dict[int, Any]:
-        """Return metadata like `mindspore.parallel.strategy.get_current_strategy_metadata`; the key is always 0."""
+        """Return this rank's metadata in the form of `mindspore.parallel.strategy.get_current_strategy_metadata`; the
+        key is always 0.
+        """
         return {0: sharded_tensor.get_strategy_metadata(network)[ranks.rank]}
 
     replace(base_trainer, "compile_model", "'sink_mode' must be set to True", compile_without_sink)
@@ -63,7 +65,8 @@ def compile_without_sink(model: Any, dataset: Any, **_: Any) -> None:
 
 
 class Host:
-    """This is the Python side of the library, for one process.
+    """This connects the plugin's C++ library with Python in one process: it computes the operators and collectives for
+    which the library calls Python.
 
     Args:
         ranks: who this is; mesh: connected to all of them;
@@ -93,7 +96,7 @@ class Host:
         self.library.add_pass(front_end_done, refuse_missing)
 
     def run(self, name: str, attrs: dict[str, str], inputs: list[Any], outputs: list[np.ndarray]) -> None:
-        """Compute one operator."""
+        """Compute one operator of a graph, a collective or a kernel, and write its results into MindSpore's memory."""
         if name not in self.kernels:
             self.collectives.run(name, attrs, inputs, outputs)
             return
@@ -117,7 +120,7 @@ class Host:
 
     @contextmanager
     def own_errors(self) -> Iterator[None]:
-        """Raise the original error of a kernel instead of MindSpore's error that follows from it."""
+        """While the block runs, raise a kernel's original error instead of MindSpore's error that follows from it."""
         try:
             yield
         except Exception:
@@ -127,8 +130,8 @@ class Host:
 
 
 def refuse_missing(nodes: dict[str, int]) -> None:
-    """Before anything runs, name the operators that the plugin cannot compute, and how many nodes of the graph need
-    each.
+    """Raise RecipeError, before anything runs, if the graph has operators that the plugin cannot compute; the message
+    names them and counts their nodes.
     """
     if nodes:
         told = ", ".join(f"{name} ({count} node{'s' * (count > 1)})" for name, count in sorted(nodes.items()))

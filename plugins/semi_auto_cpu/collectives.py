@@ -74,14 +74,14 @@ class CallRecord(NamedTuple):
 
 
 class Calls:
-    """This keeps the calls between `begin` and `end`, and no others."""
+    """This records the collective calls that a rank makes after `begin`."""
 
     def __init__(self) -> None:
         self._calls: list[CallRecord] = []
         self._on = False
 
     def begin(self) -> None:
-        """Start to keep calls."""
+        """Start to record calls."""
         self._calls, self._on = [], True
 
     def add(
@@ -93,7 +93,7 @@ class Calls:
         peer: int | None = None,
         sr_tag: int | None = None,
     ) -> None:
-        """Keep one call if recording is on."""
+        """Record one call if recording has begun."""
         if not self._on:
             return
         side = outputs if op in _FROM_OUTPUT else inputs
@@ -103,14 +103,16 @@ class Calls:
         self._calls.append(CallRecord(op, ranks, size, shape, dtype, peer, sr_tag))
 
     def end(self) -> list[CallRecord]:
-        """Return the calls since `begin`, in order."""
+        """Return the recorded calls, in order."""
         self._on = False
         return self._calls
 
 
 @dataclass(frozen=True)
 class Fault:
-    """This is an inserted fault: `kind` at an operator's call of this number on this rank; None stands for any."""
+    """This is a fault that a test inserts on this rank: a fault of this `kind` happens at call number `call` of the
+    operator; None stands for any call.
+    """
 
     kind: str
     operator: str
@@ -119,7 +121,7 @@ class Fault:
 
 
 class Disturbance:
-    """These are the delays and faults of one rank.
+    """These are the delays and faults that a test inserts into the collectives of one rank.
 
     Args:
         text: see the module; "" is none.
@@ -159,7 +161,7 @@ def _fault(match: re.Match[str]) -> Fault:
 
 
 class Groups:
-    """These are the groups of one rank.
+    """This finds the communication group of each operator on one rank.
 
     Args:
         ranks: who this is, and the groups that Python created.
@@ -222,7 +224,7 @@ class Groups:
 
 
 class PointToPoint:
-    """These are the Sends and Receives of one rank.
+    """This runs the Send and Receive operators of one rank.
 
     Args:
         synchronous: a Send waits for its Receive, as `tc3 dryrun`'s deadlock check assumes; the same on all ranks.
@@ -274,7 +276,7 @@ def _micro(attrs: Attrs) -> str:
 
 
 class Collectives:
-    """These are the collectives of one rank.
+    """This runs the collectives of one rank.
 
     Args:
         mesh: connected to all ranks.

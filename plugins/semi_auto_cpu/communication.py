@@ -26,7 +26,7 @@ class CollectiveManager:
         return self
 
     def initialized(self) -> bool:
-        """Return that communication is initialised."""
+        """Return True: communication counts as initialised."""
         return True
 
     def get_rank_id(self, group: str) -> int:
@@ -51,7 +51,7 @@ class CollectiveManager:
         return {group: list(ranks) for group, ranks in self.ranks.groups.items()}
 
     def get_world_rank_from_group_rank(self, group: str, rank: int) -> int:
-        """Return the global rank of a member."""
+        """Return the global rank of a group's member, given by its place in the group."""
         return self.get_group_ranks(group)[rank]
 
     def get_group_rank_from_world_rank(self, rank: int, group: str) -> int:

@@ -1,4 +1,6 @@
-"""This module controls MindSpore's compile: every sharded graph is compiled for Ascend and run on CPU."""
+"""This module controls how MindSpore compiles: its front end shards every graph for Ascend, and the graph then runs on
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ class Turn:
 
 
 class FrontEnd:
-    """This sets the target to Ascend before each compile of a sharded graph; `done` sets it back.
+    """This sets MindSpore's device target to Ascend before each compile of a sharded graph; `done` sets it back to CPU.
 
     The library's pass calls `done` when the front end is through: the rest of the compile is for CPU. A graph of the
     compile cache is one for CPU already and goes through no front end: for that one the target stays.
@@ -54,19 +56,19 @@ class FrontEnd:
         self._turn: Turn | None = None
 
     def begin(self) -> None:
-        """Compile for Ascend, as this process's rank."""
+        """Set the device target to Ascend and tell MindSpore this process's rank, before a compile."""
         self._tell_rank()
         target_ascend()
         self.running = True
 
     def done(self) -> None:
-        """Note that the front end is done."""
+        """Record that MindSpore's front end has finished the graph, and set the device target back to CPU."""
         if self._turn is not None:
             self._turn.passed = True
         self._back_to_cpu()
 
     def around_compiles(self) -> None:
-        """Make every compile of this process begin and end in this way."""
+        """Patch MindSpore so that every compile of this process begins with `begin` and ends with the target CPU."""
         executor = api._CellGraphExecutor
         compile_graph, before_compile = executor.compile, executor._set_compile_cache_dep_files
 
@@ -135,7 +137,8 @@ class FrontEnd:
 
 
 def initialise_by_name(cell: Any) -> None:
-    """Draw the initial values of every weight whole, from a seed made of its name and the run's seed.
+    """Draw the initial values of each whole weight from a seed made of the weight's name and the run's seed, so that
+    they do not depend on the layout.
 
     MindSpore draws each slice by itself, so that another layout would start from other weights. A graph that is
     compiled cuts its slices out of the whole.
@@ -153,7 +156,8 @@ def initialise_by_name(cell: Any) -> None:
 
 
 def refuse_wrong_slices(cell: Any, whole: Mapping[str, np.ndarray], rank: int) -> None:
-    """Compare a rank's slice of each weight after a compile with the weight's layout.
+    """Raise ClusterError if, after a compile, a rank's slice of a weight is not the slice that the weight's layout
+    says.
 
     MindSpore cuts with what a communication library tells it of groups. Here `Ranks` tells it: were that wrong,
     training would start from other weights, and nothing else would say so.

@@ -32,7 +32,8 @@ SMALL = 1 << 16
 
 
 def combine(parts: Sequence[np.ndarray], operation: str, out: np.ndarray) -> None:
-    """Combine the parts one by one, in the order of the group, into `out`, which may be one of the parts.
+    """Combine the parts by `operation`, one by one in the order of the group, and write the result into `out`, which
+    may be one of the parts.
 
     Args:
         parts: [members] arrays of one shape and dtype.
@@ -67,12 +68,12 @@ def combine(parts: Sequence[np.ndarray], operation: str, out: np.ndarray) -> Non
 
 
 def tag_of(*what: object) -> int:
-    """Return a number that is the same on every rank for the same words."""
+    """Return the message tag for `what`: a number that is the same on every rank for the same values."""
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=7).digest(), "little")
 
 
 def describe(array: np.ndarray) -> str:
-    """Return the type and shape, for messages and comparisons."""
+    """Return an array's type and shape as a text, for messages and comparisons."""
     return f"{array.dtype.name} {list(array.shape)}"
 
 
@@ -83,7 +84,7 @@ def name_ranks(members: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Meeting:
-    """These are the members of a group at one collective.
+    """This holds the members of a group at one call of a collective, and exchanges their parts.
 
     Attributes:
         operator, group: names for messages; members: global ranks in the order of the group;
@@ -139,7 +140,7 @@ class Meeting:
 
 
 def all_reduce(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Return the sum (max, ...) over all members, for each tensor.
+    """Write into `outputs` the sum (max, ...) of each input tensor over all members.
 
     Small tensors, and those of two members, go to every member whole. Of others each member adds up one piece and gives
     it to all: the same bits, and 2 (n - 1) / n of a tensor to move in place of n - 1.
@@ -160,7 +161,9 @@ def all_reduce(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 
 def all_gather(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Return the tensors of all members, concatenated. Further inputs (of `_MicroStepAllGather`) are ignored."""
+    """Write into `outputs` the tensors of all members, concatenated along axis 0. Further inputs (of
+    `_MicroStepAllGather`) are ignored.
+    """
     for x, out in zip(inputs, outputs, strict=False):
         _fits(meeting, out, x.size * meeting.size)
         parts = meeting.swap([_flat(x)] * meeting.size, describe(x))

@@ -42,7 +42,7 @@ Entry = dict[str, Any]
 
 
 class KeptGraphs:
-    """These are the graphs that this process loads from the compile cache, or keeps there.
+    """This handles the sharded graphs that this process loads from the compile cache, or writes there.
 
     Args:
         ranks: who this is, and the groups that Python created.
@@ -63,8 +63,8 @@ class KeptGraphs:
         self._loads = bool(self._there)
 
     def to_load(self, what: Entry) -> Entry | None:
-        """Return what was kept for the next compile, which is of `what` (see `described`); None means that MindSpore
-        must compile.
+        """Return what an earlier process kept for the next compile, if that was also a compile of `what` (see
+        `described`); None means that MindSpore must compile.
         """
         number = len(self._entries)
         there = self._there[number]["cell"] if number < len(self._there) else {}
@@ -106,7 +106,8 @@ class KeptGraphs:
         _say(f"rank {self.ranks.rank} has loaded {type(cell).__name__}")
 
     def keep(self, cell: Any, what: Entry) -> None:
-        """Write what a process that loads the graph of `cell`, just compiled, will need.
+        """Write to the file beside the graph what a later process needs if it loads the graph of `cell`, which was just
+        compiled.
 
         Nothing is kept where MindSpore could not write the graph (its file holds not every kind of attribute).
         """
@@ -187,7 +188,9 @@ def _cut_zeros(cell: Any, wanted: Mapping[str, list[Any]]) -> None:
 
 
 def described(cell: Any, inputs: tuple[Any, ...], phase: str) -> Entry:
-    """Return a description of what is compiled: a cell with its inputs, and its parameters before they are sliced."""
+    """Return a description of a compile: the class of the cell, the phase, the types and shapes of its inputs, and
+    those of its parameters before they are sliced.
+    """
     return {
         "class": type(cell).__name__,
         "phase": phase,
@@ -202,14 +205,14 @@ def weights(cell: Any) -> Entry:
 
 
 def registered() -> list[str]:
-    """Return the operators that Python computes in this process. The compiler pass may have added operators; a process
-    that loads a graph runs no pass.
+    """Return the names of the operators that Python computes in this process, including those that the compiler pass
+    has added (a process that loads a graph runs no pass).
     """
     return library.load().registered()
 
 
 def register(names: Iterable[str]) -> None:
-    """Make Python compute these operators, too."""
+    """Let Python compute these operators in addition to those that it already computes."""
     for name in sorted(set(names) - set(registered())):
         library.load().register(name)
 

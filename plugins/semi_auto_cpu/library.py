@@ -115,7 +115,7 @@ def _argument(argument: int | range | Constant, inputs: list[Any]) -> Any:
 
 @lru_cache(maxsize=8192)
 def parse(text: bytes) -> Call:
-    """Read a launch as csrc/kernel.cc writes it.
+    """Return the operator call that csrc/kernel.cc has written as JSON.
 
     Raises:
         TypeError: a tensor of a type that NumPy and ml_dtypes do not have.
@@ -222,7 +222,8 @@ class Library:
         return json.loads(self._loaded.tc3_registered())
 
     def replace(self, name: str, low: bool = False) -> None:
-        """Let Python compute the operator `name` under a new name, which the pass gives it in each graph.
+        """Let Python compute the operator `name`; the compiler pass renames it in each graph, so that MindSpore does
+        not compute it.
 
         `low`: only where it takes or gives bfloat16 or float16.
         """

@@ -1,5 +1,5 @@
-"""This module is a rank's view of its cluster: its own number, the number of ranks, and the ranks of each communication
-group.
+"""This module describes the cluster as one rank sees it: its own number, the number of ranks, and the ranks of each
+communication group.
 
 Python creates some groups, with their ranks. MindSpore's C++ creates others, of which Python gets only a name,
 "<size>-<hash of the ranks>". The hash is that of the C++ standard library over "0-2-4-6", so a name identifies its

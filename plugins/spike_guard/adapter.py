@@ -1,5 +1,5 @@
-"""This module enables `plugins.spike_guard` of a recipe: monitors that end the run at a spike, and a loader that leaves
-samples out.
+"""This module enables `plugins.spike_guard` of a recipe: it adds monitors that end the run at a spike, and a data
+loader that leaves samples out.
 
 Nothing is rolled back in the process. A rank that sees a spike writes `RUN/skipped.json` (`ledger.py`) and ends the
 run, as `plugins.finite_loss` does, which this plugin replaces. The launch starts the run again from the newest good
@@ -66,7 +66,8 @@ def _pipeline(config) -> tuple[int, Any]:
 
 
 class Guard(Watch):
-    """This watches for spikes and for values that are not finite, and decides what happens next.
+    """This watches the loss and the gradient norm for spikes and for values that are not finite, and decides whether
+    the run goes back to a checkpoint.
 
     Args:
         settings: see `plan.Settings`; run_dir: the run's folder; undefined: as in `Watch`; has_loss: whether the
@@ -82,7 +83,7 @@ class Guard(Watch):
         self.spare: Callable[[int], int] | None = None  # see `spare_of`; None on a rank that reads no data
 
     def begin(self, batch: int, done: int) -> None:
-        """Note that training begins, with `batch` samples a step, after `done` steps.
+        """Record that training begins after `done` steps, with `batch` samples in each step.
 
         Raises:
             DataError: the data has too few samples to go back as often as the settings say.
@@ -102,7 +103,7 @@ class Guard(Watch):
             self._spike(readings)
 
     def see(self, step, losses, norm, overflow, scale):
-        """Judge a step as `Watch.see` does, and then whether it is a spike."""
+        """Judge whether a step's values are finite, as `Watch.see` does, and then whether the step is a spike."""
         wrong = super().see(step, losses, norm, overflow, scale)
         if wrong is None and not overflow and (spike := self._spike({"loss": self.logged, NORM: norm})):
             self.run.append((step, spike))
@@ -171,8 +172,8 @@ class Skipping:
 
 
 def behind(source: Any, wanted: int) -> tuple[np.ndarray, list[Any]]:
-    """Return up to `wanted` samples after the last of a blend, int64 [n, 2] of (data set, item), and the blend's data
-    sets.
+    """Return up to `wanted` samples that follow the last sample of a blend, int64 [n, 2] of (number of the data set,
+    item), and the list of the blend's data sets.
 
     A data set alone has no more than it says.
     """
@@ -185,7 +186,9 @@ def behind(source: Any, wanted: int) -> tuple[np.ndarray, list[Any]]:
 
 
 def spare_of(source: Any, skipped: Ranges, trained: int, wanted: int) -> int:
-    """Return how many samples, up to `wanted`, are left after the `trained` samples of `source` without `skipped`."""
+    """Return how many samples, up to `wanted`, are left in `source` if `skipped` is left out and `trained` samples are
+    trained.
+    """
     have = len(source) - count(skipped) - trained
     if have < wanted:
         have += len(behind(source, count(skipped) + wanted)[0])
@@ -193,7 +196,7 @@ def spare_of(source: Any, skipped: Ranges, trained: int, wanted: int) -> int:
 
 
 def check_enough(source: Any, skipped: Ranges, trained: int) -> None:
-    """Raise DataError when fewer than `trained` samples of `source` remain without `skipped`."""
+    """Raise DataError if fewer than `trained` samples of `source` remain when `skipped` is left out."""
     spare = spare_of(source, skipped, trained, 0)
     if spare < 0:
         raise DataError(

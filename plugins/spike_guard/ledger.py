@@ -29,7 +29,7 @@ FILE = "skipped.json"
 
 
 def normal(ranges: Iterable[Sequence[int]]) -> Ranges:
-    """Return the same samples as sorted ranges that neither overlap nor touch."""
+    """Return `ranges` of samples as sorted ranges that hold the same samples and neither overlap nor touch."""
     found: list[tuple[int, int]] = []
     for first, stop in sorted((int(first), int(stop)) for first, stop in ranges):
         if found and first <= found[-1][1]:
@@ -45,7 +45,9 @@ def count(skipped: Ranges) -> int:
 
 
 def original(position: int, skipped: Ranges) -> int:
-    """Return which sample the run gets at `position`. `skipped` must be normalised by `normal`."""
+    """Return the number of the sample that the run trains at `position`, counted without the skipped samples. `skipped`
+    must be normalised by `normal`.
+    """
     for first, stop in skipped:
         if position < first:
             break
@@ -54,12 +56,14 @@ def original(position: int, skipped: Ranges) -> int:
 
 
 def originals(first: int, stop: int, skipped: Ranges) -> Ranges:
-    """Return which samples the run gets from position `first` up to `stop`."""
+    """Return, as ranges, the samples that the run trains at positions `first` to `stop` - 1, counted without the
+    skipped samples.
+    """
     return normal((sample, sample + 1) for sample in (original(each, skipped) for each in range(first, stop)))
 
 
 def reached(done: int, skipped: Ranges) -> int:
-    """Return the position in the data of a run that has trained `done` samples: the sample after the last of them."""
+    """Return the number of the sample that follows the last one that a run has trained after `done` samples."""
     return original(done - 1, skipped) + 1 if done else 0
 
 
@@ -74,8 +78,8 @@ def _until(end: int, skipped: Ranges) -> Ranges:
 
 
 def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence[int], wanted: int) -> np.ndarray:
-    """Return the items that a blend of data sets would have next, as MindFormers' `build_blending_indices` chooses
-    them.
+    """Return the items with which a blend of data sets would go on, as MindFormers' `build_blending_indices` would
+    choose them.
 
     Args:
         weights: of each data set, as the blend has them; counts: items that it has of each; lengths: of the data sets;

@@ -127,8 +127,8 @@ def check(recipe: Mapping[str, Any]) -> Settings:
 
 
 def spreads_above(value: float, good: Sequence[float]) -> tuple[float, float]:
-    """Return how many robust standard deviations log `value` lies above the extrapolation of `good`, and the
-    extrapolated value.
+    """Return how many robust standard deviations log `value` lies above the value that the trend of log `good` predicts
+    for the next step, and the predicted value.
 
     Args:
         good: of the last steps, the newest last; all are above 0.
@@ -144,7 +144,7 @@ def spreads_above(value: float, good: Sequence[float]) -> tuple[float, float]:
 
 
 class Window:
-    """This holds the last good steps, and judges whether a step is like them.
+    """This holds the loss and gradient norm of the last good steps, and judges whether those of a new step are a spike.
 
     Args:
         size: how many; threshold: see above.
@@ -174,7 +174,8 @@ class Window:
 
 
 def good_steps(lines: Iterable[str], done: int, size: int) -> list[dict[str, float | None]]:
-    """Return the last `size` steps up to `done`, for a `Window`, from the lines of RUN/metrics/rank_N.jsonl.
+    """Return the values of the last `size` steps up to step `done`, for a `Window`, from the lines of
+    RUN/metrics/rank_N.jsonl.
 
     A part of the run that repeats steps has a header, and replaces them.
     """
@@ -194,7 +195,8 @@ def good_steps(lines: Iterable[str], done: int, size: int) -> list[dict[str, flo
 def what_follows(
     step: int, wrong: str, before: Sequence[Entry], settings: Settings, batch: int, skipped: Ranges
 ) -> tuple[Entry | None, str]:
-    """Return what a run does after a spike at `step`: the samples to leave out, and a sentence about it.
+    """Return what a run does after a spike at `step`: the entry with the samples to leave out, and a sentence that says
+    so.
 
     Args:
         wrong: what was seen; before: the spikes for which this run has gone back; batch: samples of a step;

@@ -1,4 +1,4 @@
-"""This module finds which ranks are slower than their peers, and by how much. Pure.
+"""This module finds which ranks are slower than their peers, and by how much. It is pure Python and NumPy.
 
 Peers are ranks of one group, such as a pipeline stage, with the same type of device and the same work in a probe. Four
 measures of a rank are compared with those of its peers at the same step (`KINDS`):
@@ -83,8 +83,8 @@ FLOORS_ON_CPU: dict[Kind, float] = {"device": 0.75, "data": 0.25, "host": 0.35, 
 
 
 class Level(NamedTuple):
-    """This is one limit, in standard deviations: `usual` is the largest share of a healthy rank's probes above it,
-    `slow` the share of a slow rank's probes.
+    """This is one limit of the sequential test, in standard deviations of the noise. `usual` is the largest share of a
+    healthy rank's probes that lies above it, and `slow` the share of a slow rank's probes.
     """
 
     limit: float
@@ -97,7 +97,7 @@ LEVELS = (Level(1.5, 0.08, 0.6), Level(3.0, 0.004, 0.7))
 
 
 def threshold(tests: int, probes: int, alarm: float) -> float:
-    """Return ln A, which the evidence must reach.
+    """Return ln A: the evidence that a series must reach before its rank is named as slow.
 
     Args:
         tests: series that are tested. probes: of each. alarm: chance that any of them is named though it is healthy.
@@ -106,14 +106,18 @@ def threshold(tests: int, probes: int, alarm: float) -> float:
 
 
 def ratios(values: np.ndarray, limit: float, level: Level) -> np.ndarray:
-    """Return ln L of `values` [K, N] against `limit`; 0 where a value is missing (NaN)."""
+    """Return ln L [K, N], the logarithm of the likelihood ratio of a slow to a healthy rank, for each of `values` [K,
+    N] (K probes, N ranks); 0 where a value is missing (NaN).
+    """
     above = math.log(level.slow / level.usual)
     below = math.log((1 - level.slow) / (1 - level.usual))
     return np.where(np.isnan(values), 0.0, np.where(values > limit, above, below))
 
 
 def evidence(values: np.ndarray, limits: Sequence[float]) -> np.ndarray:
-    """Return ln R [K, N] of `values` [K, N], the mean over `LEVELS`; `limits` has the limit of each level."""
+    """Return ln R [K, N], the evidence that a rank is slow at each probe, for `values` [K, N]. R is the mean over
+    `LEVELS`; `limits` has the limit of each level.
+    """
     parts = []
     for level, limit in zip(LEVELS, limits, strict=True):
         ratio = ratios(values, limit, level)
@@ -126,8 +130,8 @@ def evidence(values: np.ndarray, limits: Sequence[float]) -> np.ndarray:
 
 
 def span(values: np.ndarray, limit: float, level: Level, alarm: int) -> tuple[int, int]:
-    """Return the first and the last probe of the change in one series `values` [K] that raised an alarm at probe
-    `alarm`.
+    """Return the first and the last probe in which a rank was slow, from its series `values` [K], which raised an alarm
+    at probe `alarm`.
 
     They are the most likely ones: between them the product of all L is the largest.
     """
@@ -161,7 +165,7 @@ class SlowRank:
 
 @dataclass(frozen=True)
 class Unknown:
-    """These are ranks about which a measure says nothing, neither good nor bad, with the reason."""
+    """These are ranks of which one measure cannot say whether they are slow, with the reason."""
 
     kind: Kind
     ranks: tuple[int, ...]
@@ -169,8 +173,8 @@ class Unknown:
 
 
 class Verdict(NamedTuple):
-    """These are the slow ranks, the slowest of each kind first, the ranks of which nothing is known, and the number of
-    compared ranks.
+    """This is the result: the slow ranks (the slowest of each kind first), the ranks of which nothing is known, and the
+    number of compared ranks.
     """
 
     slow: list[SlowRank]
@@ -221,7 +225,9 @@ def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None 
 
 
 class Own(NamedTuple):
-    """This identifies a series of probes: a rank on one host. A rank that moved to a spare host starts a new series."""
+    """This identifies one series of probes, those of a rank on one host. A rank that moved to a spare host starts a new
+    series.
+    """
 
     rank: int
     host: str
@@ -295,8 +301,8 @@ def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray,
 
 
 def above_others(values: np.ndarray) -> np.ndarray:
-    """Return [K, N] minus the median of the other values of a row; NaN where a value, or every other one, is
-    missing.
+    """Return `values` [K, N] minus, for each value, the median of the other values of its row; NaN where the value or
+    all others are missing.
     """
     out = np.full(values.shape, np.nan)
     for place, row in enumerate(values):
@@ -313,8 +319,8 @@ def above_others(values: np.ndarray) -> np.ndarray:
 
 
 def without_lasting(excess: np.ndarray, spread: float) -> tuple[np.ndarray, float]:
-    """Return [K, N] without the lasting differences among healthy ranks, and the possible error of these differences
-    for each rank.
+    """Return `excess` [K, N] without the lasting differences among healthy ranks, and the error that the estimate of
+    these differences may have for the unluckiest rank.
 
     Of few ranks nobody can tell what differs for good, and nothing is taken out.
     """
@@ -328,7 +334,7 @@ def without_lasting(excess: np.ndarray, spread: float) -> tuple[np.ndarray, floa
 
 
 def noise(excess: np.ndarray) -> float:
-    """Return the standard deviation of the noise of `excess` [K, N]."""
+    """Return the standard deviation of the noise of `excess` [K, N], over all ranks."""
     changes = np.abs(np.diff(excess, axis=0))
     return TO_SIGMA / math.sqrt(2) * _median(changes[~np.isnan(changes)])
 

@@ -58,7 +58,8 @@ def append(path: Path, record: Record) -> None:
 
 
 def read_run(run_dir: str | Path) -> list[Record]:
-    """Return the records of all ranks of a run, by rank and step; none if the run was not probed.
+    """Return the records of all ranks of a run, in the order of ranks and steps; the list is empty if the run was not
+    probed.
 
     Raises:
         DataError: see `read`.

@@ -25,8 +25,8 @@ _NUMBERS, _PASSES = 1 << 15, 24  # 128 KiB, which stay in a core's own cache: so
 
 
 def device_products(side: int = DEVICE_SIDE) -> Callable[[], float]:
-    """This computes products in float16 by MindSpore on the device of this process; it returns GFLOP. This work has
-    never run on an NPU.
+    """Return a function that multiplies float16 matrices by MindSpore on the device of this process and returns the
+    GFLOP that it computed. It has never run on an NPU.
     """
     import mindspore as ms
 
@@ -43,7 +43,7 @@ def device_products(side: int = DEVICE_SIDE) -> Callable[[], float]:
 
 
 def processor_work() -> Callable[[], float]:
-    """This computes square roots by one thread of this process; it returns billions of them.
+    """Return a function that computes square roots in one thread of this process and returns their number in billions.
 
     Neither MindSpore's operators nor a product by NumPy's BLAS: both spread over as many threads as they like, which
     then wait for the cores of others.
@@ -67,8 +67,8 @@ def of_device(device: str) -> Callable[[], float]:
 
 
 def seconds_of(work: Callable[[], float], pieces: int) -> float:
-    """Return the time of this many pieces of `work`: the median of `ROUNDS`, each without the time in which the thread
-    waited for a core.
+    """Return the seconds of `pieces` pieces of `work`: the median of `ROUNDS` measurements, each without the time in
+    which the thread waited for a core.
 
     Time in which a limit or a signal stopped the process stays in, as far as the kernel counts it as no waiting.
     """

@@ -79,7 +79,8 @@ def train(recipe: Recipe, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class RankCalls:
-    """This is one rank's step.
+    """This is the comparison of one rank: the collectives that it executed in its first step, and how they differ from
+    the dry run's.
 
     Args:
         calls, bytes: executed, and how large their tensors were. by_name: calls of each operator.
@@ -95,7 +96,7 @@ class RankCalls:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result is `EQUAL`, `DIFFERS`, or `UNKNOWN` with the reason."""
+    """This is the result of the comparison of all ranks: `EQUAL`, `DIFFERS`, or `UNKNOWN` with the reason."""
 
     word: str
     why: str = ""
@@ -172,7 +173,7 @@ def read_record(run_dir: Path, rank: int) -> Executed:
 
 
 def rank_calls(result: Mapping[str, Any], executed: Executed) -> RankCalls:
-    """Return one rank: the result of its compile, and what it executed."""
+    """Return the comparison of one rank: what its compile reports, and what it executed."""
     calls, rank = executed.calls, result["rank"]
     found = compare_calls(result["graph"], calls)
     return RankCalls(

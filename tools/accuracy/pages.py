@@ -1,4 +1,4 @@
-"""HTML reports replace only older reports; this module checks the place before anything is written."""
+"""This module checks, before anything is written, that an HTML report would replace only an older report."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""This module finds which plugins go together, and with which kinds of parallelism: it checks every pair, and says what
-has shown it.
+"""This module finds which plugins work with each other and with which kinds of parallelism. For every pair it says what
+the result is and which check or run has shown it.
 
     python -m tools.accuracy.together          # rewrite docs/together.md
 
@@ -58,7 +58,7 @@ _NOT_IN = {
 
 @dataclass(frozen=True)
 class Plugin:
-    """This says with which settings a plugin is tried.
+    """This says with which settings, and together with what else, a plugin is tried in a recipe.
 
     Args:
         settings: its section; needs: degrees of a `Sharding`; beside: other plugins that it works on; chats: whether
@@ -93,7 +93,9 @@ PLUGINS: Mapping[str, Plugin] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """This is one pair. how is one of the five words; by is the reason, or what has shown it."""
+    """This is the result for one pair: `how` is one of the module's five words, and `by` is the reason or what has
+    shown it.
+    """
 
     one: str
     other: str
@@ -102,7 +104,7 @@ class Cell:
 
 
 def pairs() -> Iterator[tuple[str, str]]:
-    """Yield every plugin with every other, then with every kind of parallelism."""
+    """Yield every pair of two plugins, then every pair of a plugin and a kind of parallelism."""
     yield from itertools.combinations(PLUGINS, 2)
     yield from itertools.product(PLUGINS, KINDS)
 
@@ -157,7 +159,9 @@ def _base(path: Path) -> Recipe:
 
 @cache
 def shown() -> tuple[tuple[str, str, frozenset[str]], ...]:
-    """Return (how, shown by what, plugins and kinds) of everything that was shown, the strongest evidence first."""
+    """Return a tuple (how, by what it was shown, the plugins and kinds of parallelism in it) for each run or compile
+    that shows a combination, the strongest evidence first.
+    """
     rows = [(EQUAL, name, _of_sharding(sharding)) for name, _, sharding in EXECUTED_ROWS]
     rows += [(EQUAL, name, _of_variant(variant)) for name, _, variant in TRAINED_ROWS]
     for how, claim in ((TRAINS, "trained-on-cpu-mini"), (COMPILED, "compiled-virtual-")):

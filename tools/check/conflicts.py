@@ -34,7 +34,7 @@ _FLAGS = 127  # ranks that an int8 can count
 
 
 def check_conflicts(view: View, built: Built, found: Findings) -> None:
-    """Check every rule about two settings."""
+    """Check every rule about two settings that exclude each other, and add what is wrong to the findings."""
     _attention(view, built, found)
     _router(view, built, found)
     _masks(view, built, found)

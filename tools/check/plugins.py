@@ -47,7 +47,7 @@ _YARN = ("plugins", "yarn")
 
 
 def check_plugins(view: View, built: Built, found: Findings) -> None:
-    """Check every rule about plugins."""
+    """Check every rule about the `plugins:` section, and add what is wrong to the findings."""
 
     def on(section: KeyPath) -> bool:
         return view.get(section) not in (None, False)

@@ -50,7 +50,7 @@ def scan_checkpoints(
 
 
 def is_sealed(folder: Path) -> bool:
-    """Return whether any rank has sealed its part, which only runs of this repository do."""
+    """Return whether any rank has sealed its part of a checkpoint folder, which only runs of this repository do."""
     return any(folder.glob("seal_rank_*.json"))
 
 

@@ -116,7 +116,9 @@ class Stored:
         return found
 
     def read(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return one whole tensor, and the ranks whose copy of a slice differs from the first rank's."""
+        """Return one whole tensor, and the ranks whose copy of a slice differs from that of the first rank with this
+        slice.
+        """
         tensor = self.tensors[name]
         whole, differing = None, set()
         for place, copies in enumerate(tensor.copies):

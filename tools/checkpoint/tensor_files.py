@@ -59,7 +59,7 @@ class Header:
 
 
 def read_headers(file: Path) -> dict[str, Header]:
-    """Return name -> the file's entry for that tensor.
+    """Return tensor name -> the file's entry for that tensor.
 
     Raises:
         CheckpointError: no such file, no safetensors, or one whose tensors do not fill it without gap or overlap.

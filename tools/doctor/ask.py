@@ -115,7 +115,8 @@ _START = "from launch.cli import main; main()"
 
 
 def ask_all(hosts: Sequence[str], words: Sequence[str], limit: float = LIMIT) -> dict[str, Answer]:
-    """Return host -> answer, in the order of `hosts`. `words` are the arguments that follow ``tc3 doctor --json``.
+    """Ask every host by ssh for its report, and return host -> answer, in the order of `hosts`. `words` are the
+    arguments that follow ``tc3 doctor --json``.
 
     The checkout, Python and the working folder are expected where they are here, as the launch scripts do.
 

@@ -100,7 +100,7 @@ class UntoldError(ValueError):
 
 
 def told(value: Told | None, otherwise: str) -> Told:
-    """Return what a host provided; raise UntoldError(`otherwise`) if it provided nothing."""
+    """Return `value`, which a check has read from a host; raise UntoldError(`otherwise`) if it is None."""
     if value is None:
         raise UntoldError(otherwise)
     return value

@@ -198,7 +198,7 @@ def _probes(reports: Mapping[str, Report]) -> list[Outlier]:
 
 
 def text(answers: Mapping[str, Answer], comparison: Comparison) -> str:
-    """Return the outliers, the worst first, and a line for each kind of thing that all hosts have in common."""
+    """Return the comparison as text: the outliers, the worst first, and then what all hosts have in common, by kind."""
     reported = sum(isinstance(answer.told, Report) for answer in answers.values())
     lines = [f"{len(answers)} host{'s' * (len(answers) > 1)}, {reported} with a report"]
     width = max([len(item.what) for item in comparison.outliers], default=0)

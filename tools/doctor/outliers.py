@@ -137,8 +137,8 @@ class Outlier:
 
 
 def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, tuple[float, float]]:
-    """Return key -> (time divided by the centre's time, limit) for the keys whose median and best time both lie above
-    the limit.
+    """Return key -> (its time divided by the time of the centre, limit) for the keys whose median time and best time
+    both lie above the limit.
 
     Args:
         floors: key -> its floor, as a share of the centre.
@@ -158,7 +158,9 @@ def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, t
 
 
 def floors(measure: str, waited: Mapping[Key, float], on_cores: bool = False) -> dict[Key, float]:
-    """Return key -> floor, which grows with the shares of time for which the compared workers waited."""
+    """Return key -> the smallest difference from the centre, as a share, that counts as slow. It grows with the shares
+    of time for which the compared workers waited for a core.
+    """
     centre, least = median_high(waited.values()), ON_CORES.get(measure, 0.0) if on_cores else 0.0
     return {
         key: max(least, FLOORS[measure] / (1 - min(max(share, centre), _MOST_WAITED))) for key, share in waited.items()

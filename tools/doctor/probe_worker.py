@@ -55,7 +55,9 @@ def timed(work: Callable[[], float], seconds: float) -> Piece:
 
 
 def waiting(work: Callable[[], Result]) -> tuple[Result, float]:
-    """Return the result of `work`, and the share of its time in which others had this process's cores."""
+    """Return the result of `work`, and the share of its time in which this process waited for a core because others ran
+    there.
+    """
     began, (_, before) = time.perf_counter(), scheduled()
     result = work()
     waited = max(0.0, scheduled()[1] - before)
@@ -153,11 +155,15 @@ class Desk:
         return {"kind": kind or f"{processor()}, {threads} core{'s' * (threads > 1)}"}
 
     def matmul(self, seconds: float) -> list[float]:
-        """Return the rate (GFLOP/s), the share of time waited, and the share throttled."""
+        """Return the rate of matrix products (GFLOP/s), the share of the time in which this worker waited for a core,
+        and the share in which a CPU limit stopped it.
+        """
         return list(timed(self.matmul_work, seconds))
 
     def memory(self, seconds: float) -> list[float]:
-        """Return the rate (GB/s), the share of time waited, and the share throttled."""
+        """Return the rate of copying in memory (GB/s), the share of the time in which this worker waited for a core,
+        and the share in which a CPU limit stopped it.
+        """
         return list(timed(self.copy, seconds))
 
     def disk(self, size: int) -> float:
@@ -170,8 +176,8 @@ class Desk:
         return int(self.listener.getsockname()[1])
 
     def serve(self) -> float | str:
-        """Answer one connection. Return the share of the time for which this worker waited for a core, or the reason
-        why there was no connection.
+        """Accept one connection and answer its messages until it ends. Return the share of the time for which this
+        worker waited for a core, or the reason why there was no connection.
         """
         try:
             return waiting(lambda: serve(self.listener))[1]
@@ -179,8 +185,8 @@ class Desk:
             return str(error)
 
     def connect(self, address: str, port: int, seconds: float) -> list[float] | str:
-        """Return GB/s and microseconds to the worker that serves there, and the share of time for which this worker
-        waited for a core; return the reason if the link cannot be measured.
+        """Return the GB/s and the microseconds one way to the worker that serves at `address` and `port`, and the share
+        of time for which this worker waited for a core; return the reason if the link cannot be measured.
         """
         try:
             found, share = waiting(lambda: measure(address, port, seconds))

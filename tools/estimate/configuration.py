@@ -37,7 +37,7 @@ DEFAULT_SKEW = 1.0
 
 
 class Cut(NamedTuple):
-    """This says how `plugins.ep_overlap` cuts a micro-batch.
+    """This says into how many chunks `plugins.ep_overlap` cuts a micro-batch, and in which order it issues their steps.
 
     Args:
         chunks: parts of the batch and of a sequence; None: the best that fit, as `chunks: auto` asks for.
@@ -50,7 +50,8 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Recompute:
-    """This says how many layers of each chunk and stage [chunks][stages] run again in backward; None means no layers.
+    """This says how many layers of each chunk and stage, [chunks][stages], the backward pass recomputes, and which part
+    of them; None means no layers.
 
     Args:
         full: whole layers.
@@ -276,8 +277,8 @@ def _first_layers(layers: Table, schedule: str) -> Table:
 
 
 def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:
-    """Return layers [chunks][stages] as even as possible; missing layers are missing at the last chunk, the first, the
-    last but one ...
+    """Return numbers of layers [chunks][stages] that are as even as possible. If they cannot all be equal, the last
+    chunk of the model gets a layer less, then the first, then the last but one, and so on.
 
     The ends hold the embedding and the head, so frameworks leave them the fewer layers (Llama 3: 126 on 16 stages).
     With MTP the last chunk is emptied for the head, where that is possible, and then the one before for MTP; else all
@@ -299,7 +300,8 @@ def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:
 
 
 def spread(value: Any, layers: Table) -> Table | None:
-    """Return a flag, or numbers of layers by stage or by chunk and stage, as numbers of layers [chunks][stages].
+    """Return numbers of layers [chunks][stages] for a recompute value, which is a flag, numbers of layers by stage, or
+    numbers by chunk and stage.
 
     One number a stage is dealt to its chunks in turns, chunk 0 first, as MindFormers does (LayerSetting). A list of
     operators counts as all layers, a mapping of operators as the most layers that one of them names. True is all.
@@ -360,7 +362,7 @@ PATTERNS = {
 
 
 def offered(config: Configuration) -> tuple[str, ...]:
-    """Return the groups whose bytes are known for a run.
+    """Return the groups of operators that a run could recompute and whose activation bytes are known.
 
     None outside of MindFormers' training_graph. Attention's are those of MLA without context parallelism, which keeps
     keys and values as gathered; the MLP's those of gated ones; experts' those that `plugins.ep_overlap` does not cut.
@@ -377,12 +379,14 @@ def offered(config: Configuration) -> tuple[str, ...]:
 
 
 def joined(names: Iterable[str]) -> str:
-    """Return the option of a layer that has several."""
+    """Return the name of a layer's recompute option that joins several options, such as "select+attention"; "none" if
+    there are none.
+    """
     return "+".join(names) or "none"
 
 
 def parts_of(option: str) -> tuple[str, ...]:
-    """Return the names that an option joins; () of "none"."""
+    """Return the names of the options that a joined recompute option consists of; () for "none"."""
     return () if option == "none" else tuple(option.split("+"))
 
 

@@ -83,7 +83,8 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class KnownError:
-    """These are the errors of predicted step times on published runs, left out of the fit by whole groups.
+    """These are the errors of predicted step times on published runs; each run was predicted by a fit that left its
+    whole group out.
 
     Args:
         groups: models on one cluster; each was predicted by a fit to all others.
@@ -307,7 +308,9 @@ class DeviceTimes:
         return operators * self.hardware.launch_s
 
     def to_host(self, size: float) -> float | None:
-        """Return the seconds to copy `size` bytes to the host's memory over an idle link; None if this is unknown."""
+        """Return the seconds to copy `size` bytes from a device to the host's memory over an idle link; None if this is
+        unknown.
+        """
         host = self.hardware.host_link
         return None if host is None else size / host.bytes_per_s
 

@@ -46,7 +46,9 @@ def places(layers: Table, schedule: str) -> list[tuple[int, int, int]]:
 
 
 def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
-    """Return the layers that a table of counts names."""
+    """Return the numbers of the layers that a table [chunks][stages] of counts stands for: the first ones of each chunk
+    and stage.
+    """
     if table is None:
         return []
     where = places(layers, schedule)
@@ -54,7 +56,7 @@ def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
 
 
 def table_of_numbers(numbers: Iterable[int], layers: Table, schedule: str) -> Table:
-    """Return how many of a list's layers each chunk and stage holds.
+    """Return a table [chunks][stages]: how many of the layers in `numbers` each chunk and stage holds.
 
     Raises:
         ValueError: one of them is not a layer of the model.
@@ -68,8 +70,8 @@ def table_of_numbers(numbers: Iterable[int], layers: Table, schedule: str) -> Ta
 
 
 def table_by_numbers(value: Any, layers: Table, schedule: str) -> Table | None:
-    """Return a recompute key's value as a table; for a mapping of operator patterns, that of the pattern with most
-    layers.
+    """Return a recompute key's value, which names layers by their numbers, as a table of counts [chunks][stages]; for a
+    mapping of operator patterns, return the table of the pattern with most layers.
 
     Raises:
         ValueError, TypeError: it is neither a flag, nor such a list or mapping.
@@ -232,7 +234,7 @@ def _shard_threshold(view: View) -> int:
 
 
 def recompute_of(view: View, layers: Table) -> Recompute:
-    """Return `recompute_config`, by layer."""
+    """Return what `recompute_config` of a recipe recomputes, as numbers of layers [chunks][stages]."""
     section, read = ("recompute_config",), reader_of(view)
     return Recompute(
         full=read(view.get((*section, "recompute")), layers),
@@ -244,14 +246,16 @@ def recompute_of(view: View, layers: Table) -> Recompute:
 
 
 def reader_of(view: View) -> Reader:
-    """Return how recompute keys are read: as counts or, if activations are swapped, as numbers of layers."""
+    """Return the function that reads recompute keys: as counts of layers or, if activations are swapped, as the numbers
+    of single layers.
+    """
     if not swaps(view):
         return spread
     return lambda value, layers: table_by_numbers(value, layers, view.schedule)
 
 
 def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
-    """Return `select_recompute` by layer, as far as it saves memory: where norms run again.
+    """Return in how many layers [chunks][stages] a `select_recompute` saves memory, which is where it recomputes norms.
 
     A flag or numbers stand for MindFormers' default operators, the multiplication and the activation function of an
     MLP, which a fused SwiGLU has not: `tc3 dryrun` sees no byte less.
@@ -279,7 +283,9 @@ def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tupl
 
 
 def patterns_of(value: Any) -> list[str]:
-    """Return the operator patterns of a recompute key; none if the key leaves them to MindFormers."""
+    """Return the operator patterns of a recompute key; the list is empty if the key leaves the choice of operators to
+    MindFormers.
+    """
     named = isinstance(value, dict) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
     return list(value) if named else []
 
@@ -312,7 +318,8 @@ def table_of(key: str, value: Any, layers: Table, read: Reader = spread) -> Tabl
 
 
 def swapped_value(key: str, table: Table | None, config: Configuration, now: Any) -> Any:
-    """Return the new value of a recompute key if activations are swapped: numbers of layers, for its patterns `now`.
+    """Return the value to write to a recompute key of a recipe that swaps activations: the numbers of the layers, for
+    the operator patterns that the key has `now`.
 
     Patterns stand in a mapping: MindFormers refuses a list of them then, and False for one of them.
     """
@@ -337,23 +344,24 @@ def not_empty(table: Table | None) -> Table | None:
 
 
 def has_counts(value: Any) -> bool:
-    """Return whether a recompute key holds numbers of layers, which are valid only for one number of stages and
-    chunks.
-    """
+    """Return whether a recompute key holds numbers of layers, which fit only one number of stages and chunks."""
     if isinstance(value, dict):
         return any(map(has_counts, value.values()))
     return isinstance(value, list) and not patterns_of(value)
 
 
 def plain_value(table: Table | None, layers: Table) -> Any:
-    """Return a table as a flag, or as numbers of layers in offset's shape."""
+    """Return a table [chunks][stages] as the value of a recompute key: a flag, or numbers of layers in the shape of
+    `offset`.
+    """
     if table == layers:
         return True
     return [list(row) for row in table] if table and len(table) > 1 else list(table[0]) if table else False
 
 
 def with_patterns(key: str, value: Any, now: Any) -> Any:
-    """Return the new value of a recompute key: a plain value, for its patterns `now`.
+    """Return the value to write to a recompute key: the plain `value`, given to each of the operator patterns that the
+    key has `now`.
 
     A `select_recompute` whose patterns, or MindFormers' own, would save nothing gets those that do. Patterns of all
     layers stay, or become, a list where there is no mapping: a child cannot turn a plain value into one.
@@ -395,7 +403,9 @@ def names_groups(value: Any) -> bool:
 
 
 def without_counts(value: Any) -> Any:
-    """Return a key's patterns without their layers, which were counted for other stages."""
+    """Return a recompute key's value without numbers of layers, which were counted for other stages: its patterns, all
+    switched off.
+    """
     return dict.fromkeys(patterns_of(value), False) if has_counts(value) else value
 
 

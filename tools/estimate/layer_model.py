@@ -24,7 +24,8 @@ _LOGIT_BYTES = 12  # read and written for each logit by the loss's forward, part
 
 @dataclass(frozen=True)
 class Matmul:
-    """This stands for `times` products of [rows, depth] and [depth, columns], forward; backward is twice that.
+    """This stands for `times` matrix products of [rows, depth] and [depth, columns] in the forward pass; the backward
+    pass computes twice as much.
 
     `high`: in bf16 also where the run's matmuls are in fp8 or fp4 (logits, routers).
     """
@@ -43,8 +44,8 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Part:
-    """This is a part of a layer: its matmuls, the bytes of its other operators (and of sorting among them), and the
-    rows handed to experts.
+    """This is what a part of a layer does in the forward pass: its matmuls, the bytes that its other operators move
+    (`sorting` is the share of sorting in them), and the token copies that it sends to experts.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -55,7 +56,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Work:
-    """This is one layer on one micro-batch and device, forward.
+    """This is the work of one layer on one device for one micro-batch's forward pass.
 
     Args:
         attention: FLOPs of scores and their product with the values.
@@ -125,8 +126,8 @@ def work(config: Configuration, kind: str) -> Work:
 
 
 def repeated_parts(config: Configuration, kind: str) -> dict[str, Part]:
-    """Return what each group of `tools.estimate.configuration` computes and moves when it runs again in a layer of a
-    kind.
+    """Return group of operators (`tools.estimate.configuration.PATTERNS`) -> what it computes and moves if a layer of
+    this kind recomputes it.
     """
     model, tokens = config.model, config.rank_tokens
     up = [weight for weight in attention_weights(model) if weight.name in ("kv_up", "q_up", "q") and weight.multiplies]
@@ -155,7 +156,8 @@ def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
 
 
 def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
-    """Return the bytes that one micro-batch's gradients of a matmul's weights move: the sum is read and written.
+    """Return the bytes that adding one micro-batch's gradient of a matmul's weights to the accumulated sum moves: the
+    sum is read and written.
 
     FSDP reduces them as they come. Sets fitted to MindFormers' runs hold it in their other efficiencies.
     """
@@ -165,8 +167,8 @@ def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
 
 
 def sorted_once(config: Configuration, done: Work) -> float:
-    """Return the bytes that backward does not move: gradients are sorted back once, other traffic counts twice
-    forward's.
+    """Return the bytes by which backward moves less than twice the bytes of forward: gradients are sorted back only
+    once.
 
     Sets fitted to MindFormers' runs hold it in their other efficiencies.
     """

@@ -60,7 +60,7 @@ _BACKWARD = 2  # gradients of inputs and of weights
 
 @dataclass(frozen=True)
 class Exposed:
-    """These are the seconds of one MoE layer and micro-batch.
+    """These are the seconds that expert-parallel communication costs one MoE layer and micro-batch.
 
     Args:
         waited: nothing is computed, for communication is not there yet.
@@ -75,11 +75,11 @@ NOTHING = Exposed(Passes(0.0, 0.0, 0.0), Passes(0.0, 0.0, 0.0))
 
 
 class ExpertTimes(DeviceTimes):
-    """This times dispatch, experts and combine on one cluster."""
+    """This predicts the time of dispatch, experts and combine on one cluster."""
 
     def dispatched(self, config: Configuration) -> Configuration:
-        """Return the run with the mode by which its tokens travel here: inside a node every mode is the same
-        All-to-All.
+        """Return the run with the dispatch mode that is used on this cluster: an EP group inside one node uses the
+        global All-to-All, which every mode then equals.
         """
         alone = config.ep * (config.tp if config.expert_tp else 1) <= self.hardware.devices_per_node
         return replace(config, ep_mode="global") if alone and config.ep_mode in MODES[1:] else config
@@ -102,7 +102,7 @@ class ExpertTimes(DeviceTimes):
         return _steps(mode if nodes > 1 else "global", nodes, config.ep // nodes, *sizes, outside, inside)
 
     def repeated(self, config: Configuration) -> tuple[Step, ...]:
-        """Return the steps that a recomputed layer runs again."""
+        """Return the communication steps that a recomputed layer runs again."""
         return _recomputed(self.exchanges(config), config.keep_gathered)
 
     def exposed(self, config: Configuration) -> Exposed:
@@ -132,7 +132,9 @@ class ExpertTimes(DeviceTimes):
         return choose(self.expert_layer(config), config.batch, config.rank_sequence, cuts, stride)
 
     def expert_layer(self, config: Configuration) -> Layer:
-        """Return the steps of a chunk, with the seconds of each."""
+        """Return an MoE layer as the steps through which each chunk of its tokens passes, with the seconds of each
+        step.
+        """
         config = self.dispatched(config)
         forward, back, recomputed = self._sent(config)
         shared = self._part(config, shared_part(config)) + self.hardware.launch_s if config.model.shared_ffn else 0.0
@@ -257,8 +259,8 @@ class Parts:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """These are forward and backward of a layer without recomputation, and what each recompute option adds to
-    backward.
+    """These are the times of a layer's forward and backward without recomputation, and the time that each recompute
+    option adds to backward.
     """
 
     forward: Parts
@@ -266,8 +268,8 @@ class LayerTime:
     recomputed: Mapping[str, Parts]
 
     def again(self, option: str) -> Parts:
-        """Return what an option of a layer adds to its backward; the option is one of `recomputed`, or several
-        joined.
+        """Return the time that a recompute option adds to the backward of a layer; the option is one of `recomputed`,
+        or several of them joined by `+`.
         """
         if option in self.recomputed:
             return self.recomputed[option]

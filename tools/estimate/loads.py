@@ -51,7 +51,7 @@ _MOST = {"step": 1_000_000_000, "micro_batch": 100_000, "layer": 10_000, "expert
 
 
 class Counted(NamedTuple):
-    """These are the tokens of a log.
+    """These are the tokens of each expert that a log of expert loads has counted.
 
     Args:
         tokens: [steps, layers, experts], the sums of the micro-batches, by logical expert.
@@ -88,7 +88,9 @@ class Loads:
 
     @property
     def typical(self) -> float:
-        """Return the mean max/mean over steps, micro-batches and layers."""
+        """Return the load of the fullest device over the mean of all devices, averaged over steps, micro-batches and
+        layers.
+        """
         return float(self.ratios.mean())
 
     @property
@@ -127,7 +129,9 @@ EVEN = uniform(1.0)
 
 
 def of_ratios(ratios: np.ndarray, steps: Iterable[int], source: str) -> Loads:
-    """Return the loads of known max/mean [steps, layers]; devices but the fullest are not described."""
+    """Return loads of which only `ratios` [steps, layers] is known: the tokens of the fullest device over the mean. The
+    other devices are not described.
+    """
     return Loads(np.asarray(ratios, float)[:, None, :, None], tuple(steps), source)
 
 
@@ -170,7 +174,7 @@ def trained(family: str, layers: int, experts: int, devices: int) -> Loads:
 
 
 def moe_layers(config: Configuration) -> tuple[int, ...]:
-    """Return the numbers of the decoder's MoE layers, counted from 0."""
+    """Return which layers of the decoder are MoE layers, as numbers from 0."""
     return tuple(number for number, kind in enumerate(config.model.pattern) if kind == "moe")
 
 
@@ -223,7 +227,7 @@ class _Row(NamedTuple):
 
 
 def read_loads(path: Path, config: Configuration) -> Loads:
-    """Return the loads of a log, on the devices of a run.
+    """Return the loads that a log of expert loads gives on the devices of a run.
 
     Three forms are read: a run (its folder, or its `metrics/expert_load.jsonl`) with the placement of each step; JSONL
     with a line for each step, or for each micro-batch of it, ``{"step": 1, "micro_batch": 0, "tokens": [[...], ...]}``

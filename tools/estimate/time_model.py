@@ -112,11 +112,11 @@ _OPTIMIZER_BYTES = 28  # of a number: gradient, weight and two moments read, wei
 
 
 class GradientTimes(LayerTimes):
-    """This times weights, gradients and the optimizer on one cluster."""
+    """This predicts the time of weights, gradients and the optimizer on one cluster."""
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
-        """Return the seconds for a stage's weights and gradients: those once in a step, and those again for each
-        micro-batch.
+        """Return the seconds of communicating a stage's weights and gradients: those that occur once in a step, and
+        those that occur for each micro-batch.
 
         FSDP's weights, which travel for each pass, count to the first.
         """
@@ -139,7 +139,7 @@ class GradientTimes(LayerTimes):
         return once, each
 
     def waited(self, once: Any, each: Any, work: Any, micro_batches: Any, rounds: Any) -> Any:
-        """Return the seconds of `once_and_each` that nothing hides, as numbers or arrays.
+        """Return the seconds of `once_and_each` that are not hidden behind computation, as numbers or arrays.
 
         Args:
             work: seconds of a micro-batch on the stage, beside which all this runs.
@@ -180,11 +180,11 @@ _CLOSED = ("gpipe", "1f1b", "interleaved_1f1b", "seqpipe", "seqvpp", "seqsmartvp
 
 
 class TimeModel(GradientTimes):
-    """This gives the time of runs on one cluster."""
+    """This predicts the time of a run's steps on one cluster."""
 
     def chunks(self, config: Configuration, ratios: Row = ()) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """Return forward and backward seconds [chunks, stages] of one micro-batch, and the parts of their sum
-        [stages].
+        """Return the forward and the backward seconds of one micro-batch, each [chunks, stages], and part -> [stages],
+        how their sum divides into parts.
 
         Args:
             ratios: max/mean of each MoE layer (`tools.estimate.loads.Loads`); none: that of the configuration.

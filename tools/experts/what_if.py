@@ -35,7 +35,7 @@ _SPARSE = "deduplicated"  # the mode whose bytes between nodes depend on how man
 
 @dataclass(frozen=True)
 class Change:
-    """This is a step with one thing changed.
+    """This is the predicted step of a recipe in which one thing is changed.
 
     Args:
         name: what is changed. step_s: seconds, as long as the recipe's otherwise; None: not known.
@@ -53,7 +53,8 @@ class Change:
 
 
 def what_if(advice: Advice, asked: str) -> list[Change]:
-    """Return the recipe's step under its loads and at even ones, then the changes.
+    """Return first the recipe's step as written, under its uneven loads, then the step at even loads, then the step
+    after each change.
 
     Args:
         advice: the recipe on a cluster, under uneven loads. asked: the text of `--loads`, for other degrees.
@@ -179,7 +180,9 @@ def _few_nodes(times: TimeModel, own: Configuration, loads: Loads, nodes: int) -
 
 
 def lines(changes: Sequence[Change]) -> list[str]:
-    """Return a table as text: seconds, the difference to the recipe's own, max/mean, what is changed and the note."""
+    """Return a table as text with a row for each change: seconds of a step, the difference from the recipe's own step,
+    max/mean of the loads, what is changed, and the note.
+    """
     own = changes[0].step_s
     assert own is not None
     found = [f"{'step s':>8}  {'to it':>7}  max/mean"]

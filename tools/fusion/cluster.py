@@ -142,7 +142,7 @@ def _wants(dtype: str, known: Collection[str], verb: str) -> str:
 
 
 class Merged:
-    """These are operators merged into groups; each group is identified by its first member's place."""
+    """This merges operators into groups; each group is identified by its first member's place."""
 
     def __init__(self, operators: Sequence[Operator]) -> None:
         self._head = list(range(len(operators)))
@@ -151,14 +151,14 @@ class Merged:
         self.last = list(range(len(operators)))
 
     def find(self, place: int) -> int:
-        """Return the group of an operator."""
+        """Return the group to which an operator belongs, as the place of its first member."""
         while self._head[place] != place:
             self._head[place] = self._head[self._head[place]]
             place = self._head[place]
         return place
 
     def inputs(self, group: int) -> list[int]:
-        """Return the groups whose results a group takes, the later ones first."""
+        """Return the groups whose results a group takes as inputs, the later groups first."""
         self._inputs[group] = {self.find(place) for place in self._inputs[group]} - {group}
         return sorted(self._inputs[group], reverse=True)
 
@@ -172,8 +172,8 @@ class Merged:
             self.last[first] = max(self.last[first], self.last[group])
 
     def walk(self, start: int, follow: Callable[[int], bool]) -> None:
-        """Walk against the edges, depth first, through groups for which `follow` returns True; each group is seen
-        once.
+        """Walk depth first from a group to the groups whose results it takes, as long as `follow` returns True for a
+        group; each group is visited once.
         """
         seen: set[int] = set()
         stack = [self.find(start)]

@@ -28,7 +28,7 @@ _HALF = ("Float16", "BFloat16")
 
 @dataclass(frozen=True)
 class Found:
-    """This is a product whose result is added to a summed gradient.
+    """This is a matrix product whose result, a weight gradient, is added to the accumulated gradient.
 
     Args:
         fusion: name of the pass. place: of the AssignAdd.
@@ -47,12 +47,12 @@ class Found:
 
     @property
     def chain(self) -> str:
-        """Return the operators in order."""
+        """Return the names of the product, the operators between and AssignAdd, in order, joined by "-"."""
         return "-".join((self.product, *self.between, "AssignAdd"))
 
 
 def weight_gradients(nodes: Sequence[Node], rows: int) -> list[Found]:
-    """Return every AssignAdd of a subgraph that takes the result of a product.
+    """Return a `Found` for every AssignAdd of a subgraph that adds the result of a matrix product.
 
     Args:
         rows: what stands for dimensions that only routing decides.

@@ -33,7 +33,7 @@ ONCE = "step"  # the pass that runs once a step; the others run once a micro-bat
 
 @dataclass
 class Pieces:
-    """These are the counts.
+    """This holds the counts of operators, kernels and bytes from which the report is computed.
 
     Args:
         tallies: part ("dense", "moe", "mtp", "head", ...) -> pass -> its numbers, of one layer where it is one.
@@ -64,7 +64,7 @@ class Pieces:
 
 
 def quick_pieces(recipe: Recipe, texts: Sequence[Path], fusion: Fusion) -> Pieces:
-    """Return every stage from the graphs of `quick_plan`.
+    """Return the counts of every stage from the graphs of `quick_plan`, which compiles each kind of layer once.
 
     A kind's layers are the mean of those that were compiled in front of the last stage: the one there has operators of
     the loss beside it that say of no layer that they are its own.

@@ -58,12 +58,12 @@ class Area:
 
     @property
     def numbers(self) -> int:
-        """Return how many elements the dominant operator gives."""
+        """Return the number of elements in the result of the dominant operator."""
         return math.prod(self.shape)
 
 
 class Areas:
-    """These are all areas of a cluster.
+    """This holds all areas of a cluster while they are joined to kernels.
 
     Args:
         body: its operators, in order. outputs: places whose results leave it.

@@ -172,7 +172,9 @@ _WORDS = (
 
 
 def parts_of(nodes: Sequence[Node], backward: bool = False) -> list[str]:
-    """Return for each operator of a subgraph the layer "0", "1", ..., or one of the names above."""
+    """Return for each operator of a subgraph the part of the model to which it belongs: the layer "0", "1", ..., or one
+    of the names above.
+    """
     found: list[str] = []
     segments = backward_segments(list(nodes)) if backward else []
     for place, node in enumerate(nodes):
@@ -206,7 +208,9 @@ _OTHERS = "Exp"  # floats alone
 
 
 def main_part(name: str) -> str:
-    """Return the operator that represents a composite; any other operator represents itself."""
+    """Return the name of the basic operator that represents a composite operator; any other operator represents
+    itself.
+    """
     if name not in EXPANDED:
         return name
     if name in _SUMS:
@@ -288,7 +292,7 @@ def moved_together(nodes: Sequence[Node], kernel: Collection[int], kept: Collect
 
 
 def users_of(nodes: Sequence[Node]) -> list[list[int]]:
-    """Return for each operator the operators that take its result."""
+    """Return for each operator the places of the operators that take its result as an input."""
     users: list[list[int]] = [[] for _ in nodes]
     for place, node in enumerate(nodes):
         for operand in set(node.operands):
@@ -297,8 +301,8 @@ def users_of(nodes: Sequence[Node]) -> list[list[int]]:
 
 
 def read_outside(nodes: Sequence[Node], users: Sequence[Sequence[int]], kernel: Collection[int]) -> set[int]:
-    """Return the places of a kernel whose results are taken outside; an operator that writes a parameter always
-    counts.
+    """Return the places of those operators of a kernel whose results are read outside the kernel; an operator that
+    writes a parameter always counts.
     """
     inside = set(kernel)
     return {

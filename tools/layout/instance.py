@@ -92,7 +92,9 @@ class Instance:
 
     @cached_property
     def costs(self) -> np.ndarray:
-        """Return [4, K]: forward, backward, parameters and activation of a layer in each column."""
+        """Return [4, K]: forward time, backward time (with recomputation), parameters and activation of one layer, for
+        each column, which is a layer type with one of its options.
+        """
         pairs = [(self.types[t], self.types[t].options[o]) for t, o in self.columns]
         rows = [(k.forward, k.backward + o.extra_backward, k.parameters, o.activation) for k, o in pairs]
         return np.array(rows, float).T

@@ -91,7 +91,7 @@ class Model:
 
     @property
     def alternates(self) -> bool:
-        """Return whether layers of one kind lie apart, other than dense ones at both ends."""
+        """Return whether the layers form more than two runs of one kind, so that kinds alternate within the model."""
         return len(list(groupby(self.pattern))) > 2
 
 

@@ -92,12 +92,14 @@ def as_table(order: Sequence[Op | Sequence[Op]]) -> np.ndarray:
 
 
 def as_operations(table: np.ndarray) -> list[Op]:
-    """Return the operations in the table of an order, without the information which operations are joined."""
+    """Return the operations in an order's table as a list, without the information which operations form a pair."""
     return [Op(KINDS[kind], *rest) for kind, *rest in table[:, :4].tolist()]
 
 
 def neighbours(stages: int, chunks: int, shape: str) -> tuple[dict, dict]:
-    """Return two maps from (chunk, stage): to the chunk and stage before it in the model, and to those after it."""
+    """Return two dictionaries from (chunk, stage): to the (chunk, stage) before it in the model, and to the one after
+    it.
+    """
     walks = []
     for chunk in range(chunks):
         walk = range(stages) if shape == LOOP or chunk % 2 == 0 else reversed(range(stages))
@@ -174,12 +176,14 @@ def seqpipe(stage: int, stages: int, chunks: int, micro_batches: int, parts: int
 
 
 def seqvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return seqpipe with rounds of as many micro-batches as are needed for their parts to fill the stages."""
+    """Return seqpipe with rounds of as many micro-batches as are needed so that their sequence parts fill all
+    stages.
+    """
     return _by_parts(_rounds_extra_spread(stages // parts, micro_batches), chunks, 2 * (stages - 1 - stage), parts)
 
 
 def seqsmartvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return seqvpp with the shorter warm-up that holds less memory."""
+    """Return seqvpp with a shorter warm-up, which needs less memory for activations."""
     return _by_parts(_rounds_extra_spread(stages // parts, micro_batches), chunks, stages - 1 - stage, parts)
 
 
@@ -240,15 +244,15 @@ def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> n
 
 
 def zb_h1(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return ZB-H1. The bubble is (p - 1) (F + B - W), where B makes only the input's gradients; as many micro-batches
-    are in flight as in 1F1B.
+    """Return ZB-H1. Its bubble is (p - 1) (F + B - W), for the times F of a forward, B of the gradients of inputs and W
+    of the gradients of weights; as many micro-batches are in flight as in 1F1B.
     """
     return _lagging(stages - stage, stage, micro_batches)
 
 
 def zb_h2(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return ZB-H2. The bubble of a stage between its own first and last operation is (p - 1) (F + B - 2 W); 2 p - 1
-    micro-batches are in flight.
+    """Return ZB-H2. The bubble of a stage between its own first and last operation is (p - 1) (F + B - 2 W), with F, B
+    and W as for ZB-H1; 2 p - 1 micro-batches are in flight.
     """
     return _lagging(2 * (stages - stage) - 1, 2 * stage, micro_batches)
 
@@ -271,14 +275,18 @@ _BLOCK = (("F", 0), ("F", 1), ("B", 1), ("B", 0))  # in the order in which a mic
 
 
 def v_min(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return V-Min: one unit after the neighbour in both directions, (p + 4) // 3 micro-batches in flight."""
+    """Return V-Min: a stage runs one unit after its neighbour in both directions, and (p + 4) // 3 micro-batches are in
+    flight.
+    """
     turn = 2 if stages % 3 == 0 else 0  # without it two operations of a stage would fall on one time
     times = (stage, 2 * stages - 1 - stage, 2 * stages + turn + stage, 4 * stages + turn - 1 - stage)
     return _repeated(times, micro_batches)
 
 
 def v_half(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return V-Half: two units after the neighbour forth and one back, (p + 2) // 2 micro-batches in flight."""
+    """Return V-Half: a stage runs two units after its neighbour on the way forth and one on the way back, and (p + 2)
+    // 2 micro-batches are in flight.
+    """
     turn = 3 if stages % 2 == 0 else 0
     there, back = 3 * stages + turn - 1 + 2 * stage, 6 * stages + turn - 2 - stage
     return _repeated((2 * stage, 3 * stages - 2 - stage, there, back), micro_batches)
@@ -304,8 +312,8 @@ def _repeated(times: tuple[int, ...], micro_batches: int) -> np.ndarray:
 
 
 def zb_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return V-ZB: a stage runs four units after its neighbour forth and two units back, warm-up and end are filled,
-    and p micro-batches are in flight.
+    """Return V-ZB: a stage runs four units after its neighbour on the way forth and two on the way back, idle places at
+    the beginning and end are filled, and p micro-batches are in flight.
     """
     return _filled(stages, micro_batches)[stage]
 
@@ -376,8 +384,8 @@ def dual_pipe_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.
 
 
 def dual_pipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return DualPipe. A stage and its mirror do what DualPipeV of half as many stages does; the stages of the far
-    half swap their chunks.
+    """Return the order of DualPipe. A stage and its mirror, `stages` - 1 - `stage`, both run what a stage of DualPipeV
+    with half as many stages runs; on the second half of the stages, chunks 0 and 1 change places.
     """
     near = stage < stages // 2
     half, mirror = micro_batches // 2, min(stage, stages - 1 - stage)

@@ -154,7 +154,9 @@ def makespans(
 
 
 def duration_table(durations: Durations, parts: int = 1) -> np.ndarray:
-    """Return durations in the order of the numbers of `Timetable.work`: operations, 0 for idle places, pairs."""
+    """Return the durations as one vector that the numbers in `Timetable.work` index: first those of operations, then a
+    0 for idle places, then those of pairs.
+    """
     given = [durations.forward, durations.backward, 0 if durations.weight is None else durations.weight]
     of_parts = (parts, *np.shape(durations.forward)[-2:])
     # equal parts of what was given whole; indexing would not say which shape was meant
@@ -209,8 +211,8 @@ def _takes_and_frees(order: Sequence[Op]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def enough(schedule: str, stages: int, micro_batches: Any) -> Any:
-    """Return the micro-batches of a short run (a number or an array) that needs as much memory as one of
-    `micro_batches`.
+    """Return the number of micro-batches (a number or an array) of a shorter step that needs as much memory as a step
+    of `micro_batches`.
 
     What does not fill a round of most schedules is added to their first round, and later ones repeat the second. GPipe
     has one round; seqpipe, seqvpp and seqsmartvpp spread the rest over rounds: the first depends on their number.

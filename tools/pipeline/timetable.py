@@ -33,7 +33,7 @@ PAIR = 3  # in `Timetable.paired`
 
 @dataclass(frozen=True)
 class Timetable:
-    """A `Timetable` holds operations by level and stage. Idle places take no time. C is parts x chunks x stages.
+    """A `Timetable` holds operations by level and stage. Idle places take no time. Below, C is parts x chunks x stages.
 
     A pair, a forward and a backward that run together, is one place.
 
@@ -63,7 +63,7 @@ class Timetable:
 
     @cached_property
     def orders(self) -> tuple[tuple[Op, ...], ...]:
-        """Return the operations of each stage."""
+        """Return the operations of each stage, in the order in which the stage runs them."""
         return tuple(tuple(as_operations(table)) for table in self.tables)
 
     @cached_property
@@ -253,8 +253,8 @@ def play(
 
 
 def critical_path(table: Timetable, times: np.ndarray) -> tuple[float, np.ndarray]:
-    """Return (step time, visits). The visits, in the shape of `times`, say how often the longest chain runs each
-    chunk's forward and backward.
+    """Return (step time, visits) of the critical path. The visits, in the shape of `times`, say how often this longest
+    chain of operations runs each chunk's forward and backward.
 
     `times` is [2, C], forward and backward of the chunks by chunk * stages + stage, or [3, C] with the weight gradients
     in the backward, which schedules with split backwards need. Their visits say how often the chain runs weight

@@ -84,7 +84,7 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that ask a p
 
 @contextmanager
 def collected_signals(received: list[int], numbers: Sequence[int] = NUMBERS) -> Iterator[list[int]]:
-    """Collect signals in a list for the block, instead of being ended by them."""
+    """While the block runs, collect signals in the list `received` instead of being ended by them."""
     with ExitStack() as handlers:
         for number in numbers:
             handlers.enter_context(handled(number, lambda number, frame: received.append(number)))
@@ -222,7 +222,7 @@ DEPTH = 3  # one being worked on, one waiting, one on its way back
 
 
 def ordered_map(make: Callable[[], Callable[[Job], Result]], jobs: Iterable[Job], workers: int) -> Iterator[Result]:
-    """Yield ``make()(job)`` for every job, in the order of the jobs.
+    """Yield ``make()(job)`` for every job, in the order of the jobs, computed by `workers` processes.
 
     make: builds the function, once in each worker (picklable: a module's function or a `functools.partial`).
     workers: processes; 1 works in this process. Raises `DataError` when a worker dies.

@@ -243,7 +243,9 @@ def _first_row(cells: list[str]) -> tuple[int, str, str] | None:
 
 
 def npu_processes(text: str) -> list[tuple[int, int, str]] | None:
-    """Return (card, process id, name) of each row of the table of processes; None for an unknown form."""
+    """Return (card, process id, name) of each row in the table of processes of `npu-smi info`; None if the table has an
+    unknown form.
+    """
     rows = list(_table(text, "Process id"))
     found = []
     for cells in rows:

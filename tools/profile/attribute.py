@@ -219,7 +219,8 @@ def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
 
 
 def whole(config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None) -> dict[str, float]:
-    """Return the seconds of the layers' communication with its hidden part, as far as the model predicts them.
+    """Return term -> the predicted seconds of the layers' communication, including the part that computation hides, for
+    the terms that the model predicts.
 
     Not of gradients and weights: the model hides these beside waiting, too, where a profile sees nothing hidden.
     """
@@ -280,7 +281,7 @@ def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
 
 
 def gap_lines_of_total(predicted: Mapping[str, float], seconds: float) -> list[Line]:
-    """Return the terms of the prediction, the largest first, for a step of which only the seconds are known."""
+    """Return the predicted terms, the largest first, for a step of which only the total seconds were measured."""
     gap = seconds - sum(predicted.values())
     found = []
     for term, part in predicted.items():

@@ -77,10 +77,10 @@ class Fit:
 
 
 class Products(TimeModel):
-    """A `Products` is a time model that gives the seconds of single matmuls."""
+    """A `Products` is a time model that also predicts the seconds of a single matmul."""
 
     def product(self, config: Configuration, matmul: Matmul) -> float:
-        """Return the seconds of a matmul."""
+        """Return the predicted seconds of one matmul."""
         return self._matmul(config, matmul)
 
 

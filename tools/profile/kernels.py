@@ -177,7 +177,9 @@ def term_of(kernel: Kernel, config: Configuration) -> str:
 
 
 def expanded(kernel: Kernel) -> bool:
-    """Return whether the graph compiler took the kernel out of an operator. Such kernels name no cell."""
+    """Return whether the graph compiler made the kernel when it expanded an operator into several. Such kernels name no
+    cell.
+    """
     return kernel.name.startswith("Expand/")
 
 

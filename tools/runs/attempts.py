@@ -89,7 +89,7 @@ class End:
 
 @dataclass(frozen=True)
 class Verdict:
-    """This says who caused the end of an attempt, apart from its victims, and what happens next."""
+    """This says which host and worker caused the end of an attempt, and what happens next."""
 
     time: float
     decision: Decision
@@ -143,7 +143,7 @@ def numbers(run_dir: Path) -> list[int]:
 
 
 def write(path: Path, form: Plan | Beat | End | Verdict) -> None:
-    """Write one file of an attempt completely; an existing file of that name is replaced.
+    """Write one file of an attempt atomically; an existing file of that name is replaced.
 
     Raises:
         DataError: it cannot be written.

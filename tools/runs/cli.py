@@ -51,7 +51,9 @@ _LINE_EVERY = 60.0  # seconds between lines, at most, off a terminal
 
 
 def follow(look: Look, console: Console, every: float, as_json: bool) -> int:
-    """Show the result of `look` every `every` seconds until the run is over; return the exit code."""
+    """Call `look` every `every` seconds and show the status that it returns, until the run is over; return the exit
+    code.
+    """
     if as_json or not console.is_terminal:
         return _print_lines(look, console, every, as_json)
     shown = table(status := look())

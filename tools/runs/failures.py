@@ -29,7 +29,7 @@ _NOISE = re.compile(  # MindSpore's and MindFormers' levels below an error, Pyth
 
 @dataclass(frozen=True)
 class Signature:
-    """This is a row of signatures.yaml."""
+    """This is a row of signatures.yaml: how a cause of failure shows in a log, what it is called, and what to do."""
 
     name: str
     pattern: re.Pattern[str]
@@ -115,12 +115,16 @@ class Failure:
 
     @property
     def counts(self) -> bool:
-        """Return whether the failure counts against the machines: a recipe that must be mended and a spike do not."""
+        """Return whether the failure counts as one that the machines caused; a recipe that must be changed and a loss
+        spike do not.
+        """
         return self.name not in _NO_MACHINE
 
     @property
     def name(self) -> str:
-        """Return the cause in one or two words: as the log tells it, or else as the launch saw it."""
+        """Return the cause in one or two words: the one that the log shows or, if the log shows none, the one that the
+        launch saw.
+        """
         own = not self.found.victim and self.found.name not in (UNKNOWN, _OF_THE_USER)
         return self.found.name if own else self.cause or self.found.name
 

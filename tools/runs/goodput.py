@@ -41,8 +41,8 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True)
 class Piece:
-    """This is a span of one kind, in microseconds since 1970; for consecutive steps, `between` of them lie between
-    steps.
+    """This is a span of a run's time that was spent on one kind of work, from `begin` to `end` in microseconds since
+    1970. For consecutive steps, `between` of its microseconds lie between steps.
     """
 
     begin: int
@@ -66,7 +66,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Ledger:
-    """This is all of a run's time; `pieces` join without gap."""
+    """This is the whole time of a run, divided into `pieces` without gap or overlap."""
 
     frames: list[Frame]
     pieces: list[Piece]
@@ -80,7 +80,7 @@ class Ledger:
         return self.frames[-1].end - self.frames[0].begin
 
     def totals(self, attempt: int | None = None) -> dict[Kind, int]:
-        """Return the microseconds of each kind, of one attempt or of all."""
+        """Return kind of work -> microseconds, of one attempt or of all attempts."""
         found: Counter[Kind] = Counter()
         for piece in self.pieces:
             if attempt is None or piece.attempt == attempt:
@@ -100,7 +100,7 @@ def micro(seconds: float) -> int:
 
 
 def ledger(run: Run) -> Ledger | str:
-    """Return the time of a run, or a sentence if its records do not determine it."""
+    """Return the time of a run by kind of work, or a sentence that says why its records do not determine it."""
     timed = [part for part in run.parts if part.timed]
     notes = []
     if old := sum(len(part) for part in run.parts if not part.timed):

@@ -40,7 +40,7 @@ _MOST_LOSS = 700.0  # whose exponential a number can hold
 
 
 def loss_rank(recipe: Recipe) -> int:
-    """Return the rank whose loss is the run's: with pipeline stages a rank of the last stage, as in MFLossMonitor.
+    """Return a rank that knows the loss of the run: with pipeline stages one of the last stage, as in MFLossMonitor.
 
     Other ranks than those of the last stage have no loss there; zero_bubble_v brings the last chunk back to rank 0.
     """
@@ -50,7 +50,9 @@ def loss_rank(recipe: Recipe) -> int:
 
 @dataclass
 class Readings:
-    """These are one rank's steps: `steps[n]` is the record of step n; a resumed part replaces what it repeats."""
+    """This holds the training steps that one rank has recorded: `steps[n]` is the record of step n. If a resumed run
+    repeats steps, the new records replace the old ones.
+    """
 
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     total_steps: int | None = None
@@ -126,7 +128,7 @@ def perplexity(loss: float | None) -> float | None:
 
 
 def loss_in_words(loss: float | None) -> str:
-    """Return a loss and its perplexity."""
+    """Return a text with a loss and its perplexity."""
     known = perplexity(loss)
     if loss is None or known is None or loss == math.inf:
         return "not finite"
@@ -161,7 +163,7 @@ class Follower:
 
 
 class Steps(Follower):
-    """This follows a metrics file; lines that no run writes are left out, and listed in `faults`.
+    """This follows a metrics file; lines of a form that no run writes are left out and listed in `faults`.
 
     A number that is text, a negative time or one in the future would make confident tables of nothing.
     """
@@ -215,8 +217,8 @@ def _parse(line: bytes) -> Any:
 
 @dataclass(frozen=True)
 class Slow:
-    """These are sentences on slow ranks, and on what the probes do not show; `compared` is the number of ranks, None
-    without probes.
+    """This is what the probes of a run show: sentences about slow ranks, and sentences about what the probes cannot
+    show; `compared` is the number of ranks, None without probes.
     """
 
     compared: int | None
@@ -248,8 +250,8 @@ def _slow_in_words(records: list[Record], recipe: Recipe | None) -> Slow:
 
 
 class Probes:
-    """These are the probes of a run that is in progress: the newest `NEWEST` of each rank, read every `LOOK`
-    seconds.
+    """This follows the probes of a run that is in progress: it judges the newest `NEWEST` probes of each rank, and
+    reads new ones every `LOOK` seconds.
     """
 
     def __init__(self, folder: Path, recipe: Recipe | None):
@@ -387,7 +389,8 @@ def header_of(record: dict[str, Any]) -> tuple[int, float | None, int | None]:
 
 
 def read_parts(file: Path, notes: list[str] | None = None) -> list[Part]:
-    """Return the parts of a metrics file, the oldest first; parts that made no step are left out.
+    """Return the parts of a metrics file (one for each start of the workers), the oldest first; parts that made no step
+    are left out.
 
     Args:
         notes: is told of lines that no run writes.

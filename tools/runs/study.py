@@ -35,8 +35,8 @@ JUDGED = ("loss", "global_norm")
 
 @dataclass(frozen=True)
 class Spike:
-    """This is a spike: `value` of `name` at `step`, `above` standard deviations above the steps before (None: it is not
-    finite).
+    """This is a spike: at `step`, the metric `name` had this `value`, `above` standard deviations above the steps
+    before (None if it is not finite).
     """
 
     step: int
@@ -116,7 +116,9 @@ class Mtbf:
 
 @dataclass(frozen=True)
 class Saving:
-    """This is the interval between saves, in seconds of training: the one used, the best one, and the cost of each."""
+    """This compares the interval between checkpoint saves that a run used with the best one, in seconds of training,
+    and says what share of the time each costs.
+    """
 
     cost: float
     used: float
@@ -163,14 +165,16 @@ def daly(cost: float, between: float) -> float:
 
 
 def overhead(cost: float, interval: float, between: float) -> float:
-    """Return the share of the time that goes into saving every `interval` seconds and into steps made again, to first
-    order.
+    """Return, to first order, the share of the time that is lost by saving every `interval` seconds and by repeating
+    steps after failures.
     """
     return cost / interval + interval / (2 * between)
 
 
 def saving(cost: float, used: float, found: Mtbf) -> Saving | None:
-    """Return the best interval and the one used; None if no failure was seen or nothing was measured."""
+    """Return the best interval between saves and the one that was used; None if no failure was seen or nothing was
+    measured.
+    """
     if found.estimate is None or cost <= 0 or used <= 0:
         return None
     best = daly(cost, found.estimate)
@@ -191,8 +195,8 @@ GOES_ON = "between attempts"
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """This is the cost of saving. `seconds` is the median stop of the training for a save; `every` is the seconds of
-    steps between two saves.
+    """This is what saving checkpoints costs a run. `seconds` is the median stop of the training for a save; `every` is
+    the seconds of steps between two saves.
     """
 
     saves: int
@@ -207,7 +211,9 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Study:
-    """This is the study of one run; `ledger` is a sentence if its time is not known."""
+    """This is everything that the report says about one run; `ledger` is a sentence if the time of the run cannot be
+    determined.
+    """
 
     run: Run
     state: str
@@ -234,7 +240,7 @@ def studies(folders: Sequence[Path]) -> list[Study]:
 
 
 def study(folder: Path) -> Study:
-    """Read and judge one run.
+    """Read the folder of one run and return its study.
 
     Raises:
         DataError: as `read_run`.
@@ -264,7 +270,7 @@ def _state(run: Run) -> str:
 
 
 def state_of(attempt: Attempt) -> str:
-    """Return the state of the newest attempt."""
+    """Return the state of an attempt in one or two words, such as "done", "failed" or "given up"."""
     decision = attempt.verdict.decision if attempt.verdict else None
     if decision:
         return {"done": "done", "give up": "given up", "leave": "left"}.get(decision, GOES_ON)

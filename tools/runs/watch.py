@@ -53,7 +53,7 @@ class _Part:
         self.some: list[float] = []  # seconds of the first `USUAL_OF` others
 
     def add(self, record: dict[str, Any], cut: int) -> None:
-        """Add a step; a step beyond `cut` was made again."""
+        """Add the record of a step; a step beyond `cut` does not count, because a later attempt makes it again."""
         seconds, stands = _number(record, "seconds"), record["step"] <= cut
         if not self.last:
             self.first = seconds if stands else 0.0
@@ -78,7 +78,7 @@ def _part(record: dict[str, Any]) -> _Part:
 
 
 class Kept:
-    """These are the steps of a run that count: `seconds` of usual steps, their number, and the newest step.
+    """This follows the steps of a run and counts those that no later attempt has made again.
 
     Args:
         file: metrics of the rank that stands for the run. sink: gets every record of a step, once, in order.
@@ -96,7 +96,7 @@ class Kept:
         self.speeds: deque[float] = deque(maxlen=_SPEED_OF)
 
     def look(self) -> None:
-        """Read new records."""
+        """Read the records that were written since the last call."""
         again = False
         for record in self.follower.records():
             if _opens(record, self.parts):
@@ -113,8 +113,8 @@ class Kept:
             self._count()
 
     def begin_at(self, step: int | None) -> None:
-        """Note that steps beyond `step` will be made again by an attempt that has not trained yet; None means that
-        there is none.
+        """Stop counting the steps beyond `step`, because an attempt that has not trained yet will make them again; None
+        means that there is no such attempt.
         """
         cut = NEVER if step is None else step
         if cut != self.cut:
@@ -151,7 +151,7 @@ class Kept:
 
     @property
     def usual(self) -> float | None:
-        """Return the seconds of a usual step, of the newest part that has enough steps."""
+        """Return the seconds of a usual step, from the newest part that has enough steps."""
         return next((median(part.some) for part in reversed(self.parts) if part.some), None)
 
     @property
@@ -180,8 +180,8 @@ BAD = ("failed", "given up", "left", "interrupted", "preempted")
 
 @dataclass(frozen=True)
 class Status:
-    """This is the state of a run; unknown values are None. Times are seconds; `goodput` is a share; `quiet` is the time
-    since anything new was seen. The held-out losses come from the last evaluation.
+    """This is the state of a run at one moment; unknown values are None. Times are seconds; `goodput` is a share;
+    `quiet` is the time since anything new was seen. The held-out losses come from the last evaluation.
     """
 
     run: str
@@ -214,7 +214,7 @@ class Status:
 
 
 class Watch:
-    """This follows one run, and reads each line only once.
+    """This follows one run, and reads each line of its files only once.
 
     Raises:
         DataError: the folder is not a run's.

@@ -95,7 +95,9 @@ _LIMIT, _POOL = ("context", "max_device_memory"), ("context", "mempool_block_siz
 
 @dataclass(frozen=True)
 class Site:
-    """This is the machine of an answer."""
+    """This describes the cluster for which the search writes a recipe: devices of a node, hardware description and, if
+    the user changed it, the memory limit of a device.
+    """
 
     node: int  # devices
     hardware: str  # file or name, as `plugins.hierarchical_ep.hardware` takes it

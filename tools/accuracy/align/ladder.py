@@ -58,8 +58,8 @@ MOST = 8  # rows of a failed rung that are printed
 
 @dataclass(frozen=True)
 class Sides:
-    """These are the two recipes that are trained; `about` says in one sentence how they differ from the given recipes,
-    and is empty if they do not.
+    """This holds the recipes of the two sides that are trained; `about` says in one sentence how they differ from the
+    given recipes, and is empty if they do not.
     """
 
     recipes: list[Recipe]
@@ -120,7 +120,7 @@ def _sharded(recipe: Recipe) -> Recipe:
 
 
 def train_and_compare(sides: Sides, steps: int, folder: Path, say: Callable[[str], None]) -> Rung:
-    """Return the rung that runs both sides by `tc3 train` and compares their losses.
+    """Train both sides by `tc3 train` and return the rung that compares their losses.
 
     Raises:
         SideFailedError: a side failed, or was refused: the five rungs before have run, and are not given up for that.
@@ -209,7 +209,7 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Wanted:
-    """This says what to align.
+    """This says which recipe is aligned with which reference, for how many steps, and with which data and seed.
 
     Args:
         path: the recipe. against: `hf`, or another recipe's path. steps: of rungs 5 and 6.
@@ -336,7 +336,9 @@ def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say
 
 
 def failed_text(row: Row) -> str:
-    """Return one line: the error of a value, the number of things that differ, or both sides of a setting."""
+    """Return one line about a failed row: the error of a value, the number of things that differ, or both sides' values
+    of a setting.
+    """
     if row.counted and row.detail:
         return f"{row.name}: {row.detail} ({row.measure})"
     if row.counted:

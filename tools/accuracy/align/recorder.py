@@ -50,7 +50,7 @@ class AlignRecorder(Callback):
                     parameters[name].set_data(Tensor(file[name]))
 
     def on_train_step_begin(self, run_context):
-        """Record the batch; before the first step, run it forward."""
+        """Record the batch of the step; before the first step, also run the batch forward and record the outputs."""
         arguments = run_context.original_args()
         self._after_step(arguments)
         batch = dict(zip(self.columns, arguments.train_dataset_element, strict=True))
@@ -61,7 +61,7 @@ class AlignRecorder(Callback):
         self.steps += 1
 
     def on_train_end(self, run_context):
-        """Write the record."""
+        """Write the record of this side when training ends."""
         self._after_step(run_context.original_args())
         self.out.update({f"batch/{name}": np.stack(values) for name, values in self.batches.items()})
         np.savez(self.record, **self.out)

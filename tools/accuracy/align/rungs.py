@@ -80,12 +80,16 @@ class Row:
 
     @property
     def counted(self) -> bool:
-        """Return whether `error` is a number of differences, of which none is allowed, instead of the size of one."""
+        """Return whether `error` counts differences, of which none is allowed, instead of measuring the size of one
+        difference.
+        """
         return self.tolerance == NONE
 
     @property
     def rounding(self) -> bool:
-        """Return whether the reference differs from itself by as much as the error."""
+        """Return whether rounding explains the error: the reference's difference from itself, times `FLOOR_FACTOR`, is
+        at least as large.
+        """
         return self.error <= FLOOR_FACTOR * self.floor
 
 
@@ -108,7 +112,9 @@ class Rung:
 
     @property
     def worst(self) -> Row | None:
-        """Return the row that exceeds its tolerance by most, or that is nearest to it."""
+        """Return the row with the largest error divided by its tolerance, among the rows with the rung's status; None
+        without rows.
+        """
         rows = [row for row in self.rows if row.status == self.status] or self.rows
         return max(rows, key=lambda row: row.error / row.tolerance, default=None)
 
@@ -255,8 +261,8 @@ def _snapped(step: np.ndarray, want: np.ndarray, weight: np.ndarray) -> np.ndarr
 
 
 def trimmed(got: np.ndarray, want: np.ndarray) -> float:
-    """Return `relative` without the worst thousandth of the elements; with fewer than a thousand, all elements
-    count.
+    """Return the relative error as `relative` does, but leave out the worst thousandth of the elements; with fewer than
+    a thousand elements, all count.
     """
     if got.shape != want.shape or not np.isfinite(got).all():  # NaN would be among the worst, and left out
         return float("inf")
@@ -296,13 +302,17 @@ def _different(one: np.ndarray, other: np.ndarray | None) -> float:
 
 
 def first_difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], order: list[str]) -> list[Row]:
-    """Return the relative error of each traced module, in `order`; a failed forward rung is explained by these."""
+    """Return a row with the relative error of each traced module that both sides have, in the given order; these rows
+    explain a failed forward rung.
+    """
     both = [name for name in order if name in ours and name in theirs]
     return [Row(name, relative(ours[name], theirs[name]), GRADIENT, "relative L2") for name in both]
 
 
 def explain_forward(rung: Rung, ours: Record, theirs: Record, rope: int) -> str:
-    """Return the first module that differs; `rope` is the number of last dimensions of a head that are rotated."""
+    """Return a sentence that names the first module whose output differs; `rope` is how many dimensions at the end of a
+    head are rotated.
+    """
     bad = [row.name for row in rung.rows if row.status == FAILED]
     given = [name for name in bad if name.startswith(("initial", "batch"))]
     if given:
@@ -323,7 +333,9 @@ def explain_forward(rung: Rung, ours: Record, theirs: Record, rope: int) -> str:
 
 
 def explain_backward(rung: Rung, ours: Record, theirs: Record) -> str:
-    """Return the failed gradient that backward reaches first, and how many gradients failed in total."""
+    """Return a sentence that names the failed gradient that the backward pass reaches first, and how many gradients
+    failed.
+    """
     bad = [row for row in rung.rows if row.status == FAILED]
     weights = [row for row in bad if row.name != "global norm"]
     if not weights:
@@ -335,7 +347,9 @@ def explain_backward(rung: Rung, ours: Record, theirs: Record) -> str:
 
 
 def explain_update(rung: Rung, ours: Record, theirs: Record, hyper: Hyper) -> str:
-    """Return which parameter group moved differently, and whether weight decay or the rate explains it."""
+    """Return a sentence that says which parameter group moved differently, and whether weight decay or the learning
+    rate explains it.
+    """
     bad = [row.name for row in rung.rows if row.status == FAILED]
     biases = [name for name in bad if re.search(r"e_score_correction_bias|expert_bias", name)]
     weights = [name for name in bad if name not in biases]
@@ -355,7 +369,7 @@ def explain_update(rung: Rung, ours: Record, theirs: Record, hyper: Hyper) -> st
 
 
 def explain_curve(rung: Rung) -> str:
-    """Return the first step that differs."""
+    """Return a sentence that names the first step that differs, by how much, and what such a difference means."""
     first = next(row for row in rung.rows if row.status == FAILED)
     meaning = "state that one step does not show"
     if "by itself" in first.name:

@@ -174,7 +174,7 @@ def _corpus(recipe: Recipe, data: str | None) -> list[str]:
 
 
 def is_mini(path: Path) -> bool:
-    """Return whether `load` makes a mini of the recipe."""
+    """Return whether `load` makes a CPU mini of the recipe instead of taking it unchanged."""
     return not View(load_recipe(path)).on_cpu
 
 

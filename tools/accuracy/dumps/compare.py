@@ -54,7 +54,8 @@ def first_findings(findings: Iterable[Row]) -> dict[str, Row | None]:
 
 
 def meaning(rows: list[Row], trained_known: bool) -> str:
-    """Return where to look.
+    """Return one or two sentences that say what the earliest finding usually means and where to look for its cause; "No
+    tensor diverges." if there is no finding.
 
     Args:
         rows: of a comparison, in the order of execution.
@@ -87,7 +88,7 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
 
 
 def origin(row: Row) -> str:
-    """Return which module made a row's tensor, if the dump says so."""
+    """Return a phrase that names the call or update that made a row's tensor, as far as the dump says so."""
     if row.kind == UPDATE:
         return f"the update of {row.place}"
     if row.role == "input":
@@ -205,7 +206,7 @@ def _forward(row: Row, initial: bool) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """These are all rows of a comparison, in the order of execution.
+    """This is the result of a comparison: all rows in the order of execution, and what is known about both dumps.
 
     Args:
         golden, bench: the folders.
@@ -254,7 +255,7 @@ class Report:
         return text + (f": {kinds}" if kinds else "")
 
     def notes(self) -> list[str]:
-        """Return what a reader must know about the judgement."""
+        """Return sentences about the limits of the comparison, such as tensors that were judged by statistics only."""
         found = []
         if self.task == "statistics":
             found.append("judged by max, min, mean and norm only: values that changed places or cancel are not seen")
@@ -286,7 +287,9 @@ class Report:
         return found
 
     def meaning(self) -> str:
-        """Return where to look."""
+        """Return one or two sentences that say what the earliest finding usually means and where to look for its cause;
+        "No tensor diverges." if there is no finding.
+        """
         return meaning(self.rows, self.trained_known)
 
     def as_json(self) -> dict[str, Any]:
@@ -311,7 +314,7 @@ def as_json(row: Row) -> dict[str, Any]:
 
 
 def finding_text(row: Row) -> str:
-    """Return one line about a finding."""
+    """Return one line that says where a finding is and what is wrong."""
     rank = f" rank {row.rank}" if row.rank else ""
     numbers = f"error {row.error:.3g}, tolerance {row.tolerance:.3g} at count {row.count}; " if row.shape else ""
     return f"step {row.step}{rank} {row.name}: {row.kind}: {numbers}{row.detail}"
@@ -320,7 +323,7 @@ def finding_text(row: Row) -> str:
 def compare_dumps(
     golden: Dump, bench: Dump, promoted: bool = False, progress: Callable[[int, int], object] = lambda done, total: None
 ) -> Report:
-    """Return all tensors of two dumps.
+    """Compare two dumps tensor by tensor and return the report.
 
     Args:
         promoted: the golden side computed in a wider type (report section 3.1 (1)), which is not a finding then.

@@ -64,8 +64,8 @@ ErrorOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Scale:
-    """This is a tensor that is scaled by a factor. `factor` is found by least squares; `error` is the distance of 1
-    from [low, high]; `allowed` is the tolerance for it.
+    """This is a common factor between a tensor and the golden one, found by least squares. `error` is the distance of 1
+    from the interval [low, high] of possible factors; `allowed` is the tolerance for this distance.
     """
 
     factor: float
@@ -74,7 +74,8 @@ class Scale:
 
 
 def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: str) -> Scale | None:
-    """Return the factor between two .npy files of one shape, if there is one.
+    """Return the common factor between two .npy files of one shape if it differs from 1 by more than is allowed;
+    otherwise None.
 
     Args:
         sums: `Measured.sums` of the two; the files are read again only if these say that the factor is over the floor.
@@ -89,7 +90,9 @@ def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: s
 
 
 def distance(sums: tuple[float, float, float]) -> float:
-    """Return how far 1 is outside of [low, high], from sums of want^2, want d and d^2."""
+    """Return how far 1 lies outside the interval of the possible factors, from the sums of want^2, want d and d^2,
+    where d is the difference of the tensors.
+    """
     want, along, apart = sums
     if want <= 0 or want + along <= 0:
         return 0.0  # nothing to scale, or not even the same sign: no question of a factor

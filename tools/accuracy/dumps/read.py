@@ -305,8 +305,8 @@ class Dump:
         return sorted(next(iter(self.folders.values())))
 
     def entries(self, step: int, rank: int) -> list[Entry]:
-        """Return the weights, which are those before the step, and then the step's calls, in the order in which they
-        ended.
+        """Return the entries of one step on one rank: first the weights before the step, then the calls of the step in
+        the order in which they ended.
         """
         found = _entries(self.weights[step][rank]) if step in self.weights else []
         if step in self.folders:

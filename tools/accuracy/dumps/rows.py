@@ -46,7 +46,7 @@ _WIDTH = {"float64": 3, "float32": 2, "float16": 1, "bfloat16": 1}
 
 
 class Counter:
-    """These are counts for the tensors of one step on one rank.
+    """This computes the accumulation count of each tensor of one step on one rank.
 
     Args:
         entries: all calls of the step, golden side.
@@ -118,7 +118,7 @@ def _counts(entry: Entry) -> tuple[int, int, int]:
 
 
 class Trained:
-    """This is what two dumps show about their parameters.
+    """This says which parameters a gradient trains, as far as the two dumps show it.
 
     Args:
         entries: all calls of both dumps.
@@ -145,7 +145,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Row:
-    """This is one tensor, or one call that only one side has.
+    """This is the comparison of one tensor, or of one call that only one side has.
 
     Args:
         step, rank, order: when and where; `order` counts the calls of a step.
@@ -181,7 +181,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Pair:
-    """A row is made from these values; None stands on the side that lacks the tensor."""
+    """This is a pair of tensors from which a row is made; a side that lacks the tensor is None."""
 
     step: int
     rank: int
@@ -199,8 +199,8 @@ class Pair:
 
 
 def pairs(step: int, rank: int, golden: list[Entry], bench: list[Entry]) -> Iterator[Pair]:
-    """Yield the tensors of one step on one rank, in the golden side's order; tensors that only `bench` has stand where
-    they came.
+    """Yield the tensors of one step on one rank, in the golden side's order; tensors that only `bench` has are placed
+    where they ran.
     """
     counter = Counter(golden)
     for order, (want, got) in enumerate(_aligned(golden, bench)):
@@ -282,7 +282,9 @@ def _plain(head: dict, golden: Item, bench: Item) -> Row | None:
 
 
 def judged_type(golden: str, bench: str) -> str:
-    """Return the column of Table 2 for the narrower of two types; float64 is judged as float32."""
+    """Return the first of the two types that is narrow, as the name of a column of Table 2; "float32" if neither is,
+    also for float64.
+    """
     return next((dtype for dtype in (bench, golden) if dtype in NARROW), "float32")
 
 

@@ -84,7 +84,7 @@ RATE = "learning rate, or what else makes a whole update longer"
 
 @dataclass(frozen=True)
 class Seen:
-    """This is an update as far as statistics determine it.
+    """This compares two updates of one weight as far as the dumped statistics determine them.
 
     Args:
         error, allowed: of the statistic that is off most: of its move, relative to what the update's size may move it.
@@ -201,7 +201,7 @@ def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[
 
 @dataclass
 class Updates:
-    """This judges the updates of all weights.
+    """This counts how many weight updates were judged, by what, and why others were not.
 
     Args:
         judged: how many; exact: of these, from all values.
@@ -344,8 +344,8 @@ def _decay(grown: float) -> str:
 
 @dataclass(frozen=True)
 class Moved:
-    """These are two updates of one weight. All values except the first two and the last two are shares of |u|, see
-    above.
+    """This compares two updates of one weight, computed from all values. All values except the first two and the last
+    two are shares of |u|, see above.
 
     Args:
         update, weight: |u|, |w|.

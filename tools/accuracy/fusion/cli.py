@@ -1,5 +1,5 @@
-"""This module is `tc3 accuracy fusion`: the exit code is 0 within tolerance, 1 out of it, 2 for unknown or a wrong
-input.
+"""This module is `tc3 accuracy fusion`: its exit code is 0 within tolerance, 1 out of it, and 2 if the result is
+unknown or the input wrong.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ def shrunk(kernel: Kernel) -> Kernel:
 
 @dataclass
 class Found:
-    """These are kernels of graphs.
+    """This collects the kernels of graphs, each kind once, and the reasons why others cannot be computed again.
 
     Args:
         kernels: each kind once, by `Kernel.key`. counts: how many there are of each.

@@ -130,7 +130,7 @@ def _summed(step: Step, kernel: Kernel) -> int:
 
 
 def verdict(got: np.ndarray, want: np.ndarray, allowance: Allowance, way: str) -> Verdict:
-    """Return `judge` of one result against the exact one; booleans and integers must be equal."""
+    """Return the judgement of one result against the exact one by `judge`; booleans and integers must be equal."""
     if not np.issubdtype(want.dtype, np.floating):
         got, want = got.astype(np.float64), want.astype(np.float64)
     return judge(got.reshape(want.shape), want, allowance.tolerance(way), allowance.dtype)
@@ -138,7 +138,7 @@ def verdict(got: np.ndarray, want: np.ndarray, allowance: Allowance, way: str) -
 
 @dataclass(frozen=True)
 class Row:
-    """This is one kind of kernel.
+    """This is the judgement of one kind of kernel: fused, and one operator after the other.
 
     Args:
         name: its operators. where: the path of one. times: how many there are in the graphs.

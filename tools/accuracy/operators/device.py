@@ -47,7 +47,8 @@ class MindSporeDevice:
         self._ms.set_context(**self._before)
 
     def forward(self, spec: Spec, inputs: tuple[Array, ...], dtype: str) -> tuple[Array, ...]:
-        """Return the outputs; bfloat16 is returned as the same values in float32.
+        """Run the operator of `spec` on the device and return its outputs; bfloat16 outputs are returned as the same
+        values in float32.
 
         Raises:
             NotRunnableError: this machine has no kernel of the operator for that type.
@@ -57,8 +58,8 @@ class MindSporeDevice:
     def backward(
         self, spec: Spec, inputs: tuple[Array, ...], douts: tuple[Array, ...], dtype: str
     ) -> tuple[Array, ...]:
-        """Return the gradients of the inputs `spec.wrt`, given those of the float outputs; this raises as `forward`
-        does.
+        """Return the gradients of the inputs `spec.wrt` for given gradients of the float outputs; this raises what
+        `forward` raises.
         """
         return self._caught(lambda: self._gradients(spec, self._tensors(spec, inputs, dtype), douts), dtype)
 

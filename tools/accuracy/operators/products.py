@@ -262,7 +262,9 @@ def _routed(rng, tokens, experts):
 
 
 def sort_maps(experts: Array) -> tuple[Array, Array]:
-    """Return for experts [N, k] (copy at each sorted place, sorted place of each copy), [N k]; the sort is stable."""
+    """Sort the N k (token, expert) copies stably by expert; return two int arrays [N k]: the copy at each sorted place,
+    and the sorted place of each copy.
+    """
     order = np.argsort(experts.reshape(-1), kind="stable").astype(np.int32)
     return order, np.argsort(order, kind="stable").astype(np.int32)
 

@@ -47,7 +47,7 @@ CLASSES = {PASS: "pass", FAIL: "fail", NOT_RUNNABLE: "none"}
 
 @dataclass(frozen=True)
 class Report:
-    """These are all rows of a run.
+    """This is the report of a run over operators: all of its rows.
 
     Args:
         device: what the operators ran on.
@@ -108,7 +108,7 @@ def used(rows: list[Row]) -> float:
 
 
 def cell_text(rows: list[Row]) -> str:
-    """Return one cell of the table."""
+    """Return the text of one cell of the table of operators and data types."""
     status = status_of(rows)
     if status == NOT_RUNNABLE:
         return "-"
@@ -168,7 +168,7 @@ def list_lines() -> list[str]:
 
 
 def html(report: Report) -> str:
-    """Return the whole page."""
+    """Return the whole report as an HTML page."""
     dtypes = list(dict.fromkeys(row.dtype for row in report.rows))
     cells = report.cells()
     family_of = {spec.name: family for family, specs in FAMILIES.items() for spec in specs}

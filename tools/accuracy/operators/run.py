@@ -162,7 +162,7 @@ class Row:
 
 
 def verify(spec: Spec, dtype: str, device: MindSporeDevice, reruns: int = 3, seed: int = 0) -> list[Row]:
-    """Return all checks of an operator in one data type.
+    """Run all checks of an operator in one data type on a device, and return a row for each.
 
     Args:
         dtype: full name. reruns: how often each case runs in all; 1 checks no reruns. seed: of the inputs.
@@ -245,8 +245,8 @@ def _special(spec: Spec, dtype: str, device: MindSporeDevice, seed: int) -> Iter
 
 
 def special_inputs(spec: Spec, dtype: str, seed: int) -> tuple[Array, ...]:
-    """Return all combinations of special values for spec.special "each"; the first case with one in each row for
-    "row".
+    """Return test inputs with special values: all combinations of them if `spec.special` is "each"; the first case with
+    one special value in each row if it is "row".
     """
     case = make_case(spec, spec.shapes[0], dtype, seed)
     if spec.special == "each":

@@ -46,15 +46,15 @@ class MtpLayer(nn.Module):
         self.shared_head = nn.ModuleDict({"norm": deepseek.DeepseekV3RMSNorm(config.hidden_size, config.rms_norm_eps)})
 
     def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, **attention: Any) -> torch.Tensor:
-        """embedded, of the next tokens, and hidden, of the main model after its last norm, are both [B, S, h]; the
-        result is [B, S, h].
+        """Return the MTP block's hidden states [B, S, h] for `embedded` [B, S, h], the embeddings of the next tokens,
+        and `hidden` [B, S, h], the main model's hidden states after its last norm.
         """
         joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         return self.shared_head["norm"](self.layer[0](joined, **attention))
 
 
 class Reference:
-    """This is the model, ready to run in float32.
+    """This is the reference model with given weights, ready to run in float32.
 
     Attributes:
         model: DeepseekV3ForCausalLM; MTP layers are appended to its layers, and it does not run them itself.
@@ -81,7 +81,8 @@ class Reference:
         self._trace_modules()
 
     def losses(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the loss and its parts: `loss`, `lm_loss`, `mtp_loss`, `aux_loss`, and `logits` [B, S, v].
+        """Run forward and return the total `loss`, its parts `lm_loss`, `mtp_loss` and `aux_loss`, and `logits` [B, S,
+        v].
 
         batch: `input_ids`, `labels` int64 [B, S], labels already shifted; `loss_mask` float32 [B, S].
         """
@@ -109,7 +110,7 @@ class Reference:
         return self.sizes.aux_coefficient * (frequency * share).sum(-1).mean()
 
     def counts(self, layer: int) -> torch.Tensor:
-        """Return how often the last forward pass chose each expert of a layer, [E]."""
+        """Return [E], the number of tokens for which the last forward pass chose each expert of a layer."""
         scores, chosen, _ = self.routed[layer]
         return torch.bincount(chosen.flatten(), minlength=scores.shape[-1])
 
@@ -227,7 +228,8 @@ def run(reference: Reference, hyper: Hyper, batches: Arrays) -> Arrays:
 def single_steps(
     reference: Reference, hyper: Hyper, batches: Arrays, states: Sequence[dict[str, Arrays]], loads: Sequence[Arrays]
 ) -> Arrays:
-    """Return every single step from the other side's state, so that accumulated rounding cannot explain a difference.
+    """Compute every step by itself, starting from the other side's state before that step, so that accumulated rounding
+    cannot explain a difference.
 
     Args:
         states: before each step and after the last: `weight`, and Adam's `moment` and `square`, by name.
@@ -269,7 +271,9 @@ def single_steps(
 def differentiate(
     reference: Reference, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
 ) -> tuple[dict[str, float], float]:
-    """Return (parts of the loss, global norm) of a batch; the gradients stay in the weights."""
+    """Run forward and backward on a batch, and return (the parts of the loss, the global gradient norm); each weight
+    keeps its gradient in `grad`.
+    """
     optimizer.zero_grad()
     losses = reference.losses(batch)
     losses["loss"].backward()
@@ -295,7 +299,9 @@ def step(
 
 
 def forward(reference: Reference, batches: Arrays) -> Arrays:
-    """Return the results of the first batch without training: logits and every module's output."""
+    """Run the first batch forward without training, and return its losses, its logits and the output of every traced
+    module.
+    """
     reference.trace = {}
     with torch.no_grad():
         losses = reference.losses(batch_of(batches, 0))
@@ -317,7 +323,7 @@ def optimizer_of(model: torch.nn.Module, hyper: Hyper) -> torch.optim.AdamW:
 
 
 def batch_of(batches: Arrays, index: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of one step."""
+    """Return the batch of one step as tensors: `input_ids` and `labels` int64, and `loss_mask`, each [B, S]."""
     ids, labels = (torch.from_numpy(batches[name][index].astype(np.int64)) for name in ("input_ids", "labels"))
     return {"input_ids": ids, "labels": labels, "loss_mask": torch.from_numpy(batches["loss_mask"][index])}
 

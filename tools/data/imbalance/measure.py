@@ -64,7 +64,9 @@ class Seconds:
     error: str
 
     def step(self, over_even: float) -> float:
-        """Return the seconds of a step that computes `over_even` times as long as an even one."""
+        """Return the seconds of a step whose computation takes `over_even` times as long as that of an evenly loaded
+        step.
+        """
         return self.even + (over_even - 1) * self.stretched
 
 
@@ -119,11 +121,15 @@ class Distribution:
         return _first(self.values, self.counts, share)
 
     def weighted_quantile(self, share: float) -> int:
-        """Return the smallest value for which the values up to it make up at least `share` of the total."""
+        """Return the smallest value v such that all values up to v together make up at least `share` of the sum of all
+        values.
+        """
         return _first(self.values, self.counts * self.values, share)
 
     def octaves(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (from, below, count, sum) for each power of two in the range of the values."""
+        """Yield (from, below, count, sum) for each power of two in the range of the values: how many values lie in
+        [from, below), and their sum.
+        """
         octave = np.frexp(self.values)[1] - 1  # exact below 2**53
         for power in range(int(octave[0]), int(octave[-1]) + 1):
             mine = octave == power

@@ -194,8 +194,8 @@ def _gathered_gradients(config: Configuration, kind: str) -> float:
 
 
 def buffers(config: Configuration, kind: str) -> float:
-    """Return the bytes of communication buffers: a gathered activation, and one micro-batch's copies on their way to
-    experts (those that the device receives) and back (its own).
+    """Return the bytes of communication buffers: a gathered activation, and the token copies of one micro-batch: those
+    that the device receives for its experts, and its own on the way back.
 
     What is gathered and what is to be scattered are there at once unless the collective is part of the matmul.
     """
@@ -221,8 +221,8 @@ def mtp_option(config: Configuration) -> str:
 
 
 def working(config: Configuration, kinds: list[str]) -> float:
-    """Return the most bytes that one pass of a chunk needs beside kept tensors: for a layer run again, or for the
-    loss.
+    """Return the largest number of bytes that one pass of a chunk needs beside kept tensors: for a recomputed layer, or
+    for the loss.
     """
     return fullest_pass(config, kinds)[1]
 

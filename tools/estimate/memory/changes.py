@@ -27,7 +27,7 @@ Apply = Callable[[Configuration, float], Configuration | None]  # of a run and i
 
 @dataclass(frozen=True)
 class Change:
-    """This is one change, or two after each other.
+    """This is one change of a run that reduces its memory, or two such changes made together.
 
     Args:
         name: in words.
@@ -56,7 +56,7 @@ def single_changes(config: Configuration, limit: float) -> list[Change]:
 
 
 def pairs_of_changes(config: Configuration, limit: float) -> list[Change]:
-    """Return two changes after each other, if the second frees memory in addition to the first."""
+    """Return the pairs of changes of which the second frees memory in addition to the first."""
     found = []
     for (name, apply), (other, second) in combinations(_moves(config), 2):
         if name.split(" ")[0] == other.split(" ")[0]:
@@ -198,7 +198,9 @@ def _move_layer(run: Configuration, _: float) -> Configuration | None:
     layers = _one_more(_one_more(run.layers, chunk, low), chunk, high, -1)
 
     def fitted(table: Table | None) -> Table | None:
-        """Return the layers so that all layers stay all, and counts are at most the layers of a stage."""
+        """Return a recompute table that fits the new layers: a table of all layers stays one of all layers, and no
+        count exceeds the layers of its chunk and stage.
+        """
         if table is None or table == run.layers:
             return table and layers
         return tuple(tuple(map(min, row, own)) for row, own in zip(table, layers, strict=True))

@@ -138,7 +138,9 @@ class Even:
 
 
 class Needs(NamedTuple):
-    """These are the bytes of the fullest device, as far as they are known: [steps] least, expected and most."""
+    """These are the bytes of the fullest device in each step: [steps] the least possible, the expected and the largest
+    possible number.
+    """
 
     least: np.ndarray
     total: np.ndarray
@@ -202,17 +204,17 @@ class Judged:
 
     @property
     def total(self) -> np.ndarray:
-        """Return [steps, stages] the expected bytes."""
+        """Return [steps, stages], the expected bytes of the fullest device."""
         return np.stack([one.total for one in self.needs], axis=1)
 
     @property
     def over(self) -> np.ndarray:
-        """Return [steps] whether a step needs more than the limit."""
+        """Return [steps], True where a step needs more than the limit."""
         return np.max([one.least for one in self.needs], axis=0) > self.room.cap
 
     @property
     def open(self) -> np.ndarray:
-        """Return [steps] whether the model's known error leaves open if a step fits."""
+        """Return [steps], True where the model's known error leaves open whether a step fits."""
         return (np.max([one.most for one in self.needs], axis=0) > self.room.bytes) & ~self.over
 
     @property
@@ -255,7 +257,9 @@ class Judged:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the same for `--json`; `steps` counts by verdict, and `stages` has the fullest step of each stage."""
+        """Return the result for `--json`; `steps` counts by verdict, and `stages` has the fullest step of each
+        stage.
+        """
         found: dict[str, Any] = {"fits_up_to": self.up_to, "full_first": self.full, "most_possible": self.most}
         if self.loads is None:
             return found

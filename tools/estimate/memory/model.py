@@ -37,7 +37,7 @@ _BUCKET = 2  # layers whose weights are gathered at once where computing weights
 
 @dataclass(frozen=True)
 class StageMemory:
-    """These are bytes on one device of a stage.
+    """These are the bytes that one device of a stage needs at its peak, by part.
 
     Args:
         weights: as the optimizer updates them.
@@ -123,9 +123,9 @@ def exchanged(config: Configuration, stage: int) -> float:
 
 
 def exchange_of(slices: Iterable[float], item: int) -> float:
-    """Return the bytes of an exchange of experts on a device, whose rows travel tensor by tensor: what the device sends
-    and what arrives, at most twice its slice of the largest tensor. A moment has four bytes an element, whatever type
-    the weight has.
+    """Return the largest number of bytes that an exchange of experts needs on a device: what it sends and what arrives.
+    Tensors travel one by one, so this is twice the device's slice of the largest tensor; elements of the optimizer's
+    moments have four bytes.
 
     Args:
         slices: elements that the device holds of each tensor of experts. item: bytes of an element of a weight.
@@ -226,7 +226,8 @@ def chunk_modules(config: Configuration, stage: int) -> list[dict[str, float]]:
 
 
 def layer_options(config: Configuration, chunk: int, stage: int, count: int) -> list[str]:
-    """Return what each of a chunk's layers recomputes: the first ones fully, the next selectively, then communication.
+    """Return the recompute option of each of a chunk's layers: the first ones recompute fully, the next ones
+    selectively, then those that repeat only communication.
 
     MindFormers counts each option from the chunk's first layer and lets the stronger one win. Groups of operators come
     beside what a layer has that does not recompute everything: "select+attention" (`tools.estimate.configuration`).

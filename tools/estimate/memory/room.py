@@ -71,8 +71,8 @@ class MemoryErrors:
 
     @property
     def margin(self) -> float:
-        """Return the share of a limit that predictions must leave free: every known run would have fit, and unseen ones
-        as far as runs of other groups show.
+        """Return the share of a memory limit that predictions must leave free. With this margin, every known run would
+        have fit; for unseen runs it rests on predictions of runs whose groups were left out.
         """
         return max(LEFT_OUT, self.missed)
 
@@ -83,11 +83,11 @@ class MemoryErrors:
         return sum(predicted <= limit * (1 + error) * (1 + _ROUNDED) for error in self.errors.values())
 
     def fits(self, predicted: float, limit: float) -> str:
-        """Return the numbers as text, such as ``"15 of 24"``."""
+        """Return how many of the known runs would fit as text, such as ``"15 of 24"``."""
         return f"{self.fitting(predicted, limit)} of {len(self.errors)}"
 
     def differences(self, found: Mapping[str, float]) -> list[str]:
-        """Return in words the runs whose error differs from the recorded one."""
+        """Return a sentence for each run whose prediction error, `found` now, differs from the recorded one."""
         return [
             f"{name}: its memory error is {found[name]:+.2%}, {FILE.name} has {error:+.2%}"
             for name, error in self.errors.items()
@@ -97,7 +97,7 @@ class MemoryErrors:
 
 @lru_cache(maxsize=1)
 def known_errors() -> MemoryErrors:
-    """Return what errors.yaml records."""
+    """Return the prediction errors of known runs that errors.yaml records."""
     return MemoryErrors(yaml.safe_load(FILE.read_text(encoding="utf-8"))["errors"])
 
 

@@ -39,8 +39,8 @@ PARTS = ("weights", "state", "accumulated", "gathered", KEPT, WORKING, BUFFERS)
 
 
 class Owner(NamedTuple):
-    """This is an owner of bytes: a part of `PARTS`, and a module of `tools.estimate.memory.training_graph` or words for
-    a pass.
+    """This names what owns some bytes: a part of `PARTS`, and a module of `tools.estimate.memory.training_graph` or a
+    pass in words.
     """
 
     part: str

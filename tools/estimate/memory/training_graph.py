@@ -90,14 +90,14 @@ _STATISTICS = 64  # bytes of a head and token that flash attention keeps beside 
 
 
 def kept(config: Configuration, kind: str, option: str = "none") -> float:
-    """Return bytes of one micro-batch and device; kinds and options are as in
-    `tools.estimate.memory.activations.saved`.
+    """Return the activation bytes that one layer keeps for backward, of one micro-batch on one device; kinds and
+    options are as in `tools.estimate.memory.activations.saved`.
     """
     return sum(kept_parts(config, kind, option).values())
 
 
 def kept_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
-    """Return module of `MODULES` -> bytes of one micro-batch and device."""
+    """Return module of `MODULES` -> activation bytes that one layer keeps for it, of one micro-batch on one device."""
     parts = _activations(config, kind, option)
     # a layer that runs again copies its weights again; the head does not run again
     for weight in () if option == "full" and kind != "head" else _weights(config, kind):

@@ -35,7 +35,7 @@ from tools.estimate.published.validate import measured_seconds, predict
 
 @dataclass(frozen=True)
 class DeviceType:
-    """These are clusters with one set of efficiencies.
+    """This is a device type: clusters that share one set of efficiencies.
 
     Args:
         parent: the type that it is drawn to; "" for the start.
@@ -204,7 +204,7 @@ def coordinates(values: Efficiency, names: Sequence[str]) -> np.ndarray:
 
 
 def with_coordinates(values: Efficiency, names: Sequence[str], where: np.ndarray) -> Efficiency:
-    """Return `values` with those parameters set to `coordinates`."""
+    """Return `values` with the parameters `names` set to `where`, which is in the form of `coordinates`."""
     plain = np.where(_shares(names), where, np.exp(where))
     changed: dict[str, Any] = {name: float(value) for name, value in zip(names, plain, strict=True)}
     return replace(values, **changed)

@@ -50,7 +50,7 @@ from tools.model.architecture import Model
 
 
 class Group(NamedTuple):
-    """This is a model, by its sizes, on a cluster."""
+    """This is a group of published rows: those of one model, known by its sizes, on one cluster."""
 
     model: str
     cluster: str
@@ -60,7 +60,7 @@ class Group(NamedTuple):
 
 
 def sizes(model: Model) -> str:
-    """Return the sizes that distinguish models, except their depth."""
+    """Return a text with the sizes by which models are distinguished; the number of layers is not among them."""
     attention = f"{model.heads}/{model.kv_heads} heads"
     if not model.experts:
         return f"{model.hidden} wide, {attention}, MLP {model.ffn}, vocabulary {model.vocab}"
@@ -124,7 +124,7 @@ def runs_of(rows: Iterable[Row]) -> list[Run]:
 
 
 def predicted(run: Run, sets: Mapping[str, Efficiency]) -> float:
-    """Return the seconds of its step."""
+    """Return the predicted seconds of a run's step."""
     return TimeModel(cluster(run.cluster), sets[run.kind]).step(run.config).total
 
 
@@ -140,7 +140,9 @@ class Point:
 
 
 class Problem:
-    """These are the runs as residuals of one long vector of parameters [types x NAMES]."""
+    """This is the least-squares problem of the fit: the runs' residuals as a function of one vector of parameters
+    [types x NAMES].
+    """
 
     def __init__(self, runs: Sequence[Run], kinds: Sequence[str]):
         self.kinds, self.runs = list(kinds), list(runs)
@@ -177,7 +179,7 @@ class Problem:
         return pull, home
 
     def sets(self, x: np.ndarray) -> Sets:
-        """Return a vector as sets."""
+        """Return the parameters in a vector as sets of efficiencies."""
         size = len(NAMES)
         return {
             kind: with_coordinates(replace(START, mesh=TYPES[kind].mesh), NAMES, x[size * place : size * (place + 1)])
@@ -185,7 +187,7 @@ class Problem:
         }
 
     def vector(self, sets: Mapping[str, Efficiency]) -> np.ndarray:
-        """Return the sets of efficiencies as a vector."""
+        """Return sets of efficiencies as a vector of parameters."""
         return np.concatenate([coordinates(sets[kind], NAMES) for kind in self.kinds])
 
     def logs(self, x: np.ndarray) -> np.ndarray:
@@ -261,7 +263,7 @@ class Problem:
 
 
 def fit(rows: Iterable[Row], start: Mapping[str, Efficiency] | None = None) -> Sets:
-    """Return a set of efficiencies for every device type.
+    """Return the fitted set of efficiencies for every device type.
 
     Args:
         start: where the search begins; it has no part in what is minimised.
@@ -280,7 +282,7 @@ class Judged:
 
 
 def errors_of(rows: Iterable[Row], sets: Mapping[str, Efficiency]) -> list[float]:
-    """Return predicted over measured - 1 for usable rows."""
+    """Return the error, predicted over measured - 1, of each usable row's step time."""
     runs = [run for row in rows for run in runs_of([row])]
     return [predicted(run, sets) / run.seconds[0] - 1 for run in runs]
 

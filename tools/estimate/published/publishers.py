@@ -35,12 +35,12 @@ MODELS = Path(__file__).parent / "models.yaml"
 
 
 class Unexpressed(Exception):
-    """This says why a row cannot be a configuration."""
+    """This error says why a row cannot be expressed as a `Configuration`."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """These are the settings of a source.
+    """These are the settings of the software with which a source of published rows ran.
 
     Args:
         masked: published FLOPs count the masked half of attention, too.

@@ -105,8 +105,8 @@ def place_swapping(config: Configuration, model: TimeModel, cap_bytes: float, bu
 
 
 def with_swapping(instance: PlacedInstance, prices: Mapping[str, Mapping[str, Swapped]]) -> PlacedInstance:
-    """Return an instance whose layers may also swap; every stage has room for the largest tensors that are being
-    moved.
+    """Return `instance` with additional options for each kind of layer, which swap its activations to the host's
+    memory. The static memory of every stage grows by the largest tensors that are being moved at one time.
     """
     once = max(price.once for kind in instance.types for price in prices[kind.name].values())
     more = {
