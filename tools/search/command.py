@@ -194,7 +194,7 @@ def _cluster(recipe: Path, cluster_name: str | None, folder: Path, options: dict
     """The cluster's name or file; with --from that of a new file, in `folder` or beside the recipe to write."""
     measured, overlay = options["measured"], options["write"]
     if measured is None:
-        return cluster_name or DEFAULT_HARDWARE
+        return DEFAULT_HARDWARE if cluster_name is None else cluster_name
     from tools.search.measured import cluster_from
 
     path = overlay.with_suffix(".cluster.yaml") if overlay else folder / "calibrated.yaml"

@@ -204,7 +204,7 @@ def cluster_from(measured: Path, recipe: Path, cluster_name: str | None, name: s
         profiled, content, called = fitted(seen, start, None, name)
         words = f"{len(profiled.fitted)} efficiencies fitted to a step of {seen.profile.step.seconds:.4g} s"
         return file_text(content, name, profiled, seen.profile, called), f"{words} in {seen.profile.source}"
-    start = cluster_name or DEFAULT_HARDWARE
+    start = DEFAULT_HARDWARE if cluster_name is None else cluster_name
     found = calibrate(read_rows(measured), start, start_of(start, None))
     off = [100 * sum(abs(pair[at]) for pair in found.errors.values()) / len(found.errors) for at in (0, 1)]
     words = f"{len(found.fitted)} efficiencies fitted to {len(found.errors)} measured steps of {measured}"
