@@ -1,10 +1,11 @@
-"""Faults planted in the gradient sums of compiled graphs at full size, and what `tc3 dryrun` says of them.
+"""Faults planted in the gradient sums and divisors of compiled graphs at full size, and what `tc3 dryrun` says of them.
 
     python benchmarks/planted_gradients.py RECIPE [--full] [--set KEY=VALUE]
 
 RECIPE is compiled as by `tc3 dryrun --quick` (with --full: one rank of each kind of stage at full depth), unless the
-cache has it. Each fault is put into the graph once for each weight that the fault can befall. A line for each fault
-says for how many weights the dry run calls exactly that weight wrong, and for how many it says anything else.
+cache has it. Each fault is put into the graph once for each weight that the fault can befall; a divisor of the backward
+pass's seed befalls all weights. A line for each fault says how often the dry run calls exactly these weights wrong, and
+how often it says anything else.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import click
 from plugins.semi_auto_cpu.ranks import WORLD
 from tools.dryrun.collectives import attributes_of
 from tools.dryrun.compiles import compile_all, text_of
-from tools.dryrun.gradients import RIGHT, WRONG, judge_gradients
+from tools.dryrun.gradients import RIGHT, WRONG, judge_gradients, seeds_of
 from tools.dryrun.graph_text import GraphText, Node, arguments_of, read_graph
 from tools.dryrun.plan import plan_jobs, without_files
 from tools.dryrun.quick import quick_plan
+from tools.dryrun.scale import SCALED, Scale, judge_scale, number_of
 from tools.layout.resolve import resolve
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
@@ -53,7 +55,10 @@ def _origin(nodes: list[Node], node: Node) -> str:
 def _group(graph: GraphText, node: Node) -> str:
     """A group of another collective, with other ranks."""
     own = attributes_of(node.text)["group"]
-    groups = (attributes_of(each.text).get("group") for nodes in graph.graphs.values() for each in nodes)
+    collectives = (
+        each for nodes in graph.graphs.values() for each in nodes if each.op in ("AllReduce", "ReduceScatter")
+    )
+    groups = (attributes_of(each.text).get("group") for each in collectives)
     return next(str(group) for group in groups if group and group != own)
 
 
@@ -92,12 +97,49 @@ def folded(graph: GraphText, weight: str) -> None:
                 node.head = node.head.replace(f"{target}, {value}", f"{target}, Tensor(shape=[1], value=[1.0])")
 
 
-PLANTED: dict[str, Callable[[GraphText, Place], None]] = {
+def divisors_of(graph: GraphText) -> list[Place]:
+    """Where the seed of the backward pass is divided: by micro-batches and by devices."""
+    nodes = graph.graphs[graph.root]
+    scaled: set[int] = set()
+    found = []
+    for number, node in enumerate(nodes):
+        one = all(size == 1 for out in node.outputs for size in out.shape)
+        if not ("_scale_sense" in node.head or scaled.intersection(node.operands)) or not one:
+            continue
+        if node.op in ("Divs", "RealDiv") and number_of(arguments_of(node.head)[1]):
+            found.append((graph.root, number))
+        if node.op in (*SCALED, "Load", "TensorMove", "SumExt") and "VirtualDiv" not in node.scope:
+            scaled.add(number)
+    return found
+
+
+def inverses_of(graph: GraphText, weight: str) -> list[Place]:
+    """Where the sum of a weight's gradient is multiplied by the inverse of the loss scale."""
+    nodes = graph.graphs[graph.root]
+    summed = {number for _, number in sums_of(graph, weight)}
+    found = []
+    for number, node in enumerate(nodes):
+        if node.op == "Mul" and nodes[node.operands[-1]].op == "Reciprocal":
+            source = nodes[node.operands[-1]]
+            while source.value is not None:
+                source = nodes[source.value]
+            if "_scale_sense" not in source.head:  # by another factor, which is 1
+                continue
+            gradient = node
+            while gradient.op in ("Mul", "Depend") and gradient.value is not None:
+                place, gradient = gradient.value, nodes[gradient.value]
+            if place in summed:
+                found.append((graph.root, number))
+    return found
+
+
+SUMS: dict[str, Callable[[GraphText, Place], None]] = {
     "left out": removed,
     "another group": another_group,
     "twice": twice,
     "largest instead of sum": largest,
 }
+FACTORS: dict[str, Callable[[GraphText, Place], None]] = {"left out": removed, "twice": twice}
 
 
 @click.command()
@@ -109,35 +151,74 @@ def main(recipe: Path, full: bool, overrides: tuple[str, ...]) -> None:
     loaded = resolve(without_files(apply_overrides(load_recipe(recipe), overrides)), partial(click.echo, err=True))
     plan = plan_jobs(loaded) if full else quick_plan(loaded)
     results = compile_all(plan, 1, True, texts=True)
-    tally: dict[str, list[int]] = {name: [0, 0] for name in ("none", *PLANTED, "folded away")}
-    stage = View(loaded).devices // View(loaded).pp
+    small = View(plan.jobs[0].recipe)
+    stage = small.devices // small.pp
+    tally: dict[str, list[int]] = {}
     for job, result in zip(plan.jobs, results, strict=True):
         if "error" in result:
             raise SystemExit(result["error"]["message"])
-        graph = read_graph(text_of(job))
-        groups = {name: tuple(ranks) for name, ranks in result["groups"]}
-        groups.setdefault(WORLD, tuple(range(job.rank // stage * stage, (job.rank // stage + 1) * stage)))
-        weights = {name: found["copies"] for name, found in result["gradients"].items() if "copies" in found}
-        told = partial(judge_gradients, ranks_of=groups.get, copies=weights, rank=job.rank)
-        tally["none"][0] += sum(found["verdict"] == RIGHT for found in told(graph).values())
-        tally["none"][1] += sum(found["verdict"] != RIGHT for found in told(graph).values())
-        for weight in weights:
-            for place in sums_of(graph, weight):
-                for name, plant in PLANTED.items():
-                    faulty = copy.deepcopy(graph)
-                    plant(faulty, place)
-                    _count(tally[name], told(faulty), weight)
-            faulty = copy.deepcopy(graph)
-            folded(faulty, weight)
-            _count(tally["folded away"], told(faulty), weight)
-    click.echo("| fault | exactly that weight is wrong | anything else |\n|---|---|---|")
+        seeds = [Scale(*seed) for one in results for seed in one["seeds"]]
+        examine(read_graph(text_of(job)), result, seeds, plan.micro_batches * small.accumulation, stage, tally)
+    none = tally.pop("none")
+    click.echo("| fault | exactly these weights are wrong | anything else |\n|---|---|---|")
+    click.echo(f"| none: all right | {none[0]} | {none[1]} |")
     for name, (named, other) in tally.items():
-        click.echo(f"| {name} | {named} | {other} |" if name != "none" else f"| none: all right | {named} | {other} |")
+        click.echo(f"| {name} | {named} | {other} |")
 
 
-def _count(tally: list[int], found: dict[str, dict[str, Any]], weight: str) -> None:
-    wrong = [name for name, one in found.items() if one.get("verdict") == WRONG]
-    tally[wrong != [weight]] += 1
+def examine(
+    graph: GraphText,
+    result: dict[str, Any],
+    seeds: list[Scale],
+    micro_batches: int,
+    stage: int,
+    tally: dict[str, list[int]],
+) -> None:
+    """Plant each fault in one rank's graph, and add to `tally` how often [exactly the weights concerned, anything else]
+    were called wrong.
+
+    Args:
+        result: of the rank's compile.
+        seeds: of all compiled ranks, for a stage without losses.
+        stage: devices of a stage.
+    """
+    rank = result["rank"]
+    groups = {name: tuple(ranks) for name, ranks in result["groups"]}
+    groups.setdefault(WORLD, tuple(range(rank // stage * stage, (rank // stage + 1) * stage)))
+    weights = {name: found["copies"] for name, found in result["gradients"].items() if "copies" in found}
+
+    def count(name: str, faulty: GraphText, concerned: list[str]) -> None:
+        told = judge_gradients(faulty, groups.get, weights, rank)
+        start = seeds_of(faulty, groups.get) or seeds
+        wrong = [weight for weight, found in told.items() if found.get("verdict") == WRONG]
+        scaled = {
+            weight: [Scale(*each) for each in found["scales"]] for weight, found in told.items() if "scales" in found
+        }
+        judged = {weight: judge_scale(each, start, micro_batches, stage) for weight, each in scaled.items()}
+        wrong += [weight for weight, (fine, _) in judged.items() if not fine and weight not in wrong]
+        known = all(found["verdict"] == RIGHT for found in told.values()) and not any(why for _, why in judged.values())
+        tally.setdefault(name, [0, 0])[sorted(wrong) != sorted(concerned) or (name == "none" and not known)] += 1
+
+    count("none", graph, [])
+    for weight in weights:
+        for place in sums_of(graph, weight):
+            for name, plant in SUMS.items():
+                count(f"sum: {name}", planted(graph, plant, place), [weight])
+        count("folded away", planted(graph, folded, weight), [weight])
+        for place in inverses_of(graph, weight):
+            for name, plant in FACTORS.items():
+                count(f"division by the loss scale: {name}", planted(graph, plant, place), [weight])
+    for place in divisors_of(graph):
+        kind = "devices" if "VirtualDiv" in graph.graphs[place[0]][place[1]].scope else "micro-batches"
+        for name, plant in FACTORS.items():
+            count(f"division by the {kind}: {name}", planted(graph, plant, place), list(weights))
+
+
+def planted(graph: GraphText, plant: Callable[[GraphText, Any], None], where: Any) -> GraphText:
+    """A copy of the graph with a fault in it."""
+    faulty = copy.deepcopy(graph)
+    plant(faulty, where)
+    return faulty
 
 
 if __name__ == "__main__":

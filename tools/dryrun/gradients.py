@@ -8,8 +8,8 @@ way. `judge` compares them with the ranks that the weight's layout names (`copie
 
 MindSpore seeds the backward pass with 1 / (number of devices of a stage) and then sums over all copies, also where the
 copies computed equal values (no sequence parallelism, for instance). Therefore the ranks of the sum follow from the
-weight's layout and not from that of its inputs. What this does not see: the seed and other factors, and values that
-are partial sums inside the forward or backward pass.
+weight's layout and not from that of its inputs. The factors on the way are read, too, and judged by
+`tools.dryrun.scale`. What this does not see: values that are partial sums inside the forward or backward pass.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import numpy as np
 from plugins.errors import ClusterError
 from tools.dryrun.collectives import attributes_of, generated_groups
 from tools.dryrun.graph_text import GraphText, Node, arguments_of, listed, tensors
+from tools.dryrun.scale import SCALED, Numbers, Scale, number_of
 
 RIGHT, WRONG, UNKNOWN = "right", "wrong", "unknown"
 
@@ -34,7 +35,6 @@ _MOVES = ("AllGather", "AlltoAll", "AlltoAllV", "Broadcast")  # collectives that
 _SAME = frozenset(  # operators that hand on their first argument
     ("Cast", "Depend", "ExpandDims", "Load", "Neg", "Reshape", "Send", "Squeeze", "TensorMove", "Transpose")
 )
-_SCALED = frozenset(("Mul", "Muls", "Div", "Divs", "RealDiv"))  # a gradient times or by a number
 _ADDED = frozenset(("Add", "AddExt", "Sub", "SubExt"))
 _MAKES = frozenset(  # operators that make the gradient of a weight out of activations and their gradients
     ("BatchMatMul", "BatchMatMulExt", "BiasAddGrad", "Dense", "EmbeddingDenseBackward", "GroupedMatmul")
@@ -47,6 +47,7 @@ _PARAMETER = re.compile(r"%(para\d+)_(\S+)")
 _KEY = re.compile(r"ref_key=([^,>]+)")
 _RECEIVED = "received from rank "
 _CHECKED = "MatMul"  # what makes it is judged elsewhere
+_CONSTANT = "a constant"
 _FIRST_MOMENT = "adam_m."
 _SUMMED = "accu_grads."
 
@@ -57,10 +58,12 @@ class Way(NamedTuple):
     Args:
         collectives: (operator, ranks), the last one first.
         start: the operator that makes the gradient, or what the walk does not know.
+        scale: what multiplies the gradient on this way, apart from clipping.
     """
 
     collectives: tuple[tuple[str, tuple[int, ...]], ...]
     start: str
+    scale: Scale = Scale()
 
 
 def copies_of(layout: Sequence[Any], rank: int) -> tuple[int, ...]:
@@ -84,8 +87,8 @@ def judge_gradients(
     copies: Mapping[str, Sequence[int]],
     rank: int,
 ) -> dict[str, dict[str, Any]]:
-    """Return for each weight that the optimizer of `rank` has: {"verdict", "why", "copies"}, or {"copy_of": another
-    rank, "summed"}.
+    """Return for each weight that the optimizer of `rank` has: {"verdict", "why", "copies", "scales", "norm"}, or
+    {"copy_of": another rank, "summed", "norm"}. The scales are for `tools.dryrun.scale.judge_scale`.
 
     A weight that two stages hold (the embedding, which MTP layers use again on the last stage) is sent from one to the
     other at the start of each step, and the gradient of the copy is sent back. What the optimizer makes of the copy is
@@ -107,6 +110,7 @@ def judge_gradients(
             ways, others = sorted(walk.of_weight(name)), [other for other, _ in sent]
             verdict, why = judge(ways, own, rank, others)
             found[name] = {"verdict": verdict, "why": why, "copies": list(own), "norm": walk.norm_of(name)}
+            found[name]["scales"] = sorted({way.scale for way in ways if way.start != _CONSTANT})
             if others:
                 after = {way.start: bool(way.collectives) for way in ways}
                 found[name]["received"] = {other: after.get(f"{_RECEIVED}{other}", False) for other in others}
@@ -121,12 +125,15 @@ def judge_gradients(
             found[name] = {"verdict": verdict, "why": why}
         else:
             summed = any(way.collectives for way in back)
-            constant = {way.start for way in walk.of_weight(name)} <= {
-                "a constant"
-            }  # the zeros of a gradient that was sent
-            norm = [] if constant else walk.norm_of(name)
+            zeros = {way.start for way in walk.of_weight(name)} <= {_CONSTANT}  # of a gradient that was sent
+            norm = [] if zeros else walk.norm_of(name)
             found[name] = {"copy_of": received[0], "summed": summed, "norm": norm}
     return found
+
+
+def seeds_of(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]) -> list[Scale]:
+    """Return what the backward pass of a stage with losses starts with: `tools.dryrun.scale.Numbers.seeds`."""
+    return _Walk(graph, ranks_of).numbers.seeds()
 
 
 def gradients_of(
@@ -151,6 +158,7 @@ class _Walk:
     def __init__(self, graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]):
         self.graph, self.ranks_of = graph, ranks_of
         self.generated = generated_groups(graph)
+        self.numbers = Numbers(graph, self.bound_to)
         self.used: dict[str, dict[int, list[int]]] = {}
         self.known: dict[tuple[str, int, tuple[int, ...]], frozenset[Way]] = {}
         self.writers: dict[str, list[tuple[str, Node]]] = defaultdict(list)
@@ -172,7 +180,10 @@ class _Walk:
         found: set[Way] = set()
         for graph, node in self.writers[_FIRST_MOMENT + name]:
             found |= self.value(graph, arguments_of(node.head)[1], ())
-        return frozenset(way for way in found if way.start not in ("", f"parameter {_FIRST_MOMENT}{name}"))
+        moment = f"parameter {_FIRST_MOMENT}{name}"
+        decays = {way.scale.by for way in found if way.start == moment}  # beta; Adam takes 1 - beta of the gradient
+        taken = Scale(1 - decays.pop()) if len(decays) == 1 else Scale(unread="the optimizer's update")
+        return frozenset(way._replace(scale=way.scale.over(taken)) for way in found if way.start not in ("", moment))
 
     def squares(self, name: str) -> list[tuple[str, int]]:
         """The operators that square the gradient which the optimizer takes of a weight, behind its last sum."""
@@ -186,21 +197,19 @@ class _Walk:
             seen.add((graph, text))
             if number := re.fullmatch(r"%(\d+)", text):
                 found |= dict.fromkeys(
-                    (graph, each) for each in self.users(graph, int(number[1])) if self.is_square(graph, each)
+                    (graph, each)
+                    for each in self.users(graph, int(number[1]))
+                    if self.graph.graphs[graph][each].op == "Square"
                 )
                 node = self.graph.graphs[graph][int(number[1])]
                 arguments = arguments_of(node.head)
                 if node.op in _SAME:
                     todo.append((graph, arguments[0]))
-                elif node.op in _SCALED or node.op in _ADDED:
+                elif node.op in SCALED or node.op in _ADDED:
                     todo += [(graph, each) for each in self.as_large(node, arguments)]
             elif (parameter := _PARAMETER.fullmatch(text)) and graph != self.graph.root:
                 todo += self.bound_to(graph, parameter[1])
         return list(found)
-
-    def is_square(self, graph: str, number: int) -> bool:
-        """Whether an operator squares what it takes."""
-        return self.graph.graphs[graph][number].op == "Square"
 
     def users(self, graph: str, number: int) -> list[int]:
         """The operators of a subgraph that take the value of one of its operators."""
@@ -227,9 +236,9 @@ class _Walk:
                     break
                 if node.op == "AllReduce":
                     groups = [*groups, list(self.collective(node)[1])]
-                elif node.op in _SCALED:
-                    by = re.search(r"value=\[?\s*([\d.e+-]+)\s*\]?\)", arguments_of(node.head)[1])
-                    divisor *= float(by[1]) if by else math.nan
+                elif node.op in SCALED:
+                    by = number_of(arguments_of(node.head)[1])
+                    divisor *= math.nan if by is None else by
                 after = (each for each in self.users(graph, place) if nodes[each].op in _OF_THE_NORM)
                 todo += [(each, divisor, groups) for each in after]
         return found
@@ -260,20 +269,21 @@ class _Walk:
                 found.append((int(str(peer)), Way(tuple(steps), parameter[2])))
         return found
 
-    def value(self, graph: str, text: str, members: tuple[int, ...]) -> frozenset[Way]:
-        """The ways into an argument; `members` are the places in tuples that are meant, the innermost first."""
+    def value(self, graph: str, text: str, members: tuple[int, ...], reader: Node | None = None) -> frozenset[Way]:
+        """The ways into an argument of `reader`; `members`: the places in tuples that are meant, innermost first."""
         if number := re.fullmatch(r"%(\d+)", text):
             return self.node(graph, int(number[1]), members)
         if parameter := _PARAMETER.fullmatch(text):
+            if graph == self.graph.root and parameter[2].startswith(_SUMMED):
+                return self.summed(parameter[2], reader)
             return self.parameter(graph, parameter[1], parameter[2], members)
         zero = re.search(r"value=\[?\s*0(?:\.0*(?:e[+-]\d+)?)?\s*\]?\)$", text)
-        return frozenset((Way((), "" if zero else "a constant"),))
+        return frozenset((Way((), "" if zero else _CONSTANT),))
 
     def parameter(self, graph: str, place: str, name: str, members: tuple[int, ...]) -> frozenset[Way]:
-        """The ways into a subgraph's parameter, by its callers; of the root those into sums over micro-batches."""
-        if graph == self.graph.root:
-            return self.summed(name) if name.startswith(_SUMMED) else frozenset((Way((), f"parameter {name}"),))
-        found = frozenset(way for at, text in self.bound_to(graph, place) for way in self.value(at, text, members))
+        """The ways into a subgraph's parameter, by its callers."""
+        bound = [] if graph == self.graph.root else self.bound_to(graph, place)
+        found = frozenset(way for at, text in bound for way in self.value(at, text, members))
         return found or frozenset((Way((), f"parameter {name}"),))
 
     def bound_to(self, graph: str, place: str) -> list[tuple[str, str]]:
@@ -288,15 +298,33 @@ class _Walk:
             found += [(at, given[rest]) for at, given in self.called[graph] if rest < len(given)]
         return found
 
-    def summed(self, name: str) -> frozenset[Way]:
-        """The ways into what adds up micro-batches; that it is set to zero again is none."""
+    def summed(self, name: str, reader: Node | None) -> frozenset[Way]:
+        """The ways into what adds up micro-batches, as `reader` finds it; that it is set to zero again is none.
+
+        Without a sharded optimizer, its sum over ranks is assigned to it, and read again behind.
+        """
         found: set[Way] = set()
         for graph, node in self.writers[name]:
-            if node.op.startswith("Assign"):
-                found |= self.value(graph, arguments_of(node.head)[1], ())
-            else:
+            if not node.op.startswith("Assign"):
                 found.add(Way((), node.op))
-        return frozenset(way for way in found if way.start)
+                continue
+            ways = {way for way in self.value(graph, arguments_of(node.head)[1], (), node) if way.start}
+            if node.op != "Assign" or graph != self.graph.root:
+                found |= ways
+            elif ways and (reader is None or self.behind(reader, node)):
+                return frozenset(ways) if reader else frozenset((Way((), "a sum that it may or may not have"),))
+        return frozenset(found)
+
+    def behind(self, node: Node, other: Node) -> bool:
+        """Whether an operator of the root needs another one to have run."""
+        nodes = self.graph.graphs[self.graph.root]
+        last = next(place for place, each in enumerate(nodes) if each is other)
+        todo, seen = list(node.operands), set[int]()
+        while todo:
+            if (place := todo.pop()) >= last and place not in seen:
+                seen.add(place)
+                todo += nodes[place].operands
+        return last in seen
 
     def node(self, graph: str, number: int, members: tuple[int, ...]) -> frozenset[Way]:
         """The ways into what one operator gives."""
@@ -318,21 +346,20 @@ class _Walk:
         if node.op == "TupleGetItem" and (member := re.fullmatch(r"I64\((\d+)\)", arguments[1])):
             return self.value(graph, arguments[0], (int(member[1]), *members))
         if node.op == "MakeTuple" and members:
-            return self.value(graph, arguments[members[0]], members[1:])
+            return self.value(graph, arguments[members[0]], members[1:], node)
         if node.op == "Receive":
             return frozenset((Way((), f"{_RECEIVED}{attributes_of(node.text).get('src_global_rank')}"),))
         if node.op in _SUMS or node.op in _MOVES:
             step = self.collective(node)
-            return frozenset(
-                Way((step, *way.collectives), way.start) for way in self.value(graph, arguments[0], members)
-            )
+            ways = self.value(graph, arguments[0], members, node)
+            return frozenset(way._replace(collectives=(step, *way.collectives)) for way in ways)
         if node.op in _SAME:
-            return self.value(graph, arguments[0], members)
+            return self.value(graph, arguments[0], members, node)
         if node.op == "AddN":
             return self.tuple_members(graph, arguments[0])
         if node.op == "Select":
-            return self.value(graph, arguments[1], ()) | self.value(graph, arguments[2], ())
-        if node.op in _SCALED or node.op in _ADDED:
+            return self.value(graph, arguments[1], (), node) | self.value(graph, arguments[2], (), node)
+        if node.op in SCALED or node.op in _ADDED:
             return self.arithmetic(graph, node, arguments)
         return frozenset((Way((), node.op),))
 
@@ -342,18 +369,22 @@ class _Walk:
         made = self.graph.graphs[graph][int(number[1])] if number else None
         if made is None or made.op != "MakeTuple":
             return frozenset((Way((), "AddN"),))
-        parts = (self.value(graph, argument, ()) for argument in arguments_of(made.head))
+        parts = (self.value(graph, argument, (), made) for argument in arguments_of(made.head))
         return frozenset(way for ways in parts for way in ways)
 
     def arithmetic(self, graph: str, node: Node, arguments: list[str]) -> frozenset[Way]:
         """The ways through a product with a number, or through a sum: into arguments as large as the result."""
-        if node.op in _SCALED and any(re.search(r"value=0\)$", argument) for argument in arguments):
+        if node.op in SCALED and any(re.search(r"value=0\)$", argument) for argument in arguments):
             return frozenset((Way((), ""),))
         whole = self.as_large(node, arguments)
-        if node.op in _SCALED and len(whole) > 1 and math.prod(node.outputs[0].shape) > 1:
+        if node.op in SCALED and len(whole) > 1 and math.prod(node.outputs[0].shape) > 1:
             return frozenset((Way((), node.op),))
-        whole = whole[:1] if node.op in _SCALED else whole
-        return frozenset(way for text in whole for way in self.value(graph, text, ()))
+        if node.op in SCALED:
+            scale = self.numbers.factor(graph, node, whole[0])
+            return frozenset(
+                way._replace(scale=way.scale.times(scale)) for way in self.value(graph, whole[0], (), node)
+            )
+        return frozenset(way for text in whole for way in self.value(graph, text, (), node))
 
     @staticmethod
     def as_large(node: Node, arguments: list[str]) -> list[str]:
@@ -399,7 +430,7 @@ def judge(ways: Sequence[Way], copies: Sequence[int], rank: int, elsewhere: Sequ
 
 def _judge_way(way: Way, copies: Sequence[int], rank: int, elsewhere: Sequence[int]) -> tuple[str, str]:
     """One way of a gradient."""
-    if way.start == "a constant":
+    if way.start == _CONSTANT:
         return WRONG, "its gradient is a constant in the graph"
     received = way.start.startswith(_RECEIVED)
     if received and way.start not in {f"{_RECEIVED}{other}" for other in elsewhere}:

@@ -33,7 +33,7 @@ from plugins.semi_auto_cpu.ranks import WORLD
 from tools.check.arithmetic import columns_of
 from tools.dryrun.activations import activations_of, kept_bytes, routed_rows, tensor_bytes
 from tools.dryrun.collectives import Collective, flops_of, read_collectives
-from tools.dryrun.gradients import copies_of, judge_gradients
+from tools.dryrun.gradients import copies_of, judge_gradients, seeds_of
 from tools.dryrun.graph_text import GraphText, passes_of, read_graph
 from tools.dryrun.memory import WEIGHT, Held, kinds_of, on_host
 from tools.dryrun.plan import Job
@@ -60,7 +60,8 @@ def compile_job(
 
     Returns:
         {"rank", "stage"} with {"error"} (and "of_the_host", where another try may end otherwise), or with {"seconds",
-        "held"} for a recipe of the CPU, or with {"seconds", "peak_mib", "groups", "held", "gradients", "graph"}.
+        "held"} for a recipe of the CPU, or with {"seconds", "peak_mib", "groups", "held", "gradients", "seeds",
+        "graph"}.
     """
     report: dict[str, Any] = {"rank": job.rank, "stage": job.stage}
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
@@ -89,6 +90,7 @@ def compile_job(
         layouts = ((name, layout) for name, layout in step.parameter_layout_dict.items() if _updates(parameters, name))
         copies = {name: copies_of(layout, job.rank) for name, layout in layouts}
         report["gradients"] = judge_gradients(graph, cluster.ranks_of, copies, job.rank)
+        report["seeds"] = seeds_of(graph, cluster.ranks_of)
         report["graph"] = report_graph(graph, job.rank, cluster.ranks_of, even_rows(view))
     report["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     return report

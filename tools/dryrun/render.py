@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +92,31 @@ def _beside(report: Mapping[str, Any]) -> list[str]:
 
 
 def _gradients(found: Mapping[str, Any]) -> list[str]:
-    """Which gradients are summed over the right ranks, and why it is not known of the others."""
+    """Which gradients are summed over the right ranks and scaled to the mean, and why it is not known of the others."""
+    scale, norm = found["scale"], found["norm"]
     said = (
         f"gradients: {found['right']} of {found['weights']} weights of the compiled ranks have theirs summed once over "
         "exactly the ranks that hold a copy"
     )
-    told = [f"unknown: {line}" for line in found["unknown"]]
+    means = (
+        f"gradients: {scale['right']} of {scale['weights']} weights have theirs divided once by the loss scale, the "
+        "micro-batches and the devices of a stage"
+    )
+    counts = f"global norm: the elements of {norm['once']} of {norm['weights']} weights are counted once"
+    return [
+        said,
+        *_unknown(found["unknown"]),
+        *([means] if scale["weights"] else []),
+        *_unknown(scale["unknown"]),
+        *([counts] if norm["weights"] else []),
+        *[f"global norm: {line}" for line in norm["otherwise"][:_SHOWN]],
+    ]
+
+
+def _unknown(told: Sequence[str]) -> list[str]:
+    """The first lines of what is not known, and how many more there are."""
     more = [f"unknown: of these and {len(told) - _SHOWN} more; --json names all"] if len(told) > _SHOWN else []
-    norm = found["norm"]
-    counts = [f"global norm: the elements of {norm['once']} of {norm['weights']} weights are counted once"]
-    differ = [f"global norm: {line}" for line in norm["otherwise"]]
-    return [said, *told[:_SHOWN], *more, *(counts if norm["weights"] else []), *differ[:_SHOWN]]
+    return [*[f"unknown: {line}" for line in told[:_SHOWN]], *more]
 
 
 def _peak(report: Mapping[str, Any]) -> str:

@@ -33,6 +33,7 @@ from tools.dryrun.memory import (
 from tools.dryrun.order import check_links, check_order, count_groups, programs_of
 from tools.dryrun.plan import Plan, Stage
 from tools.dryrun.quick import ERROR, compose
+from tools.dryrun.scale import Scale, judge_scale
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.loads import Loads, loads_of
 from tools.estimate.memory.changes import checked_advice
@@ -106,8 +107,10 @@ def report_of(
     problems += over + ([f"context.max_device_memory: {checked_advice(recipe, limit)}"] if over else [])
     problems += unsure(stages, limit, error)
     problems += _uneven(found, view.devices // view.pp)
-    gradients = gradients_report(results) | {"norm": norm_report(results, View(plan.jobs[0].recipe).devices)}
-    problems += gradients["wrong"]
+    small = View(plan.jobs[0].recipe)
+    gradients = gradients_report(results) | {"norm": norm_report(results, small.devices)}
+    gradients["scale"] = scale_report(results, plan.micro_batches * small.accumulation, small.devices // small.pp)
+    problems += gradients["wrong"] + gradients["scale"]["wrong"]
     for stage in stages:
         stage["fit"] = UNKNOWN if view.on_cpu else fit_of(stage["memory"], limit, error)
     judged = _judged(recipe, stages, loads, limit, error) if limit and not view.on_cpu else None
@@ -231,6 +234,29 @@ def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str,
             if why:
                 otherwise.append(f"rank {result['rank']} (stage {result['stage']}): {name}: {why}")
     return {"weights": once + len(otherwise), "once": once, "otherwise": otherwise}
+
+
+def scale_report(results: Sequence[Mapping[str, Any]], micro_batches: int, devices: int) -> dict[str, Any]:
+    """Return {"weights", "right", "wrong", "unknown"}: of how many weights the gradient is the mean over micro-batches,
+    without the loss scale, and a sentence for each other one.
+
+    Args:
+        micro_batches: of a step of the compiled recipe.
+        devices: those of one of its stages.
+    """
+    seeds = [Scale(*seed) for result in results for seed in result.get("seeds", [])]
+    right = 0
+    told: dict[bool, list[str]] = {False: [], True: []}  # wrong, unknown
+    for result in results:
+        for name, found in result.get("gradients", {}).items():
+            if "scales" not in found:
+                continue
+            fine, why = judge_scale([Scale(*scale) for scale in found["scales"]], seeds, micro_batches, devices)
+            right += fine and not why
+            if why:
+                told[fine].append(f"rank {result['rank']} (stage {result['stage']}): {name}: {why}")
+    count = right + len(told[False]) + len(told[True])
+    return {"weights": count, "right": right, "wrong": told[False], "unknown": told[True]}
 
 
 def _sums_of_copies(results: Sequence[Mapping[str, Any]]) -> list[str]:

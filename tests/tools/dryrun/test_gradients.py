@@ -20,6 +20,7 @@ from tools.dryrun.gradients import (
 )
 from tools.dryrun.graph_text import read_graph
 from tools.dryrun.report import gradients_report, norm_report
+from tools.dryrun.scale import Scale
 
 GROUPS = {"dp": (0, 2), "tp": (0, 1), "stage": (0, 1, 2, 3), "zero": (0, 1)}
 COPIES = {"norm": (0, 1, 2, 3), "proj": (0, 2)}
@@ -130,8 +131,8 @@ def verdicts(graph):
 
 def test_the_way_of_a_gradient_is_found_through_closures_and_sums_over_micro_batches(read):
     assert gradients_of(read(), GROUPS.get, COPIES) == {
-        "norm": [Way((("AllReduce", (0, 1, 2, 3)),), "RmsNormGrad")],
-        "proj": [Way((("ReduceScatter", (0, 2)),), "MatMul")],
+        "norm": [Way((("AllReduce", (0, 1, 2, 3)),), "RmsNormGrad", Scale(pytest.approx(0.5)))],
+        "proj": [Way((("ReduceScatter", (0, 2)),), "MatMul", Scale(pytest.approx(1)))],
     }
     assert verdicts(read()) == {"norm": RIGHT, "proj": RIGHT}
 
@@ -157,6 +158,26 @@ def test_two_sums_over_the_axes_of_a_mesh_are_one_over_all_of_it(read):
     graph.graphs[graph.root][-1].text = graph.graphs[graph.root][-1].text.replace('"tp"', '"stage"')
     found = judge_gradients(graph, GROUPS.get, COPIES, 0)["norm"]
     assert found["verdict"] == WRONG and "some of these twice" in found["why"]
+
+
+@pytest.mark.parametrize(
+    ("reduced", "read_behind", "verdict"),
+    [
+        ('AllReduce(%5) primitive_attrs: {group: "stage", op: "sum"}', True, RIGHT),
+        ('AllReduce(%5) primitive_attrs: {group: "stage", op: "sum"}', False, WRONG),
+        ("TensorMove(%5)", True, WRONG),
+    ],
+)
+def test_a_sum_that_is_assigned_back_counts_only_for_what_is_read_behind_it(read, reduced, read_behind, verdict):
+    """Without a sharded optimizer, MindSpore assigns the sum over ranks to the accumulated gradient."""
+    ref = f"({F32}, {F32}) -> (<Ref[Tensor[Float32]], (8), ref_key=accu_grads.norm, is_parameter>)"
+    back = [
+        node(13, "PrimFunc_Assign(%5, %6)", ref),
+        node(14, f"Depend(%para3_accu_grads.norm, %{13 if read_behind else 5})", f"({F32}) -> ({F32})"),
+    ]
+    text = root(reduced).removesuffix("}\n") + "".join(back) + "}\n"
+    graph = read(text.replace("PrimFunc_Mul(%6,", "PrimFunc_Mul(%14,"))
+    assert verdicts(graph) == {"norm": verdict, "proj": RIGHT}
 
 
 def test_a_gradient_that_the_compiler_folded_away_is_wrong(read):

@@ -78,6 +78,7 @@ STAGE = {
     ],
 }  # fmt: skip
 NORM = {"weights": 66, "once": 66, "otherwise": []}
+SCALE = {"weights": 66, "right": 66, "wrong": [], "unknown": []}
 REPORT = {
     "recipe": "a.yaml",
     "quick": False,
@@ -96,7 +97,7 @@ REPORT = {
     "loads": None,
     "exchange": None,
     "hccl": {"communicators": 8, "bytes": 8 * 400 << 20},
-    "gradients": {"weights": 66, "right": 66, "wrong": [], "unknown": [], "norm": NORM},
+    "gradients": {"weights": 66, "right": 66, "wrong": [], "unknown": [], "norm": NORM, "scale": SCALE},
     "problems": [],
 }
 
@@ -155,8 +156,12 @@ def test_gradients_are_counted_and_what_is_unknown_is_said():
     assert "gradients: 66 of 66 weights of the compiled ranks have theirs summed once" in shown(REPORT)
     unknown = [f"rank 0 (stage 0): layer {layer}: its gradient comes from Custom" for layer in range(5)]
     norm = {"weights": 66, "once": 65, "otherwise": ["rank 1 (stage 1): embedding: is counted, too"]}
-    found = {"weights": 66, "right": 61, "wrong": [], "unknown": unknown, "norm": norm}
+    scale = {"weights": 66, "right": 65, "wrong": [], "unknown": ["rank 0 (stage 0): norm: its gradient is multiplied"]}
+    found = {"weights": 66, "right": 61, "wrong": [], "unknown": unknown, "norm": norm, "scale": scale}
     text = shown({**REPORT, "gradients": found})
+    assert (
+        "65 of 66 weights have theirs divided once by the loss scale" in text and "norm: its gradient is mult" in text
+    )
     assert "the elements of 65 of 66 weights are counted once" in text and "embedding: is counted, too" in text
     assert "61 of 66 weights" in text and "unknown: rank 0 (stage 0): layer 2: its" in text and "and 2 more" in text
 

@@ -1,0 +1,168 @@
+"""This module reads from MindSpore's final graph what a gradient is multiplied by, outside the forward and backward
+pass of a micro-batch, and judges it.
+
+The backward pass starts with a seed: the loss scale, divided by the number of micro-batches and by the devices of a
+stage. Behind the sums, the gradient is divided by the loss scale. A divisor that is left out or applied twice trains
+with another learning rate, or with another weight of the auxiliary loss; Adam hides it, because it divides by the size
+of the gradient, and only clipping shows it. `Numbers` reads both ends, and `judge_scale` compares their product with 1
+/ (micro-batches x devices of a stage).
+
+What this does not see: factors inside the pass of a micro-batch (the mean over tokens, the loss's coefficients), and
+that of clipping, which is one for all weights.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from tools.dryrun.graph_text import GraphText, Node, arguments_of, chunks_of, listed
+
+SCALED = frozenset(("Mul", "Muls", "Div", "Divs", "RealDiv"))  # a gradient times or by a number
+
+_PRODUCT = ("Mul", "Muls")
+_SAME_NUMBER = frozenset(("Cast", "Depend", "ExpandDims", "Load", "Reshape", "TensorMove"))
+_LOSS_SCALE = "scale_sense"
+_OVER_DEVICES = "Grad__VirtualDiv/"
+_OF_THE_LOSS = "Gradients/"  # the scope of a backward operator
+_PARAMETER = re.compile(r"%(para\d+)_(\S+)")
+_NUMBER = re.compile(r"(?:[IFU]\d+|BF16)\(([\d.e+-]+)\)|Tensor\(.*value=\[?\s*([\d.e+-]+)\s*\]?\)")
+_CLOSE = 1e-5  # numbers are float32 in the graph
+
+
+class Scale(NamedTuple):
+    """This is a factor: a number, times the loss scale to a power.
+
+    Args:
+        by: the number.
+        senses: the power of the loss scale.
+        unread: the first operator of which it is not known what it multiplies by, "" if all is known.
+    """
+
+    by: float = 1.0
+    senses: int = 0
+    unread: str = ""
+
+    def times(self, other: Scale) -> Scale:
+        """Return the product of both."""
+        return Scale(self.by * other.by, self.senses + other.senses, self.unread or other.unread)
+
+    def over(self, other: Scale) -> Scale:
+        """Return this factor divided by another."""
+        by = self.by / other.by if other.by else math.inf
+        return Scale(by, self.senses - other.senses, self.unread or other.unread)
+
+
+def number_of(text: str) -> float | None:
+    """Return the number that a constant of the graph's text holds, None for any other argument."""
+    found = _NUMBER.fullmatch(text)
+    return float(found[1] or found[2]) if found else None
+
+
+class Numbers:
+    """This reads factors from one graph.
+
+    Args:
+        bound_to: (subgraph, "para7") -> the arguments that stand for this parameter, each with its subgraph.
+    """
+
+    def __init__(self, graph: GraphText, bound_to: Callable[[str, str], list[tuple[str, str]]]):
+        self.graph, self.bound_to = graph, bound_to
+
+    def factor(self, graph: str, node: Node, whole: str) -> Scale:
+        """Return what a product or quotient multiplies its argument `whole` by.
+
+        The factor of clipping is one for all weights and depends on their gradients: it is left out.
+        """
+        arguments = arguments_of(node.head)
+        first = arguments[0] == whole
+        other = self.scalar(graph, arguments[1 if first else 0])
+        if other.unread and "clip" in f"{node.scope} {node.source}":
+            return Scale()
+        if node.op in _PRODUCT:
+            return other
+        return Scale().over(other) if first else Scale(unread=_named(node))
+
+    def scalar(self, graph: str, text: str) -> Scale:
+        """Return the value of an argument with one element."""
+        if number := re.fullmatch(r"%(\d+)", text):
+            return self._result(graph, self.graph.graphs[graph][int(number[1])])
+        if parameter := _PARAMETER.fullmatch(text):
+            if graph == self.graph.root:
+                return Scale(senses=1) if parameter[2] == _LOSS_SCALE else Scale(unread=f"parameter {parameter[2]}")
+            given = {self.scalar(at, argument) for at, argument in self.bound_to(graph, parameter[1])}
+            return given.pop() if len(given) == 1 else Scale(unread=f"parameter {parameter[2]}")
+        by = number_of(text)
+        return Scale(unread=text) if by is None else Scale(by)
+
+    def _result(self, graph: str, node: Node) -> Scale:
+        """The value of an operator, if it has one element and is a product of numbers."""
+        while node.op in _SAME_NUMBER and (number := node.value) is not None:
+            node = self.graph.graphs[graph][number]
+        arguments = arguments_of(node.head)
+        if math.prod(node.outputs[0].shape if node.outputs else (0,)) == 1:
+            if node.op in _SAME_NUMBER:
+                return self.scalar(graph, arguments[0])
+            if node.op == "Reciprocal":
+                return Scale().over(self.scalar(graph, arguments[0]))
+            if node.op in SCALED:
+                first, second = (self.scalar(graph, argument) for argument in arguments[:2])
+                return first.times(second) if node.op in _PRODUCT else first.over(second)
+        return Scale(unread=_named(node))
+
+    def seeds(self) -> list[Scale]:
+        """Return what the backward pass starts with: for each micro-batch and loss where a pipeline calls the backward
+        of a micro-batch, for each loss otherwise. Stages without a loss have none.
+        """
+        root, nodes = self.graph.root, self.graph.graphs[self.graph.root]
+        passes = {backward for _, backward in chunks_of(self.graph) if backward}
+        if passes:
+            calls = (node for node in nodes if passes.intersection(node.calls))
+            given = (listed(node.head.rpartition("](")[2].rpartition(")")[0]) for node in calls)
+            found = [self.scalar(root, text) for arguments in given for text in arguments if text.startswith("%")]
+        else:
+            found = [self._loss(node) for node in nodes if _OVER_DEVICES in node.scope]
+        return [seed for seed in found if seed.senses]
+
+    def _loss(self, node: Node) -> Scale:
+        """The seed of one loss: what stands in front of its backward, over the devices."""
+        nodes = self.graph.graphs[self.graph.root]
+        divided = self.factor(self.graph.root, node, arguments_of(node.head)[0]) if node.op in SCALED else Scale()
+        while node.scope.startswith(_OF_THE_LOSS) and (number := node.value) is not None:
+            node = nodes[number]
+        return self._result(self.graph.root, node).times(divided)
+
+
+def _named(node: Node) -> str:
+    """An operator, with the line of Python that made it."""
+    return f"{node.op or 'a call'} ({node.source})" if node.source else node.op or "a call"
+
+
+def judge_scale(ways: Iterable[Scale], seeds: Iterable[Scale], micro_batches: int, devices: int) -> tuple[bool, str]:
+    """Return whether a gradient is the mean over micro-batches of what the devices of a stage add up, and why not.
+
+    Args:
+        ways: what multiplies the gradient between the backward pass and the optimizer, on each way there.
+        seeds: of the stage that has the losses.
+        devices: those of one stage.
+
+    Returns:
+        (True, "") if it is right, (False, why) if it is wrong, and (True, why) if it is not known.
+    """
+    wanted = 1 / (micro_batches * devices)
+    pairs = [(way, seed) for way in dict.fromkeys(ways) for seed in dict.fromkeys(seeds)]
+    unknown = "" if pairs else "the seed of the backward pass, or the way behind it, was not found in the graph"
+    for way, seed in pairs:
+        whole = seed.times(way)
+        if whole.unread:
+            unknown = unknown or f"its gradient is multiplied by {whole.unread}, of which nothing is known here"
+        elif whole.senses:
+            return False, f"its gradient holds the loss scale to the power of {whole.senses}"
+        elif not math.isclose(whole.by, wanted, rel_tol=_CLOSE):
+            return False, (
+                f"its gradient is multiplied by {whole.by:g} ({seed.by:g} before the backward pass, {way.by:g} behind "
+                f"it), but {micro_batches} micro-batches and {devices} devices of a stage want {wanted:g}"
+            )
+    return True, unknown
