@@ -41,6 +41,7 @@ USUAL = {
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "n_routed_experts",
          "moe_intermediate_size", "intermediate_size", "model_type")  # fmt: skip
 PARTS = ("lm_loss", "load_balancing_loss", "mtp_loss", "loss")
+COUNTED = ("expert_bias", "expert_load", "fi_accu")  # ends of names of routers' state, which no gradient moves
 GROUP = 1e-4  # relative; norms of weights, gradients and moments of another layout
 LAW = 5e-4  # relative; a global norm computed again from moments, which hold gradients in float32
 RATE = 2e-3  # relative; a learning rate or weight decay fitted to an update
@@ -212,8 +213,9 @@ class _Pair:
                 detail = f"{name}: norm {one.norm:.7g} and {two.norm:.7g}"
                 if error < ROUNDING:
                     detail += ", other bits"
-                grave = 1.0 if rung in (START, RESUME) else 0.0  # there nothing was added, so that nothing is rounded
-                yield Finding(step, rung, _module(name), detail, max(error, grave), ranks)
+                where = ROUTERS if rung == UPDATE and name.endswith(COUNTED) else rung
+                grave = 1.0 if where in (START, RESUME, ROUTERS) else 0.0  # there nothing is rounded
+                yield Finding(step, where, _module(name), detail, max(error, grave), ranks)
 
     def _samples(self, step: int) -> Iterator[Finding]:
         mine, others = self.a.ids(step), self.b.ids(step)
@@ -363,7 +365,11 @@ def _router_law(side: Side, state: State, before: State | None) -> Iterator[Find
     model, view = side.recipe["model"]["model_config"], View(side.recipe)
     rate = model.get("moe_router_bias_update_rate")
     passes = view.micro_batches * view.number(("runner_config", "gradient_accumulation_steps"), 1)
-    for router, load in loads_of(side, state.step).items():
+    loads = loads_of(side, state.step)
+    for router in sorted({name for line in state.lines.values() for name in line["loads"]} - loads.keys()):
+        what = f"{router}: no rank has counted a choice"
+        yield Finding(state.step, ROUTERS, _module(router), what, 1.0, (), side.name)
+    for router, load in loads.items():
         at = state.step, ROUTERS, _module(router)
         total = sum(load)
         if abs(total - passes) > 1e-3 * passes:

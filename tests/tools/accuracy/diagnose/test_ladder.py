@@ -210,6 +210,24 @@ def test_choices_that_are_counted_twice(pair):
     assert first(verdict)[1] == "routers" and "add up to 2, should be 1" in verdict.findings[0].detail
 
 
+def test_a_router_that_counts_nothing(pair):
+    class Silent(Run):
+        def load(self, step):
+            return np.zeros(4, np.float32)
+
+    verdict = pair(Silent, alone=True)
+    assert first(verdict) == (1, "routers", "layers.1.router")
+    assert verdict.first[0].detail == f"{ROUTER}: no rank has counted a choice"
+
+
+def test_another_sign_of_a_bias_has_the_same_norm_and_is_the_routers(pair):
+    class Other(Run):
+        def move(self, load):
+            return -super().move(load)
+
+    assert {each.rung for each in pair(Other).first} == {"routers"}
+
+
 def test_a_bias_at_its_share_may_move_either_way(pair):
     class Even(Run):
         def load(self, step):
