@@ -201,10 +201,10 @@ def torchtitan_4117(config):
 
 @fault("torchtitan #4054", "no gradient from the shared expert to what is below it", "gradients")
 def torchtitan_4054(config):
-    from mindformers.parallel_core.training_graph.transformer.moe.shared_experts import SharedExpertMLP
+    from mindformers.parallel_core.training_graph.transformer.moe.shared_experts import SharedExpertMLPInterleaved
 
-    SharedExpertMLP.right_construct = SharedExpertMLP.construct
-    SharedExpertMLP.construct = _without_gradient
+    SharedExpertMLPInterleaved.right_construct = SharedExpertMLPInterleaved.construct
+    SharedExpertMLPInterleaved.construct = _without_gradient
 
 
 def _without_gradient(self, hidden_states):

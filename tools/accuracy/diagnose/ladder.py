@@ -242,6 +242,7 @@ class _Pair:
 
     def _losses(self, step: int) -> Iterator[Finding]:
         mine, others = self.a.steps[step], self.b.steps[step]
+        gravest = 0.0  # of the parts so far: what is wrong in the decoder is wrong in its MTP layer and routers, too
         for name in PARTS:
             one, two = mine.get(name), others.get(name)
             if one is None or two is None or one == two or (one != one and two != two):
@@ -250,6 +251,9 @@ class _Pair:
                 continue  # the sum of what is compared
             if self.bits or not abs(one - two) <= LOSS:
                 error = abs(one - two) / max(abs(one), 1e-30)
+                if gravest > ROUNDING:
+                    error = min(error, gravest)
+                gravest = max(gravest, error)
                 yield Finding(step, FORWARD, _FORWARD[name], f"{name} {one:.9g} and {two:.9g}", error)
         one, two = mine.get("global_norm"), others.get("global_norm")
         if one is not None and two is not None and one != two and (self.bits or not abs(one - two) <= NORM * abs(one)):

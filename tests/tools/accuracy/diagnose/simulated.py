@@ -65,6 +65,9 @@ class Run:
     def loss(self, step):
         return 6.0 - 0.1 * step
 
+    def aux(self, step):
+        return 1.0
+
     def batch(self, step):
         return np.arange(8).reshape(2, 4) + 100 * step, np.ones((2, 4), np.int32)
 
@@ -131,7 +134,7 @@ class Run:
         self.line(rank, "step", line | self.of_rank(rank, after))
         rows = samples_of(("input_ids", "loss_mask"), self.batch(step))
         self.metrics(rank, {"step": step, "loss": self.loss(step), "lm_loss": self.loss(step), "global_norm": norm,
-                            "learning_rate": self.rate(step), "samples": rows})  # fmt: skip
+                            "load_balancing_loss": self.aux(step), "learning_rate": self.rate(step), "samples": rows})  # fmt: skip
 
     def cut(self, rank, state):
         found = {}

@@ -98,6 +98,20 @@ def test_forward(pair):
     assert first(pair(Other)) == (1, "forward", "model")
 
 
+def test_a_wrong_decoder_explains_a_loss_of_the_routers_that_errs_more(pair, tmp_path):
+    class Routers(Run):
+        def aux(self, step):
+            return 2.0
+
+    class Both(Routers):
+        def loss(self, step):
+            return super().loss(step) + 1e-3
+
+    assert [each.module for each in pair(Both).first] == ["model", "router"]
+    verdict = diagnose(read_side(tmp_path / "a"), read_side(Routers(tmp_path / "c").write()))
+    assert [each.module for each in verdict.first] == ["router"]
+
+
 def test_other_bits_do_not_hide_the_difference_that_comes_after_them(pair, tmp_path):
     class Both(Run):
         def loss(self, step):
