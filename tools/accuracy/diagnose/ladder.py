@@ -128,6 +128,8 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
         OtherModelError: the runs' models have other sizes.
     """
     changes = compare(a.recipe, b.recipe).changes if b else []
+    if any(start.step for side in (a, b) if side for start in side.starts):
+        changes = [each for each in changes if not _resuming(each)]
     numbers = tuple(each for each in changes if each.meaning.group == "numbers")
     layout = tuple(each for each in changes if each.meaning.group == "layout")
     if others := [each for each in numbers if each.words[-1] in SIZES and each.words[: len(MODEL)] == MODEL]:
@@ -138,6 +140,13 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
         findings += laws(side)
     seen, unknown = _looked_at(a, b)
     return Verdict(tuple(sorted(findings, key=lambda each: each.order)), numbers, layout, seen, unknown, not layout)
+
+
+def _resuming(change: Change) -> bool:
+    """Whether a key only says that a run goes on from a checkpoint: the rung `resume` looks at what came of it."""
+    if change.path == "checkpoint.no_load_optim":
+        return change.before is not True and change.after is not True
+    return change.path == "checkpoint.load_path"
 
 
 def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -133,8 +133,9 @@ class Run:
         line = {"step": step, "parts": self.parts(rank), "weights": weights, "loads": {ROUTER: load.tolist()}}
         self.line(rank, "step", line | self.of_rank(rank, after))
         rows = samples_of(("input_ids", "loss_mask"), self.batch(step))
-        self.metrics(rank, {"step": step, "loss": self.loss(step), "lm_loss": self.loss(step), "global_norm": norm,
-                            "load_balancing_loss": self.aux(step), "learning_rate": self.rate(step), "samples": rows})  # fmt: skip
+        losses = {"loss": self.loss(step), "lm_loss": self.loss(step), "load_balancing_loss": self.aux(step)}
+        numbers = {"global_norm": norm, "learning_rate": self.rate(step), "samples": rows}
+        self.metrics(rank, {"step": step, **losses, **numbers})
 
     def cut(self, rank, state):
         found = {}

@@ -272,7 +272,12 @@ def test_what_a_resume_did_not_restore(pair):
 
 
 def test_a_resume_that_restores_all_is_equal(pair):
-    assert not pair(resumed_from=2).findings
+    assert pair(resumed_from=2, keys={"checkpoint.load_path": "x", "checkpoint.no_load_optim": False}).word == "equal"
+
+
+def test_a_resume_that_is_told_to_leave_the_optimizer_out_is_a_changed_key(pair):
+    verdict = pair(resumed_from=2, keys={"checkpoint.load_path": "x", "checkpoint.no_load_optim": True})
+    assert [each.path for each in verdict.changes] == ["checkpoint.no_load_optim"]
 
 
 def test_a_run_that_went_on_in_its_own_folder_is_held_against_itself(tmp_path):
