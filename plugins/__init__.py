@@ -26,6 +26,7 @@ ADAPTERS = {
     "grouped_gradient": "plugins.grouped_gradient.adapter",
     "operator_fusion": "plugins.operator_fusion.adapter",  # flags of MindSpore, there before it was imported
     "spike_guard": "plugins.spike_guard.adapter",  # what it leaves out it counts in the order of attention_balance
+    "step_record": "plugins.step_record.adapter",  # before what changes state in callbacks of its own
     "straggler_probe": "plugins.straggler_probe.adapter",  # last: its callback sees the end of a step after all others
 }
 UNWRITTEN: dict[str, dict] = {"finite_loss": {}}  # what is on in a recipe that does not name it, with its settings

@@ -16,6 +16,7 @@ from mindformers.tools.utils import get_real_group_size, get_real_rank
 
 from plugins.lines import append_line
 from plugins.private_hooks import train_step
+from plugins.step_record.plan import samples_of
 from tools.dryrun.activations import added
 from tools.dryrun.executed import calls_file
 from tools.dryrun.memory import kinds_of
@@ -67,6 +68,8 @@ class RecordingLossMonitor(MFLossMonitor):
 
     run_dir = "./output"
     seq_length = 0
+    columns: tuple[str, ...] = ()  # of the data, as the recipe names them
+    samples: dict[str, list[str] | str] | None = None  # of the step that runs
     described, cpu_before = False, 0.0
     first_step: FirstStep | None = None  # of a sharded run; MindFormers puts this callback before all others
 
@@ -76,8 +79,9 @@ class RecordingLossMonitor(MFLossMonitor):
         super().on_train_begin(run_context)
 
     def on_train_step_begin(self, run_context):
-        """Start to record the first step's collectives."""
+        """Take digests of the step's samples, and start to record the first step's collectives."""
         super().on_train_step_begin(run_context)
+        self.samples = _samples(self.columns, run_context.original_args().train_dataset_element)
         if self.first_step:
             self.first_step.begin()
 
@@ -116,6 +120,7 @@ class RecordingLossMonitor(MFLossMonitor):
             "tokens": self.global_batch_size * self.seq_length,
             "seconds": per_step_seconds / 1000,
             "cpu_seconds": self._cpu_seconds(),
+            "samples": self.samples,
         })  # fmt: skip
 
     def _cpu_seconds(self):
@@ -131,6 +136,14 @@ def _held_bytes(network):
     """Bytes of this rank's parameters by kind, as they are in memory: what `tc3 dryrun` says beforehand."""
     kinds = kinds_of(network)
     return added({kinds[item.name]: item.nbytes} for item in network.get_parameters())
+
+
+def _samples(columns, batch):
+    """Digests of the rows that this rank was given, by column; None in sink mode, where the data pass by Python."""
+    if not isinstance(batch, (list, tuple)) or not batch or not all(hasattr(each, "asnumpy") for each in batch):
+        return None
+    names = columns if len(columns) == len(batch) else [f"column_{place}" for place in range(len(batch))]
+    return samples_of(names, [each.asnumpy() for each in batch])
 
 
 def _scalar(value):
@@ -152,4 +165,5 @@ def enable(config, collectives=None) -> None:
         RecordingLossMonitor.first_step = FirstStep(collectives, file)
     RecordingLossMonitor.run_dir = config.output_dir
     RecordingLossMonitor.seq_length = config.model.model_config.seq_length
+    RecordingLossMonitor.columns = tuple((config.train_dataset or {}).get("input_columns") or ())
     MindFormerRegister.register_cls(RecordingLossMonitor, MindFormerModuleType.CALLBACK, alias="MFLossMonitor")

@@ -53,12 +53,12 @@ def prepare(folder):
     subprocess.run([*map(str, command), "--output", str(folder / "tiny")], check=True, capture_output=True)
 
 
-def trained(recipe, corpus):
+def trained(recipe, corpus, *more):
     """A function that trains `recipe` to the end: the run goes to folder/run, its compiled graph to folder/graph."""
 
     def make(folder):
         (folder / "graph").mkdir()
-        runs.train(recipe, folder / "run", corpus, **runs.compiled_once(folder / "graph"))
+        runs.train(recipe, folder / "run", corpus, *more, **runs.compiled_once(folder / "graph"))
 
     return make
 
@@ -72,7 +72,7 @@ def graph_of(folder, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny(corpus, tmp_path_factory):
-    return shared(tmp_path_factory, "tiny", trained(runs.TINY, corpus))
+    return shared(tmp_path_factory, "tiny", trained(runs.TINY, corpus, *runs.RECORDED))
 
 
 @pytest.fixture(scope="session")

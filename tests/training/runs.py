@@ -22,6 +22,7 @@ from tools.weights.source import open_source
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TINY, TINY_DP2 = HERE / "tiny.yaml", HERE / "tiny_dp2.yaml"
+RECORDED = ("--set", "plugins.step_record.steps=12")  # all that `tc3 accuracy diagnose` compares
 TC3 = str(Path(sys.executable).with_name("tc3"))
 
 

@@ -16,6 +16,8 @@ from launch.run.compile_cache import prepare
 from launch.run.effective import effective_recipe
 from launch.run.msrun import free_port
 from tests.training import runs
+from tools.accuracy.diagnose.evidence import read_side
+from tools.accuracy.diagnose.ladder import diagnose
 from tools.recipe.load import load_recipe
 from tools.runs.attempts import read_attempts
 
@@ -60,7 +62,7 @@ def test_a_worker_killed_in_a_save_is_started_again_and_comes_to_the_same_losses
     run_dir = tmp_path / "run"
     # two files a checkpoint: the sixth is the optimizer of step 12, and the second attempt writes two
     hook = runs.dying(TC3_TEST_KILL="0:6")
-    text = runs.train(runs.TINY, run_dir, corpus, "--restarts", "1", **hook, **graph)
+    text = runs.train(runs.TINY, run_dir, corpus, "--restarts", "1", *runs.RECORDED, **hook, **graph)
     assert runs.processes_of(run_dir) == []
     assert "worker 0 was killed (SIGKILL)" in text and "attempt 1 goes on from step 8" in text
     assert text.count("compile cache: loads") == 2
@@ -68,6 +70,9 @@ def test_a_worker_killed_in_a_save_is_started_again_and_comes_to_the_same_losses
     assert sorted(got) == list(range(1, 13)) and runs.checkpoints(run_dir) == [4, 8, 12]
     for step, record in got.items():
         runs.same(record, expected[step])
+    sides = read_side(whole), read_side(run_dir)
+    assert [each.step for each in sides[1].starts] == [0, 8] and len(sides[1].states) == len(sides[1].samples) == 12
+    assert diagnose(*sides).word == "equal", diagnose(*sides).first
     first, second = read_attempts(run_dir)
     assert (first.verdict.decision, second.verdict.decision) == ("restart", "done")
     (end,) = first.ends.values()

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from plugins.errors import RecipeError, did_you_mean
 from tools.accuracy.align.cli import align
+from tools.accuracy.diagnose.cli import diagnose_command
 from tools.accuracy.dumps.read import LEVELS, TASKS
 from tools.accuracy.dumps.write import Job
 from tools.accuracy.equivalence.cli import equivalence_command
@@ -208,7 +209,7 @@ def accuracy() -> None:
     """Verify that the arithmetic is right, as section 3 of the training report does."""
 
 
-for each in (align, dump, compare, equivalence_command, collectives_command, fusion_command):
+for each in (align, dump, compare, equivalence_command, collectives_command, fusion_command, diagnose_command):
     accuracy.add_command(each)
 
 

@@ -52,7 +52,15 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 # Some runs leave out plugins that their recipe names: a CPU fuses nothing, a dry run has neither data nor callbacks.
 _NOT_IN = {
     TRAINS: {"operator_fusion", "grouped_gradient"},
-    COMPILED: {"finite_loss", "packed_labels", "held_out_loss", "attention_balance", "spike_guard", "straggler_probe"},
+    COMPILED: {
+        "finite_loss",
+        "packed_labels",
+        "held_out_loss",
+        "attention_balance",
+        "spike_guard",
+        "step_record",
+        "straggler_probe",
+    },
 }
 
 
@@ -87,6 +95,7 @@ PLUGINS: Mapping[str, Plugin] = {
     "grouped_gradient": Plugin({}, {"pp": 2, "micro": 2}),
     "operator_fusion": Plugin({"level": "vector"}),
     "spike_guard": Plugin({"rollbacks": 3}),
+    "step_record": Plugin(),
     "straggler_probe": Plugin(),
 }
 

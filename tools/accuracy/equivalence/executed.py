@@ -33,6 +33,7 @@ from tools.accuracy.equivalence.runs import (
     group_of,
     launch,
     least,
+    read_samples,
     read_steps,
     square_of,
     weight_of,
@@ -49,6 +50,7 @@ from tools.accuracy.equivalence.trained import (
     copies,
     group_rows,
     phases,
+    samples,
     shared,
     starts,
     state_rows,
@@ -80,7 +82,8 @@ def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Co
         detail = f"{len(run.steps)} steps, should be {len(reference.steps)}"
         return Comparison(1, np.inf, (At(run, 1, FORWARD).found("data", "steps", detail),))
     rows = [*_numbers(run, reference, sharding), *_held_out(run, reference), *_tensors(run, reference)]
-    wrong = [*starts(run, reference), *(finding for finding in rows if not finding.error <= finding.allowed)]
+    others = samples(run, reference) if sharding.cp == 1 and run.samples and reference.samples else ()
+    wrong = [*others, *starts(run, reference), *(finding for finding in rows if not finding.error <= finding.allowed)]
     wrong += [*copies(run), *(() if sharding.known else unclipped(run))]
     known = tuple(_counted_twice(run, reference)) if sharding.known else ()
     return Comparison(len(rows), max(finding.used for finding in rows), tuple(wrong), known)
@@ -241,7 +244,8 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
         for name, ranks in (whole.differing | wrong).items():
             differing.setdefault(name, ranks)
     shares = _shares(run_dir, view.devices)
-    return Trained(view.devices, steps, [], record.norms, record.state(), differing, shares, read_held_out(run_dir))
+    given = read_samples(run_dir, view.devices, len(steps))
+    return Trained(view.devices, steps, given, record.norms, record.state(), differing, shares, read_held_out(run_dir))
 
 
 def _in_order(folder: Path) -> Whole:

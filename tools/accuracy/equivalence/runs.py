@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import CheckpointError, DataError
+from plugins.step_record.plan import IDS
 from tools.data.index import write_corpus
 from tools.process import children
 from tools.recipe.dump import dump_recipe
@@ -46,7 +47,8 @@ class Trained:
     """This is what a run on one or more workers did.
 
     Args:
-        workers: how many. steps: the metrics of each step. samples: for each step the digests of its samples, sorted.
+        workers: how many. steps: the metrics of each step. samples: for each step the digests of its samples, sorted;
+            empty where they are unknown.
         norms: for each step the norm of each weight's gradient, after clipping.
         state: weights, what they were at the start, their moments, the smallest mean squares of gradients, and the
             routers' biases and loads, whole.
@@ -218,6 +220,18 @@ def read_steps(metrics: Path) -> list[dict[str, Any]]:
     """Return the records of steps in a rank's metrics file, in order."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [record for record in records if "step" in record]
+
+
+def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
+    """Return the digests of each step's samples that any rank was given, sorted; nothing where a rank's are unknown."""
+    given = []
+    for rank in range(workers):
+        file = run_dir / "metrics" / f"rank_{rank}.jsonl"
+        records = read_steps(file)[:steps] if file.exists() else []
+        if len(records) < steps or not all((record.get("samples") or {}).get(IDS) for record in records):
+            return []
+        given.append([record["samples"][IDS] for record in records])
+    return [sorted({each for rank in step for each in rank}) for step in zip(*given, strict=True)]
 
 
 def square_of(moment: np.ndarray, before: np.ndarray | float, beta1: float) -> float:

@@ -231,15 +231,15 @@ def _router(run: Trained, router: str, tensor: str, right: np.ndarray, what: str
 
 def compare_trained(run: Trained, reference: Trained) -> Comparison:
     """Return the findings in the order above; `used` is the largest share of a tolerance."""
-    data = (*_samples(run, reference), *starts(run, reference))
+    data = (*samples(run, reference), *starts(run, reference))
     rows = list(_rows(run, reference))
     findings = [finding for finding in rows if not finding.error <= finding.allowed]
     used = max(finding.used for finding in rows)
     return Comparison(len(rows), used, (*data, *findings, *copies(run), *unclipped(run)))
 
 
-def _samples(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Steps whose samples are not the same, whatever their order and ranks."""
+def samples(run: Trained, reference: Trained) -> Iterator[Finding]:
+    """Return the steps whose samples are not the same, whatever their order and ranks."""
     for step, (mine, theirs) in enumerate(zip(run.samples, reference.samples, strict=True), 1):
         if mine != theirs:
             other = len(set(mine) ^ set(theirs)) // 2

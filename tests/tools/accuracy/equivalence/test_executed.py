@@ -12,7 +12,7 @@ from tests.tools.checkpoint.saved import Saved
 from tools.accuracy.equivalence import executed, matrix
 from tools.accuracy.equivalence.executed import compare_executed
 from tools.accuracy.equivalence.matrix import as_html
-from tools.accuracy.equivalence.runs import RunFailedError
+from tools.accuracy.equivalence.runs import RunFailedError, read_samples
 from tools.accuracy.equivalence.sharding import EXECUTED_ROWS, Sharding
 from tools.accuracy.equivalence.trained import finding_text
 
@@ -166,6 +166,30 @@ def test_runs_that_were_never_clipped_prove_too_little(tmp_path):
     alone = executed.read_executed(write(tmp_path / "alone", 1, never_clipped), ALONE)
     (finding,) = compare_executed(run_with(tmp_path, never_clipped), alone, TP2).findings
     assert finding.tensor == "clipping" and "no step was clipped" in finding.detail
+
+
+def given_to(folder, ranks):
+    """Write that each step's samples `ranks[rank]` were given to a rank."""
+    for rank, samples in enumerate(ranks):
+        lines = [json.dumps({"step": step, "samples": {"input_ids": samples}}) for step in range(1, STEPS + 1)]
+        (folder / f"metrics/rank_{rank}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_samples_are_those_of_all_ranks_whatever_their_order_and_copies(tmp_path):
+    (tmp_path / "metrics").mkdir()
+    given_to(tmp_path, [["b", "a"], ["a", "c"]])
+    assert read_samples(tmp_path, WORKERS, STEPS) == [["a", "b", "c"]] * STEPS
+    assert read_samples(tmp_path, WORKERS + 1, STEPS) == [], "those of a rank are unknown"
+    given_to(tmp_path, [["b"], []])
+    assert read_samples(tmp_path, WORKERS, STEPS) == []
+
+
+def test_other_samples_explain_everything(alone, tmp_path):
+    run = replace(run_with(tmp_path, change(HEAD, 1, 1.001)), samples=[["a"], ["b"], ["d"]])
+    found = compare_executed(run, replace(alone, samples=[["a"], ["b"], ["c"]]), TP2).findings
+    assert (found[0].step, found[0].module, found[0].tensor) == (3, "data", "samples") and len(found) > 1
+    split = compare_executed(run, replace(alone, samples=[["a"], ["b"], ["c"]]), replace(TP2, cp=2)).findings
+    assert all(each.module != "data" for each in split), "each rank's part of a sample has a digest of its own"
 
 
 def test_a_run_of_fewer_steps_or_another_start_is_found(alone, tmp_path):

@@ -1,0 +1,158 @@
+"""This module records the first steps of a run for `tc3 accuracy diagnose` (see `plan`).
+
+The record is made in MFLossMonitor, the first of all callbacks: when a step ends, TopkBiasBalanceCallback has not yet
+moved the routers' biases and cleared their counters. What callbacks have done since is seen when the next step begins.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindformers.tools.utils import get_real_group_size, get_real_rank
+
+from plugins.lines import append_line
+from plugins.private_hooks import train_step
+from plugins.step_record.plan import (
+    BIAS,
+    LOAD,
+    MOMENTS,
+    Adam,
+    Settings,
+    gradient_square,
+    record_file,
+    state_of,
+    update_of,
+)
+
+
+def enable(config, settings) -> None:
+    """Record the first steps of `config` (a MindFormerConfig).
+
+    Raises:
+        RecipeError: an unknown or impossible setting.
+    """
+    steps = Settings.read(settings).steps
+    kind = MindFormerModuleType.CALLBACK
+    monitor = MindFormerRegister.get_cls(kind, "MFLossMonitor")
+    MindFormerRegister.register_cls(_recording(monitor, Record(config, steps)), kind, alias="MFLossMonitor")
+
+
+class Record:
+    """This is one rank's record. Its file has a line for the start and one for each recorded step.
+
+    Args:
+        config: of the run. steps: how many of this part of the run are recorded.
+    """
+
+    def __init__(self, config, steps: int):
+        optimizer = config.optimizer or {}
+        self.betas = tuple(optimizer.get("betas") or (0.9, 0.999))
+        self.eps = float(optimizer.get("eps") or 1e-8)
+        self.file: Path = record_file(config.output_dir, get_real_rank())
+        self.left = steps
+        self.before: dict[str, np.ndarray] = {}
+        self.line: dict[str, Any] | None = None
+
+    def begin(self, params, done_before: int) -> None:
+        """Record what the run starts from."""
+        self.before = _arrays(params)
+        line = {"step": done_before, "start": True, "biases": _biases(self.before), "state": state_of(self.before)}
+        append_line(self.file, json.dumps(line))
+
+    def end(self, params, step: int, learning_rate: float | None) -> None:
+        """Note what a step did; the routers' counters are still those of the step."""
+        if self.left <= 0:
+            return
+        self.left -= 1
+        now, optimizer = _arrays(params), train_step(params).optimizer
+        count = int(np.asarray(optimizer.global_step.asnumpy()).reshape(-1)[0])
+        beta1, beta2 = self.betas
+        adam = Adam(learning_rate or 0.0, beta1, beta2, self.eps, count)
+        weights = {}
+        for weight in optimizer.parameters:
+            names = [weight.name, *(first + weight.name for first in MOMENTS)]
+            if any(name not in now for name in names):
+                continue
+            value, moment, square = (now[name] for name in names)
+            old, old_moment = self.before.get(names[0]), self.before.get(names[1])
+            told: dict[str, Any] = {"dimensions": value.ndim}
+            if old is not None and old_moment is not None and old.shape == old_moment.shape == value.shape:
+                told |= update_of(old, value, moment, square, adam)
+                told["gradient"] = gradient_square(moment, old_moment, adam.beta1)
+            elif count == 1:  # the graph has cut its weights since the start; before the first update moments are 0
+                told["gradient"] = gradient_square(moment, 0.0, adam.beta1)
+            weights[weight.name] = told
+        loads = {name.removesuffix(LOAD): value.tolist() for name, value in now.items() if name.endswith(LOAD)}
+        self.line = {"step": step, "learning_rate": learning_rate, "updates": count, "parts": _parts(params),
+                     "weights": weights, "loads": loads}  # fmt: skip
+        self.before = now
+
+    def complete(self, params) -> None:
+        """Write the last step's line, with what all callbacks have left for the next step."""
+        if self.line is None:
+            return
+        now = _arrays(params)
+        append_line(self.file, json.dumps({**self.line, "biases": _biases(now), "state": state_of(now)}))
+        self.line = None
+        self.before = now if self.left > 0 else {}
+
+
+def _recording(monitor: Any, record: Record):
+    """A subclass of the loss monitor class `monitor` that also makes the record."""
+
+    class StepRecordMonitor(monitor):
+        def on_train_begin(self, run_context):
+            """Record the start."""
+            super().on_train_begin(run_context)
+            params = run_context.original_args()
+            record.begin(params, self._done_before(params))
+
+        def on_train_step_begin(self, run_context):
+            """Complete the line of the step before."""
+            record.complete(run_context.original_args())
+            super().on_train_step_begin(run_context)
+
+        def on_train_step_end(self, run_context):
+            """Log the step, then note what it did."""
+            super().on_train_step_end(run_context)
+            params = run_context.original_args()
+            rate = getattr(self, "learning_rate", None)
+            rate = None if rate is None else float(np.asarray(getattr(rate, "asnumpy", lambda: rate)()).reshape(-1)[0])
+            record.end(params, params.cur_step_num + self._done_before(params), rate)
+
+        def _done_before(self, params):
+            """Steps before this part of the run."""
+            return params.get("initial_step") or self.initial_step
+
+        def on_train_end(self, run_context):
+            """Complete the last line."""
+            record.complete(run_context.original_args())
+            super().on_train_end(run_context)
+
+    return StepRecordMonitor
+
+
+def _arrays(params) -> dict[str, np.ndarray]:
+    """name -> copy of each weight, moment, counter and bias that this rank has in memory."""
+    step = train_step(params)
+    found = {item.name: item for item in step.network.get_parameters()}
+    found |= {item.name: item for item in step.optimizer.get_parameters()}
+    return {name: np.array(item.asnumpy()) for name, item in found.items() if not item.has_init}
+
+
+def _biases(arrays: dict[str, np.ndarray]) -> dict[str, list[float]]:
+    return {name.removesuffix(BIAS): value.tolist() for name, value in arrays.items() if name.endswith(BIAS)}
+
+
+def _parts(params) -> dict[str, Any]:
+    """name -> [shape of the whole tensor, offset of this rank's part in units of parts]; empty in one process."""
+    if get_real_group_size() == 1:
+        return {}
+    from mindformers.checkpoint.sharded_tensor import get_cur_sharded_tensor
+
+    tensors = get_cur_sharded_tensor(train_step(params).network)
+    return {name: [list(each.global_shape), list(each.global_offset)] for name, each in tensors.items()}

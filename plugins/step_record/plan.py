@@ -1,0 +1,126 @@
+"""This module computes what a rank records of a training step for `tc3 accuracy diagnose`: digests of the samples, and
+numbers of weights, gradients, optimizer and routers. The module uses only Python and NumPy.
+
+Every run records its samples, if the step's data pass through the process (not in sink mode). The rest costs a copy of
+the weights and of the first moments in the host's memory, and time for each recorded step; therefore a recipe asks for
+it (`plugins.step_record`), and only the first steps of a (resumed) run are recorded.
+
+A gradient is computed from AdamW's first moment, m' = beta1 * m + (1 - beta1) * g, so it is the one after reduction and
+clipping. What AdamW did to a weight is fitted, not copied from the optimizer's groups: with u the normalised moment,
+``before - after = lr * u + lr * decay * before`` has two unknowns, and a weight has many elements.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plugins.settings import WATCHES, Section, setting
+
+KEY = "plugins.step_record"
+IDS = "input_ids"  # the column whose rows are the samples
+MOMENTS = ("adam_m.", "adam_v.")
+LOAD, BIAS = ".expert_load", ".expert_bias"  # ends of the names of a router's state
+_DIGITS = 16  # of a digest
+
+
+@dataclass(frozen=True)
+class Settings(Section):
+    """This says how much of a run is recorded."""
+
+    KEY = KEY
+    RIGHT = f"write `steps: 3` under it, or {KEY}: False"
+    CHANGE = WATCHES
+
+    steps: int = setting(
+        3,
+        "steps of a (resumed) run whose weights, gradients, optimizer and routers are recorded",
+        "write a number of steps from 1 on",
+        least=1,
+    )
+
+
+@dataclass(frozen=True)
+class Adam:
+    """These are the optimizer's numbers for one step: the learning rate, and `count`, the number of its updates."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    count: int
+
+
+def record_file(run_dir: str | Path, rank: int) -> Path:
+    """Return the file into which rank `rank` of a run writes its record."""
+    return Path(run_dir) / "metrics" / f"state_rank_{rank}.jsonl"
+
+
+def digest(array: np.ndarray) -> str:
+    """Return 16 hexadecimal digits that depend on every bit, the shape and the type of an array."""
+    array = np.ascontiguousarray(array)
+    made = hashlib.blake2b(f"{array.dtype}{array.shape}".encode(), digest_size=_DIGITS // 2)
+    made.update(array.tobytes())
+    return made.hexdigest()
+
+
+def samples_of(columns: Iterable[str], batch: Iterable[np.ndarray]) -> dict[str, list[str] | str]:
+    """Return column -> digest of each row of a batch, in order, or one digest where all rows are the same.
+
+    Rows of `input_ids` are the samples.
+    """
+    found: dict[str, list[str] | str] = {}
+    for name, rows in zip(columns, batch, strict=False):
+        digests = [digest(np.asarray(row)) for row in np.atleast_1d(rows)]
+        found[name] = digests[0] if name != IDS and len(set(digests)) == 1 else digests
+    return found
+
+
+def sum_of_squares(array: np.ndarray) -> float:
+    """Return the sum of squares, in float64."""
+    flat = array.reshape(-1).astype(np.float64)
+    return float(flat @ flat)
+
+
+def state_of(arrays: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:
+    """Return name -> [digest, sum of squares, shape] of each tensor."""
+    return {name: [digest(array), sum_of_squares(array), list(array.shape)] for name, array in arrays.items()}
+
+
+def gradient_square(moment: np.ndarray, before: np.ndarray | float, beta1: float) -> float:
+    """Return the sum of squares of the (clipped) gradient by which the first moment moved."""
+    return sum_of_squares((np.asarray(moment, np.float64) - beta1 * np.asarray(before, np.float64)) / (1 - beta1))
+
+
+def update_of(
+    before: np.ndarray, after: np.ndarray, moment: np.ndarray, square: np.ndarray, adam: Adam
+) -> dict[str, float | None]:
+    """Return what an update did to one rank's part of a weight.
+
+    Returns:
+        "square": the sum of squares of the change; "rate", "decay": the learning rate and the weight decay that fit the
+        change best; "rest": the norm of what they leave, as a share of the change's norm. The last three are None where
+        they cannot be told: no learning rate, fewer than four elements, or nothing that separates the two.
+    """
+    weight = before.reshape(-1).astype(np.float64)
+    change = weight - after.reshape(-1).astype(np.float64)
+    found: dict[str, float | None] = {"square": float(change @ change), "rate": None, "decay": None, "rest": None}
+    if not adam.lr or weight.size < 4:
+        return found
+    mean = moment.reshape(-1).astype(np.float64) / (1 - adam.beta1**adam.count)
+    usual = mean / (np.sqrt(square.reshape(-1).astype(np.float64) / (1 - adam.beta2**adam.count)) + adam.eps)
+    a, b, c = usual @ usual, usual @ weight, weight @ weight
+    if a * c - b * b <= 1e-6 * a * c:
+        return found
+    rate = (c * (usual @ change) - b * (weight @ change)) / (a * c - b * b)
+    decayed = (a * (weight @ change) - b * (usual @ change)) / (a * c - b * b)
+    rest = change - rate * usual - decayed * weight
+    norm = float(np.sqrt(change @ change))
+    found |= {"rate": float(rate), "decay": float(decayed / adam.lr)}
+    found["rest"] = float(np.sqrt(rest @ rest)) / norm if norm else None
+    return found

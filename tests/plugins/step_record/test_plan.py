@@ -1,0 +1,68 @@
+"""What is recorded of a step, against what is known of it."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plugins.errors import RecipeError
+from plugins.step_record.plan import Adam, Settings, digest, gradient_square, samples_of, state_of, update_of
+
+ADAM = Adam(1e-3, 0.9, 0.95, 1e-8, 3)
+
+
+def adamw(weight, moment, square, decay, adam=ADAM, rate=None):
+    """The update, written as MindFormers' `adamw.py` writes it."""
+    rate = adam.lr if rate is None else rate
+    kept = weight * np.float32(1 - rate * decay)
+    step = rate / (1 - adam.beta1**adam.count)
+    return (kept - moment / (np.sqrt(square / (1 - adam.beta2**adam.count)) + adam.eps) * step).astype(np.float32)
+
+
+@given(st.integers(0, 1000), st.sampled_from([0.0, 0.1, 0.3]), st.sampled_from([0.5, 1.0, 2.0]))
+def test_rate_and_decay_are_found_in_the_update(seed, decay, factor):
+    rng = np.random.default_rng(seed)
+    weight, moment = rng.normal(0, 0.02, 64).astype(np.float32), rng.normal(0, 1e-3, 64).astype(np.float32)
+    square = (moment**2 * rng.uniform(0.2, 1, 64)).astype(np.float32)
+    after = adamw(weight, moment, square, decay, rate=factor * ADAM.lr)
+    found = update_of(weight, after, moment, square, ADAM)
+    assert found["rate"] == pytest.approx(factor * ADAM.lr, rel=1e-4)
+    assert found["decay"] == pytest.approx(factor * decay, abs=2e-3)
+    assert found["rest"] < 1e-3 and found["square"] > 0
+
+
+def test_what_cannot_be_told_is_none():
+    ones = np.ones(8, np.float32)
+    for weight, adam in ((ones, Adam(0.0, 0.9, 0.95, 1e-8, 1)), (ones[:3], ADAM), (ones, ADAM)):
+        found = update_of(weight, weight, weight, weight, adam)
+        assert (found["square"], found["rate"], found["decay"], found["rest"]) == (0.0, None, None, None)
+
+
+def test_a_gradient_is_found_in_the_first_moment():
+    before, gradient = np.full(4, 0.5), np.array([1.0, -2.0, 3.0, 0.0])
+    assert gradient_square(0.9 * before + 0.1 * gradient, before, 0.9) == pytest.approx(14.0)
+
+
+def test_a_digest_knows_bits_shape_and_type():
+    one = np.zeros((2, 3), np.float32)
+    others = [one.reshape(3, 2), one.astype(np.float64), one.view(np.int32), -one]
+    assert len({digest(each) for each in [one, *others]}) == 5
+    assert digest(one) == digest(np.asfortranarray(one)) and len(digest(one)) == 16
+
+
+def test_samples_by_column_and_equal_rows_once():
+    ids, mask = np.arange(6).reshape(2, 3), np.ones((2, 3))
+    found = samples_of(("input_ids", "loss_mask"), (ids, mask))
+    assert found == {"input_ids": [digest(ids[0]), digest(ids[1])], "loss_mask": digest(mask[0])}
+    assert samples_of(("input_ids",), (ids[:1].repeat(2, 0),)) == {"input_ids": [digest(ids[0])] * 2}
+
+
+def test_a_state_has_digest_square_and_shape():
+    value = np.full((2, 2), 2.0, np.float32)
+    assert state_of({"w": value}) == {"w": [digest(value), 16.0, [2, 2]]}
+
+
+def test_settings():
+    assert Settings.read({}).steps == 3
+    with pytest.raises(RecipeError, match=r"plugins\.step_record\.steps: 0 is not allowed; write a number of steps"):
+        Settings.read({"steps": 0})

@@ -1,0 +1,98 @@
+"""Folders that cannot be compared, or only in part: one line says what to record."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from plugins.step_record.plan import record_file
+from tests.tools.accuracy.diagnose.simulated import Run
+from tools.accuracy.cli import accuracy
+from tools.accuracy.diagnose.evidence import read_side
+
+
+def said(*arguments):
+    done = CliRunner().invoke(accuracy, ["diagnose", *map(str, arguments)])
+    refused = done.exception is not None and not isinstance(done.exception, SystemExit)
+    return done.exit_code, str(done.exception) if refused else done.output
+
+
+def test_two_equal_runs(tmp_path):
+    a, b = Run(tmp_path / "a").write(), Run(tmp_path / "b").write()
+    code, text = said(a, b)
+    assert code == 0 and text.splitlines()[-1] == "equal"
+
+
+def test_a_difference_has_its_place_and_its_usual_cause(tmp_path):
+    class Other(Run):
+        def decay(self, name):
+            return 0.1
+
+    a, b = Run(tmp_path / "a").write(), Other(tmp_path / "b").write()
+    code, text = said(a, b)
+    assert code == 1 and "-> step 2, update, layers.0.norms" in text and "usually: the optimizer" in text
+    code, text = said(a, b, "--json")
+    told = json.loads(text)
+    assert code == 1 and told["findings"][0]["rung"] == "update" and told["verdict"] == "differs: update, step 2"
+    assert len(said(a, b, "--all")[1].splitlines()) > len(said(a, b)[1].splitlines())
+
+
+def test_what_is_not_the_folder_of_a_run(tmp_path):
+    assert "it has no recipe.yaml" in said(tmp_path)[1]
+    assert "no such file or folder" in said(tmp_path / "nothere")[1]
+
+
+def test_a_run_without_a_step(tmp_path):
+    run = Run(tmp_path / "run").write()
+    (run / "metrics" / "rank_0.jsonl").unlink()
+    assert "no step is recorded" in said(run)[1]
+
+
+def test_a_rank_that_has_recorded_nothing(tmp_path):
+    run = Run(tmp_path / "run", ranks=2).write()
+    (run / "metrics" / "rank_1.jsonl").unlink()
+    assert "rank 1 of 2 has recorded no step" in said(run)[1]
+
+
+@pytest.mark.parametrize("damage", ["{]\n", "[1]\n", '{"step": 1}\n'])
+def test_a_damaged_line(tmp_path, damage):
+    run = Run(tmp_path / "run").write()
+    file = record_file(run, 0)
+    file.write_text(damage + file.read_text())
+    assert f"{file}: line 1 is" in said(run)[1]
+
+
+def test_another_model(tmp_path):
+    a = Run(tmp_path / "a").write()
+    b = Run(tmp_path / "b", keys={"model.model_config.num_hidden_layers": 3}).write()
+    assert "of another model" in said(a, b)[1]
+
+
+def test_a_run_that_goes_on_is_compared_as_far_as_it_is(tmp_path):
+    a, b = Run(tmp_path / "a").write(), Run(tmp_path / "b", steps=2).write()
+    for name in ("rank_0.jsonl", "state_rank_0.jsonl"):
+        file = b / "metrics" / name
+        file.write_text(file.read_text().replace('"total_steps": 2', '"total_steps": 3') + '{"step": 3, "lo')
+    assert sorted(read_side(b).states) == [1, 2]
+    code, text = said(a, b)
+    assert code == 0 and "step 2 of 3 is its last: it is still training, or ended early" in text
+
+
+def test_a_run_without_a_record_says_how_to_make_one(tmp_path):
+    a, b = Run(tmp_path / "a").write(), Run(tmp_path / "b").write()
+    record_file(b, 0).unlink()
+    code, text = said(a, b)
+    assert code == 0 and "plugins.step_record.steps=3" in text and "unknown, because it was not recorded" in text
+    assert text.splitlines()[-1] == "nothing differs in what was recorded"
+
+
+def test_samples_that_no_process_saw_are_unknown(tmp_path):
+    a, b = Run(tmp_path / "a").write(), Run(tmp_path / "b").write()
+    file = b / "metrics" / "rank_0.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        line.pop("samples", None)
+    file.write_text(
+        "".join(json.dumps({key: value for key, value in line.items() if key != "samples"}) + "\n" for line in lines)
+    )
+    assert "sink_mode=False" in said(a, b)[1]

@@ -1,0 +1,134 @@
+"""This module is `tc3 accuracy diagnose`: which step, rung and module of two runs differ first, or which law a run
+breaks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from plugins.errors import DataError, RecipeError
+from tools.process import children
+from tools.process.children import terminate_as_interrupt
+from tools.ranges import Number
+from tools.recipe.load import load_recipe
+from tools.recipe.view import View
+from tools.schema.versions import require_verified, unverified_option
+
+if TYPE_CHECKING:
+    from tools.accuracy.diagnose.evidence import Side
+    from tools.accuracy.diagnose.ladder import Verdict
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@click.command("diagnose")
+@click.argument("a", metavar="A", type=click.Path(path_type=Path))
+@click.argument("b", metavar="[B]", required=False, type=click.Path(path_type=Path))
+@click.option("--steps", default=3, show_default=True, type=Number("steps"), help="Steps to train a recipe for.")
+@click.option("--all", "everything", is_flag=True, help="Print the findings of all rungs, by step and rung.")
+@click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep the runs of recipes in it.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@unverified_option
+def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep: Path | None, as_json: bool) -> None:
+    """Say where two runs first differ: the step, what kind of thing, the module and the ranks.
+
+    A and B are folders of runs, or recipes, which are trained for --steps steps (a recipe for Ascend as its mini on
+    CPU). They are compared in the order in which a difference arises: the configuration, what a run starts from or a
+    resume restored; then for each step the samples, loss and parts, gradients by weight, global norm and clipping, the
+    update, the routers. The first that differs is printed, with its usual cause. Two runs of one layout and
+    configuration must agree to the last bit.
+
+    Without B, only laws that need no reference are checked: the global norm is that of the gradients, weights move as
+    AdamW with the step's learning rate and decay moves them, experts' loads add up to the choices made, biases move
+    against the loads, copies on several ranks are equal, and a resume restores what the run had.
+
+    Losses and samples are in every run's metrics; the rest is recorded with `--set plugins.step_record.steps=3`.
+
+    Exit codes: 0 nothing differs, 1 something differs, 2 a wrong input: not a run, damaged, or of another model.
+    """
+    from tools.accuracy.diagnose.evidence import read_side
+    from tools.accuracy.diagnose.ladder import OtherModelError, diagnose
+
+    paths = [a] if b is None else [a, b]
+    if keep is not None and keep.exists() and any(keep.iterdir()):
+        raise RecipeError(f"--keep {keep}: the folder is not empty")
+    for path in paths:
+        if not path.exists():
+            raise DataError(f"{path}: no such file or folder; give the folder of a run, or a recipe")
+    with tempfile.TemporaryDirectory(prefix="tc3-diagnose-") as folder:
+        work = (keep or Path(folder)).absolute()
+        runs = [path if path.is_dir() else _train(path, work / "AB"[place], steps) for place, path in enumerate(paths)]
+        sides = [read_side(run) for run in runs]
+    try:
+        verdict = diagnose(*sides)
+    except OtherModelError as error:
+        raise DataError(f"{paths[-1]}: of another model than {a} ({error}); compare runs of one model") from error
+    if as_json:
+        click.echo(json.dumps(_as_json(verdict, sides)))
+    else:
+        click.echo("\n".join(report(verdict, sides, everything)))
+    sys.exit(1 if verdict.findings or verdict.changes else 0)
+
+
+def _train(recipe: Path, run_dir: Path, steps: int) -> Path:
+    """The folder of a run of a recipe with its state recorded."""
+    require_verified()
+    flat = load_recipe(recipe)
+    mini = [] if View(flat).get(("context", "device_target")) == "CPU" else ["--mini"]
+    command = [str(Path(sys.executable).with_name("tc3")), "train", str(recipe), *mini, "--run-dir", str(run_dir)]
+    command += ["--steps", str(steps), "--set", f"plugins.step_record.steps={steps}"]
+    click.echo(f"{recipe}: training {steps} steps{' of its mini' if mini else ''}", err=True)
+    with terminate_as_interrupt():
+        done = children.run_child(command, cwd=ROOT, env=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    if done.returncode:
+        raise DataError(f"{recipe}: the training failed: " + (done.stderr or done.stdout).strip()[-800:])
+    return run_dir
+
+
+def report(verdict: Verdict, sides: list[Side], everything: bool = False) -> list[str]:
+    """Return the lines that are printed."""
+    from tools.accuracy.diagnose.evidence import RECORD
+    from tools.accuracy.diagnose.ladder import USUAL, WORST
+
+    lines = [f"{side.name}: {note}" for side in sides for note in side.notes]
+    for change in verdict.changes:
+        lines.append(f"changed key: {change.path} {change.before} -> {change.after}: {change.meaning.phrase}")
+    if verdict.layout:
+        names = ", ".join(change.path for change in verdict.layout)
+        lines.append(f"another layout, as intended ({names}): compared within rounding, and not by bits")
+    shown = verdict.findings if everything else verdict.first[:WORST]
+    for place, found in enumerate(shown):
+        ranks = f", ranks {', '.join(map(str, found.ranks))}" if found.ranks else ""
+        side = f" [{found.side}]" if found.side else ""
+        where = f"step {found.step}, {found.rung}, {found.module}{ranks}{side}"
+        lines.append(f"{'   ' if place else '-> '}{where}: {found.detail}")
+    if verdict.findings:
+        rest = len(verdict.findings) - len(shown) - verdict.before
+        if rest > 0:
+            lines.append(f"   and {rest} more, which may follow from it (--all)")
+        if verdict.before and not everything:
+            lines.append(f"   before it, {verdict.before} differ in bits only, as sums in another order do (--all)")
+        lines.append(f"   usually: {USUAL[verdict.first[0].rung]}")
+    if verdict.compared:
+        lines.append(f"compared: {', '.join(verdict.compared)}")
+    if verdict.unknown:
+        lines.append(f"unknown, because it was not recorded: {', '.join(verdict.unknown)}; record it with `{RECORD}`")
+    return [*lines, verdict.word]
+
+
+def _as_json(verdict: Verdict, sides: list[Side]) -> dict:
+    findings = [asdict(each) | {"error": None if math.isinf(each.error) else each.error} for each in verdict.findings]
+    changes = [{"key": each.path, "before": str(each.before), "after": str(each.after), "means": each.meaning.phrase}
+               for each in verdict.changes]  # fmt: skip
+    return {"verdict": verdict.word, "findings": findings, "changed": changes, "compared": verdict.compared,
+            "unknown": verdict.unknown, "layout": [each.path for each in verdict.layout],
+            "notes": [f"{side.name}: {note}" for side in sides for note in side.notes]}  # fmt: skip

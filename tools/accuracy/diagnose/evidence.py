@@ -1,0 +1,243 @@
+"""This module reads what a run has recorded of its steps (plugins/step_record) for `tc3 accuracy diagnose`.
+
+The numbers of each tensor are put together from all ranks: parts of a split tensor are added up, copies count once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from plugins.errors import DataError, TC3Error
+from plugins.step_record.plan import IDS, record_file
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.view import View
+from tools.runs.readings import Readings, loss_rank
+
+RECORD = "tc3 train RECIPE --set plugins.step_record.steps=3"  # what makes a run comparable
+
+
+@dataclass
+class State:
+    """These are the recorded lines of one step (or of a start), by rank."""
+
+    step: int
+    lines: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def tensors(self, parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Return the state's tensors; `parts`: by rank, as a step's line lists them."""
+        found: dict[str, Tensor] = {}
+        for rank, line in sorted(self.lines.items()):
+            ours = parts.get(rank) or {}
+            for name, (digest, square, shape) in line["state"].items():
+                whole, offset = ours.get(name, (shape, [0]))
+                if ours and name not in ours and _listed(name):
+                    continue  # of another stage: this rank has the object, and does not train it
+                if list(shape) == list(whole):
+                    offset = [0]  # not cut yet, or not at all
+                tensor = found.setdefault(name, Tensor(tuple(whole)))
+                tensor.add(rank, tuple(offset), digest, square, prod(shape))
+        return found
+
+
+@dataclass
+class Tensor:
+    """This is a tensor of all ranks: `parts` is offset -> {rank: (digest, sum of squares)}."""
+
+    shape: tuple[int, ...]
+    parts: dict[tuple[int, ...], dict[int, tuple[str, float]]] = field(default_factory=dict)
+    elements: int = 0  # of the distinct parts
+
+    def add(self, rank: int, offset: tuple[int, ...], digest: str, square: float, elements: int) -> None:
+        """Add one rank's part."""
+        if offset not in self.parts:
+            self.elements += elements
+        self.parts.setdefault(offset, {})[rank] = digest, square
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the recorded parts make the whole tensor."""
+        return self.elements == prod(self.shape)
+
+    @property
+    def norm(self) -> float:
+        """Return the norm of the whole tensor."""
+        return sum(next(iter(copies.values()))[1] for copies in self.parts.values()) ** 0.5
+
+    @property
+    def differing(self) -> tuple[int, ...]:
+        """Return the ranks whose copy of a part is not the first one's."""
+        wrong = []
+        for copies in self.parts.values():
+            first = next(iter(copies.values()))[0]
+            wrong += [rank for rank, (digest, _) in copies.items() if digest != first]
+        return tuple(sorted(wrong))
+
+    @property
+    def digests(self) -> dict[int, str]:
+        """Return rank -> digest of its part."""
+        return {rank: digest for copies in self.parts.values() for rank, (digest, _) in copies.items()}
+
+
+@dataclass
+class Side:
+    """This is one run. `steps`: the metrics of the rank that knows the loss; `samples`: step -> rank -> column ->
+    digests; `starts`, `states`: what was recorded of the state, by step.
+    """
+
+    name: str
+    recipe: Recipe
+    steps: dict[int, dict[str, Any]]
+    total_steps: int | None = None
+    samples: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
+    starts: list[State] = field(default_factory=list)
+    states: dict[int, State] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def parts(self) -> dict[int, dict[str, Any]]:
+        """Return rank -> name -> [whole shape, offset], as the first recorded step has it."""
+        first = next(iter(self.states.values()), None)
+        return {rank: line.get("parts") or {} for rank, line in first.lines.items()} if first else {}
+
+    def ids(self, step: int) -> list[str] | None:
+        """Return the digests of a step's samples, each once, by rank in order; None where they are unknown."""
+        ranks = self.samples.get(step, {})
+        if not ranks or any(IDS not in columns for columns in ranks.values()):
+            return None
+        return list(dict.fromkeys(each for rank in sorted(ranks) for each in ranks[rank][IDS]))
+
+    def columns(self, step: int) -> dict[str, frozenset[tuple[str, str]]]:
+        """Return column -> the pairs (sample, digest of its row of that column) of a step."""
+        found: dict[str, set[tuple[str, str]]] = {}
+        for columns in self.samples.get(step, {}).values():
+            ids = columns[IDS]
+            for name, rows in columns.items():
+                rows = [rows] * len(ids) if isinstance(rows, str) else rows
+                if name != IDS and len(rows) == len(ids):
+                    found.setdefault(name, set()).update(zip(ids, rows, strict=True))
+        return {name: frozenset(pairs) for name, pairs in found.items()}
+
+    def updates(self, step: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
+        """Yield (weight, rank, what its update was) of the ranks' distinct parts of each weight."""
+        state, parts, seen = self.states[step], self.parts(), set()
+        for rank, line in sorted(state.lines.items()):
+            for name, told in line["weights"].items():
+                ours = parts.get(rank) or {}
+                if ours and name not in ours:
+                    continue
+                part = name, tuple(ours.get(name, ([], [0]))[1])
+                if part not in seen:
+                    seen.add(part)
+                    yield name, rank, told
+
+    def gradients(self, step: int) -> dict[str, float]:
+        """Return weight -> norm of its whole gradient, after clipping."""
+        squares: dict[str, float] = {}
+        unknown = set()
+        for name, _, told in self.updates(step):
+            if told.get("gradient") is None:
+                unknown.add(name)
+            squares[name] = squares.get(name, 0.0) + (told.get("gradient") or 0.0)
+        return {name: square**0.5 for name, square in squares.items() if name not in unknown}
+
+
+def _listed(name: str) -> bool:
+    """Whether a checkpoint's metadata list a tensor: routers' biases and counters are in none."""
+    return not name.endswith((".expert_bias", ".expert_load", ".fi_accu", ".fi_parameter")) and "." in name
+
+
+def read_side(folder: Path) -> Side:
+    """Return what a run has recorded.
+
+    Raises:
+        DataError: not a run, no step, or a rank's record is missing or damaged; the message says what to record.
+    """
+    file = folder / "recipe.yaml"
+    if not file.is_file():
+        raise DataError(
+            f"{folder}: not the folder of a run: it has no recipe.yaml; give what --run-dir of tc3 train named"
+        )
+    try:
+        recipe = load_recipe(file)
+    except TC3Error as error:
+        raise DataError(f"{folder}: its recipe.yaml cannot be read ({error}); train again into a new folder") from error
+    view = View(recipe)
+    metrics = {rank: _metrics(folder / "metrics" / f"rank_{rank}.jsonl") for rank in range(view.devices)}
+    empty = [rank for rank, readings in metrics.items() if not readings.steps]
+    if len(empty) == len(metrics):
+        raise DataError(f"{folder}: no step is recorded: it compiles still, or has failed (`tc3 runs report {folder}`)")
+    if empty:
+        raise DataError(
+            f"{folder}: rank {empty[0]} of {len(metrics)} has recorded no step: copy metrics/ of every host"
+        )
+    readings = metrics[loss_rank(recipe)]
+    side = Side(str(folder), recipe, readings.steps, readings.total_steps)
+    for rank, each in metrics.items():
+        for step, record in each.steps.items():
+            if record.get("samples"):
+                side.samples.setdefault(step, {})[rank] = record["samples"]
+    for rank in metrics:
+        _read_states(side, record_file(folder, rank), rank)
+    _notes(side, len(metrics))
+    return side
+
+
+def _metrics(file: Path) -> Readings:
+    readings = Readings()
+    for line in _lines(file):
+        readings.add(line)
+    return readings
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The JSON lines of a file; an unfinished last one, of a run that goes on, is left out."""
+    if not file.exists():
+        return
+    text = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    for number, line in enumerate(text, 1):
+        if not line.endswith("\n") and number == len(text):
+            return
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            raise DataError(
+                f"{file}: line {number} is damaged ({error}); train again, or copy the file again"
+            ) from error
+        yield record
+
+
+def _read_states(side: Side, file: Path, rank: int) -> None:
+    for number, line in enumerate(_lines(file), 1):
+        if not {"step", "state"} <= line.keys():
+            raise DataError(f"{file}: line {number} is not a record of a step; train again into a new folder")
+        if line.get("start"):
+            started = next((each for each in side.starts if rank not in each.lines and each.step == line["step"]), None)
+            if started is None:
+                side.starts.append(started := State(line["step"]))
+            started.lines[rank] = line
+        else:
+            side.states.setdefault(line["step"], State(line["step"])).lines[rank] = line
+
+
+def _notes(side: Side, ranks: int) -> None:
+    """What the folder cannot tell, a line each, with how to record it."""
+    incomplete = [step for step, state in side.states.items() if len(state.lines) < ranks]
+    for step in incomplete:
+        del side.states[step]
+    side.starts = [each for each in side.starts if len(each.lines) == ranks]
+    last = max(side.steps)
+    if side.total_steps and last < side.total_steps:
+        side.notes.append(f"step {last} of {side.total_steps} is its last: it is still training, or ended early")
+    if not side.states:
+        side.notes.append(f"no weights, gradients or routers are recorded; record them with `{RECORD}`")
+    if not side.samples:
+        side.notes.append(
+            "the samples of its steps are unknown (sink mode, or an older run); for a few steps set "
+            "runner_config.sink_mode=False"
+        )
