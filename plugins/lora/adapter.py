@@ -12,14 +12,18 @@ after a model is built (`pet/tuners/lora_adapter.py`). What does not serve, and 
   sequence. Here they have the layout of the layer's result.
 * The wrapped model lacks what the trainer asks a model for. Here nothing is wrapped.
 
-The weights are frozen by MindFormers' `PetAdapter.freeze_mcore_pretrained_model`. A frozen weight has no gradient and
-no moments: its trainer builds both of what is trainable.
+Weights are frozen by MindFormers' `PetAdapter.freeze_mcore_pretrained_model`, which sets `requires_grad = False`.
+MindSpore's list of how parameters are sharded then lacks them (`get_strategy_metadata`), and MindFormers loads and
+saves a sharded model by that list: frozen weights would keep their random initial values, and a checkpoint would not
+say how their slices lie. So here they are frozen only until the optimizer is built. Gradients, their sums and moments
+are made of the optimizer's parameters, not of all that require gradients.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from mindformers.core.optim import AdamW
 from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindformers.parallel_core.training_graph.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -31,13 +35,14 @@ from mindformers.parallel_core.training_graph.tensor_parallel.lora_layers import
 from mindformers.parallel_core.training_graph.transformer.mlp import MLP
 from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 from mindformers.pet.tuners.pet_adapter import PetAdapter
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore.context import ParallelMode
 from mindspore.ops.auto_generate import AddExt, Muls
 from mindspore.parallel._utils import _get_parallel_mode
 
 from plugins import telechat3_moe
 from plugins.errors import RecipeError
-from plugins.lora.plan import FROZEN, KEY, TRAINED, Settings, chosen
+from plugins.lora.plan import FROZEN, KEY, OPTIMIZER, TRAINED, Settings, chosen
 from plugins.private_hooks import relies_on
 from plugins.semi_auto_cpu.chosen import chosen as sharded_on_cpu
 
@@ -64,7 +69,9 @@ def add_adapter(cell: Any, lora_rank: int, lora_scale: float) -> None:
     | not cut by tp | whole | whole | as the layer |
     """
     config, own = cell.config, type(cell).__mro__[1]
-    first, second, thin, result = own, own, _WHOLE, _WHOLE
+    first, second = own, own
+    thin: tuple[Any, ...] = _WHOLE
+    result: tuple[Any, ...] = _WHOLE
     if own is ColumnParallelLinear:
         first, result = LinearNoTP, _CUT
     elif own is RowParallelLinear:
@@ -161,6 +168,7 @@ def enable(config, settings) -> None:
         telechat3_moe.use_edited_model(config.model.model_config, KEY, classes)
     telechat3_moe.edit_layers(KEY, lambda layers: put_in(layers, ours))
     telechat3_moe.edit_model(KEY, freeze)
+    MindFormerRegister.register_cls(AdapterAdamW, MindFormerModuleType.OPTIMIZER, alias=OPTIMIZER)
 
 
 def put_in(layers: list[Any], settings: Settings) -> None:
@@ -193,6 +201,30 @@ def _linear_layers(layer: Any) -> list[tuple[str, Any, str]]:
     return found
 
 
+_frozen: list[Any] = []  # parameters that keep their values, and that do not require gradients for the moment
+
+
 def freeze(model: Any) -> None:
-    """Leave only the adapters of `model` (a GPTModel) trainable."""
+    """Leave only the adapters of `model` (a GPTModel) for the optimizer, which is built next."""
+    weights = list(model.trainable_params())
     PetAdapter.freeze_mcore_pretrained_model(model, FROZEN, TRAINED)
+    _frozen[:] = [weight for weight in weights if not weight.requires_grad]
+
+
+class AdapterAdamW(AdamW):
+    """This is MindFormers' AdamW, after whose build all weights have their `requires_grad` again."""
+
+    @staticmethod
+    def get_actual_adamw_cls(use_fused):
+        """Return the class that MindFormers builds."""
+        actual: Any = AdamW.get_actual_adamw_cls(use_fused)
+
+        class OfAdapters(actual):
+            """This is the optimizer of what was trainable when it was built."""
+
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                for weight in _frozen:
+                    weight.requires_grad = True
+
+        return OfAdapters

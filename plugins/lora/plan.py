@@ -22,7 +22,7 @@ from plugins.settings import Section, graph_mode_only, setting, value_at
 KEY, MODEL = "plugins.lora", "model.model_config"
 WEIGHT, A, B = ".weight", ".lora_A.weight", ".lora_B.weight"  # behind a linear layer's name
 FROZEN, TRAINED = ["*"], [f"*{A}", f"*{B}"]  # for MindFormers' freeze_mcore_pretrained_model
-OPTIMIZERS = ("AdamW", "FusedAdamW")
+OPTIMIZER = "AdamW"
 ATTENTION = ("self_attention.*",)
 
 
@@ -116,8 +116,8 @@ def check(written: Any, recipe: Mapping[str, Any], fields: Mapping[str, Any]) ->
     if value_at(recipe, f"{MODEL}.pet_config"):
         wrong = f"MindFormers' own LoRA replaces layers of a model that is already built; use {KEY}, and write null"
         raise RecipeError(wrong, f"{MODEL}.pet_config")
-    if (optimizer := value_at(recipe, "optimizer.type")) not in OPTIMIZERS:
-        raise RecipeError(f"{KEY} is for {' and '.join(OPTIMIZERS)}, not for {optimizer!r}", "optimizer.type")
+    if (optimizer := value_at(recipe, "optimizer.type")) != OPTIMIZER:
+        raise RecipeError(f"{KEY} is for {OPTIMIZER}, not for {optimizer!r}", "optimizer.type")
     for other, why in (
         ("expert_balance", "moves experts with their moments, and frozen experts have none"),
         ("grouped_gradient", "replaces gradients of experts' weights, and frozen experts have none"),

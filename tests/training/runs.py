@@ -22,7 +22,7 @@ from tools.weights.source import open_source
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TINY, TINY_DP2 = HERE / "tiny.yaml", HERE / "tiny_dp2.yaml"
-TC3 = str(Path(sys.executable).with_name("tc3"))
+PYTHON, TC3 = sys.executable, str(Path(sys.executable).with_name("tc3"))
 
 
 def arguments(recipe, run_dir, corpus, *more):

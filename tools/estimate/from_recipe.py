@@ -162,13 +162,13 @@ def _configuration(
         keep_gathered=True,
         training_graph=True,
         fp32_residual=fields.get("fp32_residual_connection") is True,
-        adapters=_adapters(view, fields),
+        adapters=adapters_of(view, fields),
         ulysses=max(1, view.number(("parallel_config", "ulysses_degree_in_cp"), 1)),
     )
 
 
-def _adapters(view: View, fields: Mapping[str, Any]) -> Adapters | None:
-    """What `plugins.lora` trains.
+def adapters_of(view: View, fields: Mapping[str, Any]) -> Adapters | None:
+    """Return what `plugins.lora` trains; None if all weights are trained.
 
     Raises:
         RecipeError: its settings cannot be.

@@ -141,6 +141,12 @@ def with_adapters(model: Model, kind: str, adapters: Adapters, shared_whole: boo
     return tuple(found)
 
 
+def adapter_parameters(model: Model, adapters: Adapters) -> int:
+    """Return the number of elements in all adapters of the model, which are all that is trained."""
+    kinds = (*model.pattern, *["mtp"] * model.mtp)
+    return sum(w.size for kind in kinds for w in with_adapters(model, kind, adapters) if not w.frozen)
+
+
 def _norm(model: Model, name: str, width: int) -> tuple[Weight, ...]:
     scale = Weight(name, width, 1, wide=True, multiplies=False)
     return (scale, Weight(f"{name}_bias", width, 1, wide=True, multiplies=False)) if model.norm_bias else (scale,)

@@ -74,7 +74,8 @@ def built(monkeypatch):
 
 
 def test_adapters_stand_in_their_layers_and_nothing_else_is_trained(built):
-    trained = [weight.name for weight in built(SETTINGS).trainable_params()]
+    model = built(SETTINGS)
+    trained = [weight.name for weight in model.trainable_params()]
     expected = {
         f"decoder.layers.{layer}.{name}.lora_{matrix}.weight"
         for layer in (0, 1)
@@ -82,6 +83,9 @@ def test_adapters_stand_in_their_layers_and_nothing_else_is_trained(built):
         for matrix in "AB"
     }
     assert set(trained) == expected and len(trained) == len(expected)
+    optimizer = adapter.AdapterAdamW.get_actual_adamw_cls(False)(params=model.trainable_params(), learning_rate=1e-3)
+    assert {weight.name for weight in optimizer.parameters} == expected
+    assert len(model.trainable_params()) > len(expected), "MindSpore lists only these where a graph is sharded"
 
 
 def test_a_pattern_without_a_layer_is_refused(built):

@@ -55,7 +55,7 @@ def test_an_mlp_without_experts_may_have_adapters():
         (
             {},
             {"optimizer": {"type": "Muon"}},
-            r"optimizer\.type: plugins\.lora is for AdamW and FusedAdamW, not",
+            r"optimizer\.type: plugins\.lora is for AdamW, not for",
         ),
         ({}, {"context": {"mode": 1}}, r"context\.mode: plugins\.lora is for graph mode"),
         ({}, {"model": {"model_config": {"pet_config": {"pet_type": "lora"}}}}, r"model_config\.pet_config: MindFor"),
