@@ -2,7 +2,7 @@
 MindFormers' GPTModel before the model is built.
 
 The spec of a model without experts has dense layers only, as that of the dense TeleChat3. On Ascend only
-`plugins.yarn` edits those.
+`plugins.yarn` and `plugins.lora` edit those.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ ARCHITECTURES = {"TeleChat3MoeForCausalLM": "EditedTeleChat3MoeForCausalLM"}
 DENSE = {"TeleChat3ForCausalLM": "EditedTeleChat3ForCausalLM"}
 _experts: list[Any] = []
 _edits: dict[str, Callable[[Any], None]] = {}
+_layer_edits: dict[str, Callable[[list[Any]], None]] = {}
 _templates: list[Callable[[Any], Any]] = []
 _positions: list[Callable[[Any], AbstractContextManager[Callable[[Any], None]]]] = []
 
@@ -50,6 +51,13 @@ def experts():
 def edit_model(plugin: str, edit: Callable[[Any], None]) -> None:
     """Call `edit` with each GPTModel that is built later, after everything in it is built, for what no spec reaches."""
     _edits[plugin] = edit
+
+
+def edit_layers(plugin: str, edit: Callable[[list[Any]], None]) -> None:
+    """Call `edit` with the distinct layer specs (ModuleSpec) of each model that is built later, MTP's included, which
+    it changes in place.
+    """
+    _layer_edits[plugin] = edit
 
 
 def edit_routers(plugin: str, edit: Callable[[Any], None]) -> None:
@@ -114,11 +122,14 @@ def gpt_model(config, edit_layer=None) -> GPTModel:
         edit_layer: called with each distinct layer spec, before `use_experts` has its say.
     """
     block = get_gpt_decoder_block_spec(config)
-    for layer in {id(spec): spec for spec in block.layer_specs}.values():
+    layers = list({id(spec): spec for spec in block.layer_specs}.values())
+    for layer in layers:
         if edit_layer is not None:
             edit_layer(layer)
         if _experts and layer.submodules.mlp.module is MoELayer:
             layer.submodules.mlp.submodules.experts = _experts[0]
+    for edit in _layer_edits.values():
+        edit(layers)
     with _positions[0](config) if _positions else nullcontext(lambda model: None) as set_positions:
         model = GPTModel(
             config=config,
@@ -150,12 +161,15 @@ class EditedTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
 
 
 class EditedTrainingTeleChat3(TrainingTeleChat3ForCausalLM):
-    """This is `TrainingTeleChat3ForCausalLM` built by `gpt_model`, so that plugins can replace its rotary positions."""
+    """This is `TrainingTeleChat3ForCausalLM` built by `gpt_model` from an edited spec, so that plugins can replace its
+    linear layers and its rotary positions.
+    """
 
     def __init__(self, config):
         # not the parent's, as above
         TeleChat3PreTrainedModel.__init__(self, config, auto_prefix=False)
         self.model = gpt_model(self.convert_to_transformer_config(config, is_mla_model=False))
+        apply_edits(self.model)
 
 
 @MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)

@@ -25,7 +25,10 @@ import click
 
 from launch.resume.data import all_steps, differences, guard_is_on, replaced
 from plugins.errors import CheckpointError, RecipeError, did_you_mean
+from plugins.lora.plan import KEY as LORA
+from plugins.lora.plan import Settings, adapters_of, is_adapter
 from plugins.sealed_checkpoint.plan import SAVING, fault, made, number_of, step_of
+from plugins.settings import value_at
 from plugins.spike_guard.ledger import read_ledger
 from tools.checkpoint.scan import (
     CheckpointInfo,
@@ -47,8 +50,8 @@ from tools.recipe.view import View
 from tools.runs.attempts import read_attempts
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
+from tools.weights.convert_plan import model_of as weights_model_of
 from tools.weights.hugging_face_names import table
-from tools.weights.hugging_face_sizes import sizes_of
 
 _LISTED = 3  # tensors in a message
 _WEIGHTS_FILE = re.compile(r"(^|-)model-\d+-\d+\.safetensors$")  # a rank's weights, MindFormers' prefix before it
@@ -106,14 +109,16 @@ def _shapes_of(recipe: Recipe) -> Shapes | None:
     """The weights that MindFormers gives the recipe's model, and the routers' biases; None where that is not known."""
     try:
         fields = convert(View(recipe), load_schema()).fields
-        entries = table(sizes_of(fields, bias_updated=False))
+        entries = table(weights_model_of(recipe))
+        lora = Settings.read(chosen) if (chosen := value_at(recipe, LORA, False)) is not False else None
     except (RecipeError, TypeError, KeyError, ValueError):
         return None
     trained = _count_trained((each.mindformers, each.shape) for each in entries if each.trained)
     if trained != weights_of(recipe):
         return None  # a variant that the table does not have, such as tied embeddings
     biased = bool(fields.get("moe_router_enable_expert_bias"))
-    return {each.mindformers: each.shape for each in entries if each.trained or biased}
+    shapes = {each.mindformers: each.shape for each in entries if each.trained or biased}
+    return {**shapes, **(adapters_of(shapes, lora) if lora else {})}
 
 
 def _refuse_other_weights(folder: Path, wanted: Shapes, held: Shapes) -> None:
@@ -148,6 +153,8 @@ def _say_lost_biases(stored: Stored) -> None:
 def _refuse_fresh_moments(folder: Path, wanted: Shapes, held: Shapes) -> None:
     """MindFormers would train on with moments of zero where it finds none."""
     weights = {name: shape for name, shape in wanted.items() if kind_of(name) == "weights"}
+    if adapters := {name: shape for name, shape in weights.items() if is_adapter(name)}:
+        weights = adapters  # the others are frozen
     moments = {f"{prefix}{name}": shape for name, shape in weights.items() for prefix in ADAM}
     wrong = [f"no {name}" for name in moments if name not in held]
     wrong += [
@@ -196,8 +203,8 @@ def weights_in(folder: Path) -> int | None:
 
 
 def _count_trained(shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
-    """Numbers in trained parameters."""
-    return sum(math.prod(shape) for name, shape in shapes if kind_of(name) == "weights")
+    """Numbers in the model's parameters, which training changes but where they are frozen for adapters."""
+    return sum(math.prod(shape) for name, shape in shapes if kind_of(name) == "weights" and not is_adapter(name))
 
 
 def save_path(recipe: dict[str, Any]) -> Path:

@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TINY, TINY_DP2 = HERE / "tiny.yaml", HERE / "tiny_dp2.yaml"
 RECORDED = ("--set", "plugins.step_record.steps=12")  # all that `tc3 accuracy diagnose` compares
-TC3 = str(Path(sys.executable).with_name("tc3"))
+PYTHON, TC3 = sys.executable, str(Path(sys.executable).with_name("tc3"))
 
 
 def arguments(recipe, run_dir, corpus, *more):

@@ -86,6 +86,7 @@ PLUGINS: Mapping[str, Plugin] = {
     "packed_labels": Plugin(chats=True),
     "mtp_documents": Plugin({}, {"mtp": True, "documents": True}),
     "yarn": Plugin({"attention_factor": "telechat3"}, dense=True),
+    "lora": Plugin({"rank": 8}, beside=("yarn",), dense=True),
     "held_out_loss": Plugin({"data_path": "x", "samples": 64, "every": 5}),
     "hierarchical_ep": Plugin({"mode": "hierarchical"}, {"dp": 2, "ep": 2}),
     "ep_overlap": Plugin({"chunks": [1, 2]}, beside=("hierarchical_ep",)),

@@ -12,15 +12,24 @@ from typing import Any
 
 from rich.table import Table
 
+from plugins.errors import RecipeError
 from tools.check.arithmetic import check_arithmetic
 from tools.check.build import check_arrival
 from tools.check.conflicts import check_conflicts
 from tools.check.data_files import check_files
 from tools.check.differences import check_differences
 from tools.check.plugins import check_plugins
+from tools.estimate.from_recipe import adapters_of
 from tools.layout.resolve import UnresolvedError, resolve_for_check
 from tools.model.architecture import Model, model_of
-from tools.model.weights import FORMULA, active_parameters, flops_per_token, parameters, stage_parameters
+from tools.model.weights import (
+    FORMULA,
+    active_parameters,
+    adapter_parameters,
+    flops_per_token,
+    parameters,
+    stage_parameters,
+)
 from tools.recipe.findings import ERROR, SEVERITIES, Finding, Findings, Report, refused
 from tools.recipe.load import KeyPath, Recipe, bad_numbers, read_recipe
 from tools.recipe.override import dotted
@@ -139,12 +148,14 @@ def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[
             layers = None
         tokens = view.global_batch * built.fields["seq_length"]
         flops = flops_per_token(model, built.fields["seq_length"])
-    except (TypeError, KeyError, ValueError):
+        adapters = adapters_of(view, built.fields)
+    except (RecipeError, TypeError, KeyError, ValueError):
         return None
     budget = token_budget or _own_budget(view, tokens)
     return {
         "parameters_total": total,
         "parameters_active": active_parameters(model),
+        "parameters_trained": adapter_parameters(model, adapters) if adapters else total,
         "devices": view.devices,
         "layout": {"dp": view.dp, "tp": view.tp, "pp": view.pp, "cp": view.cp, "ep": view.ep, "chunks": view.chunks},
         "global_batch_samples": view.global_batch,
@@ -192,9 +203,11 @@ def side_by_side(tables: list[tuple[str, dict[str, Any]]]) -> Table:
 
 def _rows(table: dict[str, Any]) -> list[tuple[str, str]]:
     layout = " ".join(f"{name}{size}" for name, size in table["layout"].items() if size > 1) or "one device"
+    adapters = table["parameters_trained"] if table["parameters_trained"] != table["parameters_total"] else 0
+    trained = f", frozen; adapters {adapters:,}" if adapters else ""
     steps = f"{table['steps']:,} for {_short(table['token_budget'])} tokens" if table["steps"] else "unknown"
     return [
-        ("parameters", f"{table['parameters_total']:,}"),
+        ("parameters", f"{table['parameters_total']:,}{trained}"),
         ("active parameters per token", f"{table['parameters_active']:,}"),
         ("devices", f"{table['devices']:,} ({layout})"),
         ("samples per step", f"{table['global_batch_samples']:,}"),

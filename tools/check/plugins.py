@@ -7,7 +7,7 @@ whether all of them come to an end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from plugins.hierarchical_ep import settings as hierarchical_ep
 from plugins.hierarchical_ep.plan import make_plan
 from plugins.hierarchical_ep.programs import check_groups, check_programs, creation_orders, programs_of
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
+from plugins.lora import plan as lora
 from plugins.mtp_documents import plan as mtp_documents
 from plugins.operator_fusion import plan as operator_fusion
 from plugins.packed_labels import plan as packed_labels
@@ -43,7 +44,7 @@ _SPIKES, _PACKED = ("plugins", "spike_guard"), ("plugins", "packed_labels")
 _BALANCE, _HELD_OUT = ("plugins", "attention_balance"), ("plugins", "held_out_loss")
 _FUSION, _GRADIENT = ("plugins", "operator_fusion"), ("plugins", "grouped_gradient")
 _MTP = ("plugins", "mtp_documents")
-_YARN = ("plugins", "yarn")
+_YARN, _LORA = ("plugins", "yarn"), ("plugins", "lora")
 
 
 def check_plugins(view: View, built: Built, found: Findings) -> None:
@@ -67,13 +68,9 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
         with _refusals(_BALANCE, found):
             attention_balance.check(view.recipe)
     _packed_labels(view, on(_PACKED), found)
-    if on(_MTP):
-        with _refusals(_MTP, found):
-            mtp_documents.check(view.get(_MTP), view.recipe, built.number("mtp_num_layers"))
     if on(_HELD_OUT):
         _held_out_loss(view, found)
-    if on(_YARN):
-        _yarn(view, found)
+    _of_the_model(view, built, on, found)
     if on(_SPIKES):
         with _refusals(_SPIKES, found):
             spike_guard.check(view.recipe)
@@ -89,6 +86,18 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
             group_aux_loss.check(kind, coefficient, view.ep, view.tp if view.parallel else 1)
     if on(_EXPERTS) and _has_experts(_EXPERTS, built, found):
         _expert_balance(view, built, found)
+
+
+def _of_the_model(view: View, built: Built, on: Callable[[KeyPath], bool], found: Findings) -> None:
+    """Plugins that change what the model computes."""
+    if on(_MTP):
+        with _refusals(_MTP, found):
+            mtp_documents.check(view.get(_MTP), view.recipe, built.number("mtp_num_layers"))
+    if on(_YARN):
+        _yarn(view, found)
+    if on(_LORA):
+        with _refusals(_LORA, found):
+            lora.check(view.get(_LORA), view.recipe, built.fields)
 
 
 def _held_out_loss(view: View, found: Findings) -> None:

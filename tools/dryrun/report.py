@@ -352,7 +352,7 @@ def _parameters(found: Sequence[Found], stages: int, view: View) -> dict[str, An
     not every stage was compiled.
     """
     table = check_recipe(view.recipe).table or {}
-    counted = {"compiled": None, "check": table.get("parameters_total")}
+    counted = {"compiled": None, "check": table.get("parameters_trained")}
     if len(found) < stages:
         return counted
     trained = [item for one in found for item in _trained(one.held)]

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from plugins.errors import RecipeError
 from tools.model.architecture import Model
-from tools.model.weights import Weight
+from tools.model.weights import Adapters, Weight
 from tools.pipeline.schedules import is_v_shaped
 
 Table = tuple[tuple[int, ...], ...]  # [chunks][stages]
@@ -120,6 +120,7 @@ class Configuration:
         spare_gradients: Transformer Engine keeps a gradient of every weight's shape (`memory.megatron`).
         cp_exchanges_heads: context parallelism exchanges heads and sequences (Transformer Engine's a2a), not keys.
         layer_only: one MoE layer's MLP alone (a layer benchmark), no model around it.
+        adapters: of `plugins.lora`; None trains all weights.
         attended: pairs of tokens that attend to each other over those of samples of one document.
     """
 
@@ -166,6 +167,7 @@ class Configuration:
     spare_gradients: bool = False
     cp_exchanges_heads: bool = False
     layer_only: bool = False
+    adapters: Adapters | None = None
     attended: float = 1.0
     ulysses: int = 1
     contiguous: bool = False

@@ -21,9 +21,11 @@ from typing import Any
 from plugins.ep_overlap import plan as ep_overlap
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.settings import DISPATCHERS
+from plugins.lora import plan as lora
 from tools.estimate.configuration import PATTERNS, Configuration, Cut, Recompute, Table, spread
 from tools.hardware.units import short_dtype
 from tools.model.architecture import Model, model_of
+from tools.model.weights import Adapters
 from tools.pipeline.schedules import is_v_shaped
 from tools.recipe.findings import in_file, refusal
 from tools.recipe.load import Recipe
@@ -162,8 +164,22 @@ def _configuration(
         keep_gathered=True,
         training_graph=True,
         fp32_residual=fields.get("fp32_residual_connection") is True,
+        adapters=adapters_of(view, fields),
         ulysses=max(1, view.number(("parallel_config", "ulysses_degree_in_cp"), 1)),
     )
+
+
+def adapters_of(view: View, fields: Mapping[str, Any]) -> Adapters | None:
+    """Return what `plugins.lora` trains; None if all weights are trained.
+
+    Raises:
+        RecipeError: its settings cannot be.
+    """
+    written = view.get(("plugins", "lora"), False)
+    if written is False:
+        return None
+    settings, layers = lora.Settings.read(written), lora.layers_of(fields)
+    return Adapters(settings.rank, tuple(layers[name] for name in lora.chosen(settings, layers)))
 
 
 def _stored(view: View, fields: Mapping[str, Any]) -> tuple[int, int, int | None]:

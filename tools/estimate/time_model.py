@@ -165,6 +165,7 @@ class GradientTimes(LayerTimes):
         held = sum(
             count * weight.size / weight_cut(weight, config) / weight_shards(weight, config)
             for weight, count in counted
+            if not weight.frozen
         )
         speed = self.hardware.hbm_bytes_per_s * self.reached.memory * self.reached.update
         return _OPTIMIZER_BYTES * held / speed + self.reached.weight_s * sum(count for _, count in counted)

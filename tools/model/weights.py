@@ -16,7 +16,7 @@ sequence has seq / 2 such pairs a token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tools.model.architecture import MOE, Model
@@ -32,6 +32,7 @@ class Weight:
         split: what is cut: "rows" or "columns" over tp, "experts" over ep, "" nothing.
         wide: used in fp32 (router, norms, embedding), so not cast to the compute precision.
         multiplies: it is the right side of a matmul.
+        frozen: it is not trained, so that it has neither a gradient nor an optimizer state.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Weight:
     split: str = ""
     wide: bool = False
     multiplies: bool = True
+    frozen: bool = False
 
     @property
     def size(self) -> int:
@@ -106,6 +108,43 @@ def _latent(model: Model) -> tuple[Weight, ...]:
         found += _norm(model, "kv_norm", mla.kv_rank)
         found += _norm(model, "q_norm", mla.query_rank) if mla.query_rank else ()
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """These are the adapters of `plugins.lora`, beside which all other weights are frozen.
+
+    Args:
+        rank: of each. adapted: for each linear layer the names of its `weights`, which MindFormers has in one matrix.
+    """
+
+    rank: int
+    adapted: tuple[tuple[str, ...], ...]
+
+
+@lru_cache(maxsize=4096)
+def with_adapters(model: Model, kind: str, adapters: Adapters, shared_whole: bool = False) -> tuple[Weight, ...]:
+    """Return all weights of one layer of a kind, frozen, and those of its adapters: A [rank, inputs] is cut as the
+    inputs of its layer, B [outputs, rank] as the outputs.
+    """
+    own = weights(model, kind, shared_whole)
+    found = [replace(weight, frozen=True) for weight in own]
+    by_name = {weight.name: weight for weight in own}
+    for names in adapters.adapted if kind not in ("embedding", "head") else ():
+        if parts := [by_name[name] for name in names if name in by_name]:
+            first, rows = parts[0], sum(part.rows for part in parts)
+            across, along = (split if first.split == split else "" for split in ("columns", "rows"))
+            found += [
+                Weight(f"{first.name}_lora_A", adapters.rank, first.columns, across),
+                Weight(f"{first.name}_lora_B", rows, adapters.rank, along),
+            ]
+    return tuple(found)
+
+
+def adapter_parameters(model: Model, adapters: Adapters) -> int:
+    """Return the number of elements in all adapters of the model, which are all that is trained."""
+    kinds = (*model.pattern, *["mtp"] * model.mtp)
+    return sum(w.size for kind in kinds for w in with_adapters(model, kind, adapters) if not w.frozen)
 
 
 def _norm(model: Model, name: str, width: int) -> tuple[Weight, ...]:

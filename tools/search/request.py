@@ -178,6 +178,9 @@ def request_of(
         base, room = from_recipe(resolve(recipe, layout="even")), room_of(recipe, hardware, memory_gib, margin)
     except RecipeError as error:
         raise in_file(recipe, error) from None
+    if base.adapters:
+        wrong = "the seconds of training with adapters are not known: gradients of frozen weights would be counted"
+        raise in_file(recipe, RecipeError(f"{wrong}; search with plugins.lora: False", "plugins.lora"))
     if base.ep_cut and CHUNKS in unresolved(recipe):  # strategies have each their own best chunks
         base = replace(base, ep_cut=Cut(stride=look(recipe, (*OVERLAP, "stride"))))
     return Request(

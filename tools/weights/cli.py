@@ -1,5 +1,5 @@
-"""This module is the command `tc3 weights`. The group shows what a checkpoint holds, and compares, averages, converts
-(to and from Hugging Face) and reshards checkpoints.
+"""This module is the command `tc3 weights`. The group shows what a checkpoint holds, and compares, averages, merges,
+converts (to and from Hugging Face) and reshards checkpoints.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from tools.weights.inventory import (
     salvaged,
     summary_lines,
 )
+from tools.weights.merge import merge, plan_merge
 from tools.weights.reshard import folder_in, reshard
 from tools.weights.reshard_plan import plan_recipes, plan_stored
 from tools.weights.source import Source, open_source, refuse_target
@@ -50,7 +51,7 @@ salvage_option = click.option(
 
 @click.group(context_settings=SETTINGS)
 def weights() -> None:
-    """Inspect, average, convert and reshard weights of a run's iteration or in Hugging Face's form."""
+    """Inspect, average, merge, convert and reshard weights of a run's iteration or in Hugging Face's form."""
 
 
 @weights.command(
@@ -117,6 +118,43 @@ def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | N
     damaged = salvaged(sources, salvage, _progress())
     tensors = average(sources, target, given, _progress(), damaged)
     click.echo(f"{target}: {tensors} tensors, each the average of {len(checkpoints)}")
+    _print_damaged(damaged)
+
+
+@weights.command("merge", context_settings=SETTINGS, short_help="Add the adapters of LoRA to their weights.")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("target", metavar="TO", type=click.Path(path_type=Path))
+@click.option(
+    "--recipe",
+    type=click.Path(path_type=Path),
+    help="Take the adapters' rank and alpha from this recipe.  [default: the recipe of CHECKPOINT's run]",
+)
+@click.option(
+    "--file-size",
+    default=5.0,
+    type=Number("file_gb"),
+    help="Write files of at most this many GB (0.001 or more).",
+    show_default=True,
+)
+@salvage_option
+def merge_command(checkpoint: Path, target: Path, recipe: Path | None, file_size: float, salvage: bool) -> None:
+    """Add the adapters that plugins.lora trained to the weights of CHECKPOINT, an iteration of a run, and write weights
+    of the model without adapters.
+
+    TO is a folder that is not there yet. A new run may begin with it in any layout (--set checkpoint.load_path=TO), and
+    tc3 weights convert writes it in Hugging Face's form. The optimizer's state is left out.
+    """
+    source = open_source(checkpoint)
+    plan = plan_merge(source, recipe, int(file_size * 1e9))
+    refuse_target(target)
+    damaged = salvaged([source], salvage, _progress())
+    with Progressing(f"writing {target}", plan.bytes) as shown:
+        merge(source, target, plan, _file_shown(shown), damaged)
+    click.echo(
+        f"{target}: {len(plan.headers):,} tensors, {plan.bytes / 1e9:,.3f} GB; "
+        f"{len(plan.adapted):,} of them with their adapters, times {plan.scale:g}"
+    )
+    click.echo(f"for Hugging Face: tc3 weights convert {target} FOLDER --recipe {plan.recipe}")
     _print_damaged(damaged)
 
 

@@ -197,7 +197,7 @@ def convert(
             if plan.to == "Hugging Face":
                 _finish_hugging_face(part, records, sizes, plan, ends)
             else:
-                _finish_mindformers(part, records)
+                finish_mindformers(part, records)
             for path in sorted(tokenizer.iterdir()) if tokenizer else ():
                 if path.is_file() and path.name.startswith(TOKENIZER):
                     shutil.copyfile(path, part / path.name)
@@ -281,8 +281,12 @@ def _finish_hugging_face(part: Path, records: dict[str, Any], sizes: Sizes, plan
     _write(part / CHECKSUMS, {"files": files, "tensors": sums})
 
 
-def _finish_mindformers(part: Path, records: dict[str, Any]) -> None:
-    """metadata.json (without it every rank would read every file to learn its shapes), and a seal for each file."""
+def finish_mindformers(part: Path, records: dict[str, Any]) -> None:
+    """Write metadata.json (without it every rank would read every file to learn its shapes), and a seal for each file.
+
+    Args:
+        records: by file: its "sha256", and its "tensors", name -> (NumPy's name of the type, shape).
+    """
     described, storage = {}, {}
     for file, record in records.items():
         for name, (kind, shape) in record["tensors"].items():

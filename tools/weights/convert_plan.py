@@ -14,6 +14,7 @@ from typing import Any, Literal
 from plugins import of_the_model
 from plugins.errors import CheckpointError, RecipeError
 from plugins.hugging_face_weights.plan import EMBEDDING, HEAD, copies
+from plugins.lora.plan import is_adapter
 from plugins.yarn.plan import read as read_yarn
 from tools.checkpoint.stored import kind_of
 from tools.checkpoint.tensor_files import TYPES, Header
@@ -168,13 +169,13 @@ def _shards(entries: list[Entry], types: Mapping[str, str], to: Target, limit: i
         filled += size
     by_name = dict(zip((entry.mindformers for entry in entries), sizes, strict=True))
     return tuple(
-        Shard(_file(to, number, len(groups)), tuple(group), sum(by_name[entry.mindformers] for entry in group))
+        Shard(file_of(to, number, len(groups)), tuple(group), sum(by_name[entry.mindformers] for entry in group))
         for number, group in enumerate(groups)
     )
 
 
-def _file(to: Target, number: int, count: int) -> str:
-    """A file's name: for MindFormers, which counts files by ranks, that of one of `count` ranks."""
+def file_of(to: Target, number: int, count: int) -> str:
+    """Return a file's name: for MindFormers, which counts files by ranks, that of one of `count` ranks."""
     if to == "MindFormers":
         return f"weights-model-{number:07d}-{count:07d}.safetensors"
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE
@@ -258,7 +259,11 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
     if source.form == "one file":
         raise CheckpointError(f"{source.path}: this is one file; give the folder that holds it")
     source.require_whole()
-    file = recipe or _recipe_beside(source)
+    if any(map(is_adapter, source.headers)):
+        raise CheckpointError(
+            f"{source.path}: it holds adapters beside the weights; merge them first: tc3 weights merge {source.path} TO"
+        )
+    file = recipe or recipe_beside(source)
     loaded = load_recipe(file)
     sizes = model_of(loaded)
     compared = to == "MindFormers" and check_config(source.path, sizes)
@@ -267,8 +272,8 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
     return Conversion(plan, sizes, file, compared, ends if type(ends) is int else None)
 
 
-def _recipe_beside(source: Source) -> Path:
-    """RUN/recipe.yaml of RUN/checkpoint/iteration_*."""
+def recipe_beside(source: Source) -> Path:
+    """Return RUN/recipe.yaml of RUN/checkpoint/iteration_*; raise RecipeError if there is none."""
     file = source.path.absolute().parent.parent / "recipe.yaml"
     if not file.exists():
         raise RecipeError(f"--recipe: {source.path} is in no run's folder, so name the recipe of its model")

@@ -155,7 +155,10 @@ def dense(tmp_path):
     checkpoint = Saved(tmp_path / "iteration_00000004", 2)
     for name, shape in SHAPES.items():
         checkpoint.put(name, numbered(*shape), (2, *(1,) * (len(shape) - 1)), [[0], [1]])
-    return load_recipe(ROOT / "recipes/telechat3_36b/pretrain_8k.yaml"), checkpoint.write()
+    recipe = load_recipe(ROOT / "recipes/telechat3_36b/pretrain_8k.yaml")
+    recipe["model"]["model_config"]["first_k_dense_replace"] = 1
+    recipe["model"]["model_config"]["n_routed_experts"] = 8
+    return recipe, checkpoint.write()
 
 
 def test_a_model_of_unknown_names_is_told_by_its_number_of_weights(tmp_path):

@@ -2,14 +2,10 @@
 
 import json
 
-import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from launch.generate.command import forward_recipe
-from launch.generate.session import answering_model
 from plugins.errors import CheckpointError, RecipeError
-from tests.tools.accuracy.reference.forward import Grouped
 from tools.accuracy.reference.start import initial_weights
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
@@ -131,19 +127,3 @@ def test_a_factor_that_config_json_cannot_say_is_refused(tmp_path):
     change = {"model": {"model_config": {"rope_scaling": {"mscale": 0.7}}}}
     with pytest.raises(RecipeError, match=r"rope_scaling\.mscale: .* has no word for it"):
         model_of(load_recipe(recipe_of(tmp_path, change)))
-
-
-@pytest.mark.slow
-def test_mindformers_computes_what_the_weights_mean(tmp_path):
-    """Logits after several lengths of context, up to four times the original one."""
-    recipe = recipe_of(tmp_path / "recipe")
-    sizes = model_of(load_recipe(recipe))
-    weights = converted(public(tmp_path / "hf", recipe), tmp_path / "ms", recipe)
-    ids = np.random.default_rng(4).integers(0, sizes.hf["vocab_size"], (1, LENGTH))
-    expected = Grouped(sizes, initial_weights(sizes, 3)).run(ids)["logits"][0]
-    places = [1, ORIGINAL, 2 * ORIGINAL, 3 * ORIGINAL, LENGTH]
-    with answering_model(forward_recipe(load_recipe(recipe)), weights) as logits:
-        found = np.array([logits(ids[0, :place].tolist()) for place in places])
-    assert np.abs(found - expected[np.array(places) - 1]).max() < 1e-5
-    other = Grouped(model_of(load_recipe(recipe_of(tmp_path / "recipe", STANDARD))), initial_weights(sizes, 3))
-    assert np.abs(other.run(ids)["logits"][0] - expected).max() > 1e-3, "another attention factor would be seen"

@@ -26,7 +26,7 @@ import numpy as np
 from tools.estimate.configuration import Configuration, joined, parts_of, weight_cut, weight_shards
 from tools.estimate.memory.activations import buffers, fullest_pass, mtp_option, saved_parts, spare_gradients
 from tools.estimate.memory.training_graph import SPARE, module_of_weight
-from tools.model.weights import Weight, weights
+from tools.model.weights import Weight, weights, with_adapters
 from tools.pipeline.simulate import stage_peaks
 
 _STATIC = ("weights", "state", "accumulated", "gathered")
@@ -84,11 +84,12 @@ def counted_weights(config: Configuration, stage: int) -> list[tuple[Weight, int
     kinds = Counter(kind for chunk in config.stage_kinds(stage) for kind in chunk)
     if kinds["head"] and not kinds["embedding"] and (config.model.mtp or config.model.tied):
         kinds["embedding"] = 1
+    model, whole, adapters = config.model, config.shared_whole, config.adapters
     return [
         (weight, count)
         for kind, count in kinds.items()
         if count
-        for weight in weights(config.model, kind, config.shared_whole)
+        for weight in (with_adapters(model, kind, adapters, whole) if adapters else weights(model, kind, whole))
     ]
 
 
@@ -151,7 +152,9 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
         summed = local / (shards if at_once or (config.shard_gradients and not waiting) else 1)
         held = local / shards
         row = rows.setdefault(module_of_weight(weight.name), [0.0] * len(_STATIC))
-        parts = (held * config.weight_item, held * _state(weight, config), summed * wide, _computing(weight, config))
+        trained = 0 if weight.frozen else 1
+        state = trained * held * _state(weight, config)
+        parts = (held * config.weight_item, state, trained * summed * wide, _computing(weight, config))
         for place, size in enumerate(parts):
             row[place] += count * size
         largest = max(largest, local * config.item)

@@ -1,0 +1,230 @@
+"""This module enables `plugins.lora` of a recipe: linear layers with adapters, in a model whose other weights are
+frozen.
+
+MindFormers 1.9.0 has LoRA for its training graph (`model_config.pet_config`), which replaces linear layers by name
+after a model is built (`pet/tuners/lora_adapter.py`). What does not serve, and what is done here:
+
+* The new layers come too late for the stage of a pipeline that a layer has given its parameters, and draw new base
+  weights. Here they stand in the layer's spec, which is MindFormers' own hook, and are built in their places.
+* All layers are taken for column- or row-parallel ones, also those of latent attention that tensor parallelism leaves
+  whole (`LinearNoTP`, `SequenceParallelLinear`). Here each kind has an adapter that is cut as the layer itself.
+* Sums are sharded over tensor parallelism in a row-parallel layer, whose result is not cut that way, or along the
+  sequence. Here they have the layout of the layer's result.
+* The wrapped model lacks what the trainer asks a model for. Here nothing is wrapped.
+
+Weights are frozen by MindFormers' `PetAdapter.freeze_mcore_pretrained_model`, which sets `requires_grad = False`.
+MindSpore's list of how parameters are sharded then lacks them (`get_strategy_metadata`), and MindFormers loads and
+saves a sharded model by that list: frozen weights would keep their random initial values, and a checkpoint would not
+say how their slices lie. So here they are frozen only until the optimizer is built. Gradients, their sums and moments
+are made of the optimizer's parameters, not of all that require gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindformers.core.optim import AdamW
+from mindformers.parallel_core.training_graph.device_matrix import layout
+from mindformers.parallel_core.training_graph.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    LinearNoTP,
+    RowParallelLinear,
+    SequenceParallelLinear,
+)
+from mindformers.parallel_core.training_graph.tensor_parallel.lora_layers import init_lora_method
+from mindformers.parallel_core.training_graph.transformer.mlp import MLP
+from mindformers.parallel_core.utils.spec_utils import ModuleSpec
+from mindformers.pet.tuners.pet_adapter import PetAdapter
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindspore.context import ParallelMode
+from mindspore.ops.auto_generate import AddExt, Muls
+from mindspore.parallel._utils import _get_parallel_mode
+
+from plugins import telechat3_moe
+from plugins.errors import RecipeError
+from plugins.lora.plan import FROZEN, KEY, OPTIMIZER, TRAINED, Settings, chosen
+from plugins.private_hooks import relies_on
+from plugins.semi_auto_cpu.chosen import chosen as sharded_on_cpu
+
+for _kind, _line in (
+    (ColumnParallelLinear, "output = self.morphed_forward(input_, weight)"),
+    (RowParallelLinear, "output = self.morphed_forward(input_, weight)"),
+    (ColumnParallelLinear, 'layout("cp", "dp", "tp"),          # output       [S, B, H]'),
+    (RowParallelLinear, 'layout("cp_tp", "dp", "None"),  # output       [S, B, H]'),
+    (SequenceParallelLinear, 'layout(("cp", "tp"), "dp", "None"),  # output       [S, B, H]'),
+):
+    relies_on(_kind, _line)
+
+RATE = "moe_router_bias_update_rate"
+_WHOLE, _CUT, _ALONG = ("cp", "dp", "None"), ("cp", "dp", "tp"), (("cp", "tp"), "dp", "None")
+
+
+def add_adapter(cell: Any, lora_rank: int, lora_scale: float) -> None:
+    """Give a linear layer, which is built, the parameters `lora_A` and `lora_B` and the operators that use them.
+
+    | layer | A | B | layout of the sum [sequence, batch, outputs] |
+    |---|---|---|---|
+    | column-parallel | whole | rows over tp | outputs over tp |
+    | row-parallel | columns over tp | whole | as the layer: along the sequence with sequence parallelism |
+    | not cut by tp | whole | whole | as the layer |
+    """
+    config, own = cell.config, type(cell).__mro__[1]
+    first, second = own, own
+    thin: tuple[Any, ...] = _WHOLE
+    result: tuple[Any, ...] = _WHOLE
+    if own is ColumnParallelLinear:
+        first, result = LinearNoTP, _CUT
+    elif own is RowParallelLinear:
+        second = SequenceParallelLinear if config.sequence_parallel else LinearNoTP
+        thin = result = _ALONG if config.sequence_parallel else _WHOLE
+    elif own is SequenceParallelLinear:
+        thin = result = _ALONG
+    sizes = ((first, cell.input_size, lora_rank, "normal"), (second, lora_rank, cell.output_size, "zeros"))
+    cell.lora_A, cell.lora_B = (
+        kind(inputs, outputs, config, init_lora_method(start, config.params_dtype), bias=False, skip_bias_add=True)
+        for kind, inputs, outputs, start in sizes
+    )
+    cell.lora_scale, cell.lora_times, cell.lora_plus = lora_scale, Muls(), AddExt()
+    if _get_parallel_mode() == ParallelMode.SEMI_AUTO_PARALLEL:
+        cell.lora_times.shard(in_strategy=(layout(*thin),))
+        cell.lora_plus.shard(in_strategy=(layout(*result), layout(*result)))
+
+
+class ColumnAdapted(ColumnParallelLinear):
+    """This is a column-parallel linear layer with an adapter."""
+
+    def __init__(self, *sizes, lora_rank, lora_scale, **options):
+        super().__init__(*sizes, **options)
+        add_adapter(self, lora_rank, lora_scale)
+
+    def construct(self, input_, weight=None):
+        """Return the layer's result with the adapter's, [S, B, outputs], and the bias that the layer did not add."""
+        output, bias = super().construct(input_, weight)
+        thin = self.lora_times(self.lora_A(input_)[0], self.lora_scale)
+        return self.lora_plus(output, self.lora_B(thin)[0]), bias
+
+
+class RowAdapted(RowParallelLinear):
+    """This is a row-parallel linear layer with an adapter."""
+
+    def __init__(self, *sizes, lora_rank, lora_scale, **options):
+        super().__init__(*sizes, **options)
+        add_adapter(self, lora_rank, lora_scale)
+
+    def construct(self, input_):
+        """Return the layer's result with the adapter's, [S, B, outputs], and the bias that the layer did not add."""
+        output, bias = super().construct(input_)
+        thin = self.lora_times(self.lora_A(input_)[0], self.lora_scale)
+        return self.lora_plus(output, self.lora_B(thin)[0]), bias
+
+
+class WholeAdapted(LinearNoTP):
+    """This is a linear layer that tensor parallelism leaves whole, with an adapter."""
+
+    def __init__(self, *sizes, lora_rank, lora_scale, **options):
+        super().__init__(*sizes, **options)
+        add_adapter(self, lora_rank, lora_scale)
+
+    def construct(self, input_, weight=None):
+        """Return the layer's result with the adapter's, [S, B, outputs], and the bias that the layer did not add."""
+        output, bias = super().construct(input_, weight)
+        thin = self.lora_times(self.lora_A(input_)[0], self.lora_scale)
+        return self.lora_plus(output, self.lora_B(thin)[0]), bias
+
+
+class SequenceAdapted(SequenceParallelLinear):
+    """This is a linear layer that is whole on each device, which computes a part of the sequence, with an adapter."""
+
+    def __init__(self, *sizes, lora_rank, lora_scale, **options):
+        super().__init__(*sizes, **options)
+        add_adapter(self, lora_rank, lora_scale)
+
+    def construct(self, input_, weight=None):
+        """Return the layer's result with the adapter's, [S, B, outputs], and the bias that the layer did not add."""
+        output, bias = super().construct(input_, weight)
+        thin = self.lora_times(self.lora_A(input_)[0], self.lora_scale)
+        return self.lora_plus(output, self.lora_B(thin)[0]), bias
+
+
+ADAPTED = {
+    ColumnParallelLinear: ColumnAdapted,
+    RowParallelLinear: RowAdapted,
+    LinearNoTP: WholeAdapted,
+    SequenceParallelLinear: SequenceAdapted,
+}
+
+
+def enable(config, settings) -> None:
+    """Build models later with the adapters that `settings` asks for, and with all other weights frozen.
+
+    Raises:
+        RecipeError: settings that cannot be, or a pattern that names no layer of the model.
+    """
+    ours = Settings.read(settings)
+    if config.model.model_config.get(RATE):
+        config.model.model_config[RATE] = 0.0  # the routers' biases have no gradient to freeze: a callback moves them
+    if config.context.device_target != "CPU" or sharded_on_cpu(config):
+        classes = {**telechat3_moe.ARCHITECTURES, **telechat3_moe.DENSE}
+        telechat3_moe.use_edited_model(config.model.model_config, KEY, classes)
+    telechat3_moe.edit_layers(KEY, lambda layers: put_in(layers, ours))
+    telechat3_moe.edit_model(KEY, freeze)
+    MindFormerRegister.register_cls(AdapterAdamW, MindFormerModuleType.OPTIMIZER, alias=OPTIMIZER)
+
+
+def put_in(layers: list[Any], settings: Settings) -> None:
+    """Replace the linear layers that `settings` names in the specs of a model's `layers`, in place.
+
+    Raises:
+        RecipeError: a pattern names no linear layer.
+    """
+    parts = [(name, part, attribute) for layer in layers for name, part, attribute in _linear_layers(layer)]
+    names = chosen(settings, dict.fromkeys(name for name, _, _ in parts))
+    options = {"lora_rank": settings.rank, "lora_scale": settings.scale}
+    for name, part, attribute in parts:
+        if name in names:
+            kind = ADAPTED.get(getattr(part, attribute))
+            if kind is None:
+                raise RecipeError(f"{name} is built by {getattr(part, attribute)!r}, which {KEY} does not know")
+            setattr(part, attribute, ModuleSpec(module=kind, params=options))
+
+
+def _linear_layers(layer: Any) -> list[tuple[str, Any, str]]:
+    """(name, submodules of the spec, attribute) of each linear layer of attention, and of an MLP without experts."""
+    found = []
+    for name in ("self_attention", "mlp"):
+        part = getattr(layer.submodules, name)
+        if name == "mlp" and part.module is not MLP and not issubclass(part.module, MLP):
+            continue
+        for attribute, kind in vars(part.submodules).items():
+            if attribute.startswith("linear_") and kind is not None:
+                found.append((f"{name}.{attribute}", part.submodules, attribute))
+    return found
+
+
+_frozen: list[Any] = []  # parameters that keep their values, and that do not require gradients for the moment
+
+
+def freeze(model: Any) -> None:
+    """Leave only the adapters of `model` (a GPTModel) for the optimizer, which is built next."""
+    weights = list(model.trainable_params())
+    PetAdapter.freeze_mcore_pretrained_model(model, FROZEN, TRAINED)
+    _frozen[:] = [weight for weight in weights if not weight.requires_grad]
+
+
+class AdapterAdamW(AdamW):
+    """This is MindFormers' AdamW, after whose build all weights have their `requires_grad` again."""
+
+    @staticmethod
+    def get_actual_adamw_cls(use_fused):
+        """Return the class that MindFormers builds."""
+        actual: Any = AdamW.get_actual_adamw_cls(use_fused)
+
+        class OfAdapters(actual):
+            """This is the optimizer of what was trainable when it was built."""
+
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                for weight in _frozen:
+                    weight.requires_grad = True
+
+        return OfAdapters

@@ -1,0 +1,173 @@
+"""This module reads `plugins.lora`, and says which linear layers of a model get adapters, and what a merge of them is.
+Pure.
+
+LoRA (Hu et al., 2021, arXiv 2106.09685) freezes a trained model and learns for a linear layer y = x W^T the product of
+two thin matrices: y = x W^T + (alpha / rank) x A^T B^T, with A [rank, inputs] and B [outputs, rank]. B begins with
+zeros, so that training begins with the model as it is. Parameters have the names of MindFormers' own LoRA layers:
+`decoder.layers.0.self_attention.linear_qkv.lora_A.weight` beside `...linear_qkv.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from plugins.errors import RecipeError, did_you_mean
+from plugins.settings import Section, graph_mode_only, setting, value_at
+
+KEY, MODEL = "plugins.lora", "model.model_config"
+WEIGHT, A, B = ".weight", ".lora_A.weight", ".lora_B.weight"  # behind a linear layer's name
+FROZEN, TRAINED = ["*"], [f"*{A}", f"*{B}"]  # for MindFormers' freeze_mcore_pretrained_model
+OPTIMIZER = "AdamW"
+ATTENTION = ("self_attention.*",)
+
+
+def _targets(written: Any) -> tuple[str, ...]:
+    """The patterns of a recipe; that each of them names a layer is looked at with the model."""
+    entries = [written] if isinstance(written, str) else written
+    if not isinstance(entries, Sequence) or not entries or not all(isinstance(each, str) and each for each in entries):
+        raise RecipeError(f"{written!r} is not a list of patterns; write [{', '.join(ATTENTION)}]")
+    return tuple(entries)
+
+
+@dataclass(frozen=True)
+class Settings(Section):
+    """Which adapters are trained."""
+
+    KEY = KEY
+    RIGHT = f"write {{rank: 16, alpha: 32}}, or {KEY}: False"
+    CHANGE = ("numbers", "other adapters")
+
+    rank: int = setting(8, "rows of A and columns of B", "write a number of at least 1", least=1)
+    alpha: float = setting(16.0, "the product of B and A is multiplied by alpha / rank", "write a number > 0", above=0)
+    targets: tuple[str, ...] = setting(
+        ATTENTION,
+        "patterns of the linear layers that get adapters, such as `self_attention.linear_qkv` or `mlp.*`",
+        parse=_targets,
+    )
+
+    @property
+    def scale(self) -> float:
+        """Return the number by which the product of B and A is multiplied."""
+        return self.alpha / self.rank
+
+
+def layers_of(fields: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the linear layers of a transformer layer that may get adapters, with the names that their weights have in
+    `tools.model.weights`: several where MindFormers stores them as one matrix.
+
+    Routers, experts (routed and shared), embedding and output layer stay frozen.
+
+    Args:
+        fields: of MindFormers' TransformerConfig.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    low = fields.get("q_lora_rank") is not None
+    if not fields.get("multi_latent_attention"):
+        found["linear_qkv"] = ("qkv",)
+    elif fields.get("mla_qkv_concat", True):
+        found["linear_qkv"] = ("q_down", "kv_down") if low else ("q", "kv_down")
+        found |= {"linear_qb": ("q_up",)} if low else {}
+        found["linear_kvb"] = ("kv_up",)
+    else:
+        found |= (
+            {"linear_q_down_proj": ("q_down",), "linear_q_up_proj": ("q_up",)} if low else {"linear_q_proj": ("q",)}
+        )
+        found |= {"linear_kv_down_proj": ("kv_down",), "linear_kv_up_proj": ("kv_up",)}
+    found["linear_proj"] = ("proj",)
+    named = {f"self_attention.{name}": weights for name, weights in found.items()}
+    dense = not fields.get("num_moe_experts") or bool(fields.get("first_k_dense_replace"))
+    return named | ({"mlp.linear_fc1": ("mlp_fc1",), "mlp.linear_fc2": ("mlp_fc2",)} if dense else {})
+
+
+def chosen(settings: Settings, names: Iterable[str]) -> list[str]:
+    """Return the layers of `names` that `targets` names, in order.
+
+    Raises:
+        RecipeError: a pattern names none of them.
+    """
+    names = list(names)
+    for pattern in settings.targets:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise RecipeError(
+                f"{pattern!r} names no linear layer that can have an adapter{did_you_mean(pattern, names)}; "
+                f"there are {', '.join(names)}",
+                f"{KEY}.targets",
+            )
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in settings.targets)]
+
+
+def check(written: Any, recipe: Mapping[str, Any], fields: Mapping[str, Any]) -> Settings:
+    """Return the settings of a recipe.
+
+    Args:
+        written: the recipe's `plugins.lora`. fields: of the TransformerConfig that MindFormers makes of it.
+
+    Raises:
+        RecipeError: a setting, or something in the recipe that does not go with frozen weights.
+    """
+    settings = Settings.read(written)
+    chosen(settings, layers_of(fields))
+    graph_mode_only(recipe, KEY)
+    if value_at(recipe, f"{MODEL}.pet_config"):
+        wrong = f"MindFormers' own LoRA replaces layers of a model that is already built; use {KEY}, and write null"
+        raise RecipeError(wrong, f"{MODEL}.pet_config")
+    if (optimizer := value_at(recipe, "optimizer.type")) != OPTIMIZER:
+        raise RecipeError(f"{KEY} is for {OPTIMIZER}, not for {optimizer!r}", "optimizer.type")
+    if value_at(recipe, "parallel.enable_parallel_optimizer", False) is True:
+        wrong = f"MindSpore cannot shard the optimizer of a pipeline beside frozen weights ({KEY}); write False"
+        raise RecipeError(wrong, "parallel.enable_parallel_optimizer")
+    wide = any(_above_one(name, recipe) for name in ("data_parallel", "model_parallel", "context_parallel"))
+    if value_at(recipe, "use_parallel", False) and _above_one("pipeline_stage", recipe) and wide:
+        wrong = (
+            f"MindSpore cannot compile a pipeline with frozen weights ({KEY}) that several devices of a stage hold; "
+            "write 1, or data_parallel, model_parallel and context_parallel 1"
+        )
+        raise RecipeError(wrong, "parallel_config.pipeline_stage")
+    for other, why in (
+        ("expert_balance", "moves experts with their moments, and frozen experts have none"),
+        ("grouped_gradient", "replaces gradients of experts' weights, and frozen experts have none"),
+    ):
+        if value_at(recipe, f"plugins.{other}", False) is not False:
+            raise RecipeError(f"plugins.{other} {why}; write {other}: False", f"plugins.{other}")
+    return settings
+
+
+def _above_one(name: str, recipe: Mapping[str, Any]) -> bool:
+    return value_at(recipe, f"parallel_config.{name}", 1) not in (None, 1)
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter of a checkpoint belongs to an adapter, or to its optimizer state."""
+    return name.endswith((A, B))
+
+
+def merged(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
+    """Return W + scale x B A in float64, rounded once to the type of `weight` by the caller.
+
+    Args:
+        weight: [outputs, inputs]. a: [rank, inputs]. b: [outputs, rank].
+    """
+    return weight.astype(np.float64) + scale * (b.astype(np.float64) @ a.astype(np.float64))
+
+
+def adapters_of(shapes: Mapping[str, Sequence[int]], settings: Settings) -> dict[str, tuple[int, int]]:
+    """Return name -> shape of the adapters' parameters of a model whose own parameters have these names and shapes."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, shape in shapes.items():
+        layer = layer_of(name)
+        if layer is not None and any(fnmatchcase(layer, pattern) for pattern in settings.targets):
+            base = name.removesuffix(WEIGHT)
+            found |= {base + A: (settings.rank, shape[1]), base + B: (shape[0], settings.rank)}
+    return found
+
+
+def layer_of(name: str) -> str | None:
+    """Return the linear layer that a weight belongs to, as patterns name it; None for a weight that has no adapter."""
+    words = name.removesuffix(WEIGHT).split(".")
+    fits = name.endswith(WEIGHT) and len(words) > 3 and words[-1].startswith("linear_")
+    return ".".join(words[-2:]) if fits and words[-2] in ("self_attention", "mlp") else None

@@ -1,0 +1,117 @@
+"""What a recipe says of adapters, where they are, and their merge against the reference."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plugins.errors import RecipeError
+from plugins.lora import reference
+from plugins.lora.plan import Settings, adapters_of, check, chosen, layer_of, layers_of, merged
+
+GROUPED = {"multi_latent_attention": False}
+LATENT = {
+    "multi_latent_attention": True, "q_lora_rank": 8, "mla_qkv_concat": False, "num_moe_experts": 4,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+RECIPE = {"optimizer": {"type": "AdamW"}, "model": {"model_config": {}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        (GROUPED, "qkv proj"),
+        (LATENT, "q_down_proj q_up_proj kv_down_proj kv_up_proj proj"),
+        (LATENT | {"q_lora_rank": None}, "q_proj kv_down_proj kv_up_proj proj"),
+        (LATENT | {"mla_qkv_concat": True}, "qkv qb kvb proj"),
+        (LATENT | {"mla_qkv_concat": True, "q_lora_rank": None}, "qkv kvb proj"),
+    ],
+)
+def test_layers_of_attention(fields, names):
+    found = chosen(Settings(), layers_of(fields))
+    assert found == [f"self_attention.linear_{name}" for name in names.split()]
+
+
+def test_an_mlp_without_experts_may_have_adapters():
+    every = Settings.read({"targets": "mlp.*"})
+    assert chosen(every, layers_of(GROUPED)) == chosen(every, layers_of(LATENT)) == ["mlp.linear_fc1", "mlp.linear_fc2"]
+    with pytest.raises(RecipeError, match=r"targets: 'mlp\.\*' names no linear layer .* there are self_attention"):
+        chosen(every, layers_of(LATENT | {"first_k_dense_replace": 0}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "says"),
+    [
+        (True, {}, r"plugins\.lora: write \{rank: 16, alpha: 32\}"),
+        ({"rank": 0}, {}, r"plugins\.lora\.rank: 0 is not allowed"),
+        ({"alpha": 0}, {}, r"plugins\.lora\.alpha: 0 is not allowed"),
+        ({"targets": []}, {}, r"plugins\.lora\.targets: \[\] is not a list of patterns"),
+        (
+            {"targets": ["self_attention.linear_qk"]},
+            {},
+            r"names no linear layer .*did you mean 'self",
+        ),
+        ({"dropout": 0.1}, {}, r"plugins\.lora\.dropout: no such setting"),
+        (
+            {},
+            {"optimizer": {"type": "Muon"}},
+            r"optimizer\.type: plugins\.lora is for AdamW, not for",
+        ),
+        (
+            {},
+            {"parallel": {"enable_parallel_optimizer": True}},
+            r"parallel\.enable_parallel_optimizer: MindSpore cannot",
+        ),
+        ({}, {"context": {"mode": 1}}, r"context\.mode: plugins\.lora is for graph mode"),
+        ({}, {"model": {"model_config": {"pet_config": {"pet_type": "lora"}}}}, r"model_config\.pet_config: MindFor"),
+        ({}, {"plugins": {"expert_balance": {"every": 5}}}, r"plugins\.expert_balance: .*moves experts with their mo"),
+        ({}, {"plugins": {"grouped_gradient": {}}}, r"plugins\.grouped_gradient: .*gradients of experts' weights"),
+    ],
+)
+def test_what_is_refused(settings, change, says):
+    with pytest.raises(RecipeError, match=says):
+        check(settings, RECIPE | change, GROUPED)
+
+
+def test_adapters_stand_beside_the_weights_of_their_layers():
+    shapes = {
+        "decoder.layers.3.self_attention.linear_qkv.weight": (12, 8),
+        "decoder.layers.3.self_attention.linear_qkv.bias": (12,),
+        "decoder.layers.3.mlp.linear_fc1.weight": (16, 8),
+        "decoder.layers.3.mlp.shared_experts.linear_fc1.weight": (16, 8),
+        "mtp.layers.0.transformer_layer.self_attention.linear_proj.weight": (8, 6),
+        "output_layer.weight": (9, 8),
+    }
+    assert adapters_of(shapes, Settings.read({"rank": 2})) == {
+        "decoder.layers.3.self_attention.linear_qkv.lora_A.weight": (2, 8),
+        "decoder.layers.3.self_attention.linear_qkv.lora_B.weight": (12, 2),
+        "mtp.layers.0.transformer_layer.self_attention.linear_proj.lora_A.weight": (2, 6),
+        "mtp.layers.0.transformer_layer.self_attention.linear_proj.lora_B.weight": (8, 2),
+    }
+    assert layer_of("decoder.layers.3.mlp.linear_fc1.weight") == "mlp.linear_fc1"
+    assert layer_of("decoder.layers.3.mlp.shared_experts.linear_fc1.weight") is None
+    assert layer_of("decoder.layers.3.self_attention.linear_qkv.bias") is None
+
+
+sizes = st.integers(1, 5)
+
+
+@given(sizes, sizes, sizes, sizes, st.floats(0.1, 4), st.integers(0, 99))
+def test_a_merged_weight_computes_what_the_adapted_layer_does(tokens, inputs, outputs, rank, scale, seed):
+    rng = np.random.default_rng(seed)
+    x, w = rng.standard_normal((tokens, inputs)), rng.standard_normal((outputs, inputs))
+    a, b = rng.standard_normal((rank, inputs)), rng.standard_normal((outputs, rank))
+    np.testing.assert_allclose(x @ merged(w, a, b, scale).T, reference.forward(x, w, a, b, scale), atol=1e-12)
+
+
+def test_backwards_is_the_gradient():
+    rng, step = np.random.default_rng(4), 1e-6
+    parts = x, w, a, b = [rng.standard_normal(shape) for shape in ((3, 4), (5, 4), (2, 4), (5, 2))]
+    dy = rng.standard_normal((3, 5))
+    found = reference.backward(x, w, a, b, 0.5, dy)
+    for gradient, place in zip(found, (0, 2, 3), strict=True):
+        for index in np.ndindex(gradient.shape):
+            moved = [part.copy() for part in parts]
+            moved[place][index] += step
+            change = np.sum((reference.forward(*moved, 0.5) - reference.forward(*parts, 0.5)) * dy) / step
+            assert change == pytest.approx(gradient[index], abs=1e-5)

@@ -1,0 +1,92 @@
+"""docs/fine-tune-a-public-model.md on a tiny model in the form of the public 36B: from its weights to weights again."""
+
+import json
+import subprocess
+
+import numpy as np
+import pytest
+
+from launch.generate.command import forward_recipe
+from tests.tools.accuracy.reference.forward import Grouped
+from tests.tools.weights.test_yarn import LENGTH, ORIGINAL, STANDARD, public, recipe_of
+from tests.training import runs
+from tools.accuracy.reference.start import initial_weights
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import load_recipe
+from tools.weights.convert_plan import model_of
+
+pytestmark = pytest.mark.slow
+LORA = {"rank": 4, "alpha": 16, "targets": ["self_attention.*", "mlp.linear_fc2"]}
+STEPS, PLACES = 6, [1, ORIGINAL, 2 * ORIGINAL, 3 * ORIGINAL, LENGTH]
+# logits of weights without adapters, of the adapted weights, and of the merged weights: one graph computes all
+LOGITS = """
+import sys, numpy as np
+from pathlib import Path
+from launch.generate import worker
+from mindspore import Tensor
+folder, ids, places = Path(sys.argv[1]), np.load(sys.argv[2]), eval(sys.argv[4])
+model = worker.Model(folder / "forward.yaml", Path(sys.argv[3]))
+def logits():
+    return np.array([model.logits(ids[:place].tolist()) for place in places])
+adapted = logits()
+recipe = worker.load_recipe(folder / "forward.yaml")
+read = {name: worker.reader(folder / name, recipe) for name in ("merged", "weights")}
+found = {}
+for name, of in read.items():
+    for each in model.network.get_parameters():
+        value = np.zeros(each.shape, np.float32) if "lora" in each.name else of(each.name)
+        each.set_data(Tensor(value))
+    found[name] = logits()
+np.savez(folder / "logits.npz", adapted=adapted, **found)
+"""
+
+
+def tc3(*words):
+    done = subprocess.run([runs.TC3, *map(str, words)], cwd=runs.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_from_public_weights_to_served_weights(corpus, tmp_path):
+    sizes = {"vocab_size": 512}
+    change = {
+        "plugins": {"lora": LORA, "held_out_loss": False},
+        "lr_schedule": {"learning_rate": 3e-3, "warmup_steps": 1, "total_steps": STEPS},
+        "train_dataset": {"data_loader": {"sizes": [4 * STEPS, 0, 0]}},
+        "checkpoint": {"save_interleaved_steps": 3, "save_max": 3, "load_path": str(tmp_path / "weights")},
+        "model": {"model_config": sizes},
+    }
+    recipe = recipe_of(tmp_path / "recipe", change)
+    theirs = public(tmp_path / "hf", recipe)
+    tc3("weights", "convert", theirs, tmp_path / "weights", "--recipe", recipe)
+    assert "trained" not in tc3("check", recipe, "--no-build") and (tmp_path / "weights").is_dir()
+
+    graph, step = runs.compiled_once(tmp_path / "graph"), f"checkpoint/iteration_{STEPS:08d}"
+    runs.train(recipe, tmp_path / "whole", corpus, **graph)
+    expected = runs.steps(tmp_path / "whole")
+    runs.train_and_kill(recipe, tmp_path / "run", corpus, step=5, **graph)
+    assert "going on from step 3" in runs.train(recipe, tmp_path / "run", corpus, "--resume", "auto", **graph)
+    for number, record in runs.steps(tmp_path / "run").items():
+        runs.same(record, expected[number])
+    tc3("weights", "inspect", tmp_path / "run" / step, "--diff", tmp_path / "whole" / step)
+
+    tc3("weights", "merge", tmp_path / "run" / step, tmp_path / "merged")
+    tc3("weights", "convert", tmp_path / "merged", tmp_path / "served", "--recipe", recipe)
+    config = json.loads((tmp_path / "served" / "config.json").read_text())
+    assert config["rope_scaling"] == json.loads((theirs / "config.json").read_text())["rope_scaling"]
+
+    ids = np.random.default_rng(4).integers(0, sizes["vocab_size"], LENGTH)
+    np.save(tmp_path / "ids.npy", ids)
+    dump_recipe({**forward_recipe(load_recipe(recipe)), "output_dir": str(tmp_path)}, tmp_path / "forward.yaml")
+    command = [runs.PYTHON, "-c", LOGITS, tmp_path, tmp_path / "ids.npy", tmp_path / "run" / step, str(PLACES)]
+    subprocess.run(list(map(str, command)), cwd=runs.ROOT, check=True, capture_output=True)
+    found = np.load(tmp_path / "logits.npz")
+    most = np.abs(found["adapted"]).max()
+    assert np.abs(found["merged"] - found["adapted"]).max() < 1e-6 * most, "a merge computes what its adapters did"
+    assert np.abs(found["merged"] - found["weights"]).max() > 1e-3, "and they have learnt"
+    model = model_of(load_recipe(recipe))
+    right = Grouped(model, initial_weights(model, 3)).run(ids[None])["logits"][0][np.array(PLACES) - 1]
+    assert np.abs(found["weights"] - right).max() < 1e-5, "the public weights mean what MindFormers computes"
+    other = model_of(load_recipe(recipe_of(tmp_path / "other", STANDARD | {"model": {"model_config": sizes}})))
+    wrong = Grouped(other, initial_weights(other, 3)).run(ids[None])["logits"][0][np.array(PLACES) - 1]
+    assert np.abs(wrong - right).max() > 1e-3, "another attention factor would be seen"

@@ -1,0 +1,170 @@
+"""This module adds the adapters of a checkpoint (`plugins.lora`) to the weights beside them, and writes the result as
+weights of the model without adapters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plugins.errors import CheckpointError, DataError, RecipeError
+from plugins.lora.plan import KEY, WEIGHT, A, B, adapters_of, is_adapter, merged
+from plugins.lora.plan import check as read_lora
+from plugins.settings import value_at
+from tools.checkpoint.stored import kind_of
+from tools.checkpoint.tensor_files import TYPES, Header, Made, save_file
+from tools.files.atomic import atomic_folder
+from tools.layout.resolve import resolve
+from tools.recipe.load import load_recipe
+from tools.recipe.view import View
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
+from tools.weights.convert import finish_mindformers
+from tools.weights.convert_plan import file_of, recipe_beside
+from tools.weights.inventory import mark
+from tools.weights.source import Source, refuse_target, require_room
+
+_BALANCE = ".expert_bias"  # of a router: no gradient trains it, and it belongs to the model all the same
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A `Merge` is a merge that has not begun.
+
+    Args:
+        files: the names of the tensors of each file to write. headers: of these tensors, by name.
+        scale: alpha / rank. adapted: weights that get an adapter's product. recipe: the file that says so.
+    """
+
+    files: tuple[tuple[str, ...], ...]
+    headers: Mapping[str, Header]
+    scale: float
+    adapted: frozenset[str]
+    recipe: Path
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all elements to be written."""
+        return sum(self.headers[name].bytes for names in self.files for name in names)
+
+
+def plan_merge(source: Source, recipe: Path | None, limit: int) -> Merge:
+    """Return what a merge of `source` reads and writes. Only headers are read.
+
+    Args:
+        recipe: None for that of the run that saved `source`. limit: bytes of a file, which one tensor may exceed.
+
+    Raises:
+        CheckpointError: no iteration, not a whole one, or with other adapters than the recipe says.
+        RecipeError: no recipe, or one without `plugins.lora`.
+    """
+    if source.form != "MindFormers":
+        raise CheckpointError(f"{source.path}: this is {source.form}; only iterations of runs have adapters to merge")
+    source.require_whole()
+    file = recipe or recipe_beside(source)
+    loaded = resolve(load_recipe(file))
+    written = value_at(loaded, KEY, False)
+    if written is False:
+        raise RecipeError(f"{file}: {KEY}: the recipe trains no adapters, so there is nothing to merge")
+    settings = read_lora(written, loaded, convert(View(loaded), load_schema()).fields)
+    kept = {
+        name: header
+        for name, header in source.headers.items()
+        if not is_adapter(name) and (kind_of(name) == "weights" or name.endswith(_BALANCE))
+    }
+    wanted = adapters_of({name: header.shape for name, header in kept.items() if len(header.shape) == 2}, settings)
+    _compare(source, wanted)
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, header in kept.items():
+        if groups[-1] and filled + header.bytes > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += header.bytes
+    adapted = frozenset(name.removesuffix(A) + WEIGHT for name in wanted if name.endswith(A))
+    return Merge(tuple(map(tuple, groups)), kept, settings.scale, adapted, file)
+
+
+def _compare(source: Source, wanted: Mapping[str, Sequence[int]]) -> None:
+    """Raise CheckpointError if the adapters of `source` are not those that its recipe describes."""
+    held = {name: header.shape for name, header in source.headers.items() if is_adapter(name)}
+    held = {name: shape for name, shape in held.items() if kind_of(name) == "weights"}
+    wrong = [f"no {name}" for name in wanted if name not in held]
+    wrong += [f"{name}, which the recipe does not have" for name in held if name not in wanted]
+    wrong += [
+        f"{name} {list(held[name])} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if name in held and tuple(held[name]) != tuple(shape)
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(f"{source.path}: these are not the adapters of {KEY}: {'; '.join(wrong[:3])}{more}")
+
+
+def merge(
+    source: Source,
+    target: Path,
+    plan: Merge,
+    progress: Callable[[int, str], None] = lambda done, file: None,
+    damaged: Sequence[str] = (),
+) -> None:
+    """Write `target`, a folder that does not exist yet: whole weights, which a run in any layout can begin with and
+    `tc3 weights convert` can read.
+
+    W + scale x B A is summed in float64 and rounded once to the type of W. The optimizer's state is left out.
+
+    Args:
+        progress: is called with the bytes written and the file. damaged: what is wrong with `source` and taken all the
+            same (`inventory.salvaged`), to be recorded in `target`.
+
+    Raises:
+        CheckpointError: `target` exists, or ranks hold different copies of a tensor. DataError: it cannot be written.
+    """
+    refuse_target(target)
+    with atomic_folder(target) as part:
+        require_room(part, target, plan.bytes)
+        records: dict[str, Any] = {}
+        done = 0
+        for number, names in enumerate(plan.files):
+            file = file_of("MindFormers", number, len(plan.files))
+            tensors = {
+                name: Made(plan.headers[name].dtype, plan.headers[name].shape, partial(_made, source, plan, name))
+                for name in names
+            }
+            try:
+                digest = save_file(tensors, part / file, {"format": "ms"})
+            except OSError as error:
+                raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
+            described = {name: [str(TYPES[made.dtype]), list(made.shape)] for name, made in tensors.items()}
+            records[file] = {"sha256": digest, "tensors": described}
+            done += sum(plan.headers[name].bytes for name in names)
+            progress(done, file)
+        finish_mindformers(part, records)
+        mark(part, damaged)
+
+
+def _made(source: Source, plan: Merge, name: str) -> Iterator[np.ndarray]:
+    """One tensor to be written."""
+    weight = _whole(source, name)
+    if name in plan.adapted:
+        layer = name.removesuffix(WEIGHT)
+        a, b = (_whole(source, layer + matrix) for matrix in (A, B))
+        weight = merged(weight, a, b, plan.scale).astype(weight.dtype)
+        if not math.isfinite(float(np.abs(weight.astype(np.float64)).max(initial=0.0))):
+            raise CheckpointError(f"{source.path}: {layer}: the merged weight has values that are not finite")
+    yield weight
+
+
+def _whole(source: Source, name: str) -> np.ndarray:
+    array, differing = source.read(name)
+    if differing:
+        ranks = ", ".join(map(str, differing))
+        raise CheckpointError(f"{source.path}: {name} differs between ranks: those of ranks {ranks} are not rank 0's")
+    return array
