@@ -1,8 +1,8 @@
 """This module builds TeleChat3 and TeleChat3-MoE with other parts: MindFormers' GPTModel from its own spec, which is
 edited before the model is built.
 
-The spec of a model without experts has dense layers only, as that of the dense TeleChat3. On Ascend only
-`plugins.yarn` edits those.
+The spec of a model without experts has dense layers only, as that of the dense TeleChat3. On Ascend `plugins.yarn`
+and `plugins.output_biases` edit those.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ ARCHITECTURES = {"TeleChat3MoeForCausalLM": "EditedTeleChat3MoeForCausalLM"}
 DENSE = {"TeleChat3ForCausalLM": "EditedTeleChat3ForCausalLM"}
 _experts: list[Any] = []
 _edits: dict[str, Callable[[Any], None]] = {}
+_layers: dict[str, Callable[[Any], None]] = {}
 _templates: list[Callable[[Any], Any]] = []
 _positions: list[Callable[[Any], AbstractContextManager[Callable[[Any], None]]]] = []
 
@@ -50,6 +51,11 @@ def experts():
 def edit_model(plugin: str, edit: Callable[[Any], None]) -> None:
     """Call `edit` with each GPTModel that is built later, after everything in it is built, for what no spec reaches."""
     _edits[plugin] = edit
+
+
+def edit_layers(plugin: str, edit: Callable[[Any], None]) -> None:
+    """Call `edit` with each distinct layer spec of models that are built later, before they are built."""
+    _layers[plugin] = edit
 
 
 def edit_routers(plugin: str, edit: Callable[[Any], None]) -> None:
@@ -110,12 +116,14 @@ def gpt_model(config, edit_layer=None) -> GPTModel:
 
     Args:
         config: TransformerConfig.
-        edit_layer: called with each distinct layer spec, before `use_experts` has its say.
+        edit_layer: called with each distinct layer spec, before `edit_layers` and `use_experts` have their say.
     """
     block = get_gpt_decoder_block_spec(config)
     for layer in {id(spec): spec for spec in block.layer_specs}.values():
         if edit_layer is not None:
             edit_layer(layer)
+        for edit in _layers.values():
+            edit(layer)
         if _experts and layer.submodules.mlp.module is MoELayer:
             layer.submodules.mlp.submodules.experts = _experts[0]
     with _positions[0](config) if _positions else nullcontext(lambda model: None) as set_positions:
@@ -147,7 +155,7 @@ class EditedTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
 
 
 class EditedTrainingTeleChat3(TrainingTeleChat3ForCausalLM):
-    """This is `TrainingTeleChat3ForCausalLM` with edited positions."""
+    """This is `TrainingTeleChat3ForCausalLM` with edited positions or layers."""
 
     def __init__(self, config):
         # not the parent's, as above

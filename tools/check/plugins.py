@@ -27,6 +27,7 @@ from plugins.hierarchical_ep.programs import check_groups, check_programs, creat
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from plugins.mtp_documents import plan as mtp_documents
 from plugins.operator_fusion import plan as operator_fusion
+from plugins.output_biases import plan as output_biases
 from plugins.packed_labels import plan as packed_labels
 from plugins.spike_guard import plan as spike_guard
 from plugins.yarn import plan as yarn
@@ -43,7 +44,7 @@ _SPIKES, _PACKED = ("plugins", "spike_guard"), ("plugins", "packed_labels")
 _BALANCE, _HELD_OUT = ("plugins", "attention_balance"), ("plugins", "held_out_loss")
 _FUSION, _GRADIENT = ("plugins", "operator_fusion"), ("plugins", "grouped_gradient")
 _MTP = ("plugins", "mtp_documents")
-_YARN = ("plugins", "yarn")
+_YARN, _BIASES = ("plugins", "yarn"), ("plugins", "output_biases")
 
 
 def check_plugins(view: View, built: Built, found: Findings) -> None:
@@ -72,8 +73,7 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
             mtp_documents.check(view.get(_MTP), view.recipe, built.number("mtp_num_layers"))
     if on(_HELD_OUT):
         _held_out_loss(view, found)
-    if on(_YARN):
-        _yarn(view, found)
+    _of_the_model(view, found)
     if on(_SPIKES):
         with _refusals(_SPIKES, found):
             spike_guard.check(view.recipe)
@@ -114,6 +114,15 @@ def _packed_labels(view: View, on: bool, found: Findings) -> None:
         path = (*LOADER, "handler", handlers.index(packed_labels.PACKING))
         wrong = "trains each token on the one after the next, and the last of a conversation on the padding token"
         found.error(path, wrong, f"{packed_labels.KEY}: {{}}", rule="packed_labels")
+
+
+def _of_the_model(view: View, found: Findings) -> None:
+    if view.get(_YARN) not in (None, False):
+        _yarn(view, found)
+    if view.get(_BIASES) not in (None, False):
+        with _refusals((), found):
+            model = view.get(MODEL)
+            output_biases.read(view.get(_BIASES), model if isinstance(model, dict) else {})
 
 
 def _yarn(view: View, found: Findings) -> None:
