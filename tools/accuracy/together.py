@@ -143,6 +143,8 @@ def recipe_of(*names: str) -> Recipe:
     model.update(compute_dtype="bfloat16", npu_nums_per_device=max(sharding.ep // 2, 1))
     for name in plugins:
         model.update(PLUGINS[name].model)
+    if dense and "yarn" not in plugins:  # which the dense base has
+        model.update(position_embedding_type="rope", rope_scaling=None, max_position_embeddings=model["seq_length"])
     recipe["plugins"] = {name: copy.deepcopy(PLUGINS[name].settings) for name in plugins}
     if chats:
         other = load_recipe(CHATS)
