@@ -18,6 +18,7 @@ ADAPTERS = {
     "mtp_documents": "plugins.mtp_documents.adapter",
     "held_out_loss": "plugins.held_out_loss.adapter",
     "yarn": "plugins.yarn.adapter",
+    "output_biases": "plugins.output_biases.adapter",
     "lora": "plugins.lora.adapter",
     "hierarchical_ep": "plugins.hierarchical_ep.adapter",
     "ep_overlap": "plugins.ep_overlap.adapter",
@@ -31,7 +32,7 @@ ADAPTERS = {
     "straggler_probe": "plugins.straggler_probe.adapter",  # last: its callback sees the end of a step after all others
 }
 UNWRITTEN: dict[str, dict] = {"finite_loss": {}}  # what is on in a recipe that does not name it, with its settings
-OF_THE_MODEL = ("yarn", "lora")  # what a model computes: kept where a tool takes the others out
+OF_THE_MODEL = ("yarn", "output_biases", "lora")  # what a model computes: kept where a tool takes the others out
 REPLACED = {"finite_loss": "spike_guard"}  # what is off where another one is on, which does its work
 
 

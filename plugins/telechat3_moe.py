@@ -2,7 +2,7 @@
 MindFormers' GPTModel before the model is built.
 
 The spec of a model without experts has dense layers only, as that of the dense TeleChat3. On Ascend only
-`plugins.yarn` and `plugins.lora` edit those.
+`plugins.yarn`, `plugins.output_biases` and `plugins.lora` edit those.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def gpt_model(config, edit_layer=None) -> GPTModel:
 
     Args:
         config: TransformerConfig.
-        edit_layer: called with each distinct layer spec, before `use_experts` has its say.
+        edit_layer: called with each distinct layer spec, before `edit_layers` and `use_experts` have their say.
     """
     block = get_gpt_decoder_block_spec(config)
     layers = list({id(spec): spec for spec in block.layer_specs}.values())

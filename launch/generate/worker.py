@@ -29,8 +29,8 @@ from tools.process.children import import_light_nltk
 from tools.recipe.load import Recipe, load_recipe
 from tools.schema.versions import require_verified
 from tools.weights.convert_plan import model_of, plan_conversion
+from tools.weights.hugging_face_config import check_config, tied
 from tools.weights.hugging_face_names import STATE
-from tools.weights.hugging_face_sizes import check_config, tied
 from tools.weights.source import Source, open_source
 
 Reader = Callable[[str], np.ndarray]  # a parameter's name -> its whole value

@@ -1,8 +1,10 @@
-"""This module finds which Hugging Face tensors make up which parameter of TeleChat3. The module works with names only,
-without MindFormers.
+"""This module finds which Hugging Face tensors make up which parameter of TeleChat3 and TeleChat2. The module works
+with names only, without MindFormers.
 
 MTP is named as in DeepSeek-V3's checkpoints: it is one more layer, and these checkpoints also hold the `copies` of
-embedding and head. `tools/weights/hugging_face_names.py` adds shapes, and the conversion of arrays.
+embedding and head. TeleChat2's names are those of Tele-AI's own class, which vLLM (`telechat2.py`) and MindFormers
+(`models/telechat2`) read: keys and values are one tensor, in which each head's key comes before its value.
+`tools/weights/hugging_face_names.py` adds shapes, and the conversion of arrays.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class Row:
     """This is a parameter: its name, the tensors from which it is made, and how.
 
     how: `same`; `gate_up` (rows that alternate, or halves, as the model has it); `qkv` (of each group its queries, its
-        key, its value); `experts` (each turned, one over the other; of two kinds side by side), whose `parts` name
-        every expert.
+        key, its value; of two parts, the second has both of each group); `experts` (each turned, one over the other;
+        of two kinds side by side), whose `parts` name every expert.
     """
 
     mindformers: str
@@ -62,7 +64,8 @@ class Model:
     """These sizes of a model decide which parameters it has: among them `layers` (decoder layers without MTP) and
     `dense` (the number of first layers that have no experts).
 
-    latent_query: whether latent attention has it; grouped: grouped-query attention in its place.
+    latent_query: whether latent attention has it; grouped: grouped-query attention in its place; telechat2: TeleChat2's
+    names and biases, of a grouped model without experts.
     """
 
     layers: int
@@ -71,10 +74,18 @@ class Model:
     experts: int
     latent_query: bool
     grouped: bool = False
+    telechat2: bool = False
+
+    @property
+    def embedding(self) -> str:
+        """Return the name of Hugging Face's embedding."""
+        return "transformer.word_embeddings.weight" if self.telechat2 else EMBEDDING
 
 
 def rows(model: Model) -> list[Row]:
     """Return every parameter that is a weight, in the order of the forward pass."""
+    if model.telechat2:
+        return _telechat2(model)
     found = [Row("embedding.word_embeddings.weight", (EMBEDDING,))]
     for number in range(model.layers):
         found += _layer(model, f"decoder.layers.{number}", number)
@@ -128,6 +139,28 @@ def _dense(ours: str, theirs: str) -> list[Row]:
         Row(f"{ours}.linear_fc1.weight", both, "gate_up"),
         Row(f"{ours}.linear_fc2.weight", (f"{theirs}.down_proj.weight",)),
     ]
+
+
+def _telechat2(model: Model) -> list[Row]:
+    found = [Row("embedding.word_embeddings.weight", (model.embedding,))]
+    for number in range(model.layers):
+        ours, theirs = f"decoder.layers.{number}", f"transformer.h.{number}"
+        attention, mlp = f"{theirs}.self_attention", f"{theirs}.mlp"
+        found += [
+            Row(f"{ours}.input_layernorm.weight", (f"{theirs}.input_layernorm.weight",)),
+            Row(
+                f"{ours}.self_attention.linear_qkv.weight",
+                (f"{attention}.query.weight", f"{attention}.key_value.weight"),
+                "qkv",
+            ),
+            Row(f"{ours}.self_attention.linear_proj.weight", (f"{attention}.dense.weight",)),
+            Row(f"{ours}.self_attention.linear_proj.bias", (f"{attention}.dense.bias",)),
+            Row(f"{ours}.pre_mlp_layernorm.weight", (f"{theirs}.post_attention_layernorm.weight",)),
+            *_dense(f"{ours}.mlp", mlp),
+            Row(f"{ours}.mlp.linear_fc2.bias", (f"{mlp}.down_proj.bias",)),
+        ]
+    found.append(Row("decoder.final_layernorm.weight", ("transformer.ln_f.weight",)))
+    return [*found, Row("output_layer.weight", (HEAD,))]
 
 
 def is_hugging_face(folder: Any) -> bool:

@@ -20,6 +20,10 @@ ops.Primitive.add_attr = lambda operator, name, value: None
 
 def count(name):
     config = MindFormerConfig(name)
+    if "output_biases" in (config.plugins or {}):  # which decides what there is; on CPU it edits another class
+        from plugins import enable_model
+        config.context = MindFormerConfig(device_target="Ascend")
+        enable_model(config)
     # the mesh does not change a parameter's full shape: one process, one device
     config.use_parallel, config.parallel.parallel_mode = False, 0
     config.context = MindFormerConfig(mode=0, device_target="CPU")

@@ -71,7 +71,8 @@ def count_parameters(model: dict) -> int:
     dense_layers = model["first_k_dense_replace"] if experts else layers
     attention = _latent_attention(model) if model.get("multi_latent_attention") else _grouped_attention(model)
     norms = 2 * hidden
-    dense = attention + norms + _feed_forward(hidden, model["intermediate_size"])
+    biases = 2 * hidden if model.get("add_bias_linear") else 0  # of outputs only: TeleChat2's
+    dense = biases + attention + norms + _feed_forward(hidden, model["intermediate_size"])
     total = 2 * model["vocab_size"] * hidden + hidden  # embedding, output head, last norm
     total += dense_layers * dense
     if experts:

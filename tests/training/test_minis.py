@@ -1,13 +1,18 @@
-"""Every recipe of the family shrinks to a mini that CPU trains."""
+"""Every recipe of the family shrinks to a mini that CPU trains; those of dense models reach golden losses.
+
+To renew what moved for a good reason: TC3_RENEW_GOLDEN=1 tests/run tests/training/test_minis.py
+"""
 
 import functools
 import json
 import math
+import os
 import subprocess
 
 import pytest
 
 from tests.training import runs
+from tools.accuracy.equivalence import golden_gate
 from tools.check.check import check_recipe
 from tools.recipe.load import load_recipe
 from tools.recipe.mini import load_mini
@@ -24,6 +29,7 @@ TRAINED = {
     "context_128k": runs.ROOT / "recipes/telechat3_438b/context_128k.yaml",
 }
 DENSE = runs.ROOT / "recipes/telechat3_36b/context_32k.yaml"  # with plugins.yarn
+BIASED = runs.ROOT / "recipes/telechat2_115b/pretrain_8k.yaml"  # with plugins.output_biases
 SIZES_OF_OWN = {"lr_schedule.learning_rate"} | {
     f"model.model_config.{key}"
     for key in ("moe_intermediate_size", "moe_shared_expert_intermediate_size", "q_lora_rank")
@@ -72,6 +78,24 @@ def test_trains_ten_steps(recipe, corpus, tmp_path):
     model = load_recipe(run_dir / "recipe.yaml")["model"]["model_config"]
     expected = math.log(2048) * (1 + model.get("mtp_loss_factor", 0) * model["num_nextn_predict_layers"])
     assert steps[1]["loss"] == pytest.approx(expected, abs=0.3)
+    if recipe == DENSE:
+        assert off_golden(recipe, run_dir) == []
+
+
+@pytest.mark.slow
+def test_biases_reach_their_golden_losses(corpus, tmp_path):
+    """They begin as zeros, and change the losses from the second step on."""
+    runs.train(BIASED, tmp_path / "run", corpus, "--mini", "--steps", "3")
+    assert off_golden(BIASED, tmp_path / "run") == []
+
+
+def off_golden(recipe, run_dir):
+    """What a mini's losses and norms differ in from tests/golden; with TC3_RENEW_GOLDEN they are written."""
+    file = golden_gate.golden_file(golden_gate.GOLDEN, recipe)
+    found = {"mini": golden_gate.numbers_of_steps(record for _, record in sorted(runs.steps(run_dir).items()))}
+    if os.environ.get("TC3_RENEW_GOLDEN"):
+        golden_gate.write_golden(file, str(recipe), found)
+    return golden_gate.differences(golden_gate.read_golden(file), found)
 
 
 @pytest.mark.parametrize("recipe", [each for each in RECIPES if each not in TRAINED.values()], ids=name_of)

@@ -71,7 +71,7 @@ class Plugin:
     Args:
         settings: its section; needs: degrees of a `Sharding`; beside: other plugins that it works on; chats: whether
             it reads conversations; dense: whether it is for grouped-query attention, which the models without experts
-            have.
+            have; model: keys of `model_config` that it needs.
     """
 
     settings: Any = field(default_factory=dict)
@@ -79,6 +79,7 @@ class Plugin:
     beside: tuple[str, ...] = ()
     chats: bool = False
     dense: bool = False
+    model: Mapping[str, Any] = field(default_factory=dict)
 
 
 PLUGINS: Mapping[str, Plugin] = {
@@ -86,6 +87,7 @@ PLUGINS: Mapping[str, Plugin] = {
     "packed_labels": Plugin(chats=True),
     "mtp_documents": Plugin({}, {"mtp": True, "documents": True}),
     "yarn": Plugin({"attention_factor": "telechat3"}, dense=True),
+    "output_biases": Plugin(dense=True, model={"add_bias_linear": True}),
     "lora": Plugin({"rank": 8}, beside=("yarn",), dense=True),
     "held_out_loss": Plugin({"data_path": "x", "samples": 64, "every": 5}),
     "hierarchical_ep": Plugin({"mode": "hierarchical"}, {"dp": 2, "ep": 2}),
@@ -151,6 +153,10 @@ def recipe_of(*names: str) -> Recipe:
     recipe["runner_config"]["sink_mode"] = True
     model = recipe["model"]["model_config"]
     model.update(compute_dtype="bfloat16", npu_nums_per_device=max(sharding.ep // 2, 1))
+    for name in plugins:
+        model.update(PLUGINS[name].model)
+    if dense and "yarn" not in plugins:  # which the dense base has
+        model.update(position_embedding_type="rope", rope_scaling=None, max_position_embeddings=model["seq_length"])
     recipe["plugins"] = {name: copy.deepcopy(PLUGINS[name].settings) for name in plugins}
     if chats:
         other = load_recipe(CHATS)

@@ -28,6 +28,7 @@ from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from plugins.lora import plan as lora
 from plugins.mtp_documents import plan as mtp_documents
 from plugins.operator_fusion import plan as operator_fusion
+from plugins.output_biases import plan as output_biases
 from plugins.packed_labels import plan as packed_labels
 from plugins.spike_guard import plan as spike_guard
 from plugins.yarn import plan as yarn
@@ -44,7 +45,7 @@ _SPIKES, _PACKED = ("plugins", "spike_guard"), ("plugins", "packed_labels")
 _BALANCE, _HELD_OUT = ("plugins", "attention_balance"), ("plugins", "held_out_loss")
 _FUSION, _GRADIENT = ("plugins", "operator_fusion"), ("plugins", "grouped_gradient")
 _MTP = ("plugins", "mtp_documents")
-_YARN, _LORA = ("plugins", "yarn"), ("plugins", "lora")
+_YARN, _LORA, _BIASES = ("plugins", "yarn"), ("plugins", "lora"), ("plugins", "output_biases")
 
 
 def check_plugins(view: View, built: Built, found: Findings) -> None:
@@ -95,6 +96,10 @@ def _of_the_model(view: View, built: Built, on: Callable[[KeyPath], bool], found
             mtp_documents.check(view.get(_MTP), view.recipe, built.number("mtp_num_layers"))
     if on(_YARN):
         _yarn(view, found)
+    if on(_BIASES):
+        with _refusals((), found):
+            model = view.get(MODEL)
+            output_biases.read(view.get(_BIASES), model if isinstance(model, dict) else {})
     if on(_LORA):
         with _refusals(_LORA, found):
             lora.check(view.get(_LORA), view.recipe, built.fields)

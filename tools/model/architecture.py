@@ -36,6 +36,7 @@ class Model:
         tied: the output projection is the embedding.
         norm_bias: norms have a bias (LayerNorm).
         bias, qkv_bias: all linear layers outside experts have biases; those that make queries, keys and values do.
+        only_outputs: of the former, only attention's output and the MLP's second do (`plugins.output_biases`).
         joint_latent: one matrix makes the compressed queries, keys and values (MindFormers' `mla_qkv_concat`); only
             this form of MLA has biases.
         dropout: masks are kept for backward (GPT-2 and GPT-3).
@@ -64,6 +65,7 @@ class Model:
     norm_bias: bool = False
     bias: bool = False
     qkv_bias: bool = False
+    only_outputs: bool = False
     joint_latent: bool = False
     dropout: bool = False
     biased: bool = False
@@ -168,5 +170,6 @@ def model_of(fields: Mapping[str, Any]) -> Model:
         norm_bias=fields.get("normalization") == "LayerNorm",
         bias=bool(fields.get("add_bias_linear")),
         qkv_bias=bool(fields.get("add_qkv_bias")),
+        only_outputs=bool(fields.get("biases_of_outputs_only")),
         joint_latent=mla and bool(fields.get("mla_qkv_concat")),
     )

@@ -80,7 +80,8 @@ def _grouped(model: Model) -> tuple[Weight, ...]:
     h, n = model.hidden, model.heads
     projected = (n + 2 * model.kv_heads) * model.head_dim
     found = [Weight("qkv", projected, h, "rows"), Weight("proj", h, n * model.head_dim, "columns")]
-    found += _bias("qkv", projected, "rows", model.bias or model.qkv_bias) + _bias("proj", h, "", model.bias)
+    into = model.bias and not model.only_outputs
+    found += _bias("qkv", projected, "rows", into or model.qkv_bias) + _bias("proj", h, "", model.bias)
     if model.qk_norm:
         found += [*_norm(model, "q_norm", model.head_dim), *_norm(model, "k_norm", model.head_dim)]
     return tuple(found)
@@ -159,7 +160,8 @@ def _bias(name: str, width: int, split: str, there: bool) -> list[Weight]:
 def _mlp(model: Model, name: str, width: int, first: str, second: str, bias: bool = False) -> tuple[Weight, ...]:
     h, inner = model.hidden, (2 if model.gated else 1) * width
     matrices = (Weight(f"{name}_fc1", inner, h, first), Weight(f"{name}_fc2", h, width, second))
-    return (*matrices, *_bias(f"{name}_fc1", inner, first, bias), *_bias(f"{name}_fc2", h, "", bias))
+    into = bias and not model.only_outputs
+    return (*matrices, *_bias(f"{name}_fc1", inner, first, into), *_bias(f"{name}_fc2", h, "", bias))
 
 
 def _moe(model: Model, shared_whole: bool) -> tuple[Weight, ...]:

@@ -16,6 +16,7 @@ from tools.recipe.view import MODEL, View, look
 from tools.schema.schema import Schema, load_schema
 from tools.schema.values import SECTIONS
 
+ONLY_OUTPUTS = "biases_of_outputs_only"  # of the linear layers that add_bias_linear gives a bias
 _RECOMPUTE = tuple(SECTIONS["recompute_config"])
 _ALONE = ("data_parallel", "model_parallel", "context_parallel", "expert_parallel", "pipeline_stage", "micro_batch_num")
 
@@ -62,6 +63,8 @@ def convert(view: View, schema: Schema) -> Built:
         _place(built, taken, targets, (*MODEL, key), value)
     built.unread += [key for key in written if key in described["ignored"]]
     _derive(built)
+    # no field of MindFormers, but what add_bias_linear means with the plugin
+    built.fields[ONLY_OUTPUTS] = view.get(("plugins", "output_biases")) not in (None, False)
     # the other training models have output weights of their own, whatever this says
     built.fields["tie_word_embeddings"] = built.fields.get("tie_word_embeddings") is True and described["ties"]
     return built

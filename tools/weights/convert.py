@@ -25,9 +25,10 @@ from tools.checkpoint.stored import METADATA
 from tools.checkpoint.tensor_files import TYPES, Made, save_file
 from tools.process.children import ordered_map
 from tools.weights.convert_plan import Plan, Shard
+from tools.weights.hugging_face_config import FILE as CONFIG
+from tools.weights.hugging_face_config import config_of
 from tools.weights.hugging_face_names import Entry, part_shape
-from tools.weights.hugging_face_sizes import FILE as CONFIG
-from tools.weights.hugging_face_sizes import Sizes, config_of
+from tools.weights.hugging_face_sizes import Sizes
 from tools.weights.inventory import mark
 from tools.weights.source import CHECKSUMS, INDEX, Source, open_source, refuse_target, require_room
 

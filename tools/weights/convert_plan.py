@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from plugins import of_the_model
 from plugins.errors import CheckpointError, RecipeError
-from plugins.hugging_face_weights.plan import EMBEDDING, HEAD, copies
+from plugins.hugging_face_weights.plan import HEAD, copies
 from plugins.lora.plan import is_adapter
 from plugins.yarn.plan import read as read_yarn
 from tools.checkpoint.stored import kind_of
@@ -23,16 +23,9 @@ from tools.recipe.load import Recipe, load_recipe, look
 from tools.recipe.view import LOADER, MODEL, View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
+from tools.weights.hugging_face_config import BASE, check_config, stretched_as_telechat3, tied
 from tools.weights.hugging_face_names import STATE, Entry, hugging_face_shapes, names_of, table
-from tools.weights.hugging_face_sizes import (
-    LATENT_EPS,
-    Sizes,
-    check_config,
-    dense_sizes_of,
-    sizes_of,
-    stretched_as_telechat3,
-    tied,
-)
+from tools.weights.hugging_face_sizes import LATENT_EPS, Sizes, dense_sizes_of, sizes_of
 from tools.weights.source import SINGLE, Source
 
 Target = Literal["Hugging Face", "MindFormers"]
@@ -111,9 +104,10 @@ def plan_conversion(
         left_out["rotary frequencies, which are computed"] = len(headers) - len(given)
         repeated = {name: original for name, original in copies(names_of(sizes)).items() if name in given}
         given = {name: header for name, header in given.items() if name not in repeated}
-        if tied and HEAD not in given and EMBEDDING in given:
-            stands_for = {HEAD: EMBEDDING}
-            given[HEAD] = given[EMBEDDING]
+        embedding = names_of(sizes).embedding
+        if tied and HEAD not in given and embedding in given:
+            stands_for = {HEAD: embedding}
+            given[HEAD] = given[embedding]
     _check(given, wanted)
     types = {entry.mindformers: _type(entry, to, given, dtype) for entry in entries}
     return Plan(to, dtype, _shards(entries, types, to, limit), repeated, stands_for, +left_out)
@@ -212,7 +206,11 @@ class Conversion:
                 found.append(f"unknown: {source} has no config.json, so rates, scales and norms were not compared")
             found.append(f"begin with it: tc3 train {self.recipe} --set checkpoint.load_path={target}")
             return found
-        if self.sizes.is_dense:
+        if self.sizes.telechat2:
+            found.append("TeleChat2 to vLLM and to Tele-AI's own class; transformers has none")
+            if self.sizes.hf["rope_theta"] != BASE:
+                found.append(f"Tele-AI's own class ignores rope_theta and turns by {BASE:,.0f}; vLLM reads it")
+        elif self.sizes.is_dense:
             found.append(
                 "telechat3, a class of vLLM; transformers has no such class, and its Llama another attention factor"
                 if stretched_as_telechat3(self.sizes)

@@ -1,5 +1,5 @@
-"""This module maps the weights of TeleChat3 between MindFormers' names and Hugging Face's names. The module uses only
-NumPy.
+"""This module maps the weights of TeleChat3 and TeleChat2 between MindFormers' names and Hugging Face's names. The
+module uses only NumPy.
 
 Every MindFormers tensor is cut into one or more Hugging Face tensors and every element has exactly one place on the
 other side, so gradients, Adam moments and updates convert like weights. Names are those of
@@ -32,9 +32,10 @@ class Entry:
     Args:
         mindformers: its name. shape: its shape.
         parts: Hugging Face's names; several for `gate_up` (gate, up), `experts_in` (gate, up of expert 0, of 1, ...)
-            `experts_out` (down of each expert) and `qkv` (query, key, value).
+            `experts_out` (down of each expert) and `qkv` (query, key, value; or query, key_value).
         how: `same`, `gate_up` [2F, h] with `interleaved` rows or halves, `experts_in` [E * h, 2H],
-            `experts_out` [E * H, h], `qkv` [(N + 2 G) * D, h]: of each of `groups` its queries, its key, its value.
+            `experts_out` [E * H, h], `qkv` [(N + 2 G) * D, h]: of each of `groups` its queries, its key, its value,
+            which `key_value` [2 G * D, h] has in the same order.
         queries: heads in a group of `qkv`, N / G.
         decayed: whether AdamW decays it: MindFormers leaves out what has one dimension.
     """
@@ -53,6 +54,11 @@ class Entry:
         """Return whether weight decay applies (mindformers/trainer/optimizer_grouped_parameters.py)."""
         return self.trained and len(self.shape) > 1
 
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """Return how many heads of a group of `qkv` each part has."""
+        return (self.queries, *[2 // (len(self.parts) - 1)] * (len(self.parts) - 1))
+
     def split(self, array: np.ndarray) -> list[np.ndarray]:
         """Return the tensor as Hugging Face's parts, in their order."""
         return [self.part(array, index) for index in range(len(self.parts))]
@@ -64,8 +70,8 @@ class Entry:
             return np.ascontiguousarray(halves[index])
         if self.how == "qkv":
             grouped = array.reshape(self.groups, self.queries + 2, -1, array.shape[1])  # [G, N / G + 2, D, h]
-            heads = (slice(self.queries), slice(-2, -1), slice(-1, None))[index]
-            return np.ascontiguousarray(grouped[:, heads]).reshape(-1, array.shape[1])
+            first = sum(self.heads[:index])
+            return np.ascontiguousarray(grouped[:, first : first + self.heads[index]]).reshape(-1, array.shape[1])
         if self.how == "experts_in":
             width = array.shape[1] // 2
             expert = array.reshape(len(self.parts) // 2, -1, array.shape[1])[index // 2]  # [h, 2H]
@@ -85,7 +91,7 @@ class Entry:
             both = [part(0), part(1)]
             yield np.stack(both, axis=1).reshape(self.shape) if self.interleaved else np.concatenate(both)
         elif self.how == "qkv":
-            grouped = [part(index).reshape(self.groups, -1, self.shape[1]) for index in range(3)]
+            grouped = [part(index).reshape(self.groups, -1, self.shape[1]) for index in range(len(self.parts))]
             yield np.concatenate(grouped, axis=1).reshape(self.shape)
         elif self.how == "experts_in":
             for index in range(0, len(self.parts), 2):
@@ -111,7 +117,7 @@ def names_of(sizes: Sizes) -> Model:
     """Return the sizes that determine the names of the weights."""
     hf = sizes.hf
     if sizes.is_dense:
-        return Model(sizes.layers, 0, dense=sizes.layers, experts=0, latent_query=False, grouped=True)
+        return Model(sizes.layers, 0, sizes.layers, 0, latent_query=False, grouped=True, telechat2=sizes.telechat2)
     dense, experts = hf["first_k_dense_replace"], hf["n_routed_experts"]
     return Model(sizes.layers, sizes.mtp_layers, dense, experts, latent_query=hf["q_lora_rank"] is not None)
 
@@ -146,8 +152,7 @@ def hugging_face_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
 def part_shape(entry: Entry, index: int) -> tuple[int, ...]:
     """Return the shape of one of Hugging Face's parts of an entry."""
     if entry.how == "qkv":
-        heads = (entry.queries, 1, 1)[index]
-        return (entry.shape[0] // (entry.queries + 2) * heads, entry.shape[1])
+        return (entry.shape[0] // (entry.queries + 2) * entry.heads[index], entry.shape[1])
     rows = entry.shape[0] // (len(entry.parts) // 2 if entry.how == "experts_in" else len(entry.parts))
     columns = entry.shape[1:]
     if entry.how == "experts_in":
@@ -228,7 +233,9 @@ def _grouped_query(hf: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, heads, groups, size = (
         hf[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
-    return {"linear_qkv.weight": ((heads + 2 * groups) * size, hidden), "linear_proj.weight": (hidden, heads * size)}
+    biases = dict.fromkeys(("linear_proj.bias", "linear_fc2.bias"), (hidden,))  # which only TeleChat2's names have
+    shapes = {"linear_qkv.weight": ((heads + 2 * groups) * size, hidden), "linear_proj.weight": (hidden, heads * size)}
+    return {**shapes, **biases}
 
 
 def _experts(hf: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

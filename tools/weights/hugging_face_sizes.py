@@ -1,19 +1,18 @@
-"""This module describes TeleChat3-MoE in the terms of Hugging Face's DeepseekV3Config, and lists what that class
-cannot express.
+"""This module describes the model of a recipe in the terms of Hugging Face's configurations (TeleChat3-MoE in those of
+DeepseekV3Config, dense models in those of LlamaConfig), and lists what these classes cannot express.
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from plugins.errors import CheckpointError, RecipeError, not_json
+from plugins.errors import RecipeError
+from plugins.output_biases import plan as output_biases
 from plugins.yarn import plan as yarn_plan
 from plugins.yarn.plan import Yarn
+from tools.schema.converter import ONLY_OUTPUTS
 
 MODEL = "model.model_config"
 LATENT_EPS = 1e-6  # of the two norms inside latent attention in Hugging Face, whatever DeepseekV3Config says
@@ -32,6 +31,8 @@ class Sizes:
         mtp_factor: weight of the MTP loss.
         aux_coefficient: of the sequence-wise balance loss (DeepSeek-V3 technical report, section 2.1.2).
         bias_rate: step of the aux-free bias after each training step; 0 leaves the bias unchanged.
+        telechat2: Llama with a bias behind attention's output and behind the MLP's, under TeleChat2's names; `hf` has
+            LlamaConfig's words all the same.
     """
 
     hf: dict[str, Any]
@@ -41,6 +42,7 @@ class Sizes:
     mtp_factor: float
     aux_coefficient: float
     bias_rate: float
+    telechat2: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data from which `Sizes(**data)` rebuilds this object."""
@@ -175,140 +177,6 @@ def _rules(fields: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
     ]  # fmt: skip
 
 
-# config.json: what transformers' DeepseekV3ForCausalLM, of a dense model LlamaForCausalLM, builds the model from.
-
-FILE = "config.json"
-# change no number of a forward pass, or (tied embeddings) are looked at apart
-_UNCOMPARED = ("pad_token_id", "max_position_embeddings", "attention_dropout", "tie_word_embeddings")
-
-
-def config_of(sizes: Sizes, dtype: str) -> dict[str, Any]:
-    """Return the content of config.json for a model whose weights are of type `dtype` (float32, bfloat16)."""
-    if sizes.is_dense and stretched_as_telechat3(sizes):
-        own: dict[str, Any] = {"architectures": ["TeleChat3ForCausalLM"], "model_type": "telechat3"}
-    elif sizes.is_dense:
-        own = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    else:
-        own = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
-        own["num_nextn_predict_layers"] = sizes.mtp_layers
-    return {**own, "torch_dtype": dtype, "use_cache": True, **sizes.hf}
-
-
-def stretched_as_telechat3(sizes: Sizes) -> bool:
-    """Return whether RoPE is stretched as TeleChat3's public weights have it, which Llama's classes cannot compute."""
-    scaling = sizes.hf.get("rope_scaling") or {}
-    return bool(scaling.get("rope_type") == yarn_plan.ROPE_TYPES[yarn_plan.TELECHAT3])
-
-
-def check_config(folder: Path, sizes: Sizes) -> bool:
-    """Compare the config.json of a Hugging Face folder with the recipe's model. Return whether the file exists.
-
-    Raises:
-        CheckpointError: it cannot be read, or describes another model: its weights would fit and compute another thing.
-    """
-    file = folder / FILE
-    if not file.exists():
-        return False
-    try:
-        given = dict(json.loads(file.read_text("utf-8")))
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file}: this is not the configuration of a model: it {not_json(error)}") from None
-    wanted = {name: value for name, value in config_of(sizes, "").items() if name in sizes.hf}
-    wrong = _wrong_positions(given, wanted.pop("rope_scaling")) if sizes.is_dense else []
-    wrong += [
-        f"{name} is {_get(given, name)!r}, the recipe's {value!r}"
-        for name, value in wanted.items()
-        if name not in _UNCOMPARED and _differs(_get(given, name), value)
-    ]
-    if wrong:
-        raise CheckpointError(f"{file}: this is another model than the recipe's: {'; '.join(wrong)}")
-    return True
-
-
-_KINDS = {name: kind for kind, name in yarn_plan.ROPE_TYPES.items()}
-
-
-def _wrong_positions(given: Mapping[str, Any], wanted: Mapping[str, Any] | None) -> list[str]:
-    """What a dense model's config.json says of its positions that the recipe's `rope_scaling` does not compute."""
-    scaling = _get(given, "rope_scaling")
-    if scaling is None:
-        return [] if wanted is None else [f"rope_scaling is None, the recipe's {wanted!r}"]
-    kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
-    if kind not in _KINDS:
-        known = f"the training graph has plain RoPE and, with {yarn_plan.KEY}, {' and '.join(_KINDS)}"
-        return [f"rope_scaling is {scaling!r}, the recipe's {wanted!r}; {known}"]
-    if wanted is None:
-        advice = f"write the recipe's rope_scaling, and {yarn_plan.KEY}: {{attention_factor: {_KINDS[kind]}}}"
-        return [f"rope_scaling is {scaling!r}, the recipe's None; {advice}"]
-    theirs, ours = (_positions_of(each, given.get("max_position_embeddings")) for each in (scaling, wanted))
-    return [
-        f"rope_scaling.{name} is {theirs[name]!r}, the recipe's {value!r}"
-        for name, value in ours.items()
-        if not _same(theirs[name], value)
-    ]
-
-
-def _positions_of(scaling: Mapping[str, Any], longest: Any) -> dict[str, Any]:
-    """What decides positions, of YaRN in Hugging Face's words; keys that are not there have their default."""
-    factor, attention = scaling.get("factor"), scaling.get("attention_factor")
-    kind = _KINDS[scaling.get("rope_type", scaling.get("type", ""))]
-    if attention is None and isinstance(factor, (int, float)):
-        above, below = (scaling.get(name) or 0.0 for name in ("mscale", "mscale_all_dim"))
-        if kind == yarn_plan.STANDARD and not (above and below):
-            above, below = 1.0, 0.0  # transformers reads these two only together
-        elif kind == yarn_plan.TELECHAT3:
-            below = 0.0  # Tele-AI's code divides by nothing
-        attention = yarn_plan.attention_factor(kind, factor, above or 1.0)
-        attention /= yarn_plan.attention_factor(kind, factor, below)
-    return {
-        "factor": factor,
-        "original_max_position_embeddings": scaling.get("original_max_position_embeddings", longest),
-        "beta_fast": scaling.get("beta_fast", 32.0),
-        "beta_slow": scaling.get("beta_slow", 1.0),
-        "truncate": scaling.get("truncate", True),
-        "attention_factor": attention,
-    }
-
-
-def _same(given: Any, wanted: Any) -> bool:
-    """Whether two values are equal, numbers but for their last places in JSON."""
-    numbers = all(isinstance(each, (int, float)) for each in (given, wanted))
-    return math.isclose(given, wanted, rel_tol=1e-6) if numbers else given == wanted
-
-
-def tied(folder: Path) -> bool:
-    """Return whether config.json says that the output layer and the embedding are one weight."""
-    try:
-        return bool(json.loads((folder / FILE).read_text("utf-8")).get("tie_word_embeddings"))
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return False
-
-
-def _get(given: Mapping[str, Any], name: str) -> Any:
-    """transformers 5 keeps the base of RoPE beside its scaling, earlier ones beside the sizes."""
-    rope = given.get("rope_parameters") or {}
-    if name == "rope_theta":
-        return given.get(name, rope.get(name))
-    if name == "rope_scaling" and rope:
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        return scaling if scaling.get("rope_type", "default") != "default" else None
-    return given.get(name)
-
-
-def _differs(given: Any, wanted: Any) -> bool:
-    """What config.json leaves out is transformers' default, which is not known here."""
-    if given is None and wanted is not None:
-        return False
-    if isinstance(given, Mapping) and isinstance(wanted, Mapping):
-        kind = given.get("rope_type", given.get("type"))
-        return kind != wanted["rope_type"] or any(
-            key in given and given[key] != value for key, value in wanted.items() if key != "rope_type"
-        )
-    return bool(given != wanted)
-
-
 # TeleChat3 36B and its like in Hugging Face's words: dense layers of grouped-query attention, which are Llama's.
 #
 # Names and mathematics of the public weights: Tele-AI's own converter (github.com/Tele-AI/TeleChat3 at 8a4b6d2,
@@ -332,18 +200,21 @@ _DENSE_SAME = {
 
 
 def dense_sizes_of(fields: Mapping[str, Any], yarn: Yarn | None) -> Sizes:
-    """Return the sizes of a TransformerConfig that has neither experts nor latent attention.
+    """Return the sizes of a TransformerConfig that has neither experts nor latent attention: Llama's, or with biases on
+    outputs TeleChat2's.
 
     Args:
         fields: of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
         yarn: what `plugins.yarn` makes of it; None for plain RoPE.
 
     Raises:
-        RecipeError: Llama in Hugging Face has no such thing.
+        RecipeError: Llama (TeleChat2) in Hugging Face has no such thing.
     """
-    for holds, key, right in _dense_rules(fields, yarn):
+    telechat2 = bool(fields["add_bias_linear"] and fields[ONLY_OUTPUTS])
+    named = "TeleChat2" if telechat2 else "Llama, which TeleChat3's dense models are,"
+    for holds, key, right in [*_dense_rules(fields, yarn), *(_telechat2_rules(fields, yarn) if telechat2 else ())]:
         if not holds:
-            raise RecipeError(f"{MODEL}.{key}: Hugging Face's Llama, which TeleChat3's dense models are, {right}")
+            raise RecipeError(f"{MODEL}.{key}: Hugging Face's {named} {right}")
     hf = {name: fields[field] for field, name in _DENSE_SAME.items()}
     if yarn:  # MindFormers' field has the length before the extension, Hugging Face's the length after it
         hf["max_position_embeddings"] = int(yarn.factor * yarn.original)
@@ -357,7 +228,7 @@ def dense_sizes_of(fields: Mapping[str, Any], yarn: Yarn | None) -> Sizes:
         pad_token_id=None,
     )
     interleaved = bool(fields["use_interleaved_weight_layout_mlp"])
-    return Sizes(hf, fields["layernorm_epsilon"], interleaved, 0, 0.0, 0.0, 0.0)
+    return Sizes(hf, fields["layernorm_epsilon"], interleaved, 0, 0.0, 0.0, 0.0, telechat2)
 
 
 def _dense_rope_scaling(yarn: Yarn | None) -> dict[str, Any] | None:
@@ -375,7 +246,9 @@ def _dense_rope_scaling(yarn: Yarn | None) -> dict[str, Any] | None:
 def _dense_rules(fields: Mapping[str, Any], yarn: Yarn | None) -> list[tuple[bool, str, str]]:
     """(holds, key of model_config, what Llama does)."""
     return [
-        (not fields["add_bias_linear"] and not fields["add_qkv_bias"], "add_bias_linear", "has no biases: False"),
+        (not fields["add_bias_linear"] or fields[ONLY_OUTPUTS], "add_bias_linear",
+         f"has no biases: False (or TeleChat2's: {output_biases.KEY}: {{}})"),
+        (not fields["add_qkv_bias"], "add_qkv_bias", "has no biases there: False"),
         (bool(fields["gated_linear_unit"]), "gated_linear_unit", "has gated layers: True"),
         (fields["hidden_act"] in ("swiglu", "fusedswiglu"), "hidden_act", "computes SwiGLU: 'swiglu'"),
         (not fields["qk_layernorm"], "qk_layernorm", "does not normalise queries and keys: False"),
@@ -390,4 +263,14 @@ def _dense_rules(fields: Mapping[str, Any], yarn: Yarn | None) -> list[tuple[boo
         (not fields["use_contiguous_weight_layout_attention"], "use_contiguous_weight_layout_attention",
          "is converted from a group's query, key and value side by side: False"),
         (not fields["hidden_dropout"] and not fields["attention_dropout"], "hidden_dropout", "is run without: 0.0"),
+    ]  # fmt: skip
+
+
+def _telechat2_rules(fields: Mapping[str, Any], yarn: Yarn | None) -> list[tuple[bool, str, str]]:
+    """(holds, key of model_config, what TeleChat2 does)."""
+    width = fields["num_attention_heads"] * fields["kv_channels"]
+    return [
+        (yarn is None, "position_embedding_type", "has plain RoPE: 'rope'"),
+        (width == fields["hidden_size"], "head_dim", f"has heads of hidden_size / heads: {fields['hidden_size']} / "
+         f"{fields['num_attention_heads']}"),
     ]  # fmt: skip

@@ -13,8 +13,8 @@ from tools.accuracy.reference.start import initial_weights
 from tools.recipe.load import load_recipe
 from tools.weights.convert import convert
 from tools.weights.convert_plan import model_of, prepare
+from tools.weights.hugging_face_config import config_of
 from tools.weights.hugging_face_names import STATE
-from tools.weights.hugging_face_sizes import config_of
 from tools.weights.source import INDEX, open_source
 
 pytestmark = pytest.mark.slow

@@ -42,6 +42,7 @@ def findings(recipe, severity="error"):
 
 
 YARN, STRETCH = ROOT / "recipes" / "telechat3_36b" / "context_32k.yaml", (*MODEL, "rope_scaling")
+TELECHAT2 = ROOT / "recipes" / "telechat2_115b" / "pretrain_8k.yaml"
 
 
 def test_yarn_without_latent_attention_needs_the_plugin():
@@ -74,6 +75,18 @@ def test_other_ways_to_stretch_positions_are_refused_by_name(kind, right):
 )
 def test_what_the_yarn_plugin_refuses_stands_at_its_key(path, value, key, said):
     assert said in findings(change(plain(YARN), (path, value)))[key].wrong
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("plugins", "output_biases"), True, "write plugins.output_biases: {}"),
+        ((*MODEL, "add_bias_linear"), False, "gives no linear layer a bias"),
+        ((*MODEL, "attention_bias"), True, "gives queries, keys and values a bias"),
+    ],
+)
+def test_what_the_plugin_of_telechat2s_biases_refuses_stands_at_its_key(path, value, said):
+    assert said in findings(change(plain(TELECHAT2), (path, value)))[dotted(path)].wrong
 
 
 def test_a_sequence_beyond_what_yarn_reaches_is_said():

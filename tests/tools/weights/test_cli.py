@@ -14,8 +14,8 @@ from tools.accuracy.reference.start import initial_weights
 from tools.recipe.load import load_recipe
 from tools.weights.cli import weights
 from tools.weights.convert_plan import model_of
+from tools.weights.hugging_face_config import config_of
 from tools.weights.hugging_face_names import hugging_face_shapes
-from tools.weights.hugging_face_sizes import config_of
 from tools.weights.source import INDEX, open_source
 
 

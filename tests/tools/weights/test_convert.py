@@ -17,8 +17,8 @@ from tools.accuracy.reference.start import initial_weights
 from tools.weights import convert as run
 from tools.weights.convert import convert
 from tools.weights.convert_plan import plan_conversion
+from tools.weights.hugging_face_config import config_of
 from tools.weights.hugging_face_names import to_mindformers
-from tools.weights.hugging_face_sizes import config_of
 from tools.weights.source import INDEX, open_source
 
 MODEL = sizes()

@@ -19,8 +19,8 @@ from tests.training.runs import ROOT
 from tools.checkpoint.tensor_files import read_headers
 from tools.recipe.load import load_recipe
 from tools.weights.cli import weights
+from tools.weights.hugging_face_config import config_of
 from tools.weights.hugging_face_names import hugging_face_shapes
-from tools.weights.hugging_face_sizes import config_of
 from tools.weights.inventory import SALVAGED, compare, inventory
 from tools.weights.source import CHECKSUMS, open_source
 

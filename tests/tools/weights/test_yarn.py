@@ -12,7 +12,7 @@ from tools.recipe.load import load_recipe
 from tools.recipe.mini import load_mini
 from tools.weights.convert import convert
 from tools.weights.convert_plan import model_of, prepare
-from tools.weights.hugging_face_sizes import check_config, config_of
+from tools.weights.hugging_face_config import check_config, config_of
 from tools.weights.source import open_source
 
 RECIPE = "recipes/telechat3_36b/context_32k.yaml"

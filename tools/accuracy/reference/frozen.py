@@ -72,7 +72,7 @@ def full_size(recipe: str) -> dict[str, Any]:
 
     from tools.recipe.load import load_recipe
     from tools.weights.convert_plan import model_of
-    from tools.weights.hugging_face_sizes import config_of
+    from tools.weights.hugging_face_config import config_of
 
     content = config_of(model_of(load_recipe(RECIPES / recipe)), "bfloat16")
     with torch.device("meta"):

@@ -168,10 +168,15 @@ def require_known(recipe: Mapping[str, Any]) -> None:
     """Refuse a recipe whose memory the model cannot predict.
 
     Raises:
-        RecipeError: its optimizer_level is level3.
+        RecipeError: its optimizer_level is level3, or it trains adapters beside frozen weights.
     """
     if look(recipe, LEVEL) == "level3":
         raise RecipeError(
             f"{'.'.join(LEVEL)}: level3: whether it fits is unknown, its memory is not modelled; level1 and level2 "
             "are (docs/memory.md)"
+        )
+    if look(recipe, ("plugins", "lora")) not in (None, False):
+        raise RecipeError(
+            "plugins.lora: whether it fits is unknown, the activations that are kept beside frozen weights are not "
+            "modelled; tc3 dryrun counts them from the compiled graph (docs/lora.md)"
         )

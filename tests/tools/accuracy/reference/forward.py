@@ -15,6 +15,10 @@ from plugins.yarn.plan import ROPE_TYPES, Yarn
 from tools.weights.hugging_face_names import Arrays
 from tools.weights.hugging_face_sizes import Sizes
 
+PLAIN = {
+    "rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 1, "beta_fast": 32.0, "beta_slow": 1.0
+}  # fmt: skip
+
 
 class Forward:
     """One model. Override a method to make a mistake on purpose.
@@ -192,7 +196,38 @@ class Grouped(Forward):
 
     def rotate(self, x: np.ndarray) -> np.ndarray:
         """RoPE with YaRN, [B, S, N, D]."""
-        scaling, kinds = self.hf["rope_scaling"], {name: kind for kind, name in ROPE_TYPES.items()}
+        scaling, kinds = self.hf["rope_scaling"] or PLAIN, {name: kind for kind, name in ROPE_TYPES.items()}
         names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
         yarn = Yarn(*(scaling[name] for name in names), 1.0, kinds[scaling["rope_type"]])
         return reference.rotate(x.swapaxes(0, 1), yarn, self.hf["rope_theta"]).swapaxes(0, 1)
+
+
+class TeleChat2(Grouped):
+    """Tele-AI's own class under its own names: a tensor of keys and values, and biases on outputs.
+
+    Written after modeling_telechat2.py, whose attention views `key_value` as [S, B, heads, 2 D] and splits it in the
+    middle; within the length of training its RoPE is plain.
+    """
+
+    def run(self, ids: np.ndarray) -> Arrays:
+        """Token ids [B, S] -> the trace, of which only `logits` [B, S, v]."""
+        hidden = self.weights["transformer.word_embeddings.weight"][ids]
+        for layer in range(self.sizes.layers):
+            name = f"transformer.h.{layer}"
+            hidden = hidden + self.attention(layer, self.norm(f"{name}.input_layernorm", hidden))
+            hidden = hidden + self.swiglu(f"{name}.mlp", self.norm(f"{name}.post_attention_layernorm", hidden))
+        return {"logits": self.linear("lm_head", self.norm("transformer.ln_f", hidden))}
+
+    def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
+        """Grouped-query attention: [B, S, h] -> [B, S, h]."""
+        name, heads = f"transformer.h.{layer}.self_attention", self.hf["num_attention_heads"]
+        width = self.hf["hidden_size"] // heads
+        query = self.linear(f"{name}.query", x).reshape(*x.shape[:2], heads, width)
+        both = self.linear(f"{name}.key_value", x).reshape(*x.shape[:2], -1, 2 * width)
+        shared = heads // both.shape[2]
+        key, value = (np.repeat(each, shared, axis=2) for each in (self.rotate(both[..., :width]), both[..., width:]))
+        return self.linear(f"{name}.dense", self.attend(self.rotate(query), key, value))
+
+    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
+        """x @ weight.T + bias, where there is one."""
+        return super().linear(name, x) + self.weights.get(f"{name}.bias", 0.0)

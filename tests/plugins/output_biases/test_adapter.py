@@ -1,0 +1,39 @@
+"""The model that MindFormers builds, with the plugin and without it; what it computes: tests/tools/weights."""
+
+import pytest
+from mindformers.parallel_core.training_graph.transformer import utils
+from mindformers.parallel_core.transformer_config import TransformerConfig
+
+from plugins import telechat3_moe
+from plugins.cpu_backend.model import on_cpu
+from plugins.output_biases.adapter import without_input_biases
+from plugins.output_biases.plan import KEY
+
+ALL = {"self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"}
+OUTPUTS = {"self_attention.linear_proj", "mlp.linear_fc2"}
+
+
+def config():
+    """As MindFormers makes it of a recipe for TeleChat2."""
+    return TransformerConfig(
+        num_layers=2, num_attention_heads=4, num_query_groups=2, kv_channels=4, hidden_size=16, ffn_hidden_size=16,
+        seq_length=8, compute_dtype="float32", params_dtype="float32", attention_dropout=0.0, add_bias_linear=True,
+        fused_norm=False, hidden_act="swiglu", gated_linear_unit=True, moe_layer_freq=[0, 0],
+        position_embedding_type="rope", rotary_base=10000.0, vocab_size=32,
+    )  # fmt: skip
+
+
+def biased(model):
+    """Linear layers of each layer that have a bias."""
+    names = [parameter.name for parameter in model.get_parameters() if parameter.name.endswith(".bias")]
+    return [{name.split(f"layers.{layer}.")[1].removesuffix(".bias") for name in names if f"layers.{layer}." in name}
+            for layer in range(2)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("on", "expected"), [(False, ALL), (True, OUTPUTS)])
+def test_only_outputs_have_a_bias(monkeypatch, on, expected):
+    monkeypatch.setattr(utils, "is_legacy_model", lambda: False)
+    monkeypatch.setattr(telechat3_moe, "_layers", {})
+    if on:
+        telechat3_moe.edit_layers(KEY, without_input_biases)
+    assert biased(telechat3_moe.gpt_model(config(), on_cpu)) == [expected, expected]
