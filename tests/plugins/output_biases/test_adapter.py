@@ -33,7 +33,7 @@ def biased(model):
 @pytest.mark.parametrize(("on", "expected"), [(False, ALL), (True, OUTPUTS)])
 def test_only_outputs_have_a_bias(monkeypatch, on, expected):
     monkeypatch.setattr(utils, "is_legacy_model", lambda: False)
-    monkeypatch.setattr(telechat3_moe, "_layers", {})
+    monkeypatch.setattr(telechat3_moe, "_layer_edits", {})
     if on:
         telechat3_moe.edit_layers(KEY, without_input_biases)
     assert biased(telechat3_moe.gpt_model(config(), on_cpu)) == [expected, expected]
