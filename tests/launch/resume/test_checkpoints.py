@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from launch.resume import checkpoints
 from launch.resume.checkpoints import check_load_path, check_model, weights_in
 from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import write_seal
@@ -161,8 +162,13 @@ def dense(tmp_path):
     return recipe, checkpoint.write()
 
 
-def test_a_model_of_unknown_names_is_told_by_its_number_of_weights(tmp_path):
+def test_a_model_of_unknown_names_is_told_by_its_number_of_weights(tmp_path, monkeypatch):
     recipe, folder = dense(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"of another model: decoder\.layers\.0\.mlp\.linear_fc1\.weight is \[64, 8\]"
+    ):
+        check_model(recipe, folder)
+    monkeypatch.setattr(checkpoints, "_shapes_of", lambda recipe: None)
     with pytest.raises(CheckpointError, match=r"holds 1,088 weights, but the recipe's model has [\d,]+: this is"):
         check_model(recipe, folder)
 
