@@ -185,7 +185,13 @@ def _against_table_5(rows: Sequence[Case]) -> list[str]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster to assume.")
+@click.option(
+    "--cluster",
+    default=DEFAULT_HARDWARE,
+    show_default=True,
+    metavar="NAME|FILE",
+    help="Cluster for which the step is predicted.",
+)
 @click.option(
     "--skew",
     default=DEFAULT_SKEW,

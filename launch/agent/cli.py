@@ -137,7 +137,7 @@ class Start:
 @click.option(
     "--nodes",
     type=click.Path(path_type=Path),
-    help="File that lists one host per line: NAME [WORKERS]; spares come last.",
+    help="File that lists the hosts, one on each line as NAME [WORKERS]; spare hosts come last.",
 )
 @click.option("--spares", type=Number("spares"), default=0, help="Number of spare hosts.  [default: 0]")
 @click.option("--host", help="This node's name in --nodes.  [default: found by its host name or address]")
@@ -145,16 +145,21 @@ class Start:
     "--restarts",
     type=Number("restarts"),
     default=RESTARTS,
-    help=f"Give up after more than this number of failures in a row.  [{RESTARTS}]",
+    help="Give up when the run fails more than this number of times without a newer checkpoint in between.  "
+    f"[{RESTARTS}]",
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option("--steps", type=Number("steps"), help="Number of steps in all; the dataset's size is set to match.")
+@click.option(
+    "--steps",
+    type=Number("steps"),
+    help="Total number of training steps; the recipe's number of samples is set to match.",
+)
 @click.option(
     "--resume",
     multiple=True,
     metavar="auto|DIR",
-    help="Continue from the newest complete checkpoint, or from DIR. Given both, start from DIR until this run "
-    "saves one.",
+    help="auto continues from this run's newest complete checkpoint; DIR is the folder of a checkpoint to continue "
+    "from. With both (the option twice), DIR is used until this run has a checkpoint.",
 )
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Folder of the run, on a disk that all nodes share.")
 @click.option("--port", type=Number("port"), help="Port of the first attempt's scheduler.  [default: a free one]")
@@ -166,14 +171,14 @@ class Start:
     type=Number("seconds"),
     default=LOST_AFTER,
     show_default=True,
-    help="Seconds without a sign of life after which a node counts as lost.",
+    help="A node from which nothing was heard for this many seconds counts as lost.",
 )
 @click.option(
     "--patience",
     type=Number("seconds"),
     default=PATIENCE,
     show_default=True,
-    help="Seconds to wait, at every attempt, for enough hosts, or until this host is fit.",
+    help="At each attempt, wait at most this many seconds for enough hosts to join and for this host to become fit.",
 )
 @click.option("--slurm", is_flag=True, help="Print an sbatch file that starts an agent on every node; start nothing.")
 @click.option("--volcano", is_flag=True, help="Print a Kubernetes job for Volcano whose pods are agents.")

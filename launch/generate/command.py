@@ -34,7 +34,7 @@ from tools.weights.source import Source, open_source
 
 LARGEST = 1_000_000_000  # parameters: 4 GB in float32
 RECIPE = "recipe.yaml"  # of a run, in its folder
-PROMPT_HELP = "Text that the model continues; may be repeated. '' begins a new document."
+PROMPT_HELP = "Text that the model continues; the option may be repeated. An empty text ('') begins a new document."
 TEMPERATURE_HELP = (
     "Divide the logits by this number before a token is drawn; 0 always takes the likeliest token.  [default: 1]"
 )
@@ -171,8 +171,12 @@ class Text:
     "--tokens", type=Number("generated"), default=64, show_default=True, help="Largest number of tokens to generate."
 )
 @click.option("--temperature", type=Number("temperature"), help=TEMPERATURE_HELP)
-@click.option("--top-k", type=Number("top_k"), help="Draw only from the K likeliest tokens.")
-@click.option("--top-p", type=Number("top_p"), help="Draw from the likeliest tokens with this joint probability.")
+@click.option("--top-k", type=Number("top_k"), help="Draw each token only from the K likeliest ones.")
+@click.option(
+    "--top-p",
+    type=Number("top_p"),
+    help="Draw each token only from the likeliest ones whose probabilities together reach this number.",
+)
 @click.option("--seed", type=Number("seed"), help="Seed of the draws; the same seed gives the same text.  [default: 0]")
 @click.option("--recipe", type=click.Path(path_type=Path), help="Recipe of the model.  [default: the run's recipe]")
 @click.option(

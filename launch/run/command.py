@@ -88,21 +88,41 @@ class Asked:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option("--steps", type=Number("steps"), help="Number of steps in all; the dataset's size is set to match.")
-@click.option("--mini", is_flag=True, help="Train a mini of RECIPE on CPU: its architecture at toy size, for 10 steps.")
+@click.option(
+    "--steps",
+    type=Number("steps"),
+    help="Total number of training steps; the recipe's number of samples is set to match.",
+)
+@click.option(
+    "--mini",
+    is_flag=True,
+    help="Train RECIPE's architecture at toy size on CPU, for 10 steps unless --steps says otherwise.",
+)
 @click.option(
     "--parallel",
     is_flag=True,
-    help="With --mini: keep the recipe's parallel strategy, scaled down to the number of --workers.",
+    help="With --mini: also keep the recipe's parallel strategy, scaled down to as many CPU workers as --workers says.",
 )
-@click.option("--workers", type=Number("workers"), help=f"Number of CPU workers of --parallel.  [default: {WORKERS}]")
-@click.option("--resume", metavar="auto|DIR", help="Continue from the newest complete checkpoint, or from DIR.")
+@click.option(
+    "--workers", type=Number("workers"), help=f"Number of CPU workers that --parallel starts.  [default: {WORKERS}]"
+)
+@click.option(
+    "--resume",
+    metavar="auto|DIR",
+    help="auto continues from the newest complete checkpoint in the run's folder; DIR is the folder of a checkpoint "
+    "to continue from.",
+)
 @click.option(
     "--run-dir", type=click.Path(path_type=Path), help="Folder of the run.  [default: output/<folder>-<recipe>]"
 )
-@click.option("--force", is_flag=True, help="Start over in a folder that holds a run, and remove its checkpoints.")
 @click.option(
-    "--restarts", type=Number("restarts"), default=0, help="Start again after at most this many failures in a row."
+    "--force", is_flag=True, help="If the run's folder already holds a run, remove its checkpoints and start over."
+)
+@click.option(
+    "--restarts",
+    type=Number("restarts"),
+    default=0,
+    help="Restart the run after a failure, at most this many times without a newer checkpoint in between.",
 )
 @click.option("--port", type=Number("port"), help="Port of msrun's scheduler.  [default: a free one]")
 @click.option(
@@ -112,14 +132,14 @@ class Asked:
 @click.option(
     "--nodes",
     type=click.Path(path_type=Path),
-    help="File that lists the hosts for --script, one a line: NAME [WORKERS].",
+    help="File that lists the hosts for --script, one on each line as NAME [WORKERS].",
 )
 @click.option(
     "--compile-cache",
     "cached",
     is_flag=True,
-    help="Load the graph that an earlier start compiled; if there is none, keep the graph of this start for later "
-    "ones.",
+    help="Load the graph that an earlier start of the same recipe compiled; if there is none, store this start's "
+    "graph for later starts.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the exact msrun command, and start and write nothing.")
 @unverified_option

@@ -40,19 +40,20 @@ _SHOWN = 10  # differences of a rank
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Write the dump into this new folder.")
-@click.option("--mini", is_flag=True, help="Dump a mini of RECIPE on CPU: its architecture at toy size.")
+@click.option("--mini", is_flag=True, help="Dump RECIPE's architecture at toy size on CPU.")
 @click.option("--steps", default=2, show_default=True, type=Number("steps"), help="Number of training steps to dump.")
 @click.option(
     "--level",
     default="L0",
     show_default=True,
     type=click.Choice(LEVELS),
-    help="Level of msprobe: which calls are dumped (see above).",
+    help="msprobe's level: L0 dumps cells, L1 functions, mix both, L2 the kernels of the compiled graph.",
 )
 @click.option(
     "--task",
     type=click.Choice(TASKS),
-    help="Write each tensor's max, min, mean and norm, or also all its values.  [default: statistics; tensor at L2]",
+    help="statistics writes max, min, mean and norm of each tensor; tensor also writes all its values.  [default: "
+    "statistics; tensor at L2]",
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @unverified_option
@@ -89,7 +90,11 @@ def dump(
 )
 @click.option("--html", "page", is_flag=True, help="Also write OUT/compare.html, one self-contained page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--promoted", is_flag=True, help="Do not report that GOLDEN was computed in a wider data type.")
+@click.option(
+    "--promoted",
+    is_flag=True,
+    help="Do not report it as a finding where GOLDEN was computed in a wider data type than BENCH.",
+)
 def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bool, promoted: bool) -> None:
     """Compare the dump BENCH with the dump GOLDEN, tensor by tensor, and name the first that diverges.
 
@@ -134,7 +139,11 @@ if TYPE_CHECKING:
 @click.argument("recipe", metavar="RECIPE|RUN", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep the run's files in this folder.")
-@click.option("--jobs", type=Number("workers"), help="Number of compiles at a time; by default as many as fit.")
+@click.option(
+    "--jobs",
+    type=Number("workers"),
+    help="Number of compiles that run at the same time; by default as many as fit into memory.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @unverified_option
 def collectives_command(
@@ -216,7 +225,11 @@ for each in (align, dump, compare, equivalence_command, collectives_command, fus
 @accuracy.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option(
-    "--dtype", "dtypes", multiple=True, type=DtypeName(), help="Types: fp32, fp16, bf16 (all by default), or only hf32."
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    type=DtypeName(),
+    help="Data type to test: fp32, fp16 or bf16, by default all three; hf32 can be tested only without these.",
 )
 @click.option(
     "--reruns",
@@ -227,7 +240,12 @@ for each in (align, dump, compare, equivalence_command, collectives_command, fus
 )
 @click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the random inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write one HTML page here.")
+@click.option(
+    "--html",
+    "page",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the results as one HTML page to this file.",
+)
 @click.option("--list", "list_only", is_flag=True, help="List the operators and run none.")
 @unverified_option
 def ops(

@@ -67,8 +67,8 @@ def picture(plan: Plan) -> str:
 @click.option(
     "--workers",
     type=int,
-    help="Plan for this many workers on this host.  [default: the recipe's workers on one host; without RECIPE, one "
-    "for each NPU]",
+    help="Number of workers on this host to plan for.  [default: the recipe's workers on one host; without RECIPE, "
+    "one for each NPU]",
 )
 @root_option
 @click.option("--bind-file", type=click.Path(path_type=Path), help="Write the file that `msrun --bind_numa` reads.")

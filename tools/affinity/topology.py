@@ -188,5 +188,5 @@ root_option = click.option(
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     default=Path("/"),
     callback=_refuse_empty_root,
-    help="Read a recorded host (a folder) instead of this one.",
+    help="Read the hardware of a recorded host from this folder instead of that of the machine itself.",
 )

@@ -29,18 +29,26 @@ LAYOUT = ".layout.yaml"  # what `offset: auto` of the recipe beside it stands fo
 @click.command()
 @click.argument("recipes", nargs=-1, type=click.Path(path_type=Path), metavar="RECIPE...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--schema", is_flag=True, help="Print the JSON Schema for editors and check nothing.")
+@click.option(
+    "--schema",
+    is_flag=True,
+    help="Print the JSON Schema with which editors complete and check recipes, and check nothing.",
+)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option(
     "--token-budget",
     type=Tokens(),
     metavar="N",
-    help="Print how many steps it takes to train on this many tokens: 300M, 1.5B, 10T.",
+    help="Print how many steps it takes to train on this many tokens, such as 300M, 1.5B or 10T.",
 )
 @click.option(
     "--build/--no-build", default=True, help="Also let MindFormers itself build the model's config; this takes seconds."
 )
-@click.option("--here", is_flag=True, help="Check for a run on this machine: missing data is an error, not a warning.")
+@click.option(
+    "--here",
+    is_flag=True,
+    help="Check whether the recipe can run on this machine: missing data is then an error, not a warning.",
+)
 @click.option("--strict", is_flag=True, help="Refuse a recipe that has warnings, too.")
 @unverified_option
 def check(

@@ -21,24 +21,33 @@ DEFAULT_VOCAB = 2048
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
 INPUT_HELP = (
-    "Read this file or folder; may be repeated. A text file is one document. In JSON lines (.jsonl .ndjson .json) each "
-    "line is one document. Both may be compressed (.gz). DIR stands for its text-like files and those of its "
-    f"sub-folders, sorted. Text-like files end in {' '.join(FOLDER_SUFFIXES)}. stdlib stands for the sources of "
-    "Python's standard library."
+    "Read this file or folder; the option may be repeated. A text file is one document. In a file of JSON lines "
+    "(.jsonl .ndjson .json) each line is one document. Text files and JSON lines may be compressed (.gz). In a "
+    "folder and its sub-folders, the files that match --glob are read or, without --glob, those whose names end in "
+    f"{' '.join(FOLDER_SUFFIXES)}. stdlib stands for the sources of Python's standard library."
 )
-OUTPUT_HELP = "Write PREFIX.bin, PREFIX.idx and PREFIX.json (counts, ids, sources). The folder is created."
+OUTPUT_HELP = (
+    "Write PREFIX.bin, PREFIX.idx and PREFIX.json (counts, ids, sources), and create their folder if it is missing."
+)
 TOKENIZER_HELP = (
-    "bytes trains a byte-level BPE on the corpus and saves it as PREFIX_tokenizer/. DIR is the folder of a Hugging"
-    " Face tokenizer, such as the PREFIX_tokenizer/ of an earlier run."
+    "`bytes` trains a byte-level BPE tokenizer on the corpus and saves it as PREFIX_tokenizer/. DIR is the folder "
+    "of a Hugging Face tokenizer, such as the PREFIX_tokenizer/ of an earlier run."
 )
-VOCAB_HELP = f"Give the tokenizer that `bytes` trains this vocabulary size.  [default: {DEFAULT_VOCAB}]"
+VOCAB_HELP = f"Vocabulary size of the tokenizer that --tokenizer bytes trains.  [default: {DEFAULT_VOCAB}]"
 HELD_OUT_HELP = "Keep this share of the documents out of PREFIX and write it as PREFIX_heldout."
-DTYPE_HELP = "Store token ids in this data type. auto takes uint16 for fewer than 65,500 ids, and int32 otherwise."
-WORKERS_HELP = "Encode with this many processes. The output is the same for any number.  [default: the cores]"
+DTYPE_HELP = (
+    "Store token ids in this data type. auto chooses uint16 if the vocabulary has fewer than 65,500 ids, and int32 "
+    "otherwise."
+)
+WORKERS_HELP = (
+    "Encode with this many processes. Any number of processes gives the same output.  [default: the number of cores]"
+)
 INSTRUCTIONS_INPUT = (
     "Read these Python sources: a file, a folder with its sub-folders, or stdlib (Python's own); may be repeated."
 )
-INSTRUCTIONS_OUTPUT = "Write PREFIX.jsonl; each line has instruction, input, output. The folder is created."
+INSTRUCTIONS_OUTPUT = (
+    "Write PREFIX.jsonl, each line with the keys instruction, input and output, and create its folder if it is missing."
+)
 INSTRUCTIONS_HELD_OUT = (
     "Keep the functions of this share of the modules out of PREFIX, and write them as PREFIX_heldout.jsonl. For stdlib"
     " and the same seed, these are the modules that `tc3 data prepare` holds out."
@@ -55,15 +64,19 @@ def data() -> None:
     """
 
 
-@data.command(context_settings=SETTINGS, short_help="Write a corpus as Megatron .bin/.idx.")
+@data.command(context_settings=SETTINGS, short_help="Write a corpus as Megatron .bin and .idx files.")
 @click.option("--input", "inputs", multiple=True, required=True, metavar="FILE|DIR|stdlib", help=INPUT_HELP)
 @click.option("--output", required=True, type=click.Path(path_type=Path), metavar="PREFIX", help=OUTPUT_HELP)
 @click.option("--tokenizer", default="bytes", metavar="bytes|DIR", help=TOKENIZER_HELP)
 @click.option("--vocab-size", type=Number("vocab_size"), metavar="N", help=VOCAB_HELP)
 @click.option(
-    "--eod-token", metavar="TOKEN", help="End each document with this token of DIR.  [default: its eos_token]"
+    "--eod-token",
+    metavar="TOKEN",
+    help="End each document with this token of the tokenizer in DIR.  [default: that tokenizer's eos_token]",
 )
-@click.option("--trust-remote-code", is_flag=True, help="Let DIR's tokenizer run the Python code in that folder.")
+@click.option(
+    "--trust-remote-code", is_flag=True, help="Let transformers run the Python code in DIR to load its tokenizer."
+)
 @click.option("--jsonl-key", default="text", metavar="KEY", help="Read the text from this field of each JSON line.")
 @click.option(
     "--glob",
@@ -73,7 +86,12 @@ def data() -> None:
     help="Read only the files of a folder that match this pattern, e.g. '*.py'; may be repeated.",
 )
 @click.option("--held-out", type=Number("share"), default=0.0, metavar="FRACTION", help=HELD_OUT_HELP)
-@click.option("--seed", type=Number("seed"), default=1234, help="Choose the documents of --held-out with this seed.")
+@click.option(
+    "--seed",
+    type=Number("seed"),
+    default=1234,
+    help="Seed of the random choice of the documents that --held-out keeps out.",
+)
 @click.option("--dtype", type=click.Choice(["auto", "uint16", "int32"]), default="auto", help=DTYPE_HELP)
 @click.option("--workers", type=Number("workers"), metavar="N", help=WORKERS_HELP)
 @click.option("--strict", is_flag=True, help="Stop at a broken line or at invalid UTF-8 instead of skipping it.")
@@ -119,12 +137,17 @@ def prepare(
     click.echo(json.dumps(summary, indent=2) if as_json else _describe(output, summary))
 
 
-@data.command(context_settings=SETTINGS, short_help="Make instructions for fine-tuning from Python sources.")
+@data.command(
+    context_settings=SETTINGS, short_help="Make instructions for fine-tuning from the docstrings of Python sources."
+)
 @click.option("--input", "inputs", multiple=True, required=True, metavar="FILE|DIR|stdlib", help=INSTRUCTIONS_INPUT)
 @click.option("--output", required=True, type=click.Path(path_type=Path), metavar="PREFIX", help=INSTRUCTIONS_OUTPUT)
 @click.option("--held-out", type=Number("share"), default=0.0, metavar="FRACTION", help=INSTRUCTIONS_HELD_OUT)
 @click.option(
-    "--seed", type=Number("seed"), default=1234, help="Choose the modules of --held-out, and the order, with this seed."
+    "--seed",
+    type=Number("seed"),
+    default=1234,
+    help="Seed of the random choice of the modules that --held-out keeps out, and of the order of the lines.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON on stdout.")
@@ -150,14 +173,26 @@ def instructions(inputs: tuple[str, ...], output: Path, as_json: bool, **flags: 
         click.echo(f"{summary[split]['file']}: {summary[split]['instructions']:,} instructions")
 
 
-@data.command(context_settings=SETTINGS, short_help="Compare a .bin/.idx pair with its PREFIX.json and its sources.")
+@data.command(
+    context_settings=SETTINGS,
+    short_help="Check that PREFIX.bin and PREFIX.idx agree with PREFIX.json and with the corpus from which they "
+    "were made.",
+)
 @click.argument("prefix", type=click.Path(path_type=Path))
 @click.option(
-    "--input", "inputs", multiple=True, metavar="FILE|DIR|stdlib", help="Where the sources are now, if they have moved."
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="FILE|DIR|stdlib",
+    help="File or folder of the corpus, if it is no longer where PREFIX.json says; may be repeated.",
 )
-@click.option("--tokenizer", metavar="DIR", help="Where the tokenizer is now, if it has moved.")
+@click.option("--tokenizer", metavar="DIR", help="Folder of the tokenizer, if it is no longer where PREFIX.json says.")
 @click.option(
-    "--sample", type=Number("share"), default=1.0, metavar="FRACTION", help="Compare this share of the documents."
+    "--sample",
+    type=Number("share"),
+    default=1.0,
+    metavar="FRACTION",
+    help="Compare this share of the documents with the corpus; sizes, ids and checksum are always checked for all.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON on stdout.")
 @click.pass_context

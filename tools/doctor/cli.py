@@ -37,12 +37,14 @@ MODULES = [module.__name__ for module in (host, devices)]  # the order of the re
 @click.option(
     "--nodes",
     type=click.Path(exists=True, path_type=Path),
-    help="Ask the hosts of this file (as for tc3 train --script) by ssh, or read the HOST.json files of this folder.",
+    help="Check the hosts that this file lists (in the form of tc3 train --script --nodes) by ssh; of a folder, "
+    "read the reports in its HOST.json files instead.",
 )
 @click.option(
     "--limit",
     type=Number("patience"),
-    help=f"Wait this many seconds for one host of --nodes.  [default: {LIMIT:g}, with --probe {PROBE_LIMIT:g}]",
+    help=f"Wait at most this many seconds for each host of --nodes.  [default: {LIMIT:g}, with --probe "
+    f"{PROBE_LIMIT:g}]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print findings and facts as JSON.")
 def doctor(

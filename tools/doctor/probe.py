@@ -317,16 +317,16 @@ def probe_options(command: Callable[..., Any]) -> Callable[..., Any]:
     workers = click.option(
         "--workers",
         type=int,
-        help="Probe this many workers.  [default: the recipe's workers on one host; without a recipe, one for each NPU "
-        f"or, on a host without NPUs, for each core, {MOST} at most]",
+        help="Number of workers to probe.  [default: the recipe's workers on one host; without a recipe, one for "
+        f"each NPU or, on a host without NPUs, for each core, {MOST} at most]",
     )
     flag = click.option(
         "--probe",
         "wants_probe",
         is_flag=True,
-        help="Also measure matrix products, memory, disk and links of each worker for some seconds on all its cores, "
-        "and fail if one worker is slower than the others. Do not probe beside a training run, because both would be "
-        "slower.",
+        help="Also measure matrix products, memory, disk and links of each worker for some seconds on all its "
+        "cores, and fail if one worker is slower than the others. Do not probe a host on which a training "
+        "runs, because each would slow down the other.",
     )
     return flag(workers(command))
 

@@ -59,29 +59,37 @@ class Ranks(click.ParamType):
     type=Ranks(),
     default=ALL,
     show_default=True,
-    help="Compile these global ranks. Ranks of one stage are compared call by call. all-stages compiles one rank of "
-    "each stage.",
+    help="Global ranks to compile, such as 0,512; all-stages compiles one rank for each kind of pipeline stage. The "
+    "dry run checks that compiled ranks that share a group call its collectives in the same order.",
 )
 @click.option("--devices", type=Number("devices"), help="Change the number of devices by changing data_parallel.")
 @click.option(
     "--micro-batches",
     type=Number("micro_batches"),
-    help="Number of micro-batches to compile; by default two for each stage.",
+    help="Number of micro-batches of a pipeline to compile; by default twice the number of its stages, or all if "
+    "these are fewer.",
 )
 @click.option("--quick", is_flag=True, help="Compile each kind of layer once and compose the stages from the results.")
 @click.option("--loads", metavar="LOADS", help=HELP)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option(
-    "--jobs", type=Number("workers"), help="Number of compiles at a time; by default as many as fit into memory."
+    "--jobs",
+    type=Number("workers"),
+    help="Number of compiles that run at the same time; by default as many as fit into memory.",
 )
 @click.option("--no-cache", is_flag=True, help="Compile everything again instead of reusing earlier compiles.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw memory and traffic by stage (.svg or .png).")
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path),
+    help="Draw the memory and the communication traffic of each stage (.svg or .png).",
+)
 @click.option(
     "--time-line",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw the live bytes of the fullest stage, pass by pass (.svg, .png or .json).",
+    help="Draw the memory in use on the fullest stage at each forward and backward pass (.svg, .png), or write its "
+    "numbers (.json).",
 )
 @unverified_option
 def dryrun(

@@ -12,9 +12,14 @@ from tools.files.figure import check_ending, check_page
 from tools.hardware import DEFAULT_HARDWARE
 from tools.ranges import Number
 
-EVERY_HELP = "Number of steps after which a replayed policy plans anew.  [default: the recipe's number, or 20]"
+EVERY_HELP = (
+    "Number of steps from one plan of a replayed policy to its next.  [default: plugins.expert_balance.every, or 20]"
+)
 
-SPARE_HELP = "Slots of a device for copies of hot experts, in two more policies.  [default: the recipe's, or 0]"
+SPARE_HELP = (
+    "Spare slots on each device for copies of hot experts. Above 0, the report also replays two policies that use "
+    "them: swaps and EPLB.  [default: plugins.expert_balance.spare, or 0]"
+)
 
 
 @click.group("experts", context_settings={"help_option_names": ["-h", "--help"]})
@@ -24,18 +29,27 @@ def experts() -> None:
 
 @experts.command(
     "report",
-    short_help="Report the loads of experts and devices, who waits for whom, and what other policies would gain.",
+    short_help="Report the loads of experts and devices, the time spent waiting for the fullest device, and "
+    "what other placements would gain.",
 )
 @click.argument("run", metavar="RUN|LOG", type=click.Path(path_type=Path))
 @click.option(
     "--recipe", type=click.Path(path_type=Path), help="Recipe whose step time is predicted.  [default: RUN/recipe.yaml]"
 )
-@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster to assume.")
+@click.option(
+    "--cluster",
+    default=DEFAULT_HARDWARE,
+    show_default=True,
+    metavar="NAME|FILE",
+    help="Cluster for which seconds are predicted.",
+)
 @click.option("--every", type=Number("steps"), metavar="N", help=EVERY_HELP)
 @click.option("--spare", type=Number("slots"), metavar="N", help=SPARE_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--html", type=click.Path(path_type=Path), help="Write a page with tables and pictures.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw loads over time (.svg or .png).")
+@click.option("--html", type=click.Path(path_type=Path), help="Write an HTML page with tables and pictures.")
+@click.option(
+    "--picture", type=click.Path(path_type=Path), help="Draw the loads over the recorded steps (.svg or .png)."
+)
 def report_command(
     run: Path,
     recipe: Path | None,
@@ -75,9 +89,14 @@ def report_command(
         print_text(found, Console(soft_wrap=True, highlight=False, markup=False))
 
 
-@experts.command("restore-order", short_help="Put the moved experts of a checkpoint back in logical order.")
+@experts.command("restore-order", short_help="Copy a checkpoint, with its moved experts put back in logical order.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--to", "target", type=click.Path(path_type=Path), help="New folder to write into.")
+@click.option(
+    "--to",
+    "target",
+    type=click.Path(path_type=Path),
+    help="Write into this new folder.  [default: RUN/checkpoint_in_order]",
+)
 @click.option(
     "--salvage",
     is_flag=True,

@@ -229,13 +229,20 @@ class Degrees(click.ParamType):
 
 @click.command("ep-report", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster to assume.")
+@click.option(
+    "--cluster",
+    default=DEFAULT_HARDWARE,
+    show_default=True,
+    metavar="NAME|FILE",
+    help="Cluster for which costs are predicted.",
+)
 @click.option("--hardware", hidden=True, help="The old name of --cluster.")
 @click.option("--loads", metavar="LOADS", help=HELP)
 @click.option(
     "--skew",
     type=Number("skew"),
-    help="Assume this ratio of busiest to mean load in every layer and micro-batch, as --loads NUMBER does.",
+    help="Assume that the busiest device has this many times the mean load in every layer and micro-batch, as "
+    "--loads NUMBER does.",
 )
 @click.option("--ep", type=Degrees(), help="Compare these EP degrees; by default only the recipe's own.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
@@ -243,7 +250,7 @@ class Degrees(click.ParamType):
 @click.option(
     "--picture",
     type=click.Path(path_type=Path),
-    help="Draw computation and communication of one layer over time (.svg or .png).",
+    help="Draw when one layer computes and communicates (.svg or .png).",
 )
 def ep_report(
     recipe: Path,

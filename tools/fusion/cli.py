@@ -48,13 +48,14 @@ _OF_A_GRAPH = -1  # the stage of a graph that was handed over
 @click.option(
     "--stage",
     type=Number("stage"),
-    help="Compile this stage at full depth; by default, compile each kind of layer once.",
+    help="Compile this pipeline stage with all its layers; by default one layer of each kind is compiled.",
 )
 @click.option(
     "--graph",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Read a final graph of RECIPE from disk (*_backend_pass_*.ir, or .ir.gz) and compile nothing.",
+    help="Read a graph that MindSpore compiled from RECIPE from this file (*_backend_pass_*.ir or .ir.gz), and "
+    "compile nothing.",
 )
 @click.option("--level", type=click.Choice(LEVELS), help="Use this fusion level instead of the recipe's.")
 @click.option("--devices", type=Number("devices"), help="Change the number of devices by changing data_parallel.")
@@ -67,14 +68,16 @@ _OF_A_GRAPH = -1  # the stage of a graph that was handed over
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option(
-    "--jobs", type=Number("workers"), help="Number of compiles at a time; by default as many as fit into memory."
+    "--jobs",
+    type=Number("workers"),
+    help="Number of compiles that run at the same time; by default as many as fit into memory.",
 )
 @click.option("--no-cache", is_flag=True, help="Compile everything again instead of reusing earlier compiles.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option(
     "--picture",
     type=click.Path(path_type=Path),
-    help="Draw HBM traffic by part of the model, before and after fusing (.svg or .png).",
+    help="Draw the HBM traffic of each part of the model before and after fusion (.svg or .png).",
 )
 @unverified_option
 def fusion(

@@ -131,7 +131,9 @@ _WIDTH = 130  # of tables in a file or pipe
 @click.command("memory", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option(
-    "--explain-oom", is_flag=True, help="List keys that would free memory, and how much step time each costs."
+    "--explain-oom",
+    is_flag=True,
+    help="List the keys of the recipe that would free memory, and how much step time each would cost.",
 )
 @click.option(
     "--limit",
@@ -144,12 +146,13 @@ _WIDTH = 130  # of tables in a file or pipe
     "picture",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw the live bytes of a stage over a step (.svg, .png or .json).",
+    help="Draw the memory in use on a stage over one step (.svg, .png), or write its numbers (.json).",
 )
 @click.option(
     "--stage",
     type=Number("stage"),
-    help="Stage of which memory over time and the largest tensors at the peak are shown; by default the fullest.",
+    help="Pipeline stage for which memory over time and the largest tensors at the peak are shown; by default the "
+    "fullest stage.",
 )
 @click.option(
     "--cluster",

@@ -68,7 +68,7 @@ TITLES = {
 as_written_option = click.option(
     "--as-written",
     is_flag=True,
-    help="Keep `auto` and layout strings as they are written, although MindFormers cannot read them.",
+    help="Print `auto` and layout strings as the recipe has them, instead of the values that MindFormers can read.",
 )
 _LONG = 120  # characters of a value that are printed; --json has them all
 
@@ -81,12 +81,21 @@ def recipe() -> None:
 @recipe.command(context_settings=SETTINGS)
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option("--mini", is_flag=True, help="Show the mini that `tc3 train --mini` trains on CPU.")
-@click.option("--parallel", is_flag=True, help="With --mini: show the mini that keeps the recipe's parallel strategy.")
+@click.option(
+    "--mini",
+    is_flag=True,
+    help="Show the toy-size recipe that `tc3 train --mini` derives from RECIPE and trains on CPU.",
+)
+@click.option(
+    "--parallel",
+    is_flag=True,
+    help="With --mini: show the toy-size recipe that `tc3 train --mini --parallel` trains, which keeps RECIPE's "
+    "parallel strategy.",
+)
 @click.option(
     "--workers",
     type=Number("workers"),
-    help=f"Scale the strategy of --parallel to this many CPU workers.  [default: {WORKERS}]",
+    help=f"Number of CPU workers to which --parallel scales down the parallel strategy.  [default: {WORKERS}]",
 )
 @as_written_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of YAML.")

@@ -242,8 +242,10 @@ def runs() -> None:
 @runs.command("report", short_help="Report goodput, lost time, failures and their causes, saves and spikes.")
 @click.argument("folders", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--html", type=click.Path(path_type=Path), help="Write a page with tables and pictures.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw all attempts on a time line (.svg or .png).")
+@click.option("--html", type=click.Path(path_type=Path), help="Write an HTML page with tables and pictures.")
+@click.option(
+    "--picture", type=click.Path(path_type=Path), help="Draw all attempts of the runs on a time line (.svg or .png)."
+)
 def report_command(folders: tuple[Path, ...], as_json: bool, html: Path | None, picture: Path | None) -> None:
     """Report where the time of runs went, from the records in their folders.
 
@@ -280,7 +282,9 @@ def report_command(folders: tuple[Path, ...], as_json: bool, html: Path | None, 
 @click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--once", is_flag=True, help="Print the status once and exit.")
 @click.option("--every", type=Number("pause"), default=2.0, show_default=True, help="Seconds between two refreshes.")
-@click.option("--prometheus", type=click.Path(path_type=Path), help="Also write a text file for Prometheus (*.prom).")
+@click.option(
+    "--prometheus", type=click.Path(path_type=Path), help="Also write the status to this file (*.prom) for Prometheus."
+)
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard scalars to RUN/tensorboard.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each refresh on stdout.")
 def watch_command(

@@ -45,7 +45,13 @@ from tools.search.overlay import keep_files_of
 
 @click.command("layout")
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster to assume.")
+@click.option(
+    "--cluster",
+    default=DEFAULT_HARDWARE,
+    show_default=True,
+    metavar="NAME|FILE",
+    help="Cluster for which step times and memory are predicted.",
+)
 @effort_option(EFFORT)
 @time_limit_option(TIME_LIMIT, "Stop the search after this time, should the effort take longer.")
 @margin_option
@@ -53,9 +59,9 @@ from tools.search.overlay import keep_files_of
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the layout here.  [default: RECIPE.layout.yaml]",
+    help="Write the layout to this file.  [default: RECIPE.layout.yaml]",
 )
-@click.option("--force", is_flag=True, help="Replace the file of --out, whatever it holds.")
+@click.option("--force", is_flag=True, help="Replace the file to be written even if it is not a layout.")
 @seed_option
 @json_option
 def layout(
@@ -179,10 +185,14 @@ def search() -> None:
     show_default=True,
     type=Number("margin"),
     metavar="SHARE",
-    help="Share of memory_cap to leave free, such as 0.05.",
+    help="Share of the instance's memory_cap that is left free, such as 0.05.",
 )
 @json_option
-@click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw the plan (.svg or .png).")
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw when each stage runs which pass, by the plan (.svg or .png).",
+)
 def pipeline(
     instance: Path,
     out: Path,

@@ -49,7 +49,11 @@ class OfGroup(click.Command):
 
 @click.command("RECIPE", cls=OfGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--devices", type=Number("devices"), help="Number of devices, all to be used; by default the recipe's.")
+@click.option(
+    "--devices",
+    type=Number("devices"),
+    help="Number of devices, all of which are used; by default the recipe's number.",
+)
 @click.option(
     "--cluster", "cluster_name", metavar="NAME|FILE.yaml", help=f"Cluster to search for.  [default: {DEFAULT_HARDWARE}]"
 )
@@ -62,12 +66,13 @@ class OfGroup(click.Command):
     "folder, or the run's with the profile in it), or to measured steps. With --write the fitted cluster is kept "
     "beside OVERLAY.yaml, as OVERLAY.cluster.yaml.",
 )
-@click.option("--gbs", type=Number("global_batch_size"), help="Global batch in samples; by default the recipe's.")
+@click.option("--gbs", type=Number("global_batch_size"), help="Global batch size in samples; by default the recipe's.")
 @click.option(
     "--memory",
     type=Number("memory_gib"),
     metavar="GIB",
-    help="GiB of a device for the job; by default the recipe's max_device_memory, or 90 % of the device's.",
+    help="Memory in GiB that the job may use on a device; by default the recipe's max_device_memory or, without it, "
+    "90 % of the device's memory.",
 )
 @margin_option
 @click.option(
@@ -75,39 +80,42 @@ class OfGroup(click.Command):
     "limits",
     multiple=True,
     metavar="LIMIT",
-    help="Consider only strategies that meet this condition, such as tp<=8, pp=8,16, ep%8=0, m>=64, mode!=global, "
-    "shard=optimizer, ...",
+    help="Consider only strategies that meet this condition, such as tp<=8, pp=8,16, ep%8=0, m>=64, mode!=global or "
+    "shard=optimizer; may be repeated.",
 )
 @click.option(
     "--schedule",
     "schedules",
     multiple=True,
     metavar="NAME|all",
-    help="Also rank layouts of another pipeline schedule, such as zero_bubble_v; the table says which can be "
-    "run and which are only simulated. --write then writes the fastest of these schedules that can be run.",
+    help="Also rank layouts of another pipeline schedule, such as zero_bubble_v; the table says which of them a "
+    "recipe can ask for and which are only simulated. --write then writes the fastest of these layouts that a "
+    "recipe can ask for.",
 )
 @click.option(
     "--recompute-operators",
     "groups",
     is_flag=True,
-    help="Let layers recompute groups of operators (MLA's up-projections, MLPs' first product, experts) beside norms, "
-    "communication and whole layers; the search takes twice as long.",
+    help="Let layers also recompute single groups of operators (MLA's up-projections, the first matrix product of "
+    "an MLP, the experts), not only norms, communication or whole layers. The search then takes twice as long.",
 )
 @click.option(
     "--swap",
     "swapping",
     is_flag=True,
-    help="Place the first layout once more with a third choice beside keeping and recomputing activations: swapping "
-    "them to the host, at the price of the host link. This placement is only simulated, not written.",
+    help="Place the layers of the best strategy once more, where each layer may also swap its activations to the "
+    "host instead of keeping or recomputing them; the time on the link to the host is counted. This placement "
+    "is only simulated, not written.",
 )
 @click.option(
     "--loads",
     metavar="LOADS",
-    help="Search once more under uneven loads of devices, and rank the strategies of both searches by expected seconds "
-    "and with the chance to run out of memory: even, published, trained, spread:NUMBER, one max/mean, a run or a "
-    "routing log (docs/estimator.md). --write then writes the first under the loads.",
+    help="Search once more under uneven expert loads, and rank the strategies of both searches by their expected step "
+    "time, with the chance that each runs out of memory. The loads are: even, published, trained, spread:NUMBER, one "
+    "max/mean such as 1.3, a run's folder or a routing log (docs/estimator.md). --write then writes the first strategy "
+    "of this ranking.",
 )
-@click.option("--top", default=10, show_default=True, type=Number("rows"), help="Strategies to show.")
+@click.option("--top", default=10, show_default=True, type=Number("rows"), help="Number of strategies to show.")
 @effort_option("normal")
 @time_limit_option(
     1800.0, "Stop placing after this time, should the effort take longer; the ranking is always finished."
@@ -116,21 +124,33 @@ class OfGroup(click.Command):
     "--write",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="OVERLAY.yaml",
-    help="Write the best strategy as a child recipe of RECIPE.",
+    help="Write the best strategy as a recipe that has RECIPE as its base.",
 )
 @click.option("--force", is_flag=True, help="Replace the file of --write if it exists.")
-@click.option("--html", "html_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the HTML report.")
 @click.option(
-    "--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw frontier and timeline (.svg, .png)."
+    "--html",
+    "html_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the report as an HTML page to this file.",
+)
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw step time against memory of the strategies, and the timeline of the best one (.svg or .png).",
 )
 @click.option(
     "--verify",
     "verified",
     metavar="N",
     type=Number("rows"),
-    help="Dry-run the best N, then more until one passes; drop those that fail.",
+    help="Compile the best N strategies by dry runs, and the next ones until one fits; those that fail are dropped.",
 )
-@click.option("--full", is_flag=True, help="With --verify: compile whole stages (minutes each), not single layers.")
+@click.option(
+    "--full",
+    is_flag=True,
+    help="With --verify: compile whole stages, which takes minutes for each strategy, instead of one layer of each "
+    "kind.",
+)
 @unverified_option
 @json_option
 def space_command(

@@ -31,7 +31,9 @@ from tools.profile.study import Study, fitted, run_of, start_of, study
 from tools.ranges import RANGES, Number
 from tools.search.options import json_option, overrides_option
 
-_steps = click.option("--steps", type=Number("steps"), help="Number of steps in PROFILE, where its files do not tell.")
+_steps = click.option(
+    "--steps", type=Number("steps"), help="Number of training steps in PROFILE, if its files do not tell."
+)
 _WIDTH = 180  # a row's names and numbers on one line, in files and pipes too
 
 
@@ -41,7 +43,8 @@ _WIDTH = 180  # a row's names and numbers on one line, in files and pipes too
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE.yaml",
-    help="Write the errors of memory to a file such as tools/estimate/memory/errors.yaml.",
+    help="Write how far off the predicted memory of each run is to this file, in the form of "
+    "tools/estimate/memory/errors.yaml.",
 )
 @click.option("--force", is_flag=True, help="Replace the file of --record if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list on stdout.")
@@ -126,10 +129,20 @@ def _cells(found: Prediction) -> list[tuple[float | None, str]]:
     "--cluster",
     "cluster_name",
     metavar="NAME|FILE.yaml",
-    help=f"Cluster to start from. Default: {DEFAULT_HARDWARE}; for a CPU's profile the host, by its best kernels.",
+    help=f"Cluster with which the fit starts. The default is {DEFAULT_HARDWARE}; for the profile of a CPU it is that "
+    "CPU, with the speed of its fastest kernels.",
 )
-@click.option("--like", metavar="NAME", help="Start from the efficiencies of this cluster where FILE.yaml has none.")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Cluster file to write.")
+@click.option(
+    "--like",
+    metavar="NAME",
+    help="Start the fit with the efficiencies of this cluster; needed if the cluster of --cluster has none.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    help="Write the calibrated cluster to this file.",
+)
 @click.option("--force", is_flag=True, help="Replace the file of --out if it exists.")
 @json_option
 def calibrate_command(
@@ -243,7 +256,10 @@ def _print_fit(found: Calibration, start: Efficiency) -> None:
 @click.command("explain")
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option(
-    "--measured", required=True, metavar="SECONDS|PROFILE", help="Measured seconds of a step, or a profiler's folder."
+    "--measured",
+    required=True,
+    metavar="SECONDS|PROFILE",
+    help="Measured seconds of a step, or the folder of a profile.",
 )
 @click.option("--cluster", "cluster_name", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE.yaml")
 @overrides_option("RECIPE")

@@ -20,11 +20,11 @@ margin_option = click.option(
     "--memory-margin",
     type=Number("margin"),
     metavar="SHARE",
-    help="Share of the memory limit to leave free, such as 0.05; default: the estimator's known error; 0: none.",
+    help="Share of the memory limit that is left free, such as 0.05. The default is the estimator's known error.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 seed_option = click.option(
-    "--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the search's random part."
+    "--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the random choices of the search."
 )
 
 
@@ -68,9 +68,10 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
         "--effort",
         type=Effort(),
         metavar="N|low|normal|high",
-        help=f"Work spent on one placement; a slow and a fast machine give the same answer. 1 is about a second of "
-        f"a quiet core; low {EFFORTS['low']:g}, normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. "
-        f"Default {default}, less where --time-limit is shorter.",
+        help="Units of work spent on one placement of layers; the same number gives the same answer on a slow and "
+        f"on a fast machine. A unit takes about a second on an idle core; low is {EFFORTS['low']:g} units, "
+        f"normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. The default is {default}, or less if "
+        "--time-limit is shorter.",
     )
 
 

@@ -58,7 +58,12 @@ def weights() -> None:
     "inspect", context_settings=SETTINGS, short_help="Show what a checkpoint holds, or how two checkpoints differ."
 )
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--values", is_flag=True, help="Read all values to check norms, non-finite values, copies and checksums.")
+@click.option(
+    "--values",
+    is_flag=True,
+    help="Also read all values: show their norms, and look for non-finite values, copies that differ and wrong "
+    "checksums.",
+)
 @click.option(
     "--diff",
     "other",
@@ -102,7 +107,7 @@ def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json:
 @click.option(
     "--weights",
     "shares",
-    help="Weigh the checkpoints by these shares, which add up to 1: 0.5,0.3,0.2.  [default: equal shares]",
+    help="Weigh the checkpoints by these shares, which add up to 1, such as 0.5,0.3,0.2.  [default: equal shares]",
 )
 @salvage_option
 def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | None, salvage: bool) -> None:
@@ -164,7 +169,7 @@ def merge_command(checkpoint: Path, target: Path, recipe: Path | None, file_size
 @click.option(
     "--recipe",
     type=click.Path(path_type=Path),
-    help="Take the model from this recipe.  [default: the recipe of FROM's run]",
+    help="Recipe of the model whose weights are converted.  [default: the recipe of FROM's run]",
 )
 @click.option(
     "--dtype",
@@ -178,13 +183,23 @@ def merge_command(checkpoint: Path, target: Path, recipe: Path | None, file_size
     help="Write files of at most this many GB (0.001 or more).",
     show_default=True,
 )
-@click.option("--workers", default=1, type=Number("files"), help="Write this many files at once.", show_default=True)
+@click.option(
+    "--workers",
+    default=1,
+    type=Number("files"),
+    help="Number of files that are written at the same time.",
+    show_default=True,
+)
 @click.option(
     "--tokenizer",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Copy this tokenizer folder beside weights for Hugging Face.",
 )
-@click.option("--dry-run", is_flag=True, help="Compare names, shapes and types from headers only; write nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Read only the headers of the files, check names, shapes and types, and write nothing.",
+)
 @salvage_option
 @json_option
 def convert_command(
@@ -232,8 +247,19 @@ def convert_command(
 @click.argument("target", metavar="TO", type=click.Path(path_type=Path))
 @click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Write TO in the layout of this recipe.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option("--workers", default=1, type=Number("files"), help="Write this many files at once.", show_default=True)
-@click.option("--dry-run", is_flag=True, help="Plan from file headers only, or from recipes, and write nothing.")
+@click.option(
+    "--workers",
+    default=1,
+    type=Number("files"),
+    help="Number of files that are written at the same time.",
+    show_default=True,
+)
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Only plan, from the headers of CHECKPOINT's files, or from its recipe if CHECKPOINT is a recipe; write "
+    "nothing.",
+)
 @salvage_option
 @json_option
 def reshard_command(

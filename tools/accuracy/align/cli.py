@@ -26,14 +26,20 @@ LARGE = (".npz", ".safetensors", ".bin")  # what a run leaves beside its logs
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--against", default="hf", show_default=True, metavar="hf|RECIPE",
-              help="Compare with Hugging Face's DeepseekV3 (default; needs torch) or another recipe.")  # fmt: skip
+              help="Compare RECIPE with Hugging Face's DeepseekV3 (needs torch) or with another recipe.")  # fmt: skip
 @click.option("--steps", default=20, show_default=True, type=Number("curve_steps"), help="Number of steps to compare.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key in both recipes.")
-@click.option("--data", metavar="PREFIX", help="Train on the Megatron corpus PREFIX.bin, .idx instead of the recipe's.")
+@click.option(
+    "--data",
+    metavar="PREFIX",
+    help="Train both on the Megatron corpus PREFIX.bin and PREFIX.idx instead of the recipe's corpus.",
+)
 @click.option("--reference-python", "python", default=sys.executable, metavar="PATH",
               help="Python interpreter that has torch and transformers.  [default: the Python of tc3]")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the starting weights.")
-@click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep the runs' files in this folder.")
+@click.option(
+    "--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep the files of both runs in this folder."
+)
 @unverified_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def align(

@@ -30,26 +30,49 @@ if TYPE_CHECKING:
     "names",
     multiple=True,
     metavar="NAME,...",
-    help="Run only these strategies, or one kind: baseline, trained, executed. May be repeated.",
+    help="Run only the strategies with these names, or all of a kind (baseline, trained or executed); may be repeated.",
 )
 @click.option("--steps", default=3, show_default=True, type=Number("curve_steps"), help="Number of steps of each run.")
-@click.option("--draws", type=Number("rows"), help="Draw this number of layouts at random, and execute them.")
-@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed with which --draws draws.")
-@click.option("--most", default=4, show_default=True, type=Number("workers"), help="Most processes of a drawn layout.")
-@click.option("--update", is_flag=True, help="Write the golden numbers of the trained runs instead of checking them.")
+@click.option(
+    "--draws",
+    type=Number("rows"),
+    help="Draw this number of parallel layouts at random, and compare each with one process.",
+)
+@click.option(
+    "--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the random layouts of --draws."
+)
+@click.option(
+    "--most",
+    default=4,
+    show_default=True,
+    type=Number("workers"),
+    help="Draw only layouts of at most this many processes.",
+)
+@click.option(
+    "--update",
+    is_flag=True,
+    help="Record the numbers of the trained runs as the new golden numbers instead of comparing them with the old "
+    "ones.",
+)
 @click.option(
     "--golden",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Read golden numbers from this folder.  [default: tests/golden of the checkout]",
+    help="Folder of the golden numbers, from which they are read or, with --update, to which they are written.  "
+    "[default: tests/golden of the checkout]",
 )
 @click.option(
     "--work",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Put the training runs into this folder.  [default: output/equivalence/<folder>-<recipe>]",
+    help="Write the folders of the training runs into this folder.  [default: output/equivalence/<folder>-<recipe>]",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be trained and executed; start nothing.")
+@click.option("--dry-run", is_flag=True, help="List what would be trained and executed, without starting anything.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write one HTML page here.")
+@click.option(
+    "--html",
+    "page",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the results as one HTML page to this file.",
+)
 @click.option("--list", "list_only", is_flag=True, help="List the strategies and run none.")
 @unverified_option
 def equivalence_command(

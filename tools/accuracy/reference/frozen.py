@@ -81,7 +81,12 @@ def full_size(recipe: str) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--update", is_flag=True, required=True, help="Renew the folder.")
+@click.option(
+    "--update",
+    is_flag=True,
+    required=True,
+    help="Have transformers build the small test model again and overwrite the stored one.",
+)
 def main(update: bool) -> None:
     """Renew the frozen model."""
     import torch

@@ -76,7 +76,12 @@ def load() -> dict[str, np.ndarray]:
 
 
 @click.command()
-@click.option("--update", is_flag=True, required=True, help="Renew the file.")
+@click.option(
+    "--update",
+    is_flag=True,
+    required=True,
+    help="Run Hugging Face's model again and overwrite the stored golden values.",
+)
 @click.option("--reference-python", default=sys.executable, help="Python interpreter that has torch and transformers.")
 def main(update: bool, reference_python: str) -> None:
     """Renew the golden file."""

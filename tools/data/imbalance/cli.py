@@ -15,7 +15,9 @@ from tools.hardware import DEFAULT_HARDWARE
 from tools.ranges import Number
 
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
-STEPS_HELP = "Analyse this many steps, spread over the run.  [default: as many as can be analysed in some seconds]"
+STEPS_HELP = (
+    "Analyse this many steps, spread evenly over the run.  [default: as many as can be analysed in some seconds]"
+)
 WINDOW_HELP = (
     "Let samples move between W consecutive steps, which changes the samples of each step.  [default: the recipe's "
     "window, or 1]"
@@ -33,9 +35,15 @@ WINDOW_HELP = (
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--steps", type=Number("steps"), metavar="N", help=STEPS_HELP)
 @click.option("--window", type=Number("window"), metavar="W", help=WINDOW_HELP)
-@click.option("--cluster", default=DEFAULT_HARDWARE, metavar="NAME|FILE", help="Predict seconds for this cluster.")
+@click.option(
+    "--cluster", default=DEFAULT_HARDWARE, metavar="NAME|FILE", help="Predict the seconds of a step for this cluster."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw document lengths and one step (.svg or .png).")
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path),
+    help="Draw the lengths of documents and the loads of ranks and micro-batches in one step (.svg or .png).",
+)
 def imbalance_command(
     prefix: Path,
     recipe: Path,
