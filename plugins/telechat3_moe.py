@@ -109,7 +109,10 @@ def use_edited_model(model_config, plugin: str, classes: Mapping[str, str] = ARC
     known = {**classes, **{ours: ours for ours in classes.values()}}
     unknown = [name for name in model_config.architectures if name not in known]
     if unknown:
-        raise RecipeError(f"model.model_config.architectures: {plugin} knows {', '.join(classes)}, not {unknown[0]!r}")
+        raise RecipeError(
+            f"model.model_config.architectures: {plugin} supports only the classes {', '.join(classes)}, not "
+            f"{unknown[0]!r}"
+        )
     model_config.architectures = [known[name] for name in model_config.architectures]
 
 

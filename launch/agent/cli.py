@@ -243,7 +243,9 @@ def resumed(given: Sequence[str]) -> tuple[str | None, str | None]:
         raise click.UsageError("--resume is empty: write auto, or the folder of a checkpoint")
     folders = list(dict.fromkeys(each for each in given if each != "auto"))
     if len(folders) > 1:
-        raise click.UsageError(f"--resume names {' and '.join(folders)}: give one of them; auto may be given beside it")
+        raise click.UsageError(
+            f"--resume names {' and '.join(folders)}: give only one folder; a second --resume may be auto"
+        )
     folder = folders[0] if folders else None
     return ("auto", folder) if "auto" in given else (folder, None)
 
@@ -288,7 +290,9 @@ def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, fil
     """Return how many nodes train; raise ClusterError if hosts, slots, spares and the recipe do not fit together."""
     count, rest = divmod(workers, slots)
     if rest:
-        raise ClusterError(f"{file}: {workers} workers do not fill whole nodes of {slots}: write NAME N for each host")
+        raise ClusterError(
+            f"{file}: {workers} workers do not fill whole nodes of {slots}: write NAME N on each line, with N workers"
+        )
     if len(hosts) != count + spares:
         more = len(hosts) - count
         hint = f"; {more} more than that: --spares {more}" if more > 0 else ""

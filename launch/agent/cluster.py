@@ -59,7 +59,10 @@ class Allocation:
             ClusterError: they are none.
         """
         if self.workers % self.slots:
-            raise ClusterError(f"{self.workers} workers do not fill nodes of {self.slots}: name hosts with --nodes")
+            raise ClusterError(
+                f"{self.workers} workers do not fill whole nodes of {self.slots}: list the hosts and their workers "
+                "in a file and give it with --nodes"
+            )
 
     @property
     def nodes(self) -> int:

@@ -115,14 +115,15 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
     if wanted and held and held != wanted:
         raise CheckpointError(
             f"{source.path}: the checkpoint holds {held:,} weights, but the model of {recipe.source} has {wanted:,}: "
-            "name the recipe of these weights with --recipe (of a mini: recipe.yaml in its run's folder)"
+            "name the recipe of these weights with --recipe (for a run of tc3 train: recipe.yaml in the run's "
+            "folder)"
         )
     if (wanted or held or 0) > LARGEST:
         size = wanted or held or 0
         raise RecipeError(
             f"{recipe.source}: the model has {size:,} parameters ({size * 4 / 1e9:,.0f} GB in float32), but tc3 "
-            f"generate is for minis of up to {LARGEST:,}: it computes the whole window anew for each token, in one CPU "
-            "process. `tc3 weights convert` writes weights that vLLM, SGLang and transformers can serve"
+            f"generate takes models of at most {LARGEST:,}: for each token it computes the whole context again, in "
+            "one CPU process. `tc3 weights convert` writes weights that vLLM, SGLang and transformers can serve"
         )
 
 

@@ -86,7 +86,8 @@ def tokenizer_of(recipe: Recipe, weights: Path, given: Path | None) -> Tokenizer
             found = _fast_tokenizer(Path(prefix).parent / written["path"], sidecar["eod_token"])
             if found.fingerprint != written["fingerprint"]:
                 raise DataError(
-                    f"{found.spec.folder}: this is not the tokenizer that wrote {prefix}; name it with --tokenizer"
+                    f"{found.spec.folder}: this is not the tokenizer with which {prefix} was written; give the "
+                    "folder of that tokenizer with --tokenizer"
                 )
             return found
     where = f"{prefixes[0]}.json, which names the tokenizer of the recipe's corpus, is not here" if prefixes else (

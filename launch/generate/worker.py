@@ -121,7 +121,10 @@ def _from_mindformers(source: Source) -> Reader:
         array, differing = source.read(name)
         if differing:
             ranks = ", ".join(map(str, differing))
-            raise CheckpointError(f"{source.path}: {name}: the copies of ranks {ranks} differ from the first rank's")
+            raise CheckpointError(
+                f"{source.path}: {name}: ranks {ranks} hold other values of this weight than the first rank; use "
+                "another checkpoint"
+            )
         return array.astype(np.float32)
 
     return read

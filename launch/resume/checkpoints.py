@@ -264,9 +264,9 @@ def refuse_scratch(run_dir: Path, root: Path) -> None:
     last = next((attempt.plan for attempt in reversed(read_attempts(run_dir)) if attempt.plan), None)
     if last and last.resume:
         raise CheckpointError(
-            f"{root}: no complete checkpoint is left, and attempt {last.attempt} of this run went on from step "
-            f"{last.step:,} ({last.resume}): restore that checkpoint, name another one with --resume DIR, or begin "
-            "anew with another --run-dir"
+            f"{root}: no complete checkpoint is left, although attempt {last.attempt} of this run continued from "
+            f"step {last.step:,} ({last.resume}): restore that checkpoint, name another one with --resume DIR, or "
+            "begin anew with another --run-dir"
         )
 
 

@@ -47,9 +47,9 @@ class Size:
     def chosen(cls, mini: bool, parallel: bool, workers: int | None) -> Size:
         """Return the size that the options ask for; raise click.UsageError if they do not go together."""
         if parallel and not mini:
-            raise click.UsageError("--parallel is only for minis: add --mini")
+            raise click.UsageError("--parallel works only with --mini: add --mini")
         if workers is not None and not parallel:
-            raise click.UsageError("--workers is for minis that keep their parallel strategy: add --mini --parallel")
+            raise click.UsageError("--workers works only with --mini --parallel: add both")
         return cls(mini, (workers or WORKERS) if parallel else None)
 
     def load(self, path: Path) -> Recipe:
@@ -135,8 +135,8 @@ def steps_overrides(recipe: Recipe, steps: int | None, given: tuple[str, ...] = 
     view = View(recipe)
     if not (view.samples_key and view.samples and view.has((*RUNNER, "batch_size"))):
         raise RecipeError(
-            f"{recipe.source}: --steps needs train_dataset.data_loader.sizes (of HFDataLoader a last handler `take`) "
-            "and runner_config.batch_size"
+            f"{recipe.source}: --steps needs the keys that it sets: runner_config.batch_size and "
+            "train_dataset.data_loader.sizes (for HFDataLoader: a last handler of type `take`)"
         )
     found = [f"{dotted(view.samples_key)}={steps * view.global_batch}"]  # stays the first
     if view.number((*RUNNER, "epochs"), 1) > 1:
@@ -225,11 +225,12 @@ def _check_held_out(view: View, settings: Mapping[str, Any], handler: Mapping[st
     what = f"{file} makes {made:,} samples of {handler['seq_length']:,} tokens"
     if made < view.global_batch:
         raise DataError(
-            f"{HELD_OUT}.data_path: {what}, a step takes {view.global_batch:,}: hold out more conversations, or "
+            f"{HELD_OUT}.data_path: {what}, but a step takes {view.global_batch:,}: hold out more conversations, or "
             f"--set {HELD_OUT}=False"
         )
     wanted = settings.get("samples")
     if type(wanted) is int and wanted > made:
         raise DataError(
-            f"{HELD_OUT}.samples: {wanted:,}, and {what}: --set {HELD_OUT}.samples={made}, or leave it out to read all"
+            f"{HELD_OUT}.samples: {wanted:,} samples are asked for, but {what}: --set {HELD_OUT}.samples={made}, or "
+            "leave it out to read all"
         )

@@ -124,7 +124,10 @@ def _check_instructions(recipe: Mapping[str, Any]) -> None:
             share = " --held-out 0.05" if held_out(recipe) else ""
             make = f"tc3 data instructions --input stdlib{share} --output {output}"
             hint = did_you_mean(os.path.normpath(file), known)
-            raise DataError(f"{key}: {file} not found{hint}; your own conversations, or for a trial: {make}")
+            raise DataError(
+                f"{key}: {file} not found{hint}; name a file with your own conversations, or make one for a trial: "
+                f"{make}"
+            )
 
 
 def _check_tokenizers(datasets: list[tuple[str, str]]) -> None:

@@ -163,7 +163,7 @@ def cluster_for(workers: int, hosts_file: Path | None = None) -> Cluster:
         if len(hosts) * slots != workers:
             found = f"{len(hosts)} host{'s' * (len(hosts) > 1)} x {slots} = {len(hosts) * slots} workers"
             hint = f": give {workers // slots} hosts of {slots}" if workers % slots == 0 else ""
-            raise ClusterError(f"{hosts_file}: {found}, but the recipe needs {workers}{hint}")
+            raise ClusterError(f"{hosts_file}: the file lists {found}, but the recipe needs {workers}{hint}")
         return Cluster(len(hosts), slots, " ".join(map(shlex.quote, hosts)), str(hosts_file))
     if workers <= DEVICES:
         return Cluster(1, workers, MASTER)

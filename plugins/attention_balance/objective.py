@@ -146,10 +146,10 @@ def objective_of(
     together = max(expert_parallel // devices, 1)
     if max(expert_parallel, devices) % min(expert_parallel, devices) or data_parallel % together:
         raise RecipeError(
-            f"parallel_config.expert_parallel: {expert_parallel} devices are not a whole number of data-parallel ranks "
-            f"(a rank has context_parallel {context_parallel} x model_parallel {tensor_parallel} devices, "
-            f"data_parallel is {data_parallel}); a divisor or multiple of {devices} that divides "
-            f"{data_parallel * devices} fits"
+            f"parallel_config.expert_parallel: an EP group of {expert_parallel} devices neither consists of whole "
+            f"data-parallel ranks nor divides one (a rank has context_parallel {context_parallel} x model_parallel "
+            f"{tensor_parallel} devices, and data_parallel is {data_parallel}); write a divisor or multiple of "
+            f"{devices} that divides {data_parallel * devices}"
         )
     return Objective(together, pipeline_stages, 1 / (3.0 + recomputed))
 

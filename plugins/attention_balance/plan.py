@@ -101,7 +101,10 @@ def epoch_plan(costs: np.ndarray, layout: Layout, first: int = 0, count: int | N
     steps = layout.steps(len(costs))
     stop = steps if count is None else first + count
     if not 0 <= first <= stop <= steps:
-        raise DataError(f"steps {first} to {stop - 1}: the dataset of {len(costs):,} samples has {steps:,} steps")
+        raise DataError(
+            f"steps {first} to {stop - 1} are asked for, but the dataset of {len(costs):,} samples has only "
+            f"{steps:,} steps"
+        )
     # windows begin at multiples of their size, counted from step 0: the same ones wherever a run resumes
     window = layout.window
     begin, end = first // window * window, min(-(-stop // window) * window, steps)
@@ -227,7 +230,11 @@ class Settings(Section):
             words = f"per_pair and per_token are needed together; write {missing[0]} as well"
             raise RecipeError(words, f"{KEY}.{written[0]}")
         if self.per_pair == 0:
-            raise RecipeError("0 means that attention costs nothing, so there is nothing to balance", f"{KEY}.per_pair")
+            raise RecipeError(
+                "a cost of 0 means that attention takes no time, so there is nothing to balance; write a positive "
+                "cost, or leave out per_pair and per_token",
+                f"{KEY}.per_pair",
+            )
 
     @property
     def cost(self) -> Cost | None:
@@ -267,8 +274,8 @@ def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Sc
     settings, layout = check(recipe)
     if settings.cost is None:
         raise RecipeError(
-            "per_pair and per_token are missing: tc3 train, tc3 recipe show and launch/train.py compute both from the "
-            "model and write them into the effective recipe; train that recipe, or write measured seconds",
+            "the cost of a sample (per_pair and per_token) is missing; start the run with tc3 train or "
+            "launch/train.py, which compute it from the model, or write measured seconds",
             f"{KEY}.per_pair",
         )
     data = _section(recipe, "train_dataset.data_loader.config")
@@ -295,7 +302,10 @@ def check(recipe: Mapping[str, Any]) -> tuple[Settings, Layout]:
             f"{KEY} works only with {LOADER}, not with {loader.get('type')!r}", "train_dataset.data_loader.type"
         )
     if loader.get("shuffle"):
-        raise RecipeError(f"True would undo the order of {KEY}; write False", "train_dataset.data_loader.shuffle")
+        raise RecipeError(
+            f"shuffling would undo the order into which {KEY} puts the samples; write False",
+            "train_dataset.data_loader.shuffle",
+        )
     graph_mode_only(recipe, KEY)
     check_apart(_section(loader, "config"), _section(recipe, "model.model_config"))
     return settings, layout_of(recipe, settings.window)
@@ -313,8 +323,8 @@ def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
     interleaved = _number(recipe, INTERLEAVE)
     if interleaved > 1:
         raise RecipeError(
-            f"with {interleaved}, MindFormers takes {interleaved} times as many samples and cuts each micro-batch "
-            f"again, which {KEY} does not support; write 1",
+            f"{KEY} does not support interleaved parts of micro-batches: with {interleaved}, MindFormers takes "
+            f"{interleaved} times as many samples and cuts each micro-batch again; write 1",
             INTERLEAVE,
         )
     parallel = recipe.get("use_parallel") is True

@@ -77,7 +77,8 @@ def build_gpt_index(lengths: np.ndarray, sequence_length: int, samples: int | No
     per_epoch = int(np.sum(lengths, dtype=np.int64))
     if per_epoch <= sequence_length:
         raise DataError(
-            f"a corpus of {per_epoch:,} tokens is too short: a sample needs {sequence_length:,} tokens and one more"
+            f"the corpus has {per_epoch:,} tokens, which is too short for one sample: it needs {sequence_length:,} "
+            "tokens and one more"
         )
     wanted = 0 if samples is None else samples * sequence_length + 1
     epochs = max(1, -(-wanted // per_epoch))
@@ -232,8 +233,9 @@ def _check(values: np.ndarray, offsets: np.ndarray, sequence_length: int) -> Non
     if values.min() < 0 or (tokens != sequence_length).any():
         wrong = int(tokens[tokens != sequence_length][0]) if (tokens != sequence_length).any() else int(values.min())
         raise DataError(
-            f"a sample of this index has {wrong:,} tokens where the sequence length is {sequence_length:,}: the cached "
-            "indices belong to another corpus, sequence length or seed; remove the cache folder beside the corpus"
+            f"a sample of the cached index has {wrong:,} tokens, but the sequence length is {sequence_length:,}: the "
+            "cached indices belong to another corpus, sequence length or seed; remove the cache folder beside the "
+            "corpus"
         )
 
 
@@ -295,12 +297,12 @@ def check_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
         )
     if not config.get("create_attention_mask", True):
         raise RecipeError(
-            f"{CONFIG}.reset_attention_mask: without create_attention_mask MindFormers makes no mask that it could "
-            "reset, and documents see each other; write create_attention_mask: True or create_compressed_eod_mask: True"
+            f"{CONFIG}.reset_attention_mask: without create_attention_mask MindFormers makes no mask that could keep "
+            "documents apart; write create_attention_mask: True or create_compressed_eod_mask: True"
         )
     raise RecipeError(
-        "model.model_config.use_attn_mask_compression: attention then makes its own causal mask, and the one of "
-        f"{CONFIG}.reset_attention_mask is not read; write False"
+        "model.model_config.use_attn_mask_compression: if it is True, attention makes its own causal mask and "
+        f"ignores the mask of {CONFIG}.reset_attention_mask, which keeps documents apart; write False"
     )
 
 

@@ -125,7 +125,8 @@ class Mesh:
         """
         if self.rank not in group or len(set(group)) != len(group):
             raise ClusterError(
-                f"rank {self.rank} exchanges in the group {list(group)}, which must contain it exactly once"
+                f"rank {self.rank} exchanges data in the group {list(group)}, but a group must contain this rank, "
+                "and each rank only once"
             )
         own = parts[group.index(self.rank)]
         assert len(parts) == len(group) and all(part.dtype == own.dtype for part in parts)
@@ -244,7 +245,7 @@ class Mesh:
     def _exchange(self, tag: int, parts: Mapping[int, np.ndarray], note: str, where: str) -> Call:
         """Number this exchange, hand its frames to the senders, and wait for those of the peers."""
         if self._mail.closing:
-            raise ClusterError(f"{where}: the mesh of this rank is closed")
+            raise ClusterError(f"{where}: this rank has already closed its connections to the other ranks")
         with self._mail.changed:
             due = {peer: self._taken[peer, tag] for peer in parts}
             sent = {peer: self._sent[peer, tag] for peer in parts}
@@ -260,7 +261,9 @@ class Mesh:
     def _check(self, frame: Frame, peer: int, number: int, own: np.ndarray) -> None:
         where = f"rank {self.rank}, tag {frame.tag}: rank {peer}"
         if frame.number != number:
-            raise ClusterError(f"{where} is at exchange {frame.number} of this tag, but {number} was expected")
+            raise ClusterError(
+                f"{where} sent its exchange number {frame.number} with this tag, but number {number} was expected"
+            )
         if frame.dtype != own.dtype.name or frame.shape[1:] != own.shape[1:]:
             sent, due = (", ".join(["rows", *map(str, shape[1:])]) for shape in (frame.shape, own.shape))
             raise ClusterError(f"{where} sent {frame.dtype} [{sent}], but {own.dtype.name} [{due}] was expected")

@@ -37,7 +37,10 @@ def _chunks(written: Any) -> Chunks | str:
         return "auto"
     chunks = tuple(written) if isinstance(written, (list, tuple)) else ()
     if len(chunks) != 2 or not all(type(parts) is int and parts > 0 for parts in chunks):
-        raise RecipeError(f"{written!r} is neither auto nor [b, s] with both 1 or more")
+        raise RecipeError(
+            f"{written!r} is neither auto nor [b, s], the numbers of parts of the batch and of the sequence, each 1 "
+            "or more"
+        )
     return chunks
 
 
@@ -194,7 +197,8 @@ def _check(batch: int, sequence: int, chunks: Chunks) -> None:
         if not 1 <= parts <= rows:
             what = ("samples", "tokens of a sequence")[axis]
             raise RecipeError(
-                f"{parts} parts of {rows} {what} on a rank (chunks[{axis}]); use 1 to {rows}", f"{KEY}.chunks"
+                f"{rows} {what} on a rank cannot be cut into {parts} parts (chunks[{axis}]); write 1 to {rows}",
+                f"{KEY}.chunks",
             )
 
 

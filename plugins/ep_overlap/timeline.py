@@ -94,7 +94,7 @@ def simulate(ops: Sequence[Op]) -> Timeline:
                 later.append(op)
         if len(later) == len(waiting):
             heads = {stream: next(op.key for op in later if stream in op.streams) for stream in sorted(blocked)}
-            raise ValueError(f"the operations cannot all be issued, because streams wait for each other at {heads}")
+            raise ValueError(f"these operations are never issued, because their streams wait for each other: {heads}")
         waiting = later
     return Timeline(tuple(Span(op, starts[op.key], ends[op.key]) for op in ops))
 

@@ -141,8 +141,9 @@ def agree(ranks: Ranks, what: str, content: bytes) -> None:
     other = [rank for rank, each in enumerate(digests) if each != digests[0]]
     if other:
         raise ClusterError(
-            f"rank {ranks.rank}: ranks {other} do not have the {what} that rank 0 has, so no expert is moved. All "
-            "ranks plan from the same loads: such a rank runs other code or another NumPy, or its memory is faulty"
+            f"rank {ranks.rank}: ranks {other} do not have the same {what} as rank 0, so no expert is moved. All "
+            "ranks plan from the same loads, so these ranks run other code or another NumPy, or their memory is "
+            "faulty"
         )
 
 

@@ -133,11 +133,14 @@ def read(path: Path, until: int | None = None, say: Callable[[str], None] | None
     """
     if not path.is_file():
         raise DataError(
-            f"{path}: no such file; plugins.expert_balance with record: True writes it, from the first step on"
+            f"{path}: there is no such file; a run with plugins.expert_balance.record: True writes it from its first "
+            "step on"
         )
     records = read_steps(path, _record, _follow, say)
     if not records:
-        raise DataError(f"{path}: the file holds no step")
+        raise DataError(
+            f"{path}: the file holds the loads of no step; the run that writes it has not finished its first step"
+        )
     return [record for record in records if until is None or record.step <= until]
 
 
@@ -201,7 +204,7 @@ def _table(value: Any) -> np.ndarray:
     """int64 of lists of lists; NumPy alone would round 1.5 to 1."""
     found = np.array(value)
     if found.dtype != np.int64:
-        raise ValueError("its rows must be equally long and hold integers of 64 bits")
+        raise ValueError("all rows of a table must be equally long and hold integers of 64 bits")
     return found
 
 

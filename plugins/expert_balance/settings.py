@@ -75,18 +75,27 @@ class Settings(Section):
         """
         if self.moves is not None and self.method not in _BUDGETED:
             raise RecipeError(
-                f"{self.method} plans from scratch and ignores a limit; write moves: null, or method: swaps",
+                f"method {self.method} plans every placement from scratch and ignores a limit of moves; write moves: "
+                "null, or method: swaps",
                 f"{KEY}.moves",
             )
         if not self.every and not self.record:
             raise RecipeError(
-                f"the plugin neither moves (every: 0) nor records (record: False); write {KEY}: False", KEY
+                "with every: 0 and record: False the plugin neither moves experts nor records their loads; write "
+                f"{KEY}: False to leave it out",
+                KEY,
             )
         if self.spare and not self.every:
-            raise RecipeError("copies are planned together with moves, but every is 0; write every: 20", f"{KEY}.spare")
+            raise RecipeError(
+                "copies of experts are planned together with moves, but every: 0 plans no moves; write every: 20, "
+                "or spare: 0",
+                f"{KEY}.spare",
+            )
         if self.spare and not self.record:
             raise RecipeError(
-                "a resumed run reads from the record which copies there were; write record: True", f"{KEY}.spare"
+                "a resumed run reads from the record which experts had copies, but record is False; write record: "
+                "True, or spare: 0",
+                f"{KEY}.spare",
             )
 
 
@@ -118,25 +127,26 @@ def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str,
         )
     if ours.every and expert_parallel == 1:
         raise RecipeError(
-            "experts cannot move, because each worker holds all of them (parallel_config.expert_parallel: 1); "
-            "write 0 to record loads",
+            "experts cannot move, because each worker holds all of them (parallel_config.expert_parallel: 1); write "
+            "0 to only record loads",
             every,
         )
     if ours.every and optimizer != _OPTIMIZER:
         raise RecipeError(
-            f"the state that optimizer.type: {optimizer} has of an expert would stay behind when the "
-            f"expert moves; write optimizer.type: {_OPTIMIZER}, or 0 here to record loads only",
+            f"only the state of {_OPTIMIZER} moves with an expert, and not that of optimizer.type: {optimizer}; "
+            f"write optimizer.type: {_OPTIMIZER}, or every: 0 to only record loads",
             every,
         )
     if ours.spare and sharded:
         raise RecipeError(
             "copies of experts train on data-parallel CPU workers only (context.device_target: CPU, "
-            "parallel.parallel_mode: 0), because in a sharded graph nothing brings a copy its weights; write 0. "
-            "`tc3 experts report RUN --spare N` says what copies would bring",
+            "parallel.parallel_mode: 0), because in a sharded graph nothing sends the weights of an expert to its "
+            "copies; write 0. `tc3 experts report RUN --spare N` says what copies would bring",
             f"{KEY}.spare",
         )
     if ours.spare > (others := experts - experts // expert_parallel):
         raise RecipeError(
-            f"{ours.spare} slots of a device, but all other devices have {others} experts; write {others} at most",
+            f"{ours.spare} spare slots of a device are more than the {others} experts on all other devices; write "
+            f"{others} at most",
             f"{KEY}.spare",
         )

@@ -41,12 +41,14 @@ def check(kind: Any, coefficient: float | None, expert_parallel: int, tensor_par
     """
     if not coefficient:
         raise RecipeError(
-            f"0 means that there is no auxiliary loss; write a number above 0, or {KEY}: False",
+            f"{KEY} needs an auxiliary loss, but its coefficient is 0 or missing; write a number above 0, or {KEY}: "
+            "False",
             "model.model_config.moe_aux_loss_coeff",
         )
     if kind != KIND:
         raise RecipeError(
-            f"{kind!r} averages over other tokens than {KEY} does; write {KIND!r}, or {KEY}: False",
+            f"{KEY} averages only the auxiliary loss {KIND!r} over an EP group, not {kind!r}; write {KIND!r}, or "
+            f"{KEY}: False",
             "model.model_config.moe_router_load_balancing_type",
         )
     if expert_parallel % tensor_parallel:

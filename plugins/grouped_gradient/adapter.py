@@ -40,4 +40,6 @@ def add_pass() -> None:
     """
     path = build.ensure(SOURCES, WITHOUT)
     if not register_custom_pass(PASS, str(path), "all", CustomPassType.FULL_GRAPH):
-        raise ClusterError(f"MindSpore does not take the compiler pass {PASS} of {path}; see its log; {WITHOUT}")
+        raise ClusterError(
+            f"MindSpore refused to register the compiler pass {PASS} of {path}; MindSpore's log says why; {WITHOUT}"
+        )

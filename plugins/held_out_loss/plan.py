@@ -23,7 +23,10 @@ def _data_path(written: Any) -> str | tuple[str, ...]:
     if isinstance(written, str):
         return written
     if not isinstance(written, Sequence) or not written:
-        raise RecipeError(f"{written!r} is not a path; write a path, or a list of the prefixes of Megatron corpora")
+        raise RecipeError(
+            f"{written!r} is not a path; write the path of the held-out data, or a list of the prefixes of Megatron "
+            "corpora"
+        )
     for entry in written:
         if _is_number(entry):
             raise RecipeError(
@@ -73,7 +76,10 @@ class Settings(Section):
         """Raise RecipeError if the settings do not say which data is evaluated, or when."""
         for name in ("data_path", "every"):
             if not getattr(self, name):
-                raise RecipeError("the key is missing; the plugin needs data_path and every", f"{KEY}.{name}")
+                raise RecipeError(
+                    "the key is missing; the plugin needs data_path (which data) and every (steps between evaluations)",
+                    f"{KEY}.{name}",
+                )
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -237,7 +243,8 @@ def check_step(recipe: Mapping[str, Any]) -> None:
     """
     if _stages_and_micro_batches(recipe)[1] > 1 and recipe.get("print_separate_loss") is False:
         raise RecipeError(
-            f"False hides the language model's loss, which {KEY} reads if there are micro-batches; write True",
+            f"with micro-batches {KEY} reads the language model's loss, which is not reported apart from the others "
+            "with False; write True",
             "print_separate_loss",
         )
 

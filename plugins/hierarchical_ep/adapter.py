@@ -30,7 +30,8 @@ def enable(config, settings) -> None:
     if model_config.get("moe_token_dispatcher_type", reader.DEFAULT_DISPATCHER) != reader.DEFAULT_DISPATCHER:
         raise RecipeError(
             "model.model_config.moe_token_dispatcher_type: plugins.hierarchical_ep sets this key itself; write "
-            f"{reader.DEFAULT_DISPATCHER!r} here, and the mode in plugins.hierarchical_ep.mode"
+            f"{reader.DEFAULT_DISPATCHER!r} or leave the key out, and choose the dispatch with "
+            "plugins.hierarchical_ep.mode"
         )
     ours = reader.read(
         settings,

@@ -139,7 +139,7 @@ def _check_membership(rank: int, index: int, call: Call, ranks: int) -> None:
     if rank not in call.group:
         raise ClusterError(f"{where}: rank {rank} is not a member of this group")
     if len(set(call.group)) < len(call.group) or not all(0 <= member < ranks for member in call.group):
-        raise ClusterError(f"{where}: members must be different ranks of 0 .. {ranks - 1}")
+        raise ClusterError(f"{where}: the members of a group must be different ranks from 0 to {ranks - 1}")
     for name in ("send", "recv"):
         splits = getattr(call, name)
         if splits is not None and len(splits) != len(call.group):
@@ -170,8 +170,8 @@ def _check_pair(programs, calls, members: frozenset[int], rank: int, other: int)
         more, index, fewer = (rank, mine, other) if len(mine) > len(theirs) else (other, theirs, rank)
         call = programs[more][index[min(len(mine), len(theirs))]]
         raise ClusterError(
-            f"rank {more}, call {index[min(len(mine), len(theirs))]} ({call}): rank {fewer} has no such call left; it "
-            f"makes {min(len(mine), len(theirs))} calls on this group, and rank {more} makes "
+            f"rank {more}, call {index[min(len(mine), len(theirs))]} ({call}): no call of rank {fewer} meets this "
+            f"call; rank {fewer} makes {min(len(mine), len(theirs))} calls on this group, and rank {more} makes "
             f"{max(len(mine), len(theirs))}"
         )
 
@@ -184,7 +184,7 @@ def _check_match(rank: int, index: int, call: Call, other: int, their_index: int
             f"{where}: {there} lists the group's ranks in the order {theirs.group}; all members must use one order"
         )
     if (call.op, call.tag) != (theirs.op, theirs.tag):
-        raise ClusterError(f"{where}: the call that it would meet, {there}, is {theirs}")
+        raise ClusterError(f"{where} meets another kind of call or tag: {there} ({theirs})")
     me, them = call.group.index(rank), call.group.index(other)
     for send, recv, sender, receiver, at, to in (
         (call.send, theirs.recv, rank, other, them, me),

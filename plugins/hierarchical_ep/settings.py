@@ -30,11 +30,11 @@ def uncut(batch: int, config: Any) -> list[np.ndarray]:
 
 
 def _no_slices(config: Any):
-    raise AssertionError("it is not known how many tokens a rank has")
+    raise AssertionError("the number of tokens of a rank is not known, so they cannot be cut")
 
 
 def _no_order(chunks: int):
-    raise AssertionError("one chunk needs no order")
+    raise AssertionError("a dispatch in one chunk has no order of chunks")
 
 
 @dataclass
@@ -107,10 +107,10 @@ def check_room(mode: str, topology: Topology, tokens: int, top_k: int, rows: Any
     for kinds, count in largest_sorts(mode, topology, tokens, top_k, rows.spare):
         if rows.numbers(kinds, count) > rows.limit:
             raise RecipeError(
-                f"runner_config.batch_size, model.model_config.seq_length: {tokens:,} tokens of each rank, {top_k} "
-                f"experts each (model.model_config.num_experts_per_tok), can meet as {count:,} rows at one of the "
-                f"{topology.ep} ranks (parallel_config.expert_parallel); to sort them for {kinds} destinations takes "
-                f"{rows.numbers(kinds, count):,} different numbers, but this device sorts at most {rows.limit:,}. "
-                "Take a smaller batch, more model_parallel or context_parallel, or plugins.ep_overlap with more "
-                "chunks"
+                f"runner_config.batch_size, model.model_config.seq_length: with {tokens:,} tokens on each rank and "
+                f"{top_k} experts per token (model.model_config.num_experts_per_tok), one of the {topology.ep} ranks "
+                f"of an EP group (parallel_config.expert_parallel) may receive {count:,} rows; sorting these by "
+                f"{kinds} destinations needs {rows.numbers(kinds, count):,} different keys, but this device sorts at "
+                f"most {rows.limit:,}. Take a smaller batch, more model_parallel or context_parallel, or "
+                "plugins.ep_overlap with more chunks"
             )

@@ -114,12 +114,12 @@ def check_routing(topology: Topology, top_k: int, skew: float) -> None:
     """
     if not 1 <= top_k <= topology.experts:
         raise RecipeError(
-            f"hierarchical_ep: {top_k} experts per token (num_experts_per_tok) of {topology.experts} routed experts; "
+            f"hierarchical_ep: num_experts_per_tok is {top_k}, but the model has {topology.experts} routed experts; "
             f"it must be 1 to {topology.experts}"
         )
     if skew < 1:
         raise RecipeError(
-            f"hierarchical_ep: skew {skew} is the busiest rank's load over the mean; it must be 1 or more"
+            f"hierarchical_ep: skew is {skew}, but the busiest rank's load over the mean is always 1 or more"
         )
 
 

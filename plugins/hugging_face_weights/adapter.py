@@ -109,7 +109,8 @@ class TeleChat3MoeTemplate(WeightTemplate):
         missing = [name for name in wanted if not hf_state_dict.keys() >= set(self.mf_name_to_converter[name].hf_names)]
         if missing:  # looked at here: MindFormers' own words of it end in a TypeError
             raise CheckpointError(
-                f"{KEY}: the folder has no weights for {len(missing)} parameters, such as {missing[0]}"
+                f"{KEY}: the folder of checkpoint.load_path has no weights for {len(missing)} parameters of the "
+                f"recipe's model, such as {missing[0]}"
             )
         for name in wanted:
             cuts = tuple(self.network_tensor_info[name].axis_fragmentations or ())
@@ -129,7 +130,9 @@ def enable(config: Any) -> None:
         RecipeError: another model, or an optimizer state that is not there.
     """
     if config.checkpoint.get("no_load_optim", True) is False:  # MindFormers' default is True
-        raise RecipeError("checkpoint.no_load_optim: Hugging Face's weights have no optimizer's state; write True")
+        raise RecipeError(
+            "checkpoint.no_load_optim: a folder of Hugging Face's weights holds no state of the optimizer; write True"
+        )
     telechat3_moe.use_template(TeleChat3MoeTemplate)
     if config.context.device_target != "CPU" or chosen(config):
         telechat3_moe.use_edited_model(config.model.model_config, KEY)

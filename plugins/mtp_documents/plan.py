@@ -61,7 +61,9 @@ def check(settings: Any, recipe: Mapping[str, Any], layers: int) -> int:
         wrong = f"it mends the samples of {LOADER}, not of {loader.get('type')!r}; leave the plugin out"
         raise RecipeError(wrong, KEY)
     if not layers:
-        raise RecipeError("the model has no MTP layer; leave the plugin out", KEY)
+        raise RecipeError(
+            "the plugin corrects the labels of MTP layers, but the model has none; leave the plugin out", KEY
+        )
     if not documents_apart(config, value_at(recipe, "model.model_config", {})):
         wrong = f"attention does not keep documents apart, so that MTP predicts as the model does; write {KEY}: False"
         raise RecipeError(wrong, KEY)

@@ -76,10 +76,14 @@ class Fusion(Section):
         """Raise RecipeError for operators that this level does not fuse."""
         key = f"{KEY}.disable"
         if self.disable and self.level == "off":
-            raise RecipeError("level off fuses nothing; leave this key out", key)
+            raise RecipeError("with level: off nothing is fused that could be disabled; leave disable out", key)
         for name in self.disable:
             if name in CUBE and self.level == "vector":
-                raise RecipeError(f"{name} is fused only with level cube; leave this operator out", key)
+                raise RecipeError(
+                    f"{name} is fused only with level: cube, so it cannot be disabled at another level; leave it out "
+                    "of disable",
+                    key,
+                )
 
     @property
     def flags(self) -> str:
@@ -117,7 +121,10 @@ def check(recipe: Mapping[str, Any]) -> Fusion | None:
         return fusion
     for key in OWN_KEYS:
         if context.get(key):
-            raise RecipeError(f"{context[key]!r} is overruled by {KEY}; leave one of them out", f"context.{key}")
+            raise RecipeError(
+                f"MindSpore ignores {context[key]!r}, because {KEY} sets the fusion; leave out this key or the plugin",
+                f"context.{key}",
+            )
     level = value_at(recipe, JIT_LEVEL)
     if fusion.level != "off" and level != NEEDED:
         found = "the level is not written" if level is None else f"the level is {level!r}"
@@ -140,7 +147,10 @@ def environment(recipe: Mapping[str, Any], environ: Mapping[str, str]) -> dict[s
         return {}
     exported = environ.get(VARIABLE)
     if exported and exported.split() != fusion.flags.split():
-        raise ClusterError(f"{VARIABLE}={exported!r}, and {KEY} asks for {fusion.flags!r}: unset it, or {KEY}: False")
+        raise ClusterError(
+            f"the environment sets {VARIABLE}={exported!r}, but {KEY} asks for {fusion.flags!r}: unset the variable, "
+            f"or write {KEY}: False"
+        )
     return {VARIABLE: fusion.flags}
 
 

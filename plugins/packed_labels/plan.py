@@ -48,17 +48,21 @@ def read(settings: Any, loader: Mapping[str, Any]) -> bool:
     handlers = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
     types = [str(entry.get("type")) for entry in handlers]
     if PACKING not in types:
-        raise RecipeError(f"{LOADER}.handler has no {PACKING}; take the plugin out", KEY)
+        raise RecipeError(
+            f"the plugin corrects the labels of {PACKING}, but {LOADER}.handler has no such handler; take the plugin "
+            "out",
+            KEY,
+        )
     place = types.index(PACKING)
     if (strategy := handlers[place].get("pack_strategy", "pack")) != "pack":
         raise RecipeError(
-            f"{LOADER}.handler.{place}.pack_strategy: {strategy!r} delivers the lengths of conversations, but the "
-            "loader reads them as their ends; write 'pack'"
+            f"{LOADER}.handler.{place}.pack_strategy: with {strategy!r} the handler delivers the lengths of "
+            "conversations, but the loader reads these numbers as the conversations' ends; write 'pack'"
         )
     makers = [name for name in types[:place] if name in SHIFTED]
     if len(makers) != 1:
         known = " or ".join(SHIFTED)
-        raise RecipeError(f"{LOADER}.handler: {KEY} needs exactly one {known} before {PACKING}")
+        raise RecipeError(f"{LOADER}.handler: {KEY} needs exactly one handler of type {known} before {PACKING}")
     return SHIFTED[makers[0]]
 
 
@@ -117,8 +121,8 @@ def enough(wanted: int, made: int) -> None:
     """
     if wanted > made:
         raise DataError(
-            f"{LOADER}.handler (or plugins.held_out_loss.samples of the held-out file): the data makes only "
-            f"{made:,} samples, but `take` asks for {wanted:,}: take fewer (--steps), add data, or train more epochs"
+            f"{LOADER}.handler (for held-out data: plugins.held_out_loss.samples): the data makes only {made:,} "
+            f"samples, but `take` asks for {wanted:,}: take fewer (--steps), add data, or train more epochs"
         )
 
 
@@ -128,7 +132,7 @@ def _check(tokens: Sequence[int], labels: Sequence[int], number: int, ignore: in
         if label not in (ignore, after):
             raise DataError(
                 f"{LOADER}.data_files: conversation {number}: the label at token {place} is {label}, but the next "
-                f"token is {after}: the handler makes labels that {KEY} does not know"
+                f"token is {after}: {KEY} knows only handlers whose label is the next token or ignored"
             )
 
 

@@ -73,7 +73,9 @@ def parse(text: str) -> list[str]:
             for found in pattern.finditer(unrolled)
         )
         if length > _LONGEST:
-            raise RecipeError(f"layout {text[:80]!r}: stands for more than {_LONGEST:,} layers")
+            raise RecipeError(
+                f"layout {text[:80]!r}: the layout stands for more than {_LONGEST:,} layers; shorten its repetitions"
+            )
         unrolled = pattern.sub(lambda found: found[1] * int(found[2]), unrolled)
     for place, letter in enumerate(unrolled):
         if letter in "()*" or letter.isdigit():
@@ -105,7 +107,9 @@ def counts_of(text: str, stages: int) -> tuple[Counts, int]:
     last = max((index for index, chunk in enumerate(chunks) if "t" in chunk), default=0)
     for index, chunk in enumerate(chunks):
         if chunk.lstrip("E").rstrip("L") != "t" * chunk.count("t") + "m" * chunk.count("m"):
-            raise RecipeError(f"layout {text!r}: chunk {index} ({chunk}): MTP layers come after the last decoder layer")
+            raise RecipeError(
+                f"layout {text!r}: chunk {index} ({chunk}): MTP layers (m) must come after the last decoder layer (t)"
+            )
         if "m" in chunk and index != last:
             raise RecipeError(
                 f"layout {text!r}: chunk {index} ({chunk}) holds MTP layers, but the last decoder layer is in chunk "
@@ -121,7 +125,9 @@ def _check_ends(text: str, chunks: list[str]) -> None:
     for letter, first, where in (("E", True, "at the very beginning"), ("L", False, "at the very end")):
         end = chunks[0][:1] if first else chunks[-1][-1:]
         if text_count(chunks, letter) != 1 or end != letter:
-            raise RecipeError(f"layout {text!r}: expected one {letter} ({LETTERS[letter]}), {where}")
+            raise RecipeError(
+                f"layout {text!r}: the layout must have exactly one {letter} ({LETTERS[letter]}), {where}"
+            )
 
 
 def text_count(chunks: list[str], letter: str) -> int:
@@ -155,9 +161,12 @@ def counts_of_offset(offset: int | list[int] | Counts, layers: int, stages: int,
     counts = [[base + extra for extra in row] for row in rows]
     flat = list(itertools.chain(*counts))
     if sum(flat) != layers:
-        raise RecipeError(f"offset {offset}: places {sum(flat)} layers of {layers}")
+        raise RecipeError(f"offset {offset}: the offset places {sum(flat)} layers, but the model has {layers}")
     if min(flat[:1] + flat[-1:]) < 0 or any(count < 1 for count in flat[1:-1]):
-        raise RecipeError(f"offset {offset}: leaves {counts} layers: each chunk but the first and last needs a layer")
+        raise RecipeError(
+            f"offset {offset}: the chunks get {counts} layers, but each chunk except the first and the last needs at "
+            "least one"
+        )
     return counts
 
 

@@ -119,8 +119,8 @@ def write_seal(
     missing = sorted({*expected} - {path.name for path in files})
     if missing:
         raise CheckpointError(
-            f"{folder}: {', '.join(missing)} not written, so this checkpoint cannot be resumed; is the disk full? "
-            "MindFormers' log of this worker has the reason"
+            f"{folder}: MindFormers did not write {', '.join(missing)}, so no run can resume from this checkpoint; "
+            "is the disk full? MindFormers' log of this worker has the reason"
         )
     if not any(path.suffix == ".safetensors" for path in files):
         raise CheckpointError(f"{folder}: rank {rank} of {world_size} has no safetensors file that could be sealed")

@@ -117,8 +117,8 @@ def _compile(package: Path, path: Path, sources: Path, without: str) -> None:
     owner = _owner(sources)
     if not (package / HEADER).is_file():
         raise ClusterError(
-            f"{package} has no {HEADER}: this MindSpore ships no headers to compile {owner} with; install the wheel "
-            f"in constraints.txt; {without}"
+            f"{package} has no {HEADER}: {owner} compiles a library against MindSpore's headers, which this "
+            f"MindSpore does not contain; install the wheel in constraints.txt; {without}"
         )
     print(f"{owner}: compiling its C++ library (once, about 20 s)", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:

@@ -136,7 +136,11 @@ class Disturbance:
         self.synchronous = "synchronous" in words
         faults = [match for word in words if (match := _FAULT.fullmatch(word))]
         if len(settings) + len(faults) + self.synchronous != len(words):
-            raise ClusterError(f"{VARIABLE}={text!r}: words are delay=MS, seed=N, drop|skip|reverse:OP:CALL@RANK")
+            raise ClusterError(
+                f"{VARIABLE}={text!r}: write any of these words, separated by spaces: delay=MS, seed=N, synchronous, "
+                "and drop:OP, skip:OP or reverse:OP, each with :CALL, @RANK or both after OP if only that call or "
+                "rank is meant"
+            )
         self._most = int(settings.get("delay", 0)) / 1000
         self._random = random.Random(f"{settings.get('seed', 0)} {rank}")
         self._faults = [_fault(match) for match in faults]
@@ -197,16 +201,17 @@ class Groups:
             return tuple(range(self.ranks.devices))
         known = [*self.ranks.groups, *WORLDS]
         raise ClusterError(
-            f"rank {self.ranks.rank}: {operator} uses group {name!r}, which was never created, and whose ranks its "
-            f"attributes ({', '.join(STATED)}) do not state; known are {', '.join(known)}"
+            f"rank {self.ranks.rank}: {operator} uses group {name!r}, whose ranks are unknown: the group was never "
+            f"created, and the operator's attributes ({', '.join(STATED)}) do not list them; known groups are "
+            f"{', '.join(known)}"
         )
 
     def _proven(self, operator: str, name: str, members: tuple[int, ...]) -> tuple[int, ...]:
         """The stated ranks, which a name that C++ made up must agree with: weights are cut by it."""
         if MADE_UP.fullmatch(name) and name != made_up_name(members):
             raise ClusterError(
-                f"rank {self.ranks.rank}: {operator} says that group {name!r} has ranks {list(members)}, "
-                f"but MindSpore would call such a group {made_up_name(members)!r}"
+                f"rank {self.ranks.rank}: {operator} says that group {name!r} has ranks {list(members)}, but "
+                f"MindSpore would name a group of these ranks {made_up_name(members)!r}"
             )
         return members
 
@@ -218,7 +223,8 @@ class Groups:
             )
         if len(set(members)) != len(members) or max(members) >= self.ranks.devices:
             raise ClusterError(
-                f"{operator}: group {name!r} of ranks {list(members)} is not a group of {self.ranks.devices} processes"
+                f"{operator}: group {name!r} of ranks {list(members)} is not possible: a rank stands twice or is not "
+                f"one of the {self.ranks.devices} processes"
             )
         return members
 
@@ -356,7 +362,7 @@ class Collectives:
         place = int(attrs["dest_rank" if name == "Send" else "src_rank"])
         if not 0 <= place < len(members) or members[place] == self.mesh.rank:
             told = f"rank {self.mesh.rank}, {name} in group {attrs['group']!r} of ranks {list(members)}"
-            raise ClusterError(f"{told}: place {place} is not that of another member of the group")
+            raise ClusterError(f"{told}: index {place} in the group is not that of another member")
         peer = members[place]
         fault = self._test.begin(name)
         if record:

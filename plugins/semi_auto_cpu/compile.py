@@ -115,7 +115,8 @@ class FrontEnd:
         if self.kept.folder is not None and turn.passed != (turn.entry is None):
             did, told = ("compiled", "loaded") if turn.passed else ("loaded", "compiled")
             raise ClusterError(
-                f"MindSpore {did} the graph of {type(turn.cell).__name__}, which it should have {told}; {REMEDY}"
+                f"MindSpore {did} the graph of {type(turn.cell).__name__}, although by the compile cache it should "
+                f"have {told} it; {REMEDY}"
             )
         if turn.entry is None:
             self.kept.keep(turn.cell, turn.what)
@@ -176,9 +177,9 @@ def refuse_wrong_slices(cell: Any, whole: Mapping[str, np.ndarray], rank: int) -
         held = weight.asnumpy()
         if held.tobytes() != slice_of(whole[weight.name], layout, rank, held.size).tobytes():
             raise ClusterError(
-                f"rank {rank}: MindSpore cut another slice out of {weight.name} than that of this rank in its layout "
-                f"(mesh {list(layout[0])}, map {list(layout[1])}, group {layout[5]!r}); training would start from "
-                "wrong weights"
+                f"rank {rank}: the slice that MindSpore cut out of {weight.name} is not that of this rank in the "
+                f"weight's layout (mesh {list(layout[0])}, map {list(layout[1])}, group {layout[5]!r}); training "
+                "would start from wrong weights"
             )
 
 

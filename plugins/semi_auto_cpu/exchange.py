@@ -44,9 +44,7 @@ def combine(parts: Sequence[np.ndarray], operation: str, out: np.ndarray) -> Non
         ClusterError: an operation that is not known here.
     """
     if operation not in OPERATIONS:
-        raise ClusterError(
-            f"operation {operation!r} over a group does not exist; the operations are {', '.join(OPERATIONS)}"
-        )
+        raise ClusterError(f"reduction {operation!r} does not exist; the reductions are {', '.join(OPERATIONS)}")
     function = OPERATIONS[operation]
     first, *others = parts
     if not others:
@@ -207,12 +205,14 @@ def all_to_all_v(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays
     x, out = _flat(inputs[0]), _result(outputs[0])
     send, due = (_counts(meeting, numbers, block) for numbers in inputs[1:3])
     if sum(send) > x.size:
-        raise ClusterError(f"{meeting.where}: it must send {sum(send)} elements, but has only {x.size}")
+        raise ClusterError(
+            f"{meeting.where}: the send counts add up to {sum(send)} elements, but the input has only {x.size}"
+        )
     parts = meeting.swap(_pieces(x, list(accumulate(send))), f"{x.dtype.name} in blocks of {block}")
     for member, part, count in zip(meeting.members, parts, due, strict=True):
         if part.size != count:
             told = f"rank {member} sends {part.size} elements, but the receive counts say {count}"
-            raise ClusterError(f"{meeting.where}: {told} ({block} a block)")
+            raise ClusterError(f"{meeting.where}: {told} (a block has {block} elements)")
     if sum(due) > out.size:
         raise ClusterError(f"{meeting.where}: {sum(due)} elements arrive, but the output has room for {out.size}")
     for target, part in zip(_pieces(out, list(accumulate(due))), parts, strict=True):
@@ -225,7 +225,7 @@ def broadcast(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -
     root = int(attrs.get("root_rank", 0))
     place = meeting.members.index(root) if root in meeting.members else root
     if not 0 <= place < meeting.size:
-        raise ClusterError(f"{meeting.where}: root_rank {root} is neither a member nor a place in the group")
+        raise ClusterError(f"{meeting.where}: root_rank {root} is neither a member of the group nor an index in it")
     for x, out in zip(inputs, outputs, strict=True):
         flat = _flat(x)
         # empty parts from the others: nobody runs ahead of who is not there yet
@@ -266,7 +266,10 @@ def _counts(meeting: Meeting, numbers: np.ndarray, block: int) -> list[int]:
     """Elements for each member, from blocks for each member."""
     counts = (np.asarray(numbers, np.int64).reshape(-1) * block).tolist()
     if len(counts) != meeting.size or min(counts) < 0:
-        raise ClusterError(f"{meeting.where}: counts {np.asarray(numbers).tolist()} do not fit {meeting.size} members")
+        raise ClusterError(
+            f"{meeting.where}: counts {np.asarray(numbers).tolist()} must be one number of at least 0 for each of "
+            f"{meeting.size} members"
+        )
     return counts
 
 

@@ -92,8 +92,8 @@ class KeptGraphs:
             if found != wanted:
                 other = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
                 raise ClusterError(
-                    f"the graph of {type(cell).__name__} was loaded from the compile cache, and its {kind} are not "
-                    f"those of its compile: {', '.join(other[:3])}; {REMEDY}"
+                    f"the graph of {type(cell).__name__} was loaded from the compile cache, but its {kind} differ "
+                    f"from those with which it was compiled: {', '.join(other[:3])}; {REMEDY}"
                 )
         cell.parameter_layout_dict = {name: tuple(layout) for name, layout in entry["layouts"].items()}
         cell.parallel_parameter_name_list = entry["names"]

@@ -134,7 +134,7 @@ def _place(told: dict[str, Any]) -> Tensor | Constant:
     if "value" in told:
         return Constant(_constant(told["value"]))
     if told["type"] not in DTYPES:
-        raise TypeError(f"tensors of MindSpore's type {told['type']} have no NumPy type")
+        raise TypeError(f"MindSpore's tensor type {told['type']} has no counterpart in NumPy, in which kernels compute")
     return Tensor(DTYPES[told["type"]], tuple(told["shape"]), ctypes.c_uint8 * told["bytes"])
 
 
@@ -244,7 +244,9 @@ class Library:
 
         self._front_end_done, self._missing = front_end_done, missing
         if not register_custom_pass(PASS, str(self.path), "all", CustomPassType.FULL_GRAPH):
-            raise ClusterError(f"MindSpore does not take the compiler pass {PASS} of {self.path}; see its log")
+            raise ClusterError(
+                f"MindSpore refused to register the compiler pass {PASS} of {self.path}; MindSpore's log says why"
+            )
 
     def set_cluster(self, ranks: Ranks) -> None:
         """Tell MindSpore's C++ how many ranks a group has, and this process's rank in it, while it compiles for Ascend.
@@ -291,7 +293,7 @@ class Library:
 
 
 def _no_host(name: str, attrs: dict[str, str], inputs: list[Any], outputs: list[Any]) -> None:
-    raise RuntimeError("no host function is set: Library.set_host comes before the first step")
+    raise RuntimeError("no host function is set: call Library.set_host before the first step")
 
 
 def _nothing(*told: Any) -> None:

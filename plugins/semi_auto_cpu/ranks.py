@@ -93,8 +93,9 @@ class Ranks:
             return ranks
         if MADE_UP.fullmatch(group):
             raise ClusterError(
-                f"rank {self.rank} is asked for its place in group {group!r}, which MindSpore made up: it is neither a "
-                f"pair nor a part of a device mesh of {self.devices} devices, so its ranks are unknown"
+                f"rank {self.rank} is asked for its rank in group {group!r}, whose ranks are unknown: MindSpore made "
+                f"up this group, which is neither a pair of ranks nor a part of a device mesh of {self.devices} "
+                "devices"
             )
         raise ClusterError(f"group {group!r} was never created; the groups are {[WORLD, *self.groups]}")
 

@@ -93,9 +93,9 @@ class Guard(Watch):
         spare = self.spare(needed) if self.spare else needed
         if spare < needed:
             raise DataError(
-                f"train_dataset.data_loader.sizes: {spare:,} samples remain behind those that are trained, and "
-                f"{KEY} may leave out {needed:,} more ({self.settings.rollbacks} rollbacks, {self.settings.skip} steps "
-                f"of {batch} samples each): train fewer steps, lower {KEY}.rollbacks, or add data"
+                f"train_dataset.data_loader.sizes: the data has only {spare:,} samples beyond those to be trained, "
+                f"but {KEY} may leave out {needed:,} ({self.settings.rollbacks} rollbacks, {self.settings.skip} "
+                f"steps of {batch} samples each): train fewer steps, lower {KEY}.rollbacks, or add data"
             )
         metrics = Path(self.run_dir) / "metrics" / f"rank_{get_real_rank()}.jsonl"
         lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
@@ -200,6 +200,7 @@ def check_enough(source: Any, skipped: Ranges, trained: int) -> None:
     spare = spare_of(source, skipped, trained, 0)
     if spare < 0:
         raise DataError(
-            f"{KEY}.skipped: without these {count(skipped):,} samples the data has only {trained + spare:,} of the "
-            f"{trained:,} that train_dataset.data_loader.sizes wants: train fewer steps, or add data"
+            f"{KEY}.skipped: without the {count(skipped):,} samples that are left out, the data has only "
+            f"{trained + spare:,} of the {trained:,} samples that train_dataset.data_loader.sizes asks for: train "
+            "fewer steps, or add data"
         )

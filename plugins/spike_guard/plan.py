@@ -109,16 +109,22 @@ def check(recipe: Mapping[str, Any]) -> Settings:
         wrong = f"{KEY} leaves out samples of {LOADER}, not of {value_at(recipe, f'{_LOADER}.type')!r}"
         raise RecipeError(f"{wrong}; leave the plugin out", f"{_LOADER}.type")
     if value_at(recipe, f"{_LOADER}.shuffle"):
-        raise RecipeError(f"True hides from {KEY} which samples a step has; write False", f"{_LOADER}.shuffle")
+        raise RecipeError(f"with True, {KEY} cannot know which samples a step has; write False", f"{_LOADER}.shuffle")
     graph_mode_only(recipe, KEY)
     if (value_at(recipe, "runner_config.epochs") or 1) != 1:
         again = "if samples are left out of the first pass, a second pass would begin elsewhere"
-        raise RecipeError(f"{again} ({KEY}); write 1, and more samples in {_LOADER}.sizes", "runner_config.epochs")
+        raise RecipeError(
+            f"{again} ({KEY}); write 1, and ask for more samples with {_LOADER}.sizes", "runner_config.epochs"
+        )
     if (value_at(recipe, "runner_config.sink_size") or 1) > 1:
-        raise RecipeError(f"{KEY} would see only one step of each sink; write 1", "runner_config.sink_size")
+        raise RecipeError(
+            f"{KEY} must see the loss of every step, but sees only one of each sink; write 1", "runner_config.sink_size"
+        )
     if (value_at(recipe, "plugins.finite_loss.stop_after") or 1) != 1:
         raise RecipeError(
-            f"{KEY} replaces it, because it goes back at once; leave it out", "plugins.finite_loss.stop_after"
+            f"stop_after has no effect, because {KEY} rolls back at the first loss that is not finite; leave "
+            "stop_after out",
+            "plugins.finite_loss.stop_after",
         )
     for callback in value_at(recipe, "callbacks") or []:
         if callback.get("type") == "MFLossMonitor" and (callback.get("per_print_times") or 1) != 1:

@@ -107,4 +107,4 @@ def _check(record: Record) -> None:
     if not all(type(value) in (int, float) and math.isfinite(value) and value >= 0 for value in times):
         raise ValueError("a time is negative or not a number")
     if not record.probe or not record.seconds:
-        raise ValueError("a time is 0")
+        raise ValueError("the time of the probe or of the steps is 0")

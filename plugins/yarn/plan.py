@@ -95,7 +95,9 @@ def read(settings: Any, model: Mapping[str, Any]) -> Yarn:
         )
     scaling = model.get("rope_scaling")
     if not isinstance(scaling, Mapping):
-        raise RecipeError(f"{KEY} needs rope_type, {', '.join(NUMBERS)}; write them, or {KEY}: False", SCALING)
+        raise RecipeError(
+            f"{KEY} needs a mapping with rope_type, {', '.join(NUMBERS)}; write these keys, or {KEY}: False", SCALING
+        )
     if (named := scaling.get("type", scaling.get("rope_type"))) != "yarn":
         raise RecipeError(f"{named!r} is not YaRN; write 'yarn', or {KEY}: False", f"{SCALING}.rope_type")
     numbers = {name: _number(scaling, name) for name in NUMBERS}
@@ -103,7 +105,7 @@ def read(settings: Any, model: Mapping[str, Any]) -> Yarn:
         wrong = f"{all_dim:g} has no effect: only multi-latent attention corrects its softmax by it; write 0"
         raise RecipeError(wrong, f"{SCALING}.mscale_all_dim")
     if numbers["factor"] < 1 or numbers["original_max_position_embeddings"] < 1:
-        raise RecipeError("factor and original_max_position_embeddings are at least 1", SCALING)
+        raise RecipeError("factor and original_max_position_embeddings must be at least 1", SCALING)
     if not 0 < numbers["beta_slow"] < numbers["beta_fast"]:
         wrong = f"{numbers['beta_slow']:g} is not between 0 and beta_fast, {numbers['beta_fast']:g}; usual are 1 and 32"
         raise RecipeError(wrong, f"{SCALING}.beta_slow")

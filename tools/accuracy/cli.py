@@ -75,7 +75,7 @@ def dump(
     is left then).
     """
     if level == "L2" and task == "statistics":
-        raise click.UsageError("L2 dumps values only: leave --task out")
+        raise click.UsageError("--task statistics: level L2 always dumps all values; leave --task out")
     task = task or ("tensor" if level == "L2" else "statistics")
     require_verified()
     job = Job(str(recipe), str(out), mini, steps, level, task, list(overrides))
@@ -108,7 +108,7 @@ def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bo
     Exit codes: 0 no finding, 1 findings, 2 a wrong input (no dump, not a whole one, another level or task).
     """
     if page and not out:
-        raise click.UsageError("--html writes OUT/compare.html: give --out")
+        raise click.UsageError("--html writes OUT/compare.html, so it needs --out FOLDER")
     from tools.accuracy.dumps.compare import compare_dumps
     from tools.accuracy.dumps.read import open_dump
     from tools.accuracy.dumps.render import print_report, write_files
@@ -271,7 +271,9 @@ def ops(
         click.echo("\n".join(list_lines()))
         return
     if "hfloat32" in dtypes and set(dtypes) != {"hfloat32"}:
-        raise click.UsageError("hf32 cannot be switched off again in a process: give --dtype hf32 and no other type")
+        raise click.UsageError(
+            "--dtype hf32: once on, hf32 cannot be switched off in a process, so no other type can be tested with it"
+        )
     pairs = _pairs(names, dtypes or DEFAULT)
     check_page(page)
     require_verified()
@@ -307,5 +309,8 @@ def _pairs(names: tuple[str, ...], dtypes: tuple[str, ...]):
     chosen = [spec for spec in SPECS.values() if not names or {spec.name, spec.name.split(".")[0]} & set(names)]
     pairs = [(spec, dtype) for spec in chosen for dtype in dtypes if dtype in spec.dtypes]
     if not pairs:
-        raise click.UsageError(f"{', '.join(names) or 'no operator'}: not tested in {', '.join(dtypes)}; see --list")
+        raise click.UsageError(
+            f"{', '.join(names) or 'no operator'}: there is no test in {', '.join(dtypes)}; --list shows the types "
+            "of each operator"
+        )
     return pairs

@@ -50,7 +50,10 @@ def refuse_unsharded(recipe: Recipe) -> None:
     """Raise RecipeError for a recipe that is not executed as a sharded graph on at least two processes."""
     if not chosen(recipe):
         wants = "context.device_target: CPU and parallel.parallel_mode: 1 (semi-auto parallel; docs/semi-auto-cpu.md)"
-        raise RecipeError(f"{recipe.source}: on CPU MindSpore inserts collectives into a recipe only with {wants}")
+        raise RecipeError(
+            f"{recipe.source}: there are no collectives of MindSpore to check: on CPU MindSpore inserts them only "
+            f"with {wants}"
+        )
     if View(recipe).devices == 1:
         told = "it has one process, which sends nothing: see use_parallel, parallel_config"
         raise RecipeError(f"{recipe.source}: {told}")
@@ -138,7 +141,9 @@ def recipe_of_run(run_dir: Path) -> Recipe:
     """
     file = run_dir / "recipe.yaml"
     if not file.is_file():
-        raise RecipeError(f"{run_dir}: has no recipe.yaml; give a recipe, or a run's folder (`tc3 train --run-dir`)")
+        raise RecipeError(
+            f"{run_dir}: the folder has no recipe.yaml; give a recipe, or the folder of a run (`tc3 train --run-dir`)"
+        )
     recipe = load_recipe(file)
     refuse_unsharded(recipe)
     recipe = without_files(recipe)
@@ -163,13 +168,16 @@ def read_record(run_dir: Path, rank: int) -> Executed:
     """
     file = calls_file(run_dir, rank)
     if not file.is_file():
-        raise DataError(f"{file}: missing: the rank did not finish its first step, or was trained by an older checkout")
+        raise DataError(
+            f"{file}: the file is missing, because the rank did not finish its first step or an older checkout "
+            "trained it; train again"
+        )
     try:
         told = json.loads(file.read_text("utf-8"))
         places = {str(group): int(place) for group, place in told["places"].items()}
         return Executed([CallRecord(*call) for call in told["calls"]], places)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{file}: no record of collectives ({error!r}): train again") from None
+        raise DataError(f"{file}: this is not a record of collectives ({error!r}); train again") from None
 
 
 def rank_calls(result: Mapping[str, Any], executed: Executed) -> RankCalls:

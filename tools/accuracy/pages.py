@@ -16,10 +16,12 @@ def check_page(page: Path | None, option: str = "--html") -> None:
         _check_folder(page, option)
         return
     if not page.is_file():
-        raise DataError(f"{option} {page}: exists and is not a file")
+        raise DataError(f"{option} {page}: this exists, but is not a file; choose another name")
     with page.open("rb") as file:
         if file.read(len(BEGINS)) not in (BEGINS.encode(), b""):
-            raise DataError(f"{option} {page}: exists and is not an HTML page; it would be lost: choose another name")
+            raise DataError(
+                f"{option} {page}: this file is not an HTML page and would be overwritten; choose another name"
+            )
 
 
 def check_out(out: Path | None, *dumps: Path) -> None:
@@ -28,7 +30,9 @@ def check_out(out: Path | None, *dumps: Path) -> None:
         return
     for dump in dumps:
         if real_path(dump) in (real_path(out), *real_path(out).parents):
-            raise DataError(f"--out {out}: lies in the dump {dump}, which must not change: choose another folder")
+            raise DataError(
+                f"--out {out}: this folder lies in the dump {dump}, which must not change; choose another folder"
+            )
     _check_folder(out / "compare.json", "--out")
 
 

@@ -149,7 +149,8 @@ class Stored:
         if not even or slices.keys() != set(range(math.prod(cuts))) or set(slices.values()) != {part}:
             found = f"slices {sorted(slices)} of shapes {sorted(set(slices.values()))}"
             raise CheckpointError(
-                f"{self.folder}: {name} {list(shape)}, cut {list(cuts)}: {found} do not make up the whole tensor"
+                f"{self.folder}: {name} has shape {list(shape)} and is cut into {list(cuts)} parts, but the {found} "
+                "do not make up the whole tensor"
             )
         copies = tuple(self._copies(name, place, part, storage) for place in range(len(slices)))
         return Tensor(self.files[copies[0][0][1]][name].dtype, shape, cuts, copies)
@@ -159,7 +160,10 @@ class Stored:
     ) -> tuple[tuple[int, str], ...]:
         entries = storage.get(str((name, (place,))), [])
         if not entries:
-            raise CheckpointError(f"{self.folder}: {name}: metadata.json names no file with slice {place}")
+            raise CheckpointError(
+                f"{self.folder}: {name}: metadata.json names no file that holds slice {place}; copy the checkpoint "
+                "again"
+            )
         for entry in entries:
             file = entry["file_name"]
             if name not in self.files.get(file, {}):
@@ -219,7 +223,8 @@ def read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         wrong = [name for name in section if not holds(section[name])] if isinstance(section, dict) else ["all"]
         if wrong:
             raise CheckpointError(
-                f"{file}: {wrong[0]}: MindFormers' metadata do not describe a {kind} like this; the file may be damaged"
+                f"{file}: {wrong[0]}: this entry is not the description of a {kind} that MindFormers writes; the "
+                "file may be damaged"
             )
     return listed, storage
 
@@ -314,9 +319,13 @@ def read_placements(folder: Path) -> dict[str, np.ndarray]:
     for file in sorted(folder.glob("*-model-*.safetensors")):
         for module, slots in _placements_in(file):
             if not np.array_equal(np.sort(slots), np.arange(len(slots))):
-                raise CheckpointError(f"{file}: {module}.{PLACEMENT} does not give each expert a slot of its own")
+                raise CheckpointError(
+                    f"{file}: {module}.{PLACEMENT} is not a permutation of the experts' slots; the file may be damaged"
+                )
             if not np.array_equal(found.setdefault(module, slots), slots):
-                raise CheckpointError(f"{file}: {module}.{PLACEMENT} differs from that of the other ranks")
+                raise CheckpointError(
+                    f"{file}: {module}.{PLACEMENT} differs from the placement in the files of other ranks"
+                )
     return found
 
 

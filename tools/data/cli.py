@@ -119,7 +119,10 @@ def prepare(
     if flags["held_out"] == 1:
         raise click.UsageError("--held-out 1 leaves nothing to train on; give a share below 1, such as 0.01")
     if tokenizer == "bytes" and (flags["eod_token"] or flags["trust_remote_code"]):
-        raise DataError("--eod-token and --trust-remote-code work only with --tokenizer DIR")
+        raise DataError(
+            "--eod-token and --trust-remote-code work only with --tokenizer DIR; leave them out, or give "
+            "--tokenizer DIR"
+        )
     if tokenizer != "bytes" and vocab_size is not None:
         raise DataError(
             f"--vocab-size works only with --tokenizer bytes, because the vocabulary of {tokenizer} is fixed"

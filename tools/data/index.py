@@ -163,10 +163,16 @@ def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
         raise BrokenIndexError(f"{path}: the file ends inside its header") from None
     names = {number: name for name, number in DTYPE_CODES.items()}
     if version != 1 or code not in names:
-        raise BrokenIndexError(f"{path}: an index of version {version} and dtype code {code} cannot be read here")
+        raise BrokenIndexError(
+            f"{path}: the index has version {version} and dtype code {code}, which are not supported; write it again "
+            "with tc3 data prepare"
+        )
     expected = len(HEADER) + _COUNTS.size + 12 * sequences + 8 * documents
     if path.stat().st_size != expected:
-        raise BrokenIndexError(f"{path}: the file has {path.stat().st_size:,} bytes, but its counts say {expected:,}")
+        raise BrokenIndexError(
+            f"{path}: the file has {path.stat().st_size:,} bytes, but by the counts in its header it should have "
+            f"{expected:,}"
+        )
     if documents != sequences + 1:
         raise BrokenIndexError(f"{path}: {_NOT_ONE_SEQUENCE}")
     return np.dtype(names[code]), sequences
@@ -215,11 +221,17 @@ class IndexReader:
 
     def _check_sizes(self) -> None:
         if len(self.lengths) and int(self.lengths.min()) < 1:
-            raise BrokenIndexError(f"{self.idx_path}: the index holds a document of {int(self.lengths.min())} tokens")
+            raise BrokenIndexError(
+                f"{self.idx_path}: a document of the index has {int(self.lengths.min())} tokens, but each needs at "
+                "least 1"
+            )
         start = 0
         for pointers in _pointers(self.lengths, self.dtype.itemsize):
             if not np.array_equal(pointers, self.offsets[start : start + len(pointers)]):
-                raise BrokenIndexError(f"{self.idx_path}: the offsets of the index do not follow from its lengths")
+                raise BrokenIndexError(
+                    f"{self.idx_path}: the offsets of the documents do not agree with their lengths, so the file is "
+                    "damaged"
+                )
             start += len(pointers)
         size, expected = self.bin_path.stat().st_size, self.tokens * self.dtype.itemsize
         if size != expected:
@@ -258,7 +270,7 @@ def read_blend(data_path: Any) -> Blend:
     if len(words) % 2 or not known:
         return Blend(words, None)
     if len(known) < len(weights):
-        raise DataError(f"{data_path!r} mixes prefixes with and without weights; weigh each prefix, or none")
+        raise DataError(f"{data_path!r} gives weights to some prefixes only; give each prefix a weight, or none")
     if not all(math.isfinite(weight) and weight >= 0 for weight in known) or not sum(known):
         raise DataError(
             f"{', '.join(words[::2])}: these weights are not shares of a whole; write finite numbers of zero or more"

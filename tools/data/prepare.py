@@ -263,6 +263,7 @@ def _check(options: PrepareOptions, stage: Path, tokenizer: Tokenizer, size: int
         report = verify(prefix, options.corpus, tokenizer, fraction, reporter)
         if report.findings:
             raise DataError(
-                f"the {split} split does not read back as it was written, so nothing is published: {report.findings[0]}"
+                f"the {split} split differs from its source when it is read back, so no output was written: "
+                f"{report.findings[0]}"
             )
         reporter.log(f"checked {split}: {report.summary()}")

@@ -123,7 +123,7 @@ def dryrun(
     if time_line:
         check_form(time_line)
     if quick and (ranks or micro_batches):
-        raise click.UsageError("--quick chooses its own ranks and micro-batches: leave their options out")
+        raise click.UsageError("--quick chooses ranks and micro-batches itself: leave out --ranks and --micro-batches")
     require_verified()
     loaded = without_files(resized(apply_overrides(load_recipe(recipe), overrides), devices))
     with saying("checking the recipe"):

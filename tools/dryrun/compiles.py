@@ -187,7 +187,7 @@ class _Run:
         code = self.process.returncode
         why = f"ended by signal {-code}, as the kernel does when memory is short" if code < 0 else f"exit code {code}"
         last = f": {lines[-1]}" if lines else ""
-        raise ClusterError(f"the compile of rank {self.job.rank} left no result ({why}){last}")
+        raise ClusterError(f"the compile of rank {self.job.rank} ended without a result ({why}){last}")
 
     def end(self) -> None:
         """Kill the compile with every process that it started."""

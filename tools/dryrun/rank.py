@@ -187,7 +187,7 @@ class _NoData:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        raise AssertionError("a dry run reads no data")
+        raise AssertionError("this dataset has no samples to read, because a dry run only compiles")
 
 
 def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], None]) -> Any:
@@ -299,7 +299,10 @@ def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
     columns = view.get(("train_dataset", "input_columns")) or columns_of(view)
     unknown = [name for name in columns if name not in known]
     if unknown:
-        raise RecipeError(f"train_dataset.input_columns: no shape is known for {unknown}; known are {sorted(known)}")
+        raise RecipeError(
+            f"train_dataset.input_columns: the shapes of {unknown} are not known; the dry run knows those of "
+            f"{sorted(known)}"
+        )
     return {name: known[name] for name in columns}
 
 

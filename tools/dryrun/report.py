@@ -153,10 +153,13 @@ def loads_asked(text: str, recipe: Recipe) -> Loads:
     """
     if View(recipe).on_cpu:
         raise RecipeError(
-            "--loads: nothing is known of the memory of CPU workers; tc3 memory --loads predicts it as on a device"
+            "--loads: a dry run does not know the memory of CPU workers; tc3 memory --loads predicts memory as on a "
+            "device"
         )
     if not limit_of(recipe):
-        raise RecipeError("--loads: the recipe sets no context.max_device_memory; set the memory that it must fit")
+        raise RecipeError(
+            "--loads: the recipe sets no context.max_device_memory; set it to the memory into which the job must fit"
+        )
     return loads_of(text, from_recipe(recipe))
 
 

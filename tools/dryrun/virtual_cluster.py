@@ -74,7 +74,9 @@ def final_graph(graphs: Path) -> Path:
     """
     found = sorted(graphs.glob(f"[0-9]*_{FINAL_PASS}_*.ir"))  # its sub-steps' names begin with a word
     if len(found) != 1:
-        raise ClusterError(f"{graphs}: one finished compile leaves one *_{FINAL_PASS}_*.ir, found {len(found)}")
+        raise ClusterError(
+            f"{graphs}: a finished compile leaves exactly one *_{FINAL_PASS}_*.ir, but the folder has {len(found)}"
+        )
     return found[0]
 
 

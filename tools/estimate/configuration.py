@@ -181,7 +181,10 @@ class Configuration:
                 f"{self.micro_batches}: each must be at least 1, and ep must divide dp x tp x cp"
             )
         if any(len(row) != self.pp for row in self.layers) or sum(map(sum, self.layers)) != self.model.layers:
-            raise RecipeError(f"layers {self.layers}: want {self.model.layers} layers on {self.pp} stages")
+            raise RecipeError(
+                f"layers {self.layers}: each chunk must have {self.pp} stages, and all of them together "
+                f"{self.model.layers} layers"
+            )
 
     def stage_kinds(self, stage: int) -> list[list[str]]:
         """Return for each chunk of a stage its kinds of layers, in model order; see `tools.model.weights.KINDS`."""

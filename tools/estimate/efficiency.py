@@ -196,13 +196,13 @@ def _own(hardware: Hardware) -> Efficiency:
     """The efficiencies of a cluster file."""
     content, wanted = hardware.efficiency, [field.name for field in fields(Efficiency)]
     if not isinstance(content, Mapping) or not set(wanted) - _YOUNG <= set(content):
-        raise RecipeError(f"{hardware.file}: efficiency: want exactly {', '.join(wanted)}")
+        raise RecipeError(f"{hardware.file}: efficiency: the section must be a mapping of {', '.join(wanted)}")
     refuse_unknown(f"{hardware.file}: efficiency.", content, wanted)
     for name in (*NAMES, *PROFILED):
         if name in content and (refusal := _VALUES.get(name, _FACTOR).refusal(content[name])):
             raise RecipeError(f"{hardware.file}: efficiency.{name}: {content[name]!r} {refusal}")
     if not isinstance(content["mesh"], bool):
-        raise RecipeError(f"{hardware.file}: efficiency.mesh: {content['mesh']!r}: want true or false")
+        raise RecipeError(f"{hardware.file}: efficiency.mesh: {content['mesh']!r}: the value must be true or false")
     return Efficiency(**dict(content))
 
 
@@ -231,8 +231,8 @@ def efficiency_of(hardware: Hardware) -> Efficiency:
             return Efficiency(**{name: float(value) for name, value in entry["values"].items()}, mesh=entry["mesh"])
     known = [name for entry in _sets().values() for name in entry["clusters"]]
     raise RecipeError(
-        f"{hardware.name}: no efficiencies for it{did_you_mean(hardware.name, known)}; known are {', '.join(known)}; "
-        "name a device type of efficiencies.yaml that is like it"
+        f"{hardware.name}: the efficiencies of this cluster are not known{did_you_mean(hardware.name, known)}; those "
+        f"of {', '.join(known)} are; name one of these whose devices are like it"
     )
 
 
@@ -257,7 +257,10 @@ class DeviceTimes:
         """
         flops, dtype = self.hardware.peak_flops, _BLOCKS.get(dtype, dtype)
         if dtype not in flops and "bf16" not in flops:
-            raise RecipeError(f"{self.hardware.name}: peak_flops.bf16: missing; the file has {', '.join(flops)}")
+            raise RecipeError(
+                f"{self.hardware.name}: peak_flops.bf16: the key is missing; the cluster's file has only "
+                f"{', '.join(flops)}"
+            )
         return flops[dtype] if dtype in flops else flops["bf16"]
 
     def _attention(self, config: Configuration, flops: float) -> float:

@@ -66,7 +66,9 @@ def table_of_numbers(numbers: Iterable[int], layers: Table, schedule: str) -> Ta
     where, counts = places(layers, schedule), Counter[tuple[int, int]]()
     for number in set(numbers):
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(where):
-            raise ValueError(f"{number!r} is not a layer of this model: they are numbered 0 to {len(where) - 1}")
+            raise ValueError(
+                f"{number!r} is not a layer of this model, whose layers are numbered 0 to {len(where) - 1}"
+            )
         counts[where[number][:2]] += 1
     return tuple(tuple(counts[chunk, stage] for stage in range(len(row))) for chunk, row in enumerate(layers))
 

@@ -257,7 +257,7 @@ def read_loads(path: Path, config: Configuration) -> Loads:
     else:
         rows = _json_rows(path, text)
     if not rows:
-        raise DataError(f"{path}: tokens: the log holds no step; write one line for each step")
+        raise DataError(f"{path}: tokens: the log holds the loads of no step; write one line for each step")
     loads = _loads(path, _in_order(rows), config)
     return replace(loads, source=f"{loads.source} without its last line, which is not finished") if left_out else loads
 
@@ -285,7 +285,7 @@ def _json_rows(path: Path, text: str) -> list[_Row]:
                 f"{place}: tokens: this line {not_json(error)}; delete it if it is only half a line"
             ) from None
         if not isinstance(content, dict) or "tokens" not in content:
-            raise DataError(f"{place}: tokens: missing; write a list of counts for each MoE layer")
+            raise DataError(f"{place}: tokens: the key is missing; write a list of counts for each MoE layer")
         rows.append(_json_row(place, content, len(rows) + 1))
     return rows
 
@@ -296,7 +296,7 @@ def _json_row(place: str, content: Mapping[str, Any], at: int) -> _Row:
     if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
         raise DataError(f"{place}: tokens: it must be a list of MoE layers, each a list of the counts of its experts")
     if len({len(row) for row in rows}) > 1:
-        raise DataError(f"{place}: tokens: its layers have unlike numbers of experts; each must have all of them")
+        raise DataError(f"{place}: tokens: the layers have different numbers of experts; each must list all experts")
     for layer, row in enumerate(rows):
         for expert, count in enumerate(row):
             _check_count(count, f"{place}: tokens[{layer}][{expert}]")
@@ -315,7 +315,10 @@ def _csv_rows(path: Path, text: str) -> list[_Row]:
         return []
     refuse_unknown(f"{path}:1: ", head, (*_COLUMNS, "micro_batch"), DataError, "column")
     if missing := [name for name in _COLUMNS if name not in head]:
-        raise DataError(f"{path}:1: {missing[0]}: missing; the columns are {','.join(_COLUMNS)} and maybe micro_batch")
+        raise DataError(
+            f"{path}:1: {missing[0]}: this column is missing; the columns are {','.join(_COLUMNS)} and, optionally, "
+            "micro_batch"
+        )
     cells: dict[tuple[int, int], dict[tuple[int, int], float]] = {}
     places: dict[tuple[int, int], str] = {}
     for line in reader:
@@ -383,7 +386,9 @@ def _in_order(rows: list[_Row]) -> list[list[_Row]]:
             )
         if row.tokens.shape != rows[0].tokens.shape:
             sizes = " and ".join(" x ".join(map(str, one.tokens.shape)) for one in (row, rows[0]))
-            raise DataError(f"{row.place}: tokens: layers x experts are {sizes} in the first line; they must agree")
+            raise DataError(
+                f"{row.place}: tokens: layers x experts are {sizes} in the first line; all lines must have the same"
+            )
         own[row.micro_batch] = row
     most = max(map(len, steps.values()))
     for own in steps.values():
@@ -406,14 +411,16 @@ def require_of(config: Configuration, layers: int, experts: int, place: str) -> 
         DataError: the run has other experts or MoE layers.
     """
     wanted, mtp = len(moe_layers(config)), config.model.mtp
-    one_model = "a log is of one model: give the recipe that wrote it"
+    one_model = "give the recipe with which the log was written"
     if experts != config.model.experts:
         raise DataError(
-            f"{place}: tokens: the log has {experts} experts, the recipe {config.model.experts}; {one_model}"
+            f"{place}: tokens: the log has {experts} experts, but the recipe has {config.model.experts}; {one_model}"
         )
     if layers not in (wanted, wanted + mtp):
         also = f" (and {mtp} of MTP, which may be left out)" if mtp else ""
-        raise DataError(f"{place}: tokens: the log has {layers} MoE layers, the recipe {wanted}{also}; {one_model}")
+        raise DataError(
+            f"{place}: tokens: the log has {layers} MoE layers, but the recipe has {wanted}{also}; {one_model}"
+        )
 
 
 def _loads(path: Path, steps: list[list[_Row]], config: Configuration) -> Loads:
@@ -423,7 +430,10 @@ def _loads(path: Path, steps: list[list[_Row]], config: Configuration) -> Loads:
     for row in (row for own in steps for row in own):
         if not row.tokens.sum(axis=1).all():
             empty = int(row.tokens.sum(axis=1).argmin())
-            raise DataError(f"{row.place}: tokens[{empty}]: no expert has a token; leave out layers that did not run")
+            raise DataError(
+                f"{row.place}: tokens[{empty}]: no expert of this layer received a token; leave out layers that did "
+                "not run"
+            )
     tokens = np.array([[row.tokens for row in own] for own in steps])
     in_order = np.tile(np.arange(experts), (layers, 1))
     slots = np.array([[in_order if row.slots is None else row.slots for row in own] for own in steps])

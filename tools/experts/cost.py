@@ -270,9 +270,9 @@ def ep_report(
     few nodes would change. All numbers are modelled.
     """
     if picture and ep and len(ep) > 1:
-        raise click.UsageError("--picture draws one EP degree: give --ep only one number")
+        raise click.UsageError("--picture draws only one EP degree: give --ep a single number")
     if loads is not None and skew is not None:
-        raise click.UsageError("--loads and --skew say the same thing: give one of them")
+        raise click.UsageError("--loads and --skew both set the loads: give only one of them")
     asked = loads or ("even" if skew is None else str(skew))
     if picture:
         check_ending(picture)

@@ -101,7 +101,9 @@ def _gathered(name: str, file: str, slots: np.ndarray, stored: Stored) -> np.nda
     index = np.unravel_index(held[0], tensor.cuts)
     height, rest = divmod(tensor.shape[0], len(slots))  # rows of one expert
     if rest:
-        raise CheckpointError(f"{stored.folder}: {name}: {tensor.shape[0]} rows are not those of {len(slots)} experts")
+        raise CheckpointError(
+            f"{stored.folder}: {name}: its {tensor.shape[0]} rows cannot be divided among {len(slots)} experts"
+        )
     out, length = np.empty_like(stored.read_from(file, name)), tensor.part[0]
     row = first = int(index[0]) * length
     while row < first + length:

@@ -191,7 +191,10 @@ def study(source: Source, cluster: str, every: int | None, spare: int | None = N
     spare = settings.spare if spare is None else spare
     experts, devices = records[0].tokens.shape[1], records[0].devices
     if spare > (others := experts - experts // devices):
-        raise RecipeError(f"--spare {spare}: all other devices have {others} experts; take {others} at most")
+        raise RecipeError(
+            f"--spare {spare}: a device has more spare slots than all other devices have experts ({others}); give "
+            f"{others} at most"
+        )
     seconds = seconds_of(source.recipe, records, cluster)
     every = every or settings.every or type(settings)().every
     tokens = np.stack([record.tokens for record in records])

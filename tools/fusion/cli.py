@@ -109,7 +109,7 @@ def fusion(
         check_ending(picture)
         check_writable(picture)
     if graph and stage is not None:
-        raise click.UsageError("--graph is the graph of one stage: leave --stage out")
+        raise click.UsageError("--graph already names the graph of one stage: leave --stage out")
     loaded = without_files(resized(apply_overrides(load_recipe(recipe), overrides), devices))
     loaded = resolve(loaded, partial(click.echo, err=True))
     require_sound(loaded)
@@ -137,7 +137,10 @@ def _compiled(recipe: Recipe, chosen: Fusion, stage: int | None, at_once: int | 
     """Compile what is not in the cache, and count."""
     view = View(recipe)
     if view.cpu_classes:
-        raise RecipeError(f"{recipe.source}: a recipe for the CPU has no graph for Ascend; take the model at full size")
+        raise RecipeError(
+            f"{recipe.source}: this recipe is for CPU, so no graph for Ascend can be compiled; give the recipe of "
+            "the full-size model"
+        )
     if stage is not None and stage >= view.pp:
         raise RecipeError(f"--stage {stage}: the recipe has stages 0 to {view.pp - 1}")
     require_verified()

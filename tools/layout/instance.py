@@ -446,8 +446,8 @@ def judge(instance: Instance, solution: list) -> Judgement:
     plan = instance.from_solution(solution)[None]
     if not instance.well_formed(plan)[0]:
         raise DataError(
-            f"solution of {instance.name}: every layer must be placed once, types in the model's order, "
-            "no inner chunk empty"
+            f"solution of {instance.name}: every layer must be placed once, types in the model's order, no inner "
+            "chunk empty, and last_layers, last_option and order kept"
         )
     peak = instance.peak_memory(plan)[0]
     over = {int(stage): float(peak[stage] - instance.cap) for stage in np.flatnonzero(~instance.kept(peak))}

@@ -153,7 +153,7 @@ def _layer_numbers(value: Any, total: int, path: KeyPath, found: Findings) -> No
     elif isinstance(value, list):
         wrong = [item for item in value if type(item) is not int or not 0 <= item < total]
         if wrong:
-            said = f"{wrong[0]!r} is not a layer of this model: they are numbered 0 to {total - 1}"
+            said = f"{wrong[0]!r} is not a layer of this model, whose layers are numbered 0 to {total - 1}"
             said += ", which model_config.swap lists by their numbers"
             found.error(path, said, f"numbers from 0 to {total - 1}, or True", rule="recompute_by_number")
 

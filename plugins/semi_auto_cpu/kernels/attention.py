@@ -193,7 +193,9 @@ def _layout(name: str, layout: Any) -> str:
 
 def _ends(name: str, argument: str, ends: Any) -> np.ndarray:
     if not isinstance(ends, (tuple, list, np.ndarray)):
-        raise ValueError(f"{name}: {argument} must hold the ends of the documents, but is {_form(ends)}")
+        raise ValueError(
+            f"{name}: {argument} must be a list or tensor with the end of each document, but is {_form(ends)}"
+        )
     return np.asarray(ends).reshape(-1)
 
 
@@ -252,7 +254,7 @@ def blocks_of(call: Call) -> Iterator[Block]:
             start, stop = max(0, first + lower), min(part.columns, last + upper)
             if max(0, last - 1 + lower) >= part.columns or first + upper < 0:
                 raise ValueError(
-                    f"{call.name}: sparse_mode {call.sparse} leaves a query without a key: {part.rows} queries, "
+                    f"{call.name}: with sparse_mode {call.sparse} a query attends to no key: {part.rows} queries, "
                     f"{part.columns} keys, pre_tokens {call.before}, next_tokens {call.behind}"
                 )
             hidden = _outside(first, last, start, stop, lower, upper)
@@ -276,8 +278,9 @@ def _parts(call: Call) -> list[_Part]:
     falling = any(a > b for a, b in zip([*starts, *key_starts], [*ends, *key_ends], strict=False))
     if len(ends) != len(key_ends) or falling or not ends or ends[-1] != rows or key_ends[-1] > columns:
         raise ValueError(
-            f"{call.name}: actual_seq_qlen {_short(ends)} must rise to the {rows} queries, actual_seq_kvlen "
-            f"{_short(key_ends)} to at most the {columns} keys, and both must have equally many documents"
+            f"{call.name}: actual_seq_qlen {_short(ends)} must rise and end at {rows}, the number of queries; "
+            f"actual_seq_kvlen {_short(key_ends)} must rise and end at {columns}, the number of keys, or before; and "
+            "both must have equally many entries"
         )
     documents = zip(starts, ends, key_starts, key_ends, strict=True)
     return [_Part(0, a, b - a, c, d - c) for a, b, c, d in documents if b > a]

@@ -67,7 +67,7 @@ def GroupedMatmul(
     if group_type == _SPLIT_INNER:
         return np.stack([a[:, rows] @ b[rows] for rows in groups])
     if len(groups) != len(b):
-        raise ValueError(f"GroupedMatmul: {len(groups)} groups do not fit {len(b)} matrices")
+        raise ValueError(f"GroupedMatmul: group_list has {len(groups)} groups, but weight has {len(b)} matrices")
     out = np.empty((a.shape[0], b.shape[-1]), a.dtype)
     for rows, matrix in zip(groups, b, strict=True):
         np.matmul(a[rows], matrix, out=out[rows])
@@ -97,7 +97,9 @@ def _groups(group_list: np.ndarray | None, size: int) -> list[slice]:
     ends = group_list.tolist()
     starts = [0, *ends[:-1]]
     if not ends or ends[-1] != size or any(a > b for a, b in zip(starts, ends, strict=True)):
-        raise ValueError(f"GroupedMatmul: group_list {ends} must rise to {size}")
+        raise ValueError(
+            f"GroupedMatmul: group_list {ends} must rise and end at {size}, the size of the dimension that it splits"
+        )
     return [slice(a, b) for a, b in zip(starts, ends, strict=True)]
 
 

@@ -39,7 +39,10 @@ def add_rows(target: np.ndarray, index: np.ndarray, rows: np.ndarray) -> None:
 def _within(name: str, index: np.ndarray, size: int) -> np.ndarray:
     """The index, when it stays inside: NumPy would count a negative one from the end."""
     if index.size and not (index.min() >= 0 and index.max() < size):
-        raise ValueError(f"{name}: indices {index.min()} to {index.max()} do not fit a dimension of {size}")
+        raise ValueError(
+            f"{name}: the indices range from {index.min()} to {index.max()}, but the dimension has only the indices "
+            f"0 to {size - 1}"
+        )
     return index
 
 
@@ -119,7 +122,9 @@ def OneHotExt(
 def SplitWithSize(attrs: Attrs, x: np.ndarray, sizes: tuple[int, ...], dim: int = 0) -> tuple[np.ndarray, ...]:
     """Return the parts of given sizes along a dimension."""
     if sum(sizes) != x.shape[dim]:
-        raise ValueError(f"SplitWithSize: sizes {tuple(sizes)} do not make up {x.shape[dim]}")
+        raise ValueError(
+            f"SplitWithSize: sizes {tuple(sizes)} must add up to {x.shape[dim]}, the size of the dimension"
+        )
     return tuple(np.split(x, np.cumsum(sizes)[:-1], dim))
 
 

@@ -249,7 +249,7 @@ def test_a_run_that_has_gone_on_from_a_checkpoint_never_begins_with_random_weigh
     (own / "mini-model-0000000-0000001.safetensors").unlink()
     for again in (True, False):
         with pytest.raises(
-            CheckpointError, match=r"attempt 1 of this run went on from step 60 \(.*0060\): restore that"
+            CheckpointError, match=r"attempt 1 of this run continued from step 60 \(.*0060\): restore that"
         ):
             plan("auto", number=2, again=again)
 

@@ -162,7 +162,7 @@ def test_the_job_is_requeued_when_the_agents_cannot_go_on(submit, code, decision
 def test_what_is_wrong_is_said(submit, tmp_path):
     code, called, err = submit(sbatch_file(slurm_job()), SLURM_SUBMIT_DIR=str(tmp_path))
     assert (code, called) == (2, []) and err.startswith(f"error: no launch/train.py in {tmp_path}: submit from the")
-    with pytest.raises(ClusterError, match="12 workers do not fill nodes of 8"):
+    with pytest.raises(ClusterError, match="12 workers do not fill whole nodes of 8"):
         slurm_job(workers=12, slots=8)
 
 

@@ -165,7 +165,7 @@ def test_one_that_is_given_or_lies_beside_the_weights_goes_first(corpus, tmp_pat
 def test_another_tokenizer_in_its_place_is_refused(corpus, tmp_path):
     shutil.rmtree(tmp_path / "c_tokenizer")
     train(WORDS, 270, tmp_path / "c_tokenizer")
-    with pytest.raises(DataError, match="c_tokenizer: this is not the tokenizer that wrote"):
+    with pytest.raises(DataError, match="c_tokenizer: this is not the tokenizer with which"):
         tokenizer_of(recipe_of("1", str(corpus)), tmp_path / "weights", None)
 
 

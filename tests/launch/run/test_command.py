@@ -236,7 +236,7 @@ REFUSALS = {
         ["mini/toy.yaml", "--set", "parallel_config.data_parallel=0"],
         "it must be a whole number from 1 to 1,000,000",
     ),
-    "steps without sizes": (["mini/bare.yaml", "--steps", "3"], "--steps needs train_dataset.data_loader.sizes"),
+    "steps without sizes": (["mini/bare.yaml", "--steps", "3"], "--steps needs the keys that it sets"),
 }
 
 

@@ -210,7 +210,9 @@ def test_enable_marks_the_training_data_alone(adapter):
     schedule = config.train_dataset.data_loader.schedule
     assert schedule.layout == Layout(1, 32, 1, schedule.layout.objective, window=2)
     assert schedule.eod_pad_length == 1024 and schedule.cost == Cost(3.0, 4.0, "FLOP")
-    with pytest.raises(RecipeError, match=r"attention_balance\.per_pair: per_pair and per_token are missing"):
+    with pytest.raises(
+        RecipeError, match=r"attention_balance\.per_pair: the cost of a sample \(per_pair and per_token\) is missing"
+    ):
         adapter.enable(config, {"window": 2})
     with pytest.raises(RecipeError, match=r"plugins\.attention_balance\.windows"):
         adapter.enable(config, {"windows": 2})

@@ -90,12 +90,12 @@ def test_samples_that_begin_at_the_end_of_a_document_have_no_empty_segment():
 def test_an_index_of_another_corpus_is_refused():
     index = build_gpt_index(np.full(10, 7, np.int32), 8, None, 1)
     other = GPTIndex(np.full(10, 6, np.int32), index.document_index, index.sample_index, index.shuffle_index, 8)
-    with pytest.raises(DataError, match=r"tokens where the sequence length is 8: the cached indices belong to another"):
+    with pytest.raises(DataError, match=r"tokens, but the sequence length is 8: the cached indices belong to another"):
         segments_of(other, 0, len(other))
 
 
 def test_a_corpus_below_one_sample_is_refused():
-    with pytest.raises(DataError, match="8 tokens is too short"):
+    with pytest.raises(DataError, match="8 tokens, which is too short"):
         build_gpt_index(np.array([8], np.int32), 8, None, 1)
 
 

@@ -320,7 +320,9 @@ def test_an_exchange_after_a_time_out_is_refused_not_answered_with_the_late_fram
         late = threading.Thread(target=mesh[1].all_to_all_v, args=([0, 1], 1, ones))
         late.start()
         late.join(20)
-        with pytest.raises(ClusterError, match="rank 1 is at exchange 0 of this tag, but 1 was expected"):
+        with pytest.raises(
+            ClusterError, match="rank 1 sent its exchange number 0 with this tag, but number 1 was expected"
+        ):
             mesh[0].all_to_all_v([0, 1], 1, ones)
 
 
@@ -382,7 +384,7 @@ def test_connecting_names_who_is_absent_unreachable_or_of_another_run():
 
 
 def test_a_group_without_this_rank_is_refused():
-    with pytest.raises(ClusterError, match=r"rank 0 exchanges in the group \[1, 2\]"):
+    with pytest.raises(ClusterError, match=r"rank 0 exchanges data in the group \[1, 2\]"):
         Mesh(0, 3).all_to_all_v([1, 2], 1, [np.ones((1, 1))] * 2)
 
 

@@ -96,7 +96,8 @@ def test_chunks_of_a_small_list():
 
 
 @pytest.mark.parametrize(
-    ("chunks", "word"), [((3, 1), r"chunks: 3 parts.*chunks\[0\].*1 to 2"), ((1, 0), r"chunks\[1\].*1 to 4")]
+    ("chunks", "word"),
+    [((3, 1), r"chunks: 2 samples .*3 parts.*chunks\[0\].*1 to 2"), ((1, 0), r"chunks\[1\].*1 to 4")],
 )
 def test_more_chunks_than_rows(chunks, word):
     with pytest.raises(RecipeError, match=word):
@@ -235,7 +236,7 @@ def test_what_is_written_is_read():
         (True, "write `chunks:`"),
         ({"chunk": [1, 2]}, "write `chunks:`"),
         ({"chunks": [1, 2], "strides": 1}, "did you mean 'stride'"),
-        ({"chunks": [0, 2]}, "both 1 or more"),
+        ({"chunks": [0, 2]}, "each 1 or more"),
         ({"chunks": 4}, "neither auto"),
         ({"chunks": [1, 2.0]}, "neither auto"),
         ({"chunks": [1, 2], "stride": -1}, "whole number"),

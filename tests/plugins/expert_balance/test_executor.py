@@ -218,7 +218,7 @@ def test_a_rank_with_another_plan_is_named_by_all_and_nobody_moves(mesh):
         executor.move(mesh[rank], every[rank], HERE, shuffled(9 if rank == 2 else 1), write)
 
     for told in refused(RANKS, mesh, work):
-        assert "ranks [2] do not have the plan that rank 0 has" in told
+        assert "ranks [2] do not have the same plan as rank 0" in told
     assert all(map(nothing_written, every))
 
 

@@ -94,7 +94,7 @@ def test_any_type_and_number_of_rows(dtype, shape, ranks):
 
 def test_ranks_that_disagree_are_told(ranks):
     def work(rank):
-        with pytest.raises(ClusterError, match=r"ranks \[2\] do not have the plan"):
+        with pytest.raises(ClusterError, match=r"ranks \[2\] do not have the same plan"):
             executor.agree(ranks[rank], "plan", b"other" if rank == 2 else b"plan")
 
     on_ranks(RANKS, work)

@@ -34,8 +34,11 @@ def test_good_settings_pass(settings):
         ({"every": 0}, r"held_out_loss\.every: 0 is not allowed; write a number of at least 1"),
         ({"every": "often"}, r"held_out_loss\.every: 'often' is not allowed; "),
         ({"every": True}, r"held_out_loss\.every: True is not allowed; "),
-        ({"data_path": []}, r"held_out_loss\.data_path: \[\] is not a path; write a path, or a list of the prefixes"),
-        ({"data_path": 3}, r"held_out_loss\.data_path: 3 is not a path; write a path"),
+        (
+            {"data_path": []},
+            r"held_out_loss\.data_path: \[\] is not a path; write the path of the held-out data, or a list",
+        ),
+        ({"data_path": 3}, r"held_out_loss\.data_path: 3 is not a path; write the path"),
         ({"data_path": ["8", "a"]}, r"held_out_loss\.data_path: '8' is a number; write prefixes only, without weights"),
         ({"data_path": ["a", 0.5]}, r"held_out_loss\.data_path: 0\.5 is a number; "),
         ({"data_path": ["a", ""]}, r"held_out_loss\.data_path: '' is not a path; write the prefix"),
@@ -185,5 +188,8 @@ def test_a_wrong_recipe_is_left_to_what_says_so(wrong):
 
 def test_a_step_of_micro_batches_has_to_tell_the_losses_apart():
     check_step({**recipe_of(), "print_separate_loss": False})
-    with pytest.raises(RecipeError, match=r"print_separate_loss: False hides .*, which plugins\.held_out_loss reads"):
+    with pytest.raises(
+        RecipeError,
+        match=r"print_separate_loss: with micro-batches plugins\.held_out_loss reads .* with False; write True",
+    ):
         check_step({**recipe_of(pipeline_stage=2, micro_batch_num=2), "print_separate_loss": False})

@@ -66,7 +66,7 @@ def test_more_tokens_than_can_be_sorted_are_refused_when_the_model_is_built(enab
         gated_linear_unit=True,
     )
     assert len(ours.slices(model)[0]) == 2 * 2**24
-    with pytest.raises(RecipeError, match=r"33,554,432 tokens of each rank, 4 experts each"):
+    with pytest.raises(RecipeError, match=r"33,554,432 tokens on each rank and 4 experts per token"):
         RoutedExperts(model, ours, None, Rows(), streams=1)
 
 

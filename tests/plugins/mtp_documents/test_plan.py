@@ -46,7 +46,7 @@ def test_the_end_is_the_token_at_which_the_dataset_resets_its_mask():
     ("change", "layers", "words"),
     [
         ({"type": "HFDataLoader"}, 1, "samples of BlendedMegatronDatasetDataLoader, not of 'HFDataLoader'"),
-        ({}, 0, "no MTP layer; leave the plugin out"),
+        ({}, 0, "the model has none; leave the plugin out"),
         ({"config": {"reset_attention_mask": False}}, 1, "attention does not keep documents apart"),
         ({"config": {"eod": None}}, 1, r"config\.eod: None is not a token id"),
     ],

@@ -95,11 +95,11 @@ def test_loaders_that_it_knows():
         (True, loader(ALPACA, PACKING), r"packed_labels: write plugins\.packed_labels: \{\}, or False"),
         ({}, {"type": "BlendedMegatronDatasetDataLoader"}, "it only mends the PackingHandler of an HFDataLoader"),
         ({}, loader(ALPACA, PACKING, streaming=True), "does not stream"),
-        ({}, loader(ALPACA), "has no PackingHandler"),
-        ({}, {"type": "HFDataLoader"}, "has no PackingHandler"),
-        ({}, loader(PACKING, ALPACA), "needs exactly one AlpacaInstructDataHandler or"),
-        ({}, loader({"type": "MyHandler"}, PACKING), "needs exactly one AlpacaInstructDataHandler or"),
-        ({}, loader(ALPACA, {**PACKING, "pack_strategy": "truncate"}), r"handler\.1\.pack_strategy: 'truncate'"),
+        ({}, loader(ALPACA), "labels of PackingHandler, but .*handler has no such handler"),
+        ({}, {"type": "HFDataLoader"}, "labels of PackingHandler, but .*handler has no such handler"),
+        ({}, loader(PACKING, ALPACA), "needs exactly one handler of type AlpacaInstructDataHandler or"),
+        ({}, loader({"type": "MyHandler"}, PACKING), "needs exactly one handler of type AlpacaInstructDataHandler or"),
+        ({}, loader(ALPACA, {**PACKING, "pack_strategy": "truncate"}), r"handler\.1\.pack_strategy: with 'truncate'"),
     ],
 )
 def test_what_it_does_not_know_is_named(settings, data, words):

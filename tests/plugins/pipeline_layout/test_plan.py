@@ -112,12 +112,12 @@ def test_layouts_are_written_briefly():
     ("text", "stages", "words"),
     [
         ("Et|tL", 3, "2 chunks do not fill 3 pipeline stages"),
-        ("t|Et|tL", 3, "expected one E .embedding., at the very beginning"),
-        ("Et|tL|t", 3, "expected one L .loss., at the very end"),
-        ("Et|EtL", 2, "expected one E"),
+        ("t|Et|tL", 3, "exactly one E .embedding., at the very beginning"),
+        ("Et|tL|t", 3, "exactly one L .loss., at the very end"),
+        ("Et|EtL", 2, "exactly one E"),
         ("Et|t|m|L", 4, "the last decoder layer is in chunk 1, and MindFormers runs MTP in that chunk"),
         ("Etm|tL", 2, "the last decoder layer is in chunk 1"),
-        ("Et|mtL", 2, "MTP layers come after"),
+        ("Et|mtL", 2, "must come after the last decoder layer"),
         ("Et||tL", 3, "chunk 1 holds no decoder layer"),
         ("Et|xL", 2, "unknown symbol 'x', expected E embedding"),
         ("E((t|)*2)*2,tL", 5, "cannot be unrolled"),
@@ -134,9 +134,9 @@ def test_what_mindformers_cannot_express_is_named(text, stages, words):
     [
         ([1, 0], 7, 3, 1, r"is not of shape \[1\]\[3\]"),
         ([[1, 0]], 9, 2, 2, r"is not of shape \[2\]\[2\]"),
-        ([1, 1, 0], 7, 3, 1, "places 8 layers of 7"),
-        ([1, -2, 1, 0], 8, 4, 1, "each chunk but the first and last"),
-        ([-3, 1, 1, 1], 8, 4, 1, "each chunk but the first and last"),
+        ([1, 1, 0], 7, 3, 1, "places 8 layers, but the model has 7"),
+        ([1, -2, 1, 0], 8, 4, 1, "each chunk except the first and the last"),
+        ([-3, 1, 1, 1], 8, 4, 1, "each chunk except the first and the last"),
     ],
 )
 def test_offsets_that_do_not_fit_are_named(offset, layers, stages, chunks, words):

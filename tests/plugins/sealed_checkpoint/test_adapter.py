@@ -60,7 +60,7 @@ def test_a_background_save_that_failed_stops_the_training(tmp_path, monkeypatch)
     monkeypatch.setattr(serialization, "_exec_save", disk_full)
     run = Run(tmp_path, async_save=True)
     run.step(1)
-    with pytest.raises(CheckpointError, match=r"mini-opt-0000000-0000001\.safetensors not written"):
+    with pytest.raises(CheckpointError, match=r"did not write mini-opt-0000000-0000001\.safetensors"):
         run.end()
     assert "did not finish" in run.fault(1)
 

@@ -105,7 +105,7 @@ def test_nothing_is_sealed_unless_all_is_there(tmp_path, rank, world_size, optim
         for name in names:
             (tmp_path / name).write_text(name)
         (tmp_path / absent).rename(tmp_path / f"{absent}.tmp")
-        with pytest.raises(CheckpointError, match=f"{absent} not written"):
+        with pytest.raises(CheckpointError, match=f"MindFormers did not write {absent}"):
             plan.write_seal(tmp_path, rank, world_size, 3, names)
         assert not plan.seal_file(tmp_path, rank).exists()
     (tmp_path / absent).write_text("")

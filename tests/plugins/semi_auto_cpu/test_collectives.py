@@ -33,7 +33,7 @@ def test_attributes_state_the_ranks_of_what_nobody_created(groups, stated):
 
 def test_a_name_that_mindspore_makes_of_other_ranks_is_refused(groups):
     """Weights are cut by the name, and gathered from the ranks that the operator states."""
-    told = rf"rank 2: AllGather says that group .* MindSpore would call such a group '{made_up_name((2, 6))}'"
+    told = rf"rank 2: AllGather says that group .* MindSpore would name a group of these ranks '{made_up_name((2, 6))}'"
     with pytest.raises(ClusterError, match=told):
         groups.members("AllGather", {"group": made_up_name((1, 2)), "rank_list": "(2, 6)"})
 
@@ -51,11 +51,16 @@ def test_a_group_created_later_is_found(groups):
 
 
 def test_unknown_groups_and_strangers_are_told(groups):
-    with pytest.raises(ClusterError, match=r"rank 2: AllToAll uses group 'ep', .* known are tp, hccl_world_group"):
+    with pytest.raises(
+        ClusterError, match=r"rank 2: AllToAll uses group 'ep', .* known groups are tp, hccl_world_group"
+    ):
         groups.members("AllToAll", {"group": "ep"})
     with pytest.raises(ClusterError, match=r"rank 2 runs AllGather in group '2-9' of ranks \[0, 1\], but is not one"):
         groups.members("AllGather", {"group": "2-9", "rank_list": "(0, 1)"})
-    with pytest.raises(ClusterError, match=r"Send: group '2-9' of ranks \[2, 9\] is not a group of 8 processes"):
+    with pytest.raises(
+        ClusterError,
+        match=r"Send: group '2-9' of ranks \[2, 9\] is not possible: a rank stands twice",
+    ):
         groups.members("Send", {"group": "2-9", "group_ranks": "2-9"})
 
 

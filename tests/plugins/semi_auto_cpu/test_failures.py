@@ -95,10 +95,10 @@ def test_counts_that_do_not_meet_are_named():
         return "AlltoAllV", attributes((0, 1), block_size=3), [ones(9), np.array(send), receive], [ones(12)]
 
     told = messages([[swap([1, 2], [1, 1])], [swap([2, 1], [2, 1])]], timeout=20)
-    assert "rank 1 sends 6 elements, but the receive counts say 3 (3 a block)" in told[0]
+    assert "rank 1 sends 6 elements, but the receive counts say 3 (a block has 3 elements)" in told[0]
     assert f"AlltoAllV, call 0 of ranks 0, 1 (group {OF_TWO!r})" in told[0]
     told = messages([[swap([1, 3], [1, 1])], []], timeout=20)
-    assert "it must send 12 elements, but has only 9" in told[0]
+    assert "the send counts add up to 12 elements, but the input has only 9" in told[0]
 
 
 def test_an_earlier_call_is_not_taken_for_the_one_that_is_due():
@@ -159,7 +159,10 @@ def test_three_ranks_at_three_operators_each_name_both_others():
 
 def test_a_receive_from_oneself_is_refused():
     told = messages([[("Receive", LINK | {"src_rank": "0"}, [], [ones(4)])], []])
-    assert f"rank 0, Receive in group {OF_TWO!r} of ranks [0, 1]: place 0 is not that of another member" in told[0]
+    assert (
+        f"rank 0, Receive in group {OF_TWO!r} of ranks [0, 1]: index 0 in the group is not that of another member"
+        in told[0]
+    )
 
 
 def step(one, rank):

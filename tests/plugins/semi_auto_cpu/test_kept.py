@@ -166,7 +166,7 @@ def test_a_graph_without_what_goes_with_it_is_compiled_anew(start, folder, damag
 def test_other_slices_than_those_of_the_compile_end_the_run(start, folder):
     second, cell = start(), Step()
     entry = second.to_load(described(cell, INPUTS, "train"))
-    with pytest.raises(ClusterError, match=r"Step was loaded.*slices are not.*: split; remove the folder"):
+    with pytest.raises(ClusterError, match=r"Step was loaded.*slices differ .*: split; remove the folder"):
         second.restore(cell.sliced(rows=4), entry)
 
 
@@ -174,7 +174,7 @@ def test_other_groups_than_those_of_the_compile_end_the_run(start, folder):
     second, cell = start(), Step()
     entry = second.to_load(described(cell, INPUTS, "train"))
     second.ranks.create("2-77", [0])
-    with pytest.raises(ClusterError, match=r"its groups are not.*: 2-77; remove the folder"):
+    with pytest.raises(ClusterError, match=r"its groups differ .*: 2-77; remove the folder"):
         second.restore(cell.sliced(), entry)
 
 

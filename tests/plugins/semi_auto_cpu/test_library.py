@@ -53,7 +53,7 @@ def test_a_scalar_and_an_empty_tensor():
 
 
 def test_a_type_that_numpy_does_not_have_is_named():
-    with pytest.raises(TypeError, match="Int4 have no NumPy type"):
+    with pytest.raises(TypeError, match="Int4 has no counterpart in NumPy"):
         library.parse(text([{"type": "Int4", "bytes": 1, "shape": [2]}]))
 
 

@@ -89,7 +89,7 @@ def test_a_step_that_the_optimizer_skips_for_its_loss_scale_is_not_judged(tmp_pa
 def test_a_run_whose_data_has_no_samples_to_spare_does_not_begin(tmp_path):
     training = Guarded(tmp_path, rollbacks=2, skip=3)
     training.guard.spare = lambda wanted: min(wanted, 47)
-    with pytest.raises(DataError, match=r"47 samples remain .* may leave out 48 more \(2 rollbacks, 3 steps of 8"):
+    with pytest.raises(DataError, match=r"only 47 samples beyond .* may leave out 48 \(2 rollbacks, 3 steps of 8"):
         training.begin(tmp_path)
 
 
@@ -122,5 +122,7 @@ def test_data_that_ends_is_told_how_much_is_left():
     plain = [*range(10)]
     assert spare_of(plain, ((2, 4),), 6, 100) == 2 and len(Skipping(plain, ((2, 4),))) == 8
     check_enough(plain, ((2, 4),), 8)
-    with pytest.raises(DataError, match=r"without these 2 samples the data has only 8 of the 9 that"):
+    with pytest.raises(
+        DataError, match=r"without the 2 samples that are left out, the data has only 8 of the 9 samples that"
+    ):
         check_enough(plain, ((2, 4),), 9)

@@ -44,7 +44,7 @@ def test_the_public_36b_is_read():
         ({"attention_factor": "public"}, {}, r"plugins\.yarn\.attention_factor: 'public' is none of standard, telec"),
         ({"factor": 4}, {}, r"plugins\.yarn\.factor: no such setting"),
         ({}, {"model_type": "telechat3_moe"}, r"model_config\.model_type: .* not for 'telechat3_moe'"),
-        ({}, {"rope_scaling": None}, r"rope_scaling: plugins\.yarn needs rope_type, factor"),
+        ({}, {"rope_scaling": None}, r"rope_scaling: plugins\.yarn needs a mapping with rope_type, factor"),
         ({}, {"rope_scaling": PUBLIC | {"rope_type": "rope"}}, r"rope_scaling\.rope_type: 'rope' is not YaRN"),
         ({}, {"rope_scaling": PUBLIC | {"factor": "4"}}, r"rope_scaling\.factor: '4' is not a number"),
         ({}, {"rope_scaling": PUBLIC | {"factor": 0.5}}, r"rope_scaling: factor and original_max_position"),

@@ -88,7 +88,7 @@ def test_a_page_replaces_pages_only(tmp_path):
 
 def test_hf32_is_listed_as_not_runnable():
     result = ops("matmul", "--dtype", "hf32")
-    assert result.exit_code == 0 and "matmul hf32: hf32 is a mode of Ascend's matrix unit" in result.stdout
+    assert result.exit_code == 0 and "matmul hf32: hf32 exists only on Ascend's matrix unit" in result.stdout
 
 
 def test_pure_modules_import_no_mindspore():

@@ -95,7 +95,12 @@ def test_documents_of_a_compressed_mask(tmp_path, lengths, room, severity):
 
 @pytest.mark.parametrize(
     ("value", "word"),
-    [(["1"], "no prefix"), ([], "list of paths"), (["1", "a", "b", "c"], "mixes"), ([["a"]], "list of paths")],
+    [
+        (["1"], "no prefix"),
+        ([], "list of paths"),
+        (["1", "a", "b", "c"], "weights to some prefixes only"),
+        ([["a"]], "list of paths"),
+    ],
 )
 def test_blends(value, word):
     found = wrong(put(MINI, (*LOADER, "config", "data_path"), value))

@@ -28,7 +28,7 @@ def test_shipped_recipes_pass(recipe):
     ("recipe", "change", "key", "words"),
     [
         (OVERLAP, "parallel_config.expert_parallel=2", "parallel_config.expert_parallel", "all workers"),
-        (OVERLAP, "plugins.ep_overlap.chunks=[3,1]", "plugins.ep_overlap.chunks", "use 1 to 2"),
+        (OVERLAP, "plugins.ep_overlap.chunks=[3,1]", "plugins.ep_overlap.chunks", "write 1 to 2"),
         (OVERLAP, "plugins.ep_overlap.chunks=[1]", "plugins.ep_overlap.chunks", "neither auto"),
         (OVERLAP, "plugins.hierarchical_ep.mode=fast", "plugins.hierarchical_ep.mode", "fast"),
         (OVERLAP, "model.model_config.npu_nums_per_device=3", "plugins.hierarchical_ep", "use 3 or 6"),
@@ -138,7 +138,7 @@ def test_the_auxiliary_loss_of_a_group_has_nothing_to_set():
         (["plugins.spike_guard.window=3"], "plugins.spike_guard.window", "a number of steps from 4 on"),
         (["plugins.spike_guard.threshold=-1.0"], "plugins.spike_guard.threshold", "standard deviations above 0"),
         (["plugins.spike_guard.skipped=[[8, 4]]"], "plugins.spike_guard.skipped", "[[first, stop], ...]"),
-        (["plugins.finite_loss={stop_after: 3}"], "plugins.spike_guard", "replaces it"),
+        (["plugins.finite_loss={stop_after: 3}"], "plugins.spike_guard", "has no effect"),
         (
             ["runner_config.epochs=2"],
             "plugins.spike_guard",
@@ -177,7 +177,7 @@ def test_labels_of_packed_conversations_are_those_of_the_next_token():
 def test_what_the_plugin_for_labels_cannot_mend_is_named():
     packing = "train_dataset.data_loader.handler.1"
     found = errors("recipes/mini/finetune.yaml", f"{packing}.pack_strategy=truncate")
-    assert "lengths of conversations, but the loader reads them as their ends" in found["plugins.packed_labels"]
+    assert "lengths of conversations, but the loader reads these numbers as" in found["plugins.packed_labels"]
     on = load_recipe("recipes/mini/pretrain.yaml")
     on["plugins"]["packed_labels"] = {}
     assert "of an HFDataLoader" in {each.key: each.wrong for each in check_recipe(on).errors}["plugins.packed_labels"]
@@ -270,7 +270,7 @@ def test_the_shipped_recipe_passes():
     ("changes", "key", "words"),
     [
         ([f"{KEY}.method=swap"], f"{KEY}.method", "did you mean 'swaps'"),
-        (["optimizer.type=Muon"], f"{KEY}.every", "would stay behind"),
+        (["optimizer.type=Muon"], f"{KEY}.every", "moves with an expert"),
         (["parallel_config.expert_parallel=1", "plugins.hierarchical_ep=False"], f"{KEY}.every", "experts cannot move"),
         (["model.model_config.moe_router_enable_expert_bias=False"], KEY, "counts its tokens only if"),
         ([f"{KEY}.spare=13"], f"{KEY}.spare", "write 12 at most"),

@@ -111,7 +111,7 @@ def one_slice_more(four):
     ("spoil", "message"),
     [
         (lose_slice, "both.weight .* do not make up the whole"),
-        (lose_storage, "both.weight: metadata.json names no file with slice 3"),
+        (lose_storage, "both.weight: metadata.json names no file that holds slice 3"),
         (lose_tensor, "model-0000003-0000004.safetensors: the file does not hold head.weight"),
         (lose_file, "model-0000001-0000004.safetensors: the file does not hold embedding.weight"),
         (another_shape, r"head.weight has shape \[4, 4\], but a slice of it must have \[8, 2\]"),
@@ -186,27 +186,27 @@ NAME = "linear.weight"
     [
         (
             lambda content: content.update(state_dict_metadata=[]),
-            "all: MindFormers' metadata do not describe a tensor like this",
+            "all: this entry is not the description of a tensor",
         ),
         (
             lambda content: content["state_dict_metadata"].update({NAME: 2.5}),
-            f"{NAME}: .* not describe a tensor like this",
+            f"{NAME}: .* not the description of a tensor",
         ),
-        (lambda content: _tensor(content).update(global_shape="4"), f"{NAME}: .* not describe a tensor like this"),
+        (lambda content: _tensor(content).update(global_shape="4"), f"{NAME}: .* not the description of a tensor"),
         (
             lambda content: _tensor(content).update(axis_fragmentations=[0, 1]),
-            f"{NAME}: .* not describe a tensor like this",
+            f"{NAME}: .* not the description of a tensor",
         ),
         (
             lambda content: _tensor(content)["chunk"][0].update(local_shape=[2, [2]]),
-            f"{NAME}: .* not describe a tensor like this",
+            f"{NAME}: .* not the description of a tensor",
         ),
         (
             lambda content: _tensor(content)["chunk"][0].update(global_offset=[]),
-            f"{NAME}: .* not describe a tensor like this",
+            f"{NAME}: .* not the description of a tensor",
         ),
-        (lambda content: _slice(content).pop("file_name"), f"{NAME}.*: .* not describe a slice like this"),
-        (lambda content: _slice(content).update(storage_rank=None), f"{NAME}.*: .* not describe a slice like this"),
+        (lambda content: _slice(content).pop("file_name"), f"{NAME}.*: .* not the description of a slice"),
+        (lambda content: _slice(content).update(storage_rank=None), f"{NAME}.*: .* not the description of a slice"),
     ],
 )
 def test_damaged_metadata_are_refused(tmp_path, spoil, words):
@@ -266,7 +266,10 @@ def test_experts_at_their_own_slots_and_checkpoints_without_experts_pass(tmp_pat
 
 @pytest.mark.parametrize(
     ("slots", "words"),
-    [(([0, 0, 1, 2],), "a slot of its own"), (([0, 1], [1, 0]), "differs from that of the other ranks")],
+    [
+        (([0, 0, 1, 2],), "not a permutation of the experts' slots"),
+        (([0, 1], [1, 0]), "differs from the placement in the files of other ranks"),
+    ],
 )
 def test_placements_that_cannot_be(tmp_path, slots, words):
     with pytest.raises(CheckpointError, match=words):

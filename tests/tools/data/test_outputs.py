@@ -124,8 +124,8 @@ def test_a_weight_that_mindformers_takes_for_a_prefix_is_refused():
 @pytest.mark.parametrize(
     ("data_path", "words"),
     [
-        (["1", "A", "B", "C"], "mixes prefixes with and without weights"),
-        (["A", "B", "1", "C"], "mixes prefixes with and without weights"),
+        (["1", "A", "B", "C"], "gives weights to some prefixes only"),
+        (["A", "B", "1", "C"], "gives weights to some prefixes only"),
         *((wrong, "must be a list such as") for wrong in (None, [], "a", [["a"]], {"a": 1}, [None], [True, "a"])),
         *(([weight, "a"], "not shares of a whole") for weight in ("nan", "inf", -1, 0, float("nan"))),
     ],

@@ -193,7 +193,7 @@ def test_what_does_not_read_back_is_not_published(tmp_path: Path, jsonl: Path, m
         path.write_bytes(content)
 
     monkeypatch.setattr(IndexWriter, "finish", finish_and_flip)
-    with pytest.raises(DataError, match="does not read back as it was written, so nothing is published"):
+    with pytest.raises(DataError, match="differs from its source when it is read back, so no output was written"):
         prepare(options(jsonl, tmp_path / "out"))
     assert names(tmp_path) == {"corpus.jsonl"}
 

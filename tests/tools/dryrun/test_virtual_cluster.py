@@ -115,7 +115,7 @@ def test_impossible_groups_are_refused():
 
 
 def test_only_a_finished_compile_leaves_a_graph(tmp_path):
-    with pytest.raises(ClusterError, match="found 0"):
+    with pytest.raises(ClusterError, match="the folder has 0"):
         final_graph(tmp_path)
     for name in ("opt_substep_backend_pass_r1_1047.ir", "21_backend_pass_1049.ir"):
         (tmp_path / name).touch()

@@ -229,18 +229,27 @@ def test_a_trained_router_is_as_uneven_as_published():
 
 GOOD = {"step": 1, "tokens": [[3] * 32] * 7}
 BAD = {  # name -> lines, what the message has after the file
-    "nothing": ([], "log.jsonl: tokens: the log holds no step"),
+    "nothing": ([], "log.jsonl: tokens: the log holds the loads of no step"),
     "half a line": ([GOOD, '{"step": 2, "tok'], "log.jsonl:2: tokens: this line is not JSON"),
-    "no counts": ([{"step": 1}], "log.jsonl:1: tokens: missing"),
+    "no counts": ([{"step": 1}], "log.jsonl:1: tokens: the key is missing"),
     "no table": ([{"tokens": 3}], "log.jsonl:1: tokens: it must be a list"),
     "a misspelt key": ([{**GOOD, "mirco_batch": 0}], "log.jsonl:1: mirco_batch: .*did you mean 'micro_batch'"),
     "a negative count": ([{"tokens": [[3, -1]] * 7}], r"log.jsonl:1: tokens\[0\]\[1\]: '-1' must be"),
     "NaN": ([{"tokens": [[3, 1], [float("nan"), 2]]}], r"log.jsonl:1: tokens\[1\]\[0\]: 'nan' must be"),
     "a count in words": ([{"tokens": [["a"]]}], r"tokens\[0\]\[0\]: 'a' must be"),
-    "unlike rows": ([{"tokens": [[3, 1], [2]]}], "log.jsonl:1: tokens: .*unlike numbers"),
-    "other experts": ([{"tokens": [[3] * 16] * 7}], "log.jsonl:1: tokens: the log has 16 experts, the recipe 32"),
-    "other layers": ([{"tokens": [[3] * 32] * 6}], "log.jsonl:1: tokens: the log has 6 MoE layers, the recipe 7"),
-    "an empty layer": ([{"tokens": [*[[3] * 32] * 6, [0] * 32]}], r"log.jsonl:1: tokens\[6\]: no expert has a token"),
+    "unlike rows": ([{"tokens": [[3, 1], [2]]}], "log.jsonl:1: tokens: .*different numbers"),
+    "other experts": (
+        [{"tokens": [[3] * 16] * 7}],
+        "log.jsonl:1: tokens: the log has 16 experts, but the recipe has 32",
+    ),
+    "other layers": (
+        [{"tokens": [[3] * 32] * 6}],
+        "log.jsonl:1: tokens: the log has 6 MoE layers, but the recipe has 7",
+    ),
+    "an empty layer": (
+        [{"tokens": [*[[3] * 32] * 6, [0] * 32]}],
+        r"log.jsonl:1: tokens\[6\]: no expert of this layer received a token",
+    ),
     "a step of no number": ([{**GOOD, "step": 1.5}], "log.jsonl:1: step: '1.5' must be a whole number"),
     "a step twice": ([GOOD, GOOD], "log.jsonl:2: micro_batch: step 1 has micro-batch 0 twice"),
     "unlike steps": ([GOOD, {"step": 2, "tokens": [[3] * 16] * 7}], "log.jsonl:2: tokens: layers x experts"),
@@ -250,8 +259,8 @@ BAD = {  # name -> lines, what the message has after the file
     ),
 }
 BAD_CSV = {
-    "nothing": ("", "log.csv: tokens: the log holds no step"),
-    "no column": ("step,layer,expert\n1,1,1\n", "log.csv:1: tokens: missing"),
+    "nothing": ("", "log.csv: tokens: the log holds the loads of no step"),
+    "no column": ("step,layer,expert\n1,1,1\n", "log.csv:1: tokens: this column is missing"),
     "another column": ("step,layer,expert,tokens,rank\n", "log.csv:1: rank: no such column"),
     "half a line": ("step,layer,expert,tokens\n1,1,0,5\n1,1\n", "log.csv:3: expert: 2 values for the 4 columns"),
     "NaN": ("step,layer,expert,tokens\n1,1,0,nan\n", "log.csv:2: tokens: 'nan' must be"),

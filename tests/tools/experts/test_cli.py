@@ -124,7 +124,10 @@ def test_seconds_that_nobody_knows_are_unknown_with_the_reason(tmp_path, large):
 def test_a_log_of_another_model_is_refused(tmp_path):
     experts = write(tmp_path / "experts", live(Settings(every=0), steps=1))
     layers = write(tmp_path / "layers", live(Settings(every=0), steps=1, devices=16, experts=256))
-    for log, message in ((experts, "32 experts, the recipe 256"), (layers, "3 MoE layers, the recipe 53")):
+    for log, message in (
+        (experts, "32 experts, but the recipe has 256"),
+        (layers, "3 MoE layers, but the recipe has 53"),
+    ):
         with pytest.raises(DataError, match=f"tokens: the log has {message}"):
             raise run(log, "--recipe", LARGE).exception
         with pytest.raises(DataError, match=f"tokens: the log has {message}"):

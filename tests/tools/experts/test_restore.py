@@ -144,5 +144,5 @@ def test_a_full_disk_and_an_interrupt_leave_nothing(tmp_path, monkeypatch, error
 def test_rows_that_are_no_experts_are_told(tmp_path):
     folder, _ = write(tmp_path, np.array([1, 0, 3, 2]), 2)
     file = next(folder.glob("*-model-0000000-*")).name
-    with pytest.raises(CheckpointError, match="not those of 3 experts"):
+    with pytest.raises(CheckpointError, match="cannot be divided among 3 experts"):
         restore._restored(file, {MODULE: np.arange(3)}, open_stored(folder))

@@ -114,7 +114,7 @@ def test_a_broken_file_is_refused(made, tmp_path):
     with pytest.raises(RecipeError, match=r"ofset: no such key \(did you mean 'offset'"):
         resolve(recipe)
     write_layout(replace(made, offset=[[9] * 8, [0] * 8]), path_of(recipe.source), "a test")
-    with pytest.raises(RecipeError, match="places 120 layers of 54"):
+    with pytest.raises(RecipeError, match="places 120 layers, but the model has 54"):
         resolve(recipe)
 
 

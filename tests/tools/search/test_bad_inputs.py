@@ -86,11 +86,11 @@ def row(**more):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"rows": []}, "rows: want a list"),
+        ({"rows": []}, "rows: the value must be a list"),
         ({"rows": [row(id=None)]}, "rows[0].id"),
-        ({"rows": [row(hardware=["H100"])]}, "rows[0].hardware: want a text"),
-        ({"rows": [row(config=5)]}, "rows[0].config: want a mapping"),
-        ({"rows": [row(measured=[1])]}, "rows[0].measured: want a mapping"),
+        ({"rows": [row(hardware=["H100"])]}, "rows[0].hardware: the value must be text"),
+        ({"rows": [row(config=5)]}, "rows[0].config: the value must be a mapping"),
+        ({"rows": [row(measured=[1])]}, "rows[0].measured: the value must be a mapping"),
         ({"rows": [row(measured={"step_time_s": math.nan})]}, "rows[0].measured.step_time_s: nan is not finite"),
         ({"rows": [row(measured={"step_time_s": -1})]}, "rows[0].measured.step_time_s: -1 is out of range"),
         ({"rows": [row(measured={"step_time_s": "1e3"})]}, "'1e3' is text, not a number"),

@@ -154,7 +154,9 @@ def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
     try:
         align_sides.start([*command, "--run-dir", str(folder / "run"), "--force"], folder / "train.log", folder)
     except RecipeError as error:
-        raise align_sides.SideFailedError(f"`tc3 train` refuses the recipe: {error}") from None
+        raise align_sides.SideFailedError(
+            f"`tc3 train` refuses to train the recipe for the comparison: {error}"
+        ) from None
     return [float(step["loss"]) for step in read_metrics(folder / "run", loss_rank(View(recipe)))]
 
 

@@ -185,7 +185,10 @@ def alone(recipe: Recipe, steps: int) -> dict[str, Any]:
         RecipeError: a plugin without which it would be another computation.
     """
     if (recipe.get("plugins") or {}).get("group_aux_loss"):
-        raise RecipeError("plugins.group_aux_loss: the reference balances each sample by itself; write False")
+        raise RecipeError(
+            "plugins.group_aux_loss: the reference computes the load-balancing loss for each sample by itself, not "
+            "over an EP group; write False"
+        )
     view = View(recipe)
     plain = copy.deepcopy(dict(recipe))
     samples = view.global_batch
@@ -228,7 +231,10 @@ def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
     config = look(recipe, (*LOADER, "config"), {})
     for key in ("reset_attention_mask", "reset_position_ids", "create_compressed_eod_mask"):
         if config.get(key):
-            raise RecipeError(f"{'.'.join(LOADER)}.config.{key}: the reference attends to whole samples; write False")
+            raise RecipeError(
+                f"{'.'.join(LOADER)}.config.{key}: the reference lets tokens attend to the whole sample, also across "
+                "documents; write False"
+            )
     built = convert(View(Recipe(recipe)), load_schema())
     if not built.fields.get("multi_latent_attention") and look(recipe, (*MODEL, "multi_latent_attention")) is None:
         wrong = "the reference, Hugging Face's DeepseekV3, has latent attention, and not grouped queries"
@@ -355,4 +361,4 @@ def start(command: list[str], log: Path, run: Path) -> None:
     if code == REFUSED and told:
         raise RecipeError(told[-1])
     last = (told or lines or [""])[-1]
-    raise SideFailedError(f"{log.stem} ended with exit code {code}: {last[-300:]} (all of it: {log})")
+    raise SideFailedError(f"{log.stem} ended with exit code {code}: {last[-300:]} (the whole log: {log})")

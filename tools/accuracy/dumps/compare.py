@@ -360,8 +360,8 @@ def check_alike(golden: Dump, bench: Dump) -> None:
     for name, ours, theirs in (("level", golden.level, bench.level), ("task", golden.task, bench.task)):
         if ours != theirs:
             raise DataError(
-                f"{golden.folder} is a dump of {name} {ours}, {bench.folder} of {theirs}: "
-                f"dump both with --{name} {ours}"
+                f"{golden.folder} is a dump of {name} {ours}, but {bench.folder} is one of {name} {theirs}: dump "
+                f"both with --{name} {ours}"
             )
     if len(golden.ranks) != len(bench.ranks):
         raise DataError(
@@ -369,7 +369,10 @@ def check_alike(golden: Dump, bench: Dump) -> None:
             "pairs them rank by rank; for two parallel layouts of one model use `tc3 accuracy equivalence`"
         )
     if golden.ranks != bench.ranks:
-        raise DataError(f"{golden.folder} has ranks {golden.ranks}, but {bench.folder} has {bench.ranks}")
+        raise DataError(
+            f"{golden.folder} has ranks {golden.ranks}, but {bench.folder} has ranks {bench.ranks}; only dumps of "
+            "the same ranks can be compared"
+        )
     if golden.steps != bench.steps:
         raise DataError(
             f"{golden.folder} has steps {golden.steps}, but {bench.folder} has {bench.steps}: "
@@ -377,6 +380,6 @@ def check_alike(golden: Dump, bench: Dump) -> None:
         )
     if list(golden.weights) != list(bench.weights):
         raise DataError(
-            f"{golden.folder} has weights of steps {list(golden.weights)}, {bench.folder} of {list(bench.weights)}: "
-            "dump both with this version of `tc3 accuracy dump`"
+            f"{golden.folder} has weights of steps {list(golden.weights)}, but {bench.folder} has those of steps "
+            f"{list(bench.weights)}: dump both with this version of `tc3 accuracy dump`"
         )

@@ -123,7 +123,9 @@ class NpyFile:
         try:
             self._file: BinaryIO = path.open("rb", buffering=0)
         except OSError as error:
-            raise DataError(f"{path}: {error.strerror}: the dump names it, so the dump is not whole") from None
+            raise DataError(
+                f"{path}: cannot be read ({error.strerror}), but dump.json names this file, so the dump is not complete"
+            ) from None
         try:
             head = self._file.read(_HEAD)
             self._start = 10 + int.from_bytes(head[8:10], "little")
@@ -131,7 +133,7 @@ class NpyFile:
             self.dtype, self.shape = _parsed(head[: self._start])
         except (ValueError, SyntaxError, TypeError, TokenError, OSError) as error:
             self._file.close()
-            raise DataError(f"{path}: not a .npy file ({error})") from None
+            raise DataError(f"{path}: this is not a .npy file that can be read ({error})") from None
         self.size = int(np.prod(self.shape, dtype=np.int64))
 
     def __enter__(self) -> NpyFile:
@@ -149,7 +151,7 @@ class NpyFile:
             while done < len(view):
                 read = self._file.readinto(view[done:])  # type: ignore[attr-defined]
                 if not read:
-                    raise DataError(f"{self.path}: ends too early: the dump is not whole")
+                    raise DataError(f"{self.path}: the file ends too early, so the dump is not complete")
                 done += read
             yield piece.view(self.dtype)
 
@@ -159,12 +161,12 @@ def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
     """NumPy's own reading of a header; cached, because most arrays of a dump share theirs with others."""
     stream = io.BytesIO(head)
     if np.lib.format.read_magic(stream) != (1, 0):
-        raise ValueError("its format must be 1.0")
+        raise ValueError("its version of the .npy format must be 1.0")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
     if fortran:
         raise ValueError("it is in Fortran order, which msprobe never writes")
     if dtype.kind not in "biufc":
-        raise ValueError(f"its values are neither numbers nor truth values: {dtype}")
+        raise ValueError(f"its data type must be a number or bool, but is {dtype}")
     return dtype, shape
 
 
@@ -265,11 +267,13 @@ def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
             try:
                 names = dict(csv.reader(file))
             except ValueError as error:
-                raise DataError(f"{mapping}: not two names a line ({error})") from None
+                raise DataError(
+                    f"{mapping}: each line must hold two names, with a comma between them ({error})"
+                ) from None
     for path in folder.glob("*.npy"):
         parts = names.get(path.name, path.name).split(".")
         if len(parts) != 10 or parts[5] not in ("input", "output") or not parts[4].isdigit():
-            raise DataError(f"{path}: not the name of a kernel's tensor")
+            raise DataError(f"{path}: the file's name is not one that msprobe gives to a tensor of a kernel")
         kind, scope, _, _, when, role, place, _, dtype, _ = parts
         with NpyFile(path) as file:
             item = Item(f"{role}.{place}", role, dtype.lower(), file.shape, _UNKNOWN, path)
@@ -329,7 +333,9 @@ def open_dump(folder: Path) -> Dump:
         raise DataError(f"{folder}: no such folder; `tc3 accuracy dump RECIPE --out {folder}` makes a dump")
     stated = stated_in(folder)
     if stated is not None and not stated["complete"]:
-        raise DataError(f"{folder}: the dump was not finished (killed, or it failed): make it again in a new folder")
+        raise DataError(
+            f"{folder}: the dump is not complete, because it was killed or failed; make it again in a new folder"
+        )
     weights = _steps(folder / WEIGHTS_FOLDER)
     if (folder / CONFIGURATION).exists():
         folders, level, task = kernel_folders(folder), "L2", "tensor"
@@ -351,11 +357,11 @@ def _steps(folder: Path) -> dict[int, dict[int, Path]]:
 def _same_ranks(folder: Path, folders: dict[int, dict[int, Path]], weights: dict[int, dict[int, Path]]) -> None:
     """Raise DataError unless there are steps, and all have the same ranks."""
     if not folders:
-        raise DataError(f"{folder}: not a dump: it holds no stepN/rankM/dump.json{_elsewhere(folder)}")
+        raise DataError(f"{folder}: this is not a dump, because it holds no stepN/rankM/dump.json{_elsewhere(folder)}")
     first = sorted(next(iter(folders.values())))
     for step, ranks in (*folders.items(), *weights.items()):
         if sorted(ranks) != first:
-            raise DataError(f"{folder}: step {step} has ranks {sorted(ranks)}, the first step {first}")
+            raise DataError(f"{folder}: step {step} has ranks {sorted(ranks)}, but the first step has ranks {first}")
 
 
 def _elsewhere(folder: Path) -> str:
@@ -378,7 +384,8 @@ def _ranks(step: Path) -> dict[int, Path]:
     processes = [path for path in folders if _PROCESS.match(path.name)]
     if len(processes) > 1 or (processes and ranks):
         raise DataError(
-            f"{step}: {processes[0].name} says no rank: give start() a rank_id where several processes dump"
+            f"{step}: the name {processes[0].name} does not tell the rank; where several processes dump, give "
+            "msprobe's start() a rank_id in each"
         )
     return ranks or dict(enumerate(processes))
 
@@ -395,10 +402,14 @@ def _content(folder: Path) -> dict[str, Any]:
     if missing:
         raise DataError(f"{file}: this is not msprobe's dump.json, because it has no {missing[0]!r}")
     if not isinstance(content["data"], dict) or not content["data"]:
-        raise DataError(f"{file}: no tensor was dumped: the run ended before its first step, or nothing was hooked")
+        raise DataError(
+            f"{file}: no tensor was dumped, because the run ended before its first step or msprobe hooked no call"
+        )
     for key, known in (("level", LEVELS), ("task", TASKS)):
         if content[key] not in known:
-            raise DataError(f"{file}: {key} {content[key]!r} cannot be compared; use one of {', '.join(known)}")
+            raise DataError(
+                f"{file}: dumps of {key} {content[key]!r} cannot be compared; dump with one of {', '.join(known)}"
+            )
     return {key: content[key] for key in HEAD}
 
 
@@ -407,7 +418,10 @@ def _entries(folder: Path) -> list[Entry]:
     found = []
     for key, value in data.items():
         if not isinstance(value, dict):
-            raise DataError(f"{folder / 'dump.json'}: {key}: must be its tensors by role, not {str(value)[:40]!r}")
+            raise DataError(
+                f"{folder / 'dump.json'}: {key}: must be an object that lists the tensors of the call by their role "
+                f"(input, parameters, output), not {str(value)[:40]!r}"
+            )
         found.append(Entry(_name(folder, key), tuple(_items(value, folder))))
     return found
 
@@ -446,7 +460,9 @@ def _leaves(node: Any, label: str, role: str, data: Path) -> Iterator[Item]:
 def _tensor(node: dict[str, Any], label: str, role: str, data: Path) -> Item:
     wrong = _wrong(node)
     if wrong:
-        raise DataError(f"{data.parent / 'dump.json'}: {label}: {wrong}: the file is damaged, or not msprobe's")
+        raise DataError(
+            f"{data.parent / 'dump.json'}: {label}: {wrong}; the file is damaged, or msprobe did not write it"
+        )
     dtype = node["dtype"].rpartition(".")[2].lower()
     file = data / node["data_name"] if node.get("data_name") else None
     statistics = tuple(node.get(name) for name in STATISTICS)

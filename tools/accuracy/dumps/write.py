@@ -57,7 +57,9 @@ def stated(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         stated = None
     if not isinstance(stated, dict) or not isinstance(stated.get("complete"), bool):
-        raise DataError(f"{file}: damaged: it does not say whether the dump is whole; make the dump again")
+        raise DataError(
+            f"{file}: the file is damaged and does not say whether the dump is complete; make the dump again"
+        )
     return stated
 
 

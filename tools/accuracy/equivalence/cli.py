@@ -127,7 +127,10 @@ def equivalence_command(
     chosen = choose(only, one_worker(recipe), drawn)
     check_page(page)
     if update and BASELINE not in only and not any(case.variant for case in chosen):
-        raise RecipeError("--update: none of the chosen strategies is trained, so there are no numbers to keep")
+        raise RecipeError(
+            "--update: none of the chosen strategies is trained, so there are no golden numbers to write; choose "
+            "`baseline` or `trained` with --only"
+        )
     if dry_run:
         for case in chosen:
             click.echo(f"{case.name}: {case.how}" + (f": {case.what}" if drawn else ""))

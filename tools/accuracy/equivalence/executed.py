@@ -211,7 +211,7 @@ def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
     launch(recipe, run_dir)
     run = read_executed(run_dir, recipe)
     if noted and len(run.shares) != len(run.steps):
-        raise DataError(f"{run_dir / NOTES}: the last rank's own gradient of {noted} is not noted for each step")
+        raise DataError(f"{run_dir / NOTES}: the file lacks the last rank's gradient of {noted} for some steps")
     shutil.rmtree(checkpoints)
     return run
 
@@ -227,13 +227,18 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
     view = View(recipe)
     metrics = run_dir / "metrics" / f"rank_{loss_rank(view)}.jsonl"
     if not metrics.exists():
-        raise DataError(f"{metrics}: missing; the run has noted no step")
+        raise DataError(f"{metrics}: the file is missing, because the run finished no step")
     steps = read_steps(metrics)
     if not steps or steps[0]["learning_rate"] != 0:
-        raise DataError(f"{metrics}: the first step's learning rate is not 0, so that no checkpoint holds the start")
+        raise DataError(
+            f"{metrics}: the learning rate of the first step is not 0, so no checkpoint holds the starting weights"
+        )
     folders = iterations(run_dir / "checkpoint")[::-1]
     if [iteration(folder) for folder in folders] != list(range(1, len(steps) + 1)):
-        raise CheckpointError(f"{run_dir / 'checkpoint'}: not one checkpoint for each of {len(steps)} steps")
+        raise CheckpointError(
+            f"{run_dir / 'checkpoint'}: the folder must hold one checkpoint for each of {len(steps)} steps, but does "
+            "not"
+        )
     record = _Record(*_betas(recipe))
     differing: dict[str, tuple[int, ...]] = {}
     for folder in folders:

@@ -94,7 +94,7 @@ def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]])
     for name, run in runs.items():
         for where, value in _numbers(run):
             if not math.isfinite(value):
-                raise DataError(f"{name}: {where} is {value}; golden numbers have to be finite")
+                raise DataError(f"{name}: {where} is {value}; only finite numbers can become golden numbers")
     old = json.loads(file.read_text())["runs"] if file.exists() else {}
     made = {"recipe": recorded(file.parent, recipe), "made_with": {name: version(name) for name in MADE_WITH}}
     content = made | {"runs": dict(sorted({**old, **runs}.items()))}
@@ -122,7 +122,9 @@ def _content(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text())
         content["runs"].keys()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{file}: not a golden file ({error!r}); --update writes a new one") from None
+        raise DataError(
+            f"{file}: this is not a file of golden numbers ({error!r}); --update writes a new one"
+        ) from None
     return content
 
 

@@ -134,15 +134,15 @@ def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int]
         if name not in words:
             if name.startswith("draw_"):
                 raise RecipeError(
-                    f"--only {name}: no such strategy; a drawn strategy also needs the --draws, "
-                    "--seed and --most that drew it"
+                    f"--only {name}: this strategy is known only with the --draws, --seed and --most with which it "
+                    "was drawn; give these, too"
                 )
             raise RecipeError(f"--only {name}: no such strategy{did_you_mean(name, words)}; --list shows all")
     usual = [case for case in known if case.how != EXECUTED or case.name in USUAL]
     chosen = [case for case in known if {case.name, case.how} & set(names)] if names else usual
     if names and BASELINE not in names and all(case.how == NOT_EXECUTABLE for case in chosen):
         reasons = "; ".join(f"{case.name}: {case.reason}" for case in chosen)
-        raise RecipeError(f"--only names nothing that can be compared here ({reasons})")
+        raise RecipeError(f"none of the strategies of --only can be compared on this machine ({reasons})")
     return chosen
 
 

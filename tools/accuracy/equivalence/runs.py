@@ -169,15 +169,16 @@ def read_run(run_dir: Path) -> Trained:
     folder = run_dir / "equivalence"
     if not (folder / "rank_0.json").exists():
         raise DataError(
-            f"{folder}: no rank_0.json: either tc3 accuracy equivalence did not make this run, or the run did not end"
+            f"{folder}: the folder has no rank_0.json, because tc3 accuracy equivalence did not start this run or "
+            "the run did not end"
         )
     workers = json.loads((folder / "rank_0.json").read_text())["world_size"]
     missing = [rank for rank in range(workers) if not (folder / f"rank_{rank}.npz").exists()]
     if missing:
-        raise DataError(f"{folder}: rank {missing[0]} of {workers} has recorded nothing")
+        raise DataError(f"{folder}: rank {missing[0]} of {workers} ranks has recorded no results")
     metrics = run_dir / "metrics" / "rank_0.jsonl"
     if not metrics.exists():
-        raise DataError(f"{metrics}: missing; the run has noted no step")
+        raise DataError(f"{metrics}: the file is missing, because the run finished no step")
     records = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(workers)]
     parts = [dict(np.load(folder / f"rank_{rank}.npz")) for rank in range(workers)]
     split = set(records[0]["split"])

@@ -215,7 +215,10 @@ def draw_cases(recipe: Mapping[str, Any], count: int, seed: int, most: int) -> l
         if 2 <= sharding.workers <= most and not misfit(sharding, recipe):
             found[sharding] = None
     if len(found) < count:
-        raise RecipeError(f"--draws {count}: this recipe has only {len(found)} layouts on at most {most} processes")
+        raise RecipeError(
+            f"--draws {count}: only {len(found)} different layouts on at most {most} processes were found for this "
+            "recipe; draw fewer, or raise --most"
+        )
     return [
         Case(f"draw_{seed}_{number}", sharding.words, sharding=sharding) for number, sharding in enumerate(found, 1)
     ]

@@ -53,7 +53,7 @@ def fusion_command(recipe: Path, overrides: tuple[str, ...], seed: int, as_json:
     require_verified()
     graph = recipe.name.endswith(GRAPHS)
     if graph and overrides:
-        raise click.UsageError("--set is for a recipe: a graph is replayed unchanged")
+        raise click.UsageError("--set works only with a recipe; the text of a compiled graph is replayed unchanged")
     graphs = _read(recipe) if graph else _compiled(recipe, overrides)
     with saying("computing kernels"):
         report = replayed(predicted(graphs), seed)
@@ -68,7 +68,7 @@ def _read(file: Path) -> list[GraphText]:
     from tools.dryrun.graph_text import read_graph
 
     if not file.is_file():
-        raise DataError(f"{file}: no such file: give the text of a compiled graph, or a recipe")
+        raise DataError(f"{file}: there is no such file; give the text of a compiled graph, or a recipe")
     return [read_graph(file)]
 
 
@@ -93,7 +93,8 @@ def _compiled(file: Path, overrides: tuple[str, ...]) -> list[GraphText]:
     if View(recipe).cpu_classes:
         if (processes := View(recipe).devices) > 1:
             raise RecipeError(
-                f"{file}: the recipe trains on {processes} processes; give one for one process or for Ascend"
+                f"{file}: the recipe trains on {processes} CPU processes; give a recipe for one CPU process or for "
+                "Ascend"
             )
         recipe["context"]["device_target"] = "Ascend"
     recipe = resolve(recipe, partial(click.echo, err=True))
@@ -101,7 +102,9 @@ def _compiled(file: Path, overrides: tuple[str, ...]) -> list[GraphText]:
     plan = quick_plan(recipe)
     for result in compile_all(plan, None, True, texts=True):
         if "error" in result:
-            raise ClusterError(f"{file}: unknown: it does not compile: {refusal_of(result, recipe)}")
+            raise ClusterError(
+                f"{file}: the result is unknown, because the recipe does not compile: {refusal_of(result, recipe)}"
+            )
     return [read_graph(text_of(job)) for job in plan.jobs]
 
 

@@ -118,10 +118,10 @@ def _argument(text: str, kind: str, steps: dict[int, int], names: dict[str, tupl
     if not text.startswith("%") and "value=..." not in text:
         return "constant", constant(text)
     if not text.startswith("%"):
-        raise UnreadableError("a constant whose values are not in the graph's text")
+        raise UnreadableError("the graph's text leaves out the values of a constant")
     found = tensors(f"<{kind}>")
     if len(found) != 1:
-        raise UnreadableError(f"an input that is not a tensor: {kind[:60]}")
+        raise UnreadableError(f"an input is not a tensor: {kind[:60]}")
     place, _ = names.setdefault(text, (len(names), found[0]))
     return "input", place
 
@@ -219,7 +219,9 @@ def shrunk(kernel: Kernel) -> Kernel:
     given = [step.output for step in kernel.steps]
     sizes = sorted({size for kind in (*kernel.inputs, *given) for size in kind.shape if not 0 <= size <= _KEPT})
     if sizes and any(step.op == "Reshape" for step in kernel.steps):
-        raise UnreadableError("a Reshape, which is not made smaller")
+        raise UnreadableError(
+            "a Reshape cannot be computed at smaller sizes, because the products of its sizes must stay equal"
+        )
     small = {size: _KEPT + 1 + place for place, size in enumerate(sizes)}
 
     def cut(kind: TensorType) -> TensorType:

@@ -80,7 +80,7 @@ class MindSporeDevice:
                 if not missing:
                     raise
         if not outputs:  # GroupedMatmul on CPU
-            raise NotRunnableError("returned no output, and no error")
+            raise NotRunnableError("the operator returned no output, and no error")
         return outputs
 
     def _settle(self) -> None:
@@ -104,7 +104,7 @@ class MindSporeDevice:
         """Let matmul round float32 factors; it cannot be taken back, so hf32 is tested in a process of its own."""
         target = self._ms.get_context("device_target")
         if target != "Ascend":
-            raise NotRunnableError(f"hf32 is a mode of Ascend's matrix unit; the device is {target}")
+            raise NotRunnableError(f"hf32 exists only on Ascend's matrix unit, but the device is {target}")
         self._ms.device_context.ascend.op_precision.matmul_allow_hf32(True)
 
     def _tensors(self, spec: Spec, inputs: tuple[Array, ...], dtype: str) -> list[Any]:

@@ -98,7 +98,7 @@ def main(update: bool, reference_python: str) -> None:
         ladder = climb(wanted, lambda text: click.echo(text, err=True))
         if not ladder.passed or any(rung.status == "undecided" for rung in ladder.rungs):
             told = [(rung.name, rung.status, rung.reason) for rung in ladder.rungs]
-            raise CheckpointError(f"not aligned, nothing written: {told}")
+            raise CheckpointError(f"MindFormers does not agree with Hugging Face, so nothing was written: {told}")
         job = read(folder / "reference" / "job.npz")
         stored = read(folder / "reference" / "record.npz")
         record = of_reference(stored, below(job, "weights/"), below(job, "batch/"))

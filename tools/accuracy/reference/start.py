@@ -100,9 +100,11 @@ def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
     """
     optimizer, wrapper = recipe["optimizer"], recipe["runner_wrapper"]
     if optimizer["type"] != "AdamW":
-        raise RecipeError(f"optimizer.type: the reference has AdamW, not {optimizer['type']!r}")
+        raise RecipeError(f"optimizer.type: the reference knows only AdamW, not {optimizer['type']!r}")
     if recipe.get("grouped_lr_schedule"):
-        raise RecipeError("grouped_lr_schedule: the reference has one learning rate for all weights")
+        raise RecipeError(
+            "grouped_lr_schedule: the reference has only one learning rate for all weights; leave this section out"
+        )
     if wrapper.get("scale_sense", 1.0) != 1.0:
         raise RecipeError("runner_wrapper.scale_sense: the reference does not scale the loss; write 1.0")
     schedule = recipe["lr_schedule"]
@@ -124,7 +126,7 @@ def rate(schedule: Mapping[str, Any], step: int) -> float:
     """
     kind = schedule["type"]
     if kind not in SCHEDULES:
-        raise RecipeError(f"lr_schedule.type: the reference has {' and '.join(SCHEDULES)}, not {kind!r}")
+        raise RecipeError(f"lr_schedule.type: the reference knows only {' and '.join(SCHEDULES)}, not {kind!r}")
     peak, start = float(schedule["learning_rate"]), float(schedule.get("warmup_lr_init") or 0.0)
     total = schedule.get("total_steps") or 0
     ratio = schedule.get("warmup_ratio")

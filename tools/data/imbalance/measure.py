@@ -175,7 +175,10 @@ def count_lengths(lengths: np.ndarray, name: str, reporter: Reporter) -> Distrib
     for start in range(0, len(lengths), _CHUNK):
         some = np.asarray(lengths[start : start + _CHUNK])
         if some.min() < 1:
-            raise DataError(f"{name}: document {start + int(some.argmin()):,} has {int(some.min())} tokens")
+            raise DataError(
+                f"{name}: document {start + int(some.argmin()):,} has {int(some.min())} tokens, but each needs at "
+                "least 1"
+            )
         counter.add(some)
         reporter.advance(len(some))
     return counter.result()

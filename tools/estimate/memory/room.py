@@ -172,8 +172,8 @@ def require_known(recipe: Mapping[str, Any]) -> None:
     """
     if look(recipe, LEVEL) == "level3":
         raise RecipeError(
-            f"{'.'.join(LEVEL)}: level3: whether it fits is unknown, its memory is not modelled; level1 and level2 "
-            "are (docs/memory.md)"
+            f"{'.'.join(LEVEL)}: whether a recipe with level3 fits is unknown, because its memory is not modelled; "
+            "that of level1 and level2 is (docs/memory.md)"
         )
     if look(recipe, ("plugins", "lora")) not in (None, False):
         raise RecipeError(

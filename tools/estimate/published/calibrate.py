@@ -178,7 +178,7 @@ def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibrati
             used.append(replace(row, cluster=cluster))
     if not used:
         reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items()) or "there are none"
-        raise DataError(f"no row can be calibrated against ({reasons})")
+        raise DataError(f"no row of the measurements can be used to calibrate ({reasons})")
 
     def residuals(values: Efficiency) -> np.ndarray:
         return np.log1p(np.array([predict(row, values).step_error for row in used], float))
@@ -192,7 +192,8 @@ def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibrati
             seconds = measured_seconds(row) or 0.0
             raise DataError(
                 f"row {row.id}: the measured step takes {seconds:.4g} s, but the best fit predicts "
-                f"{(1 + miss) * seconds:.4g} s; give the seconds of one step, on the cluster of the other rows"
+                f"{(1 + miss) * seconds:.4g} s; check that these are the seconds of one step, measured on the same "
+                "cluster as the other rows"
             )
     return Calibration(best, tuple(names), kept, errors, skipped)
 

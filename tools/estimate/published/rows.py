@@ -96,16 +96,18 @@ def check_row(row: Mapping[str, Any], place: str) -> None:
     if "id" not in row:
         raise DataError(f"{place}.id: missing")
     if isinstance(row["id"], bool) or not isinstance(row["id"], str | int):
-        raise DataError(f"{place}.id: want a text")
+        raise DataError(f"{place}.id: the value must be text")
     for key in ("group", "use", "hardware"):
         if not isinstance(row.get(key, ""), str):
-            raise DataError(f"{place}.{key}: want a text")
+            raise DataError(f"{place}.{key}: the value must be text")
     for key in ("config", "measured"):
         if row.get(key) is not None and not isinstance(row[key], Mapping):
-            raise DataError(f"{place}.{key}: want a mapping")
+            raise DataError(f"{place}.{key}: the value must be a mapping")
     _keys(row, place)
     if row.get("use", "fit") not in _USES:
-        raise DataError(f"{place}.use: {row['use']!r}: want {' or '.join(_USES)}{did_you_mean(row['use'], [*_USES])}")
+        raise DataError(
+            f"{place}.use: {row['use']!r}: the value must be {' or '.join(_USES)}{did_you_mean(row['use'], [*_USES])}"
+        )
     _numbers(row.get("config"), f"{place}.config", _SIZES)
     _numbers(row.get("measured"), f"{place}.measured", {})
 
@@ -121,7 +123,9 @@ def _keys(row: Mapping[str, Any], place: str) -> None:
             refuse_unknown(f"{place}.config.{block}.", config[block], names, DataError)
             for name, value in config[block].items():
                 if isinstance(value, str | Mapping) and name not in _TEXTS:
-                    raise DataError(f"{place}.config.{block}.{name}: {value!r}: want a number, a list, true or false")
+                    raise DataError(
+                        f"{place}.config.{block}.{name}: {value!r}: the value must be a number, a list, true or false"
+                    )
 
 
 def _numbers(value: Any, place: str, sizes: Mapping[str, Range], span: Range = _ANY) -> None:
@@ -185,7 +189,7 @@ def read_rows(path: Path) -> list[Row]:
     content = read_yaml(path, DataError)
     rows = content.get("rows") if isinstance(content, dict) else content
     if not rows or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path}: rows: want a list of measurements, each with id, hardware and config")
+        raise DataError(f"{path}: rows: the value must be a list of measurements, each with id, hardware and config")
     if isinstance(content, dict):
         refuse_unknown(f"{path}: ", content, FILE_KEYS, DataError)
     found = [express(row, f"{path}: rows[{index}]") for index, row in enumerate(rows)]

@@ -216,12 +216,24 @@ def test_low_precision_is_float32_rounded(rng, dtype, layout):
         ({"sparse": 2}, ValueError, "needs an attn_mask"),
         ({"sparse": 2, "mask": np.zeros((5, 5), bool)}, ValueError, "needs an attn_mask"),
         ({"sparse": 2, "mask": 1 - COMPRESSED}, ValueError, "above the diagonal"),
-        ({"sparse": 4, "mask": COMPRESSED, "behind": -9}, ValueError, "leaves a query without a key"),
-        ({"layout": "TND", "sparse": 3, "mask": COMPRESSED}, ValueError, "actual_seq_qlen must hold .* but is None"),
+        ({"sparse": 4, "mask": COMPRESSED, "behind": -9}, ValueError, "a query attends to no key"),
+        (
+            {"layout": "TND", "sparse": 3, "mask": COMPRESSED},
+            ValueError,
+            "actual_seq_qlen must be a list .* but is None",
+        ),
         ({"layout": "TND", "sparse": 3, "mask": COMPRESSED, "ends": ("ValueAny", (5,))}, ValueError, "'ValueAny'"),
-        ({"layout": "TND", "sparse": 3, "mask": COMPRESSED, "ends": ((4,), (5,))}, ValueError, "must rise to the 5"),
+        (
+            {"layout": "TND", "sparse": 3, "mask": COMPRESSED, "ends": ((4,), (5,))},
+            ValueError,
+            "must rise and end at 5",
+        ),
         ({"layout": "TND", "sparse": 3, "mask": COMPRESSED, "ends": ((5, 4, 5), (5, 4, 5))}, ValueError, "must rise"),
-        ({"layout": "TND", "sparse": 3, "mask": COMPRESSED, "ends": ((5,), (9,))}, ValueError, "at most the 5 keys"),
+        (
+            {"layout": "TND", "sparse": 3, "mask": COMPRESSED, "ends": ((5,), (9,))},
+            ValueError,
+            "must rise and end at 5, the number of keys",
+        ),
         (
             {"layout": "TND", "sparse": 0, "ends": ((5,), (5,))},
             NotImplementedError,

@@ -61,7 +61,7 @@ def test_what_it_cannot_do_it_refuses():
     for ends in (ENDS - 1, ENDS[::-1], ENDS[:0], None):
         with pytest.raises(ValueError, match="GroupedMatmul: group_list"):
             call(x, weight, ends, 0)
-    with pytest.raises(ValueError, match="3 groups do not fit 2 matrices"):
+    with pytest.raises(ValueError, match="group_list has 3 groups, but weight has 2 matrices"):
         call(x, weight[:2], ENDS, 0)
     with pytest.raises(NotImplementedError, match="split_item 0"):
         call(x, weight, ENDS, 0, split_item=0)

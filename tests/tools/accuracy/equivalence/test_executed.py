@@ -239,14 +239,14 @@ def test_a_known_difference_of_mindformers_is_judged_by_its_formula_and_nothing_
 def test_a_run_without_a_whole_record_is_refused(tmp_path):
     folder = write(tmp_path / "two", WORKERS)
     (folder / "checkpoint/iteration_00000002").rename(folder / "checkpoint/iteration_00000009")
-    with pytest.raises(CheckpointError, match="not one checkpoint for each of 3 steps"):
+    with pytest.raises(CheckpointError, match="one checkpoint for each of 3 steps, but does not"):
         executed.read_executed(folder, RECIPE)
     metrics = folder / "metrics/rank_0.jsonl"
     metrics.write_text(metrics.read_text().replace('"learning_rate": 0.0', '"learning_rate": 0.1'))
-    with pytest.raises(DataError, match="learning rate is not 0"):
+    with pytest.raises(DataError, match="learning rate of the first step is not 0"):
         executed.read_executed(folder, RECIPE)
     metrics.unlink()
-    with pytest.raises(DataError, match="noted no step"):
+    with pytest.raises(DataError, match="finished no step"):
         executed.read_executed(folder, RECIPE)
 
 
@@ -282,7 +282,7 @@ def test_the_last_rank_notes_a_gradient_that_no_checkpoint_has(monkeypatch, tmp_
 
     seen = {}
     monkeypatch.setattr(executed, "launch", launch)
-    with pytest.raises(DataError, match="own gradient of embedding"):
+    with pytest.raises(DataError, match="rank's gradient of embedding"):
         executed.execute(RECIPE | {"callbacks": []}, tmp_path / "none", EMBEDDING)
     (callback,) = seen["callbacks"]
     assert callback["auto_register"] == "own_gradient.OwnGradient" and callback["weight"] == EMBEDDING

@@ -100,7 +100,7 @@ def test_another_number_of_steps_is_told(one, tmp_path):
 
 def test_a_broken_golden_file_is_refused(tmp_path):
     (tmp_path / "x.json").write_text("[]")
-    with pytest.raises(DataError, match="not a golden file"):
+    with pytest.raises(DataError, match="not a file of golden numbers"):
         golden_gate.read_golden(tmp_path / "x.json")
 
 

@@ -60,7 +60,7 @@ def test_rows_are_chosen_by_name_or_kind():
     [
         ("executed_tp22", "did you mean 'executed_tp2'"),
         ("emulated", "no such strategy.*--list shows all"),
-        ("bfloat16", "nothing that can be compared here .* rounding would hide"),
+        ("bfloat16", "can be compared on this machine .* rounding would hide"),
     ],
 )
 def test_a_wrong_choice_says_what_would_be_right(name, message):
@@ -177,7 +177,7 @@ def test_what_a_dense_model_has_no_part_for_is_said_and_not_run(dense):
     assert [case.name for case in lacking if case.name in VARIANTS] == [n for n, each in VARIANTS.items() if each.mode]
     run = {case.name for case in choose(("executed",), dense)}
     assert run == {name for name, sharding in SHARDINGS.items() if not (sharding.moe or sharding.mtp)}
-    with pytest.raises(RecipeError, match=r"nothing that can be compared here .* the recipe's model has no experts"):
+    with pytest.raises(RecipeError, match=r"can be compared on this machine .* the recipe's model has no experts"):
         choose(("executed_moe_ep2", "expert_parallel_4_global"), dense)
     with pytest.raises(RecipeError, match="takes no MTP layer"):
         choose(("executed_mtp_pp2",), dense)
@@ -267,7 +267,9 @@ def test_what_is_not_legal_is_not_drawn(base, sharding, why):
 
 def test_more_layouts_than_there_are_is_an_error(base, monkeypatch):
     monkeypatch.setattr("tools.accuracy.equivalence.strategies.TRIES", 50)
-    with pytest.raises(RecipeError, match=r"--draws 1000: this recipe has only \d+ layouts on at most 2 processes"):
+    with pytest.raises(
+        RecipeError, match=r"--draws 1000: only \d+ different layouts on at most 2 processes were found for this recipe"
+    ):
         draw_cases(base, 1000, 0, 2)
 
 
@@ -284,7 +286,7 @@ def test_the_command_says_what_it_would_execute(base):
 def test_a_layout_that_failed_is_drawn_again_by_itself(base):
     (again,) = choose(("draw_5_2",), base, (3, 5, 4))
     assert again == draw_cases(base, 3, 5, 4)[1]
-    with pytest.raises(RecipeError, match="--only draw_5_4: no such strategy; a drawn strategy also needs the --draws"):
+    with pytest.raises(RecipeError, match="--only draw_5_4: this strategy is known only with the --draws"):
         choose(("draw_5_4",), base, (3, 5, 4))
 
 

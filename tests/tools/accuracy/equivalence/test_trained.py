@@ -154,10 +154,10 @@ def test_a_run_without_a_record_is_refused(tmp_path):
         runs.read_run(tmp_path)
     record(tmp_path, workers=2)
     (tmp_path / "metrics/rank_0.jsonl").unlink()
-    with pytest.raises(DataError, match=r"rank_0\.jsonl: missing"):
+    with pytest.raises(DataError, match=r"rank_0\.jsonl: the file is missing"):
         runs.read_run(tmp_path)
     (tmp_path / "equivalence/rank_1.npz").unlink()
-    with pytest.raises(DataError, match="rank 1 of 2 has recorded nothing"):
+    with pytest.raises(DataError, match="rank 1 of 2 ranks has recorded no results"):
         runs.read_run(tmp_path)
 
 

@@ -206,4 +206,4 @@ def test_a_recipe_that_does_not_compile_is_unknown(monkeypatch):
     monkeypatch.setattr(compiles, "compile_all", lambda *_, **__: [refused])
     done = CliRunner().invoke(tc3, ["accuracy", "fusion", "recipes/mini/pretrain.yaml"])
     assert isinstance(done.exception, ClusterError)
-    assert "unknown: it does not compile: rank 0: model.model_config.offset" in str(done.exception)
+    assert "unknown, because the recipe does not compile: rank 0: model.model_config.offset" in str(done.exception)

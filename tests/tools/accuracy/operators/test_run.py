@@ -69,8 +69,8 @@ def test_the_context_is_put_back():
         ("rms_norm.fused", "float32", "The kernel RmsNorm unregistered."),
         ("exp", "bfloat16", "Select CPU operator[Exp] fail! Unsupported data type!"),
         ("sort", "bfloat16", "For primitive[Sort], the input argument[inputx] must be a type of"),
-        ("grouped_matmul", "float32", "returned no output, and no error"),
-        ("matmul", "hfloat32", "hf32 is a mode of Ascend's matrix unit; the device is CPU"),
+        ("grouped_matmul", "float32", "the operator returned no output, and no error"),
+        ("matmul", "hfloat32", "hf32 exists only on Ascend's matrix unit, but the device is CPU"),
     ],
 )
 def test_a_missing_kernel_is_said_in_mindspores_words(device, name, dtype, words):

@@ -84,7 +84,7 @@ def test_an_index_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BrokenIndexError, match="holds no documents"):
         map_lengths(tmp_path / "corpus")
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(BrokenIndexError, match="its counts say"):
+    with pytest.raises(BrokenIndexError, match="by the counts in its header"):
         map_lengths(tmp_path / "corpus")
 
 
@@ -187,7 +187,7 @@ def test_a_large_recipe_s_layout(prefix: str) -> None:
     ("overrides", "why"),
     [
         ([f"{CONFIG}.reset_attention_mask=False"], "every sample costs the same"),
-        ([APART, f"{CONFIG}.create_attention_mask=False"], "documents see each other"),
+        ([APART, f"{CONFIG}.create_attention_mask=False"], "keep documents apart"),
         ([APART], ""),
     ],
 )
