@@ -2,7 +2,7 @@
 the residual stream have a bias, as in the public TeleChat2.
 
 `add_bias_linear` gives all of them one. The plugin builds `linear_qkv` and `linear_fc1` from MindFormers' own class
-without it; both read their bias only where it is there, so nothing else changes, sharded or not.
+without it; their forward pass adds a bias only if the layer has one, so that nothing else changes, sharded or not.
 """
 
 from __future__ import annotations

@@ -164,9 +164,9 @@ def main(faults: tuple[str, ...], work: Path | None, made: bool, file: Path) -> 
             seconds = run(place, name, overrides, resumed=bool(after))
             if isinstance(seconds, str):
                 raise click.ClickException(f"{name}: {seconds}")
-            alone = name == "clean" or overrides
-            sides = [read_side(place / name)] if alone else [read_side(place / "clean"), read_side(place / name)]
-            clean.append((name, "laws" if alone else "`clean`", seconds, diagnose(*sides)))
+            single = name == "clean" or overrides
+            sides = [read_side(place / name)] if single else [read_side(place / "clean"), read_side(place / name)]
+            clean.append((name, "laws" if single else "`clean`", seconds, diagnose(*sides)))
             click.echo(f"{name}: {told(clean[-1][-1])}")
     write_atomically(file, page(rows, clean, failed))
 

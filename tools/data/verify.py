@@ -1,5 +1,5 @@
-"""This module reads a pair back. The module checks whether the .bin/.idx pair is complete, unchanged since it was
-written, and equal to its sources.
+"""This module reads a written .bin/.idx pair again, and checks whether it is complete, unchanged since it was written,
+and equal to its sources.
 """
 
 from __future__ import annotations

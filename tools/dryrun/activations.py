@@ -283,7 +283,8 @@ def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> 
 
 
 def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
-    """Return weight -> bytes that the root graph computes from it once and hands to the passes of all micro-batches.
+    """Return, for each weight, the bytes of the tensors that the root graph computes once from this weight and that the
+    passes of all micro-batches share.
 
     These are the weights in compute precision, gathered from the optimizer's shards: they stay for the whole step.
     """

@@ -81,7 +81,7 @@ def _class(kind: str) -> str:
 
 
 def bullets(lines: Sequence[str]) -> str:
-    """Return a list of lines; return an empty text if there are no lines."""
+    """Return the lines as a list in HTML; return an empty text if there are no lines."""
     return f"<ul>{''.join(text(line, 'li') for line in lines)}</ul>" if lines else ""
 
 

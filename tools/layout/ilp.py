@@ -330,7 +330,9 @@ def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.
 
 
 def add_plan(incumbent: Incumbent, model: PathModel, plan: np.ndarray) -> bool:
-    """Offer a plan of the model, and add the chain that determines its time. Return whether the plan was taken."""
+    """Offer `plan` to `incumbent` as the new best plan, and add to `model` the chain of passes that determines the time
+    of the plan. Return whether the plan was taken.
+    """
     _, visits = incumbent.instance.longest_chain(plan)
     model.add_chain(visits)
     return incumbent.offer(plan)

@@ -239,7 +239,7 @@ def _peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batches: i
 
 
 def stage_peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return `peak_vectors` of a stage, from a run that is no longer than it has to be."""
+    """Return `peak_vectors` of a stage. Only so many micro-batches are played as the peak needs (`enough`)."""
     return _peaks(schedule, stage, stages, chunks, int(enough(schedule, stages, micro_batches)))
 
 

@@ -289,8 +289,8 @@ def model_of(recipe: Recipe) -> Sizes:
     latent, experts = bool(fields.get("multi_latent_attention")), bool(fields.get("num_moe_experts"))
     if latent != experts:
         raise RecipeError(
-            f"{recipe.source}: the model has only latent attention or only experts; tc3 converts those with both "
-            "(TeleChat3-MoE, DeepSeek-V3) and of neither (TeleChat3 36B, Llama)"
+            f"{recipe.source}: the model has latent attention without experts, or experts without latent attention; "
+            "tc3 converts models that have both (TeleChat3-MoE, DeepSeek-V3) or neither (TeleChat3 36B, Llama)"
         )
     if experts:
         return sizes_of(fields, bias_updated=False)

@@ -35,7 +35,11 @@ ROOT = Path(__file__).resolve().parents[3]
 @click.argument("b", metavar="[B]", required=False, type=click.Path(path_type=Path))
 @click.option("--steps", default=3, show_default=True, type=Number("steps"), help="Steps to train a recipe for.")
 @click.option("--all", "everything", is_flag=True, help="Print the findings of all rungs, by step and rung.")
-@click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep the runs of recipes in it.")
+@click.option(
+    "--keep",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder that keeps the runs which this command makes if A or B is a recipe.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @unverified_option
 def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep: Path | None, as_json: bool) -> None:

@@ -29,7 +29,11 @@ class State:
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def tensors(self, parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return the state's tensors; `parts`: by rank, as a step's line lists them."""
+        """Return the tensors of the state, put together from the parts of all ranks.
+
+        Args:
+            parts: rank -> name -> (shape of the whole tensor, offset of the rank's part in it).
+        """
         found: dict[str, Tensor] = {}
         for rank, line in sorted(self.lines.items()):
             ours = parts.get(rank) or {}
@@ -85,7 +89,7 @@ class Tensor:
 
 @dataclass
 class Side:
-    """This is one run. `steps`: the metrics of the rank that knows the loss; `samples`: step -> rank -> column ->
+    """This is one of the runs that are compared. `steps`: the metrics of the rank that knows the loss; `samples`: step -> rank -> column ->
     digests; `starts`, `states`: what was recorded of the state, by step.
     """
 

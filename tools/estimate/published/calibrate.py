@@ -205,7 +205,7 @@ def coordinates(values: Efficiency, names: Sequence[str]) -> np.ndarray:
 
 
 def with_coordinates(values: Efficiency, names: Sequence[str], where: np.ndarray) -> Efficiency:
-    """Return `values` with the parameters `names` set to `where`, which is in the form of `coordinates`."""
+    """Return `values` with the parameters `names` set to `where`, a point as `coordinates` returns one."""
     plain = np.where(_shares(names), where, np.exp(where))
     changed: dict[str, Any] = {name: float(value) for name, value in zip(names, plain, strict=True)}
     return replace(values, **changed)

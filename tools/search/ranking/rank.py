@@ -55,13 +55,15 @@ class Ranking:
     places: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), int))
 
     def at(self, index: int) -> Ranked:
-        """Return one candidate."""
+        """Return the candidate at `index` of the ranking."""
         block, row, recompute = (int(place) for place in self.places[index])
         candidate = self.blocks[block].candidate(row, RECOMPUTE[recompute])
         return Ranked(candidate, float(self.seconds[index]), float(self.peaks[index]))
 
     def find(self, candidate: Candidate) -> Ranked | None:
-        """Return a candidate as it is ranked; None where it is not legal or does not fit."""
+        """Return the seconds and the peak memory with which a candidate is ranked; None if it is not legal or does not
+        fit.
+        """
         for number, block in enumerate(self.blocks):
             if (block.pp, block.vpp) == (candidate.pp, candidate.vpp):
                 own = np.flatnonzero(self.places[:, 0] == number)

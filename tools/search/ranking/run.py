@@ -188,9 +188,10 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """Return the share of the best layout's step that another layout could save by the bounds; 1 if none is known.
+        """Return by which share of the fastest step found another layout could still be faster, as far as the bounds
+        say; 1 if there is no bound.
 
-        A dry run may have dropped the fastest one since.
+        The fastest step found counts even if a dry run has dropped its layout since.
         """
         fastest = min(entry.seconds for entry in [*self.entries, *(entry for entry, _ in self.failed)])
         return max(0.0, 1 - self.least / fastest)

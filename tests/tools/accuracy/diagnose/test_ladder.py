@@ -13,11 +13,11 @@ EMBEDDING, DENSE, NORM = SHAPES
 
 @pytest.fixture
 def pair(tmp_path):
-    """Return the verdict on a faultless run and one with a class's methods; `alone`: on that one only."""
+    """Return the verdict on a faultless run and one with a class's methods; `single`: on that one without the other."""
 
-    def compare(fault=Run, alone=False, **more):
+    def compare(fault=Run, single=False, **more):
         b = read_side(fault(tmp_path / "b", **more).write())
-        return diagnose(b) if alone else diagnose(read_side(Run(tmp_path / "a").write()), b)
+        return diagnose(b) if single else diagnose(read_side(Run(tmp_path / "a").write()), b)
 
     return compare
 
@@ -159,7 +159,7 @@ def test_a_wrong_global_norm_needs_no_reference(pair, ranks):
         def norm(self, gradients):
             return 2 * super().norm(gradients)
 
-    verdict = pair(Twice, alone=True, ranks=ranks)
+    verdict = pair(Twice, single=True, ranks=ranks)
     assert first(verdict) == (1, "norm and clipping", "global norm") and "1/2 times" in verdict.findings[0].detail
 
 
@@ -168,7 +168,7 @@ def test_a_weight_that_should_not_decay_needs_no_reference(pair):
         def decay(self, name):
             return 0.1
 
-    verdict = pair(All, alone=True)
+    verdict = pair(All, single=True)
     assert (
         first(verdict) == (2, "update", "layers.0.norms")
         and "decayed by 0.1, should be 0" in verdict.findings[0].detail
@@ -180,7 +180,7 @@ def test_a_rate_that_is_not_the_printed_one_needs_no_reference(pair):
         def rate_used(self, step):
             return self.rate(step) / 2
 
-    assert first(pair(Half, alone=True))[:2] == (2, "update")
+    assert first(pair(Half, single=True))[:2] == (2, "update")
 
 
 def test_the_second_moment_shows_in_the_state_first(pair):
@@ -197,7 +197,7 @@ def test_copies_that_differ_between_ranks(pair):
         def copy(self, rank, name, value):
             return value + np.float32(1e-6 * rank) if name == NORM and value.any() else value
 
-    verdict = pair(Apart, alone=True, ranks=2)
+    verdict = pair(Apart, single=True, ranks=2)
     assert (verdict.findings[0].detail, verdict.findings[0].ranks) == (f"{NORM}: copies differ", (1,))
 
 
@@ -207,7 +207,7 @@ def test_a_bias_that_does_not_move_against_its_load(pair, sign):
         def move(self, load):
             return sign * super().move(load)
 
-    verdict = pair(Wrong, alone=True)
+    verdict = pair(Wrong, single=True)
     assert (
         first(verdict) == (1, "routers", "layers.1.router")
         and "should be +0.001" in verdict.findings[0].detail + "+0.001"
@@ -220,7 +220,7 @@ def test_choices_that_are_counted_twice(pair):
         def load(self, step):
             return 2 * super().load(step)
 
-    verdict = pair(Twice, alone=True)
+    verdict = pair(Twice, single=True)
     assert first(verdict)[1] == "routers" and "add up to 2, should be 1" in verdict.findings[0].detail
 
 
@@ -229,7 +229,7 @@ def test_a_router_that_counts_nothing(pair):
         def load(self, step):
             return np.zeros(4, np.float32)
 
-    verdict = pair(Silent, alone=True)
+    verdict = pair(Silent, single=True)
     assert first(verdict) == (1, "routers", "layers.1.router")
     assert verdict.first[0].detail == f"{ROUTER}: no rank has counted a choice"
 
@@ -250,7 +250,7 @@ def test_a_bias_at_its_share_may_move_either_way(pair):
         def move(self, load):
             return np.array([RATE, -RATE, 0, 0], np.float32)
 
-    assert not pair(Even, alone=True).findings
+    assert not pair(Even, single=True).findings
 
 
 def test_loads_of_data_parallel_ranks_are_averaged(tmp_path):
