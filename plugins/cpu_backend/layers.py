@@ -106,8 +106,8 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
         return rows, ends, (probs, inverse, tokens.shape)
 
     def token_unpermutation(self, tokens, ctx):
-        """Put the experts' outputs [N * k, h] back in the order of tokens. Return [1, N, h]: for each token the sum of its
-        k outputs, weighted by the router's probabilities.
+        """Put the experts' outputs [N * k, h] back in the order of tokens. Return [1, N, h]: for each token the sum of
+        its k outputs, weighted by the router's probabilities.
         """
         probs, inverse, shape = ctx
         rows = self.gather(ops.reshape(tokens, (-1, self.hidden_size)), inverse, 0)

@@ -49,7 +49,7 @@ def improved(
     nodes: int = 1,
 ) -> np.ndarray:
     """Return the placement int64 [E] that swaps of experts between the fullest device and another device lead to. Each
-    swap is the one that then lowers the load of the fullest device most.
+    swap is the one after which the fuller of its two devices is least full.
 
     Where no swap of two experts helps and devices hold few, two are swapped with two. A device that nothing helps is
     set aside and the next one looked at: the fullest device is often one large expert, and what the others carry counts

@@ -47,6 +47,13 @@ salvage_option = click.option(
     is_flag=True,
     help="Copy damaged values unchanged instead of refusing them, and record them in the result.",
 )
+file_size_option = click.option(
+    "--file-size",
+    default=5.0,
+    type=Number("file_gb"),
+    help="Write files of at most this many GB (0.001 or more).",
+    show_default=True,
+)
 
 
 @click.group(context_settings=SETTINGS)
@@ -134,13 +141,7 @@ def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | N
     type=click.Path(path_type=Path),
     help="Take the adapters' rank and alpha from this recipe.  [default: the recipe of CHECKPOINT's run]",
 )
-@click.option(
-    "--file-size",
-    default=5.0,
-    type=Number("file_gb"),
-    help="Write files of at most this many GB (0.001 or more).",
-    show_default=True,
-)
+@file_size_option
 @salvage_option
 def merge_command(checkpoint: Path, target: Path, recipe: Path | None, file_size: float, salvage: bool) -> None:
     """Add the adapters that plugins.lora trained to the weights of CHECKPOINT, an iteration of a run, and write weights
@@ -176,13 +177,7 @@ def merge_command(checkpoint: Path, target: Path, recipe: Path | None, file_size
     type=click.Choice(list(DTYPES)),
     help="Write trained weights in this data type.  [default: the type in which they are stored]",
 )
-@click.option(
-    "--file-size",
-    default=5.0,
-    type=Number("file_gb"),
-    help="Write files of at most this many GB (0.001 or more).",
-    show_default=True,
-)
+@file_size_option
 @click.option(
     "--workers",
     default=1,

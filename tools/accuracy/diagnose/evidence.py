@@ -89,8 +89,12 @@ class Tensor:
 
 @dataclass
 class Side:
-    """This is one of the runs that are compared. `steps`: the metrics of the rank that knows the loss; `samples`: step -> rank -> column ->
-    digests; `starts`, `states`: what was recorded of the state, by step.
+    """This is one of the runs that are compared.
+
+    Attributes:
+        steps: step -> the metrics of the rank that knows the loss.
+        samples: step -> rank -> column -> digests.
+        starts, states: what was recorded of the state, by step.
     """
 
     name: str

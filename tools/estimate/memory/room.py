@@ -18,11 +18,11 @@ from typing import Any
 
 import yaml
 
-from plugins.errors import RecipeError
 from tools.estimate.from_recipe import LEVEL
 from tools.files.atomic import write_atomically
 from tools.hardware import Hardware
 from tools.hardware.units import GIB
+from tools.recipe.findings import refusal
 from tools.recipe.view import limit_of, look
 
 ROWS = Path(__file__).parent / "rows.yaml"
@@ -30,6 +30,7 @@ FILE = Path(__file__).parent / "errors.yaml"
 # The most of its memory that a run took beyond the prediction of a model without the terms that were found on runs of
 # its own group (docs/memory.md). The errors of errors.yaml are smaller, for the terms were found on those very runs.
 LEFT_OUT = 0.0732
+_ADAPTERS = ("plugins", "lora")
 _DIGITS = 4
 _ROUNDED = 1e-9
 _HEAD = """\
@@ -171,12 +172,11 @@ def require_known(recipe: Mapping[str, Any]) -> None:
         RecipeError: its optimizer_level is level3, or it trains adapters beside frozen weights.
     """
     if look(recipe, LEVEL) == "level3":
-        raise RecipeError(
-            f"{'.'.join(LEVEL)}: whether a recipe with level3 fits is unknown, because its memory is not modelled; "
-            "that of level1 and level2 is (docs/memory.md)"
+        words = "level3: whether it fits is unknown, its memory is not modelled; level1 and level2 are (docs/memory.md)"
+        raise refusal(recipe, LEVEL, words)
+    if look(recipe, _ADAPTERS) not in (None, False):
+        words = (
+            "whether it fits is unknown, the activations that are kept beside frozen weights are not modelled; "
+            "tc3 dryrun counts them from the compiled graph (docs/lora.md)"
         )
-    if look(recipe, ("plugins", "lora")) not in (None, False):
-        raise RecipeError(
-            "plugins.lora: whether it fits is unknown, the activations that are kept beside frozen weights are not "
-            "modelled; tc3 dryrun counts them from the compiled graph (docs/lora.md)"
-        )
+        raise refusal(recipe, _ADAPTERS, words)
