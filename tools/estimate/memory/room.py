@@ -172,7 +172,10 @@ def require_known(recipe: Mapping[str, Any]) -> None:
         RecipeError: its optimizer_level is level3, or it trains adapters beside frozen weights.
     """
     if look(recipe, LEVEL) == "level3":
-        words = "level3: whether it fits is unknown, its memory is not modelled; level1 and level2 are (docs/memory.md)"
+        words = (
+            "whether a recipe with level3 fits is unknown, because its memory is not modelled; that of level1 and "
+            "level2 is (docs/memory.md)"
+        )
         raise refusal(recipe, LEVEL, words)
     if look(recipe, _ADAPTERS) not in (None, False):
         words = (
