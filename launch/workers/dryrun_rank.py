@@ -1,9 +1,10 @@
 """This is what `tc3 dryrun` starts for each rank that it compiles, as train.py is what msrun starts for each worker.
 
-    python -m launch.workers.dryrun_rank JOB.json OUT.json [GRAPH.ir.gz]
+    python -m launch.workers.dryrun_rank PARENT JOB.json OUT.json [GRAPH.ir.gz]
 
-JOB.json is `tools.dryrun.plan.Job`; OUT.json appears when the compile is over, whole or not at all,
-and before it the text of the final graph, if its place is given.
+PARENT is the pid of the process that waits for the result: it may have ended while this one still imported MindSpore,
+and nobody else would end this one. JOB.json is `tools.dryrun.plan.Job`; OUT.json appears when the compile is over,
+whole or not at all, and before it the text of the final graph, if its place is given.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from tools.recipe.view import View
 
 def main() -> None:
     """Compile the train step of one rank of a job, and write the result to a file."""
-    die_with_parent()
+    parent, *files = sys.argv[1:]
+    die_with_parent(parent=int(parent))
     gc.set_threshold(100_000)  # as in train.py
-    job_file, out, *text = map(Path, sys.argv[1:])
+    job_file, out, *text = map(Path, files)
     fields = json.loads(job_file.read_text(encoding="utf-8"))
     job = Job(**fields | {"recipe": Recipe(fields["recipe"])})
     report = compile_job(job, out.parent, partial(enable, on_cpu=View(job.recipe).cpu_classes), *text)

@@ -166,7 +166,8 @@ class _Run:
         (folder / "job.json").write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))  # as msrun's workers
         environment = {**HUGE_PAGES, **os.environ, "PYTHONPATH": paths, "GLOG_v": "3"}
-        command = [sys.executable, "-m", WORKER, str(folder / "job.json"), str(self.out), *map(str, text)]
+        files = [folder / "job.json", self.out, *text]
+        command = [sys.executable, "-m", WORKER, str(os.getpid()), *map(str, files)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
         self.started = self._told = time.monotonic()

@@ -16,7 +16,7 @@ from launch.cli import tc3
 from plugins.errors import TC3Error
 from tools.dryrun import compiles
 from tools.dryrun import rank as compiling
-from tools.dryrun.compiles import compile_all
+from tools.dryrun.compiles import WORKER, compile_all
 from tools.dryrun.plan import Job, resized, without_files
 from tools.dryrun.quick import ERROR, quick_plan
 from tools.dryrun.report import report_of
@@ -183,9 +183,7 @@ def start(folder, *arguments):
 def children_of(process):
     for _ in range(600):
         assert process.poll() is None, "it ended before it compiled"
-        found = [
-            child for child in psutil.Process(process.pid).children() if "launch.workers.dryrun_rank" in child.cmdline()
-        ]
+        found = [child for child in psutil.Process(process.pid).children() if WORKER in child.cmdline()]
         if found:
             return found
         time.sleep(0.1)
@@ -204,6 +202,14 @@ def test_killed_half_way_it_leaves_no_process_and_no_result(number, tmp_path):
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
     assert not list(tmp_path.rglob("*.gz"))
+
+
+@pytest.mark.slow
+def test_a_compile_whose_parent_ended_during_its_imports_ends_before_it_begins(tmp_path):
+    files = [str(tmp_path / name) for name in ("job.json", "out.json")]  # it would fail to read the first
+    gone = psutil.Process().parent().pid  # alive, but not the parent of what we start
+    done = subprocess.run([sys.executable, "-m", WORKER, str(gone), *files], cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGKILL
 
 
 @pytest.mark.slow
