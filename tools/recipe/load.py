@@ -139,7 +139,7 @@ def _base_file(name: _Spot, file: str) -> str:
         )
     base = os.path.join(os.path.dirname(file), name.value)
     if not os.path.isfile(base):
-        raise RecipeError(f"{name.file}:{name.line}: the base {name.value!r} was not found{_nearby(base)}")
+        raise RecipeError(f"{name.file}:{name.line}: the base {name.value!r} was not found{_nearby(base, file)}")
     return base
 
 
@@ -297,8 +297,12 @@ def _yaml_message(file: str, error: yaml.YAMLError) -> str:
     return f"{place}: not valid YAML: {problem}" + (f" ({context})" if context else "")
 
 
-def _nearby(file: str) -> str:
-    """Did-you-mean over the YAML files around a path that does not exist, and those of this repository."""
+def _nearby(file: str, recipe: str = "") -> str:
+    """Did-you-mean over the YAML files around a path that does not exist, and those of this repository.
+
+    Args:
+        recipe: the file that names the path, if it is that of a base: the path is then told as it stands there.
+    """
     try:
         around = Path(file).parent
         while not around.is_dir():
@@ -309,7 +313,15 @@ def _nearby(file: str) -> str:
     except OSError:  # a folder that may not be read, or no working folder
         return ""
     recipes = [path for path in found if os.path.basename(path) != "card.yaml"]
-    return did_you_mean(os.path.normpath(file), recipes)
+    if not recipe:
+        return did_you_mean(os.path.normpath(file), recipes)
+    recipes = [path for path in recipes if os.path.abspath(path) != os.path.abspath(recipe)]
+    # a recipe that was copied out of its folder: only its bases are elsewhere now
+    same = [path for path in recipes if Path(path).parts[-2:] == Path(os.path.abspath(file)).parts[-2:]]
+    here = os.path.dirname(recipe) or os.curdir
+    if same:
+        return f" (did you mean {os.path.relpath(same[0], here)!r}?)"
+    return did_you_mean(os.path.relpath(file, here), [os.path.relpath(path, here) for path in recipes])
 
 
 _LOADER = ("train_dataset", "data_loader")

@@ -4,6 +4,7 @@ Files that are not recipes (bombs, giants, pipes, knots) end in one line within 
 """
 
 import os
+import re
 import time
 from pathlib import Path
 from textwrap import dedent
@@ -143,6 +144,18 @@ def test_a_recipe_below_a_missing_folder_suggests_one_of_the_repository(monkeypa
     monkeypatch.chdir(ROOT)
     with pytest.raises(RecipeError, match=r"did you mean 'recipes/mini/pretrain.yaml'"):
         load_recipe("recipe/mini/pretrain.yaml")
+
+
+def test_a_recipe_copied_out_of_the_repository_is_told_where_its_bases_are(write, tmp_path):
+    there = os.path.relpath(ROOT / "recipes" / "base" / "run.yaml", tmp_path)
+    with pytest.raises(RecipeError, match=re.escape(f"'../base/run.yaml' was not found (did you mean {there!r}?)")):
+        load_recipe(write("copy.yaml", "base_config: ../base/run.yaml\n"))
+
+
+def test_a_missing_base_suggests_a_neighbour_as_the_recipe_names_it(write, tmp_path):
+    write("parts/common.yaml", "a: 1\n")
+    with pytest.raises(RecipeError, match=r"did you mean 'parts/common.yaml'\?"):
+        load_recipe(write("common2.yaml", "base_config: parts/comon.yaml\n"))
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):
