@@ -58,7 +58,9 @@ def model_of(family: str, rng: np.random.Generator, layers: tuple[int, int]) -> 
     return replace(model, shared_ffn=512, mtp=int(family == "mtp"))
 
 
-def problem(number: int, devices: tuple[int, ...] = DEVICES, layers: tuple[int, int] = (5, 17), fit: int = 8) -> Request:
+def problem(
+    number: int, devices: tuple[int, ...] = DEVICES, layers: tuple[int, int] = (5, 17), fit: int = 8
+) -> Request:
     """Return the request that `number` draws; families, spaces and room for memory take turns.
 
     Sizes are drawn until `fit` strategies fit.
