@@ -18,7 +18,7 @@ from tools.search.ranking import workers
 from tools.search.ranking.rank import explain_infeasible, rank
 from tools.search.ranking.run import search_under
 from tools.search.ranking.workers import place_all
-from tools.search.report import more_stages, stage_rows, table_rows
+from tools.search.report import more_stages, reasons, stage_rows, table_rows
 from tools.search.request import PLANNED
 
 
@@ -97,6 +97,9 @@ def test_the_own_mesh_is_placed_and_each_pair_of_stages_and_chunks_is_shown():
     assert own._replace(recompute=PLANNED) == candidate_of(base)._replace(recompute=PLANNED)
     assert found.own_mesh.seconds <= found.own.seconds or found.own.peak > asked.room
     assert [row[0] for row in table_rows(found)][-2:] == ["mesh", "recipe"]
+    words = "own mesh was not placed anew"
+    assert not any(words in line for line in reasons(found))
+    assert any(words in line for line in reasons(replace(found, own_mesh=None)))
     assert found.stages[0].entry.seconds == found.entries[0].seconds
     assert len(stage_rows(found)) == min(12, len(found.stages)) and bool(more_stages(found)) == (len(found.stages) > 12)
     assert {(row.pp, row.vpp) for row in found.stages} == {(block.pp, block.vpp) for block in found.ranking.blocks}
