@@ -2,6 +2,7 @@
 
     python -m benchmarks.search_regret                      # 40 random small problems: regret, gap and certainty
     python -m benchmarks.search_regret --efforts            # 30 random problems, each at efforts low, normal and high
+    python -m benchmarks.search_regret --exact              # 40 tiny ones: every placement of every strategy is tried
     python -m benchmarks.search_regret --first 7 --draw 1   # one of them
 
 A problem is a model of 5 to 17 layers on 8 to 64 devices: dense or MoE, with MLA, grouped queries, shared experts or
@@ -16,29 +17,31 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from tools.estimate.configuration import Configuration
+from tools.estimate.configuration import Configuration, Table
 from tools.estimate.efficiency import cluster
+from tools.estimate.memory.model import peak_memory
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout.budget import EFFORTS, Budget
 from tools.model.architecture import Latent, Model, pattern_of
-from tools.search.candidates import configuration
+from tools.search.candidates import Candidate, configuration
 from tools.search.ranking.rank import Chances, rank
 from tools.search.ranking.run import Found, search
 from tools.search.ranking.workers import place_all
-from tools.search.request import Request, read_limit
+from tools.search.request import PLANNED, Request, read_limit
 
 DEVICES = (8, 9, 12, 13, 16, 20, 21, 24, 30, 32, 40, 45, 48, 56, 64)
 FAMILIES = ("dense", "gqa", "moe", "shared", "latent", "mtp")
 SPACES = (("cp=1", "shard=optimizer", "pp>1"), ("cp<=2", "shard=optimizer"), ("cp=1",), ("cp=2", "pp>1"))
 ROOMS = (1.06, 1.25, 1.6, 3.0)  # memory, of the least that any strategy needs
 EQUAL = 1 + 1e-6
+TINY = ("cp=1", "pp>1", "pp<=4", "mbs=1", "shard=optimizer", "mode=global", "ep<=2", "vpp<=2")
 _DENSE = Model(pattern_of(9), hidden=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, vocab=32000)
 _LATENT = Latent(query_rank=384, kv_rank=128, nope=64, rope=32, value=64)
 
@@ -106,6 +109,78 @@ def regret(asked: Request, found: Found, effort: float, others: int = 4) -> Trut
     return Truth(min([ours, *(placement.step_s for placement in placed.values())]), len(placed), bounded)
 
 
+def tiny(number: int) -> Request | None:
+    """Return a request of 3 to 5 layers whose strategies have few placements; None where no strategy is legal."""
+    rng, family, cut = np.random.default_rng(number + 1000), FAMILIES[number % len(FAMILIES)], number % 4 == 3
+    count = int(rng.integers(3, 5 if cut else 6))
+    model = replace(_DENSE, pattern=pattern_of(count), hidden=int(rng.choice((512, 1024))), heads=8, kv_heads=8)
+    model = replace(model, ffn=2048, vocab=int(rng.choice((8000, 32000))), kv_heads=2 if family == "gqa" else 8)
+    if family not in ("dense", "gqa"):
+        model = replace(
+            model, pattern=pattern_of(count, 8, int(rng.integers(0, 3))), experts=8, top_k=2, expert_ffn=512
+        )
+        model = replace(model, shared_ffn=512 * (family != "moe"), mtp=int(family == "mtp"))
+        model = replace(model, latent=_LATENT if family in ("latent", "mtp") else None)
+    many, sequence = int(rng.choice((4, 8) if cut else (2, 4, 6, 8))), int(rng.choice((1024, 2048)))
+    base = Configuration(model, layers=((count,),), sequence=sequence, shared_whole=True, keep_gathered=True)
+    base = replace(base, overlap_dp=bool(rng.integers(2)))
+    limits = tuple(map(read_limit, ("tp<=2" if cut else "tp=1", *TINY)))
+    batch = many * int(rng.choice((1, 2, 4)))
+    asked = Request(base, cluster("atlas_800t_a2"), many, batch, 1e4 * GIB, family, limits=limits)
+    ranking = rank(asked)
+    if ranking.least is None:
+        return None
+    low, high = ranking.least.peak, float(ranking.peaks.max())
+    return replace(asked, cap=low * (1.001 + float(rng.random()) * min(1.0, high / low - 1)))
+
+
+def every_placement(asked: Request, candidate: Candidate, times: TimeModel) -> tuple[float, int]:
+    """Return the least seconds of a strategy's placements under the limit, and how many were tried: all numbers of
+    layers of the chunks, and for each chunk all numbers of layers that recompute by each option.
+    """
+    config, best, tried = configuration(asked, candidate), np.inf, 0
+    size, last = config.pp * config.chunks, config.model.mtp
+    for counts in itertools.product(range(config.model.layers + 1), repeat=size):
+        if sum(counts) != config.model.layers or 0 in counts[1:-1] or counts[-1] < last:
+            continue
+        for chosen in itertools.product(*(_options(count, config.tp > 1) for count in counts)):
+            full, select, again = (_rows(row, config.pp) if any(row) else None for row in zip(*chosen, strict=True))
+            recompute = replace(config.recompute, full=full, select=select, communication=again)
+            one, tried = replace(config, layers=_rows(counts, config.pp), recompute=recompute), tried + 1
+            if peak_memory(one) <= asked.room:
+                best = min(best, times.step(one, simulated=True).total)
+    return best, tried
+
+
+def _options(count: int, gathers: bool) -> Iterator[tuple[int, int, int]]:
+    """The numbers of layers that recompute everything, norms, and (with tensor parallelism) communication."""
+    for select in range(count + 1):
+        for full, again in itertools.product(range(select + 1), {0, *range(select, count + 1)} if gathers else {0}):
+            yield full, select, again
+
+
+def _rows(counts: Sequence[int], stages: int) -> Table:
+    """The table [chunks][stages] of counts in the model's order."""
+    return tuple(tuple(counts[first : first + stages]) for first in range(0, len(counts), stages))
+
+
+def print_exact(numbers: range, effort: float) -> None:
+    """Print a line for each tiny problem."""
+    heads = "problem", "family", "devices", "layers", "strategies", "placements", "search s", "best of all s", "regret"
+    print(f"| {' | '.join([*heads, 'gap', 'bound holds'])} |\n{'|---' * (len(heads) + 2)}|")
+    for number in numbers:
+        asked = tiny(number)
+        if asked is None:
+            continue
+        times, found = TimeModel(asked.hardware), searched(asked, effort)
+        some = [block.candidate(row, PLANNED) for block in found.ranking.blocks for row in range(len(block))]
+        steps, tried = zip(*(every_placement(asked, one, times) for one in some), strict=True)
+        ours, best = found.entries[0].seconds, min(steps)
+        words = [f"{number}", asked.cap_source, f"{asked.devices}", f"{asked.base.model.layers}", f"{len(some)}"]
+        words += [f"{sum(tried)}", f"{ours:.6f}", f"{best:.6f}", f"{ours / best - 1:.3%}", f"{found.gap:.2%}"]
+        print(f"| {' | '.join([*words, 'yes' if found.least <= best * EQUAL else 'NO'])} |", flush=True)
+
+
 def searched(asked: Request, effort: float, top: int = 10) -> Found:
     """Return the search's answer."""
     return search(asked, top, Budget(effort), TimeModel(asked.hardware), lambda *_: None, at_once=1)
@@ -158,10 +233,13 @@ if __name__ == "__main__":
     parser.add_argument("--effort", type=float, default=1.0, help="of the search; a larger one is never worse")
     parser.add_argument("--solving", type=float, default=0.5, help="effort with which every strategy is placed")
     parser.add_argument("--efforts", nargs="*", type=float, help="compare these efforts instead; by default the named")
+    parser.add_argument("--exact", action="store_true", help="try every placement of tiny problems instead")
     asked_for = parser.parse_args()
     by_effort = asked_for.efforts is not None
     drawn = range(asked_for.first, asked_for.first + (asked_for.draw or (30 if by_effort else 40)))
     if by_effort:
         print_efforts(drawn, asked_for.efforts or list(EFFORTS.values()))
+    elif asked_for.exact:
+        print_exact(drawn, asked_for.effort)
     else:
         print_regret(drawn, asked_for.effort, asked_for.solving)

@@ -1,19 +1,17 @@
 """The whole search of small spaces: against every strategy placed, at several efforts, with the recipe's own mesh."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.search_regret import problem, regret, searched
+from benchmarks.search_regret import every_placement, problem, regret, searched
 from tests.tools.search.test_candidates import BASE, MODEL, request
 from tools.estimate.loads import loads_of
-from tools.estimate.memory.model import peak_memory
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout.budget import Budget
 from tools.model.architecture import pattern_of
-from tools.search.candidates import candidate_of, configuration
+from tools.search.candidates import candidate_of
 from tools.search.ranking import workers
 from tools.search.ranking.rank import explain_infeasible, rank
 from tools.search.ranking.run import search_under
@@ -43,27 +41,6 @@ def test_nothing_placed_by_the_solver_is_half_a_percent_faster(number):
     assert all(entry.peak <= asked.room for entry in found.entries)
 
 
-def every_placement(asked, candidate, times):
-    """Least seconds of a strategy's placements under the limit: all layers of chunks, all counts that recompute."""
-    config, best = configuration(asked, candidate), float("inf")
-    size, last = config.pp * config.chunks, config.model.mtp
-    for counts in itertools.product(range(config.model.layers + 1), repeat=size):
-        if sum(counts) != config.model.layers or 0 in counts[1:-1] or counts[-1] < last:
-            continue
-        for pairs in itertools.product(*([(f, s) for s in range(n + 1) for f in range(s + 1)] for n in counts)):
-            full, select = (rows(row, config.pp) if any(row) else None for row in zip(*pairs, strict=True))
-            recompute = replace(config.recompute, full=full, select=select)
-            one = replace(config, layers=rows(counts, config.pp), recompute=recompute)
-            if peak_memory(one) <= asked.room:
-                best = min(best, times.step(one, simulated=True).total)
-    return best
-
-
-def rows(counts, stages):
-    """[chunks][stages] of counts in the model's order."""
-    return tuple(tuple(counts[first : first + stages]) for first in range(0, len(counts), stages))
-
-
 @pytest.mark.parametrize(("model", "share"), [("dense", 1.1), ("moe", 1.2), ("mtp", 1.15)])
 def test_no_placement_of_any_strategy_is_faster(model, share):
     """Every strategy of four devices without tensor parallelism, each placement of each tried one by one."""
@@ -75,7 +52,7 @@ def test_no_placement_of_any_strategy_is_faster(model, share):
     asked = replace(asked, cap=share * rank(asked).least.peak)
     times, found = TimeModel(asked.hardware), searched(asked, 1.0)
     strategies = [block.candidate(row, PLANNED) for block in found.ranking.blocks for row in range(len(block))]
-    best = min(every_placement(asked, one, times) for one in strategies)
+    best = min(every_placement(asked, one, times)[0] for one in strategies)
     assert found.least * (1 - 1e-6) <= best <= found.entries[0].seconds * (1 + 1e-6)
     assert found.entries[0].seconds <= 1.005 * best
 
