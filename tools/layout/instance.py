@@ -259,7 +259,9 @@ class Instance:
 SCHEMA = "pp-balance/1"
 _MOST = {"P": 1_000, "V": 100, "M": 100_000}  # more is a slip of the keyboard, and would never end
 _KEYS = ("schema", "name", "P", "V", "M", "schedule", "memory_cap", "static_mem", "head", "tail", "body")
-_NOTES = ("doc", "units", "source", "provenance", "sapp", "best_known", "lower_bound_trivial", "solution_layout")
+# what others found, and where the numbers come from: not read
+_ANSWERS = ("published_optimum", "fast_tuner", "sapp", "best_known", "lower_bound_trivial", "solution_layout")
+_NOTES = ("doc", "units", "source", "provenance", *_ANSWERS)
 _PASSES = 1_000_000
 _LARGEST = 1e15
 # the schema's names; with one chunk all of them are 1F1B

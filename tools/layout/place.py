@@ -16,6 +16,7 @@ earlier one can be left out.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -82,6 +83,48 @@ def with_table(config: Configuration, name: str, table: Table) -> Configuration:
     return replace(config, recompute=replace(config.recompute, operators=operators))
 
 
+def recomputing_least(config: Configuration, model: TimeModel, cap_bytes: float) -> list[Configuration]:
+    """Return `config` with its layers where they are and less recomputed, with whole layers among it and without. On
+    each stage the first layers have one option and the others a weaker one, so that the stage keeps `cap_bytes` and
+    takes the least time.
+    """
+    some = [_least(config, model, cap_bytes, options) for options in (ORDER, ORDER[1:])]
+    return [one for one in some if one is not None]
+
+
+def _least(config: Configuration, model: TimeModel, cap_bytes: float, options: Sequence[str]) -> Configuration | None:
+    """`recomputing_least` with these options, the strongest first; None where a stage cannot keep the cap."""
+    layers = np.array(config.layers)
+    tables = {name: np.zeros_like(layers) for name in options[:-1]}
+    for stage in range(config.pp):
+        own = layers[:, stage]
+        found: list[tuple[float, dict[str, np.ndarray]]] = []
+        for strong, weak in itertools.combinations(options, 2):
+            for count in range(own.sum() + 1):
+                tried = {name: table.copy() for name, table in tables.items()}
+                tried[strong][:, stage] = np.clip(count - (own.cumsum() - own), 0, own)
+                if weak in tried:
+                    tried[weak][:, stage] = own
+                one = _recomputing(config, tried)
+                if stage_memory(one, stage).peak <= cap_bytes:
+                    forward, backward, _ = model.chunks(one)
+                    found.append((float((forward + backward)[:, stage].sum()), tried))
+                    break
+        if not found:
+            return None
+        tables = min(found, key=lambda pair: pair[0])[1]
+    return _recomputing(config, {name: table for name, table in tables.items() if table.any()})
+
+
+def _recomputing(config: Configuration, tables: dict[str, np.ndarray]) -> Configuration:
+    """The configuration with these tables [chunks, stages] and no others. A table of zeros counts the memory of
+    running a layer again.
+    """
+    rows: dict[str, Any] = {name: tuple(map(tuple, table.tolist())) for name, table in tables.items()}
+    kept = replace(config.recompute, **{**dict.fromkeys(ORDER[:-1]), **rows}, operators=())
+    return replace(config, recompute=kept)
+
+
 _SHARE = 0.35  # of effort and time, for each instance but the last
 BOUND_EFFORT = 0.5  # of the bounds of a candidate by the solver's model, at most
 
@@ -114,9 +157,10 @@ def place(
     """Return the fastest placement of `config`'s layers, with the recomputation of each, that keeps `cap_bytes` on
     every stage.
 
-    The configuration's own tables are one of the candidates, and the only one for models whose dense and MoE layers
-    alternate. Of schedules with pairs (`tools.pipeline.orders`) the optimiser does not count what a pair hides,
-    which hangs on two chunks at once; the answer's time does. The bound is then 0.
+    The configuration's own tables are one of the candidates. Where dense and MoE layers alternate, layers stay where
+    they are, and only what they recompute is chosen (`recomputing_least`). Of schedules with pairs
+    (`tools.pipeline.orders`) the optimiser does not count what a pair hides, which hangs on two chunks at once; the
+    answer's time does. The bound is then 0.
 
     Args:
         groups: layers may recompute groups of operators as well (`tools.estimate.configuration`). Half of the effort is
@@ -130,7 +174,8 @@ def place(
         config = replace(config, layers=((config.model.layers,),), recompute=Recompute())
     outcomes: list[Outcome] = []
     first = start.configuration if start else None
-    candidates = [config] if first is None else [config, first]
+    own = [config, *([] if ways(config) else recomputing_least(config, model, cap_bytes))]
+    candidates = own if first is None else [*own, first]
 
     def optimised(way: Way, part: Budget) -> list[Configuration]:
         """Optimise one instance, and add the outcome."""
@@ -174,8 +219,8 @@ def screen(
     all of them. Layers are placed only if the bound is under `beat` seconds. The bound holds for plans under `beat`.
     """
     low, found, outside = math.inf, Placement(None, math.inf, 0.0, why="no placement was found quickly"), math.inf
-    candidates = []
     every = all_ways(config, model, groups)
+    candidates = [] if every else recomputing_least(config, model, cap_bytes)
     for way in every:
         instance = pipeline_instance(config, model, cap_bytes, *way)
         bound, rest = _floor(config, model, instance, beat)
@@ -312,7 +357,7 @@ def _why(config: Configuration, cap_bytes: float, outcomes: list[Outcome]) -> st
     if not outcomes:
         peak = max(memory.peak for memory in all_stages(config))
         needs = f"the heaviest stage needs {peak / GIB:.1f} GiB of {cap_bytes / GIB:.1f}"
-        return f"{needs}, and nothing is moved or recomputed for layers that alternate between dense and MoE"
+        return f"{needs} with every layer recomputed, and no layer is moved where dense and MoE layers alternate"
     return f"{outcomes[-1].why or 'the memory model allows none of the plans found'} (GiB)"
 
 

@@ -133,6 +133,9 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
                 f"the recipe's own layout has no margin: {found.own.peak / GIB:.1f} GiB, where the search takes "
                 f"{found.request.room_words}"
             )
+        if found.own_mesh is None and found.whole:
+            room = f"needs more than it may: {found.request.room_words}"
+            lines.append(f"the recipe's own mesh was not placed anew: it breaks a rule or a limit, or {room}")
     return lines
 
 

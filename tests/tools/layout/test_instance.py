@@ -111,6 +111,19 @@ def test_wrong_values_are_named(tmp_path, change, words):
         read_instance(path)
 
 
+def test_answers_of_others_in_an_instance_are_not_read(tmp_path):
+    own = content()
+    answers = {
+        "published_optimum": {"objective": 1.0},
+        "fast_tuner": {},
+        "sapp": {},
+        "best_known": {"neutral_time": 1.0},
+    }
+    path = tmp_path / "theirs.json"
+    path.write_text(json.dumps({**own, **answers}), "utf-8")
+    assert read_instance(path).cap == own["memory_cap"]
+
+
 def test_no_file_and_no_json(tmp_path):
     with pytest.raises(DataError, match="cannot be read"):
         read_instance(tmp_path / "none.json")

@@ -21,6 +21,7 @@ from tools.layout.optimise import optimise
 from tools.layout.place import (
     configuration_of,
     place,
+    screen,
 )
 from tools.layout.problem import kind_count, may_hold_first, pipeline_instance, table_of
 from tools.model.architecture import Latent, Model, pattern_of
@@ -288,6 +289,28 @@ def every_placement(config):
             recompute = Recompute(full=(full,) if any(full) else None, select=(select,) if any(select) else None)
             one = replace(config, layers=layers, recompute=recompute)
             yield TIMES.step(one, simulated=True).total, peak_memory(one)
+
+
+@pytest.mark.parametrize(("chunks", "share"), [(1, 0.05), (1, 0.6), (2, 0.3), (1, 1.0)])
+def test_layers_that_alternate_stay_and_recompute_the_least(chunks, share):
+    config = configuration(replace(MOE, pattern=pattern_of(4, 16, 0, 2)), chunks=chunks, micro_batches=4)
+    config = replace(config, recompute=Recompute(full=config.layers))
+    most = peak_memory(replace(config, recompute=Recompute()))
+    cap = (1 - share) * peak_memory(config) + share * most
+    best = float("inf")
+    every = [[(f, s) for s in range(count + 1) for f in range(s + 1)] for row in config.layers for count in row]
+    for pairs in itertools.product(*every):
+        full, select = (
+            tuple(row[first : first + 2] for first in range(0, len(row), 2)) if any(row) else None
+            for row in zip(*pairs, strict=True)
+        )
+        one = replace(config, recompute=Recompute(full=full, select=select))
+        if peak_memory(one) <= cap:
+            best = min(best, TIMES.step(one, simulated=True).total)
+    for found in (screen(config, TIMES, cap), place(config, TIMES, cap, Budget(0.1))):
+        assert found.configuration.layers == config.layers and max(found.peak_bytes) <= cap
+        assert found.least_s <= found.step_s <= 1.005 * best
+    assert (found.configuration.recompute == Recompute()) == (share == 1)
 
 
 def test_what_cannot_fit_says_what_is_missing():

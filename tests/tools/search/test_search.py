@@ -215,6 +215,8 @@ def test_parts_explain_the_difference():
         assert min(entry.parts.values()) >= -1e-12
     slow = replace(short[0], seconds=short[0].seconds + 1, parts=dict(short[0].parts, ep=short[0].parts["ep"] + 1))
     assert why_faster(short[0], slow) == "1.00 s per step: 1.00 s less expert-parallel communication"
+    near = replace(slow, seconds=short[0].seconds, parts=dict(short[0].parts, ep=short[0].parts["ep"] + 0.004))
+    assert why_faster(short[0], near) == "0.00 s per step: the same within a hundredth"
 
 
 def stand_in_config(asked, one):

@@ -91,16 +91,19 @@ class MemoryTable:
 
     def peaks(self, block: Block) -> np.ndarray:
         """Return [rows, policies, stages] bytes, for the uniform policies of `POLICIES`."""
-        example = self._config(block, 0)
-        at_once = (block.columns["m"] == 1) & np.bool_(block.pp == 1)
-        first, place = groups(block, "tp", "ep", "shard", at_once=at_once)
-        static = np.array([self._static(self._config(block, row)) for row in first])[place]
+        example, static = self._config(block, 0), self.static(block)
         first, place = groups(block, *_PASS, *self._loaded, spread=block.columns["ep"] > 1)
         buffers = np.array([self._buffers(block, row, stage_keys(example)) for row in first])[place]
         more = ("shard",) if example.copies_weights else ()
         first, place = groups(block, "tp", "cp", "ep", "mbs", "mode", *more)
         work = self._working(block, first, example)[place]
         return self._activations(block, example) + work + (static + buffers)[:, None, :]
+
+    def static(self, block: Block) -> np.ndarray:
+        """Return [rows, stages] bytes of weights, gradients and optimizer, whatever is recomputed."""
+        at_once = (block.columns["m"] == 1) & np.bool_(block.pp == 1)
+        first, place = groups(block, "tp", "ep", "shard", at_once=at_once)
+        return np.array([self._static(self._config(block, row)) for row in first])[place]
 
     def _static(self, config: Configuration) -> list[float]:
         spread = (config.pp, config.tp, config.ep, config.shard_optimizer, config.shard_gradients)

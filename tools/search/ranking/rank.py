@@ -105,12 +105,14 @@ class Ranking:
 Report = Callable[[int, int, float], None]  # blocks done, of how many, best seconds so far (infinite: none)
 
 
-def feasible(request: Request) -> bool:
-    """Return whether a legal candidate fits."""
+def feasible(request: Request, funnel: Funnel | None = None) -> bool:
+    """Return whether a legal candidate fits; `funnel` counts the others."""
     memory = MemoryTable(request)
-    every = blocks(request, Funnel())
-    # many stages fit first
-    return any(fitting(memory.peaks(block), request.room, block.recompute).any() for block in reversed(every))
+    for block in reversed(blocks(request, funnel or Funnel())):  # many stages fit first
+        some = block.select((memory.static(block) <= request.room).all(axis=1))
+        if len(some) and fitting(memory.peaks(some), request.room, block.recompute).any():
+            return True
+    return False
 
 
 def rank(request: Request, report: Report | None = None) -> Ranking:
@@ -233,6 +235,7 @@ def layout_of(candidate: Candidate) -> tuple[int, ...]:
 
 _MULTIPLES = (2, 3, 4, 6, 8, 16, 32)
 _NEAR = 256  # numbers of devices tried in each direction,
+_UNFIT = 16  # of them some strategy is legal, but none fits
 _MANY, _CANDIDATES = 10_000, 1_000_000_000  # for more devices, of so many strategies, which takes some seconds
 
 
@@ -247,7 +250,9 @@ def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
         more_memory(request, least),
         *_less_margin(request, least),
     ]
-    return [*short, *_without_limits(request), *_more_devices(request)]
+    enough = least.peak <= (1 - request.margin) * request.hardware.hbm_bytes
+    near = [] if enough else _other_devices(request)
+    return [*short, *_without_limits(request), *(near or _more_devices(request))]
 
 
 def more_memory(request: Request, least: Ranked) -> str:
@@ -291,17 +296,17 @@ def _without_limits(request: Request) -> list[str]:
 
 
 def _other_devices(request: Request) -> list[str]:
-    """The nearest numbers of devices, below and above, that some legal strategy uses."""
+    """The nearest numbers of devices, below and above, on which some strategy fits."""
     lines = []
     for step, word in ((-1, "fewer"), (1, "more")):
-        seen = 0  # candidates, of spaces that may be too large to look at more of them
+        seen = legal = 0  # candidates of all numbers; numbers on which some strategy is legal, but none fits
         for number in range(request.devices + step, max(0, request.devices + step * (_NEAR + 1)), step):
             funnel = Funnel()
-            if blocks(replace(request, devices=number), funnel):
+            if feasible(replace(request, devices=number), funnel):
                 lines.append(f"nearest with {word}: --devices {number}")
                 break
-            seen += funnel.total
-            if seen > _CANDIDATES and request.devices > _MANY:
+            seen, legal = seen + funnel.total, legal + (funnel.left > 0)
+            if legal > _UNFIT or (seen > _CANDIDATES and request.devices > _MANY):
                 break
     return lines
 

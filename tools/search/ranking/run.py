@@ -119,7 +119,7 @@ def why_faster(first: Entry, second: Entry) -> str:
     costs.
     """
     saved = {name: second.parts[name] - first.parts[name] for name in PARTS}
-    least = 0.02 * abs(second.seconds - first.seconds) + 1e-3
+    least = max(0.02 * abs(second.seconds - first.seconds), 0.005)  # less is printed as 0.00
     gains = [name for name in sorted(PARTS, key=lambda name: -saved[name]) if saved[name] > least][:3]
     costs = [name for name in sorted(PARTS, key=lambda name: saved[name]) if saved[name] < -least][:2]
     words = [f"{saved[name]:.2f} s less {PARTS[name]}" for name in gains]

@@ -19,7 +19,7 @@ from tools.pipeline.simulate import filling
 from tools.recipe.load import load_recipe
 from tools.search.candidates import RECOMPUTE, configuration, schedule_of
 from tools.search.ranking import workers
-from tools.search.ranking.rank import Chances, feasible, mix, rank
+from tools.search.ranking.rank import Chances, explain_infeasible, feasible, mix, rank
 from tools.search.ranking.run import search
 from tools.search.request import PLANNED, Request, read_limit, request_of
 
@@ -153,6 +153,20 @@ def test_mix(points, cap):
 def test_feasible_is_whether_something_is_ranked(cap):
     asked = request(cap=cap * GIB, limits=["pp<=3"])
     assert feasible(asked) == (len(rank(asked).seconds) > 0)
+
+
+@pytest.mark.parametrize("batch", [48, 46])  # with 46 the 23 devices have a legal strategy, dp23
+def test_the_nearest_numbers_of_devices_are_those_on_which_something_fits(batch):
+    asked = request(23, batch)
+    every = {number: rank(replace(asked, devices=number)).least for number in range(15, 31)}
+    peaks = {number: least.peak for number, least in every.items() if least}
+    assert (23 in peaks) == (batch == 46)
+    cap = 0.99 * peaks[max(number for number in peaks if number < 23)]
+    fits = [number for number, peak in peaks.items() if peak <= cap]
+    below, above = max(n for n in fits if n < 23), min(n for n in fits if n > 23)
+    asked = replace(asked, cap=cap, hardware=replace(asked.hardware, hbm_bytes=int(cap)))
+    lines = explain_infeasible(asked, rank(asked))
+    assert lines[-2:] == [f"nearest with fewer: --devices {below}", f"nearest with more: --devices {above}"]
 
 
 SMALL = replace(MODEL, pattern=pattern_of(5, 8, 1), experts=8)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.search_regret import problem, regret, searched
+from benchmarks.search_regret import every_placement, problem, regret, searched
 from tests.tools.search.test_candidates import BASE, MODEL, request
 from tools.estimate.loads import loads_of
 from tools.estimate.time_model import TimeModel
@@ -16,7 +16,7 @@ from tools.search.ranking import workers
 from tools.search.ranking.rank import explain_infeasible, rank
 from tools.search.ranking.run import search_under
 from tools.search.ranking.workers import place_all
-from tools.search.report import more_stages, stage_rows, table_rows
+from tools.search.report import more_stages, reasons, stage_rows, table_rows
 from tools.search.request import PLANNED
 
 
@@ -25,14 +25,36 @@ def one_process(monkeypatch):
     monkeypatch.setattr(workers, "processes", lambda: 1)
 
 
-@pytest.mark.parametrize("number", [0, 3, 5])
+def small(number, **sizes):
+    """A problem with few strategies."""
+    return problem(number, **{"devices": (4, 8), "layers": (4, 6), "fit": 2, **sizes})
+
+
+@pytest.mark.parametrize("number", [0, 4, 7, 14, 17, 21])  # each family and each space
 def test_nothing_placed_by_the_solver_is_half_a_percent_faster(number):
-    asked = problem(number, devices=(4, 8), layers=(4, 6))
-    found = searched(asked, 1.0)
-    best, _ = regret(asked, found, 0.5)
-    assert found.entries[0].seconds <= 1.005 * best
-    assert found.least <= best * (1 + 1e-6)
+    asked = small(number)
+    found = searched(asked, 0.5)
+    truth = regret(asked, found, 0.25, others=2)
+    assert found.entries[0].seconds <= 1.005 * truth.seconds
+    assert truth.bounded and found.least <= truth.seconds * (1 + 1e-6)
     assert not found.dropped and not found.unplaced
+    assert all(entry.peak <= asked.room for entry in found.entries)
+
+
+@pytest.mark.parametrize(("model", "share"), [("dense", 1.1), ("moe", 1.2), ("mtp", 1.15)])
+def test_no_placement_of_any_strategy_is_faster(model, share):
+    """Every strategy of four devices without tensor parallelism, each placement of each tried one by one."""
+    plain = replace(MODEL, pattern=pattern_of(4), experts=0, top_k=0, shared_ffn=0)
+    moe = replace(MODEL, pattern=pattern_of(4, 8, 1), experts=8)
+    model = {"dense": plain, "moe": moe, "mtp": replace(moe, mtp=1)}[model]
+    limits = ["tp=1", "cp=1", "pp>1", "mbs=1", "shard=optimizer", "mode=global", "ep<=2"]
+    asked = request(4, 8, limits, model)
+    asked = replace(asked, cap=share * rank(asked).least.peak)
+    times, found = TimeModel(asked.hardware), searched(asked, 1.0)
+    strategies = [block.candidate(row, PLANNED) for block in found.ranking.blocks for row in range(len(block))]
+    best = min(every_placement(asked, one, times)[0] for one in strategies)
+    assert found.least * (1 - 1e-6) <= best <= found.entries[0].seconds * (1 + 1e-6)
+    assert found.entries[0].seconds <= 1.005 * best
 
 
 def test_more_effort_is_never_worse_and_the_bound_only_rises():
@@ -52,6 +74,9 @@ def test_the_own_mesh_is_placed_and_each_pair_of_stages_and_chunks_is_shown():
     assert own._replace(recompute=PLANNED) == candidate_of(base)._replace(recompute=PLANNED)
     assert found.own_mesh.seconds <= found.own.seconds or found.own.peak > asked.room
     assert [row[0] for row in table_rows(found)][-2:] == ["mesh", "recipe"]
+    words = "own mesh was not placed anew"
+    assert not any(words in line for line in reasons(found))
+    assert any(words in line for line in reasons(replace(found, own_mesh=None)))
     assert found.stages[0].entry.seconds == found.entries[0].seconds
     assert len(stage_rows(found)) == min(12, len(found.stages)) and bool(more_stages(found)) == (len(found.stages) > 12)
     assert {(row.pp, row.vpp) for row in found.stages} == {(block.pp, block.vpp) for block in found.ranking.blocks}
