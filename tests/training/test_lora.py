@@ -2,6 +2,8 @@
 adapters, which one process saved, and trains as one process does.
 """
 
+from pathlib import Path
+
 import pytest
 
 from tests.training import runs
@@ -38,8 +40,9 @@ def path(base):
 
 def keeps_frozen(run_dir, base):
     """Assert that a run's last checkpoint has the weights of `base` to the bit, and adapters beside them."""
-    found = compare(open_source(saved(base, 6)), open_source(saved(run_dir, 6)))
-    weights = [name for name in open_source(saved(base, 6)).headers if kind_of(name) == "weights"]
+    before, after = (open_source(Path(saved(each, 6))) for each in (base, run_dir))
+    found = compare(before, after)
+    weights = [name for name in before.headers if kind_of(name) == "weights"]
     assert len(weights) > 20 and set(weights) <= set(found.same)
     assert len([name for name in found.only[1] if kind_of(name) == "weights"]) == 2 * (5 + 2 + 5)
 
