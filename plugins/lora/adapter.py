@@ -95,6 +95,11 @@ class Adapted:
     """
 
     plain: Any
+    lora_A: Any  # these are of `add_adapter`
+    lora_B: Any
+    lora_scale: Any
+    lora_times: Any
+    lora_plus: Any
 
     def __init__(self, *sizes, lora_rank, lora_scale, **options):
         super().__init__(*sizes, **options)
