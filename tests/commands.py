@@ -107,7 +107,7 @@ _WORDS = {
     "checkpoint.load_path=hf": Way("by", "tests/training/test_finetune.py"),
     "merge": Way("by", "tests/tools/weights/test_merge.py"),
     **dict.fromkeys(("merged", "checkpoint.load_path=weights"), Way("by", "tests/training/test_public_model.py")),
-    **dict.fromkeys((f"tests/training/sharded_lora_{layout}.yaml" for layout in ("tp2", "pp2")), START),
+    "tests/training/sharded_lora_tp2.yaml": START,
     "exported": Way("by", "tests/training/test_generate.py"),
     "output/mini-pretrain_tp2": Way("by", "tests/tools/accuracy/test_collectives.py"),
     "output/RUN/checkpoint_in_order/iteration_00000100": Way("by", "tests/training/test_expert_balance.py"),

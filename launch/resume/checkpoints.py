@@ -39,7 +39,7 @@ from tools.checkpoint.scan import (
     scan_checkpoints,
     set_aside,
 )
-from tools.checkpoint.stored import ADAM, METADATA, TRACKER, Stored, kind_of, open_stored, refuse_moved
+from tools.checkpoint.stored import ADAM, METADATA, TRACKER, Stored, kind_of, loaded_from, open_stored, refuse_moved
 from tools.checkpoint.tensor_files import read_headers
 from tools.files.atomic import real_path
 from tools.layout.resolve import keep_sample_cost
@@ -385,8 +385,8 @@ def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:
 
 
 def check_load_path(recipe: Recipe) -> None:
-    """Raise CheckpointError if a new run is to begin with weights of a folder that does not exist or holds none, or
-    with experts in an order that the recipe does not know.
+    """Raise CheckpointError if a new run is to begin with weights of a folder that does not exist or holds none, with
+    experts in an order that the recipe does not know, or with adapters beside the weights of another model.
     """
     path = View(recipe).get(("checkpoint", "load_path"))
     if not isinstance(path, str) or not path or Path(path).is_file():
@@ -402,6 +402,26 @@ def check_load_path(recipe: Recipe) -> None:
             f"checkpoint.load_path: {path}: the folder holds no weights (*.safetensors); {_HOW_TO_BEGIN}"
         )
     refuse_moved(Path(path), View(recipe).keeps_placements)
+    if value_at(recipe, LORA, False) is not False:
+        _refuse_other_base(recipe, loaded_from(Path(path)))
+
+
+def _refuse_other_base(recipe: Recipe, folder: Path) -> None:
+    """Raise CheckpointError if weights that `plugins.lora` freezes are not in `folder`: MindFormers would leave them
+    random, and no training would mend that.
+    """
+    wanted, held = _shapes_of(recipe) or {}, _shapes_in(open_stored(folder))
+    frozen = {name: shape for name, shape in wanted.items() if kind_of(name) == "weights" and not is_adapter(name)}
+    wrong = [
+        f"{name} is {list(held[name])}, the recipe's model has {list(shape)}" if name in held else f"no {name}"
+        for name, shape in frozen.items()
+        if held.get(name) != shape
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"checkpoint.load_path: {folder}: these are not the weights of the recipe's model, of which {LORA} trains "
+            f"only adapters: {_listed(wrong)}; tc3 weights convert writes them from Hugging Face's"
+        )
 
 
 def check_save_path(root: Path, resume: bool, force: bool) -> None:

@@ -40,6 +40,7 @@ from plugins.held_out_loss.plan import (
     weigh,
 )
 from plugins.lines import Span, append_line, note
+from plugins.lora.plan import frozen
 from plugins.private_hooks import relies_on, train_step
 
 # the step without an update: `overflow` is what keeps it from updating, and `lm_loss` is where it leaves its loss
@@ -152,10 +153,10 @@ class HeldOutLoss(Callback):
         """Mean language-model loss over the tokens of each corpus's batches, the same on every rank.
 
         The forward pass of training counts the experts' load, and a whole step more; these are put back. What a pass
-        leaves alone, such as where experts live, is not written.
+        leaves alone, such as where experts live, is not written; weights that plugins.lora freezes are not even read.
         """
         switched = isinstance(step, SwitchedStep)
-        kept = [param for param in step.network.get_parameters() if not param.requires_grad]
+        kept = [param for param in step.network.get_parameters() if not (param.requires_grad or param.name in frozen)]
         if switched:
             kept += parameter_register.values()
             if step.loss_scaling_manager is not None:

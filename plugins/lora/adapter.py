@@ -12,18 +12,16 @@ after a model is built (`pet/tuners/lora_adapter.py`). What does not serve, and 
   sequence. Here they have the layout of the layer's result.
 * The wrapped model lacks what the trainer asks a model for. Here nothing is wrapped.
 
-Weights are frozen by MindFormers' `PetAdapter.freeze_mcore_pretrained_model`, which sets `requires_grad = False`.
-MindSpore's list of how parameters are sharded then lacks them (`get_strategy_metadata`), and MindFormers loads and
-saves a sharded model by that list: frozen weights would keep their random initial values, and a checkpoint would not
-say how their slices lie. So here they are frozen only until the optimizer is built. Gradients, their sums and moments
-are made of the optimizer's parameters, not of all that require gradients.
+Weights are frozen by MindFormers' `PetAdapter.freeze_mcore_pretrained_model`, which sets `requires_grad = False`. Of a
+weight that requires gradients MindSpore wants a sum of them, or it cannot compile a pipeline whose stages have several
+devices. MindFormers loads and saves a sharded model by MindSpore's list of how parameters are sharded; frozen weights
+are in it only if MindSpore is told so (`only_trainable_params`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from mindformers.core.optim import AdamW
 from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindformers.parallel_core.training_graph.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -35,14 +33,13 @@ from mindformers.parallel_core.training_graph.tensor_parallel.lora_layers import
 from mindformers.parallel_core.training_graph.transformer.mlp import MLP
 from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 from mindformers.pet.tuners.pet_adapter import PetAdapter
-from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
-from mindspore.context import ParallelMode
+from mindspore.context import ParallelMode, set_auto_parallel_context
 from mindspore.ops.auto_generate import AddExt, Muls
 from mindspore.parallel._utils import _get_parallel_mode
 
 from plugins import telechat3_moe
 from plugins.errors import RecipeError
-from plugins.lora.plan import FROZEN, KEY, OPTIMIZER, TRAINED, Settings, chosen
+from plugins.lora.plan import FROZEN, KEY, TRAINED, Settings, chosen, frozen
 from plugins.private_hooks import relies_on
 from plugins.semi_auto_cpu.chosen import chosen as sharded_on_cpu
 
@@ -68,7 +65,7 @@ def add_adapter(cell: Any, lora_rank: int, lora_scale: float) -> None:
     | row-parallel | columns over tp | whole | as the layer: along the sequence with sequence parallelism |
     | not cut by tp | whole | whole | as the layer |
     """
-    config, own = cell.config, type(cell).__mro__[1]
+    config, own = cell.config, type(cell).__bases__[-1]
     first, second = own, own
     thin: tuple[Any, ...] = _WHOLE
     result: tuple[Any, ...] = _WHOLE
@@ -90,22 +87,19 @@ def add_adapter(cell: Any, lora_rank: int, lora_scale: float) -> None:
         cell.lora_plus.shard(in_strategy=(layout(*result), layout(*result)))
 
 
-class ColumnAdapted(ColumnParallelLinear):
-    """This is a column-parallel linear layer with an adapter."""
+class Adapted:
+    """This adds an adapter to the linear layer that stands behind it among a class's bases.
 
-    def __init__(self, *sizes, lora_rank, lora_scale, **options):
-        super().__init__(*sizes, **options)
-        add_adapter(self, lora_rank, lora_scale)
+    `plain` is that layer's `construct`: of `super().construct` in a class with two bases MindSpore's compiler makes an
+    endless recursion.
+    """
 
-    def construct(self, input_, weight=None):
-        """Return the layer's result with the adapter's, [S, B, outputs], and the bias that the layer did not add."""
-        output, bias = super().construct(input_, weight)
-        thin = self.lora_times(self.lora_A(input_)[0], self.lora_scale)
-        return self.lora_plus(output, self.lora_B(thin)[0]), bias
-
-
-class RowAdapted(RowParallelLinear):
-    """This is a row-parallel linear layer with an adapter."""
+    plain: Any
+    lora_A: Any  # these are of `add_adapter`
+    lora_B: Any
+    lora_scale: Any
+    lora_times: Any
+    lora_plus: Any
 
     def __init__(self, *sizes, lora_rank, lora_scale, **options):
         super().__init__(*sizes, **options)
@@ -113,37 +107,33 @@ class RowAdapted(RowParallelLinear):
 
     def construct(self, input_):
         """Return the layer's result with the adapter's, [S, B, outputs], and the bias that the layer did not add."""
-        output, bias = super().construct(input_)
+        output, bias = self.plain(input_)
         thin = self.lora_times(self.lora_A(input_)[0], self.lora_scale)
         return self.lora_plus(output, self.lora_B(thin)[0]), bias
 
 
-class WholeAdapted(LinearNoTP):
+class ColumnAdapted(Adapted, ColumnParallelLinear):
+    """This is a column-parallel linear layer with an adapter."""
+
+    plain = ColumnParallelLinear.construct
+
+
+class RowAdapted(Adapted, RowParallelLinear):
+    """This is a row-parallel linear layer with an adapter."""
+
+    plain = RowParallelLinear.construct
+
+
+class WholeAdapted(Adapted, LinearNoTP):
     """This is a linear layer that tensor parallelism leaves whole, with an adapter."""
 
-    def __init__(self, *sizes, lora_rank, lora_scale, **options):
-        super().__init__(*sizes, **options)
-        add_adapter(self, lora_rank, lora_scale)
-
-    def construct(self, input_, weight=None):
-        """Return the layer's result with the adapter's, [S, B, outputs], and the bias that the layer did not add."""
-        output, bias = super().construct(input_, weight)
-        thin = self.lora_times(self.lora_A(input_)[0], self.lora_scale)
-        return self.lora_plus(output, self.lora_B(thin)[0]), bias
+    plain = LinearNoTP.construct
 
 
-class SequenceAdapted(SequenceParallelLinear):
+class SequenceAdapted(Adapted, SequenceParallelLinear):
     """This is a linear layer that is whole on each device, which computes a part of the sequence, with an adapter."""
 
-    def __init__(self, *sizes, lora_rank, lora_scale, **options):
-        super().__init__(*sizes, **options)
-        add_adapter(self, lora_rank, lora_scale)
-
-    def construct(self, input_, weight=None):
-        """Return the layer's result with the adapter's, [S, B, outputs], and the bias that the layer did not add."""
-        output, bias = super().construct(input_, weight)
-        thin = self.lora_times(self.lora_A(input_)[0], self.lora_scale)
-        return self.lora_plus(output, self.lora_B(thin)[0]), bias
+    plain = SequenceParallelLinear.construct
 
 
 ADAPTED = {
@@ -166,9 +156,9 @@ def enable(config, settings) -> None:
     if config.context.device_target != "CPU" or sharded_on_cpu(config):
         classes = {**telechat3_moe.ARCHITECTURES, **telechat3_moe.DENSE}
         telechat3_moe.use_edited_model(config.model.model_config, KEY, classes)
+    set_auto_parallel_context(strategy_ckpt_config={"only_trainable_params": False})
     telechat3_moe.edit_layers(KEY, lambda layers: put_in(layers, ours))
     telechat3_moe.edit_model(KEY, freeze)
-    MindFormerRegister.register_cls(AdapterAdamW, MindFormerModuleType.OPTIMIZER, alias=OPTIMIZER)
 
 
 def put_in(layers: list[Any], settings: Settings) -> None:
@@ -201,30 +191,9 @@ def _linear_layers(layer: Any) -> list[tuple[str, Any, str]]:
     return found
 
 
-_frozen: list[Any] = []  # parameters that keep their values, and that do not require gradients for the moment
-
-
 def freeze(model: Any) -> None:
     """Leave only the adapters of `model` (a GPTModel) for the optimizer, which is built next."""
-    weights = list(model.trainable_params())
+    weights = model.trainable_params()
     PetAdapter.freeze_mcore_pretrained_model(model, FROZEN, TRAINED)
-    _frozen[:] = [weight for weight in weights if not weight.requires_grad]
-
-
-class AdapterAdamW(AdamW):
-    """This is MindFormers' AdamW, after whose build all weights have their `requires_grad` again."""
-
-    @staticmethod
-    def get_actual_adamw_cls(use_fused):
-        """Return the class that MindFormers builds."""
-        actual: Any = AdamW.get_actual_adamw_cls(use_fused)
-
-        class OfAdapters(actual):
-            """This is the optimizer of what was trainable when it was built."""
-
-            def __init__(self, *args, **kwargs):
-                super().__init__(*args, **kwargs)
-                for weight in _frozen:
-                    weight.requires_grad = True
-
-        return OfAdapters
+    frozen.clear()
+    frozen.update(weight.name for weight in weights if not weight.requires_grad)

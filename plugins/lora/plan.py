@@ -24,6 +24,7 @@ WEIGHT, A, B = ".weight", ".lora_A.weight", ".lora_B.weight"  # behind a linear 
 FROZEN, TRAINED = ["*"], [f"*{A}", f"*{B}"]  # for MindFormers' freeze_mcore_pretrained_model
 OPTIMIZER = "AdamW"
 ATTENTION = ("self_attention.*",)
+frozen: set[str] = set()  # the weights that keep their values, of the model that was built last
 
 
 def _targets(written: Any) -> tuple[str, ...]:
@@ -118,16 +119,6 @@ def check(written: Any, recipe: Mapping[str, Any], fields: Mapping[str, Any]) ->
         raise RecipeError(wrong, f"{MODEL}.pet_config")
     if (optimizer := value_at(recipe, "optimizer.type")) != OPTIMIZER:
         raise RecipeError(f"{KEY} is for {OPTIMIZER}, not for {optimizer!r}", "optimizer.type")
-    if value_at(recipe, "parallel.enable_parallel_optimizer", False) is True:
-        wrong = f"MindSpore cannot shard the optimizer of a pipeline beside frozen weights ({KEY}); write False"
-        raise RecipeError(wrong, "parallel.enable_parallel_optimizer")
-    wide = any(_above_one(name, recipe) for name in ("data_parallel", "model_parallel", "context_parallel"))
-    if value_at(recipe, "use_parallel", False) and _above_one("pipeline_stage", recipe) and wide:
-        wrong = (
-            f"MindSpore cannot compile a pipeline with frozen weights ({KEY}) that several devices of a stage hold; "
-            "write 1, or data_parallel, model_parallel and context_parallel 1"
-        )
-        raise RecipeError(wrong, "parallel_config.pipeline_stage")
     for other, why in (
         ("expert_balance", "moves experts with their moments, and frozen experts have none"),
         ("grouped_gradient", "replaces gradients of experts' weights, and frozen experts have none"),
@@ -138,10 +129,6 @@ def check(written: Any, recipe: Mapping[str, Any], fields: Mapping[str, Any]) ->
         wrong = "no adapter was ever trained beside the layers that plugins.output_biases builds; write lora: False"
         raise RecipeError(wrong, KEY)
     return settings
-
-
-def _above_one(name: str, recipe: Mapping[str, Any]) -> bool:
-    return value_at(recipe, f"parallel_config.{name}", 1) not in (None, 1)
 
 
 def is_adapter(name: str) -> bool:

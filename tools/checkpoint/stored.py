@@ -345,18 +345,26 @@ def moved(placements: dict[str, np.ndarray]) -> list[str]:
     return [module for module, slots in placements.items() if (slots != np.arange(len(slots))).any()]
 
 
+def loaded_from(folder: Path) -> Path:
+    """Return the iteration that MindFormers loads if it is told `folder`: of a folder of iterations it takes the newest
+    one.
+    """
+    tracker = folder / TRACKER
+    if tracker.exists() and (number := tracker.read_text(encoding="utf-8").strip()).isdecimal():
+        return folder / f"iteration_{int(number):08d}"
+    return folder
+
+
 def refuse_moved(folder: Path, balanced: bool) -> None:
     """Raise CheckpointError if a run without plugins.expert_balance would begin with experts that have moved.
 
     Args:
-        folder: an iteration, or a folder of iterations, of which MindFormers takes the newest.
+        folder: an iteration, or a folder of iterations.
         balanced: whether the run has the plugin.
     """
-    tracker = folder / TRACKER
-    if tracker.exists() and (number := tracker.read_text(encoding="utf-8").strip()).isdecimal():
-        folder = folder / f"iteration_{int(number):08d}"
     if balanced:
         return
+    folder = loaded_from(folder)
     try:
         wrong = moved(read_placements(folder))
     except UnreadableError:

@@ -191,6 +191,30 @@ def test_experts_that_have_moved_are_refused_where_the_recipe_has_no_plugin(tmp_
         check_load_path(recipe)
 
 
+def test_adapters_are_not_trained_beside_weights_of_another_model(whole, recipe):
+    """MindFormers would leave a weight random that it does not find, and a frozen one stays so."""
+    metadata = json.loads((whole / "metadata.json").read_text())
+    shapes = metadata["state_dict_metadata"]
+    lora = apply_overrides({**recipe, "plugins": {"lora": {"rank": 4}}}, [f"checkpoint.load_path={whole}"])
+    check_load_path(lora)
+    (whole.parent / "latest_checkpointed_iteration.txt").write_text("4")
+    lora["checkpoint"]["load_path"] = str(whole.parent)
+    check_load_path(lora)
+    removed = "decoder.layers.0.self_attention.linear_proj.weight"
+    del shapes[removed]
+    (whole / "metadata.json").write_text(json.dumps(metadata))
+    for file in whole.glob("*model*.safetensors"):
+        without(file, removed)
+    with pytest.raises(CheckpointError, match=rf"load_path: \S+_00000004: these are not the weights .*: no {removed};"):
+        check_load_path(lora)
+    lora["model"]["model_config"]["hidden_size"] *= 2
+    with pytest.raises(
+        CheckpointError, match=r"embeddings\.weight is \[512, 128\], the recipe's model has \[512, 256\]"
+    ):
+        check_load_path(lora)
+    check_load_path({**lora, "plugins": {}})
+
+
 def test_a_named_iteration_puts_the_later_ones_aside(train, runs, trained, save):
     root = trained / "checkpoint"
     first, later = save(root, 20), save(root, 60)

@@ -52,6 +52,13 @@ def test_counters_are_put_back_and_what_was_not_counted_is_not_written(monkeypat
     assert network.load.asnumpy().tolist() == [1.0, 2.0] and written == ["load"]
 
 
+def test_frozen_weights_are_not_copied(monkeypatch):
+    network = Network()
+    monkeypatch.setattr(adapter, "frozen", {"placement"})
+    monkeypatch.setattr(network.placement, "asnumpy", lambda: pytest.fail("it was read"))
+    assert evaluated(network, 3.0) == 3.0 and network.load.asnumpy().tolist() == [1.0, 2.0]
+
+
 def test_batches_weigh_what_they_count():
     assert evaluated(Network(), 2.0, 6.0, weights=[0.75, 0.25]) == 3.0
 

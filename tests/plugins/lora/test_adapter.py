@@ -11,7 +11,7 @@ from plugins import telechat3_moe
 from plugins.cpu_backend.model import on_cpu
 from plugins.errors import RecipeError
 from plugins.lora import adapter, reference
-from plugins.lora.plan import Settings
+from plugins.lora.plan import Settings, frozen
 from tests.plugins.yarn.test_adapter import config
 
 INPUTS, OUTPUTS, RANK, SCALE, TOKENS = 48, 10, 3, 0.5, 6
@@ -83,9 +83,7 @@ def test_adapters_stand_in_their_layers_and_nothing_else_is_trained(built):
         for matrix in "AB"
     }
     assert set(trained) == expected and len(trained) == len(expected)
-    optimizer = adapter.AdapterAdamW.get_actual_adamw_cls(False)(params=model.trainable_params(), learning_rate=1e-3)
-    assert {weight.name for weight in optimizer.parameters} == expected
-    assert len(model.trainable_params()) > len(expected), "MindSpore lists only these where a graph is sharded"
+    assert frozen == {weight.name for weight in model.get_parameters()} - expected and len(frozen) > 10
 
 
 def test_a_pattern_without_a_layer_is_refused(built):

@@ -57,11 +57,6 @@ def test_an_mlp_without_experts_may_have_adapters():
             {"optimizer": {"type": "Muon"}},
             r"optimizer\.type: plugins\.lora is for AdamW, not for",
         ),
-        (
-            {},
-            {"parallel": {"enable_parallel_optimizer": True}},
-            r"parallel\.enable_parallel_optimizer: MindSpore cannot",
-        ),
         ({}, {"context": {"mode": 1}}, r"context\.mode: plugins\.lora is for graph mode"),
         ({}, {"model": {"model_config": {"pet_config": {"pet_type": "lora"}}}}, r"model_config\.pet_config: MindFor"),
         ({}, {"plugins": {"expert_balance": {"every": 5}}}, r"plugins\.expert_balance: .*moves experts with their mo"),
