@@ -1,0 +1,525 @@
+"""This module says for each operator of MindSpore's graph which spread its result has (`RULES`), by the algebra of
+`tools.prove.spread` and `tools.prove.moves`.
+
+A rule is a function of one `Call`. An operator that is not in the table has no rule, and what follows it is unknown.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from tools.dryrun.graph_text import Node, TensorType, listed
+from tools.prove import moves
+from tools.prove.spread import (
+    Contradiction,
+    NotKnown,
+    Spread,
+    Zeros,
+    add,
+    by_element,
+    divide,
+    extent,
+    matmul,
+    multiply,
+    plain,
+    reduce_largest,
+    reduce_mean,
+    reduce_sum,
+    refusal,
+    scaled,
+    tidy,
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """This is one of the equal or unequal parts into which a rank splits a dimension."""
+
+    whole: Spread
+    axis: int
+    sizes: tuple[int, ...]
+    number: int
+    source: int
+
+    @property
+    def spread(self) -> Spread:
+        """Return the part as a value of its own."""
+        return moves.split(self.whole, self.axis, self.sizes)[self.number]
+
+
+Value = Any  # a Spread, a Part, a list of values (a tuple of the graph), or a number, text or tuple that is written out
+
+
+@dataclass(frozen=True)
+class Call:
+    """This is one operator with the spreads of its arguments.
+
+    Args:
+        node: of the graph.
+        number: its place there.
+        values: of its arguments.
+        sizes: of the axes of the mesh.
+        differs: (argument, place in its tuple or 0) -> the axes along which this constant has another value.
+        axes: of a collective's group, the one along which neighbouring ranks lie last.
+        repeats: of the sums of the loss: the axes over which its forward sums (see `_scale`).
+    """
+
+    node: Node
+    number: int
+    values: Sequence[Value]
+    sizes: Mapping[str, int]
+    differs: Mapping[tuple[int, int], frozenset[str]] = field(default_factory=dict)
+    axes: tuple[str, ...] = ()
+    repeats: frozenset[str] = frozenset()
+
+    def spread(self, place: int) -> Spread:
+        """Return the spread of an argument."""
+        value = self.values[place]
+        if isinstance(value, Part):
+            return value.spread
+        if isinstance(value, (int, float)):
+            return plain(())
+        if not isinstance(value, Spread):
+            raise NotKnown(f"its argument {place} is not a tensor")
+        return value
+
+    @property
+    def outputs(self) -> tuple[TensorType, ...]:
+        """Return the types of what it gives."""
+        return self.node.outputs
+
+    @property
+    def counts(self) -> bool:
+        """Return whether it gives integers or truth values."""
+        return not self.outputs or not re.match(r"B?Float|Complex", self.outputs[0].dtype)
+
+    def shifts(self) -> frozenset[str]:
+        """Return the axes along which any constant of it differs."""
+        return frozenset().union(*self.differs.values())
+
+
+class Rule(NamedTuple):
+    """This is the rule of some operators, and a sentence that says it."""
+
+    operators: tuple[str, ...]
+    says: str
+    of: Callable[[Call], Value]
+    takes_differing: bool
+
+
+TABLE: list[Rule] = []
+
+
+def rule(*operators: str, says: str, takes_differing: bool = False) -> Callable[[Callable[[Call], Value]], Any]:
+    """Return a decorator that enters a function into `TABLE`.
+
+    Args:
+        takes_differing: the function knows what constants mean that are not the same on all ranks.
+    """
+
+    def enter(of: Callable[[Call], Value]) -> Callable[[Call], Value]:
+        TABLE.append(Rule(operators, says, of, takes_differing))
+        return of
+
+    return enter
+
+
+def apply(call: Call) -> Value:
+    """Return what an operator gives.
+
+    Raises:
+        NotKnown: it has no rule, or the rule cannot say. Contradiction: the spreads of its arguments do not fit.
+    """
+    found = RULES.get(call.node.op)
+    if found is None:
+        raise NotKnown("there is no rule for this operator")
+    if call.differs and not found.takes_differing:
+        raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
+    return found.of(call)
+
+
+@rule("Depend", "Load", "TensorMove", "Identity", "StopGradient", says="the result is as the first argument")
+def _same(call: Call) -> Value:
+    return call.values[0]
+
+
+@rule(
+    "Cast", "Neg", "Divs", says="linear: the result is as the argument (an argument of Cast to integers must be plain)"
+)
+def _linear(call: Call) -> Value:
+    x = call.spread(0)
+    return by_element(x) if call.counts else x
+
+
+@rule(
+    "Muls", says="linear; the factor of the loss's backward that stands for the ranks of its sum counts as their power"
+)
+def _scale(call: Call) -> Value:
+    x = call.spread(0)
+    if not call.repeats:
+        return x
+    wanted = math.prod(call.sizes[axis] for axis in call.repeats)
+    if call.values[1] != wanted:
+        raise Contradiction(
+            f"{x}: the loss is summed over {wanted} ranks, and its gradient is multiplied by {call.values[1]}"
+        )
+    return scaled(x, call.repeats, 1)
+
+
+@rule("Add", "AddExt", "Sub", "SubExt", says="a sum: both must be spread and scaled alike", takes_differing=True)
+def _sum(call: Call) -> Value:
+    x, y = call.spread(0), call.spread(1)
+    if not call.differs:
+        return add(x, y)
+    if not call.counts:
+        raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
+    found = by_element(x, y)  # an index, counted from where the rank's piece starts
+    return replace(found, shifted=found.shifted | call.shifts())
+
+
+@rule("AddN", says="a sum of a tuple's members")
+def _sum_of_members(call: Call) -> Value:
+    members = [item.spread if isinstance(item, Part) else item for item in call.values[0]]
+    total = members[0]
+    for item in members[1:]:
+        total = add(total, item)
+    return total
+
+
+@rule("Mul", says="a product: one partial factor stays partial; of integers: by element")
+def _product(call: Call) -> Value:
+    x, y = call.spread(0), call.spread(1)
+    return by_element(x, y) if call.counts else multiply(x, y)
+
+
+@rule(
+    "Div", "RealDiv", says="a quotient; the one that divides the loss's gradient by all devices lowers every power by 1"
+)
+def _quotient(call: Call) -> Value:
+    x, y = call.spread(0), call.spread(1)
+    if "Grad__VirtualDiv" not in call.node.scope:
+        return divide(x, y)
+    devices = math.prod(call.sizes.values())
+    if f"value={devices}" not in re.sub(r"\s|\.0*(?=\D)", "", call.node.head):
+        raise Contradiction(f"the loss's gradient is not divided by the {devices} devices that share its sum")
+    return scaled(x, call.sizes, -1)
+
+
+@rule(
+    *("Square", "Rsqrt", "Sqrt", "Exp", "Log", "Cos", "Sin", "SiLU", "Sigmoid", "ReLU", "Reciprocal", "Pow", "GeLU"),
+    *("PowTensorScalar", "Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual", "LogicalNot"),
+    *("LogicalAnd", "LogicalOr", "Minimum", "Maximum", "FloorDiv", "LessScalar", "Tanh"),
+    says="by element and not linear: no argument may be partial or have a power",
+    takes_differing=True,
+)
+def _by_element(call: Call) -> Value:
+    if call.differs and not all(call.spread(0).shape == () for _ in ()):  # a bound of the rank's own piece
+        raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
+    tensors = [call.spread(i) for i, value in enumerate(call.values) if isinstance(value, (Spread, Part))]
+    return by_element(*tensors)
+
+
+@rule("SiLUGrad", "SigmoidGrad", "TanhGrad", "ReluGrad", says="linear in the gradient, by element in the rest")
+def _gradient_first(call: Call) -> Value:
+    return multiply(call.spread(0), by_element(call.spread(1)))
+
+
+@rule("RsqrtGrad", "SqrtGrad", "ReciprocalGrad", says="linear in the gradient (the second), by element in the rest")
+def _gradient_second(call: Call) -> Value:
+    return multiply(call.spread(1), by_element(call.spread(0)))
+
+
+@rule("Select", says="a choice: the condition must be plain, both choices spread alike")
+def _choice(call: Call) -> Value:
+    condition = by_element(call.spread(0))
+    first, second = (multiply(condition, call.spread(place)) for place in (1, 2))
+    return add(first, second)
+
+
+@rule("SumExt", "ReduceSum", says="a sum over dimensions: over a cut one the result is partial")
+def _sum_over(call: Call) -> Value:
+    return reduce_sum(call.spread(0), _axes(call), _keeps(call))
+
+
+@rule(
+    "MeanExt",
+    "ReduceMean",
+    says="a mean over dimensions: over a cut one it is partial, and too large by the axis' size",
+)
+def _mean_over(call: Call) -> Value:
+    return reduce_mean(call.spread(0), _axes(call), _keeps(call))
+
+
+@rule("ArgMaxWithValue", says="the largest over a dimension: over a cut one it is the largest of each rank's piece")
+def _largest(call: Call) -> Value:
+    found = reduce_largest(call.spread(0), (call.values[1],), call.values[2])
+    return [found, found]
+
+
+def _axes(call: Call) -> tuple[int, ...] | None:
+    given = call.values[1] if len(call.values) > 1 else None
+    return (given,) if isinstance(given, int) else given or None
+
+
+def _keeps(call: Call) -> bool:
+    return len(call.outputs[0].shape) == len(call.spread(0).dims)
+
+
+@rule("MatMul", "MatMulExt", "BatchMatMul", "BatchMatMulExt", "Mm", "Bmm", says="a product of matrices: both cut alike "
+      "over the summed dimension make it partial")  # fmt: skip
+def _matmul(call: Call) -> Value:
+    turned = [value is True for value in (*call.values[2:4], False, False)]
+    return matmul(call.spread(0), call.spread(1), turned[0], turned[1])
+
+
+@rule("Dense", says="a product with a turned matrix")
+def _dense(call: Call) -> Value:
+    if call.values[2] is not None:
+        raise NotKnown("it has a bias")
+    return matmul(call.spread(0), call.spread(1), False, True)
+
+
+@rule("Outer", says="an outer product of plain values")
+def _outer(call: Call) -> Value:
+    x, y = by_element(call.spread(0)), by_element(call.spread(1))
+    return Spread(x.dims + y.dims)
+
+
+@rule("RmsNorm", says="not linear; the last dimension must be whole")
+def _norm(call: Call) -> Value:
+    x = by_element(call.spread(0))
+    whole_last(x)
+    scale = by_element(x, by_element(call.spread(1)))
+    return [scale, Spread((*x.dims[:-1], ()), loose=x.loose)]
+
+
+@rule("RmsNormGrad", says="linear in the gradient; the weight's gradient is a sum over all but the last dimension")
+def _norm_gradient(call: Call) -> Value:
+    gradient, x = call.spread(0), by_element(call.spread(1))
+    whole_last(x)
+    both = multiply(gradient, x)
+    return [both, reduce_sum(both, range(len(x.dims) - 1), False)]
+
+
+def whole_last(x: Spread) -> None:
+    """Refuse a value whose last dimension is cut."""
+    if any(not isinstance(atom, int) for atom in x.dims[-1]):
+        raise refusal((x,), "the operator needs the whole last dimension, which is cut")
+
+
+@rule("Swiglu", says="not linear; the last dimension is halved on each rank, cut or whole")
+def _swiglu(call: Call) -> Value:
+    return _last(by_element(call.spread(0)), call.outputs[0].shape[-1])
+
+
+@rule("SwigluGrad", says="linear in the gradient; the last dimension is doubled on each rank")
+def _swiglu_gradient(call: Call) -> Value:
+    x = by_element(call.spread(1))
+    found = multiply(call.spread(0), _last(x, extent(x.dims[-1]) // 2))
+    return _last(found, call.outputs[0].shape[-1])
+
+
+def _last(x: Spread, size: int) -> Spread:
+    return replace(x, dims=(*x.dims[:-1], tidy((*(atom for atom in x.dims[-1] if isinstance(atom, str)), size))))
+
+
+@rule(
+    "FlashAttentionScore",
+    says="not linear; queries, keys and values cut alike by batch and heads, and nothing else cut",
+)
+def _attention(call: Call) -> Value:
+    query, key, value = (by_element(call.spread(place)) for place in range(3))
+    _check_attention(call, query, key, value)
+    small = Spread((*query.dims[:3], (8,)))
+    return [small, small, plain((0,)), Spread((*query.dims[:3], value.dims[3]))]
+
+
+@rule("FlashAttentionScoreGrad", says="linear in the gradient; cut as the attention itself")
+def _attention_gradient(call: Call) -> Value:
+    query, key, value = (by_element(call.spread(place)) for place in range(3))
+    gradient = call.spread(3)
+    _check_attention(call, query, key, value)
+    if gradient.dims[:3] != query.dims[:3]:
+        raise refusal((gradient, query), "the gradient is not cut as the queries")
+    if mixed := gradient.partial & query.holes:
+        raise refusal((gradient, query), f"the gradient is partial over {', '.join(sorted(mixed))}")
+    given = [Spread(x.dims, gradient.partial, gradient.powers, loose=x.loose) for x in (query, key, value)]
+    return [*given, plain((0,))]
+
+
+_LAYOUT = re.compile(r"(?:, I64\(-?\d+\)){3}, I64\((\d)\), I64\(\d+\)\)$")
+_BNSD = "1"
+
+
+def _check_attention(call: Call, query: Spread, *others: Spread) -> None:
+    """Refuse queries, keys and values that are not cut alike."""
+    written = _LAYOUT.search(call.node.head)
+    if not written or written[1] != _BNSD:
+        raise NotKnown("only attention with the layout BNSD has a rule")
+    mask = next(
+        (v for v in call.values[3:8] if isinstance(v, Spread) and len(v.dims) == 4 and v.dims != query.dims), None
+    )
+    for x in (query, *others):
+        if any(not isinstance(atom, int) for dim in x.dims[2:] for atom in dim):
+            raise NotKnown(f"{x}: attention over a cut sequence has no rule")
+    for x in others:
+        if _cuts(x)[:2] != _cuts(query)[:2]:
+            raise refusal((query, x), "batch or heads are not cut alike")
+    if mask is not None and extent(mask.dims[0]) > 1 and _cuts(mask)[0] != _cuts(query)[0]:
+        raise refusal((query, mask), "the mask's batch is not cut alike")
+
+
+def _cuts(x: Spread) -> list[list[str]]:
+    return [[atom for atom in dim if isinstance(atom, str)] for dim in x.dims]
+
+
+@rule("Reshape", "Squeeze", "View", says="the same elements: pieces keep their places between the extents around them")
+def _reshape(call: Call) -> Value:
+    return moves.reshape(call.spread(0), call.outputs[0].shape)
+
+
+@rule("Transpose", says="the dimensions in another order")
+def _transpose(call: Call) -> Value:
+    return moves.transpose(call.spread(0), call.values[1])
+
+
+@rule("TransposeExtView", says="two dimensions change places")
+def _swap(call: Call) -> Value:
+    x = call.spread(0)
+    order = list(range(len(x.dims)))
+    one, two = (axis % len(order) for axis in call.values[1:3])
+    order[one], order[two] = two, one
+    return moves.transpose(x, order)
+
+
+@rule("ExpandDims", says="a new dimension of one element")
+def _expand(call: Call) -> Value:
+    return moves.expand(call.spread(0), call.values[1])
+
+
+@rule("Tile", says="repeated along whole dimensions")
+def _tile(call: Call) -> Value:
+    return moves.tile(call.spread(0), call.values[1])
+
+
+@rule("BroadcastTo", says="repeated along dimensions of one element")
+def _broadcast(call: Call) -> Value:
+    return moves.broadcast(call.spread(0), call.outputs[0].shape)
+
+
+@rule("Split", "SplitWithSize", says="parts of a whole dimension, or gathered pieces apart")
+def _split(call: Call) -> Value:
+    axis = call.values[1 if call.node.op == "Split" else 2] % len(call.outputs[0].shape)
+    sizes = tuple(out.shape[axis] for out in call.outputs)
+    whole = call.spread(0)
+    return [Part(whole, axis, sizes, number, call.number) for number in range(len(sizes))]
+
+
+@rule("Concat", says="joined along a whole dimension; gathered pieces come to where they belong")
+def _concat(call: Call) -> Value:
+    members, axis = call.values[0], call.values[1]
+    if all(isinstance(item, Part) for item in members):
+        first = members[0]
+        ordered = [item.number for item in members] == list(range(len(first.sizes)))
+        if ordered and len({item.source for item in members}) == 1 and len(set(first.sizes)) == 1:
+            return moves.rejoin(first.whole, first.axis, len(members), axis)
+    return moves.concat([item.spread if isinstance(item, Part) else item for item in members], axis)
+
+
+@rule("MakeTuple", says="a tuple")
+def _tuple(call: Call) -> Value:
+    return list(call.values)
+
+
+@rule("TupleGetItem", says="a member of a tuple")
+def _member(call: Call) -> Value:
+    return call.values[0][call.values[1]]
+
+
+@rule("StridedSlice", says="a part: where it starts elsewhere on each rank, the result is cut", takes_differing=True)
+def _take(call: Call) -> Value:
+    return moves.take(call.spread(0), call.outputs[0].shape, _starts(call, 1), call.sizes)
+
+
+@rule("StridedSliceGrad", says="zeros around: where they lie elsewhere on each rank, the result is partial",
+      takes_differing=True)  # fmt: skip
+def _pad(call: Call) -> Value:
+    return moves.pad(call.spread(0), call.outputs[0].shape, _starts(call, 2))
+
+
+def _starts(call: Call, begin: int) -> dict[int, tuple[str, ...]]:
+    """The axes along which a slice starts elsewhere, by dimension, outermost first."""
+    if any(argument not in (begin, begin + 1) for argument, _ in call.differs):
+        raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
+    order = list(call.sizes)[::-1]
+    return {
+        place: tuple(sorted(axes, key=order.index))
+        for (argument, place), axes in call.differs.items()
+        if argument == begin
+    }
+
+
+@rule("Embedding", says="rows of a table: indices of a cut table count from the rank's own rows")
+def _look_up(call: Call) -> Value:
+    return moves.look_up(call.spread(0), call.spread(1))
+
+
+@rule("EmbeddingDenseBackward", says="sums for each row of a table: partial where the tokens are cut")
+def _add_rows(call: Call) -> Value:
+    return moves.add_rows(call.spread(0), call.spread(1), call.values[2])
+
+
+@rule("OneHotExt", says="rows of zeros with a one: cut where the indices count from the rank's own classes")
+def _one_hot(call: Call) -> Value:
+    return moves.one_hot(call.spread(0), call.values[1])
+
+
+@rule("AllReduce", says="a sum over ranks: partial becomes the same everywhere, the same is scaled by the number of ranks; "
+      "op max: the largest")  # fmt: skip
+def _all_reduce(call: Call) -> Value:
+    if re.search(r'\bop: "max"', call.node.text):
+        return moves.all_largest(call.spread(0), call.axes)
+    _check_sum(call)
+    return moves.all_reduce(call.spread(0), call.axes)
+
+
+def _check_sum(call: Call) -> None:
+    if not re.search(r'\bop: "sum"', call.node.text):
+        raise NotKnown("only collectives that add have a rule")
+
+
+@rule("AllGather", says="pieces put together, to be moved to where they belong")
+def _all_gather(call: Call) -> Value:
+    return moves.all_gather(call.spread(0), call.axes, call.sizes)
+
+
+@rule("ReduceScatter", says="a sum over ranks, cut into pieces")
+def _reduce_scatter(call: Call) -> Value:
+    _check_sum(call)
+    return moves.reduce_scatter(call.spread(0), call.axes, call.sizes)
+
+
+RULES = {operator: each for each in TABLE for operator in each.operators}
+
+
+_NUMBER = re.compile(r"([IUF]\d+|BF16|Bool)\((\S+)\)")
+_TENSOR = re.compile(r"Tensor\(shape=\[([\d, ]*)\], dtype=\w+, value=\s*(.*)\)", re.DOTALL)
+_ZERO = re.compile(r"\[?\s*0(?:\.0*(?:e[+-]\d+)?)?\s*\]?")
+
+
+def literal(text: str) -> Value:
+    """Return what an argument that is written out in the graph stands for."""
+    if number := _NUMBER.fullmatch(text):
+        if number[1] == "Bool":
+            return number[2] == "1"
+        return int(number[2]) if number[1][0] in "IU" else float(number[2])
+    if tensor := _TENSOR.fullmatch(text):
+        found = plain(int(size) for size in re.findall(r"\d+", tensor[1]))
+        return Zeros(found.dims) if _ZERO.fullmatch(tensor[2]) else found
+    if text[:1] in "([" and text:
+        return tuple(literal(part) for part in listed(text[1:-1]) if part)
+    return None

@@ -1,0 +1,212 @@
+"""This module gives every value of a rank's compiled graph its spread over the axes of the stage's mesh.
+
+`Typing` follows the operators from the parameters, whose layouts MindSpore states, to a value that is asked for.
+Redistribution starts slices at offsets that depend on the rank, and the graph of one rank does not say on which axis
+they depend: `Peers` compares the constants with those of the graph of one more rank for each axis. Where a spread
+contradicts an operator, or an operator has no rule, the value is a `Failure`, and so is all that follows from it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tools.dryrun.collectives import attributes_of, generated_groups
+from tools.dryrun.graph_text import GraphText, Node, arguments_of, listed, tensors
+from tools.prove.mesh import Mesh
+from tools.prove.rules import RULES, Call, Value, apply, literal
+from tools.prove.spread import Contradiction, NotKnown, Spread, plain
+
+COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter")
+_WAITS = frozenset(("UpdateState",))  # operators without a value
+_PARAMETER = re.compile(r"%(para\d+)_(\S+)")
+_OF_THE_LOSS = "_NLLLoss"  # its hand-written backward multiplies by the ranks of the forward's sum
+
+
+@dataclass(frozen=True)
+class Failure:
+    """This is a value that has no spread.
+
+    Args:
+        contradicts: whether the spreads of an operator's arguments contradict it; else it is not known.
+        graph, number: the operator that is the cause.
+        why: what is wrong or missing there.
+    """
+
+    contradicts: bool
+    graph: str
+    number: int
+    why: str
+
+
+class Peers:
+    """These are the graphs of one more rank for each axis, in step with that of the rank.
+
+    Args:
+        graphs: axis -> the graph of the next rank along it.
+    """
+
+    def __init__(self, graph: GraphText, graphs: Mapping[str, GraphText]):
+        self.own = list(graph.graphs.values())
+        self.names = {name: place for place, name in enumerate(graph.graphs)}
+        self.others = {axis: list(other.graphs.values()) for axis, other in graphs.items()}
+        self.places: dict[tuple[str, int], dict[tuple[Any, ...], list[int]]] = {}
+
+    def differs(self, name: str, number: int) -> dict[tuple[int, int], frozenset[str]]:
+        """Return (argument, place in its tuple) -> the axes along which a constant of an operator has another value.
+
+        Raises:
+            NotKnown: a peer has no such operator.
+        """
+        place = self.names[name]
+        node = self.own[place][number]
+        own = _constants(node.head)
+        if not own:
+            return {}
+        found: dict[tuple[int, int], frozenset[str]] = {}
+        for axis, graphs in self.others.items():
+            other = _constants(self._counterpart(axis, place, number, node).head) if place < len(graphs) else {}
+            if own.keys() != other.keys():
+                raise NotKnown(f"the graph of the next rank along {axis} has no such operator")
+            for key in own:
+                if own[key] != other[key]:
+                    found[key] = found.get(key, frozenset()) | {axis}
+        return found
+
+    def _counterpart(self, axis: str, place: int, number: int, node: Node) -> Node:
+        """The operator of a peer that stands at the same place among those of the same kind, scope and types."""
+        own, other = (self._index(which, place)[_kind(node)] for which in ("", axis))
+        if len(own) != len(other):
+            raise NotKnown(
+                f"the graph of the next rank along {axis} has {len(other)} such operators instead of {len(own)}"
+            )
+        return self.others[axis][place][other[own.index(number)]]
+
+    def _index(self, axis: str, place: int) -> dict[tuple[Any, ...], list[int]]:
+        if (axis, place) not in self.places:
+            found = self.places[axis, place] = defaultdict(list)
+            for number, node in enumerate(self.others[axis][place] if axis else self.own[place]):
+                found[_kind(node)].append(number)
+        return self.places[axis, place]
+
+
+def _kind(node: Node) -> tuple[Any, ...]:
+    return node.op, node.scope, node.types[1]
+
+
+def _constants(head: str) -> dict[tuple[int, int], str]:
+    """The arguments that are written out, those of a tuple one by one."""
+    found = {}
+    for place, text in enumerate(arguments_of(head)):
+        if text[:1] in ("%", "@", "") or text.startswith("UMonad"):
+            continue
+        parts = listed(text[1:-1]) if text[0] in "([" else [text]
+        found |= {(place, number): part for number, part in enumerate(parts)}
+    return found
+
+
+class Typing:
+    """It finds spreads in one graph.
+
+    Args:
+        parameter: name -> the spread of a parameter of the root; it raises `NotKnown` for others.
+        ranks_of: global ranks of a group, None where nobody knows them.
+    """
+
+    def __init__(
+        self,
+        graph: GraphText,
+        mesh: Mesh,
+        parameter: Callable[[str], Spread],
+        ranks_of: Callable[[str], tuple[int, ...] | None],
+        peers: Peers,
+    ):
+        self.graph, self.mesh, self.parameter, self.peers = graph, mesh, parameter, peers
+        self.ranks_of, self.generated = ranks_of, generated_groups(graph)
+        self.values: dict[int, Value | Failure] = {}
+        self.asked: set[int] = set()
+        self.repeats = self._sums_of_the_loss()
+
+    def of(self, number: int) -> Value | Failure:
+        """Return the spread of a value of the root graph."""
+        nodes = self.graph.graphs[self.graph.root]
+        todo, needed = [number], set()
+        while todo:
+            place = todo.pop()
+            if place not in needed and place not in self.values:
+                needed.add(place)
+                todo += operands_of(nodes[place])
+        for place in sorted(needed):
+            self.values[place] = self._value(place, nodes[place])
+        self.asked |= needed
+        return self.values[number]
+
+    def _value(self, number: int, node: Node) -> Value | Failure:
+        arguments = arguments_of(node.head)
+        name = self.graph.root
+        try:
+            if not node.op:
+                raise NotKnown("calls of other graphs have no rule yet")
+            values = []
+            types = listed(node.types[0][1:-1], "<([{", ">)]}")
+            for place, text in enumerate(arguments):
+                wanted = node.op != "Depend" or not place
+                value = self._argument(text, types[place] if place < len(types) else "") if wanted else None
+                if isinstance(value, Failure):
+                    return value
+                values.append(value)
+            differs = self.peers.differs(name, number) if node.op in RULES else {}
+            axes = self.axes_of(node) if node.op in COLLECTIVES else ()
+            call = Call(node, number, values, self.mesh.sizes, differs, axes, self._repeats(node))
+            found = apply(call)
+            if isinstance(found, list):
+                return next((each for each in found if isinstance(each, Failure)), found)
+            return found
+        except (Contradiction, NotKnown) as error:
+            return Failure(isinstance(error, Contradiction), name, number, str(error))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # a form that no rule expects
+            return Failure(False, name, number, f"its rule does not know this form ({type(error).__name__}: {error})")
+
+    def _argument(self, text: str, types: str) -> Value | Failure:
+        if number := re.fullmatch(r"%(\d+)", text):
+            return self.values.get(int(number[1]))
+        if parameter := _PARAMETER.fullmatch(text):
+            shape = next((each.shape for each in tensors(types)), ())
+            if math.prod(shape) == 1:  # loss scale, learning rate and the like
+                return plain(shape)
+            return self.parameter(parameter[2])
+        return literal(text)
+
+    def axes_of(self, node: Node) -> tuple[str, ...]:
+        """Return the axes over which a collective goes, the one along which neighbouring ranks lie last."""
+        group = str(attributes_of(node.text).get("group", ""))
+        ranks = self.ranks_of(group) or self.generated.get(group)
+        if ranks is None:
+            raise NotKnown(f"it uses group {group!r}, whose ranks are not known")
+        return self.mesh.of_group(ranks)
+
+    def _sums_of_the_loss(self) -> dict[str, frozenset[str]]:
+        """Scope of a loss -> the axes over which its forward sums."""
+        found: dict[str, frozenset[str]] = {}
+        for node in self.graph.graphs[self.graph.root]:
+            if node.op == "AllReduce" and _OF_THE_LOSS in node.scope and "Gradients/" not in node.scope:
+                found[node.scope.rpartition("/")[0]] = frozenset(self.axes_of(node))
+        return found
+
+    def _repeats(self, node: Node) -> frozenset[str]:
+        if node.op != "Muls" or _OF_THE_LOSS not in node.scope:
+            return frozenset()
+        return self.repeats.get(node.scope.rpartition("/")[0], frozenset())
+
+
+def operands_of(node: Node) -> Sequence[int]:
+    """Return the operators whose values an operator takes, without those for which it only waits."""
+    if node.op in _WAITS:
+        return ()
+    if node.op == "Depend":
+        return () if node.value is None else (node.value,)
+    return node.operands
