@@ -83,7 +83,7 @@ _TC3: dict[str, Way] = {
     **dict.fromkeys(("runs report", "runs watch", "experts report", ""), RUN),
     **dict.fromkeys(("weights inspect", "weights average", "weights convert", "weights reshard"), RUN),
     **dict.fromkeys(("search validate", "search calibrate", "search explain"), RUN),
-    **dict.fromkeys(("train", "agent", "dryrun", "fusion", "generate"), START),
+    **dict.fromkeys(("train", "agent", "dryrun", "prove", "fusion", "generate"), START),
     **dict.fromkeys(("search", "search layout", "search pipeline"), START),
     **dict.fromkeys(("accuracy dump", "accuracy align"), START),
     **dict.fromkeys(("accuracy equivalence", "accuracy collectives"), START),

@@ -1,4 +1,4 @@
-"""This module defines what shape operators, slices, look-ups and collectives make of a spread (see `tools.prove.spread`)."""
+"""This module defines what shape operators, slices, look-ups and collectives make of a `tools.prove.spread.Spread`."""
 
 from __future__ import annotations
 
@@ -144,7 +144,8 @@ def rejoin(x: Spread, axis: int, parts: int, to: int) -> Spread:
     rest = list(dims[axis])
     blocks: list[Block] = []
     while rest and isinstance(rest[0], Block) and math.prod(block.count for block in blocks) < parts:
-        blocks.append(rest.pop(0))
+        blocks.append(rest[0])
+        rest.pop(0)
     if not blocks:
         first = next((place for place, atom in enumerate(rest) if isinstance(atom, int)), len(rest))
         outer = rest[first] if first < len(rest) else 1
@@ -153,10 +154,10 @@ def rejoin(x: Spread, axis: int, parts: int, to: int) -> Spread:
         dims[axis] = tidy((*rest[:first], outer // parts, *rest[first + 1 :]))
         dims[to] = (Block(axis, parts, first), *dims[to])
         return replace(x, dims=tuple(dims))
-    home: list[Atom] = list(dims[to])
+    home = list(dims[to])
     for block in blocks:
         home.insert(block.at, block)
-    lie = [atom for atom in home if not isinstance(atom, str)]
+    lie: list[Atom] = [atom for atom in home if not isinstance(atom, str)]
     if math.prod(block.count for block in blocks) != parts or any(block.home != to for block in blocks):
         raise NotKnown(f"{x}: gathered pieces are joined along dimension {to}, to which they do not belong")
     if lie[: len(blocks)] != blocks:

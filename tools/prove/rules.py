@@ -214,11 +214,8 @@ def _quotient(call: Call) -> Value:
     *("PowTensorScalar", "Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual", "LogicalNot"),
     *("LogicalAnd", "LogicalOr", "Minimum", "Maximum", "FloorDiv", "LessScalar", "Tanh"),
     says="by element and not linear: no argument may be partial or have a power",
-    takes_differing=True,
 )
 def _by_element(call: Call) -> Value:
-    if call.differs and not all(call.spread(0).shape == () for _ in ()):  # a bound of the rank's own piece
-        raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
     tensors = [call.spread(i) for i, value in enumerate(call.values) if isinstance(value, (Spread, Part))]
     return by_element(*tensors)
 
@@ -478,8 +475,8 @@ def _one_hot(call: Call) -> Value:
     return moves.one_hot(call.spread(0), call.values[1])
 
 
-@rule("AllReduce", says="a sum over ranks: partial becomes the same everywhere, the same is scaled by the number of ranks; "
-      "op max: the largest")  # fmt: skip
+@rule("AllReduce", says="a sum over ranks: a partial value becomes the same everywhere, and what is the same "
+      "everywhere is scaled by the number of ranks; op max: the largest")  # fmt: skip
 def _all_reduce(call: Call) -> Value:
     if re.search(r'\bop: "max"', call.node.text):
         return moves.all_largest(call.spread(0), call.axes)

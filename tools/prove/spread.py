@@ -1,10 +1,10 @@
 """This module defines how a value can lie on the ranks of a mesh, and what each operation makes of it: pure algebra.
 
 A `Spread` says of one value, for every axis of the mesh, whether the ranks along the axis hold the same (replicated),
-pieces of one dimension (sharded, a *hole*), or parts whose sum is the value (partial). It also has a power for each
-axis: the ranks hold the value times the axis' size to this power. MindSpore needs that: it starts the backward pass with
-1 / devices on every rank and later sums over all ranks, also where they computed equal values. A replicated value with
-the power -1 is a partial sum whose parts are equal.
+pieces of one dimension (cut), or parts whose sum is the value (partial). It also has a power for each axis: the ranks
+hold the value times the axis' size to this power. MindSpore needs that: it starts the backward pass with 1 / devices on
+every rank and later sums over all ranks, also where they computed equal values. A replicated value with the power -1 is
+a partial sum whose parts are equal.
 
 A dimension is a tuple of atoms, outermost first: an extent on the rank (an integer), the name of an axis whose ranks
 hold the pieces at this place, or a `Block`. ``(("tp", 64), (128,))`` is a matrix whose rows are cut over tp, 64 on each
@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
@@ -35,7 +34,8 @@ class NotKnown(TC3Error):
     """There is no rule that says how the result is spread."""
 
 
-class Block(NamedTuple):
+@dataclass(frozen=True)
+class Block:
     """These are `count` pieces that were gathered in front of another dimension than theirs.
 
     Args:
@@ -111,7 +111,7 @@ def _size(atom: Atom, sizes: Mapping[str, int]) -> int:
 
 def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
     """The dimensions with each block where it belongs."""
-    found = [[atom for atom in dim if not isinstance(atom, Block)] for dim in dims]
+    found: list[list[Atom]] = [[atom for atom in dim if not isinstance(atom, Block)] for dim in dims]
     for block in (atom for dim in dims for atom in dim if isinstance(atom, Block)):
         found[block.home].insert(block.at, block)
     return found
@@ -181,6 +181,7 @@ def checked(dims: tuple[Dim, ...], *given: Spread) -> tuple[Dim, ...]:
 
 
 def refusal(given: Sequence[Spread], why: str) -> Contradiction:
+    """Return a contradiction that names the spreads."""
     return Contradiction(f"{' with '.join(map(str, given))}: {why}")
 
 

@@ -100,7 +100,7 @@ def _kind(node: Node) -> tuple[Any, ...]:
 
 def _constants(head: str) -> dict[tuple[int, int], str]:
     """The arguments that are written out, those of a tuple one by one."""
-    found = {}
+    found: dict[tuple[int, int], str] = {}
     for place, text in enumerate(arguments_of(head)):
         if text[:1] in ("%", "@", "") or text.startswith("UMonad"):
             continue
@@ -188,6 +188,21 @@ class Typing:
         if ranks is None:
             raise NotKnown(f"it uses group {group!r}, whose ranks are not known")
         return self.mesh.of_group(ranks)
+
+    def sums_before(self, number: int) -> set[int]:
+        """Return the collectives behind one another that end in a value of the root, and what hands on."""
+        nodes = self.graph.graphs[self.graph.root]
+        found: set[int] = set()
+        place: int | None = number
+        while place is not None and nodes[place].op in (*COLLECTIVES, "Depend", "Load", "Cast", "TensorMove"):
+            found.add(place)
+            place = nodes[place].value
+        return found
+
+    def name_of(self, graph: str, number: int) -> str:
+        """Return an operator as a person finds it: its name, place, and the line of Python or the cell."""
+        node = self.graph.graphs[graph][number]
+        return f"{node.op or 'call'} %{number} ({node.source or node.scope.rpartition('/')[0] or 'no source is known'})"
 
     def _sums_of_the_loss(self) -> dict[str, frozenset[str]]:
         """Scope of a loss -> the axes over which its forward sums."""

@@ -1,5 +1,5 @@
-"""Each rule of spreads against NumPy on the ranks of a small mesh: arrays are split as a spread says, every rank runs the
-operation, and what the ranks then hold must be what the rule's spread says of the result of one device.
+"""Each rule of spreads against NumPy on the ranks of a small mesh: arrays are split as a spread says, every rank runs
+the operation, and what the ranks then hold must be what the rule's spread says of the result of one device.
 
 Where a rule refuses, no spread may describe what the ranks hold.
 """
@@ -84,9 +84,9 @@ def describes(spread: Spread, whole: np.ndarray, held: Held) -> bool:
 def spreads_like(shape: Sequence[int], whole: Sequence[int]) -> Iterator[Spread]:
     """Every spread with these shapes that cuts each dimension in front, with powers from -2 to 2."""
     ways = []
-    for axis in SIZES:
-        ways.append([("cut", number) for number in range(len(shape))] + [("part", p) for p in range(-2, 3)])
-        ways[-1] += [("same", p) for p in range(-2, 3)]
+    for _ in SIZES:
+        cuts = [("cut", number) for number in range(len(shape))]
+        ways.append(cuts + [(how, power) for how in ("part", "same") for power in range(-2, 3)])
     for chosen in product(*ways):
         dims: list[tuple] = [(size,) for size in shape]
         for axis, (how, number) in zip(SIZES, chosen, strict=True):
@@ -200,7 +200,7 @@ def test_the_largest(random: Random) -> None:
     over = [np.max([held[at] for at in along(sorted(found.greatest), place)], 0) for place in RANKS]
     assert describes(after, whole.max(axis, keepdims=True), over)
     if found.greatest:
-        with pytest.raises(Contradiction, match="largest only|plain value"):
+        with pytest.raises(Contradiction, match="largest only"):
             multiply(found, plain(()))
 
 

@@ -1,0 +1,267 @@
+"""This module puts the proof together: for each weight of each compiled rank, what is known of its gradient.
+
+A weight is *proven* if the spread of its gradient behind the last sum over ranks, which follows operator by operator
+from the layouts of weights and inputs, is that of the weight (cut alike, neither partial nor scaled), and if the walk
+of `tc3 dryrun` finds its sums and divisors right. It is *wrong* if either finds a fault in it, and *unknown* if an
+operator on the way has no rule or contradicts what it is given; a contradiction is reported once, with its operator.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plugins.semi_auto_cpu.ranks import WORLD
+from tools.dryrun.collectives import generated_groups
+from tools.dryrun.gradients import RIGHT, UNKNOWN, WRONG, last_sums
+from tools.dryrun.graph_text import GraphText
+from tools.dryrun.report import gradients_report, norm_report, scale_report
+from tools.dryrun.scale import Scale, judge_scale
+from tools.prove.mesh import Mesh, mesh_of
+from tools.prove.spread import NotKnown, Spread, placements, tidy
+from tools.prove.typing import Failure, Peers, Typing
+
+PROVEN = "proven"
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """This is what is known of one weight on one compiled rank.
+
+    Args:
+        name: of the weight.
+        verdict: `PROVEN`, `WRONG` or `UNKNOWN`.
+        why: what is wrong or not known; "" of a proven one.
+        spread: of its gradient behind the last sum, "" where it is not known.
+        operator: the one where the spreads end, "" if they reach the gradient.
+    """
+
+    name: str
+    verdict: str
+    why: str = ""
+    spread: str = ""
+    operator: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Return the name with * for the numbers of layers and experts."""
+        return _LAYER.sub("*", self.name)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """These are the results for one compiled rank.
+
+    Args:
+        rank, stage: the rank that was compiled, and its pipeline stage.
+        mesh: the axes, with their sizes, as text.
+        weights: those that the optimizer updates.
+        contradictions: what the spreads contradict, each with its operator.
+        typed, asked: operators on the way to the gradients that have a spread, and all of them.
+        missing: operator -> how many of them end the way because nothing is known there.
+    """
+
+    rank: int
+    stage: int
+    mesh: str
+    weights: list[Weight]
+    contradictions: list[str]
+    typed: int
+    asked: int
+    missing: Mapping[str, int]
+
+
+def ranks_of(result: Mapping[str, Any], devices: int) -> Callable[[str], tuple[int, ...] | None]:
+    """Return the ranks of each group of a compiled rank; the world's name means the stage's devices.
+
+    Args:
+        devices: those of one stage.
+    """
+    groups = {name: tuple(ranks) for name, ranks in result["groups"]}
+    first = result["rank"] // devices * devices
+    groups.setdefault(WORLD, tuple(range(first, first + devices)))
+    return groups.get
+
+
+def mesh_for(result: Mapping[str, Any], graph: GraphText, degrees: Sequence[tuple[str, int]]) -> Mesh:
+    """Return the mesh of a compiled rank's stage.
+
+    Args:
+        degrees: (name, ranks) of the recipe's tensor, context and data parallelism.
+
+    Raises:
+        NotKnown: its groups lie on no mesh.
+    """
+    devices = 1
+    for _, size in degrees:
+        devices *= size
+    first = result["rank"] // devices * devices
+    groups = [ranks for _, ranks in result["groups"]] + list(generated_groups(graph).values())
+    inside = [ranks for ranks in groups if all(first <= rank < first + devices for rank in ranks)]
+    return mesh_of(first, degrees, inside, [layout["mesh"] for layout in result["layouts"].values()])
+
+
+def prove_rank(
+    result: Mapping[str, Any], graph: GraphText, mesh: Mesh, peers: Mapping[str, GraphText], scales: Mapping[str, str]
+) -> Stage:
+    """Return what is known of the weights of one compiled rank.
+
+    Args:
+        result: of its compile, as `tools.dryrun.rank` reports it.
+        peers: axis -> the graph of the next rank along it.
+        scales: weight -> what the dry run says against its divisors; none of the weights that it finds right.
+    """
+    known = ranks_of(result, mesh.devices)
+
+    def parameter(name: str) -> Spread:
+        layout = result["layouts"].get(name)
+        if layout is None:
+            raise NotKnown(f"MindSpore states no layout of parameter {name}")
+        shards = known(layout["group"]) if layout["group"] else None
+        return mesh.of_layout(layout, shards or ())
+
+    typing = Typing(graph, mesh, parameter, known, Peers(graph, peers))
+    weights = [name for name, found in result["gradients"].items() if "copy_of" not in found]
+    ends = last_sums(graph, known, weights)
+    found = [_weight(typing, name, ends[name], parameter, result["gradients"][name], scales) for name in weights]
+    failures = [value for value in typing.values.values() if isinstance(value, Failure)]
+    causes = {(each.graph, each.number): each for each in failures}
+    told = [f"{typing.name_of(each.graph, each.number)}: {each.why}" for each in causes.values() if each.contradicts]
+    missing = Counter(
+        graph.graphs[each.graph][each.number].op or "a call" for each in causes.values() if not each.contradicts
+    )
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.sizes.items())
+    asked = len(typing.asked)
+    return Stage(result["rank"], result["stage"], axes, found, told, asked - len(failures), asked, dict(missing))
+
+
+def _weight(
+    typing: Typing,
+    name: str,
+    ends: Sequence[tuple[str, int]],
+    parameter: Callable[[str], Spread],
+    walked: Mapping[str, Any],
+    scales: Mapping[str, str],
+) -> Weight:
+    """The verdict on one weight: by the spreads, and by the dry run's walk."""
+    own = _by_spread(typing, name, ends, parameter)
+    if walked["verdict"] == WRONG or own.verdict == WRONG:
+        why = "; ".join(filter(None, [walked["why"] if walked["verdict"] == WRONG else "", own.why]))
+        return Weight(name, WRONG, why, own.spread, own.operator)
+    if own.verdict == PROVEN and (walked["verdict"] != RIGHT or name in scales):
+        return Weight(name, UNKNOWN, walked["why"] or scales[name], own.spread)
+    return own
+
+
+def _by_spread(
+    typing: Typing, name: str, ends: Sequence[tuple[str, int]], parameter: Callable[[str], Spread]
+) -> Weight:
+    """The verdict on one weight by the spread of its gradient."""
+    if not ends:
+        return Weight(name, UNKNOWN, "the sum of its gradient over ranks was not found in the step's own graph")
+    told = ""
+    for graph, number in ends:
+        if graph != typing.graph.root:
+            return Weight(name, UNKNOWN, "its gradient is made in a graph that is called for each micro-batch")
+        found = typing.of(number)
+        if isinstance(found, Failure):
+            own = found.contradicts and found.number in typing.sums_before(number)
+            place = typing.name_of(found.graph, found.number)
+            return Weight(name, WRONG if own else UNKNOWN, f"{place}: {found.why}", operator=place)
+        wanted = parameter(name)
+        told = str(found)
+        if fault := against(found, wanted):
+            place = typing.name_of(graph, number)
+            return Weight(name, WRONG, f"{place}: its gradient is {found}: {fault}", told, place)
+    return Weight(name, PROVEN, spread=told)
+
+
+def against(found: Spread, wanted: Spread) -> str:
+    """Return what is wrong with the spread of a gradient behind its sums, and what would be right; "" if nothing is."""
+    if found.partial:
+        return f"it must still be summed over {_told(found.partial)}"
+    for axis, power in found.powers:
+        if power > 0:
+            return f"it is summed over {axis} once more than it is divided by its size: one sum over {axis} is too many"
+        return f"it is divided by the ranks along {axis} and not summed over them: a sum over {axis} is missing"
+    if found.shifted or found.greatest:
+        return f"the ranks along {_told(found.shifted | found.greatest)} hold values of their own"
+    dims = tuple(map(tidy, wanted.dims))
+    if not any(tuple(map(tidy, given.dims)) == dims for given in placements(found)):
+        return f"the weight lies as {wanted}"
+    return ""
+
+
+def _told(axes: frozenset[str]) -> str:
+    return ", ".join(sorted(axes))
+
+
+def scale_faults(results: Sequence[Mapping[str, Any]], micro_batches: int, devices: int) -> dict[int, dict[str, str]]:
+    """Return rank -> weight -> what the dry run says against the divisors of its gradient, or does not know.
+
+    Args:
+        micro_batches, devices: as those of `tools.dryrun.report.scale_report`.
+    """
+    seeds = [Scale(*seed) for result in results for seed in result.get("seeds", [])]
+    found: dict[int, dict[str, str]] = {}
+    for result in results:
+        own = found.setdefault(result["rank"], {})
+        for name, each in result["gradients"].items():
+            if "scales" in each:
+                _, why = judge_scale([Scale(*scale) for scale in each["scales"]], seeds, micro_batches, devices)
+                own |= {name: why} if why else {}
+    return found
+
+
+def report_of(
+    recipe: str, results: Sequence[Mapping[str, Any]], stages: Sequence[Stage], micro_batches: int, per: int, all_: int
+) -> dict[str, Any]:
+    """Return the whole report as plain data.
+
+    Args:
+        recipe: its file.
+        results: of the compiled ranks, one for each of `stages`.
+        micro_batches: of a step of the compiled recipe, with accumulated steps.
+        per: devices of one stage. all_: all devices of the compiled recipe.
+    """
+    weights = [weight for stage in stages for weight in stage.weights]
+    gradients = gradients_report(results)
+    scale = scale_report(results, micro_batches, per)
+    problems = [f"rank {stage.rank} (stage {stage.stage}): {each}" for stage in stages for each in stage.contradictions]
+    problems += [
+        f"rank {stage.rank} (stage {stage.stage}): {weight.name}: {weight.why}"
+        for stage in stages
+        for weight in stage.weights
+        if weight.verdict == WRONG
+    ]
+    problems += [each for each in gradients["wrong"] + scale["wrong"] if each not in problems]
+    missing: Counter[str] = Counter()
+    for stage in stages:
+        missing.update(stage.missing)
+    return {
+        "recipe": recipe,
+        "weights": len(weights),
+        "proven": sum(weight.verdict == PROVEN for weight in weights),
+        "wrong": sum(weight.verdict == WRONG for weight in weights),
+        "unknown": sum(weight.verdict == UNKNOWN for weight in weights),
+        "missing": dict(missing.most_common()),
+        "stages": [
+            {
+                "rank": stage.rank,
+                "stage": stage.stage,
+                "mesh": stage.mesh,
+                "typed": stage.typed,
+                "operators": stage.asked,
+                "weights": [{**vars(weight), "kind": weight.kind} for weight in stage.weights],
+            }
+            for stage in stages
+        ],
+        "sums": gradients,
+        "scale": scale,
+        "norm": norm_report(results, all_),
+        "problems": problems,
+    }
