@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from plugins.errors import TC3Error
 from tools.prove.spread import (
     Atom,
     Block,
@@ -36,12 +35,13 @@ def _flat(x: Spread) -> list[tuple[int, Atom]]:
     return [(number, atom) for number, atom in plain_atoms if atom != 1]
 
 
-def reshape(x: Spread, shape: Sequence[int]) -> Spread:
+def reshape(x: Spread, shape: Sequence[int], firm: bool = False) -> Spread:
     """Return the spread of the same elements in another shape on the rank.
 
-    A piece stays between the extents around it. If these come into different dimensions, it goes to one of one element
-    between them, if there is one, or stays with the extent with which it shared a dimension. Its place is a guess
-    (`loose`) in the first case, and where it shared one with both or none.
+    A piece stays between the extents around it. If these come into different dimensions, it stays in front of the
+    extent behind it if both shared a dimension, because a layout cuts dimensions into whole pieces. Otherwise it goes
+    to a dimension of one element between them, or to the end of the one before. Its place is a guess (`loose`) where a
+    dimension of one element could have it as well, unless the places are `firm`.
     """
     atoms = _flat(x)
     placed: list[tuple[int, Atom]] = []  # (new dimension, atom), -1 for pieces
@@ -66,11 +66,11 @@ def reshape(x: Spread, shape: Sequence[int]) -> Spread:
             atom, need = atom // part, need // part
     if math.prod(size for _, size in placed if isinstance(size, int)) != math.prod(shape):
         raise NotKnown(f"{x}: reshape to {tuple(shape)} has another number of elements")
-    return _with_pieces(x, placed, shared, shape)
+    return _with_pieces(x, placed, shared, shape, firm)
 
 
 def _with_pieces(
-    x: Spread, placed: list[tuple[int, Atom]], shared: list[tuple[bool, bool]], shape: Sequence[int]
+    x: Spread, placed: list[tuple[int, Atom]], shared: list[tuple[bool, bool]], shape: Sequence[int], firm: bool
 ) -> Spread:
     """The reshaped spread, with each piece in a dimension between those of the extents around it."""
     found: list[list[Atom]] = [[] for _ in shape]
@@ -81,10 +81,10 @@ def _with_pieces(
             behind = next((at for at, each in placed[place:] if not isinstance(each, str)), len(shape) - 1)
             between = [n for n in range(last, behind + 1) if shape[n] == 1]
             before, after = shared[place]
-            number = between[0] if between else behind if after and not before else last
+            number = behind if after else between[0] if between else last
             if last == behind:
                 loose.discard(atom)
-            elif between or before == after:
+            elif not firm and (len(between) > (not before and not after) or not (before or after or between)):
                 loose.add(atom)
         if number < 0 or number >= len(shape):
             raise NotKnown(f"{x}: reshape to {tuple(shape)} leaves no dimension for the pieces over {atom}")
@@ -273,6 +273,18 @@ def all_to_all(x: Spread, axis: str, cut: int, whole: int, sizes: Mapping[str, i
     return replace(x, dims=tuple(dims), loose=x.loose - {axis})
 
 
+def wherever(move: Callable[[Spread], Spread], x: Spread) -> Spread:
+    """Return what a move makes of a value, for the first places of its loose pieces for which the move is right."""
+    first: Contradiction | None = None
+    for given in placements(x):
+        try:
+            return move(given)
+        except Contradiction as error:
+            first = first or error
+    assert first
+    raise first
+
+
 def take(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Spread:
     """Return the spread of a slice of each dimension.
 
@@ -302,25 +314,17 @@ def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]]) -> Spr
     Args:
         shape, by: of the padded value, as those of `take`.
     """
-    first: TC3Error | None = None
-    for given in placements(x):
-        dims, partial = list(given.dims), set(given.partial)
-        try:
-            for number, size in enumerate(shape):
-                axes = by.get(number, ())
-                if not axes and extent(dims[number]) != size and any(not isinstance(a, int) for a in dims[number]):
-                    raise refusal((x,), f"each rank pads dimension {number} alike, which is cut over them")
-                if missing := [axis for axis in axes if axis not in dims[number]]:
-                    raise refusal((x,), f"each rank along {missing[0]} pads another part, but is not cut along it")
-                if axes or extent(dims[number]) != size:
-                    dims[number] = tidy((*(a for a in dims[number] if isinstance(a, str) and a not in axes), size))
-                partial |= set(axes)
-        except Contradiction as error:
-            first = first or error
-            continue
-        return replace(x, dims=tuple(dims), partial=frozenset(partial), loose=x.loose - partial)
-    assert first
-    raise NotKnown(str(first)) if x.loose else first
+    dims, partial = list(x.dims), set(x.partial)
+    for number, size in enumerate(shape):
+        axes = by.get(number, ())
+        if not axes and extent(dims[number]) != size and any(not isinstance(atom, int) for atom in dims[number]):
+            raise refusal((x,), f"each rank pads dimension {number} alike, which is cut over them")
+        if missing := [axis for axis in axes if axis not in dims[number]]:
+            raise refusal((x,), f"each rank along {missing[0]} pads another part, but is not cut along it")
+        if axes or extent(dims[number]) != size:
+            dims[number] = tidy((*(a for a in dims[number] if isinstance(a, str) and a not in axes), size))
+        partial |= set(axes)
+    return replace(x, dims=tuple(dims), partial=frozenset(partial), loose=x.loose - partial)
 
 
 def look_up(indices: Spread, table: Spread) -> Spread:

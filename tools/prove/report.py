@@ -176,7 +176,9 @@ def _by_spread(
         told = str(found)
         if fault := against(found, wanted):
             place = typing.name_of(graph, number)
-            return Weight(name, WRONG, f"{place}: its gradient is {found}: {fault}", told, place)
+            return Weight(
+                name, UNKNOWN if found.loose else WRONG, f"{place}: its gradient is {found}: {fault}", told, place
+            )
     return Weight(name, PROVEN, spread=told)
 
 

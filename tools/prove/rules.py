@@ -48,7 +48,7 @@ class Part:
     @property
     def spread(self) -> Spread:
         """Return the part as a value of its own."""
-        return moves.split(self.whole, self.axis, self.sizes)[self.number]
+        return moves.wherever(lambda x: moves.split(x, self.axis, self.sizes)[self.number], self.whole)
 
 
 Value = Any  # a Spread, a Part, a list of values (a tuple of the graph), or a number, text or tuple that is written out
@@ -139,7 +139,14 @@ def apply(call: Call) -> Value:
         raise NotKnown("there is no rule for this operator")
     if call.differs and not found.takes_differing:
         raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
-    return found.of(call)
+    try:
+        return found.of(call)
+    except Contradiction as error:
+        spreads = [value.whole if isinstance(value, Part) else value for value in call.values]
+        loose = frozenset().union(*(each.loose for each in spreads if isinstance(each, Spread)))
+        if loose:  # another place of a piece might be right
+            raise NotKnown(f"{error} (the place of the pieces over {', '.join(sorted(loose))} is not sure)") from None
+        raise
 
 
 @rule("Depend", "Load", "TensorMove", "Identity", "StopGradient", says="the result is as the first argument")
@@ -211,13 +218,22 @@ def _quotient(call: Call) -> Value:
 
 @rule(
     *("Square", "Rsqrt", "Sqrt", "Exp", "Log", "Cos", "Sin", "SiLU", "Sigmoid", "ReLU", "Reciprocal", "Pow", "GeLU"),
-    *("PowTensorScalar", "Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual", "LogicalNot"),
+    *("PowTensorScalar", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual", "LogicalNot"),
     *("LogicalAnd", "LogicalOr", "Minimum", "Maximum", "FloorDiv", "LessScalar", "Tanh"),
     says="by element and not linear: no argument may be partial or have a power",
 )
 def _by_element(call: Call) -> Value:
     tensors = [call.spread(i) for i, value in enumerate(call.values) if isinstance(value, (Spread, Part))]
     return by_element(*tensors)
+
+
+@rule("Equal", says="by element; of indices with another number on each rank: which rank's piece has it",
+      takes_differing=True)  # fmt: skip
+def _equal(call: Call) -> Value:
+    found = by_element(call.spread(0), call.spread(1))
+    if call.differs and not re.match(r"U?Int", call.node.inputs[0].dtype):
+        raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
+    return replace(found, shifted=found.shifted | call.shifts())
 
 
 @rule("SiLUGrad", "SigmoidGrad", "TanhGrad", "ReluGrad", says="linear in the gradient, by element in the rest")
@@ -376,7 +392,8 @@ def _cuts(x: Spread) -> list[list[str]]:
 
 @rule("Reshape", "Squeeze", "View", says="the same elements: pieces keep their places between the extents around them")
 def _reshape(call: Call) -> Value:
-    return moves.reshape(call.spread(0), call.outputs[0].shape)
+    of_tile = "Grad_Tile" in call.node.scope  # it adds dimensions of one element in front of each
+    return moves.reshape(call.spread(0), call.outputs[0].shape, of_tile)
 
 
 @rule("Transpose", says="the dimensions in another order")
@@ -400,12 +417,12 @@ def _expand(call: Call) -> Value:
 
 @rule("Tile", says="repeated along whole dimensions")
 def _tile(call: Call) -> Value:
-    return moves.tile(call.spread(0), call.values[1])
+    return moves.wherever(lambda x: moves.tile(x, call.values[1]), call.spread(0))
 
 
 @rule("BroadcastTo", says="repeated along dimensions of one element")
 def _broadcast(call: Call) -> Value:
-    return moves.broadcast(call.spread(0), call.outputs[0].shape)
+    return moves.wherever(lambda x: moves.broadcast(x, call.outputs[0].shape), call.spread(0))
 
 
 @rule("Split", "SplitWithSize", says="parts of a whole dimension, or gathered pieces apart")
@@ -439,13 +456,15 @@ def _member(call: Call) -> Value:
 
 @rule("StridedSlice", says="a part: where it starts elsewhere on each rank, the result is cut", takes_differing=True)
 def _take(call: Call) -> Value:
-    return moves.take(call.spread(0), call.outputs[0].shape, _starts(call, 1), call.sizes)
+    by = _starts(call, 1)
+    return moves.wherever(lambda x: moves.take(x, call.outputs[0].shape, by, call.sizes), call.spread(0))
 
 
 @rule("StridedSliceGrad", says="zeros around: where they lie elsewhere on each rank, the result is partial",
       takes_differing=True)  # fmt: skip
 def _pad(call: Call) -> Value:
-    return moves.pad(call.spread(0), call.outputs[0].shape, _starts(call, 2))
+    by = _starts(call, 2)
+    return moves.wherever(lambda x: moves.pad(x, call.outputs[0].shape, by), call.spread(0))
 
 
 def _starts(call: Call, begin: int) -> dict[int, tuple[str, ...]]:
@@ -491,7 +510,7 @@ def _check_sum(call: Call) -> None:
 
 @rule("AllGather", says="pieces put together, to be moved to where they belong")
 def _all_gather(call: Call) -> Value:
-    return moves.all_gather(call.spread(0), call.axes, call.sizes)
+    return moves.wherever(lambda x: moves.all_gather(x, call.axes, call.sizes), call.spread(0))
 
 
 @rule("ReduceScatter", says="a sum over ranks, cut into pieces")

@@ -209,15 +209,13 @@ def placements(x: Spread) -> Iterator[Spread]:
 
 def _settled(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spread) -> Spread:
     """The result of a rule for the first places of loose pieces for which there is one."""
-    first: TC3Error | None = None
+    first: Contradiction | None = None
     for one, two in product(placements(x), placements(y)):
         try:
             return rule(one, two)
         except Contradiction as error:
             first = first or error
     assert first
-    if x.loose or y.loose:
-        raise NotKnown(f"{first} (wherever the pieces over {', '.join(sorted(x.loose | y.loose))} may lie)")
     raise first
 
 
@@ -238,7 +236,7 @@ def joined(x: Spread, y: Spread) -> Spread:
         return Spread(checked(tuple(found), one, two))
 
     found = _settled(join, x, y)
-    return replace(found, loose=(x.loose | y.loose) & found.holes)
+    return replace(found, loose=(x.loose | y.loose) & (found.holes | x.partial | y.partial))
 
 
 def as_partial(x: Spread, axes: frozenset[str]) -> Spread:
@@ -309,10 +307,9 @@ def reduce_sum(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
         )
         return Spread(dims, x.partial | cuts, x.powers, x.shifted, x.loose - cuts)
 
-    found = {reduced(given) for given in placements(x)}
-    if len({each.partial for each in found}) > 1:
-        raise NotKnown(f"{x}: the sum is over a dimension that may or may not be cut")
-    return reduced(x)
+    found = {reduced(given).partial for given in placements(x)}
+    unsure = frozenset().union(*found) - frozenset.intersection(*found)  # these axes may be summed over, or not
+    return replace(reduced(x), loose=reduced(x).loose | unsure)
 
 
 def reduce_mean(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
@@ -346,4 +343,4 @@ def matmul(x: Spread, y: Spread, x_turned: bool = False, y_turned: bool = False)
 
     found = _settled(product_of, x, y)
     partial, powers = x.partial | y.partial | found.partial, times((x.powers, 1), (y.powers, 1))
-    return replace(found, partial=partial, powers=powers, loose=(x.loose | y.loose) & found.holes)
+    return replace(found, partial=partial, powers=powers, loose=(x.loose | y.loose) & (found.holes | partial))
