@@ -69,7 +69,7 @@ class Peers:
             return {}
         found: dict[tuple[int, int], frozenset[str]] = {}
         for axis, graphs in self.others.items():
-            other = _constants(self._counterpart(axis, place, number, node).head) if place < len(graphs) else {}
+            other = _constants(self.counterpart(axis, place, number, node).head) if place < len(graphs) else {}
             if own.keys() != other.keys():
                 raise NotKnown(f"the graph of the next rank along {axis} has no such operator")
             for key in own:
@@ -77,8 +77,8 @@ class Peers:
                     found[key] = found.get(key, frozenset()) | {axis}
         return found
 
-    def _counterpart(self, axis: str, place: int, number: int, node: Node) -> Node:
-        """The operator of a peer that stands at the same place among those of the same kind, scope and types."""
+    def counterpart(self, axis: str, place: int, number: int, node: Node) -> Node:
+        """Return the operator of a peer that stands at the same place among those of the same kind, scope and types."""
         own, other = (self._index(which, place)[_kind(node)] for which in ("", axis))
         if len(own) != len(other):
             raise NotKnown(
