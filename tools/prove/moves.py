@@ -158,8 +158,10 @@ def rejoin(x: Spread, axis: int, parts: int, to: int) -> Spread:
     for block in blocks:
         home.insert(block.at, block)
     lie: list[Atom] = [atom for atom in home if not isinstance(atom, str)]
-    if math.prod(block.count for block in blocks) != parts or any(block.home != to for block in blocks):
-        raise NotKnown(f"{x}: gathered pieces are joined along dimension {to}, to which they do not belong")
+    if math.prod(block.count for block in blocks) != parts:
+        raise NotKnown(f"{x}: dimension {axis} is split into {parts} parts, which are not the gathered pieces")
+    if any(block.home != to for block in blocks):
+        raise refusal((x,), f"gathered pieces are joined along dimension {to}, to which they do not belong")
     if lie[: len(blocks)] != blocks:
         raise refusal((x,), "gathered pieces are joined in another order than that in which they lie")
     dims[axis] = tuple(rest)
@@ -223,7 +225,7 @@ def all_gather(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spre
         else:
             dims[home] = rest
             dims[0] = (Block(home, sizes[axis], at), *dims[0])
-        x = replace(x, dims=tuple(dims), loose=x.loose - {axis})
+        x = replace(x, dims=tuple(dims))
     return x
 
 

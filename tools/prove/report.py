@@ -128,12 +128,14 @@ def prove_rank(
     weights = [name for name, found in result["gradients"].items() if "copy_of" not in found]
     ends = last_sums(graph, known, weights)
     found = [_weight(typing, name, ends[name], parameter, result["gradients"][name], scales) for name in weights]
+    lost = [f"the loss is reported as {told}" for told in typing.losses()]
     failures = [value for value in typing.values.values() if isinstance(value, Failure)]
     causes = {(each.graph, each.number): each for each in failures}
     told = [f"{typing.name_of(each.graph, each.number)}: {each.why}" for each in causes.values() if each.contradicts]
     missing = Counter(
         graph.graphs[each.graph][each.number].op or "a call" for each in causes.values() if not each.contradicts
     )
+    told += lost
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.sizes.items())
     asked = len(typing.asked)
     return Stage(result["rank"], result["stage"], axes, found, told, asked - len(failures), asked, dict(missing))

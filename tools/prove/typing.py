@@ -189,6 +189,16 @@ class Typing:
             raise NotKnown(f"it uses group {group!r}, whose ranks are not known")
         return self.mesh.of_group(ranks)
 
+    def losses(self) -> list[Spread]:
+        """Return the spreads of losses that the step reports, where these are not the same on all ranks."""
+        found = []
+        for node in self.graph.graphs[self.graph.root]:
+            number = re.match(r"AssignAdd\(%para\d+_\w*loss, %(\d+)", node.head.removeprefix("PrimFunc_"))
+            value = self.of(int(number[1])) if number else None
+            if isinstance(value, Spread) and (value.partial or value.powers or value.greatest or value.holes):
+                found.append(value)
+        return found
+
     def sums_before(self, number: int) -> set[int]:
         """Return the collectives behind one another that end in a value of the root, and what hands on."""
         nodes = self.graph.graphs[self.graph.root]

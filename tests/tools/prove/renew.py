@@ -1,4 +1,4 @@
-"""Compile the dense step of `dense.yaml` anew and keep what the tests of `tc3 prove` read: python -m tests.tools.prove.renew.
+"""Compile the dense step of `dense.yaml` anew and keep what tests read of it: python -m tests.tools.prove.renew.
 
 `dense.ir.gz` is the final graph of rank 0, without what nobody reads. `dense.json` holds its report, and for each axis
 the constants that the next rank along it has instead.
@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.planted_spreads import in_step
 from tools.dryrun.compiles import compile_all, text_of
 from tools.dryrun.graph_text import GraphText, read_graph
 from tools.dryrun.plan import Plan, plan_jobs, without_files
 from tools.prove.mesh import Mesh
 from tools.prove.report import mesh_for
-from tools.prove.typing import Peers
 from tools.recipe.load import load_recipe
 
 HERE = Path(__file__).parent
@@ -51,19 +51,6 @@ def stripped(lines: Iterable[str]) -> list[str]:
     return found
 
 
-def differing(graph: GraphText, peers: Mapping[str, GraphText]) -> dict[str, dict[str, dict[int, str]]]:
-    """Axis -> subgraph -> operator -> its text on the next rank, where constants differ."""
-    found: dict[str, dict[str, dict[int, str]]] = {axis: {} for axis in peers}
-    for axis, peer in peers.items():
-        both = Peers(graph, {axis: peer})
-        for place, (name, nodes) in enumerate(graph.graphs.items()):
-            for number, node in enumerate(nodes):
-                if both.differs(name, number):
-                    head = both.counterpart(axis, place, number, node).head
-                    found[axis].setdefault(name, {})[number] = head
-    return found
-
-
 def peers_of(graph: GraphText, told: Mapping[str, Mapping[str, Mapping[str, str]]]) -> dict[str, GraphText]:
     """The graphs of the next ranks, from what differs in them."""
     found = {}
@@ -88,7 +75,12 @@ def write(result: Mapping[str, Any], text: Path, peers: Mapping[str, Path]) -> N
         data = "\n".join(stripped(lines)) + "\n"
     (HERE / "dense.ir.gz").write_bytes(gzip.compress(data.encode(), 9, mtime=0))
     names = ("rank", "stage", "groups", "held", "gradients", "layouts", "seeds")
-    told = differing(read_graph(text), {axis: read_graph(file) for axis, file in peers.items()})
+    graph = read_graph(text)
+    told: dict[str, dict[str, dict[int, str]]] = {}
+    for axis, peer in in_step(graph, {axis: read_graph(file) for axis, file in peers.items()}).items():
+        for name, nodes in graph.graphs.items():
+            both = enumerate(zip(nodes, peer.graphs[name], strict=True))
+            told.setdefault(axis, {})[name] = {number: two.head for number, (one, two) in both if one.head != two.head}
     kept = {"result": {name: result[name] for name in names}, "peers": told}
     (HERE / "dense.json").write_text(json.dumps(kept) + "\n", encoding="utf-8")
 
