@@ -27,7 +27,7 @@ from tools.dryrun.graph_text import GraphText, Node, arguments_of, read_graph
 from tools.dryrun.plan import plan_jobs, without_files
 from tools.layout.resolve import resolve
 from tools.prove.mesh import Mesh
-from tools.prove.report import PROVEN, mesh_for, prove_rank, ranks_of
+from tools.prove.report import PROVEN, mesh_for, prove_rank, ranks_of, typing_of
 from tools.prove.typing import Peers
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
@@ -260,7 +260,7 @@ def outcome(result: Mapping[str, Any], graph: GraphText, mesh: Mesh, peers: Mapp
     known = ranks_of(result, mesh.devices)
     copies = {name: found["copies"] for name, found in result["gradients"].items() if "copies" in found}
     judged = {**result, "gradients": judge_gradients(graph, known, copies, result["rank"])}
-    stage = prove_rank(judged, graph, mesh, peers, {})
+    stage = prove_rank(judged, typing_of(judged, graph, mesh, peers), {})
     wrong = [weight for weight in stage.weights if weight.verdict == "wrong"]
     if wrong or stage.contradictions:
         reported = stage.contradictions + [weight.operator for weight in wrong]
@@ -301,7 +301,7 @@ def main(recipe: Path, at_most: int, overrides: tuple[str, ...]) -> None:
     plan = plan_jobs(loaded, (0,))
     result = compile_all(plan, 1, True, texts=True)[0]
     graph = read_graph(text_of(plan.jobs[0]))
-    mesh = mesh_for(result, graph, [("tp", view.tp), ("cp", view.cp), ("dp", view.dp)])
+    mesh = mesh_for([result], [graph], [("tp", view.tp), ("cp", view.cp), ("dp", view.dp)])
     beside = {axis: replace(plan.jobs[0], rank=stride) for axis, stride in mesh.strides.items()}
     compile_all(replace(plan, jobs=list(beside.values())), 1, True, texts=True)
     peers = in_step(graph, {axis: read_graph(text_of(job)) for axis, job in beside.items()})

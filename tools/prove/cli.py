@@ -18,14 +18,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from plugins.errors import RecipeError
 from tools.check.check import require_sound
 from tools.dryrun.compiles import compile_all, refusal_of, text_of
 from tools.dryrun.gradients import UNKNOWN, WRONG
-from tools.dryrun.graph_text import GraphText, read_graph
+from tools.dryrun.graph_text import read_graph
 from tools.dryrun.plan import Plan, plan_jobs, without_files
 from tools.dryrun.quick import quick_plan
 from tools.layout.resolve import resolve
-from tools.prove.report import PROVEN, Stage, mesh_for, prove_rank, report_of, scale_faults
+from tools.prove.report import PROVEN, mesh_for, prove_rank, report_of, scale_faults, type_stages, typing_of
 from tools.prove.spread import NotKnown
 from tools.ranges import Number
 from tools.recipe.load import Recipe, load_recipe
@@ -74,26 +75,29 @@ def prove(recipe: Path, quick: bool, overrides: tuple[str, ...], jobs: int | Non
 def _prove(recipe: Recipe, plan: Plan, at_once: int | None) -> dict[str, Any]:
     """Compile the plan and the peers of its ranks, and type their graphs."""
     results = _compiled(recipe, plan, at_once)
+    graphs = [read_graph(text_of(job)) for job in plan.jobs]
     small = View(plan.jobs[0].recipe)
     degrees = [("tp", small.tp), ("cp", small.cp), ("dp", small.dp)]
     per = math.prod(size for _, size in degrees)
+    try:
+        mesh = mesh_for(results, graphs, degrees)
+    except NotKnown as error:
+        raise RecipeError(f"{recipe.source}: {error}; tc3 dryrun judges the sums of gradients without types") from None
+    beside = [
+        {axis: replace(job, rank=job.rank + stride) for axis, stride in mesh.strides.items()} for job in plan.jobs
+    ]
+    _compiled(recipe, replace(plan, jobs=[job for own in beside for job in own.values()]), at_once)
+    peers = [{axis: read_graph(text_of(job)) for axis, job in own.items()} for own in beside]
+    make = [
+        partial(typing_of, result, graph, mesh, own) for result, graph, own in zip(results, graphs, peers, strict=True)
+    ]
+    typings, differ = type_stages(make)
     micro_batches = plan.micro_batches * small.accumulation
     scales = scale_faults(results, micro_batches, per)
-    stages = []
-    for job, result in zip(plan.jobs, results, strict=True):
-        graph = read_graph(text_of(job))
-        try:
-            mesh = mesh_for(result, graph, degrees)
-        except NotKnown as error:
-            click.echo(f"rank {job.rank}: {error}", err=True)
-            stages.append(Stage(job.rank, job.stage, "unknown", [], [], 0, 0, {}))
-            continue
-        beside = {axis: replace(job, rank=job.rank + stride) for axis, stride in mesh.strides.items()}
-        peers = replace(plan, jobs=list(beside.values()))
-        _compiled(recipe, peers, at_once)
-        graphs: Mapping[str, GraphText] = {axis: read_graph(text_of(each)) for axis, each in beside.items()}
-        stages.append(prove_rank(result, graph, mesh, graphs, scales[job.rank]))
-    return report_of(recipe.source, results, stages, micro_batches, per, small.devices)
+    stages = [
+        prove_rank(result, typing, scales[result["rank"]]) for result, typing in zip(results, typings, strict=True)
+    ]
+    return report_of(recipe.source, results, stages, differ, micro_batches, per, small.devices)
 
 
 def _compiled(recipe: Recipe, plan: Plan, at_once: int | None) -> list[dict[str, Any]]:

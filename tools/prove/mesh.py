@@ -22,12 +22,10 @@ class Mesh:
     """These are the axes of the devices of one stage.
 
     Args:
-        first: the global rank of the first device.
         strides: axis -> by how much ranks that are neighbours along it differ; smallest first.
         sizes: axis -> ranks along it.
     """
 
-    first: int
     strides: Mapping[str, int]
     sizes: Mapping[str, int]
 
@@ -90,17 +88,13 @@ def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def mesh_of(
-    first: int,
-    degrees: Sequence[tuple[str, int]],
-    groups: Iterable[Sequence[int]],
-    meshes: Iterable[Sequence[int]] = (),
+    degrees: Sequence[tuple[str, int]], groups: Iterable[Sequence[int]], meshes: Iterable[Sequence[int]] = ()
 ) -> Mesh:
     """Return the mesh of one stage.
 
     Args:
-        first: its first global rank.
         degrees: (name, ranks) of the recipe, closest first.
-        groups: all that occur.
+        groups: all that occur, as ranks within a stage.
         meshes: of the layouts that occur.
 
     Raises:
@@ -122,4 +116,4 @@ def mesh_of(
             axis = name if len(own) == 1 else f"{name}.{number}"
             strides[axis], sizes[axis] = low, count
         start *= size
-    return Mesh(first, strides, sizes)
+    return Mesh(strides, sizes)

@@ -8,6 +8,7 @@ operator on the way has no rule or contradicts what it is given; a contradiction
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,8 @@ from tools.dryrun.graph_text import GraphText
 from tools.dryrun.report import gradients_report, norm_report, scale_report
 from tools.dryrun.scale import Scale, judge_scale
 from tools.prove.mesh import Mesh, mesh_of
-from tools.prove.spread import NotKnown, Spread, placements, tidy
-from tools.prove.typing import Failure, Peers, Typing
+from tools.prove.spread import Contradiction, NotKnown, Spread, placements, tidy
+from tools.prove.typing import Direction, Failure, Peers, Typing
 
 PROVEN = "proven"
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -87,33 +88,41 @@ def ranks_of(result: Mapping[str, Any], devices: int) -> Callable[[str], tuple[i
     return groups.get
 
 
-def mesh_for(result: Mapping[str, Any], graph: GraphText, degrees: Sequence[tuple[str, int]]) -> Mesh:
-    """Return the mesh of a compiled rank's stage.
+def mesh_for(
+    results: Sequence[Mapping[str, Any]], graphs: Sequence[GraphText], degrees: Sequence[tuple[str, int]]
+) -> Mesh:
+    """Return the mesh of the devices of a stage, of which all compiled stages have an equal one.
 
     Args:
         degrees: (name, ranks) of the recipe's tensor, context and data parallelism.
 
     Raises:
-        NotKnown: its groups lie on no mesh.
+        NotKnown: the groups lie on no mesh.
     """
-    devices = 1
-    for _, size in degrees:
-        devices *= size
-    first = result["rank"] // devices * devices
-    groups = [ranks for _, ranks in result["groups"]] + list(generated_groups(graph).values())
-    inside = [ranks for ranks in groups if all(first <= rank < first + devices for rank in ranks)]
-    return mesh_of(first, degrees, inside, [layout["mesh"] for layout in result["layouts"].values()])
+    devices = math.prod(size for _, size in degrees)
+    groups, meshes = [], []
+    for result, graph in zip(results, graphs, strict=True):
+        first = result["rank"] // devices * devices
+        own = [ranks for _, ranks in result["groups"]] + list(generated_groups(graph).values())
+        inside = (ranks for ranks in own if all(first <= rank < first + devices for rank in ranks))
+        groups += [[rank - first for rank in ranks] for ranks in inside]
+        meshes += [layout["mesh"] for layout in result["layouts"].values()]
+    return mesh_of(degrees, groups, meshes)
 
 
-def prove_rank(
-    result: Mapping[str, Any], graph: GraphText, mesh: Mesh, peers: Mapping[str, GraphText], scales: Mapping[str, str]
-) -> Stage:
-    """Return what is known of the weights of one compiled rank.
+def typing_of(
+    result: Mapping[str, Any],
+    graph: GraphText,
+    mesh: Mesh,
+    peers: Mapping[str, GraphText],
+    received: Mapping[Direction, Spread] | None = None,
+) -> Typing:
+    """Return what finds the spreads of one compiled rank.
 
     Args:
         result: of its compile, as `tools.dryrun.rank` reports it.
         peers: axis -> the graph of the next rank along it.
-        scales: weight -> what the dry run says against its divisors; none of the weights that it finds right.
+        received: how other stages send values.
     """
     known = ranks_of(result, mesh.devices)
 
@@ -124,33 +133,59 @@ def prove_rank(
         shards = known(layout["group"]) if layout["group"] else None
         return mesh.of_layout(layout, shards or ())
 
-    typing = Typing(graph, mesh, parameter, known, Peers(graph, peers))
+    return Typing(graph, mesh, parameter, known, Peers(graph, peers), received)
+
+
+def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) -> tuple[list[Typing], list[str]]:
+    """Return the spreads of all compiled stages, and a sentence for each direction in which stages send differently.
+
+    What one stage sends is what another receives: the first stage's forward pass gives that of the others, and the last
+    stage's backward pass that of those before. Every stage must then send what was assumed.
+    """
+    received: dict[Direction, Spread] = {}
+    while True:
+        found = [each(received) for each in make]
+        sent: dict[Direction, set[Spread]] = {}
+        for typing in found:
+            for direction, spreads in typing.sent().items():
+                sent.setdefault(direction, set()).update(spreads)
+        new = {direction: min(spreads, key=str) for direction, spreads in sent.items() if direction not in received}
+        if not new:
+            break
+        received |= new
+    return found, [
+        f"stages send {direction} values of shape {shape} as {' and as '.join(sorted(map(str, spreads)))}"
+        for (direction, shape), spreads in sent.items()
+        if len(spreads) > 1
+    ]
+
+
+def prove_rank(result: Mapping[str, Any], typing: Typing, scales: Mapping[str, str]) -> Stage:
+    """Return what is known of the weights of one compiled rank.
+
+    Args:
+        result: of its compile.
+        scales: weight -> what the dry run says against its divisors; none of the weights that it finds right.
+    """
     weights = [name for name, found in result["gradients"].items() if "copy_of" not in found]
-    ends = last_sums(graph, known, weights)
-    found = [_weight(typing, name, ends[name], parameter, result["gradients"][name], scales) for name in weights]
-    lost = [f"the loss is reported as {told}" for told in typing.losses()]
-    failures = [value for value in typing.values.values() if isinstance(value, Failure)]
-    causes = {(each.graph, each.number): each for each in failures}
-    told = [f"{typing.name_of(each.graph, each.number)}: {each.why}" for each in causes.values() if each.contradicts]
+    ends = last_sums(typing.graph, typing.ranks_of, weights)
+    found = [_weight(typing, name, ends[name], result["gradients"][name], scales) for name in weights]
+    told = [f"the loss is reported as {each}" for each in typing.losses()]
+    failures, asked = typing.failures, len(typing.asked)
+    causes = {(each.graph, each.number): each for each in failures.values()}
+    told += [f"{typing.name_of(each.graph, each.number)}: {each.why}" for each in causes.values() if each.contradicts]
     missing = Counter(
-        graph.graphs[each.graph][each.number].op or "a call" for each in causes.values() if not each.contradicts
+        typing.graph.graphs[each.graph][each.number].op or "a call" for each in causes.values() if not each.contradicts
     )
-    told += lost
-    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.sizes.items())
-    asked = len(typing.asked)
+    axes = ", ".join(f"{axis} {size}" for axis, size in typing.mesh.sizes.items())
     return Stage(result["rank"], result["stage"], axes, found, told, asked - len(failures), asked, dict(missing))
 
 
 def _weight(
-    typing: Typing,
-    name: str,
-    ends: Sequence[tuple[str, int]],
-    parameter: Callable[[str], Spread],
-    walked: Mapping[str, Any],
-    scales: Mapping[str, str],
+    typing: Typing, name: str, ends: Sequence[tuple[str, int]], walked: Mapping[str, Any], scales: Mapping[str, str]
 ) -> Weight:
     """The verdict on one weight: by the spreads, and by the dry run's walk."""
-    own = _by_spread(typing, name, ends, parameter)
+    own = _by_spread(typing, name, ends)
     if walked["verdict"] == WRONG or own.verdict == WRONG:
         why = "; ".join(filter(None, [walked["why"] if walked["verdict"] == WRONG else "", own.why]))
         return Weight(name, WRONG, why, own.spread, own.operator)
@@ -159,28 +194,27 @@ def _weight(
     return own
 
 
-def _by_spread(
-    typing: Typing, name: str, ends: Sequence[tuple[str, int]], parameter: Callable[[str], Spread]
-) -> Weight:
+def _by_spread(typing: Typing, name: str, ends: Sequence[tuple[str, int]]) -> Weight:
     """The verdict on one weight by the spread of its gradient."""
-    if not ends:
-        return Weight(name, UNKNOWN, "the sum of its gradient over ranks was not found in the step's own graph")
     told = ""
-    for graph, number in ends:
-        if graph != typing.graph.root:
-            return Weight(name, UNKNOWN, "its gradient is made in a graph that is called for each micro-batch")
-        found = typing.of(number)
+    for number in [each for _, each in ends] or typing.sums_of(name) or [-1]:
+        if any(graph != typing.graph.root for graph, _ in ends):
+            return Weight(name, UNKNOWN, "the last sum of its gradient over ranks stands in a called graph")
+        place = "" if number < 0 else typing.name_of(typing.graph.root, number)
+        try:
+            found = typing.summed(name) if number < 0 else typing.of(number)
+            wanted = typing.parameter(name)
+        except (Contradiction, NotKnown) as error:
+            return Weight(name, WRONG if isinstance(error, Contradiction) else UNKNOWN, str(error))
         if isinstance(found, Failure):
-            own = found.contradicts and found.number in typing.sums_before(number)
-            place = typing.name_of(found.graph, found.number)
-            return Weight(name, WRONG if own else UNKNOWN, f"{place}: {found.why}", operator=place)
-        wanted = parameter(name)
+            root = found.graph == typing.graph.root
+            own = found.contradicts and root and number >= 0 and found.number in typing.sums_before(number)
+            cause = typing.name_of(found.graph, found.number)
+            return Weight(name, WRONG if own else UNKNOWN, f"{cause}: {found.why}", operator=cause)
         told = str(found)
         if fault := against(found, wanted):
-            place = typing.name_of(graph, number)
-            return Weight(
-                name, UNKNOWN if found.loose else WRONG, f"{place}: its gradient is {found}: {fault}", told, place
-            )
+            why = f"{place}: its gradient is {found}: {fault}" if place else f"its gradient is {found}: {fault}"
+            return Weight(name, UNKNOWN if found.loose else WRONG, why, told, place)
     return Weight(name, PROVEN, spread=told)
 
 
@@ -222,20 +256,30 @@ def scale_faults(results: Sequence[Mapping[str, Any]], micro_batches: int, devic
 
 
 def report_of(
-    recipe: str, results: Sequence[Mapping[str, Any]], stages: Sequence[Stage], micro_batches: int, per: int, all_: int
+    recipe: str,
+    results: Sequence[Mapping[str, Any]],
+    stages: Sequence[Stage],
+    differ: Sequence[str],
+    micro_batches: int,
+    per: int,
+    all_: int,
 ) -> dict[str, Any]:
     """Return the whole report as plain data.
 
     Args:
         recipe: its file.
         results: of the compiled ranks, one for each of `stages`.
+        differ: where stages do not send what others receive.
         micro_batches: of a step of the compiled recipe, with accumulated steps.
         per: devices of one stage. all_: all devices of the compiled recipe.
     """
     weights = [weight for stage in stages for weight in stage.weights]
     gradients = gradients_report(results)
     scale = scale_report(results, micro_batches, per)
-    problems = [f"rank {stage.rank} (stage {stage.stage}): {each}" for stage in stages for each in stage.contradictions]
+    problems = list(differ)
+    problems += [
+        f"rank {stage.rank} (stage {stage.stage}): {each}" for stage in stages for each in stage.contradictions
+    ]
     problems += [
         f"rank {stage.rank} (stage {stage.stage}): {weight.name}: {weight.why}"
         for stage in stages

@@ -457,6 +457,10 @@ def _member(call: Call) -> Value:
 @rule("StridedSlice", says="a part: where it starts elsewhere on each rank, the result is cut", takes_differing=True)
 def _take(call: Call) -> Value:
     by = _starts(call, 1)
+    if "_MicroBatch" in call.node.scope and not by:  # which samples make a micro-batch does not matter
+        x, wanted = call.spread(0), call.outputs[0].shape
+        cuts = (tuple(atom for atom in dim if isinstance(atom, str)) for dim in x.dims)
+        return replace(x, dims=tuple(tidy((*cut, size)) for cut, size in zip(cuts, wanted, strict=True)))
     return moves.wherever(lambda x: moves.take(x, call.outputs[0].shape, by, call.sizes), call.spread(0))
 
 

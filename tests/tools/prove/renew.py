@@ -66,7 +66,7 @@ def read() -> tuple[dict[str, Any], GraphText, Mesh, dict[str, GraphText]]:
     """The report of rank 0, its graph, its mesh and the graphs of the next ranks."""
     kept = json.loads((HERE / "dense.json").read_text("utf-8"))
     graph = read_graph(HERE / "dense.ir.gz")
-    return kept["result"], graph, mesh_for(kept["result"], graph, DEGREES), peers_of(graph, kept["peers"])
+    return kept["result"], graph, mesh_for([kept["result"]], [graph], DEGREES), peers_of(graph, kept["peers"])
 
 
 def write(result: Mapping[str, Any], text: Path, peers: Mapping[str, Path]) -> None:
