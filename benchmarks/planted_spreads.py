@@ -270,19 +270,28 @@ def outcome(result: Mapping[str, Any], graph: GraphText, mesh: Mesh, peers: Mapp
     return SILENT if all(weight.verdict == PROVEN for weight in stage.weights) else DOUBTED
 
 
+def copied(graph: GraphText) -> GraphText:
+    """Return a graph whose root can be changed without changing the other's."""
+    nodes = [replace(node, operands=list(node.operands)) for node in root(graph)]
+    return GraphText(graph.root, {**graph.graphs, graph.root: nodes}, graph.parameters)
+
+
 def examine(
     result: Mapping[str, Any], graph: GraphText, mesh: Mesh, peers: Mapping[str, GraphText], at_most: int
 ) -> dict[str, Counter[str]]:
-    """Return kind of fault -> how often each is said."""
+    """Return kind of fault -> how often each is said, at operators on the way to a gradient or a loss."""
     groups, found = generated_groups(graph), dict[str, Counter[str]]()
+    sound = typing_of(result, graph, mesh, peers)
+    prove_rank(result, sound, {})
 
     def known(group: str) -> tuple[int, ...] | None:
         return ranks_of(result, mesh.devices)(group) or groups.get(group)
 
-    for name, (places, plant) in faults(graph, peers).items():
+    for name, (every, plant) in faults(graph, peers).items():
+        places = [place for place in every if (graph.root, place) in sound.asked]
         tally = found[name] = Counter()
         for place in places[:: max(1, -(-len(places) // at_most))]:
-            faulty, *others = (copy.deepcopy(each) for each in (graph, *peers.values()))
+            faulty, *others = (copied(each) for each in (graph, *peers.values()))
             plant([faulty, *others], place, known)
             tally[outcome(result, faulty, mesh, dict(zip(peers, others, strict=True)), place)] += 1
     return found

@@ -149,7 +149,7 @@ def apply(call: Call) -> Value:
         raise
 
 
-@rule("Depend", "Load", "TensorMove", "Identity", "StopGradient", says="the result is as the first argument")
+@rule("Depend", "Load", "TensorMove", says="the result is as the first argument")
 def _same(call: Call) -> Value:
     return call.values[0]
 
@@ -217,9 +217,9 @@ def _quotient(call: Call) -> Value:
 
 
 @rule(
-    *("Square", "Rsqrt", "Sqrt", "Exp", "Log", "Cos", "Sin", "SiLU", "Sigmoid", "ReLU", "Reciprocal", "Pow", "GeLU"),
+    *("Square", "Rsqrt", "Sqrt", "Exp", "Log", "Cos", "Sin", "SiLU", "Sigmoid", "ReLU", "Reciprocal", "Pow"),
     *("PowTensorScalar", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual", "LogicalNot"),
-    *("LogicalAnd", "LogicalOr", "Minimum", "Maximum", "FloorDiv", "LessScalar", "Tanh"),
+    *("LogicalAnd", "LogicalOr", "Minimum", "Maximum", "FloorDiv", "LessScalar"),
     says="by element and not linear: no argument may be partial or have a power",
 )
 def _by_element(call: Call) -> Value:
@@ -236,12 +236,12 @@ def _equal(call: Call) -> Value:
     return replace(found, shifted=found.shifted | call.shifts())
 
 
-@rule("SiLUGrad", "SigmoidGrad", "TanhGrad", "ReluGrad", says="linear in the gradient, by element in the rest")
+@rule("SiLUGrad", says="linear in the gradient, by element in the rest")
 def _gradient_first(call: Call) -> Value:
     return multiply(call.spread(0), by_element(call.spread(1)))
 
 
-@rule("RsqrtGrad", "SqrtGrad", "ReciprocalGrad", says="linear in the gradient (the second), by element in the rest")
+@rule("RsqrtGrad", "SigmoidGrad", "SqrtGrad", "ReciprocalGrad", says="linear in the gradient (the second), by element in the rest")
 def _gradient_second(call: Call) -> Value:
     return multiply(call.spread(1), by_element(call.spread(0)))
 
@@ -390,7 +390,7 @@ def _cuts(x: Spread) -> list[list[str]]:
     return [[atom for atom in dim if isinstance(atom, str)] for dim in x.dims]
 
 
-@rule("Reshape", "Squeeze", "View", says="the same elements: pieces keep their places between the extents around them")
+@rule("Reshape", "Squeeze", says="the same elements: pieces keep their places between the extents around them")
 def _reshape(call: Call) -> Value:
     of_tile = "Grad_Tile" in call.node.scope  # it adds dimensions of one element in front of each
     return moves.reshape(call.spread(0), call.outputs[0].shape, of_tile)

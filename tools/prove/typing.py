@@ -28,7 +28,7 @@ ADDED = "accu_grads."
 _WAITS = frozenset(("UpdateState",))  # operators without a value
 _PARAMETER = re.compile(r"%(para\d+)_(\S+)")
 _SUMMED = re.compile(r"ref_key=accu_grads\.([^,>]+)")
-_KEEPS = frozenset(("MakeTuple", "Partial", "TupleGetItem"))  # operators that hand on members without a spread
+_KEEPS = frozenset(("MakeTuple", "Partial", "TupleGetItem", "Depend", "Load"))  # they hand on what has no spread
 _OF_THE_LOSS = "_NLLLoss"  # its hand-written backward multiplies by the ranks of the forward's sum
 
 
@@ -122,6 +122,13 @@ class Closure:
     values: tuple[Value, ...]
 
 
+@dataclass(frozen=True)
+class Sum:
+    """This is what adds up a weight's gradient over micro-batches."""
+
+    weight: str
+
+
 class Frame:
     """This is one run of a subgraph: its arguments, and the spreads that were found in it."""
 
@@ -161,7 +168,8 @@ class Typing:
 
     def of(self, number: int) -> Value:
         """Return the spread of a value of the root graph."""
-        return self._of(self.root, number)
+        value = self._of(self.root, number)
+        return self.summed(value.weight) if isinstance(value, Sum) else value
 
     def _of(self, frame: Frame, number: int) -> Value:
         nodes = self.graph.graphs[frame.name]
@@ -180,6 +188,8 @@ class Typing:
         try:
             if node.calls:
                 return self._call(frame, node)
+            if node.op in _WAITS:
+                return None
             if node.op == "Receive":
                 return self._receive(node)
             values: list[Value] = []
@@ -187,6 +197,8 @@ class Typing:
             for place, text in enumerate(arguments):
                 wanted = node.op != "Depend" or not place
                 value = self._argument(frame, text, types[place] if place < len(types) else "") if wanted else None
+                if isinstance(value, Sum) and node.op not in _KEEPS:
+                    value = self.summed(value.weight)
                 members = value if isinstance(value, list) and node.op not in _KEEPS else [value]
                 failed = next((each for each in members if isinstance(each, Failure)), None)
                 if failed and node.op not in ("MakeTuple", "Partial"):
@@ -269,7 +281,7 @@ class Typing:
             if frame is not self.root:
                 return frame.given.get(parameter[1])
             if parameter[2].startswith(ADDED):
-                return self.summed(parameter[2].removeprefix(ADDED)) if types else plain(())
+                return Sum(parameter[2].removeprefix(ADDED))
             shape = next((each.shape for each in tensors(types)), ())
             if types and math.prod(shape) == 1:  # loss scale, learning rate and the like
                 return plain(shape)
@@ -342,7 +354,7 @@ class Typing:
 
 def operands_of(node: Node) -> Sequence[int]:
     """Return the operators whose values an operator takes, without those for which it only waits."""
-    if node.op in _WAITS:
+    if node.op in (*_WAITS, "Receive"):
         return ()
     if node.op == "Depend":
         return () if node.value is None else (node.value,)
