@@ -241,7 +241,8 @@ def _gradient_first(call: Call) -> Value:
     return multiply(call.spread(0), by_element(call.spread(1)))
 
 
-@rule("RsqrtGrad", "SigmoidGrad", "SqrtGrad", "ReciprocalGrad", says="linear in the gradient (the second), by element in the rest")
+@rule("RsqrtGrad", "SigmoidGrad", "SqrtGrad", "ReciprocalGrad", says="linear in the gradient (the second), by element "
+      "in the rest")  # fmt: skip
 def _gradient_second(call: Call) -> Value:
     return multiply(call.spread(1), by_element(call.spread(0)))
 
