@@ -64,8 +64,8 @@ def prove(recipe: Path, quick: bool, overrides: tuple[str, ...], jobs: int | Non
     loaded = resolve(loaded, partial(click.echo, err=True))
     if View(loaded).cpu_classes:
         raise RecipeError(
-            f"{recipe}: this recipe is for CPU workers that share no graph, so that there is nothing to prove; give the "
-            "recipe of the full-size model, or a sharded one (parallel.parallel_mode: 1)"
+            f"{recipe}: this recipe is for CPU workers that share no graph, so that there is nothing to prove; give "
+            "the recipe of the full-size model, or a sharded one (parallel.parallel_mode: 1)"
         )
     plan = quick_plan(loaded) if quick else plan_jobs(loaded)
     report = _prove(loaded, plan, jobs)
