@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tools.dryrun.graph_text import Node, TensorType, listed
 from tools.prove import moves
+from tools.prove.call import Call, Part, Value
 from tools.prove.spread import (
     Contradiction,
     NotKnown,
     Spread,
-    Zeros,
     add,
     by_element,
     divide,
     extent,
     matmul,
     multiply,
+    placements,
     plain,
     reduce_largest,
     reduce_mean,
@@ -33,73 +33,6 @@ from tools.prove.spread import (
     scaled,
     tidy,
 )
-
-
-@dataclass(frozen=True)
-class Part:
-    """This is one of the equal or unequal parts into which a rank splits a dimension."""
-
-    whole: Spread
-    axis: int
-    sizes: tuple[int, ...]
-    number: int
-    source: int
-
-    @property
-    def spread(self) -> Spread:
-        """Return the part as a value of its own."""
-        return moves.wherever(lambda x: moves.split(x, self.axis, self.sizes)[self.number], self.whole)
-
-
-Value = Any  # a Spread, a Part, a list of values (a tuple of the graph), or a number, text or tuple that is written out
-
-
-@dataclass(frozen=True)
-class Call:
-    """This is one operator with the spreads of its arguments.
-
-    Args:
-        node: of the graph.
-        number: its place there.
-        values: of its arguments.
-        sizes: of the axes of the mesh.
-        differs: (argument, place in its tuple or 0) -> the axes along which this constant has another value.
-        axes: of a collective's group, the one along which neighbouring ranks lie last.
-        repeats: of the sums of the loss: the axes over which its forward sums (see `_scale`).
-    """
-
-    node: Node
-    number: int
-    values: Sequence[Value]
-    sizes: Mapping[str, int]
-    differs: Mapping[tuple[int, int], frozenset[str]] = field(default_factory=dict)
-    axes: tuple[str, ...] = ()
-    repeats: frozenset[str] = frozenset()
-
-    def spread(self, place: int) -> Spread:
-        """Return the spread of an argument."""
-        value = self.values[place]
-        if isinstance(value, Part):
-            return value.spread
-        if isinstance(value, (int, float)):
-            return plain(())
-        if not isinstance(value, Spread):
-            raise NotKnown(f"its argument {place} is not a tensor")
-        return value
-
-    @property
-    def outputs(self) -> tuple[TensorType, ...]:
-        """Return the types of what it gives."""
-        return self.node.outputs
-
-    @property
-    def counts(self) -> bool:
-        """Return whether it gives integers or truth values."""
-        return not self.outputs or not re.match(r"B?Float|Complex", self.outputs[0].dtype)
-
-    def shifts(self) -> frozenset[str]:
-        """Return the axes along which any constant of it differs."""
-        return frozenset().union(*self.differs.values())
 
 
 class Rule(NamedTuple):
@@ -346,7 +279,7 @@ def _last(x: Spread, size: int) -> Spread:
     says="not linear; queries, keys and values cut alike by batch and heads, and nothing else cut",
 )
 def _attention(call: Call) -> Value:
-    query, key, value = (by_element(call.spread(place)) for place in range(3))
+    query, key, value = (_whole_sequence(by_element(call.spread(place))) for place in range(3))
     _check_attention(call, query, key, value)
     small = Spread((*query.dims[:3], (8,)))
     return [small, small, plain((0,)), Spread((*query.dims[:3], value.dims[3]))]
@@ -354,8 +287,8 @@ def _attention(call: Call) -> Value:
 
 @rule("FlashAttentionScoreGrad", says="linear in the gradient; cut as the attention itself")
 def _attention_gradient(call: Call) -> Value:
-    query, key, value = (by_element(call.spread(place)) for place in range(3))
-    gradient = call.spread(3)
+    query, key, value = (_whole_sequence(by_element(call.spread(place))) for place in range(3))
+    gradient = _whole_sequence(call.spread(3))
     _check_attention(call, query, key, value)
     if gradient.dims[:3] != query.dims[:3]:
         raise refusal((gradient, query), "the gradient is not cut as the queries")
@@ -385,6 +318,12 @@ def _check_attention(call: Call, query: Spread, *others: Spread) -> None:
             raise refusal((query, x), "batch or heads are not cut alike")
     if mask is not None and extent(mask.dims[0]) > 1 and _cuts(mask)[0] != _cuts(query)[0]:
         raise refusal((query, mask), "the mask's batch is not cut alike")
+
+
+def _whole_sequence(x: Spread) -> Spread:
+    """The spread with loose pieces in the batch or the heads, if they may lie there."""
+    whole = (each for each in placements(x) if all(isinstance(atom, int) for dim in each.dims[2:] for atom in dim))
+    return next(whole, x)
 
 
 def _cuts(x: Spread) -> list[list[str]]:
@@ -525,22 +464,3 @@ def _reduce_scatter(call: Call) -> Value:
 
 
 RULES = {operator: each for each in TABLE for operator in each.operators}
-
-
-_NUMBER = re.compile(r"([IUF]\d+|BF16|Bool)\((\S+)\)")
-_TENSOR = re.compile(r"Tensor\(shape=\[([\d, ]*)\], dtype=\w+, value=\s*(.*)\)", re.DOTALL)
-_ZERO = re.compile(r"\[?\s*0(?:\.0*(?:e[+-]\d+)?)?\s*\]?")
-
-
-def literal(text: str) -> Value:
-    """Return what an argument that is written out in the graph stands for."""
-    if number := _NUMBER.fullmatch(text):
-        if number[1] == "Bool":
-            return number[2] == "1"
-        return int(number[2]) if number[1][0] in "IU" else float(number[2])
-    if tensor := _TENSOR.fullmatch(text):
-        found = plain(int(size) for size in re.findall(r"\d+", tensor[1]))
-        return Zeros(found.dims) if _ZERO.fullmatch(tensor[2]) else found
-    if text[:1] in "([" and text:
-        return tuple(literal(part) for part in listed(text[1:-1]) if part)
-    return None

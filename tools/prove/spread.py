@@ -187,7 +187,7 @@ def refusal(given: Sequence[Spread], why: str) -> Contradiction:
 
 def placements(x: Spread) -> Iterator[Spread]:
     """Yield the spread as it is, then with its loose pieces in the other dimensions in which they may lie: between the
-    extents around them, in the same order.
+    extents around them, in the same order; dimensions of one element first, the last of them before the others.
     """
     yield x
     atoms = [(number, atom) for number, dim in enumerate(x.dims) for atom in dim]
@@ -197,7 +197,8 @@ def placements(x: Spread) -> Iterator[Spread]:
     for place in chosen:
         before = max((atoms[other][0] for other in fixed if other < place), default=0)
         behind = min((atoms[other][0] for other in fixed if other > place), default=len(x.dims) - 1)
-        ranges.append(range(before, behind + 1))
+        units = [number for number in range(behind, before - 1, -1) if extent(x.dims[number]) == 1]
+        ranges.append([*units, *(number for number in range(behind, before - 1, -1) if number not in units)])
     for numbers in product(*ranges):
         moved = list(atoms)
         for place, number in zip(chosen, numbers, strict=True):

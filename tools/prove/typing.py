@@ -19,8 +19,9 @@ from typing import Any
 
 from tools.dryrun.collectives import attributes_of, generated_groups
 from tools.dryrun.graph_text import GraphText, Node, arguments_of, listed, tensors
+from tools.prove.call import Call, Value, literal
 from tools.prove.mesh import Mesh
-from tools.prove.rules import RULES, Call, Value, apply, literal
+from tools.prove.rules import RULES, apply
 from tools.prove.spread import Contradiction, NotKnown, Spread, plain
 
 COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter")

@@ -9,8 +9,9 @@ from click.testing import CliRunner
 from benchmarks.planted_spreads import ELSEWHERE, NAMED, copied, examine, faults, handed_on, root
 from tests.tools.prove.renew import HERE, read
 from tools.prove import cli
+from tools.prove.call import literal
 from tools.prove.report import against, prove_rank, typing_of
-from tools.prove.rules import RULES, literal
+from tools.prove.rules import RULES
 from tools.prove.spread import Spread, Zeros, plain
 
 RESULT, GRAPH, MESH, PEERS = read()

@@ -8,7 +8,8 @@ import pytest
 
 from tests.tools.prove.test_spread import SIZES, anything, check, shape, some_spread
 from tools.dryrun.graph_text import Node
-from tools.prove.rules import RULES, TABLE, Call
+from tools.prove.call import Call
+from tools.prove.rules import RULES, TABLE
 from tools.prove.spread import Spread, plain, tidy
 
 HEAD = "X(%0, I64(0), I64(0), I64(0), I64(1), I64(2))"  # the layout BNSD
