@@ -40,19 +40,21 @@ def reshape(x: Spread, shape: Sequence[int], firm: bool = False) -> Spread:
 
     A piece stays between the extents around it. If these come into different dimensions, it stays in front of the
     extent behind it if both shared a dimension, because a layout cuts dimensions into whole pieces. Otherwise it goes
-    to a dimension of one element between them, or to the end of the one before. Its place is a guess (`loose`) where a
-    dimension of one element could have it as well, unless the places are `firm`.
+    to that dimension of one element between them which it had before, or to the end of the one before. Its place is a
+    guess (`loose`) where a dimension of one element could have it as well, unless the places are `firm`.
     """
     atoms = _flat(x)
     placed: list[tuple[int, Atom]] = []  # (new dimension, atom), -1 for pieces
-    shared: list[tuple[bool, bool]] = []  # of each: whether its neighbours stood in the same dimension
+    shared: list[tuple[bool, bool, int, int]] = []  # of pieces: see `_with_pieces`
     number, need = -1, 1
     for place, (own, atom) in enumerate(atoms):
         if isinstance(atom, str):
             sides = (atoms[:place][::-1], atoms[place + 1 :])
             extents = [next((at for at, each in side if isinstance(each, int)), None) for side in sides]
             placed.append((-1, atom))
-            shared.append((extents[0] == own, extents[1] == own))
+            before = -1 if extents[0] is None else extents[0]
+            behind = len(x.dims) if extents[1] is None else extents[1]
+            shared.append((before == own, behind == own, own - before - 1, behind - before - 1))
             continue
         assert isinstance(atom, int)
         while atom > 1:
@@ -62,7 +64,7 @@ def reshape(x: Spread, shape: Sequence[int], firm: bool = False) -> Spread:
             if part == 1 or part not in (atom, need):
                 raise NotKnown(f"{x}: reshape to {tuple(shape)} cuts across its extents")
             placed.append((number, part))
-            shared.append((False, False))
+            shared.append((False, False, 0, 0))
             atom, need = atom // part, need // part
     if math.prod(size for _, size in placed if isinstance(size, int)) != math.prod(shape):
         raise NotKnown(f"{x}: reshape to {tuple(shape)} has another number of elements")
@@ -70,9 +72,18 @@ def reshape(x: Spread, shape: Sequence[int], firm: bool = False) -> Spread:
 
 
 def _with_pieces(
-    x: Spread, placed: list[tuple[int, Atom]], shared: list[tuple[bool, bool]], shape: Sequence[int], firm: bool
+    x: Spread,
+    placed: list[tuple[int, Atom]],
+    shared: list[tuple[bool, bool, int, int]],
+    shape: Sequence[int],
+    firm: bool,
 ) -> Spread:
-    """The reshaped spread, with each piece in a dimension between those of the extents around it."""
+    """The reshaped spread, with each piece in a dimension between those of the extents around it.
+
+    Args:
+        shared: of each piece whether the extents before and behind it stood in its dimension, and which one of how many
+            dimensions of one element between them it had.
+    """
     found: list[list[Atom]] = [[] for _ in shape]
     loose = set(x.loose)
     last = 0
@@ -80,11 +91,11 @@ def _with_pieces(
         if isinstance(atom, str):
             behind = next((at for at, each in placed[place:] if not isinstance(each, str)), len(shape) - 1)
             between = [n for n in range(last, behind + 1) if shape[n] == 1]
-            before, after = shared[place]
-            number = behind if after else between[0] if between else last
+            before, after, which, units = shared[place]
+            number = behind if after else between[min(which, len(between) - 1)] if between else last
             if last == behind:
                 loose.discard(atom)
-            elif not firm and (len(between) > (not before and not after) or not (before or after or between)):
+            elif not firm and (bool(between) if before or after else len(between) != units or not between):
                 loose.add(atom)
         if number < 0 or number >= len(shape):
             raise NotKnown(f"{x}: reshape to {tuple(shape)} leaves no dimension for the pieces over {atom}")

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from tools.prove import moves
@@ -279,51 +280,41 @@ def _last(x: Spread, size: int) -> Spread:
     says="not linear; queries, keys and values cut alike by batch and heads, and nothing else cut",
 )
 def _attention(call: Call) -> Value:
-    query, key, value = (_whole_sequence(by_element(call.spread(place))) for place in range(3))
-    _check_attention(call, query, key, value)
+    query, _, value = _attended(call, *(by_element(call.spread(place)) for place in range(3)))
     small = Spread((*query.dims[:3], (8,)))
     return [small, small, plain((0,)), Spread((*query.dims[:3], value.dims[3]))]
 
 
 @rule("FlashAttentionScoreGrad", says="linear in the gradient; cut as the attention itself")
 def _attention_gradient(call: Call) -> Value:
-    query, key, value = (_whole_sequence(by_element(call.spread(place))) for place in range(3))
-    gradient = _whole_sequence(call.spread(3))
-    _check_attention(call, query, key, value)
-    if gradient.dims[:3] != query.dims[:3]:
-        raise refusal((gradient, query), "the gradient is not cut as the queries")
+    given = (by_element(call.spread(place)) for place in range(3))
+    query, key, value, gradient = _attended(call, *given, call.spread(3))
     if mixed := gradient.partial & query.holes:
         raise refusal((gradient, query), f"the gradient is partial over {', '.join(sorted(mixed))}")
-    given = [Spread(x.dims, gradient.partial, gradient.powers, loose=x.loose) for x in (query, key, value)]
-    return [*given, plain((0,))]
+    found = [Spread(x.dims, gradient.partial, gradient.powers, loose=x.loose) for x in (query, key, value)]
+    return [*found, plain((0,))]
 
 
 _LAYOUT = re.compile(r"(?:, I64\(-?\d+\)){3}, I64\((\d)\), I64\(\d+\)\)$")
 _BNSD = "1"
 
 
-def _check_attention(call: Call, query: Spread, *others: Spread) -> None:
-    """Refuse queries, keys and values that are not cut alike."""
+def _attended(call: Call, *given: Spread) -> list[Spread]:
+    """Queries, keys, values and the gradient, with their loose pieces where they are cut alike."""
     written = _LAYOUT.search(call.node.head)
     if not written or written[1] != _BNSD:
         raise NotKnown("only attention with the layout BNSD has a rule")
-    mask = next(
-        (v for v in call.values[3:8] if isinstance(v, Spread) and len(v.dims) == 4 and v.dims != query.dims), None
-    )
-    for x in (query, *others):
-        if any(not isinstance(atom, int) for dim in x.dims[2:] for atom in dim):
+    whole = [[each for each in placements(x) if not any(_cuts(each)[2:])] for x in given]
+    for x, places in zip(given, whole, strict=True):
+        if not places:
             raise NotKnown(f"{x}: attention over a cut sequence has no rule")
-    for x in others:
-        if _cuts(x)[:2] != _cuts(query)[:2]:
-            raise refusal((query, x), "batch or heads are not cut alike")
-    if mask is not None and extent(mask.dims[0]) > 1 and _cuts(mask)[0] != _cuts(query)[0]:
-        raise refusal((query, mask), "the mask's batch is not cut alike")
-
-
-def _whole_sequence(x: Spread) -> Spread:
-    """The spread with loose pieces in the batch or the heads, if they may lie there."""
-    whole = (each for each in placements(x) if all(isinstance(atom, int) for dim in each.dims[2:] for atom in dim))
-    return next(whole, x)
+    found = next((list(each) for each in product(*whole) if all(_cuts(x) == _cuts(each[0]) for x in each)), None)
+    if found is None:
+        raise refusal(given, "batch or heads are not cut alike")
+    masks = [v for v in call.values[3:8] if isinstance(v, Spread) and len(v.dims) == 4 and v.dims != given[0].dims]
+    if masks and extent(masks[0].dims[0]) > 1 and _cuts(masks[0])[0] != _cuts(found[0])[0]:
+        raise refusal((found[0], masks[0]), "the mask's batch is not cut alike")
+    return found
 
 
 def _cuts(x: Spread) -> list[list[str]]:
