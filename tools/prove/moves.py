@@ -20,6 +20,7 @@ from tools.prove.spread import (
     logical,
     placements,
     refusal,
+    require_home,
     scaled,
     tidy,
 )
@@ -106,21 +107,20 @@ def _with_pieces(
 
 def transpose(x: Spread, order: Sequence[int]) -> Spread:
     """Return the spread with the dimensions in another order."""
-    if any(isinstance(atom, Block) for dim in x.dims for atom in dim):
-        raise NotKnown(f"{x}: gathered pieces are transposed before they are where they belong")
+    require_home(x)
     return replace(x, dims=tuple(x.dims[axis] for axis in order))
 
 
 def expand(x: Spread, axis: int) -> Spread:
     """Return the spread with a new dimension of one element."""
     axis %= len(x.dims) + 1
-    if any(isinstance(atom, Block) for dim in x.dims for atom in dim):
-        raise NotKnown(f"{x}: dimensions change before gathered pieces are where they belong")
+    require_home(x)
     return replace(x, dims=(*x.dims[:axis], (), *x.dims[axis:]))
 
 
 def tile(x: Spread, counts: Sequence[int]) -> Spread:
     """Return the spread of a value repeated along dimensions, which is a repeated value only along whole ones."""
+    require_home(x)
     dims = ((),) * (len(counts) - len(x.dims)) + x.dims
     for dim, count in zip(dims, counts, strict=True):
         if count > 1 and any(not isinstance(atom, int) for atom in dim):
@@ -137,6 +137,7 @@ def broadcast(x: Spread, shape: Sequence[int]) -> Spread:
 
 def split(x: Spread, axis: int, sizes: Sequence[int]) -> list[Spread]:
     """Return the spreads of parts of a dimension that is whole on each rank."""
+    require_home(x)
     axis %= len(x.dims)
     if any(not isinstance(atom, int) for atom in x.dims[axis]):
         raise refusal((x,), f"dimension {axis} is split on each rank, and is cut over the ranks")
@@ -182,6 +183,7 @@ def rejoin(x: Spread, axis: int, parts: int, to: int) -> Spread:
 
 def concat(given: Sequence[Spread], axis: int) -> Spread:
     """Return the spread of values joined along a dimension that is whole on each rank."""
+    require_home(*given)
     first = given[0]
     axis %= len(first.dims)
     total = 0
@@ -275,6 +277,7 @@ def _cut(x: Spread, dim: Dim, axis: str, count: int) -> Dim:
 
 def all_to_all(x: Spread, axis: str, cut: int, whole: int, sizes: Mapping[str, int]) -> Spread:
     """Return the spread of a value that is cut along dimension `cut` instead of `whole`, over the ranks of an axis."""
+    require_home(x)
     dims = list(x.dims)
     if axis not in dims[whole]:
         raise refusal((x,), f"dimension {whole} is not cut over {axis}")
@@ -305,6 +308,7 @@ def take(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes
         shape: of the slice on the rank.
         by: dimension -> the axes along which the slice starts elsewhere on each rank, outermost first.
     """
+    require_home(x)
     dims = list(x.dims)
     for number, size in enumerate(shape):
         axes = by.get(number, ())
@@ -327,6 +331,7 @@ def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]]) -> Spr
     Args:
         shape, by: of the padded value, as those of `take`.
     """
+    require_home(x)
     dims, partial = list(x.dims), set(x.partial)
     for number, size in enumerate(shape):
         axes = by.get(number, ())
@@ -342,6 +347,7 @@ def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]]) -> Spr
 
 def look_up(indices: Spread, table: Spread) -> Spread:
     """Return the spread of rows of a table. Where the table's rows are cut, indices must count from the rank's own."""
+    require_home(indices, table)
     by_element(table)
     cut = frozenset(atom for atom in table.dims[0] if isinstance(atom, str))
     if cut != indices.shifted:
@@ -352,6 +358,7 @@ def look_up(indices: Spread, table: Spread) -> Spread:
 
 def add_rows(gradient: Spread, indices: Spread, rows: int) -> Spread:
     """Return the spread of the gradient of `look_up`: a sum for each row of the table."""
+    require_home(gradient, indices)
     if indices.shifted - gradient.shifted:
         raise refusal((gradient, indices), "rows of other ranks are added to a rank's own: the gradient has no mask")
     count = len(indices.dims)
@@ -364,5 +371,6 @@ def add_rows(gradient: Spread, indices: Spread, rows: int) -> Spread:
 
 def one_hot(indices: Spread, classes: int) -> Spread:
     """Return the spread of rows of zeros with a one at each index; shifted indices make pieces of the rows."""
+    require_home(indices)
     by_element(indices)
     return Spread((*indices.dims, tidy((*sorted(indices.shifted), classes))), loose=indices.loose)

@@ -31,6 +31,7 @@ from tools.prove.spread import (
     reduce_mean,
     reduce_sum,
     refusal,
+    require_home,
     scaled,
     tidy,
 )
@@ -255,6 +256,7 @@ def _norm_gradient(call: Call) -> Value:
 
 def whole_last(x: Spread) -> None:
     """Refuse a value whose last dimension is cut."""
+    require_home(x)
     if any(not isinstance(atom, int) for atom in x.dims[-1]):
         raise refusal((x,), "the operator needs the whole last dimension, which is cut")
 
@@ -304,6 +306,7 @@ def _attended(call: Call, *given: Spread) -> list[Spread]:
     written = _LAYOUT.search(call.node.head)
     if not written or written[1] != _BNSD:
         raise NotKnown("only attention with the layout BNSD has a rule")
+    require_home(*given)
     whole = [[each for each in placements(x) if not any(_cuts(each)[2:])] for x in given]
     for x, places in zip(given, whole, strict=True):
         if not places:

@@ -180,6 +180,17 @@ def checked(dims: tuple[Dim, ...], *given: Spread) -> tuple[Dim, ...]:
     return dims
 
 
+def require_home(*given: Spread) -> None:
+    """Refuse to say anything of values whose gathered pieces are not yet where they belong.
+
+    Raises:
+        NotKnown: there are such pieces.
+    """
+    for x in given:
+        if any(isinstance(atom, Block) for dim in x.dims for atom in dim):
+            raise NotKnown(f"{x}: gathered pieces are used before they are where they belong")
+
+
 def refusal(given: Sequence[Spread], why: str) -> Contradiction:
     """Return a contradiction that names the spreads."""
     return Contradiction(f"{' with '.join(map(str, given))}: {why}")
@@ -223,7 +234,8 @@ def _settled(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spread) -> 
 def joined(x: Spread, y: Spread) -> Spread:
     """The dimensions of an operation by element, with broadcasting."""
     count = max(len(x.dims), len(y.dims))
-
+    if x.dims != y.dims and any(x.dims) and any(y.dims):
+        require_home(x, y)
     if either := x.greatest | y.greatest:
         raise refusal((x, y), f"one is the largest only of a rank's own piece over {', '.join(sorted(either))}")
 
@@ -299,6 +311,7 @@ def by_element(*given: Spread) -> Spread:
 
 def reduce_sum(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
     """Return the spread of a sum over dimensions (None: all)."""
+    require_home(x)
     gone = set(range(len(x.dims))) if axes is None else {axis % len(x.dims) for axis in axes}
 
     def reduced(given: Spread) -> Spread:
@@ -328,6 +341,7 @@ def reduce_largest(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
 
 def matmul(x: Spread, y: Spread, x_turned: bool = False, y_turned: bool = False) -> Spread:
     """Return the spread of a product of matrices, the last two dimensions of each; those before are the batch."""
+    require_home(x, y)
     _check_linear(x, y)
 
     if either := x.shifted | y.shifted:

@@ -431,3 +431,19 @@ def test_a_piece_next_to_a_dimension_of_one_element_may_lie_in_either() -> None:
 def test_a_spread_says_what_it_is() -> None:
     given = Spread((("b", 4), (Block(0, 2, 0), 3)), frozenset("a"), (("b", -1),))
     assert str(given) == "[b*4, 2 of dimension 0*3] partial over a x b^-1"
+
+
+def test_gathered_pieces_are_not_used_before_they_are_where_they_belong() -> None:
+    given = moves.all_gather(Spread(((4,), ("a", 2))), ("a",), SIZES)
+    assert given.dims == ((Block(1, 2, 0), 4), (2,))
+    assert add(given, given).dims == given.dims
+    for use in (
+        lambda: add(given, plain((1, 2))),
+        lambda: reduce_sum(given, (1,), False),
+        lambda: matmul(given, plain((2, 3))),
+        lambda: moves.take(given, (8, 1), {}, SIZES),
+        lambda: moves.concat([given, given], 1),
+        lambda: moves.transpose(given, (1, 0)),
+    ):
+        with pytest.raises(NotKnown, match="before they are where they belong"):
+            use()
