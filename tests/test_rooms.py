@@ -23,7 +23,7 @@ ROWS = [
     ["tools.layout"],
     ["tools.check"],
     ["tools.dryrun", "tools.profile"],
-    ["tools.search", "tools.fusion"],
+    ["tools.search", "tools.fusion", "tools.prove"],
     ["tools.recipe.cli", "tools.affinity", "tools.weights", "tools.runs", "tools.memory"],
     ["tools.data.imbalance", "tools.doctor", "tools.experts"],
     ["tools.accuracy"],

@@ -23,6 +23,7 @@ PURPOSE = {
     "runs": "what went on",
     "experts": "their balance",
     "fusion": "kernels of DVM",
+    "prove": "gradients summed once",
     "recipe.cli": "show",
     "affinity": "of cores",
     "search": "which strategy is fastest?",

@@ -152,6 +152,20 @@ def gradients_of(
     return {name: sorted(walk.of_weight(name)) for name in weights}
 
 
+def last_sums(
+    graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None], weights: Iterable[str]
+) -> dict[str, list[tuple[str, int]]]:
+    """Return for each weight where its gradient is summed over ranks last, or where it is made if it is not summed:
+    (subgraph, operator), for each way to the optimizer.
+    """
+    walk = _Walk(graph, ranks_of)
+    passing = _SAME | SCALED | _ADDED
+    return {
+        name: [(at, number) for at, number in walk.taken(name) if graph.graphs[at][number].op not in passing]
+        for name in weights
+    }
+
+
 class _Walk:
     """It goes back through the subgraphs of one graph; each value is visited once."""
 
@@ -187,8 +201,18 @@ class _Walk:
 
     def squares(self, name: str) -> list[tuple[str, int]]:
         """The operators that square the gradient which the optimizer takes of a weight, behind its last sum."""
-        todo = [(graph, arguments_of(node.head)[1]) for graph, node in self.writers[_FIRST_MOMENT + name]]
         found: dict[tuple[str, int], None] = {}
+        for graph, number in self.taken(name):
+            users = self.users(graph, number)
+            found |= dict.fromkeys((graph, each) for each in users if self.graph.graphs[graph][each].op == "Square")
+        return list(found)
+
+    def taken(self, name: str) -> list[tuple[str, int]]:
+        """The operators between the optimizer's update of a weight and the last sum of its gradient over ranks, which
+        is among them.
+        """
+        todo = [(graph, arguments_of(node.head)[1]) for graph, node in self.writers[_FIRST_MOMENT + name]]
+        found: list[tuple[str, int]] = []
         seen: set[tuple[str, str]] = set()
         while todo:
             graph, text = todo.pop()
@@ -196,11 +220,7 @@ class _Walk:
                 continue
             seen.add((graph, text))
             if number := re.fullmatch(r"%(\d+)", text):
-                found |= dict.fromkeys(
-                    (graph, each)
-                    for each in self.users(graph, int(number[1]))
-                    if self.graph.graphs[graph][each].op == "Square"
-                )
+                found.append((graph, int(number[1])))
                 node = self.graph.graphs[graph][int(number[1])]
                 arguments = arguments_of(node.head)
                 if node.op in _SAME:
@@ -209,7 +229,7 @@ class _Walk:
                     todo += [(graph, each) for each in self.as_large(node, arguments)]
             elif (parameter := _PARAMETER.fullmatch(text)) and graph != self.graph.root:
                 todo += self.bound_to(graph, parameter[1])
-        return list(found)
+        return found
 
     def users(self, graph: str, number: int) -> list[int]:
         """The operators of a subgraph that take the value of one of its operators."""
@@ -465,29 +485,6 @@ def reached_by(groups: Iterable[Sequence[int]], rank: int) -> list[int]:
     for ranks in groups:
         reached = [first + other - rank for first, other in product(reached, ranks)]
     return reached
-
-
-def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -> str:
-    """Return a sentence that says why the global norm does not count each element of a weight once; "" if it does.
-
-    Every rank adds the squares of what it holds. A part that several ranks hold must be divided by their number.
-
-    Args:
-        found: of the weight, as `judge_gradients` returns it.
-        shards: ranks over which the optimizer shards the weight's slice.
-        devices: all ranks of the compiled recipe.
-    """
-    if "copy_of" in found:
-        return "the gradient of a copy on another stage is counted, too" if found["norm"] else ""
-    holding = len(found["copies"]) // shards
-    for square in found["norm"]:
-        if square["divisor"] != holding:
-            by = f"{square['divisor']:g}"
-            return f"{holding} ranks hold each of its parts, but the sum of its squares is divided by {by}"
-        reached = reached_by(square["ranks"], rank)
-        if sorted(reached) != list(range(devices)):
-            return f"its squares are added over {len(set(reached))} of {devices} ranks, of them {len(reached)} times"
-    return ""
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

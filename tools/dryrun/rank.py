@@ -60,8 +60,8 @@ def compile_job(
 
     Returns:
         {"rank", "stage"} with {"error"} (and "of_the_host", where another try may end otherwise), or with {"seconds",
-        "held"} for a recipe of the CPU, or with {"seconds", "peak_mib", "groups", "held", "gradients", "seeds",
-        "graph"}.
+        "held"} for a recipe of the CPU, or with {"seconds", "peak_mib", "groups", "held", "gradients", "layouts",
+        "seeds", "graph"}.
     """
     report: dict[str, Any] = {"rank": job.rank, "stage": job.stage}
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
@@ -89,6 +89,7 @@ def compile_job(
             keep_text(final_graph(graphs), text)
         layouts = ((name, layout) for name, layout in step.parameter_layout_dict.items() if _updates(parameters, name))
         copies = {name: copies_of(layout, job.rank) for name, layout in layouts}
+        report["layouts"] = {name: _layout(layout) for name, layout in step.parameter_layout_dict.items()}
         report["gradients"] = judge_gradients(graph, cluster.ranks_of, copies, job.rank)
         report["seeds"] = seeds_of(graph, cluster.ranks_of)
         report["graph"] = report_graph(graph, job.rank, cluster.ranks_of, even_rows(view))
@@ -154,6 +155,12 @@ def _built(cell: Any, view: View) -> list[Held]:
         kind, dtype, trained = parameters[item.name]
         held.append(Held(item.name, kind, dtype, whole, part, 1, trained, item.name in away))
     return held
+
+
+def _layout(layout: Sequence[Any]) -> dict[str, Any]:
+    """How MindSpore lays a parameter or input of the step on the devices of a stage, as `tools.prove` reads it."""
+    names = {"mesh": layout[0], "map": layout[1], "slice": layout[2], "group": layout[5], "whole": layout[6]}
+    return {name: value if isinstance(value, str) else list(value) for name, value in names.items()}
 
 
 def _shards(group: str, cluster: VirtualCluster, view: View) -> int:

@@ -16,7 +16,7 @@ from plugins.errors import RecipeError
 from plugins.expert_balance.settings import moves
 from tools.check.check import check_recipe
 from tools.dryrun.activations import added
-from tools.dryrun.gradients import RIGHT, WRONG, judge_norm
+from tools.dryrun.gradients import RIGHT, WRONG, reached_by
 from tools.dryrun.graph_text import Pass
 from tools.dryrun.memory import (
     WEIGHT,
@@ -237,6 +237,29 @@ def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str,
             if why:
                 otherwise.append(f"rank {result['rank']} (stage {result['stage']}): {name}: {why}")
     return {"weights": once + len(otherwise), "once": once, "otherwise": otherwise}
+
+
+def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -> str:
+    """Return a sentence that says why the global norm does not count each element of a weight once; "" if it does.
+
+    Every rank adds the squares of what it holds. A part that several ranks hold must be divided by their number.
+
+    Args:
+        found: of the weight, as `judge_gradients` returns it.
+        shards: ranks over which the optimizer shards the weight's slice.
+        devices: all ranks of the compiled recipe.
+    """
+    if "copy_of" in found:
+        return "the gradient of a copy on another stage is counted, too" if found["norm"] else ""
+    holding = len(found["copies"]) // shards
+    for square in found["norm"]:
+        if square["divisor"] != holding:
+            by = f"{square['divisor']:g}"
+            return f"{holding} ranks hold each of its parts, but the sum of its squares is divided by {by}"
+        reached = reached_by(square["ranks"], rank)
+        if sorted(reached) != list(range(devices)):
+            return f"its squares are added over {len(set(reached))} of {devices} ranks, of them {len(reached)} times"
+    return ""
 
 
 def scale_report(results: Sequence[Mapping[str, Any]], micro_batches: int, devices: int) -> dict[str, Any]:

@@ -16,10 +16,9 @@ from tools.dryrun.gradients import (
     gradients_of,
     judge,
     judge_gradients,
-    judge_norm,
 )
 from tools.dryrun.graph_text import read_graph
-from tools.dryrun.report import gradients_report, norm_report
+from tools.dryrun.report import gradients_report, judge_norm, norm_report
 from tools.dryrun.scale import Scale
 
 GROUPS = {"dp": (0, 2), "tp": (0, 1), "stage": (0, 1, 2, 3), "zero": (0, 1)}

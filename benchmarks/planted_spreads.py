@@ -1,0 +1,323 @@
+"""Faults planted in compiled graphs, inside the forward and backward pass, and what `tc3 prove` says of them.
+
+    python benchmarks/planted_spreads.py RECIPE [--at-most N] [--set KEY=VALUE]
+
+RECIPE, one without a pipeline, is compiled as by `tc3 prove`, unless the cache has it. Each kind of fault is planted at
+up to N places of the graph, one at a time, on every rank alike. A line for each kind says how often a violation is
+named at the operator of the fault or a weight whose gradient it makes (`named`), how often somewhere else
+(`elsewhere`), how often weights become unknown and nothing is called wrong, and how often nothing is said.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tools.dryrun.collectives import attributes_of, generated_groups
+from tools.dryrun.compiles import compile_all, text_of
+from tools.dryrun.gradients import judge_gradients
+from tools.dryrun.graph_text import GraphText, Node, arguments_of, read_graph
+from tools.dryrun.plan import plan_jobs, without_files
+from tools.layout.resolve import resolve
+from tools.prove.mesh import Mesh
+from tools.prove.report import PROVEN, mesh_for, prove_rank, ranks_of, typing_of
+from tools.prove.typing import Peers
+from tools.recipe.load import load_recipe
+from tools.recipe.override import apply_overrides
+from tools.recipe.view import View
+
+Known = Callable[[str], tuple[int, ...] | None]
+Plant = Callable[[list[GraphText], int, Known], None]  # the graph and those of the next ranks, the place, the groups
+SUMMING = ("AllReduce", "AllGather", "ReduceScatter")
+NAMED, ELSEWHERE, DOUBTED, SILENT = "named", "elsewhere", "unknown only", "silent"
+
+
+def root(graph: GraphText) -> list[Node]:
+    """Return the operators of the step's own graph."""
+    return graph.graphs[graph.root]
+
+
+def handed_on(graphs: list[GraphText], place: int, known: Known) -> None:
+    """The operator is left out: its first argument is handed on."""
+    for graph in graphs:
+        node = root(graph)[place]
+        tensor = next(text for text in arguments_of(node.head) if text.startswith("%"))
+        node.op, node.head = "TensorMove", f"TensorMove({tensor})"
+
+
+def other_group(graphs: list[GraphText], place: int, known: Known) -> None:
+    """The collective goes over a group of as many other ranks."""
+    node = root(graphs[0])[place]
+    own = ranks_at(node, known)
+    for other in root(graphs[0]):
+        if other.op in SUMMING and len(ranks := ranks_at(other, known)) == len(own) and ranks != own:
+            group = attributes_of(other.text)["group"]
+            node.text = re.sub(r'\bgroup: "[^"]*"', f'group: "{group}"', node.text)
+            return
+    smaller = [other for other in root(graphs[0]) if other.op in SUMMING and 1 < len(ranks_at(other, known)) < len(own)]
+    if smaller and node.op == "AllReduce":  # a sum over all becomes one over an axis
+        group = attributes_of(smaller[0].text)["group"]
+        node.text = re.sub(r'\bgroup: "[^"]*"', f'group: "{group}"', node.text)
+        return
+    raise LookupError(f"no other group for {node.head}")
+
+
+def ranks_at(node: Node, known: Known) -> tuple[int, ...]:
+    """Return the ranks of a collective."""
+    ranks = known(str(attributes_of(node.text)["group"]))
+    assert ranks, f"{node.head} uses a group that nobody knows"
+    return ranks
+
+
+def twice(graphs: list[GraphText], place: int, known: Known) -> None:
+    """The sum is taken twice."""
+    for graph in graphs:
+        nodes = root(graph)
+        again = copy.deepcopy(nodes[place])
+        again.operands, again.head = [place], re.sub(r"\(%\d+", f"(%{place}", again.head, count=1)
+        nodes.append(again)
+        behind(graph, place, len(nodes) - 1)
+
+
+def behind(graph: GraphText, place: int, new: int) -> None:
+    """Let all users of an operator use another one, which is moved in front of them."""
+    nodes = root(graph)
+    moved = nodes.pop(new)
+    nodes.insert(place + 1, moved)
+    for number, node in enumerate(nodes):
+        if number <= place + 1:
+            continue
+
+        def renamed(found: re.Match[str]) -> str:
+            old = int(found[1])
+            return f"%{place + 1}" if old == place else f"%{old + 1}" if old > place else found[0]
+
+        node.head = re.sub(r"%(\d+)\b", renamed, node.head)
+        node.operands = [int(number) for number in re.findall(r"%(\d+)\b", node.head)]
+
+
+def same_everywhere(graphs: list[GraphText], place: int, known: Known) -> None:
+    """Every rank has the constants of the first."""
+    for peer in graphs[1:]:
+        root(peer)[place].head = root(graphs[0])[place].head
+
+
+def along_another_axis(graphs: list[GraphText], place: int, known: Known) -> None:
+    """The constants differ along another axis."""
+    heads = [root(peer)[place].head for peer in graphs[1:]]
+    for peer, head in zip(graphs[1:], heads[1:] + heads[:1], strict=True):
+        root(peer)[place].head = head
+
+
+def largest(graphs: list[GraphText], place: int, known: Known) -> None:
+    """A sum over ranks becomes the largest, or the other way round."""
+    node = root(graphs[0])[place]
+    node.text = re.sub(r'\bop: "(sum|max)"', lambda found: f'op: "{"max" if found[1] == "sum" else "sum"}"', node.text)
+
+
+def other_number(graphs: list[GraphText], place: int, known: Known) -> None:
+    """A divisor or factor is half of what it must be."""
+
+    def halved(found: re.Match[str]) -> str:
+        return f"{found[1]}{int(found[2]) // 2}"
+
+    for graph in graphs:
+        node = root(graph)[place]
+        node.head = re.sub(r"(value=|I64\()(\d+)(?=\)|\.)", halved, node.head)
+
+
+def other_dimension(graphs: list[GraphText], place: int, known: Known) -> None:
+    """Gathered pieces are joined along the last dimension instead of their own."""
+    for graph in graphs:
+        node = root(graph)[place]
+        shape = node.outputs[0].shape
+        node.head = re.sub(r"I64\((-?\d+)\)\)$", f"I64({len(shape) - 1}))", node.head)
+
+
+def own_part(graphs: list[GraphText], place: int, known: Known) -> None:
+    """A ReduceScatter becomes a slice: every rank keeps its piece of its own part of the sum."""
+    node = root(graphs[0])[place]
+    part, tensor, ranks = node.outputs[0].shape, arguments_of(node.head)[0], ranks_at(node, known)
+    for number, graph in enumerate(graphs):
+        at = int(number > 0 and (number == 1) == (ranks[1] - ranks[0] == 1))  # of the group with neighbours: tp
+        begin = ", ".join(f"I64({part[0] * at if not axis else 0})" for axis in range(len(part)))
+        end = ", ".join(f"I64({part[0] * (at + 1) if not axis else size})" for axis, size in enumerate(part))
+        ones = ", ".join("I64(1)" for _ in part)
+        other = root(graph)[place]
+        other.op, other.head = "StridedSlice", f"StridedSlice({tensor}, ({begin}), ({end}), ({ones}))"
+
+
+def collectives(graph: GraphText, op: str, backward: bool | None, mirror: bool = False) -> Iterator[int]:
+    """The collectives of the forward or backward pass, or those of weights' gradients."""
+    for number, node in enumerate(root(graph)):
+        if node.op != op or "clip" in node.scope + node.source or math_size(node) == 1:
+            continue
+        of_weight = "Mirror" in node.scope
+        back = "Gradients/" in node.scope or "Grad_" in node.scope
+        if of_weight == mirror and (mirror or backward is None or back == backward):
+            yield number
+
+
+def math_size(node: Node) -> int:
+    """Return the elements of the first output."""
+    total = 1
+    for size in node.outputs[0].shape:
+        total *= size
+    return total
+
+
+def differing(graph: GraphText, peers: Mapping[str, GraphText], op: str) -> list[int]:
+    """Operators of a kind whose constants are not the same on all ranks."""
+    return [
+        number
+        for number, node in enumerate(root(graph))
+        if node.op == op and any(root(peer)[number].head != node.head for peer in peers.values())
+    ]
+
+
+def scoped(graph: GraphText, op: str, scope: str) -> list[int]:
+    """Operators of a kind in a scope."""
+    return [number for number, node in enumerate(root(graph)) if node.op == op and re.search(scope, node.scope)]
+
+
+def faults(graph: GraphText, peers: Mapping[str, GraphText]) -> dict[str, tuple[list[int], Plant]]:
+    """Return kind of fault -> the places where it can be planted, and how."""
+    mirrors = list(collectives(graph, "AllReduce", None, mirror=True))
+    masks = [n for n, node in enumerate(root(graph)) if node.op == "Mul" and _mask(graph, node)]
+    joins = [n for n, node in enumerate(root(graph)) if node.op == "Concat" and re.search(r"I64\(1\)\)$", node.head)]
+    gathers = [n for n in joins if _gathered(graph, root(graph)[n])]
+    forward, back = "forward", "backward"
+    found: dict[str, tuple[list[int], Plant]] = {
+        "a gradient's sum left out": (mirrors, handed_on),
+        "a gradient's sum over another group": (mirrors, other_group),
+        "a gradient's sum taken twice": (mirrors, twice),
+        "a gradient's largest part instead of the sum": (mirrors, largest),
+        f"{forward}: sum and scatter over another group": (
+            list(collectives(graph, "ReduceScatter", False)),
+            other_group,
+        ),
+        f"{forward}: the own part instead of the sum": (list(collectives(graph, "ReduceScatter", False)), own_part),
+        f"{forward}: pieces gathered over another group": (list(collectives(graph, "AllGather", False)), other_group),
+        f"{forward}: a sum over ranks left out": (list(collectives(graph, "AllReduce", False)), handed_on),
+        f"{forward}: the largest instead of a sum, or the reverse": (
+            list(collectives(graph, "AllReduce", False)),
+            largest,
+        ),
+        f"{back}: sum and scatter over another group": (list(collectives(graph, "ReduceScatter", True)), other_group),
+        f"{back}: the own part instead of the sum": (list(collectives(graph, "ReduceScatter", True)), own_part),
+        f"{back}: pieces gathered over another group": (list(collectives(graph, "AllGather", True)), other_group),
+        "the factor of the loss's ranks left out": (scoped(graph, "Muls", "_NLLLoss"), handed_on),
+        "the loss's gradient divided by half the devices": (scoped(graph, "RealDiv", "VirtualDiv"), other_number),
+        "the division by the devices left out": (scoped(graph, "RealDiv", "VirtualDiv"), handed_on),
+        "the mask of the vocabulary left out": (masks, handed_on),
+        "the vocabulary starts at 0 on every rank": (differing(graph, peers, "Sub"), same_everywhere),
+        "every rank takes the same slice": (differing(graph, peers, "StridedSlice"), same_everywhere),
+        "slices taken along another axis": (differing(graph, peers, "StridedSlice"), along_another_axis),
+        "zeros put around along another axis": (differing(graph, peers, "StridedSliceGrad"), along_another_axis),
+        "pieces joined along another dimension": (gathers, other_dimension),
+    }
+    return found
+
+
+def in_step(graph: GraphText, peers: Mapping[str, GraphText]) -> dict[str, GraphText]:
+    """Return the graph once for each axis, with the constants that the next rank along it has."""
+    found = {}
+    for axis, peer in peers.items():
+        found[axis], both = copy.deepcopy(graph), Peers(graph, {axis: peer})
+        for place, (name, nodes) in enumerate(graph.graphs.items()):
+            for number, node in enumerate(nodes):
+                if both.differs(name, number):
+                    found[axis].graphs[name][number].head = both.counterpart(axis, place, number, node).head
+    return found
+
+
+def _mask(graph: GraphText, node: Node) -> bool:
+    """Whether a product takes the mask of the vocabulary."""
+    sources = [root(graph)[number] for number in node.operands]
+    return any(each.op == "ExpandDims" and _op(graph, each) in ("Equal", "Cast") for each in sources)
+
+
+def _op(graph: GraphText, node: Node) -> str:
+    return root(graph)[node.value].op if node.value is not None else ""
+
+
+def _gathered(graph: GraphText, node: Node) -> bool:
+    """Whether a Concat moves what was gathered."""
+    while node.value is not None and node.op in ("Concat", "MakeTuple", "TupleGetItem", "Split"):
+        node = root(graph)[node.value]
+    return node.op == "AllGather"
+
+
+def outcome(result: Mapping[str, Any], graph: GraphText, mesh: Mesh, peers: Mapping[str, GraphText], place: int) -> str:
+    """Return what is said of a graph with a fault at a place."""
+    known = ranks_of(result, mesh.devices)
+    copies = {name: found["copies"] for name, found in result["gradients"].items() if "copies" in found}
+    judged = {**result, "gradients": judge_gradients(graph, known, copies, result["rank"])}
+    stage = prove_rank(judged, typing_of(judged, graph, mesh, peers), {})
+    wrong = [weight for weight in stage.weights if weight.verdict == "wrong"]
+    if wrong or stage.contradictions:
+        reported = stage.contradictions + [weight.operator for weight in wrong]
+        named = {int(found[1]) for text in reported if (found := re.match(r"\w+ %(\d+)", text))}
+        near = {number for number, node in enumerate(root(graph)) if number == place or place in node.operands}
+        return NAMED if named & near or len(wrong) == 1 else ELSEWHERE
+    return SILENT if all(weight.verdict == PROVEN for weight in stage.weights) else DOUBTED
+
+
+def copied(graph: GraphText) -> GraphText:
+    """Return a graph whose root can be changed without changing the other's."""
+    nodes = [replace(node, operands=list(node.operands)) for node in root(graph)]
+    return GraphText(graph.root, {**graph.graphs, graph.root: nodes}, graph.parameters)
+
+
+def examine(
+    result: Mapping[str, Any], graph: GraphText, mesh: Mesh, peers: Mapping[str, GraphText], at_most: int
+) -> dict[str, Counter[str]]:
+    """Return kind of fault -> how often each is said, at operators on the way to a gradient or a loss."""
+    groups, found = generated_groups(graph), dict[str, Counter[str]]()
+    sound = typing_of(result, graph, mesh, peers)
+    prove_rank(result, sound, {})
+
+    def known(group: str) -> tuple[int, ...] | None:
+        return ranks_of(result, mesh.devices)(group) or groups.get(group)
+
+    for name, (every, plant) in faults(graph, peers).items():
+        places = [place for place in every if (graph.root, place) in sound.asked]
+        tally = found[name] = Counter()
+        for place in places[:: max(1, -(-len(places) // at_most))]:
+            faulty, *others = (copied(each) for each in (graph, *peers.values()))
+            plant([faulty, *others], place, known)
+            tally[outcome(result, faulty, mesh, dict(zip(peers, others, strict=True)), place)] += 1
+    return found
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path, exists=True))
+@click.option("--at-most", default=8, show_default=True, help="Places for each kind of fault.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE")
+def main(recipe: Path, at_most: int, overrides: tuple[str, ...]) -> None:
+    """Plant each kind of fault in the graph of the first rank."""
+    loaded = resolve(
+        without_files(apply_overrides(load_recipe(recipe), overrides)), lambda line: click.echo(line, err=True)
+    )
+    view = View(loaded)
+    plan = plan_jobs(loaded, (0,))
+    result = compile_all(plan, 1, True, texts=True)[0]
+    graph = read_graph(text_of(plan.jobs[0]))
+    mesh = mesh_for([result], [graph], [("tp", view.tp), ("cp", view.cp), ("dp", view.dp)])
+    beside = {axis: replace(plan.jobs[0], rank=stride) for axis, stride in mesh.strides.items()}
+    compile_all(replace(plan, jobs=list(beside.values())), 1, True, texts=True)
+    peers = in_step(graph, {axis: read_graph(text_of(job)) for axis, job in beside.items()})
+    click.echo(f"| fault | {NAMED} | {ELSEWHERE} | {DOUBTED} | {SILENT} |\n|---|---|---|---|---|")
+    for name, tally in examine(result, graph, mesh, peers, at_most).items():
+        click.echo(f"| {name} | " + " | ".join(str(tally[each]) for each in (NAMED, ELSEWHERE, DOUBTED, SILENT)) + " |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Compile the dense step of `dense.yaml` anew and keep what tests read of it: python -m tests.tools.prove.renew.
+
+`dense.ir.gz` is the final graph of rank 0, without what nobody reads. `dense.json` holds its report, and for each axis
+the constants that the next rank along it has instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.planted_spreads import in_step
+from tools.dryrun.compiles import compile_all, text_of
+from tools.dryrun.graph_text import GraphText, read_graph
+from tools.dryrun.plan import Plan, plan_jobs, without_files
+from tools.prove.mesh import Mesh
+from tools.prove.report import mesh_for
+from tools.recipe.load import load_recipe
+
+HERE = Path(__file__).parent
+DEGREES = [("tp", 2), ("dp", 2)]
+_KEPT = re.compile(r'\b(?:group|group_ranks|op): "[^"]*"')
+
+
+def stripped(lines: Iterable[str]) -> list[str]:
+    """The lines that `read_graph` needs, and of the lines of Python the innermost."""
+    found: list[str] = []
+    for line in (each.rstrip("\n") for each in lines):
+        if line.startswith("      # In file"):
+            place = re.match(r"      # In file (\S+?):(\d+)", line)
+            assert place
+            short = f"      # In file {'/'.join(Path(place[1]).parts[-2:])}:{place[2]}"
+            if found[-1].startswith("      # In file"):
+                found[-1] = short
+            else:
+                found.append(short)
+        elif line.startswith("      :"):
+            if not found[-1].startswith("      :"):  # the second such line holds symbolic shapes
+                found.append(line)
+        elif line.startswith("  %"):
+            head = re.split(r" (?:\{instance name:|\w+_attrs: \{)", line, maxsplit=1)[0]
+            kept = ", ".join(_KEPT.findall(line))
+            found.append(f"{head} primitive_attrs: {{{kept}}}" if kept else head)
+        elif line.startswith(("# IR entry", "subgraph @", "}", "      # Fullname")):
+            found.append(line)
+    return found
+
+
+def peers_of(graph: GraphText, told: Mapping[str, Mapping[str, Mapping[str, str]]]) -> dict[str, GraphText]:
+    """The graphs of the next ranks, from what differs in them."""
+    found = {}
+    for axis, graphs in told.items():
+        found[axis] = copy.deepcopy(graph)
+        for name, nodes in graphs.items():
+            for number, head in nodes.items():
+                found[axis].graphs[name][int(number)].head = head
+    return found
+
+
+def read() -> tuple[dict[str, Any], GraphText, Mesh, dict[str, GraphText]]:
+    """The report of rank 0, its graph, its mesh and the graphs of the next ranks."""
+    kept = json.loads((HERE / "dense.json").read_text("utf-8"))
+    graph = read_graph(HERE / "dense.ir.gz")
+    return kept["result"], graph, mesh_for([kept["result"]], [graph], DEGREES), peers_of(graph, kept["peers"])
+
+
+def write(result: Mapping[str, Any], text: Path, peers: Mapping[str, Path]) -> None:
+    """Keep what the tests read."""
+    with gzip.open(text, "rt", encoding="utf-8") as lines:
+        data = "\n".join(stripped(lines)) + "\n"
+    (HERE / "dense.ir.gz").write_bytes(gzip.compress(data.encode(), 9, mtime=0))
+    names = ("rank", "stage", "groups", "held", "gradients", "layouts", "seeds")
+    graph = read_graph(text)
+    told: dict[str, dict[str, dict[int, str]]] = {}
+    for axis, peer in in_step(graph, {axis: read_graph(file) for axis, file in peers.items()}).items():
+        for name, nodes in graph.graphs.items():
+            both = enumerate(zip(nodes, peer.graphs[name], strict=True))
+            told.setdefault(axis, {})[name] = {number: two.head for number, (one, two) in both if one.head != two.head}
+    kept = {"result": {name: result[name] for name in names}, "peers": told}
+    (HERE / "dense.json").write_text(json.dumps(kept) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Compile three ranks, and write."""
+    recipe = without_files(load_recipe(HERE / "dense.yaml"))
+    plan: Plan = plan_jobs(recipe, (0, 1, 2))
+    results = compile_all(plan, 1, True, texts=True)
+    texts = [text_of(job) for job in plan.jobs]
+    write(results[0], texts[0], {"tp": texts[1], "dp": texts[2]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""A compiled dense step (dp2 x tp2, two layers) is proven, and faults that are planted in it are found."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.planted_spreads import ELSEWHERE, NAMED, copied, examine, faults, handed_on, root
+from tests.tools.prove.renew import HERE, read
+from tools.prove import cli
+from tools.prove.call import literal
+from tools.prove.report import against, prove_rank, typing_of
+from tools.prove.rules import RULES
+from tools.prove.spread import Spread, Zeros, plain
+
+RESULT, GRAPH, MESH, PEERS = read()
+FOUND = {  # kind of fault -> what is said of it at the first place
+    "the factor of the loss's ranks left out": ELSEWHERE,
+    "the division by the devices left out": ELSEWHERE,
+    "the mask of the vocabulary left out": ELSEWHERE,
+    "the vocabulary starts at 0 on every rank": ELSEWHERE,
+    "every rank takes the same slice": ELSEWHERE,
+    "backward: sum and scatter over another group": ELSEWHERE,
+    "backward: the own part instead of the sum": ELSEWHERE,
+    "forward: pieces gathered over another group": ELSEWHERE,
+}
+
+
+def proven(graph=GRAPH, peers=PEERS):
+    return prove_rank(RESULT, typing_of(RESULT, graph, MESH, peers), {})
+
+
+def test_every_weight_of_the_sound_step_is_proven():
+    stage = proven()
+    assert not stage.contradictions and not stage.missing
+    assert stage.typed == stage.asked > 1000
+    assert [weight.name for weight in stage.weights if weight.verdict != "proven"] == []
+    assert len(stage.weights) == 25
+    spreads = {weight.kind: weight.spread for weight in stage.weights}
+    assert spreads["decoder.layers.*.self_attention.linear_proj.weight"] == "[128, tp*64]"
+    assert spreads["decoder.final_layernorm.weight"] == "[128]"
+
+
+@pytest.mark.parametrize("kind", faults(GRAPH, PEERS))
+def test_planted_faults_are_found(kind, monkeypatch):
+    places, plant = faults(GRAPH, PEERS)[kind]
+    monkeypatch.setattr("benchmarks.planted_spreads.faults", lambda *_: {kind: (places, plant)})
+    told = examine(RESULT, GRAPH, MESH, PEERS, 1)[kind]
+    assert told == {FOUND.get(kind, NAMED): 1}
+
+
+def test_a_missing_sum_is_named_with_its_weight_and_the_axes():
+    place = next(
+        n for n, node in enumerate(root(GRAPH)) if "linear_q_down_proj" in node.scope and "Mirror" in node.scope
+    )
+    faulty = copied(GRAPH)
+    handed_on([faulty], place, lambda _: None)
+    wrong = [weight for weight in proven(faulty).weights if weight.verdict == "wrong"]
+    assert len(wrong) == 1 and "linear_q_down_proj" in wrong[0].name
+    assert "it must still be summed over dp, tp" in wrong[0].why
+
+
+def test_an_operator_without_a_rule_makes_weights_unknown_and_nothing_wrong():
+    faulty = copied(GRAPH)
+    place = next(number for number, node in enumerate(root(faulty)) if node.op == "SiLU")
+    root(faulty)[place] = replace(root(faulty)[place], op="NeverHeardOf")
+    stage = proven(faulty)
+    assert stage.missing == {"NeverHeardOf": 1} and not stage.contradictions
+    assert {weight.verdict for weight in stage.weights} == {"unknown"}, "all gradients need the first layer"
+    behind = next(weight for weight in stage.weights if weight.name == "output_layer.weight")
+    assert behind.verdict == "unknown" and "there is no rule for this operator" in behind.why
+
+
+def test_constants_that_differ_where_no_rule_takes_them_are_unknown():
+    peers = {axis: copied(peer) for axis, peer in PEERS.items()}
+    place = next(n for n, node in enumerate(root(GRAPH)) if node.op == "AddExt" and "value=1e-05" in node.head)
+    root(peers["tp"])[place].head = root(GRAPH)[place].head.replace("1e-05", "1e-06")
+    stage = proven(peers=peers)
+    assert stage.missing == {"AddExt": 1} and not stage.contradictions
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (plain((4,)), ""),
+        (Spread(((4,),), partial=frozenset({"dp"})), "it must still be summed over dp"),
+        (Spread(((4,),), powers=(("dp", 1),)), "one sum over dp is too many"),
+        (Spread(((4,),), powers=(("tp", -1),)), "a sum over tp is missing"),
+        (Spread((("tp", 4),)), "the weight lies as [4]"),
+        (Spread(((4,),), shifted=frozenset({"tp"})), "the ranks along tp hold values of their own"),
+    ],
+)
+def test_what_is_wrong_with_a_gradient(found, said):
+    why = against(found, plain((4,)))
+    assert why.endswith(said) and bool(why) == bool(said)
+
+
+def test_arguments_that_are_written_out():
+    assert literal("(I64(0), I64(-1))") == (0, -1)
+    assert literal("Bool(1)") is True and literal("F32(0.5)") == 0.5 and literal("None") is None
+    assert literal("Tensor(shape=[2, 3], dtype=Float32, value=[...])") == plain((2, 3))
+    assert isinstance(literal("Tensor(shape=[], dtype=Float32, value=0)"), Zeros)
+    assert not isinstance(literal("Tensor(shape=[], dtype=Float32, value=0.5)"), Zeros)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """`tc3 prove` finds the kept graphs instead of compiling."""
+    graphs = dict(zip((0, 1, 2), (GRAPH, *PEERS.values()), strict=True))
+    monkeypatch.setattr(cli, "_compiled", lambda recipe, plan, at_once: [RESULT])
+    monkeypatch.setattr(cli, "text_of", lambda job: job.rank)
+    monkeypatch.setattr(cli, "read_graph", graphs.__getitem__)
+    return graphs
+
+
+def test_the_command_says_what_is_proven(compiled):
+    ended = CliRunner().invoke(cli.prove, [str(HERE / "dense.yaml")])
+    assert ended.exit_code == 0, ended.output
+    assert "proven for 25 of 25 weights\n" in ended.output
+    assert "mesh tp 2, dp 2: " in ended.output and "violation" not in ended.output
+    assert "summed over the right ranks 25 of 25, divided right 25 of 25" in ended.output
+
+
+def test_the_command_names_violations(compiled):
+    faulty = compiled[0] = copied(GRAPH)
+    handed_on([faulty], next(n for n, node in enumerate(root(GRAPH)) if "Mirror" in node.scope), lambda _: None)
+    ended = CliRunner().invoke(cli.prove, [str(HERE / "dense.yaml"), "--json"])
+    assert ended.exit_code == 1, ended.output
+    report = json.loads(ended.stdout)
+    assert report["proven"] == 24 and report["wrong"] == 1
+    assert any("it must still be summed over dp" in problem for problem in report["problems"])
+
+
+def test_the_page_has_every_rule():
+    page = (HERE.parents[2] / "docs" / "prove.md").read_text("utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    told = {name.strip("`, "): row[1].removesuffix(" |") for row in rows for name in row[0].strip("| ").split(", ")}
+    assert {name: each.says for name, each in RULES.items()} == {name: told.get(name) for name in RULES}

@@ -1,0 +1,126 @@
+"""The rules of composite operators against NumPy on simulated ranks, as `test_spread.py` does for the algebra."""
+
+from collections.abc import Callable
+from random import Random
+
+import numpy as np
+import pytest
+
+from tests.tools.prove.test_spread import SIZES, anything, check, shape, some_spread
+from tools.dryrun.graph_text import Node
+from tools.prove.call import Call
+from tools.prove.rules import RULES, TABLE
+from tools.prove.spread import Spread, plain, tidy
+
+HEAD = "X(%0, I64(0), I64(0), I64(0), I64(1), I64(2))"  # the layout BNSD
+
+
+def result(op: str, place: int, *values: Spread, of: tuple[int, ...] = ()) -> Spread:
+    """What an operator's rule gives, its output of the shape `of`."""
+    types = ("()", f"(<Tensor[Float32], ({', '.join(map(str, of))})>)")
+    found = RULES[op].of(Call(Node(op, HEAD, HEAD, [], types=types), 0, values, SIZES))
+    return found[place] if isinstance(found, list) else found
+
+
+def gradient_like(random: Random, x: Spread) -> Spread:
+    """The spread of a gradient: cut as the value, and partial over some other axes."""
+    rest = [axis for axis in SIZES if axis not in x.holes and random.random() < 0.5]
+    powers = [(axis, -1) for axis in SIZES if axis not in rest and random.random() < 0.3]
+    return Spread(x.dims, frozenset(rest), tuple(sorted(powers)))
+
+
+def normed(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True)) * w
+
+
+def norm_gradient(place: int) -> Callable[..., np.ndarray]:
+    def operation(gradient: np.ndarray, x: np.ndarray, w: np.ndarray) -> np.ndarray:
+        scale = 1 / np.sqrt((x**2).mean(-1, keepdims=True))
+        by_unit = gradient * w
+        if place:
+            return (gradient * x * scale).sum(tuple(range(x.ndim - 1)))
+        return scale * (by_unit - x * scale * (by_unit * x * scale).mean(-1, keepdims=True))
+
+    return operation
+
+
+@anything
+def test_norms(random: Random) -> None:
+    sizes = shape(random, 3)
+    x, w = some_spread(random, sizes, partial=False, powers=False), plain(sizes[-1:])
+    check(lambda *given: result("RmsNorm", 0, *given), normed, [x, w], random)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@anything
+def test_gradients_of_norms(place: int, random: Random) -> None:
+    sizes = shape(random, 3)
+    x, w = some_spread(random, sizes, partial=False, powers=False), plain(sizes[-1:])
+
+    def rule(gradient: Spread, x: Spread, w: Spread) -> Spread:
+        return result("RmsNormGrad", place, gradient, x, plain(()), w)
+
+    check(rule, norm_gradient(place), [gradient_like(random, x), x, w], random)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+@anything
+def test_gated_activations(random: Random) -> None:
+    first, second = (random.choice([1, 2, 3]) for _ in range(2))
+    x = some_spread(random, [first, second], partial=False, powers=False)
+    x = Spread((*x.dims, (8,)))
+    check(
+        lambda x: result("Swiglu", 0, x, of=(first, second, 4)),
+        lambda x: silu(x[..., :4]) * x[..., 4:],
+        [x],
+        random,
+    )
+    gradient = gradient_like(random, Spread((*x.dims[:2], (4,))))
+
+    def operation(gradient: np.ndarray, x: np.ndarray) -> np.ndarray:
+        gate, value = x[..., :4], x[..., 4:]
+        slope = 1 / (1 + np.exp(-gate)) * (1 + gate * (1 - 1 / (1 + np.exp(-gate))))
+        return np.concatenate([gradient * value * slope, gradient * silu(gate)], -1)
+
+    check(lambda *given: result("SwigluGrad", 0, *given, of=(first, second, 8)), operation, [gradient, x], random)
+
+
+def weights_of(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    scores = np.exp(q @ k.swapaxes(-1, -2))
+    return scores / scores.sum(-1, keepdims=True)
+
+
+def attention_gradient(place: int) -> Callable[..., np.ndarray]:
+    def operation(q: np.ndarray, k: np.ndarray, v: np.ndarray, gradient: np.ndarray) -> np.ndarray:
+        weights = weights_of(q, k)
+        of_weights = gradient @ v.swapaxes(-1, -2)
+        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdims=True))
+        return (of_scores @ k, of_scores.swapaxes(-1, -2) @ q, weights.swapaxes(-1, -2) @ gradient)[place]
+
+    return operation
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@anything
+def test_attention(place: int, random: Random) -> None:
+    cuts = [list(axes) for axes in random.choice([((), ()), (("a",), ("b",)), (("b", "a"), ()), ((), ("a",))])]
+    x = Spread((tidy((*cuts[0], 2)), tidy((*cuts[1], 2)), (2,), (3,)))
+    gradient = gradient_like(random, x)
+    told = check(
+        lambda *given: result("FlashAttentionScore", 3, *given), lambda q, k, v: weights_of(q, k) @ v, [x] * 3, random
+    )
+    assert told == "found"
+    rule = lambda *given: result("FlashAttentionScoreGrad", place, *given)  # noqa: E731
+    assert check(rule, attention_gradient(place), [x, x, x, gradient], random) == "found"
+    other = Spread((tidy((*cuts[0], 2)), (2,), (2,), (3,)))
+    if cuts[1]:
+        assert check(lambda *given: result("FlashAttentionScore", 3, *given), lambda q, k, v: weights_of(q, k) @ v,
+                     [x, other, other], random) == "refused"  # fmt: skip
+
+
+def test_each_operator_has_one_rule() -> None:
+    names = [operator for each in TABLE for operator in each.operators]
+    assert len(names) == len(set(names)) == len(RULES)

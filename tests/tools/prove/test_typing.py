@@ -1,0 +1,104 @@
+"""A pipeline's graph: passes of micro-batches are called, return closures, and exchange values with other stages."""
+
+import pytest
+
+from tools.dryrun.graph_text import read_graph
+from tools.prove.mesh import mesh_of
+from tools.prove.report import type_stages
+from tools.prove.spread import Contradiction, NotKnown, Spread, plain
+from tools.prove.typing import Failure, Peers, Typing
+
+CUT = Spread((("dp", 4), (8,)))
+T48, T88 = "<Tensor[Float32], (4, 8)>", "<Tensor[Float32], (8, 8)>"
+ACCU = "<Ref[Tensor[Float32]], (8, 8), ref_key=accu_grads.w, is_parameter>"
+
+
+def node(number, text, given, gives, scope="Default"):
+    return f"  %{number}(x) = {text}\n      : ({given}) -> ({gives})\n      # Fullname with scope: ({scope}/x)\n"
+
+
+def graph(own, tmp_path, first=True, added="%0"):
+    """One stage with one micro-batch; its input comes from the data or from the stage before."""
+    forward = [
+        node(0, "PrimFunc_MatMul(%para11_x, %para12_w, Bool(0), Bool(1))", f"{T48}, {T88}", T48),
+        node(1, "Partial(@2_◂Step, %para11_x, %para13_accu)", f"{T48}, {ACCU}", ""),
+        node(2, "MakeTuple(%0, %1)", T48, ""),
+    ]
+    backward = [
+        node(0, "PrimFunc_MatMul(%para23_dout, %para21_x, Bool(1), Bool(0))", f"{T48}, {T48}", T88),
+        node(1, f"PrimFunc_AssignAdd(%para22_accu, {added})", f"{ACCU}, {T88}", ACCU),
+        node(2, "Depend(%para23_dout, %1)", T48, T48),
+    ]
+    root = [
+        node(0, "Load(%para1_inputs0, UMonad[U])" if first else "Receive(%para1_inputs0)", T48, T48),
+        node(1, "call @1_▸Step(%0, %para2_w, %para3_accu_grads.w)", f"{T48}, {T88}, {ACCU}", ""),
+        node(2, "TupleGetItem(%1, I64(0))", "", T48),
+        node(3, "TupleGetItem(%1, I64(1))", "", ""),
+        node(4, "Send(%2)" if first else "TensorMove(%2)", T48, T48),
+        node(5, "Receive(%4)" if first else "TensorMove(%4)", T48, T48, "Gradients/Default"),
+        node(6, "%3[@Partial(@2_◂Step)](%5)", T48, T48),
+        node(7, "TensorMove(%6)" if first else "Send(%6)", T48, T48, "Gradients/Default"),
+        node(8, "Depend(%para3_accu_grads.w, %7)", f"{ACCU}, {T48}", ACCU),
+        node(9, 'AllReduce(%8) primitive_attrs: {group: "dp", op: "sum"}', ACCU, T88),
+    ]
+    text = "# IR entry: @0_Step\n"
+    text += f"subgraph @1_▸Step(%para11_x, %para12_w, %para13_accu) {{\n{''.join(forward)}}}\n"
+    text += f"subgraph @2_◂Step(%para21_x, %para22_accu, %para23_dout) {{\n{''.join(backward)}}}\n"
+    text += f"subgraph @0_Step(%para1_inputs0, %para2_w, %para3_accu_grads.w) {{\n{''.join(root)}}}\n"
+    file = tmp_path / f"{own}.ir"
+    file.write_text(text, encoding="utf-8")
+    return read_graph(file)
+
+
+def typing(read, received=None):
+    layouts = {"inputs0": CUT, "w": plain((8, 8))}
+
+    def parameter(name):
+        if name not in layouts:
+            raise NotKnown(name)
+        return layouts[name]
+
+    mesh = mesh_of([("dp", 2)], [])
+    return Typing(read, mesh, parameter, {"dp": (0, 1)}.get, Peers(read, {}), received)
+
+
+def test_a_gradient_is_followed_through_the_passes_of_a_pipeline(tmp_path):
+    both = [graph("first", tmp_path), graph("last", tmp_path, first=False)]
+    found, differ = type_stages([lambda received, read=read: typing(read, received) for read in both])
+    assert differ == []
+    for each in found:
+        assert each.summed("w") == Spread(((8,), (8,)), frozenset({"dp"}))
+        assert each.of(9) == plain((8, 8))
+        assert each.sums_of("w") == [9]
+        assert not each.failures
+
+
+def test_what_no_stage_sends_is_unknown(tmp_path):
+    alone = typing(graph("first", tmp_path))
+    assert alone.sent() == {("forward", (4, 8)): {CUT}}
+    failed = alone.of(9)
+    assert isinstance(failed, Failure) and not failed.contradicts
+    assert "it is not known how the other stage sends this (backward)" in failed.why
+
+
+def test_stages_that_send_differently_are_told(tmp_path):
+    first, other = graph("first", tmp_path), graph("other", tmp_path)
+    whole = {"inputs0": plain((4, 8))}
+
+    def another(received):
+        own = typing(other, received)
+        own.parameter = lambda name: whole.get(name, plain((8, 8)))
+        return own
+
+    _, differ = type_stages([lambda received: typing(first, received), another])
+    assert len(differ) == 1 and "stages send forward values of shape (4, 8) as [4, 8] and as [dp*4, 8]" in differ[0]
+
+
+def test_micro_batches_must_add_alike(tmp_path):
+    own = typing(graph("first", tmp_path), {("backward", (4, 8)): CUT})
+    own.summed("w")
+    own.added["w"].append(plain((8, 8)))
+    with pytest.raises(Contradiction, match="micro-batches add"):
+        own.summed("w")
+    with pytest.raises(NotKnown, match="nothing is known to add"):
+        own.summed("v")

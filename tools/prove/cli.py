@@ -1,0 +1,152 @@
+"""This module is the command `tc3 prove`: it says for how many weights of a recipe the gradient is proven to be right;
+the exit code is 0, 1 for violations, 2 for usage.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from plugins.errors import RecipeError
+from tools.check.check import require_sound
+from tools.dryrun.compiles import compile_all, refusal_of, text_of
+from tools.dryrun.gradients import UNKNOWN, WRONG
+from tools.dryrun.graph_text import read_graph
+from tools.dryrun.plan import Plan, plan_jobs, without_files
+from tools.dryrun.quick import quick_plan
+from tools.layout.resolve import resolve
+from tools.prove.report import PROVEN, mesh_for, prove_rank, report_of, scale_faults, type_stages, typing_of
+from tools.prove.spread import NotKnown
+from tools.ranges import Number
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.override import apply_overrides
+from tools.recipe.view import View
+from tools.schema.versions import require_verified, unverified_option
+
+_WIDTH = 150  # of tables in a file or pipe
+_SHOWN = 10  # problems that are printed; --json has all
+
+
+@click.command("prove", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--quick", is_flag=True, help="Compile each kind of layer once instead of each kind of stage.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@click.option(
+    "--jobs",
+    type=Number("workers"),
+    help="Number of compiles that run at the same time; by default as many as fit into memory.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@unverified_option
+def prove(recipe: Path, quick: bool, overrides: tuple[str, ...], jobs: int | None, as_json: bool) -> None:
+    """Prove on the compiled graphs of RECIPE that every gradient is summed exactly once, over the right ranks.
+
+    The graphs are those of tc3 dryrun, and of one more rank for each axis of the mesh. Every value on the way to a
+    gradient gets a type: on which axes it is replicated, cut or a partial sum. Nothing is executed.
+
+    Exit codes: 0 no violation was found, although weights may be unknown; 1 a violation was found, or the recipe does
+    not compile; 2 a wrong input; 130 interrupted.
+    """
+    require_verified()
+    loaded = without_files(apply_overrides(load_recipe(recipe), overrides))
+    require_sound(loaded)
+    loaded = resolve(loaded, partial(click.echo, err=True))
+    if View(loaded).cpu_classes:
+        raise RecipeError(
+            f"{recipe}: this recipe is for CPU workers that share no graph, so that there is nothing to prove; give "
+            "the recipe of the full-size model, or a sharded one (parallel.parallel_mode: 1)"
+        )
+    plan = quick_plan(loaded) if quick else plan_jobs(loaded)
+    report = _prove(loaded, plan, jobs)
+    if as_json:
+        click.echo(json.dumps(report))
+    else:
+        console = Console(highlight=False)
+        render(report, console if console.is_terminal else Console(highlight=False, width=_WIDTH))
+    sys.exit(1 if report["problems"] else 0)
+
+
+def _prove(recipe: Recipe, plan: Plan, at_once: int | None) -> dict[str, Any]:
+    """Compile the plan and the peers of its ranks, and type their graphs."""
+    results = _compiled(recipe, plan, at_once)
+    graphs = [read_graph(text_of(job)) for job in plan.jobs]
+    small = View(plan.jobs[0].recipe)
+    degrees = [("tp", small.tp), ("cp", small.cp), ("dp", small.dp)]
+    per = math.prod(size for _, size in degrees)
+    try:
+        mesh = mesh_for(results, graphs, degrees)
+    except NotKnown as error:
+        raise RecipeError(f"{recipe.source}: {error}; tc3 dryrun judges the sums of gradients without types") from None
+    beside = [
+        {axis: replace(job, rank=job.rank + stride) for axis, stride in mesh.strides.items()} for job in plan.jobs
+    ]
+    _compiled(recipe, replace(plan, jobs=[job for own in beside for job in own.values()]), at_once)
+    peers = [{axis: read_graph(text_of(job)) for axis, job in own.items()} for own in beside]
+    make = [
+        partial(typing_of, result, graph, mesh, own) for result, graph, own in zip(results, graphs, peers, strict=True)
+    ]
+    typings, differ = type_stages(make)
+    micro_batches = plan.micro_batches * small.accumulation
+    scales = scale_faults(results, micro_batches, per)
+    stages = [
+        prove_rank(result, typing, scales[result["rank"]]) for result, typing in zip(results, typings, strict=True)
+    ]
+    return report_of(recipe.source, results, stages, differ, micro_batches, per, small.devices)
+
+
+def _compiled(recipe: Recipe, plan: Plan, at_once: int | None) -> list[dict[str, Any]]:
+    """The results of a plan; end the command if a rank does not compile."""
+    results = compile_all(plan, at_once, True, texts=True)
+    refused = [refusal_of(result, recipe) for result in results if "error" in result]
+    if refused:
+        for line in refused:
+            click.echo(line)
+        sys.exit(1)
+    return results
+
+
+def render(report: Mapping[str, Any], console: Console) -> None:
+    """Print the report for a person."""
+    told = f"proven for {report['proven']} of {report['weights']} weights"
+    if report["wrong"]:
+        told += f"; {report['wrong']} wrong"
+    if report["unknown"]:
+        names = ", ".join(f"{name} {count}" for name, count in report["missing"].items())
+        told += f"; {report['unknown']} unknown" + (f" (operators {names})" if names else "")
+    console.print(told)
+    for stage in report["stages"]:
+        console.print(
+            f"rank {stage['rank']} (stage {stage['stage']}), mesh {stage['mesh']}: {stage['typed']} of "
+            f"{stage['operators']} operators on the way to its gradients have a type"
+        )
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for stage in report["stages"]:
+        for weight in stage["weights"]:
+            kinds.setdefault(weight["kind"], []).append(weight)
+    table = Table("weight", PROVEN, WRONG, UNKNOWN, "gradient on a rank", box=None)
+    for kind, weights in kinds.items():
+        counts = [str(sum(weight["verdict"] == verdict for weight in weights)) for verdict in (PROVEN, WRONG, UNKNOWN)]
+        table.add_row(kind, *counts, escape(next((w["spread"] for w in weights if w["spread"]), "")))
+    console.print(table)
+    sums, scale, norm = report["sums"], report["scale"], report["norm"]
+    console.print(
+        f"by tc3 dryrun's walk: summed over the right ranks {sums['right']} of {sums['weights']}, divided right "
+        f"{scale['right']} of {scale['weights']}, counted once in the global norm {norm['once']} of {norm['weights']}"
+    )
+    for weight in [weight for own in kinds.values() for weight in own if weight["verdict"] == UNKNOWN][:_SHOWN]:
+        console.print(escape(f"unknown: {weight['name']}: {weight['why']}"))
+    for problem in report["problems"][:_SHOWN]:
+        console.print(escape(f"violation: {problem}"))
+    if len(report["problems"]) > _SHOWN:
+        console.print(f"... and {len(report['problems']) - _SHOWN} more (--json)")

@@ -1,0 +1,119 @@
+"""This module finds the axes of a stage's mesh of devices: the coarsest in which every group of the graph, and every
+layout, is a product of axes.
+
+Redistribution sums or gathers over a part of data or tensor parallelism; therefore `dp` may be two axes, `dp.1` (along
+which the ranks lie closer) and `dp.2`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import mul
+from typing import Any
+
+from tools.prove.spread import NotKnown, Spread, tidy
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """These are the axes of the devices of one stage.
+
+    Args:
+        strides: axis -> by how much ranks that are neighbours along it differ; smallest first.
+        sizes: axis -> ranks along it.
+    """
+
+    strides: Mapping[str, int]
+    sizes: Mapping[str, int]
+
+    @property
+    def devices(self) -> int:
+        """Return the devices of the stage."""
+        return math.prod(self.sizes.values())
+
+    def over(self, stride: int, count: int) -> tuple[str, ...]:
+        """Return the axes over which ranks lie that are `count` times `stride` apart, outermost first."""
+        found = [axis for axis, own in self.strides.items() if stride <= own < stride * count]
+        if math.prod(self.sizes[axis] for axis in found) != count:
+            raise NotKnown(f"{count} ranks at distances of {stride} are no product of the mesh's axes")
+        return tuple(reversed(found))
+
+    def of_group(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """Return the axes of a group, the one along which neighbouring ranks of the group lie last."""
+        if list(ranks) != sorted(ranks):
+            raise NotKnown(f"the ranks of a group are not in order: {tuple(ranks)[:4]} ...")
+        return tuple(axis for stride, count in reversed(runs(ranks)) for axis in self.over(stride, count))
+
+    def of_layout(self, layout: Mapping[str, Any], sharded: Sequence[int] = ()) -> Spread:
+        """Return the spread of a parameter.
+
+        Args:
+            layout: as `tools.dryrun.rank` reports it: the mesh of the stage's devices, for each dimension the axes that
+                cut it (counted from the last) or -1, and the slice of a rank.
+            sharded: the ranks over which the optimizer cuts dimension 0 further.
+        """
+        dims = []
+        for own, size in zip(layout["map"], layout["slice"], strict=True):
+            axes = [axis for axis in (own if isinstance(own, list) else [own]) if axis >= 0]
+            cuts = [cut for axis in axes for cut in self._of_mesh(layout["mesh"], axis)]
+            dims.append((*cuts, size))
+        if len(sharded) > 1:
+            *cuts, size = dims[0]
+            dims[0] = (*cuts, *self.of_group(sharded), size // len(sharded))
+        return Spread(tuple(map(tidy, dims)))
+
+    def _of_mesh(self, mesh: Sequence[int], axis: int) -> tuple[str, ...]:
+        place = len(mesh) - 1 - axis
+        return self.over(math.prod(mesh[place + 1 :]), mesh[place]) if mesh[place] > 1 else ()
+
+
+def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
+    """Return a group as (distance, count), closest first: 0, 1, 4, 5 is 2 at a distance of 1, and 2 of these at 4.
+
+    Raises:
+        NotKnown: the group is no such product.
+    """
+    rest, found = sorted(ranks), []
+    while len(rest) > 1:
+        stride = rest[1] - rest[0]
+        count = next((n for n in range(1, len(rest)) if rest[n] - rest[n - 1] != stride), len(rest))
+        if len(rest) % count or rest != [base + k * stride for base in rest[::count] for k in range(count)]:
+            raise NotKnown(f"ranks {rest[:4]} ... lie on no mesh")
+        found.append((stride, count))
+        rest = rest[::count]
+    return found
+
+
+def mesh_of(
+    degrees: Sequence[tuple[str, int]], groups: Iterable[Sequence[int]], meshes: Iterable[Sequence[int]] = ()
+) -> Mesh:
+    """Return the mesh of one stage.
+
+    Args:
+        degrees: (name, ranks) of the recipe, closest first.
+        groups: all that occur, as ranks within a stage.
+        meshes: of the layouts that occur.
+
+    Raises:
+        NotKnown: the groups overlap in a way that no mesh has.
+    """
+    devices = math.prod(size for _, size in degrees)
+    ends = {1, *accumulate((size for _, size in degrees), mul)}
+    for ranks in groups:
+        ends |= {end for stride, count in runs(ranks) for end in (stride, stride * count)}
+    for mesh in meshes:
+        ends |= {math.prod(mesh[place:]) for place in range(len(mesh) + 1)}
+    ordered = sorted(end for end in ends if end <= devices)
+    if any(high % low for low, high in pairwise(ordered)):
+        raise NotKnown(f"the groups cut the {devices} devices of a stage at {ordered}, which is no mesh")
+    strides, sizes, start = {}, {}, 1
+    for name, size in degrees:
+        own = [(low, high // low) for low, high in pairwise(ordered) if start <= low < start * size]
+        for number, (low, count) in enumerate(own, 1):
+            axis = name if len(own) == 1 else f"{name}.{number}"
+            strides[axis], sizes[axis] = low, count
+        start *= size
+    return Mesh(strides, sizes)

@@ -1,0 +1,315 @@
+"""This module puts the proof together: for each weight of each compiled rank, what is known of its gradient.
+
+A weight is *proven* if the spread of its gradient behind the last sum over ranks, which follows operator by operator
+from the layouts of weights and inputs, is that of the weight (cut alike, neither partial nor scaled), and if the walk
+of `tc3 dryrun` finds its sums and divisors right. It is *wrong* if either finds a fault in it, and *unknown* if an
+operator on the way has no rule or contradicts what it is given; a contradiction is reported once, with its operator.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plugins.semi_auto_cpu.ranks import WORLD
+from tools.dryrun.collectives import generated_groups
+from tools.dryrun.gradients import RIGHT, UNKNOWN, WRONG, last_sums
+from tools.dryrun.graph_text import GraphText
+from tools.dryrun.report import gradients_report, norm_report, scale_report
+from tools.dryrun.scale import Scale, judge_scale
+from tools.prove.mesh import Mesh, mesh_of
+from tools.prove.spread import Contradiction, NotKnown, Spread, placements, tidy
+from tools.prove.typing import Direction, Failure, Peers, Typing
+
+PROVEN = "proven"
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """This is what is known of one weight on one compiled rank.
+
+    Args:
+        name: of the weight.
+        verdict: `PROVEN`, `WRONG` or `UNKNOWN`.
+        why: what is wrong or not known; "" of a proven one.
+        spread: of its gradient behind the last sum, "" where it is not known.
+        operator: the one where the spreads end, "" if they reach the gradient.
+    """
+
+    name: str
+    verdict: str
+    why: str = ""
+    spread: str = ""
+    operator: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Return the name with * for the numbers of layers and experts."""
+        return _LAYER.sub("*", self.name)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """These are the results for one compiled rank.
+
+    Args:
+        rank, stage: the rank that was compiled, and its pipeline stage.
+        mesh: the axes, with their sizes, as text.
+        weights: those that the optimizer updates.
+        contradictions: what the spreads contradict, each with its operator.
+        typed, asked: operators on the way to the gradients that have a spread, and all of them.
+        missing: operator -> how many of them end the way because nothing is known there.
+    """
+
+    rank: int
+    stage: int
+    mesh: str
+    weights: list[Weight]
+    contradictions: list[str]
+    typed: int
+    asked: int
+    missing: Mapping[str, int]
+
+
+def ranks_of(result: Mapping[str, Any], devices: int) -> Callable[[str], tuple[int, ...] | None]:
+    """Return the ranks of each group of a compiled rank; the world's name means the stage's devices.
+
+    Args:
+        devices: those of one stage.
+    """
+    groups = {name: tuple(ranks) for name, ranks in result["groups"]}
+    first = result["rank"] // devices * devices
+    groups.setdefault(WORLD, tuple(range(first, first + devices)))
+    return groups.get
+
+
+def mesh_for(
+    results: Sequence[Mapping[str, Any]], graphs: Sequence[GraphText], degrees: Sequence[tuple[str, int]]
+) -> Mesh:
+    """Return the mesh of the devices of a stage, of which all compiled stages have an equal one.
+
+    Args:
+        degrees: (name, ranks) of the recipe's tensor, context and data parallelism.
+
+    Raises:
+        NotKnown: the groups lie on no mesh.
+    """
+    devices = math.prod(size for _, size in degrees)
+    groups, meshes = [], []
+    for result, graph in zip(results, graphs, strict=True):
+        first = result["rank"] // devices * devices
+        own = [ranks for _, ranks in result["groups"]] + list(generated_groups(graph).values())
+        inside = (ranks for ranks in own if all(first <= rank < first + devices for rank in ranks))
+        groups += [[rank - first for rank in ranks] for ranks in inside]
+        meshes += [layout["mesh"] for layout in result["layouts"].values()]
+    return mesh_of(degrees, groups, meshes)
+
+
+def typing_of(
+    result: Mapping[str, Any],
+    graph: GraphText,
+    mesh: Mesh,
+    peers: Mapping[str, GraphText],
+    received: Mapping[Direction, Spread] | None = None,
+) -> Typing:
+    """Return what finds the spreads of one compiled rank.
+
+    Args:
+        result: of its compile, as `tools.dryrun.rank` reports it.
+        peers: axis -> the graph of the next rank along it.
+        received: how other stages send values.
+    """
+    known = ranks_of(result, mesh.devices)
+
+    def parameter(name: str) -> Spread:
+        layout = result["layouts"].get(name)
+        if layout is None:
+            raise NotKnown(f"MindSpore states no layout of parameter {name}")
+        shards = known(layout["group"]) if layout["group"] else None
+        return mesh.of_layout(layout, shards or ())
+
+    return Typing(graph, mesh, parameter, known, Peers(graph, peers), received)
+
+
+def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) -> tuple[list[Typing], list[str]]:
+    """Return the spreads of all compiled stages, and a sentence for each direction in which stages send differently.
+
+    What one stage sends is what another receives: the first stage's forward pass gives that of the others, and the last
+    stage's backward pass that of those before. Every stage must then send what was assumed.
+    """
+    received: dict[Direction, Spread] = {}
+    while True:
+        found = [each(received) for each in make]
+        sent: dict[Direction, set[Spread]] = {}
+        for typing in found:
+            for direction, spreads in typing.sent().items():
+                sent.setdefault(direction, set()).update(spreads)
+        new = {direction: min(spreads, key=str) for direction, spreads in sent.items() if direction not in received}
+        if not new:
+            break
+        received |= new
+    return found, [
+        f"stages send {direction} values of shape {shape} as {' and as '.join(sorted(map(str, spreads)))}"
+        for (direction, shape), spreads in sent.items()
+        if len(spreads) > 1
+    ]
+
+
+def prove_rank(result: Mapping[str, Any], typing: Typing, scales: Mapping[str, str]) -> Stage:
+    """Return what is known of the weights of one compiled rank.
+
+    Args:
+        result: of its compile.
+        scales: weight -> what the dry run says against its divisors; none of the weights that it finds right.
+    """
+    weights = [name for name, found in result["gradients"].items() if "copy_of" not in found]
+    ends = last_sums(typing.graph, typing.ranks_of, weights)
+    found = [_weight(typing, name, ends[name], result["gradients"][name], scales) for name in weights]
+    told = [f"the loss is reported as {each}" for each in typing.losses()]
+    failures, asked = typing.failures, len(typing.asked)
+    causes = {(each.graph, each.number): each for each in failures.values()}
+    told += [f"{typing.name_of(each.graph, each.number)}: {each.why}" for each in causes.values() if each.contradicts]
+    missing = Counter(
+        typing.graph.graphs[each.graph][each.number].op or "a call" for each in causes.values() if not each.contradicts
+    )
+    axes = ", ".join(f"{axis} {size}" for axis, size in typing.mesh.sizes.items())
+    return Stage(result["rank"], result["stage"], axes, found, told, asked - len(failures), asked, dict(missing))
+
+
+def _weight(
+    typing: Typing, name: str, ends: Sequence[tuple[str, int]], walked: Mapping[str, Any], scales: Mapping[str, str]
+) -> Weight:
+    """The verdict on one weight: by the spreads, and by the dry run's walk."""
+    own = _by_spread(typing, name, ends)
+    if walked["verdict"] == WRONG or own.verdict == WRONG:
+        why = "; ".join(filter(None, [walked["why"] if walked["verdict"] == WRONG else "", own.why]))
+        return Weight(name, WRONG, why, own.spread, own.operator)
+    if own.verdict == PROVEN and (walked["verdict"] != RIGHT or name in scales):
+        return Weight(name, UNKNOWN, walked["why"] or scales[name], own.spread)
+    return own
+
+
+def _by_spread(typing: Typing, name: str, ends: Sequence[tuple[str, int]]) -> Weight:
+    """The verdict on one weight by the spread of its gradient."""
+    told = ""
+    for number in [each for _, each in ends] or typing.sums_of(name) or [-1]:
+        if any(graph != typing.graph.root for graph, _ in ends):
+            return Weight(name, UNKNOWN, "the last sum of its gradient over ranks stands in a called graph")
+        place = "" if number < 0 else typing.name_of(typing.graph.root, number)
+        try:
+            found = typing.summed(name) if number < 0 else typing.of(number)
+            wanted = typing.parameter(name)
+        except (Contradiction, NotKnown) as error:
+            return Weight(name, WRONG if isinstance(error, Contradiction) else UNKNOWN, str(error))
+        if isinstance(found, Failure):
+            root = found.graph == typing.graph.root
+            own = found.contradicts and root and number >= 0 and found.number in typing.sums_before(number)
+            cause = typing.name_of(found.graph, found.number)
+            return Weight(name, WRONG if own else UNKNOWN, f"{cause}: {found.why}", operator=cause)
+        told = str(found)
+        if fault := against(found, wanted):
+            why = f"{place}: its gradient is {found}: {fault}" if place else f"its gradient is {found}: {fault}"
+            return Weight(name, UNKNOWN if found.loose else WRONG, why, told, place)
+    return Weight(name, PROVEN, spread=told)
+
+
+def against(found: Spread, wanted: Spread) -> str:
+    """Return what is wrong with the spread of a gradient behind its sums, and what would be right; "" if nothing is."""
+    if found.partial:
+        return f"it must still be summed over {_told(found.partial)}"
+    for axis, power in found.powers:
+        if power > 0:
+            return f"it is summed over {axis} once more than it is divided by its size: one sum over {axis} is too many"
+        return f"it is divided by the ranks along {axis} and not summed over them: a sum over {axis} is missing"
+    if found.shifted or found.greatest:
+        return f"the ranks along {_told(found.shifted | found.greatest)} hold values of their own"
+    dims = tuple(map(tidy, wanted.dims))
+    if not any(tuple(map(tidy, given.dims)) == dims for given in placements(found)):
+        return f"the weight lies as {wanted}"
+    return ""
+
+
+def _told(axes: frozenset[str]) -> str:
+    return ", ".join(sorted(axes))
+
+
+def scale_faults(results: Sequence[Mapping[str, Any]], micro_batches: int, devices: int) -> dict[int, dict[str, str]]:
+    """Return rank -> weight -> what the dry run says against the divisors of its gradient, or does not know.
+
+    Args:
+        micro_batches, devices: as those of `tools.dryrun.report.scale_report`.
+    """
+    seeds = [Scale(*seed) for result in results for seed in result.get("seeds", [])]
+    found: dict[int, dict[str, str]] = {}
+    for result in results:
+        own = found.setdefault(result["rank"], {})
+        for name, each in result["gradients"].items():
+            if "scales" in each:
+                _, why = judge_scale([Scale(*scale) for scale in each["scales"]], seeds, micro_batches, devices)
+                own |= {name: why} if why else {}
+    return found
+
+
+def report_of(
+    recipe: str,
+    results: Sequence[Mapping[str, Any]],
+    stages: Sequence[Stage],
+    differ: Sequence[str],
+    micro_batches: int,
+    per: int,
+    all_: int,
+) -> dict[str, Any]:
+    """Return the whole report as plain data.
+
+    Args:
+        recipe: its file.
+        results: of the compiled ranks, one for each of `stages`.
+        differ: where stages do not send what others receive.
+        micro_batches: of a step of the compiled recipe, with accumulated steps.
+        per: devices of one stage. all_: all devices of the compiled recipe.
+    """
+    weights = [weight for stage in stages for weight in stage.weights]
+    gradients = gradients_report(results)
+    scale = scale_report(results, micro_batches, per)
+    problems = list(differ)
+    problems += [
+        f"rank {stage.rank} (stage {stage.stage}): {each}" for stage in stages for each in stage.contradictions
+    ]
+    problems += [
+        f"rank {stage.rank} (stage {stage.stage}): {weight.name}: {weight.why}"
+        for stage in stages
+        for weight in stage.weights
+        if weight.verdict == WRONG
+    ]
+    problems += [each for each in gradients["wrong"] + scale["wrong"] if each not in problems]
+    missing: Counter[str] = Counter()
+    for stage in stages:
+        missing.update(stage.missing)
+    return {
+        "recipe": recipe,
+        "weights": len(weights),
+        "proven": sum(weight.verdict == PROVEN for weight in weights),
+        "wrong": sum(weight.verdict == WRONG for weight in weights),
+        "unknown": sum(weight.verdict == UNKNOWN for weight in weights),
+        "missing": dict(missing.most_common()),
+        "stages": [
+            {
+                "rank": stage.rank,
+                "stage": stage.stage,
+                "mesh": stage.mesh,
+                "typed": stage.typed,
+                "operators": stage.asked,
+                "weights": [{**vars(weight), "kind": weight.kind} for weight in stage.weights],
+            }
+            for stage in stages
+        ],
+        "sums": gradients,
+        "scale": scale,
+        "norm": norm_report(results, all_),
+        "problems": problems,
+    }

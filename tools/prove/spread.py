@@ -1,0 +1,361 @@
+"""This module defines how a value can lie on the ranks of a mesh, and what each operation makes of it: pure algebra.
+
+A `Spread` says of one value, for every axis of the mesh, whether the ranks along the axis hold the same (replicated),
+pieces of one dimension (cut), or parts whose sum is the value (partial). It also has a power for each axis: the ranks
+hold the value times the axis' size to this power. MindSpore needs that: it starts the backward pass with 1 / devices on
+every rank and later sums over all ranks, also where they computed equal values. A replicated value with the power -1 is
+a partial sum whose parts are equal.
+
+A dimension is a tuple of atoms, outermost first: an extent on the rank (an integer), the name of an axis whose ranks
+hold the pieces at this place, or a `Block`. ``(("tp", 64), (128,))`` is a matrix whose rows are cut over tp, 64 on each
+rank. Every function returns the spread of the result, raises `Contradiction` where the ranks' results are neither
+pieces nor parts of what one device would compute, and `NotKnown` where this module cannot say. The property test splits
+random arrays over simulated ranks by these definitions and runs each operation on them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from plugins.errors import TC3Error
+
+
+class Contradiction(TC3Error):
+    """The ranks' results are neither pieces nor parts of the result of one device."""
+
+
+class NotKnown(TC3Error):
+    """There is no rule that says how the result is spread."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """These are `count` pieces that were gathered in front of another dimension than theirs.
+
+    Args:
+        home: the dimension to which they belong.
+        at: how many of its atoms stand in front of them there.
+    """
+
+    home: int
+    count: int
+    at: int
+
+
+Atom = int | str | Block
+Dim = tuple[Atom, ...]
+Powers = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """This is how a value lies on the ranks.
+
+    Args:
+        dims: for each dimension its atoms, outermost first.
+        partial: the axes over which the ranks hold parts that add up to the value.
+        powers: (axis, power), sorted, without powers of 0.
+        shifted: the axes along which an index counts from the start of the rank's own piece.
+        loose: the axes whose piece may lie in a neighbouring dimension of one element instead.
+        greatest: the axes over which the value is the largest of what the ranks hold.
+    """
+
+    dims: tuple[Dim, ...]
+    partial: frozenset[str] = frozenset()
+    powers: Powers = ()
+    shifted: frozenset[str] = frozenset()
+    loose: frozenset[str] = frozenset()
+    greatest: frozenset[str] = frozenset()
+
+    @property
+    def holes(self) -> frozenset[str]:
+        """Return the axes over which a dimension is cut."""
+        return frozenset(atom for dim in self.dims for atom in dim if isinstance(atom, str))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape on one rank."""
+        return tuple(map(extent, self.dims))
+
+    def whole(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of the whole value, given the size of each axis."""
+        return tuple(math.prod(_size(atom, sizes) for atom in dim) for dim in logical(self.dims))
+
+    def __str__(self) -> str:
+        """Return for instance `[tp*64, 128] partial over dp, x dp^-1`."""
+        dims = ", ".join("*".join(map(_told, dim)) or "1" for dim in self.dims)
+        partial = f" partial over {', '.join(sorted(self.partial))}" if self.partial else ""
+        return f"[{dims}]{partial}" + "".join(f" x {axis}^{power}" for axis, power in self.powers)
+
+
+def _told(atom: Atom) -> str:
+    return f"{atom.count} of dimension {atom.home}" if isinstance(atom, Block) else str(atom)
+
+
+def extent(dim: Iterable[Atom]) -> int:
+    """Return the elements of a dimension on one rank."""
+    return math.prod(_size(atom, {}) for atom in dim)
+
+
+def _size(atom: Atom, sizes: Mapping[str, int]) -> int:
+    if isinstance(atom, Block):
+        return atom.count
+    return atom if isinstance(atom, int) else sizes.get(atom, 1)
+
+
+def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
+    """The dimensions with each block where it belongs."""
+    found: list[list[Atom]] = [[atom for atom in dim if not isinstance(atom, Block)] for dim in dims]
+    for block in (atom for dim in dims for atom in dim if isinstance(atom, Block)):
+        found[block.home].insert(block.at, block)
+    return found
+
+
+def piece(spread: Spread, value: np.ndarray, place: Mapping[str, int], sizes: Mapping[str, int]) -> np.ndarray:
+    """Return what the rank at `place` of the mesh holds of a whole value, apart from partial sums and powers: what the
+    atoms of a spread mean.
+    """
+    atoms = [(number, atom) for number, dim in enumerate(logical(spread.dims)) for atom in dim]
+    apart = value.reshape([_size(atom, sizes) for _, atom in atoms])
+    apart = apart[tuple(place[atom] if isinstance(atom, str) else slice(None) for _, atom in atoms)]
+    kept = [(number, atom) for number, atom in atoms if not isinstance(atom, str)]
+    order: list[int] = []
+    for number, dim in enumerate(spread.dims):  # the k-th extent of a dimension, and each block, where it lies
+        own = [place for place, (home, atom) in enumerate(kept) if home == number and not isinstance(atom, Block)]
+        for atom in dim:
+            if isinstance(atom, Block):
+                order.append(next(i for i, (_, each) in enumerate(kept) if each is atom))
+            elif isinstance(atom, int):
+                order.append(own.pop(0))
+    return apart.transpose(order).reshape(spread.shape)
+
+
+class Zeros(Spread):
+    """These are zeros on all ranks: they can be added to every value."""
+
+
+def plain(shape: Iterable[int]) -> Spread:
+    """Return the spread of a value that is the same on all ranks."""
+    return Spread(tuple(tidy((size,)) for size in shape))
+
+
+def tidy(atoms: Iterable[Atom]) -> Dim:
+    """Return a dimension's atoms without extents of 1, and with neighbouring extents multiplied."""
+    found: list[Atom] = []
+    for atom in atoms:
+        if atom == 1:
+            continue
+        if isinstance(atom, int) and found and isinstance(found[-1], int):
+            found[-1] *= atom
+        else:
+            found.append(atom)
+    return tuple(found)
+
+
+def times(*parts: tuple[Powers, int]) -> Powers:
+    """Return the powers of a product of factors, each (powers, exponent)."""
+    total: Counter[str] = Counter()
+    for powers, sign in parts:
+        for axis, power in powers:
+            total[axis] += sign * power
+    return tuple(sorted((axis, power) for axis, power in total.items() if power))
+
+
+def scaled(x: Spread, axes: Iterable[str], power: int) -> Spread:
+    """Return the spread of a value multiplied by the size of each axis to a power."""
+    return replace(x, powers=times((x.powers, 1), (tuple((axis, power) for axis in axes), 1)))
+
+
+def checked(dims: tuple[Dim, ...], *given: Spread) -> tuple[Dim, ...]:
+    """The dimensions, if no axis cuts two of them."""
+    cuts = Counter(atom for dim in dims for atom in dim if isinstance(atom, str))
+    if twice := [axis for axis, count in cuts.items() if count > 1]:
+        raise refusal(given, f"{twice[0]} would cut two dimensions")
+    return dims
+
+
+def require_home(*given: Spread) -> None:
+    """Refuse to say anything of values whose gathered pieces are not yet where they belong.
+
+    Raises:
+        NotKnown: there are such pieces.
+    """
+    for x in given:
+        if any(isinstance(atom, Block) for dim in x.dims for atom in dim):
+            raise NotKnown(f"{x}: gathered pieces are used before they are where they belong")
+
+
+def refusal(given: Sequence[Spread], why: str) -> Contradiction:
+    """Return a contradiction that names the spreads."""
+    return Contradiction(f"{' with '.join(map(str, given))}: {why}")
+
+
+def placements(x: Spread) -> Iterator[Spread]:
+    """Yield the spread as it is, then with its loose pieces in the other dimensions in which they may lie: between the
+    extents around them, in the same order; dimensions of one element first, the last of them before the others.
+    """
+    yield x
+    atoms = [(number, atom) for number, dim in enumerate(x.dims) for atom in dim]
+    chosen = [place for place, (_, atom) in enumerate(atoms) if atom in x.loose]
+    fixed = [place for place in range(len(atoms)) if place not in chosen]
+    ranges = []
+    for place in chosen:
+        before = max((atoms[other][0] for other in fixed if other < place), default=0)
+        behind = min((atoms[other][0] for other in fixed if other > place), default=len(x.dims) - 1)
+        units = [number for number in range(behind, before - 1, -1) if extent(x.dims[number]) == 1]
+        ranges.append([*units, *(number for number in range(behind, before - 1, -1) if number not in units)])
+    for numbers in product(*ranges):
+        moved = list(atoms)
+        for place, number in zip(chosen, numbers, strict=True):
+            moved[place] = number, atoms[place][1]
+        if moved != atoms and moved == sorted(moved, key=lambda item: item[0]):
+            dims = tuple(tuple(atom for own, atom in moved if own == number) for number in range(len(x.dims)))
+            yield replace(x, dims=dims)
+
+
+def _settled(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spread) -> Spread:
+    """The result of a rule for the first places of loose pieces for which there is one."""
+    first: Contradiction | None = None
+    for one, two in product(placements(x), placements(y)):
+        try:
+            return rule(one, two)
+        except Contradiction as error:
+            first = first or error
+    assert first
+    raise first
+
+
+def joined(x: Spread, y: Spread) -> Spread:
+    """The dimensions of an operation by element, with broadcasting."""
+    count = max(len(x.dims), len(y.dims))
+    if x.dims != y.dims and any(x.dims) and any(y.dims):
+        require_home(x, y)
+    if either := x.greatest | y.greatest:
+        raise refusal((x, y), f"one is the largest only of a rank's own piece over {', '.join(sorted(either))}")
+
+    def join(one: Spread, two: Spread) -> Spread:
+        found = []
+        pairs = zip(*(((),) * (count - len(v.dims)) + tuple(map(tidy, v.dims)) for v in (one, two)), strict=True)
+        for number, (first, second) in enumerate(pairs):
+            if first != second and () not in (first, second):
+                raise Contradiction(f"{x} with {y}: dimension {number} is not cut alike")
+            found.append(first or second)
+        return Spread(checked(tuple(found), one, two))
+
+    found = _settled(join, x, y)
+    return replace(found, loose=(x.loose | y.loose) & (found.holes | x.partial | y.partial))
+
+
+def as_partial(x: Spread, axes: frozenset[str]) -> Spread:
+    """Return the value as a partial sum over more axes: equal parts, if it is replicated with the power -1."""
+    powers = dict(x.powers)
+    for axis in sorted(axes - x.partial):
+        if axis in x.holes or powers.get(axis) != -1:
+            raise refusal((x,), f"it is added to a partial sum over {axis}, and would count once for each rank")
+        x = scaled(replace(x, partial=x.partial | {axis}), (axis,), 1)
+    return x
+
+
+def add(x: Spread, y: Spread) -> Spread:
+    """Return the spread of a sum or difference by element."""
+    if isinstance(x, Zeros) or isinstance(y, Zeros):
+        return y if isinstance(x, Zeros) else x
+    both = x.partial | y.partial
+    one, two = as_partial(x, both), as_partial(y, both)
+    if one.powers != two.powers:
+        raise refusal((x, y), "they are scaled differently")
+    found = joined(one, two)
+    return replace(found, partial=both, powers=one.powers, shifted=x.shifted | y.shifted)
+
+
+def _check_linear(x: Spread, y: Spread) -> None:
+    """Refuse two factors of which the products on the ranks are no parts of the product."""
+    if both := x.partial & y.partial:
+        raise refusal((x, y), f"both are partial over {', '.join(sorted(both))}")
+    for one, two in ((x, y), (y, x)):
+        if mixed := one.partial & two.holes:
+            raise refusal((x, y), f"one is partial and the other is cut over {', '.join(sorted(mixed))}")
+
+
+def multiply(x: Spread, y: Spread) -> Spread:
+    """Return the spread of a product by element: linear in each factor."""
+    _check_linear(x, y)
+    both = x.shifted & y.shifted  # what a rank looked up times whether it could: the others add zeros
+    partial, powers = x.partial | y.partial | both, times((x.powers, 1), (y.powers, 1))
+    return replace(joined(x, y), partial=partial, powers=powers, shifted=(x.shifted | y.shifted) - both)
+
+
+def divide(x: Spread, y: Spread) -> Spread:
+    """Return the spread of a quotient by element."""
+    if y.partial:
+        raise refusal((x, y), "the divisor is a partial sum")
+    return multiply(x, replace(y, powers=times((y.powers, -1))))
+
+
+def by_element(*given: Spread) -> Spread:
+    """Return the spread of any other function by element: its arguments must be neither partial nor scaled."""
+    for x in given:
+        if x.partial or x.powers or x.greatest:
+            raise refusal((x,), "the operator is not linear, and its argument is not a plain value")
+    found = Spread(given[0].dims, loose=given[0].loose)
+    for x in given[1:]:
+        found = joined(found, x)
+    return replace(found, shifted=frozenset().union(*(x.shifted for x in given)))
+
+
+def reduce_sum(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
+    """Return the spread of a sum over dimensions (None: all)."""
+    require_home(x)
+    gone = set(range(len(x.dims))) if axes is None else {axis % len(x.dims) for axis in axes}
+
+    def reduced(given: Spread) -> Spread:
+        cuts = frozenset(atom for number in gone for atom in given.dims[number] if isinstance(atom, str))
+        dims = tuple(
+            () if number in gone else dim for number, dim in enumerate(given.dims) if keep or number not in gone
+        )
+        return Spread(dims, x.partial | cuts, x.powers, x.shifted, x.loose - cuts)
+
+    found = {reduced(given).partial for given in placements(x)}
+    unsure = frozenset().union(*found) - frozenset.intersection(*found)  # these axes may be summed over, or not
+    return replace(reduced(x), loose=reduced(x).loose | unsure)
+
+
+def reduce_mean(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
+    """Return the spread of a mean over dimensions: over a cut one, each rank divides by too few elements."""
+    found = reduce_sum(x, axes, keep)
+    return scaled(found, found.partial - x.partial, 1)
+
+
+def reduce_largest(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
+    """Return the spread of the largest element over dimensions: over a cut one, that of each rank's piece."""
+    by_element(x)
+    found = reduce_sum(x, axes, keep)
+    return replace(found, partial=frozenset(), greatest=found.partial)
+
+
+def matmul(x: Spread, y: Spread, x_turned: bool = False, y_turned: bool = False) -> Spread:
+    """Return the spread of a product of matrices, the last two dimensions of each; those before are the batch."""
+    require_home(x, y)
+    _check_linear(x, y)
+
+    if either := x.shifted | y.shifted:
+        raise refusal((x, y), f"one is right only on one rank along {', '.join(sorted(either))}")
+
+    def product_of(one: Spread, two: Spread) -> Spread:
+        rows, inner = one.dims[-2:][::-1] if x_turned else one.dims[-2:]
+        inner_too, columns = two.dims[-2:][::-1] if y_turned else two.dims[-2:]
+        if tidy(inner) != tidy(inner_too):
+            raise refusal((one, two), "the dimension over which the product sums is not cut alike")
+        over = frozenset(atom for atom in inner if isinstance(atom, str))
+        batch = joined(Spread(one.dims[:-2]), Spread(two.dims[:-2])).dims
+        return Spread(checked((*batch, rows, columns), one, two), partial=over)
+
+    found = _settled(product_of, x, y)
+    partial, powers = x.partial | y.partial | found.partial, times((x.powers, 1), (y.powers, 1))
+    return replace(found, partial=partial, powers=powers, loose=(x.loose | y.loose) & (found.holes | partial))

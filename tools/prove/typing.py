@@ -1,0 +1,367 @@
+"""This module gives every value of a rank's compiled graph its spread over the axes of the stage's mesh.
+
+`Typing` follows the operators from the parameters, whose layouts MindSpore states, to a value that is asked for. In a
+pipeline the root calls the forward pass of a micro-batch, which returns its backward pass as a closure; each call is
+typed with its arguments. A Receive has the spread with which compiled stages send values of its shape in its direction.
+Redistribution starts slices at offsets that depend on the rank, and the graph of one rank does not say on which axis
+they depend: `Peers` compares the constants with those of the graph of one more rank for each axis. Where a spread
+contradicts an operator, or an operator has no rule, the value is a `Failure`, and so is all that follows from it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tools.dryrun.collectives import attributes_of, generated_groups
+from tools.dryrun.graph_text import GraphText, Node, arguments_of, listed, tensors
+from tools.prove.call import Call, Value, literal
+from tools.prove.mesh import Mesh
+from tools.prove.rules import RULES, apply
+from tools.prove.spread import Contradiction, NotKnown, Spread, plain
+
+COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter")
+ADDED = "accu_grads."
+_WAITS = frozenset(("UpdateState",))  # operators without a value
+_PARAMETER = re.compile(r"%(para\d+)_(\S+)")
+_SUMMED = re.compile(r"ref_key=accu_grads\.([^,>]+)")
+_KEEPS = frozenset(("MakeTuple", "Partial", "TupleGetItem", "Depend", "Load"))  # they hand on what has no spread
+_OF_THE_LOSS = "_NLLLoss"  # its hand-written backward multiplies by the ranks of the forward's sum
+
+
+@dataclass(frozen=True)
+class Failure:
+    """This is a value that has no spread.
+
+    Args:
+        contradicts: whether the spreads of an operator's arguments contradict it; else it is not known.
+        graph, number: the operator that is the cause.
+        why: what is wrong or missing there.
+    """
+
+    contradicts: bool
+    graph: str
+    number: int
+    why: str
+
+
+class Peers:
+    """These are the graphs of one more rank for each axis, in step with that of the rank.
+
+    Args:
+        graphs: axis -> the graph of the next rank along it.
+    """
+
+    def __init__(self, graph: GraphText, graphs: Mapping[str, GraphText]):
+        self.own = list(graph.graphs.values())
+        self.names = {name: place for place, name in enumerate(graph.graphs)}
+        self.others = {axis: list(other.graphs.values()) for axis, other in graphs.items()}
+        self.places: dict[tuple[str, int], dict[tuple[Any, ...], list[int]]] = {}
+
+    def differs(self, name: str, number: int) -> dict[tuple[int, int], frozenset[str]]:
+        """Return (argument, place in its tuple) -> the axes along which a constant of an operator has another value.
+
+        Raises:
+            NotKnown: a peer has no such operator.
+        """
+        place = self.names[name]
+        node = self.own[place][number]
+        own = _constants(node.head)
+        if not own:
+            return {}
+        found: dict[tuple[int, int], frozenset[str]] = {}
+        for axis, graphs in self.others.items():
+            other = _constants(self.counterpart(axis, place, number, node).head) if place < len(graphs) else {}
+            if own.keys() != other.keys():
+                raise NotKnown(f"the graph of the next rank along {axis} has no such operator")
+            for key in own:
+                if own[key] != other[key]:
+                    found[key] = found.get(key, frozenset()) | {axis}
+        return found
+
+    def counterpart(self, axis: str, place: int, number: int, node: Node) -> Node:
+        """Return the operator of a peer that stands at the same place among those of the same kind, scope and types."""
+        own, other = (self._index(which, place)[_kind(node)] for which in ("", axis))
+        if len(own) != len(other):
+            raise NotKnown(
+                f"the graph of the next rank along {axis} has {len(other)} such operators instead of {len(own)}"
+            )
+        return self.others[axis][place][other[own.index(number)]]
+
+    def _index(self, axis: str, place: int) -> dict[tuple[Any, ...], list[int]]:
+        if (axis, place) not in self.places:
+            found = self.places[axis, place] = defaultdict(list)
+            for number, node in enumerate(self.others[axis][place] if axis else self.own[place]):
+                found[_kind(node)].append(number)
+        return self.places[axis, place]
+
+
+def _kind(node: Node) -> tuple[Any, ...]:
+    return node.op, node.scope, node.types[1]
+
+
+def _constants(head: str) -> dict[tuple[int, int], str]:
+    """The arguments that are written out, those of a tuple one by one."""
+    found: dict[tuple[int, int], str] = {}
+    for place, text in enumerate(arguments_of(head)):
+        if text[:1] in ("%", "@", "") or text.startswith("UMonad"):
+            continue
+        parts = listed(text[1:-1]) if text[0] in "([" else [text]
+        found |= {(place, number): part for number, part in enumerate(parts)}
+    return found
+
+
+@dataclass(frozen=True)
+class Closure:
+    """This is a subgraph with its first arguments."""
+
+    graph: str
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """This is what adds up a weight's gradient over micro-batches."""
+
+    weight: str
+
+
+class Frame:
+    """This is one run of a subgraph: its arguments, and the spreads that were found in it."""
+
+    def __init__(self, name: str, given: Mapping[str, Value]):
+        self.name, self.given = name, given
+        self.values: dict[int, Value] = {}
+
+
+Direction = tuple[str, tuple[int, ...]]  # "forward" or "backward", and the shape
+
+
+class Typing:
+    """It finds spreads in one graph.
+
+    Args:
+        parameter: name -> the spread of a parameter of the root; it raises `NotKnown` for others.
+        ranks_of: global ranks of a group, None where nobody knows them.
+        received: what compiled stages send.
+    """
+
+    def __init__(
+        self,
+        graph: GraphText,
+        mesh: Mesh,
+        parameter: Callable[[str], Spread],
+        ranks_of: Callable[[str], tuple[int, ...] | None],
+        peers: Peers,
+        received: Mapping[Direction, Spread] | None = None,
+    ):
+        self.graph, self.mesh, self.parameter, self.peers = graph, mesh, parameter, peers
+        self.ranks_of, self.generated = ranks_of, generated_groups(graph)
+        self.received = received or {}
+        self.root = Frame(graph.root, {})
+        self.frames = [self.root]
+        self.added: dict[str, list[Value]] = {}
+        self.repeats = self._sums_of_the_loss()
+
+    def of(self, number: int) -> Value:
+        """Return the spread of a value of the root graph."""
+        value = self._of(self.root, number)
+        return self.summed(value.weight) if isinstance(value, Sum) else value
+
+    def _of(self, frame: Frame, number: int) -> Value:
+        nodes = self.graph.graphs[frame.name]
+        todo, needed = [number], set()
+        while todo:
+            place = todo.pop()
+            if place not in needed and place not in frame.values:
+                needed.add(place)
+                todo += operands_of(nodes[place])
+        for place in sorted(needed):
+            frame.values[place] = self._value(frame, place, nodes[place])
+        return frame.values[number]
+
+    def _value(self, frame: Frame, number: int, node: Node) -> Value:
+        arguments = arguments_of(node.head)
+        try:
+            if node.calls:
+                return self._call(frame, node)
+            if node.op in _WAITS:
+                return None
+            if node.op == "Receive":
+                return self._receive(node)
+            values: list[Value] = []
+            types = listed(node.types[0][1:-1], "<([{", ">)]}")
+            for place, text in enumerate(arguments):
+                wanted = node.op != "Depend" or not place
+                value = self._argument(frame, text, types[place] if place < len(types) else "") if wanted else None
+                if isinstance(value, Sum) and node.op not in _KEEPS:
+                    value = self.summed(value.weight)
+                members = value if isinstance(value, list) and node.op not in _KEEPS else [value]
+                failed = next((each for each in members if isinstance(each, Failure)), None)
+                if failed and node.op not in ("MakeTuple", "Partial"):
+                    return failed
+                values.append(value)
+            if node.op == "Partial":
+                return Closure(node.binds, tuple(values[1:]))
+            differs = self.peers.differs(frame.name, number) if node.op in RULES else {}
+            axes = self.axes_of(node) if node.op in COLLECTIVES else ()
+            return apply(Call(node, number, values, self.mesh.sizes, differs, axes, self._repeats(node)))
+        except (Contradiction, NotKnown) as error:
+            return Failure(isinstance(error, Contradiction), frame.name, number, str(error))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # a form that no rule expects
+            return Failure(
+                False, frame.name, number, f"its rule does not know this form ({type(error).__name__}: {error})"
+            )
+
+    def _call(self, frame: Frame, node: Node) -> Value:
+        """What a subgraph returns that the operator calls, by name or as a closure."""
+        direct = re.match(r"\s*call @", node.head)
+        inside = node.head.partition("(")[2] if direct else node.head.rpartition("](")[2]
+        target, bound = node.calls[0], ()
+        if not direct:
+            closure = frame.values.get(node.operands[0])
+            if isinstance(closure, Failure):
+                return closure
+            if not isinstance(closure, Closure):
+                raise NotKnown("it is not known which graph this calls")
+            target, bound = closure.graph, closure.values
+        given = [self._argument(frame, text, "") for text in listed(inside.rpartition(")")[0]) if text]
+        inner = Frame(target, dict(zip(self.graph.parameters[target], [*bound, *given], strict=False)))
+        self.frames.append(inner)
+        nodes = self.graph.graphs[target]
+        for each in nodes:
+            weight = _SUMMED.search(each.types[1]) if each.op == "AssignAdd" else None
+            if weight:
+                text = arguments_of(each.head)[1]
+                value = (
+                    self._of(inner, int(text[1:])) if re.fullmatch(r"%\d+", text) else self._argument(inner, text, "")
+                )
+                self.added.setdefault(weight[1], []).append(value)
+        return self._of(inner, len(nodes) - 1)
+
+    def _receive(self, node: Node) -> Value:
+        direction = _direction(node)
+        if direction not in self.received:
+            raise NotKnown(f"it is not known how the other stage sends this ({direction[0]})")
+        return self.received[direction]
+
+    def sent(self) -> dict[Direction, set[Spread]]:
+        """Return how the root sends values, by direction and shape, as far as it is known."""
+        found: dict[Direction, set[Spread]] = defaultdict(set)
+        for number, node in enumerate(self.graph.graphs[self.graph.root]):
+            if node.op == "Send" and node.value is not None and isinstance(value := self.of(node.value), Spread):
+                found[_direction(self.graph.graphs[self.graph.root][number])].add(value)
+        return found
+
+    def summed(self, weight: str) -> Value:
+        """Return the spread of what adds up a weight's gradient over micro-batches, before any sum over ranks.
+
+        Raises:
+            NotKnown: nothing adds to it. Contradiction: micro-batches add values that are spread differently.
+        """
+        for number, node in enumerate(self.graph.graphs[self.graph.root]):
+            if node.calls and any("▸" in name or "◂" in name for name in node.calls):
+                self.of(number)
+        found = self.added.get(weight, [])
+        if not found:
+            raise NotKnown(f"nothing is known to add to the gradient of {weight}")
+        if failed := next((each for each in found if isinstance(each, Failure)), None):
+            return failed
+        if len(set(found)) > 1:
+            raise Contradiction(f"micro-batches add {' and '.join(map(str, set(found)))}")
+        return found[0]
+
+    def _argument(self, frame: Frame, text: str, types: str) -> Value:
+        if number := re.fullmatch(r"%(\d+)", text):
+            return frame.values.get(int(number[1]))
+        if parameter := _PARAMETER.fullmatch(text):
+            if frame is not self.root:
+                return frame.given.get(parameter[1])
+            if parameter[2].startswith(ADDED):
+                return Sum(parameter[2].removeprefix(ADDED))
+            shape = next((each.shape for each in tensors(types)), ())
+            if types and math.prod(shape) == 1:  # loss scale, learning rate and the like
+                return plain(shape)
+            return self.parameter(parameter[2])
+        return literal(text)
+
+    @property
+    def asked(self) -> set[tuple[str, int]]:
+        """Return the operators for whose values a spread was sought."""
+        return {(frame.name, number) for frame in self.frames for number in frame.values}
+
+    @property
+    def failures(self) -> dict[tuple[str, int], Failure]:
+        """Return operator -> why its value has no spread."""
+        found = ((frame.name, n, value) for frame in self.frames for n, value in frame.values.items())
+        return {(name, number): value for name, number, value in found if isinstance(value, Failure)}
+
+    def axes_of(self, node: Node) -> tuple[str, ...]:
+        """Return the axes over which a collective goes, the one along which neighbouring ranks lie last."""
+        group = str(attributes_of(node.text).get("group", ""))
+        ranks = self.ranks_of(group) or self.generated.get(group)
+        if ranks is None:
+            raise NotKnown(f"it uses group {group!r}, whose ranks are not known")
+        return self.mesh.of_group(ranks)
+
+    def sums_of(self, weight: str) -> list[int]:
+        """Return the collectives of the root that sum over ranks what a weight's micro-batches have added up."""
+        nodes = self.graph.graphs[self.graph.root]
+        sums = (number for number, node in enumerate(nodes) if node.op in COLLECTIVES and node.value is not None)
+        return [number for number in sums if f"ref_key={ADDED}{weight}," in nodes[nodes[number].value or 0].types[1]]
+
+    def losses(self) -> list[Spread]:
+        """Return the spreads of losses that the step reports, where these are not the same on all ranks."""
+        found = []
+        for node in self.graph.graphs[self.graph.root]:
+            number = re.match(r"AssignAdd\(%para\d+_\w*loss, %(\d+)", node.head.removeprefix("PrimFunc_"))
+            value = self.of(int(number[1])) if number else None
+            if isinstance(value, Spread) and (value.partial or value.powers or value.greatest or value.holes):
+                found.append(value)
+        return found
+
+    def sums_before(self, number: int) -> set[int]:
+        """Return the collectives behind one another that end in a value of the root, and what hands on."""
+        nodes = self.graph.graphs[self.graph.root]
+        found: set[int] = set()
+        place: int | None = number
+        while place is not None and nodes[place].op in (*COLLECTIVES, "Depend", "Load", "Cast", "TensorMove"):
+            found.add(place)
+            place = nodes[place].value
+        return found
+
+    def name_of(self, graph: str, number: int) -> str:
+        """Return an operator as a person finds it: its name, place, and the line of Python or the cell."""
+        node = self.graph.graphs[graph][number]
+        return f"{node.op or 'call'} %{number} ({node.source or node.scope.rpartition('/')[0] or 'no source is known'})"
+
+    def _sums_of_the_loss(self) -> dict[str, frozenset[str]]:
+        """Scope of a loss -> the axes over which its forward sums."""
+        found: dict[str, frozenset[str]] = {}
+        for node in (node for nodes in self.graph.graphs.values() for node in nodes):
+            if node.op == "AllReduce" and _OF_THE_LOSS in node.scope and "Gradients/" not in node.scope:
+                found[node.scope.rpartition("/")[0]] = frozenset(self.axes_of(node))
+        return found
+
+    def _repeats(self, node: Node) -> frozenset[str]:
+        if node.op != "Muls" or _OF_THE_LOSS not in node.scope:
+            return frozenset()
+        return self.repeats.get(node.scope.rpartition("/")[0], frozenset())
+
+
+def operands_of(node: Node) -> Sequence[int]:
+    """Return the operators whose values an operator takes, without those for which it only waits."""
+    if node.op in (*_WAITS, "Receive"):
+        return ()
+    if node.op == "Depend":
+        return () if node.value is None else (node.value,)
+    return node.operands
+
+
+def _direction(node: Node) -> Direction:
+    """Whether a Send or Receive is of the forward or the backward pass, and the shape of what it moves."""
+    return "backward" if "Gradients/" in node.scope else "forward", node.outputs[0].shape
