@@ -105,7 +105,7 @@ class Killer:
     def strike(self) -> bool:
         """Wait, kill, wait for the attempt's verdict; False where the run has ended instead."""
         at_start = self.rng.random() < 1 / 3
-        metrics = Follower(self.run_dir / "metrics/rank_0.jsonl", from_end=True)
+        metrics = Follower(self.run_dir / "metrics/rank_0.jsonl", newest=0)
         if not (at_start or self._until(lambda: any("step" in each for each in metrics.new_records()))):
             return False
         after = time.monotonic() + self.rng.expovariate(1 / (self.kind.at_start if at_start else self.kind.in_training))

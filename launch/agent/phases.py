@@ -134,10 +134,10 @@ class Phases:
         """Remember what is there already."""
         self.since, self.step = self.clock(), self.first_step
         for rank in self.ranks:
-            metrics = Follower(self.run_dir / "metrics" / f"rank_{rank}.jsonl", from_end=True)
+            metrics = Follower(self.run_dir / "metrics" / f"rank_{rank}.jsonl", newest=0)
             self._workers.append(_Rank(rank, metrics, self.logs / f"worker_{rank}.log", self.first_step))
         self.saves = Path(self.recipe["checkpoint"]["save_path"])
-        self.held_out = Follower(held_out_file(self.run_dir), from_end=True)
+        self.held_out = Follower(held_out_file(self.run_dir), newest=0)
         self.evaluated = -1
 
     def look(self) -> None:

@@ -46,7 +46,7 @@ class TrainingProgress:
         """Show what rank `rank` of the run writes from now on (not the steps before a resume) on `console`."""
         self.console = console
         self.readings = Readings()
-        self.follower = Follower(run_dir / "metrics" / f"rank_{rank}.jsonl", from_end=True)
+        self.follower = Follower(run_dir / "metrics" / f"rank_{rank}.jsonl", newest=0)
         self.started = time.monotonic()
         self.shown = -1  # tenths of the run printed so far
         self.said = self.started  # when the last line was printed

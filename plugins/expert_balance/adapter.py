@@ -74,6 +74,7 @@ def _add_callback(config, ours: Settings, kind: str, devices: int, samples: int)
         "settings": ours,
         "devices": devices,
         "nodes": _nodes(config),
+        "rate": model.get("moe_router_bias_update_rate") or 0.0,
         "copies": samples * model.seq_length * model.num_experts_per_tok,
         "layers": model.num_hidden_layers,
         "run_dir": config.output_dir,

@@ -24,6 +24,8 @@ from plugins.expert_balance.copies import imbalance_with, next_state, none
 from plugins.expert_balance.executor import Layer, Slice, agree, from_first, move, total
 from plugins.expert_balance.plan import Prediction, due, moved
 from plugins.expert_balance.record import Moved, Record, append, load_file
+from plugins.expert_balance.routers import Watcher, routers_file
+from plugins.lines import append_line
 from plugins.private_hooks import relies_on
 
 # its place in MindFormers' list is why the callback is a subclass; the router adds up the shares of micro-batches
@@ -71,14 +73,15 @@ class ExpertBalance(ExpertMigrateCallback):
         settings: `plugins.expert_balance.settings.Settings`.
         devices: ranks of an EP group, or 1; nodes: of them that plans balance first.
         copies: (token, expert) pairs of a rank's micro-batch.
+        rate: by which the routers' biases move in a step.
         layers: decoder layers of the model; those of MTP are counted behind them.
         run_dir: where to record; checkpoint, save_path: see `record.file_of`.
     """
 
-    def __init__(self, settings, devices, nodes, copies, layers, run_dir, checkpoint, save_path, **kwargs):
+    def __init__(self, settings, devices, nodes, rate, copies, layers, run_dir, checkpoint, save_path, **kwargs):
         self.settings, self.devices, self.nodes = settings, devices, nodes
-        self.copies, self.decoder = copies, layers
-        self.file = load_file(run_dir)
+        self.copies, self.decoder, self.rate = copies, layers, rate
+        self.run_dir, self.file = run_dir, load_file(run_dir)
         self.before = record.file_of(checkpoint, save_path, run_dir)
         self.prediction = Prediction(settings.memory)
 
@@ -90,6 +93,7 @@ class ExpertBalance(ExpertMigrateCallback):
         monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
         self.done = monitors[0].initial_step or 0 if monitors else 0
         self.held = none(len(self.layers), self.devices, self.settings.spare)
+        self.routers = Watcher([layer.number for layer in self.layers], self.rate)
         self._remember()
         if self.settings.spare:
             self._take_copies(self._placements(), self.held)
@@ -102,6 +106,7 @@ class ExpertBalance(ExpertMigrateCallback):
         shares = np.stack([layer.router.expert_load.asnumpy().astype(np.float64) for layer in self.layers])
         tokens, slots, batches = self.of_all(shares, self._placements())
         self.prediction.see(tokens)
+        self._watch(step, tokens)
         every, copies = self.settings.every, self.held
         self._record(step, tokens, slots, copies, batches, self._move(step, slots) if due(step, every) else None)
 
@@ -161,6 +166,16 @@ class ExpertBalance(ExpertMigrateCallback):
         """As the record has them."""
         return copies if self.settings.spare else None
 
+    def _watch(self, step, tokens):
+        """Record how the routers are, and warn once of each that needs a look."""
+        if not self.settings.routers or self.ranks.rank:
+            return
+        measures = self.routers.see(step, tokens)
+        append_line(routers_file(self.run_dir), measures.line(time.time()))
+        for alarm in measures.alarms:
+            if alarm.since == step:
+                logger.warning("router of layer %d: %s", alarm.layer, alarm.words)
+
     def _record(self, step, tokens, slots, copies, batches, moved):
         if not self.settings.record or self.ranks.rank:
             return
@@ -178,6 +193,8 @@ class ExpertBalance(ExpertMigrateCallback):
             records, missing = record.carry_over(self.before, self.file, self.done, form)
             for loads in record.loads(records, form):
                 self.prediction.see(loads)
+            for each in records:
+                self.routers.see(each.step, each.tokens)
             copies = self._last_copies(records)
         if self.settings.spare:
             for found in self.hand_out(copies):

@@ -27,7 +27,8 @@ class Settings(Section):
 
     KEY = KEY
     RIGHT = (
-        f"write every, method, moves, gate, memory, record, spare under it (or {{}} for the defaults), or {KEY}: False"
+        "write every, method, moves, gate, memory, record, routers, spare under it (or {} for the defaults), or "
+        f"{KEY}: False"
     )
     CHANGE = ("layout", "routes tokens between devices differently")
 
@@ -62,6 +63,12 @@ class Settings(Section):
         below=1,
     )
     record: bool = setting(True, "write `metrics/expert_load.jsonl`", "write True or False", change=WATCHES)
+    routers: bool = setting(
+        True,
+        "write `metrics/routers.jsonl`: load, entropy, change and idle experts of each router, and alarms",
+        "write True or False",
+        change=WATCHES,
+    )
     spare: int = setting(
         0,
         "slots of a device for copies of other devices' hot experts; data-parallel CPU workers only",
@@ -79,10 +86,10 @@ class Settings(Section):
                 "null, or method: swaps",
                 f"{KEY}.moves",
             )
-        if not self.every and not self.record:
+        if not self.every and not self.record and not self.routers:
             raise RecipeError(
-                "with every: 0 and record: False the plugin neither moves experts nor records their loads; write "
-                f"{KEY}: False to leave it out",
+                "with every: 0, record: False and routers: False the plugin neither moves experts nor records "
+                f"anything; write {KEY}: False to leave it out",
                 KEY,
             )
         if self.spare and not self.every:

@@ -14,6 +14,7 @@ import yaml
 from plugins.expert_balance.record import load_file
 from plugins.expert_balance.record import read as read_loads
 from plugins.expert_balance.replay import differences, replay
+from plugins.expert_balance.routers import Watcher, routers_file
 from plugins.expert_balance.settings import Settings
 from tests.training import runs
 from tests.training.conftest import shared
@@ -127,6 +128,12 @@ def test_experts_of_a_pipeline_that_change_places_leave_the_losses_alone(alone, 
     assert [load.moved is not None for load in loads] == [False, True] * 3
     assert all(load.moved.experts > 0 for load in loads if load.moved)
     assert differences(loads, replay(loads, ours)) == []
+    watcher = Watcher((1,), config["moe_router_bias_update_rate"])
+    measured = [json.loads(line) for line in routers_file(tmp_path / "run").read_text().splitlines()]
+    assert measured == [
+        json.loads(watcher.see(load.step, load.tokens).line(line["time"]))
+        for load, line in zip(loads, measured, strict=True)
+    ]
 
 
 def test_the_collectives_of_a_run_are_those_of_its_dry_run(corpus, tmp_path_factory, tmp_path, monkeypatch):

@@ -45,6 +45,8 @@ GAUGES = {
     "checkpoint_step": "Step of the newest complete checkpoint",
     "checkpoint_age": "Seconds from the newest complete checkpoint to the last sign of life",
     "last_sign": "When the run last wrote anything, seconds since 1970",
+    "fullest_expert": "Tokens of the fullest expert over the mean of its layer, in the newest step",
+    "idle_experts": "Experts of all layers that got no token in the newest step",
 }
 Look = Callable[[], Status]
 _LINE_EVERY = 60.0  # seconds between lines, at most, off a terminal
@@ -105,6 +107,7 @@ def rows(status: Status) -> list[tuple[str, str]]:
         ("goodput", known),
         ("checkpoint", _checkpoint(status)),
         ("slow ranks", "; ".join(status.slow_ranks) or None),
+        ("routers", _routers(status)),
         ("failures", _failures(status)),
     ]
     return [(name, text) for name, text in found if text is not None]
@@ -117,6 +120,15 @@ def _held_out(status: Status) -> str | None:
     corpora = "; ".join(f"{name} {loss_in_words(loss)}" for name, loss in status.held_out_corpora.items())
     mean = f"{loss_in_words(status.held_out_loss)} (step {status.held_out_step:,})"
     return f"{mean}; {corpora}" if corpora else mean
+
+
+def _routers(status: Status) -> str | None:
+    """The fullest expert, experts without tokens, and alarms."""
+    if status.fullest_expert is None:
+        return None
+    fullest = f"the fullest expert has {status.fullest_expert:.2f} times the mean (layer {status.fullest_layer})"
+    idle = f"experts without a token, in all layers: {status.idle_experts:,}" if status.idle_experts else ""
+    return "; ".join(filter(None, [fullest, idle, *(f"look at {alarm}" for alarm in status.router_alarms)]))
 
 
 def _quiet(status: Status) -> str:
@@ -189,6 +201,16 @@ class Scalars:
         values = [(name, record.get(name)) for name in SCALARS]
         tokens, seconds = record.get("tokens"), record.get("seconds")
         values.append(("tokens_per_second", tokens / seconds if tokens and seconds else None))
+        self._write(record, values)
+
+    def add_routers(self, record: dict[str, Any]) -> None:
+        """Write one step's line of metrics/routers.jsonl: of each measure the value of the layer that is worst."""
+        worst = {"fullest": max, "entropy": min, "similarity": min, "idle": max, "streak": max}
+        known = {name: [value for value in record.get(name) or () if value is not None] for name in worst}
+        if type(record.get("step")) is int:
+            self._write(record, [(f"routers/{name}", worst[name](some)) for name, some in known.items() if some])
+
+    def _write(self, record: dict[str, Any], values: list[tuple[str, float | None]]) -> None:
         known = [self.summary.Value(tag=name, simple_value=value) for name, value in values if value is not None]
         at = record.get("time") or 0.0
         self.writer.add_event(self.event(wall_time=at, step=record["step"], summary=self.summary(value=known)))
@@ -227,6 +249,7 @@ class Exporter:
         if status.phase:
             gauge("phase", "1 for the phase that its workers are in", 1, phase=status.phase)
         gauge("slow_ranks", "Ranks that are slower than their peers", len(status.slow_ranks))
+        gauge("router_alarms", "Alarms of routers that stand", len(status.router_alarms))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.client.write_to_textfile(str(self.path), registry)
@@ -305,7 +328,7 @@ def watch_command(
     check_folder(folder)
     exporter = Exporter(prometheus) if prometheus else None
     scalars = Scalars(folder) if tensorboard else None
-    watch = Watch(folder, scalars.add) if scalars else Watch(folder)
+    watch = Watch(folder, scalars.add, scalars.add_routers) if scalars else Watch(folder)
 
     def look() -> Status:
         status = watch.look()

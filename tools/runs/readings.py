@@ -138,10 +138,11 @@ def loss_in_words(loss: float | None) -> str:
 class Follower:
     """This reads the complete lines that a JSON-lines file has gained since the last call."""
 
-    def __init__(self, file: Path, from_end: bool = False):
-        """Follow `file`, which need not exist yet; `from_end` skips what it holds now."""
+    def __init__(self, file: Path, newest: int | None = None):
+        """Follow `file`, which need not exist yet; of what it holds now, read only the `newest` bytes (None: all)."""
         self.file = file
-        self.offset = file.stat().st_size if from_end and file.exists() else 0
+        skipped = file.stat().st_size - newest if newest is not None and file.exists() else 0
+        self.offset = max(0, skipped)
 
     def new_records(self) -> list[dict[str, Any]]:
         """Return new records; a line that is not JSON (the last line of a killed run) is left out."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from plugins.expert_balance.routers import routers_file
 from plugins.held_out_loss.plan import held_out_file
 from plugins.lines import as_span, spans_file
 from tools.files.atomic import real_path
@@ -41,6 +42,7 @@ from tools.runs.study import state_of
 
 Sink = Callable[[dict[str, Any]], None]
 _SPEED_OF = 50  # steps
+_NEWEST = 1 << 20  # bytes at the end of a file, more than a line of routers
 
 
 class _Part:
@@ -181,7 +183,9 @@ BAD = ("failed", "given up", "left", "interrupted", "preempted")
 @dataclass(frozen=True)
 class Status:
     """This is the state of a run at one moment; unknown values are None. Times are seconds; `goodput` is a share;
-    `quiet` is the time since anything new was seen. The held-out losses come from the last evaluation.
+    `quiet` is the time since anything new was seen. The held-out losses come from the last evaluation. `fullest_expert`
+    is the number of tokens of the fullest expert over the mean of its layer; `idle_experts` is the number of experts,
+    of all layers, that got no token in the newest step.
     """
 
     run: str
@@ -206,6 +210,10 @@ class Status:
     held_out_step: int | None = None
     held_out_loss: float | None = None
     held_out_corpora: dict[str, float] = field(default_factory=dict)
+    fullest_expert: float | None = None
+    fullest_layer: int | None = None
+    idle_experts: int | None = None
+    router_alarms: list[str] = field(default_factory=list)
 
     @property
     def over(self) -> int | None:
@@ -220,7 +228,7 @@ class Watch:
         DataError: the folder is not a run's.
     """
 
-    def __init__(self, folder: Path, sink: Sink = lambda record: None):
+    def __init__(self, folder: Path, sink: Sink = lambda record: None, routers: Sink | None = None):
         check_folder(folder)
         self.folder = folder
         recipe = recipe_of(folder)
@@ -231,6 +239,9 @@ class Watch:
         self.span_end = -math.inf
         self.held_out = Follower(held_out_file(folder))
         self.evaluation: Evaluation | None = None  # the newest
+        self.routers = Follower(routers_file(folder), newest=None if routers else _NEWEST)
+        self.measured: dict[str, Any] = {}  # the routers, in the newest step
+        self.tell = routers or (lambda record: None)
         self.attempt: Attempt | None = None
         self.first: float | None = None  # the first attempt's plan
         self.failed: list[int] = []  # attempts that failed, of those that are over
@@ -249,6 +260,9 @@ class Watch:
         self._spans()
         for record in self.held_out.records():
             self.evaluation = evaluation_of(record) or self.evaluation
+        for record in self.routers.records():
+            self.measured = record
+            self.tell(record)
         sign = self._sign()
         if sign != self.sign:
             self.sign, self.changed = sign, time.monotonic()
@@ -312,6 +326,7 @@ class Watch:
             last_sign=self.sign,
             quiet=time.monotonic() - self.changed,
             **self._held_out(),
+            **routers_of(self.measured),
         )
 
     def _held_out(self) -> dict[str, Any]:
@@ -330,6 +345,17 @@ class Watch:
             return "running" if state == "unfinished" else state
         done = self.kept.total is not None and self.kept.step >= self.kept.total
         return "done" if done else "running"
+
+
+def routers_of(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what a status says of a line of `metrics/routers.jsonl`; nothing if the line is not one of a run's."""
+    try:
+        layer, fullest = max(zip(record["layers"], record["fullest"], strict=True), key=lambda pair: pair[1])
+        alarms = [f"layer {each['layer']}, since step {each['since']:,}: {each['words']}" for each in record["alarms"]]
+        idle = sum(record["idle"])
+    except (KeyError, TypeError, ValueError):
+        return {}
+    return {"fullest_expert": fullest, "fullest_layer": layer, "idle_experts": idle, "router_alarms": alarms}
 
 
 def _in_words(failure: Failure | None) -> str | None:

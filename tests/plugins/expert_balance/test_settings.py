@@ -5,11 +5,12 @@ from plugins.expert_balance.settings import Settings, read
 
 
 def test_an_empty_section_has_the_defaults():
-    assert read({}) == Settings(20, "swaps", None, 0.01, 0.8, True, 0)
+    assert read({}) == Settings(20, "swaps", None, 0.01, 0.8, True, True, 0)
 
 
 def test_what_is_written_is_read():
-    written = {"every": 3, "method": "aligned", "moves": 8, "gate": 0, "memory": 0.5, "record": True, "spare": 2}
+    written = {"every": 3, "method": "aligned", "moves": 8, "gate": 0, "memory": 0.5, "record": True, "routers": False}
+    written["spare"] = 2
     assert read(written) == Settings(**written)
 
 
@@ -31,7 +32,7 @@ def test_what_is_written_is_read():
         ({"memory": float("nan")}, "share from 0 to below 1"),
         ({"memory": True}, "share from 0 to below 1"),
         ({"record": 1}, "write True or False"),
-        ({"every": 0, "record": False}, "neither moves"),
+        ({"every": 0, "record": False, "routers": False}, "neither moves"),
         ({"spare": -1}, "slots of a device"),
         ({"spare": 1.0}, "slots of a device"),
         ({"spare": 1, "every": 0}, "planned together with moves"),

@@ -44,7 +44,7 @@ def test_a_follower_waits_for_whole_lines_and_leaves_out_broken_ones(tmp_path):
     with file.open("ab") as out:
         out.write(b'ep": 2}\n{"step": {"step": 3}\n7\n')
     assert follower.new_records() == [{"step": 2}]
-    assert Follower(file, from_end=True).new_records() == []
+    assert Follower(file, newest=0).new_records() == []
 
 
 def test_held_out_losses_count_as_last_written(tmp_path, metrics):

@@ -12,11 +12,13 @@ import sys
 import time
 import tracemalloc
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
 from plugins.errors import DataError
+from plugins.expert_balance.routers import Watcher, routers_file
 from tests.tools.runs.builders import Builder, append, random_run
 from tools.runs import cli, readings
 from tools.runs.attempts import END, End, write
@@ -225,6 +227,30 @@ def test_ctrl_c_is_quiet(tmp_path):
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
     assert (child.returncode, out, err) == (130, "", "") and "running" in first
+
+
+def test_the_routers_of_the_newest_step_are_shown_with_their_alarms(tmp_path):
+    builder = Builder(tmp_path / "run", 100)
+    builder.plan()
+    builder.train(80)
+    watcher, lines = Watcher([1, 2], 0.0), []
+    for step in range(1, 81):
+        tokens = np.full((2, 8), 100)
+        tokens[1, 5] = 0
+        lines.append(watcher.see(step, tokens).line(1_700_000_000.0 + step))
+    file = routers_file(tmp_path / "run")
+    file.write_text("\n".join(lines) + '\n{"step": 81, "lay')
+    shown = run(tmp_path / "run", "--once").output
+    alarm = "look at layer 2, since step 64: expert 5 got no token in 64 steps"
+    fullest, idle = "the fullest expert has 1.14 times the mean (layer 2)", "experts without a token, in all layers: 1"
+    assert f"{fullest}; {idle}; {alarm}" in " ".join(shown.split())
+    status = Watch(tmp_path / "run").look()
+    assert (status.fullest_layer, status.idle_experts, len(status.router_alarms)) == (2, 1, 1)
+    told = []
+    Watch(tmp_path / "run", routers=told.append).look()
+    assert [record["step"] for record in told] == list(range(1, 81))
+    file.write_text('{"step": 3, "layers": [1], "fullest": "much"}\n')
+    assert Watch(tmp_path / "run").look().fullest_expert is None
 
 
 def test_prometheus_reads_what_is_written(tmp_path):

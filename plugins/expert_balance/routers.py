@@ -1,0 +1,179 @@
+"""This module measures a run's routers after each step and says which of them need a look, from the tokens that each
+expert got. Pure.
+
+Rank 0 writes what is measured to `RUN/metrics/routers.jsonl`, one line of a few kilobytes for each step, so that a
+month of training can be watched (`tc3 runs watch`) and drawn (TensorBoard). Each line has lists with one value for each
+MoE layer:
+
+| key | what | even routers |
+|---|---|---|
+| `fullest` | tokens of the fullest expert over the mean of the layer (MaxVio + 1 of arXiv 2408.15664) | 1 |
+| `entropy` | entropy of the experts' shares over that of equal shares | 1 |
+| `similarity` | part of the tokens for which experts have the same share as in the step before | 1 |
+| `idle` | experts that got no token | 0 |
+| `streak` | longest run of steps in which one expert stayed on the same side of the mean | a few |
+
+`Watcher` also raises alarms. A router raises one when a measure has left its own values of the last `WINDOW` steps,
+when an expert has stayed without tokens for `WINDOW` steps, and when the bias of an expert has moved in the same
+direction until it has passed the whole range of a router's score, which is 1, and still does not even out the load.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plugins.robust import deviation
+
+WINDOW = 64  # steps to which a measure is compared
+FEWEST = 32  # steps without which it is not
+HOLD = 3  # steps that a measure has to stay away
+SIGMAS = 16  # robust standard deviations, as for spikes of the loss (`plugins.spike_guard`)
+_LEAST = {"fullest": 0.25, "entropy": 0.02, "similarity": 0.1}  # smaller changes raise no alarm
+_DEPARTED = {
+    "fullest": "the fullest expert has {0:.2f} times the mean, usually {1:.2f}",
+    "entropy": "the entropy of the experts' shares is {0:.3f} of the possible, usually {1:.3f}",
+    "similarity": "{0:.0%} of the tokens went to the experts of the step before, usually {1:.0%}",
+}
+_DIGITS = 4
+
+
+def routers_file(run_dir: str | Path) -> Path:
+    """Return where a run records the measures of its routers."""
+    return Path(run_dir) / "metrics" / "routers.jsonl"
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """This says that a router needs a look.
+
+    Args:
+        layer: number of the MoE layer in the model. rule: fullest, entropy, similarity, idle or bias.
+        since: step in which the alarm was raised. words: what was seen.
+    """
+
+    layer: int
+    rule: str
+    since: int
+    words: str
+
+
+@dataclass(frozen=True)
+class Measures:
+    """These are the measures of one step, as the table above says: arrays of one value for each layer. `similarity` is
+    NaN if the step before is not known.
+    """
+
+    step: int
+    layers: tuple[int, ...]
+    fullest: np.ndarray
+    entropy: np.ndarray
+    similarity: np.ndarray
+    idle: np.ndarray
+    streak: np.ndarray
+    alarms: tuple[Alarm, ...] = ()
+
+    def line(self, time: float) -> str:
+        """Return the measures as a line of JSON; `time` is when the step ended, in seconds since 1970."""
+        found: dict[str, Any] = {"step": self.step, "time": time, "layers": list(self.layers)}
+        for name in ("fullest", "entropy", "similarity"):
+            found[name] = [None if math.isnan(x) else float(f"{x:.{_DIGITS}g}") for x in getattr(self, name)]
+        found |= {"idle": self.idle.tolist(), "streak": self.streak.tolist()}
+        return json.dumps(found | {"alarms": [vars(alarm) for alarm in self.alarms]})
+
+
+class Watcher:
+    """This measures step after step. Steps that a resumed run makes again replace nothing here: a new run has a new
+    `Watcher`, which can be shown the recorded loads of the steps before.
+
+    Args:
+        layers: numbers of the MoE layers in the model.
+        rate: by which the routers' biases move in a step; 0: they do not.
+    """
+
+    def __init__(self, layers: Sequence[int], rate: float):
+        self.layers, self.rate = tuple(layers), rate
+        self.before: np.ndarray | None = None  # shares of the step before
+        self.unused = self.side = np.zeros((0, 0), np.int64)
+        self.window: deque[dict[str, np.ndarray]] = deque(maxlen=WINDOW + HOLD)
+        self.raised: dict[tuple[int, str], Alarm] = {}
+
+    def see(self, step: int, tokens: np.ndarray) -> Measures:
+        """Return the measures of a step.
+
+        Args:
+            tokens: int64 [layers, E] that each expert got, of all ranks and micro-batches.
+        """
+        experts = tokens.shape[1]
+        shares = tokens / np.maximum(tokens.sum(1, keepdims=True), 1)
+        logs = np.log(shares, where=shares > 0, out=np.zeros_like(shares))
+        entropy = -(shares * logs).sum(1) / math.log(experts) if experts > 1 else np.ones(len(tokens))
+        nan = np.full(len(tokens), math.nan)
+        similarity = nan if self.before is None else 1 - np.abs(shares - self.before).sum(1) / 2
+        self._count(tokens, np.sign(shares - 1 / experts).astype(np.int64))
+        self.before = shares
+        now = {"fullest": shares.max(1) * experts, "entropy": entropy, "similarity": similarity}
+        self.window.append(now)
+        self._judge(step)
+        raised = tuple(sorted(self.raised.values(), key=lambda each: (each.layer, each.rule)))
+        idle, streak = (tokens == 0).sum(1), np.abs(self.side).max(1)
+        return Measures(step, self.layers, **now, idle=idle, streak=streak, alarms=raised)
+
+    def _count(self, tokens: np.ndarray, sign: np.ndarray) -> None:
+        """Steps in a row without tokens, and steps in a row above (positive) or below (negative) the mean."""
+        if self.side.shape != tokens.shape:
+            self.unused, self.side = np.zeros((2, *tokens.shape), np.int64)
+        self.unused = np.where(tokens == 0, self.unused + 1, 0)
+        self.side = np.where(sign * self.side < 0, 0, self.side) * (sign != 0) + sign
+
+    def _judge(self, step: int) -> None:
+        found = {**self._unused(), **self._drifting()}
+        for name in _LEAST:
+            found |= self._departed(name)
+        self.raised = {
+            key: self.raised.get(key) or Alarm(self.layers[key[0]], key[1], step, words) for key, words in found.items()
+        }
+
+    def _unused(self) -> dict[tuple[int, str], str]:
+        found = {}
+        for row in np.flatnonzero((self.unused >= WINDOW).any(1)):
+            experts = np.flatnonzero(self.unused[row] >= WINDOW)
+            more = f" and {len(experts) - 1} more" if len(experts) > 1 else ""
+            found[int(row), "idle"] = f"expert {experts[0]}{more} got no token in {WINDOW} steps"
+        return found
+
+    def _drifting(self) -> dict[tuple[int, str], str]:
+        """Experts whose bias has moved by 1 in one direction."""
+        if not self.rate or self.before is None:
+            return {}
+        steps, found = math.ceil(1 / self.rate - 1e-9), {}
+        experts = np.abs(self.side) >= steps
+        for row in np.flatnonzero(experts.any(1)):
+            away = self.before[row] - 1 / experts.shape[1]
+            expert = int(np.where(experts[row], np.abs(away), -1).argmax())
+            where = "above" if away[expert] > 0 else "below"
+            found[int(row), "bias"] = (
+                f"expert {expert} was {where} the mean in each of {steps} steps, in which its bias moved by 1"
+            )
+        return found
+
+    def _departed(self, name: str) -> dict[tuple[int, str], str]:
+        """Layers whose newest values are all far from those of the window before them."""
+        hold = 1 if name == "similarity" else HOLD  # routers that have changed are like themselves in the next step
+        values = np.array([each[name] for each in self.window])  # [steps, layers]
+        known, newest = values[:-hold], values[-hold:]
+        if np.isfinite(known[:, 0]).sum() < FEWEST if len(known) else True:
+            return {}
+        usual = np.nanmedian(known, axis=0)
+        far = np.maximum(SIGMAS * deviation(known, usual, axis=0), _LEAST[name])
+        away = newest - usual if name == "fullest" else usual - newest
+        words = _DEPARTED[name]
+        rows = np.flatnonzero((away > far).all(axis=0))
+        return {(int(row), name): words.format(newest[-1, row], usual[row]) for row in rows}

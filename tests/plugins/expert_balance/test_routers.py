@@ -1,0 +1,124 @@
+"""The measures of routers against loops over experts; alarms of planted troubles, and none of healthy routers."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plugins.expert_balance.routers import HOLD, WINDOW, Watcher
+
+EXPERTS, TOKENS, LAYERS = 16, 4096, (1, 2, 5)
+
+
+def routed(rng, shares):
+    """Tokens of each layer's experts, drawn by their shares."""
+    return np.stack([rng.multinomial(TOKENS, row) for row in shares])
+
+
+def healthy(seed, steps):
+    """Loads of routers that drift slowly, and whose biases keep every expert near the mean."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 0.3, (len(LAYERS), EXPERTS))
+    for _ in range(steps):
+        logits = 0.95 * logits + rng.normal(0, 0.1, logits.shape)
+        yield routed(rng, np.exp(logits) / np.exp(logits).sum(1, keepdims=True))
+
+
+def slow_measures(history):
+    """One layer's measures after its last step, written out; history: of lists of tokens."""
+    now, before = history[-1], history[-2] if len(history) > 1 else None
+    total, experts = sum(now), len(now)
+    fullest = max(now) / (total / experts)
+    entropy = -sum(x / total * math.log(x / total) for x in now if x) / math.log(experts)
+    similarity = math.nan
+    if before:
+        similarity = sum(min(x / total, y / sum(before)) for x, y in zip(now, before, strict=True))
+    streak = 0
+    for expert in range(experts):
+        sides = [np.sign(step[expert] * experts - sum(step)) for step in history]
+        length = 0
+        for side in reversed(sides):
+            if not side or side != sides[-1]:
+                break
+            length += 1
+        streak = max(streak, length)
+    return fullest, entropy, similarity, sum(x == 0 for x in now), streak
+
+
+@settings(max_examples=60, derandomize=True)
+@given(st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4).filter(any), min_size=1, max_size=6))
+def test_measures_are_those_of_loops_over_experts(history):
+    watcher = Watcher([3], 0.001)
+    for step, tokens in enumerate(history, 1):
+        found = watcher.see(step, np.array([tokens]))
+    values = [getattr(found, name)[0] for name in ("fullest", "entropy", "similarity", "idle", "streak")]
+    assert values == pytest.approx(slow_measures(history), nan_ok=True, abs=1e-12)
+    line = json.loads(found.line(12.5))
+    assert (line["step"], line["time"], line["layers"]) == (len(history), 12.5, [3])
+    assert line["fullest"][0] == pytest.approx(values[0], rel=1e-3)
+    assert line["similarity"][0] is None if len(history) == 1 else 0 <= line["similarity"][0] <= 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_healthy_routers_raise_no_alarm(seed):
+    watcher = Watcher(LAYERS, 0.001)
+    assert not [
+        alarm for step, tokens in enumerate(healthy(seed, 400), 1) for alarm in watcher.see(step, tokens).alarms
+    ]
+
+
+def collapse(tokens, steps_in):
+    tokens[1, 1:] //= 4
+    tokens[1, 0] = TOKENS - tokens[1, 1:].sum()
+    return tokens
+
+
+def dead(tokens, steps_in):
+    tokens[1, 0] += tokens[1, 7]
+    tokens[1, 7] = 0
+    return tokens
+
+
+def shuffled(tokens, steps_in):
+    tokens[1] = [TOKENS // 2, *[0] * 14, TOKENS // 2] if steps_in % 2 else [0, TOKENS // 2, TOKENS // 2, *[0] * 13]
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("plant", "rule", "after"),
+    [(collapse, "fullest", HOLD), (collapse, "entropy", HOLD), (dead, "idle", WINDOW), (shuffled, "similarity", 1)],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_planted_trouble_is_told_with_its_layer_and_step(plant, rule, after, seed):
+    watcher, begins = Watcher(LAYERS, 0.0), 200
+    for step, tokens in enumerate(healthy(seed, begins + after), 1):
+        found = watcher.see(step, plant(tokens, step - begins) if step > begins else tokens)
+        if step < begins + after:
+            assert not [alarm for alarm in found.alarms if alarm.rule == rule]
+    alarm = next(alarm for alarm in found.alarms if alarm.rule == rule)
+    assert (alarm.layer, alarm.since) == (LAYERS[1], begins + after)
+    assert {each.layer for each in found.alarms} == {LAYERS[1]}
+
+
+def test_an_alarm_ends_with_its_trouble_and_keeps_its_step_until_then():
+    watcher = Watcher(LAYERS, 0.0)
+    raised = []
+    for step, tokens in enumerate(healthy(0, 230), 1):
+        found = watcher.see(step, collapse(tokens, 0) if 200 < step <= 220 else tokens)
+        raised.append({alarm.since for alarm in found.alarms if alarm.rule == "fullest"})
+    assert raised[201] == set() and raised[202:220] == [{203}] * 18 and raised[220:] == [set()] * 10
+
+
+@pytest.mark.parametrize(("rate", "steps"), [(0.01, 100), (0.005, 200), (0.0, None)])
+def test_a_bias_that_moves_through_the_whole_range_in_one_direction_is_told(rate, steps):
+    watcher, first = Watcher(LAYERS, rate), None
+    for step, tokens in enumerate(healthy(1, 250), 1):
+        tokens[2, 3] += TOKENS
+        alarms = [alarm for alarm in watcher.see(step, tokens).alarms if (alarm.rule, alarm.layer) == ("bias", 5)]
+        first = first or (step if alarms else None)
+        if alarms:
+            assert alarms[0].since == steps and "expert 3 was above" in alarms[0].words
+    assert first == steps
