@@ -58,7 +58,7 @@ def test_no_placement_of_any_strategy_is_faster(model, share):
 
 
 def test_more_effort_is_never_worse_and_the_bound_only_rises():
-    asked = problem(2, devices=(8,), layers=(6, 8))
+    asked = small(4, devices=(8,))
     every = [searched(asked, effort, top=4) for effort in (0.1, 0.4, 1.0)]
     steps, bounds = [found.entries[0].seconds for found in every], [found.least for found in every]
     assert steps == sorted(steps, reverse=True) and max(bounds) <= steps[-1]
@@ -86,7 +86,7 @@ def test_the_own_mesh_is_placed_and_each_pair_of_stages_and_chunks_is_shown():
 
 
 def test_under_loads_the_best_of_all_placed_under_them_is_found():
-    asked, text = problem(1, devices=(8,), layers=(4, 5)), "spread:0.8"
+    asked, text = small(4, devices=(8,)), "spread:0.8"
     times, found = TimeModel(asked.hardware), searched(asked, 0.2, top=4)
     before = [entry.config for entry in found.entries]
     search_under(found, text, 4, Budget(0.2), times, lambda *_: None)
@@ -111,7 +111,7 @@ def test_under_loads_the_best_of_all_placed_under_them_is_found():
 
 
 def test_ctrl_c_in_the_second_search_leaves_the_first(monkeypatch):
-    asked = problem(1, devices=(8,), layers=(4, 5))
+    asked = small(4, devices=(8,))
     found = searched(asked, 0.1, top=2)
     before = list(found.entries)
 
