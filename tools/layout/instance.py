@@ -231,7 +231,7 @@ class Instance:
         return good & self.in_order(plans) if self.order else good
 
     def in_order(self, plans: np.ndarray) -> np.ndarray:
-        """Return [N]: whether in each chunk no later type has an option that is stronger than one of an earlier type."""
+        """Return [N]: whether in no chunk a later type has an option that is stronger than one of an earlier type."""
         good, weakest = np.ones(len(plans), bool), np.full((len(plans), plans.shape[2]), -1)
         for index in range(len(self.types)):
             columns = self.type_columns(index)

@@ -28,6 +28,11 @@ from tools.pipeline.simulate import makespans
 _OPERATION = 4e-8  # effort of each simulated operation
 _WAYS = 20_000  # ways to recompute of one stage's layers; beyond that none of its chunks recomputes more than it must
 _FRONT = 6  # patterns with the same layers; beyond that they count as one, with the least time of each chunk
+_COUNTS = 4_000  # numbers of layers that are tried for the chunks of a stage
+_ROWS, _CELLS = (
+    200_000,
+    8_000_000,
+)  # patterns of several stages that are looked at together; operations simulated at once
 _SLACK = 1e-9  # relative
 
 # (layers of each type of a chunk, whether it is the model's last) -> what `_choices` returns
@@ -48,13 +53,18 @@ class Stage:
 def pattern_bound(instance: Instance, goal: float, budget: Budget) -> tuple[float, np.ndarray | None]:
     """Return (a time that no plan under `goal` is under, at most `goal`; a plan [K, C] of that time, if it was found).
 
-    The bound is 0 where nothing is known: of schedules other than 1F1B, of more than two types of layers, and where the
-    budget does not even pay for one stage.
+    The bound is 0 where nothing is known: of schedules other than 1F1B, of more than two types of layers, of stages
+    with too many patterns, and where the budget does not even pay for one stage.
     """
     if instance.schedule not in SCHEDULES or len(instance.types) > 2:
         return 0.0, None
     known: Choices = {}
-    stages = [_patterns(instance, stage, goal, known) for stage in range(instance.stages)]
+    stages: list[Stage] = []
+    for number in range(instance.stages):
+        found = _patterns(instance, number, goal, known)
+        if found is None:
+            return 0.0, None
+        stages.append(found)
     if any(len(stage.columns) == 0 for stage in stages):
         return goal, None
     most = np.array([stage.layers[:-1].sum(axis=1).max() for stage in stages])
@@ -62,6 +72,8 @@ def pattern_bound(instance: Instance, goal: float, budget: Budget) -> tuple[floa
     total = sum(kind.count for kind in instance.types)
     picks, times = np.full((1, instance.stages), -1), np.zeros(1)
     for stage in reversed(range(instance.stages)):
+        if len(picks) * len(stages[stage].columns) > _ROWS:
+            return min(goal, float(times.min())), None
         new = np.repeat(picks, len(stages[stage].columns), axis=0)
         new[:, stage] = np.tile(np.arange(len(stages[stage].columns)), len(picks))
         layers = _gather(stages, new, "layers").sum(axis=1)[:, stage:].sum(axis=1)
@@ -71,9 +83,9 @@ def pattern_bound(instance: Instance, goal: float, budget: Budget) -> tuple[floa
         if cost > budget.left:
             return min(goal, float(times.min())), None
         budget.spend(cost)
-        found = _simulated(instance, stages, new)
-        kept = found < goal * (1 - _SLACK)
-        picks, times = new[kept], found[kept]
+        took = _simulated(instance, stages, new)
+        kept = took < goal * (1 - _SLACK)
+        picks, times = new[kept], took[kept]
         if not len(picks):
             return goal, None
     best = int(times.argmin())
@@ -90,9 +102,10 @@ def _gather(stages: list[Stage], picks: np.ndarray, name: str) -> np.ndarray:
 
 def _simulated(instance: Instance, stages: list[Stage], picks: np.ndarray) -> np.ndarray:
     """[N] step times."""
-    if not len(picks):
-        return np.zeros(0)
-    return makespans(instance.table, _gather(stages, picks, "forward"), _gather(stages, picks, "backward"))
+    many = max(1, _CELLS // instance.table.work.size)
+    parts = [picks[first : first + many] for first in range(0, len(picks), many)]
+    rows = [(_gather(stages, part, "forward"), _gather(stages, part, "backward")) for part in parts]
+    return np.concatenate([np.zeros(0), *(makespans(instance.table, *times) for times in rows)])
 
 
 def _types_in_order(instance: Instance, stages: list[Stage], picks: np.ndarray, first: int) -> np.ndarray:
@@ -111,13 +124,15 @@ def _types_in_order(instance: Instance, stages: list[Stage], picks: np.ndarray, 
     return good
 
 
-def _patterns(instance: Instance, stage: int, goal: float, known: Choices) -> Stage:
-    """The patterns of a stage with which a step can be under the goal."""
+def _patterns(instance: Instance, stage: int, goal: float, known: Choices) -> Stage | None:
+    """The patterns of a stage with which a step can be under the goal; None where there are too many."""
     rows: list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray, np.ndarray, np.ndarray | None]] = []
     ends = instance.ends.reshape(2, instance.chunks, instance.stages)[:, :, stage]
     per_layer = np.array([[kind.forward, kind.backward] for kind in instance.types])
     most = goal / instance.micro_batches - ends.sum()
-    for counts in _counts(instance, stage, most):
+    for number, counts in enumerate(_counts(instance, stage, most)):
+        if number == _COUNTS:
+            return None
         both = np.array(counts)  # [V, types]
         base = both @ per_layer  # [V, 2]
         if base.sum() >= most:
