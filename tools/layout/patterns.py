@@ -25,10 +25,10 @@ from tools.layout.instance import CAP_TOLERANCE, SCHEDULES, Instance
 from tools.layout.stage_costs import compositions, least_layers
 from tools.pipeline.simulate import makespans
 
-_OPERATION = 4e-8  # effort of each simulated operation
+# effort of each simulated operation, and of each way to share out a stage's layers among its chunks
+_OPERATION, _COUNT = 4e-8, 2e-4
 _WAYS = 20_000  # ways to recompute of one stage's layers; beyond that none of its chunks recomputes more than it must
 _FRONT = 6  # patterns with the same layers; beyond that they count as one, with the least time of each chunk
-_COUNTS = 4_000  # numbers of layers that are tried for the chunks of a stage
 _ROWS, _CELLS = (
     200_000,
     8_000_000,
@@ -53,15 +53,15 @@ class Stage:
 def pattern_bound(instance: Instance, goal: float, budget: Budget) -> tuple[float, np.ndarray | None]:
     """Return (a time that no plan under `goal` is under, at most `goal`; a plan [K, C] of that time, if it was found).
 
-    The bound is 0 where nothing is known: of schedules other than 1F1B, of more than two types of layers, of stages
-    with too many patterns, and where the budget does not even pay for one stage.
+    The bound is 0 where nothing is known: of schedules other than 1F1B, of more than two types of layers, and
+    where the budget does not even pay for one stage.
     """
     if instance.schedule not in SCHEDULES or len(instance.types) > 2:
         return 0.0, None
     known: Choices = {}
     stages: list[Stage] = []
     for number in range(instance.stages):
-        found = _patterns(instance, number, goal, known)
+        found = _patterns(instance, number, goal, known, budget)
         if found is None:
             return 0.0, None
         stages.append(found)
@@ -124,14 +124,15 @@ def _types_in_order(instance: Instance, stages: list[Stage], picks: np.ndarray, 
     return good
 
 
-def _patterns(instance: Instance, stage: int, goal: float, known: Choices) -> Stage | None:
-    """The patterns of a stage with which a step can be under the goal; None where there are too many."""
+def _patterns(instance: Instance, stage: int, goal: float, known: Choices, budget: Budget) -> Stage | None:
+    """The patterns of a stage with which a step can be under the goal; None where the budget is over."""
     rows: list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray, np.ndarray, np.ndarray | None]] = []
     ends = instance.ends.reshape(2, instance.chunks, instance.stages)[:, :, stage]
     per_layer = np.array([[kind.forward, kind.backward] for kind in instance.types])
     most = goal / instance.micro_batches - ends.sum()
-    for number, counts in enumerate(_counts(instance, stage, most)):
-        if number == _COUNTS:
+    for counts in _counts(instance, stage, most):
+        budget.spend(_COUNT)
+        if budget.over:
             return None
         both = np.array(counts)  # [V, types]
         base = both @ per_layer  # [V, 2]
@@ -215,19 +216,22 @@ def _ways(
     good = ((peaks @ held).max(axis=0) <= room) & (extras.sum(axis=1) < most)
     extras, picks = extras[good], picks[:, good]
     front = _front(extras)
-    if len(front) > _FRONT:
-        yield extras[front].min(axis=0), None
+    if front is None:
+        yield extras.min(axis=0), None
         return
     for way in front:
         yield extras[way], np.array([one[2][pick] for one, pick in zip(small, picks[:, way], strict=True)])
 
 
-def _front(extras: np.ndarray) -> list[int]:
-    """The rows that no other row is at most as large as in every place."""
+def _front(extras: np.ndarray) -> list[int] | None:
+    """The rows that no other row is at most as large as in every place; None where they are too many."""
     found: list[int] = []
-    for row in np.lexsort((*extras.T, extras.sum(axis=1))):
-        if not any((extras[other] <= extras[row] + 1e-12).all() for other in found):
-            found.append(int(row))
+    left = np.arange(len(extras))
+    while len(left):
+        if len(found) == _FRONT:
+            return None
+        found.append(int(left[extras[left].sum(axis=1).argmin()]))
+        left = left[(extras[left] < extras[found[-1]] - 1e-12).any(axis=1)]
     return found
 
 
