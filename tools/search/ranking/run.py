@@ -165,6 +165,7 @@ class Found:
     failed: list[tuple[Entry, list[str]]] = field(default_factory=list)
     doubtful: list[tuple[Entry, list[str]]] = field(default_factory=list)
     passed: list[Entry] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)  # terms of the memory that dry runs contradict
     verified: int = 0
     to_verify: int = 0  # dry runs that were asked for
     whole: bool = True  # False: the search was interrupted, and candidates that were not placed are missing
