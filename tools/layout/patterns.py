@@ -26,7 +26,7 @@ from tools.layout.stage_costs import compositions, least_layers
 from tools.pipeline.simulate import makespans
 
 # effort of each simulated operation, and of each way to share out a stage's layers among its chunks
-_OPERATION, _COUNT = 4e-8, 2e-4
+_OPERATION, _COUNT = 4e-8, 5e-5
 _WAYS = 20_000  # ways to recompute of one stage's layers; beyond that none of its chunks recomputes more than it must
 _FRONT = 6  # patterns with the same layers; beyond that they count as one, with the least time of each chunk
 _ROWS, _CELLS = (
