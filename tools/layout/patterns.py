@@ -1,4 +1,4 @@
-"""This module bounds an instance with several chunks per stage by whole layers in every chunk, and often solves it.
+"""This module bounds an instance by whole layers in every chunk of every stage, and often solves it.
 
 A stage's pattern says how many layers of each type each of its chunks holds, and what these recompute. Only patterns
 count that keep the stage's memory, that recompute nothing in vain and whose work leaves the step under a goal. Stages
@@ -7,9 +7,9 @@ of all their patterns, so that the simulated step of some stages' patterns is a 
 patterns. Whatever is not under the goal is left out. What is left when every stage has a pattern are all plans under
 the goal; if nothing is left there is none.
 
-The bound of `tools.layout.ilp.path_bound` divides layers. That costs little with one chunk per stage, and several per
-cent where a chunk holds one or two layers, because stages run their short chunks at different times. The slow reference
-is all plans of small instances (`tests/tools/layout/test_patterns.py`).
+The bound of `tools.layout.ilp.path_bound` divides layers. That is far too low where a chunk holds one or two layers,
+because stages then run their short chunks at different times. The slow reference is all plans of small instances
+(`tests/tools/layout/test_patterns.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Stage:
 
     layers: np.ndarray  # [N + 1, V]
     early: np.ndarray  # [N + 1, V] layers of the first of two types
-    forward: np.ndarray  # [N + 1, V] time
+    forward: np.ndarray  # [N + 1, V] ms
     backward: np.ndarray  # [N + 1, V]
     columns: list[np.ndarray | None]  # [N] of [V, K]; None where several patterns count as one
 

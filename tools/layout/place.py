@@ -209,7 +209,7 @@ def _closer(instance: Instance, goal: float, ways: int) -> tuple[float, list[np.
     divided, and where that leaves some by whole layers; the fastest plan, if that proved one to be it.
     """
     bound = path_bound(instance, PathModel(instance), Budget(BOUND_EFFORT / ways))
-    if bound >= goal or instance.chunks == 1:
+    if bound >= goal:
         return bound, []
     closer, plan = pattern_bound(instance, goal * (1 + IMPROVEMENT), Budget(WHOLE_EFFORT / ways))
     return max(bound, closer), [] if plan is None else [plan]
