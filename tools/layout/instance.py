@@ -228,10 +228,10 @@ class Instance:
             before = before | (later > 0)
         good &= layers[:, :, -1].sum(axis=1) >= self.last_layers
         good &= ~plans[:, self.kept_out, -1].any(axis=1)
-        return good & self._in_order(plans) if self.order else good
+        return good & self.in_order(plans) if self.order else good
 
-    def _in_order(self, plans: np.ndarray) -> np.ndarray:
-        """[N]: whether in each chunk no later type has an option that is stronger than one of an earlier type."""
+    def in_order(self, plans: np.ndarray) -> np.ndarray:
+        """Return [N]: whether in no chunk a later type has an option that is stronger than one of an earlier type."""
         good, weakest = np.ones(len(plans), bool), np.full((len(plans), plans.shape[2]), -1)
         for index in range(len(self.types)):
             columns = self.type_columns(index)

@@ -6,7 +6,8 @@ fastest plan that keeps every stage's memory cap.
    so far, one by the exact model (`ilp`), or the proof that none fits and what is missing.
 3. The whole model, adding chains, which may prove its plan best.
 4. In rounds, each twice as long as the one before, annealing with the simulator, then the model around the best plan
-   (`ilp`): where one is weak, the other has been strong. Each round ends with the whole model, for the bound.
+   (`ilp`): where one is weak, the other has been strong. Each round ends with the whole model, for the bound. If stages
+   have several chunks, it begins with the patterns of whole layers (`patterns`), which may prove the best plan.
 
 The amount of work in each of these does not depend on the budget, which only ends the last one: a larger budget begins
 with what a smaller one does, and is never worse.
@@ -30,6 +31,7 @@ import numpy as np
 from tools.layout.budget import Budget
 from tools.layout.ilp import Answer, Incumbent, PathModel, add_plan, path_bound, search_near, work_bound
 from tools.layout.instance import Instance
+from tools.layout.patterns import pattern_bound
 
 
 def recompute_less(instance: Instance, plan: np.ndarray) -> np.ndarray:
@@ -185,6 +187,7 @@ class Changes:
 
 _RELAXED, _FIRST, _ROUND = 0.2, 0.2, 0.2  # effort of the bound, of the whole model and of the first round
 _ANNEAL, _NEAR = 0.6, 0.25  # of a round; the rest goes to the whole model
+_PATTERNS = 2.0  # times a round's effort is spent on whole layers before it, if stages have several chunks
 
 
 @dataclass(frozen=True)
@@ -236,6 +239,8 @@ def optimise(
     _whole(incumbent, model, budget.units(_FIRST))
     units = _ROUND
     while not (incumbent.proven or budget.over):
+        if instance.chunks > 1:
+            _by_patterns(incumbent, budget.units(_PATTERNS * units))
         part = budget.units(units)
         anneal(incumbent, incumbent.plan[None], part.units(_ANNEAL * units), rng, planned=_ANNEAL * units)
         search_near(incumbent, model, part.units(_NEAR * units), rng)
@@ -244,6 +249,14 @@ def optimise(
     known, done = (incumbent.plan, incumbent.time, incumbent.bound, work_bound(instance)), incumbent.proven
     peak = instance.peak_memory(incumbent.plan[None])[0]
     return Outcome(instance, *known, done, budget.elapsed, cut=budget.cut and not done, peak=peak)
+
+
+def _by_patterns(incumbent: Incumbent, budget: Budget) -> None:
+    """Look for a better plan, and for a proof that there is none, with whole layers in every chunk."""
+    bound, plan = pattern_bound(incumbent.instance, incumbent.goal, budget)
+    incumbent.prove(bound if bound < incumbent.goal else np.inf)
+    if plan is not None:
+        incumbent.offer(plan)
 
 
 def _whole(incumbent: Incumbent, model: PathModel, budget: Budget) -> None:

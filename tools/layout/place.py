@@ -31,9 +31,10 @@ from tools.hardware.units import GIB
 from tools.layout.budget import Budget
 from tools.layout.fast import place_fast
 from tools.layout.floor import floor_of
-from tools.layout.ilp import PathModel, path_bound
+from tools.layout.ilp import IMPROVEMENT, PathModel, path_bound
 from tools.layout.instance import Instance
 from tools.layout.optimise import Outcome, optimise
+from tools.layout.patterns import pattern_bound
 from tools.layout.problem import ORDER, by_layers, by_price, pipeline_instance
 from tools.layout.stage_costs import StageCosts
 from tools.pipeline.schedules import pairs_up
@@ -126,7 +127,8 @@ def _recomputing(config: Configuration, tables: dict[str, np.ndarray]) -> Config
 
 
 _SHARE = 0.35  # of effort and time, for each instance but the last
-BOUND_EFFORT = 0.5  # of the bounds of a candidate by the solver's model, at most
+# of the bounds of a candidate at most: by the solver's model, by whole layers
+BOUND_EFFORT, WHOLE_EFFORT = 0.5, 3.0
 
 
 @dataclass(frozen=True)
@@ -224,12 +226,14 @@ def screen(
     for way in every:
         instance = pipeline_instance(config, model, cap_bytes, *way)
         bound, rest = _floor(config, model, instance, beat)
+        goal, plans = 1000 * (beat - rest - model.fixed), list[np.ndarray]()
         if bound + rest + model.fixed < beat < math.inf and not pairs_up(config.schedule):
-            bound = max(bound, path_bound(instance, PathModel(instance), Budget(BOUND_EFFORT / len(every))) / 1000)
+            closer, plans = _closer(instance, goal, len(every))
+            bound = max(bound, closer / 1000)
         low, outside = min(low, bound + rest), min(outside, rest)
         if bound + rest + model.fixed < beat:
-            plan = place_fast(instance, 1000 * (beat - rest - model.fixed))
-            laid = [] if plan is None else [configuration_of(config, instance, plan)]
+            plan = place_fast(instance, goal)
+            laid = [configuration_of(config, instance, plan) for plan in [plan, *plans] if plan is not None]
             candidates += [eased(one, model, cap_bytes) for one in laid] if way.groups else laid
     dropped = []
     for candidate in [*candidates, *([] if _at_least(config, model) >= min(beat, low + model.fixed) else [config])]:
@@ -243,6 +247,17 @@ def screen(
     least = 0.0 if not every or pairs_up(config.schedule) else min(found.step_s, low + model.fixed)
     rest = outside if every else 0.0
     return replace(found, bound_s=least, least_s=least, outside_s=rest, dropped=tuple(dropped))
+
+
+def _closer(instance: Instance, goal: float, ways: int) -> tuple[float, list[np.ndarray]]:
+    """Milliseconds that no plan of an instance under `goal` is under, by the solver's model with layers that may be
+    divided, and where that leaves some by whole layers; the fastest plan, if that proved one to be it.
+    """
+    bound = path_bound(instance, PathModel(instance), Budget(BOUND_EFFORT / ways))
+    if bound >= goal:
+        return bound, []
+    closer, plan = pattern_bound(instance, goal * (1 + IMPROVEMENT), Budget(WHOLE_EFFORT / ways))
+    return max(bound, closer), [] if plan is None else [plan]
 
 
 def floor_seconds(

@@ -297,7 +297,9 @@ def _verify(recipe: Recipe, found: Found, full: bool) -> None:
     def told(number: int, verdict: Verdict) -> None:
         entry = tried[number]
         own = f" (its own estimate: {verdict.estimate / GIB:.1f} GiB)" if verdict.estimate else ""
-        found.verified += 1
+        found.verified += verdict.compiled
+        own += f"; {verdict.wrong}" if verdict.wrong else ""
+        found.wrong += [f"{entry.layout}: {verdict.wrong}"] if verdict.wrong else []
         if verdict.problems:
             words = "; ".join(verdict.problems)
             found.failed.append((entry, verdict.problems))

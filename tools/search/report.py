@@ -176,6 +176,7 @@ def lost(found: Found) -> list[str]:
     lines += [f"dropped by its dry run: {entry.layout}: {'; '.join(problems)}" for entry, problems in found.failed]
     for entry, doubts in found.doubtful:
         lines.append(f"its dry run does not prove that it fits: {entry.layout}: {'; '.join(doubts)}")
+    lines += [f"memory by the dry run of {words}" for words in found.wrong]
     if found.verified:
         lines.append(f"dry runs: {len(found.passed)} of {found.verified} compile and fit")
     if found.unverified:
@@ -288,6 +289,7 @@ def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
         "ended_by_time_limit": found.cut,
         "verified": found.verified,
         "best_is_verified": bool(found.passed),
+        "wrong_memory": found.wrong,
         "strategies": [_entry(entry, request) for entry in found.entries],
         "recipe": _entry(found.own, request) if found.own else None,
         "own_mesh": _entry(found.own_mesh, request) if found.own_mesh else None,

@@ -165,6 +165,7 @@ class Found:
     failed: list[tuple[Entry, list[str]]] = field(default_factory=list)
     doubtful: list[tuple[Entry, list[str]]] = field(default_factory=list)
     passed: list[Entry] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)  # terms of the memory that dry runs contradict
     verified: int = 0
     to_verify: int = 0  # dry runs that were asked for
     whole: bool = True  # False: the search was interrupted, and candidates that were not placed are missing
@@ -297,7 +298,8 @@ CLOSING = 2  # candidates that the solver places at a time, however many process
 class _Placing:
     """The part of a search behind the ranking.
 
-    1. The candidates that rank best and the recipe's own mesh are placed quickly (`tools.layout.place.screen`).
+    1. The candidates that rank best and the recipe's own mesh are placed quickly (`tools.layout.place.screen`), and
+       once more against the fastest of them, for closer bounds.
     2. Every other candidate that could be faster by its plain bound gets a bound of whole layers under memory.
     3. Those that could still be faster are placed quickly, the smallest bound first, until none is left.
     4. The solver places those that are still not proven slower, the fastest first, as far as the effort goes.
@@ -344,8 +346,11 @@ class _Placing:
         found, self.of = self.found, len(first)
         self._quickly(first, np.inf, results)
         chances = Chances(found.ranking, self._best)
-        for one, placement in self.placements.items():
-            chances.learn(one.candidate, placement.least_s)
+        self._learn(chances, first)
+        if not self._late():  # now that there is a time to beat, closer bounds of those that are not proven slower
+            again = [one for one in chances.left if one in self.placements]
+            self._quickly(again, chances.best, results)
+            self._learn(chances, again)
         if not self._late():
             self._bound(chances, results)
         while not self._late():
@@ -355,8 +360,7 @@ class _Placing:
                 break
             wave, self.of = left[:WAVE], len(self.placements) + len(left)
             self._quickly(wave, chances.best, results)
-            for one in wave:
-                chances.learn(one.candidate, self.placements[one].least_s)
+            self._learn(chances, wave)
         chances.best = self._best
         self._close(chances, results)
         chances.best = self._best
@@ -364,6 +368,10 @@ class _Placing:
         found.least, found.open = chances.least, len(left)
         found.unplaced = sum(one not in self.placements for one in left)
         found.stages = self._by_stages(chances)
+
+    def _learn(self, chances: Chances, ranked: list[Ranked]) -> None:
+        for one in ranked:
+            chances.learn(one.candidate, self.placements[one].least_s)
 
     def _late(self) -> bool:
         self.found.cut |= self.budget.seconds_left <= 0
@@ -413,8 +421,12 @@ class _Placing:
     def _told(self, one: Ranked, placement: Placement) -> None:
         found = self.found
         found.cut |= placement.cut
+        known = [words for other, words in found.dropped if other == one]
+        found.dropped += [(one, words) for words in placement.dropped if words not in known]
+        before = self.placements.get(one, placement)
+        if before.step_s < placement.step_s:  # it was placed against another time
+            placement = replace(before, least_s=max(before.least_s, min(before.step_s, placement.least_s)))
         self.placements[one] = placement
-        found.dropped += [(one, words) for words in placement.dropped]
         if placement.configuration is not None:
             self.done[one] = entry_of(placement.configuration, self.times, bound=placement.bound_s)
         self.progress("placing", len(self.placements), self.of, self._best)

@@ -6,6 +6,9 @@ gradients and optimizer state hold. Activations are the larger of the search's o
 together for each stage from its kinds of layer; a full one compiles every kind of stage as it is, and its own estimate
 counts.
 
+If a dry run's memory is further from the search's than its own error, the term that is off most is named, and counts by
+as much more in the strategies that are alike: those that then exceed the limit are dropped without a dry run.
+
 A strategy above the limit fails. A strategy below the limit, but by less than the search's margin, is neither failed
 nor proven to fit, because both estimates have errors of this size.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from plugins.errors import ClusterError, RecipeError
@@ -53,12 +56,67 @@ class Verdict:
 
     problems: list[str]  # why it is none; [] where it compiles and nothing is over the limit
     doubts: list[str]  # why it is not proven to fit all the same
-    estimate: int  # bytes of the heaviest stage by the dry run's own estimate; 0: refused
+    estimate: int  # bytes of the heaviest stage by the dry run's own estimate; 0: refused or not compiled
+    wrong: str = field(default="", compare=False)  # which term of the search's memory the dry run contradicts
+    compiled: bool = True  # False: dropped by what an earlier dry run found
 
     @property
     def proven(self) -> bool:
         """Return whether the strategy compiles and fits."""
         return not self.problems and not self.doubts
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """This is a term of the search's memory that a dry run contradicts, on the stage where both differ most."""
+
+    layout: str
+    stage: int
+    static: bool  # weights, gradients and optimizer state; else activations and buffers
+    counted: float  # bytes by the search
+    found: float  # bytes by the dry run
+
+    @property
+    def words(self) -> str:
+        """Return what is wrong."""
+        name = "weights, gradients and optimizer state" if self.static else "activations and buffers"
+        return (
+            f"the search counts {self.counted / GIB:.1f} GiB of {name} on stage {self.stage}, the dry run "
+            f"{self.found / GIB:.1f}"
+        )
+
+    def exceeds(self, entry: Entry, cap: float) -> str:
+        """Return why an entry is over the cap of bytes if the term is as much larger there; "" if it is not."""
+        more = max(0.0, self.found / self.counted - 1) if self.counted else 0.0
+        for stage, memory in enumerate(all_stages(entry.config)):
+            need = memory.peak + more * (memory.static if self.static else memory.peak - memory.static)
+            if need > cap:
+                return (
+                    f"not compiled: stage {stage} needs {need / GIB:.1f} GiB per device if the search errs as in "
+                    f"{self.layout}, where {self.words}; the limit is {cap / GIB:.1f}"
+                )
+        return ""
+
+
+def wrong_term(entry: Entry, found: DryRun) -> Wrong | None:
+    """Return the term that a dry run contradicts; None where both agree within the dry run's error."""
+    every = all_stages(entry.config)
+    if len(found.exact) != len(every):
+        return None
+    off = [total - memory.peak for total, memory in zip(found.total, every, strict=True)]
+    stage = max(range(len(off)), key=lambda stage: abs(off[stage]))
+    memory, exact, total = every[stage], found.exact[stage], found.total[stage]
+    if abs(off[stage]) <= ERROR * memory.peak:
+        return None
+    kept = memory.peak - memory.static
+    static = abs(exact - memory.static) > abs(total - exact - kept)
+    return Wrong(entry.layout, stage, static, *((memory.static, exact) if static else (kept, total - exact)))
+
+
+def _alike(entry: Entry) -> tuple[object, ...]:
+    """What the memory of a layer hangs on: entries of one key have the same graph of a layer."""
+    c = entry.candidate
+    return c.tp, c.cp, c.ep, c.mode, c.shard
 
 
 Run = Callable[[Path, bool], DryRun]  # a recipe's file, whether every stage is compiled
@@ -110,9 +168,14 @@ def verify(
         loads: of each entry, how it fits under the loads that were asked for; empty: at even loads.
     """
     passed = False
+    learned: dict[tuple[object, ...], Wrong] = {}
     for number, entry in enumerate(entries):
         if number >= count and passed:
             return
+        known = learned.get(_alike(entry))
+        if known is not None and (words := known.exceeds(entry, request.cap)):
+            told(number, Verdict([words], [], 0, compiled=False))
+            continue
         with tempfile.TemporaryDirectory(prefix="tc3-verify-") as folder:
             path = Path(folder) / "overlay.yaml"
             try:
@@ -121,6 +184,10 @@ def verify(
             except (RecipeError, ClusterError) as error:
                 found = DryRun([str(error)], [], [])
         verdict = judge(entry, found, request, full, loads[number] if loads else None)
+        wrong = wrong_term(entry, found)
+        if wrong is not None:
+            learned[_alike(entry)] = wrong
+            verdict = replace(verdict, wrong=wrong.words)
         passed |= verdict.proven
         told(number, verdict)
 

@@ -13,7 +13,7 @@ from tools.hardware.units import GIB
 from tools.recipe.load import load_recipe
 from tools.search.candidates import candidate_of, configuration
 from tools.search.ranking.run import entry_of
-from tools.search.ranking.verify import DryRun, Verdict, dry_run, judge, verify
+from tools.search.ranking.verify import DryRun, Verdict, dry_run, judge, verify, wrong_term
 from tools.search.request import request_of
 
 RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
@@ -134,3 +134,36 @@ def test_it_goes_on_where_nothing_is_proven(entries):
 
     verify(load_recipe(RECIPE), entries, 1, asked(), lambda *words: told.append(words), run=run)
     assert [verdict.proven for _, verdict in told] == [False, True]
+
+
+def test_a_wrong_term_is_named_and_counts_in_strategies_that_are_alike(entries):
+    """Twice the activations: the next strategy with the same graph of a layer is not compiled if it cannot fit."""
+    first, other = entries
+    told, compiled = [], []
+
+    def run(path, full):
+        every = all_stages((first if not compiled else other).config)
+        compiled.append(path)
+        exact = [int(stage.static) for stage in every]
+        return DryRun([], exact, [int(2 * stage.peak - stage.static) for stage in every])
+
+    cap = max(2 * stage.peak - stage.static for stage in all_stages(first.config))
+    for memory, words in ((cap - 1, "not compiled: stage"), (cap + GIB, "")):
+        told.clear(), compiled.clear()
+        verify(load_recipe(RECIPE), [first, first, other], 3, with_cap(memory), lambda *w: told.append(w), run=run)
+        verdicts = [verdict for _, verdict in told]
+        assert [verdict.compiled for verdict in verdicts] == [True, not words, True]
+        assert len(compiled) == 3 - bool(words)
+        assert "GiB of activations and buffers on stage" in verdicts[0].wrong
+        assert all(problem.startswith(words) for problem in verdicts[1].problems)
+
+
+def test_within_its_error_a_dry_run_agrees_and_weights_can_be_wrong_too(entries):
+    every = all_stages(entries[0].config)
+    exact, peaks = [int(stage.static) for stage in every], [stage.peak for stage in every]
+    assert wrong_term(entries[0], DryRun([], exact, [int((1 + 0.9 * ERROR) * peak) for peak in peaks])) is None
+    assert wrong_term(entries[0], DryRun(["refused"], [], [])) is None
+    more = [3 * size for size in exact]
+    wrong = wrong_term(entries[0], DryRun([], more, [peak + 2 * size for peak, size in zip(peaks, exact, strict=True)]))
+    assert wrong.static and wrong.found == pytest.approx(3 * wrong.counted)
+    assert "optimizer state" in wrong.words and wrong.exceeds(entries[0], max(peaks))

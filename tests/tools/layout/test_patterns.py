@@ -1,0 +1,86 @@
+"""The bound of whole layers in every chunk: against all plans of small instances, and on the report's example."""
+
+import tempfile
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tools.layout.pipeline_instances import CASE_438B, all_plans, instance
+from tools.layout import patterns
+from tools.layout.budget import Budget
+from tools.layout.ilp import PathModel, path_bound
+from tools.layout.instance import read_instance
+from tools.layout.patterns import pattern_bound
+
+FAR = 1e6  # a goal that every plan is under
+
+
+@st.composite
+def small(draw):
+    """An instance whose plans can all be tried; some have rules of the last chunk and of the order of options."""
+    stages, chunks = draw(st.sampled_from([(3, 1), (4, 1), (1, 2), (2, 2), (2, 3), (3, 2)]))
+    counts = draw(st.sampled_from([(5,), (1, 4), (2, 3), (4, 1)]))
+    cap, options = float(draw(st.integers(25, 90))), draw(st.sampled_from([1, 2] if chunks * stages > 4 else [2, 3]))
+    micro_batches = stages * draw(st.integers(1, 3))
+    with tempfile.TemporaryDirectory() as folder:
+        numbers = {"counts": counts, "cap": cap, "micro_batches": micro_batches, "scale": draw(st.sampled_from([1, 3]))}
+        made = instance(folder, stages=stages, chunks=chunks, options=options, **numbers)
+    if draw(st.booleans()):  # early layers that take longer than late ones
+        made = replace(made, types=tuple(replace(k, forward=5 - k.forward) for k in made.types))
+    order = tuple(option.name for option in made.types[0].options[::-1])
+    last = draw(st.sampled_from(["", order[0]]))
+    ruled = replace(made, last_layers=1, last_option=last, order=order)
+    return ruled if stages > 1 and draw(st.booleans()) else made
+
+
+def best_of(made):
+    plans = all_plans(made)
+    plans = plans[made.well_formed(plans) & made.fits(plans)]
+    return made.step_times(plans).min() if len(plans) else np.inf
+
+
+@settings(max_examples=40, derandomize=True)
+@given(small(), st.sampled_from([0.7, 0.95, 1.0001, 1.1]), st.sampled_from([1e-5, 1e-4, 1e-3, 1e-2]))
+def test_no_plan_is_under_the_bound_and_the_best_one_is_found(made, share, effort):
+    best = best_of(made)
+    bound, plan = pattern_bound(made, FAR, Budget(100.0))
+    assert bound == pytest.approx(min(best, FAR))
+    assert (plan is None) == (best == np.inf)
+    if plan is not None:
+        assert made.well_formed(plan[None])[0] and made.fits(plan[None])[0]
+        assert made.step_times(plan[None])[0] == pytest.approx(best)
+        goal = share * best
+        closer, plan = pattern_bound(made, goal, Budget(effort))
+        assert closer <= min(goal, best) * (1 + 1e-9) and (plan is None or share > 1)
+        assert pattern_bound(made, goal, Budget(100.0))[0] == pytest.approx(min(goal, best))
+
+
+@settings(max_examples=20, derandomize=True)
+@given(small())
+def test_patterns_that_count_as_one_are_a_bound_too(made):
+    best, few = best_of(made), (patterns._WAYS, patterns._FRONT)
+    try:
+        for patterns._WAYS, patterns._FRONT in ((1, few[1]), (few[0], 1), (3, 1)):
+            bound, plan = pattern_bound(made, FAR, Budget(100.0))
+            assert bound <= best * (1 + 1e-9)
+            assert plan is None or made.step_times(plan[None])[0] == pytest.approx(best)
+    finally:
+        patterns._WAYS, patterns._FRONT = few
+
+
+def test_what_is_not_known_is_no_bound(tmp_path):
+    other = replace(instance(tmp_path, stages=2, chunks=2, counts=(4,)), schedule="zero_bubble_v")
+    assert pattern_bound(other, FAR, Budget(1.0)) == (0.0, None)
+    three = instance(tmp_path, stages=2, chunks=2, counts=(2, 2, 2))
+    assert pattern_bound(three, FAR, Budget(1.0)) == (0.0, None)
+    two = instance(tmp_path, stages=2, chunks=2, counts=(4,))
+    assert pattern_bound(two, FAR, Budget(0.0)) == (0.0, None)
+
+
+def test_it_is_closer_than_divided_layers():
+    made, goal = read_instance(CASE_438B), 35_600.0  # the best known is 36,138.5
+    assert path_bound(made, PathModel(made), Budget(0.5)) < 0.985 * goal
+    assert pattern_bound(made, goal, Budget(2.0)) == (goal, None)
