@@ -63,4 +63,3 @@ def test_layers_with_adapters_have_the_same_biases_and_these_are_frozen(built, f
     assert biased(model) == [OUTPUTS, OUTPUTS]
     trained = {weight.name.removeprefix("decoder.layers.") for weight in model.trainable_params()}
     assert trained == {f"{layer}.{name}.lora_{each}.weight" for layer in range(2) for name in ALL for each in "AB"}
-

@@ -1,4 +1,4 @@
-"""The forward passes in NumPy, which MindFormers is compared with, against transformers' Llama where torch is installed.
+"""The forward passes in NumPy, which MindFormers is compared with, against transformers' Llama in torch, if installed.
 
 Llama has all that the dense public models compute: TeleChat2's `key_value` is taken apart by heads here, as Tele-AI's
 class views it, and its other linear layers get biases of zero; the 36B's positions are YaRN with their own factor.
@@ -53,9 +53,7 @@ def as_llama(weights, hf):
 
 @pytest.mark.parametrize("size", ["35b", "115b"])
 def test_telechat2(tmp_path, size):
-    sizes = model_of(
-        load_recipe(of_telechat2.recipe_of(tmp_path, full=f"recipes/telechat2_{size}/pretrain_8k.yaml"))
-    )
+    sizes = model_of(load_recipe(of_telechat2.recipe_of(tmp_path, full=f"recipes/telechat2_{size}/pretrain_8k.yaml")))
     weights = initial_weights(sizes, 3)
     ids = np.random.default_rng(4).integers(0, sizes.hf["vocab_size"], (1, of_telechat2.LENGTH))
     hf = {**sizes.hf, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
