@@ -169,9 +169,9 @@ class InTurn(TransformerLayer):
 
 
 def recomputes_at_once(config) -> bool:
-    """Return whether MindSpore would run all layers again at once: in the sharded graph of a step without a pipeline and
-    without accumulated gradients, for which MindFormers sets `disable_lazy_inline` (`base_trainer.py`). Otherwise the
-    model is a subgraph of its own, whose layers MindSpore takes one by one.
+    """Return whether MindSpore would run all layers again at once: in the sharded graph of a step without a pipeline
+    and without accumulated gradients, for which MindFormers sets `disable_lazy_inline` (`base_trainer.py`). Otherwise
+    the model is a subgraph of its own, whose layers MindSpore takes one by one.
     """
     return config.disable_lazy_inline and _get_parallel_mode() == ParallelMode.SEMI_AUTO_PARALLEL
 
