@@ -22,11 +22,18 @@ from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs im
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
 from mindformers.parallel_core.training_graph.transformer.moe.moe_layer import MoELayer
 from mindformers.parallel_core.training_graph.transformer.moe.router import TopKRouter
+from mindformers.parallel_core.training_graph.transformer.transformer_layer import TransformerLayer
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindspore import ops
+from mindspore.context import ParallelMode
+from mindspore.parallel._utils import _get_parallel_mode
 
 from plugins.errors import RecipeError
+from plugins.private_hooks import relies_on
 
-# MindFormers' class -> ours for Ascend, which differs in nothing but what plugins edit
+relies_on(TransformerLayer, "actual_seq_len=None,\n            sharded_key=None,")  # arguments come by their places
+
+# MindFormers' class -> ours for Ascend, which differs in what plugins edit, and in when layers are recomputed
 ARCHITECTURES = {"TeleChat3MoeForCausalLM": "EditedTeleChat3MoeForCausalLM"}
 DENSE = {"TeleChat3ForCausalLM": "EditedTeleChat3ForCausalLM"}
 _experts: list[Any] = []
@@ -116,9 +123,62 @@ def use_edited_model(model_config, plugin: str, classes: Mapping[str, str] = ARC
     model_config.architectures = [known[name] for name in model_config.architectures]
 
 
+class InTurn(TransformerLayer):
+    """This is a layer that runs its forward again without the layers above it, where a graph has all layers in one.
+
+    MindSpore's pass `InsertRecomputedNodes` lets connected operators run again together, all after the first gradient
+    that one of them needs. Layers are connected by what each computes for itself from the same tensors, and MindSpore
+    computes once: cos and sin of positions, and the lengths of documents as a tuple. All layers would then be run again
+    before the backward of the last one. Here each layer takes these tensors after its own input, so that nothing is
+    computed for two layers at once. The values are the same.
+    """
+
+    def construct(
+        self,
+        hidden_states,
+        attention_mask=None,
+        context=None,
+        context_mask=None,
+        rotary_pos_emb=None,
+        prefix_keys_values=None,
+        extra_loss=0.0,
+        actual_seq_len=None,
+        sharded_key=None,
+        sharded_value=None,
+        attention_loss=0.0,
+    ):
+        """Return what TransformerLayer returns."""
+        if rotary_pos_emb is not None:
+            angles, factor = rotary_pos_emb
+            rotary_pos_emb = (ops.depend(angles, hidden_states), factor)
+        if actual_seq_len is not None:
+            actual_seq_len = ops.depend(actual_seq_len, hidden_states)
+        return super().construct(
+            hidden_states,
+            attention_mask,
+            context,
+            context_mask,
+            rotary_pos_emb,
+            prefix_keys_values,
+            extra_loss,
+            actual_seq_len,
+            sharded_key,
+            sharded_value,
+            attention_loss,
+        )
+
+
+def recomputes_at_once(config) -> bool:
+    """Return whether MindSpore would run all layers again at once: in the sharded graph of a step without a pipeline
+    and without accumulated gradients, for which MindFormers sets `disable_lazy_inline` (`base_trainer.py`). Otherwise
+    the model is a subgraph of its own, whose layers MindSpore takes one by one.
+    """
+    return config.disable_lazy_inline and _get_parallel_mode() == ParallelMode.SEMI_AUTO_PARALLEL
+
+
 def gpt_model(config, edit_layer=None) -> GPTModel:
     """Return the GPTModel that MindFormers' training class of TeleChat3-MoE (or TeleChat3) would build, but from an
-    edited spec.
+    edited spec, and with layers that are recomputed one by one (`InTurn`).
 
     Args:
         config: TransformerConfig.
@@ -133,6 +193,9 @@ def gpt_model(config, edit_layer=None) -> GPTModel:
             layer.submodules.mlp.submodules.experts = _experts[0]
     for edit in _layer_edits.values():
         edit(layers)
+    if recomputes_at_once(config):
+        for layer in layers:
+            layer.module = InTurn
     with _positions[0](config) if _positions else nullcontext(lambda model: None) as set_positions:
         model = GPTModel(
             config=config,

@@ -125,9 +125,6 @@ def check(written: Any, recipe: Mapping[str, Any], fields: Mapping[str, Any]) ->
     ):
         if value_at(recipe, f"plugins.{other}", False) is not False:
             raise RecipeError(f"plugins.{other} {why}; write {other}: False", f"plugins.{other}")
-    if value_at(recipe, "plugins.output_biases", False) is not False:
-        wrong = "no adapter was ever trained beside the layers that plugins.output_biases builds; write lora: False"
-        raise RecipeError(wrong, KEY)
     return settings
 
 

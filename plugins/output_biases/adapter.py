@@ -1,8 +1,9 @@
 """This module enables `plugins.output_biases` of a recipe: of a dense model's linear layers only those that write into
 the residual stream have a bias, as in the public TeleChat2.
 
-`add_bias_linear` gives all of them one. The plugin builds `linear_qkv` and `linear_fc1` from MindFormers' own class
-without it; their forward pass adds a bias only if the layer has one, so that nothing else changes, sharded or not.
+`add_bias_linear` gives all of them one. The plugin takes those of `linear_qkv` and `linear_fc1` from a model that is
+built; their forward pass adds a bias only if the layer has one, so that nothing else changes, sharded or not. A spec
+would have to name the layers' class, which `plugins.lora` chooses.
 """
 
 from __future__ import annotations
@@ -20,15 +21,9 @@ for _owner, _line in (
     (SelfAttention, "bias=self.config.add_bias_linear or self.config.add_qkv_bias,"),
     (MLP, "if bias_parallel is not None:"),
     (ColumnParallelLinear, "if not self.skip_bias_add and self.has_bias:"),
+    (ColumnParallelLinear, "self.bias = None"),
 ):
     relies_on(_owner, _line)
-
-
-class WithoutBias(ColumnParallelLinear):
-    """This is `ColumnParallelLinear` without a bias, whatever the model's `add_bias_linear` says."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **{**kwargs, "bias": False})
 
 
 def enable(config, settings) -> None:
@@ -41,11 +36,12 @@ def enable(config, settings) -> None:
     read(settings, model_config)
     if config.context.device_target != "CPU" or chosen(config):
         telechat3_moe.use_edited_model(model_config, KEY, telechat3_moe.DENSE)
-    telechat3_moe.edit_layers(KEY, without_input_biases)
+    telechat3_moe.edit_model(KEY, without_input_biases)
 
 
-def without_input_biases(layers) -> None:
-    """Change the specs of dense layers (ModuleSpecs of TransformerLayer) in place."""
-    for layer in layers:
-        layer.submodules.self_attention.submodules.linear_qkv = WithoutBias
-        layer.submodules.mlp.submodules.linear_fc1 = WithoutBias
+def without_input_biases(model) -> None:
+    """Take the biases from `linear_qkv` and `linear_fc1` of each layer of `model` (a GPTModel of dense layers)."""
+    for layer in model.decoder.layers:
+        for linear in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
+            del linear.bias
+            linear.bias, linear.has_bias = None, False

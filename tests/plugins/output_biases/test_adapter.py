@@ -6,6 +6,8 @@ from mindformers.parallel_core.transformer_config import TransformerConfig
 
 from plugins import telechat3_moe
 from plugins.cpu_backend.model import on_cpu
+from plugins.lora import adapter as lora
+from plugins.lora.plan import Settings
 from plugins.output_biases.adapter import without_input_biases
 from plugins.output_biases.plan import KEY
 
@@ -30,10 +32,34 @@ def biased(model):
             for layer in range(2)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("on", "expected"), [(False, ALL), (True, OUTPUTS)])
-def test_only_outputs_have_a_bias(monkeypatch, on, expected):
+@pytest.fixture
+def built(monkeypatch):
+    """A function: the model that is built with these edits of layers and of the model."""
     monkeypatch.setattr(utils, "is_legacy_model", lambda: False)
     monkeypatch.setattr(telechat3_moe, "_layer_edits", {})
-    if on:
-        telechat3_moe.edit_layers(KEY, without_input_biases)
-    assert biased(telechat3_moe.gpt_model(config(), on_cpu)) == [expected, expected]
+    monkeypatch.setattr(telechat3_moe, "_edits", {})
+
+    def make(edits, adapters=None):
+        for name, edit in edits.items():
+            telechat3_moe.edit_model(name, edit)
+        if adapters:
+            telechat3_moe.edit_layers("lora", lambda layers: lora.put_in(layers, adapters))
+        model = telechat3_moe.gpt_model(config(), on_cpu)
+        telechat3_moe.apply_edits(model)
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize(("on", "expected"), [(False, ALL), (True, OUTPUTS)])
+def test_only_outputs_have_a_bias(built, on, expected):
+    assert biased(built({KEY: without_input_biases} if on else {})) == [expected, expected]
+
+
+@pytest.mark.parametrize("first", [KEY, "lora"])
+def test_layers_with_adapters_have_the_same_biases_and_these_are_frozen(built, first):
+    edits = {KEY: without_input_biases, "lora": lora.freeze}
+    model = built({first: edits[first], **edits}, Settings.read({"rank": 2, "targets": ["*"]}))
+    assert biased(model) == [OUTPUTS, OUTPUTS]
+    trained = {weight.name.removeprefix("decoder.layers.") for weight in model.trainable_params()}
+    assert trained == {f"{layer}.{name}.lora_{each}.weight" for layer in range(2) for name in ALL for each in "AB"}

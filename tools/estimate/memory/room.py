@@ -30,7 +30,6 @@ FILE = Path(__file__).parent / "errors.yaml"
 # The most of its memory that a run took beyond the prediction of a model without the terms that were found on runs of
 # its own group (docs/memory.md). The errors of errors.yaml are smaller, for the terms were found on those very runs.
 LEFT_OUT = 0.0732
-_ADAPTERS = ("plugins", "lora")
 _DIGITS = 4
 _ROUNDED = 1e-9
 _HEAD = """\
@@ -169,7 +168,7 @@ def require_known(recipe: Mapping[str, Any]) -> None:
     """Refuse a recipe whose memory the model cannot predict.
 
     Raises:
-        RecipeError: its optimizer_level is level3, or it trains adapters beside frozen weights.
+        RecipeError: its optimizer_level is level3.
     """
     if look(recipe, LEVEL) == "level3":
         words = (
@@ -177,9 +176,3 @@ def require_known(recipe: Mapping[str, Any]) -> None:
             "level2 is (docs/memory.md)"
         )
         raise refusal(recipe, LEVEL, words)
-    if look(recipe, _ADAPTERS) not in (None, False):
-        words = (
-            "whether it fits is unknown, the activations that are kept beside frozen weights are not modelled; "
-            "tc3 dryrun counts them from the compiled graph (docs/lora.md)"
-        )
-        raise refusal(recipe, _ADAPTERS, words)

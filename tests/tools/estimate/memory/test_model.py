@@ -206,7 +206,11 @@ def test_a_fully_recomputed_layer_keeps_its_input_only(kind, wide, item):
 
 
 RECIPES = Path(__file__).parents[4] / "recipes"
-NAMES = {"36b": "telechat3_36b/pretrain_8k.yaml", "105b": "telechat3_105b/pretrain_4k.yaml"}
+NAMES = {
+    "36b": "telechat3_36b/pretrain_8k.yaml",
+    "lora": "telechat3_36b/finetune_8k_lora.yaml",
+    "105b": "telechat3_105b/pretrain_4k.yaml",
+}
 DENSE, MOE = "36b", "105b"
 COMPUTE, PARAMS = "model.model_config.compute_dtype", "model.model_config.params_dtype"
 WIDE, LOW, BOTH = (f"{COMPUTE}=float32",), (f"{PARAMS}=bfloat16",), (f"{COMPUTE}=float32", f"{PARAMS}=bfloat16")
@@ -239,6 +243,14 @@ def test_what_the_compiled_graph_holds(name, changes, stage, static, total):
     config = run(name, changes)
     assert [size / GIB for size in static_memory(config, stage)] == pytest.approx(static, abs=2e-3)
     assert stage_memory(config, stage).peak / GIB == pytest.approx(total, rel=0.055)
+
+
+def test_adapters_in_a_step_of_one_stage():
+    """tc3 dryrun of the 36B's recipe cut to three layers, which are recomputed one by one (docs/memory.md)."""
+    config = run("lora", ("model.model_config.num_hidden_layers=3",))
+    weights, state, *_ = static_memory(config, 0)
+    assert (weights / GIB, state / GIB) == pytest.approx((1.509, 0.005), abs=1e-3)
+    assert stage_memory(config, 0).peak / GIB == pytest.approx(4.667, rel=0.055)
 
 
 @pytest.mark.parametrize(
