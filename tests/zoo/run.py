@@ -12,6 +12,7 @@ fault.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,26 +22,59 @@ from pathlib import Path
 import click
 import numpy as np
 
+import tests.zoo.unseen  # noqa: F401
+from launch.run.compile_cache import KEY
+from launch.run.msrun import free_port, msrun_command, worker_count, worker_environment
 from tests.zoo.faults import FAULTS, Fault
+from tests.zoo.worker import VARIABLE
 from tools.accuracy.diagnose.evidence import read_side
 from tools.accuracy.diagnose.ladder import Verdict, diagnose
 from tools.data.index import write_corpus
 from tools.files.atomic import write_atomically
 from tools.recipe.dump import dump_recipe
-from tools.recipe.load import load_recipe
+from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "bug-zoo.md"
 STEPS, SAVED = 6, 2  # steps of a run, and the one from which a resume goes on
+GLOBAL_BATCH = 4
+WORKER = Path(__file__).with_name("worker.py")
 SMALLER = ("model.model_config.num_hidden_layers=1", "model.model_config.first_k_dense_replace=0")  # to compile sooner
-# runs without a fault: name -> (overrides, from which step it goes on); those without overrides must equal `clean`
+TWO_LAYERS = ("model.model_config.num_hidden_layers=2",)  # one for each stage, with a router each
+# layout -> (recipe of tests/training, overrides, the layout of one process with which it is compared)
+LAYOUTS = {
+    "": ("tiny.yaml", (), ""),
+    "data2": ("tiny_dp2.yaml", (), ""),
+    "one": ("sharded.yaml", (), "one"),
+    "tp2": ("sharded_tp2.yaml", (), "one"),
+    "dp2": ("sharded_zero.yaml", ("parallel.enable_parallel_optimizer=False",), "one"),
+    "ep2": ("sharded_ep2.yaml", (), "one"),
+    "cp2": ("../zoo/cp2.yaml", (), "one"),
+    "two_layers": ("sharded.yaml", TWO_LAYERS, "two_layers"),
+    "pp2": ("sharded_pp2.yaml", TWO_LAYERS, "two_layers"),
+}
+
+
+def of_layout(layout: str) -> str:
+    """Return the name of the faultless run of a layout."""
+    return f"clean_{layout}" if layout else "clean"
+
+
+# runs without a fault: name -> (layout, overrides, whether it goes on from a faultless one, what it is compared with;
+# "" means the laws of one run only)
 CLEAN = {
-    "clean": ((), 0),
-    "clean_again": ((), 0),
-    "clean_resumed": ((), SAVED),
-    "clean_seed_7": (("seed=7", "train_dataset.data_loader.config.seed=7"), 0),
-    "clean_seed_8": (("seed=8", "train_dataset.data_loader.config.seed=8"), 0),
+    "clean": ("", (), False, ""),
+    "clean_again": ("", (), False, "clean"),
+    "clean_resumed": ("", (), True, "clean"),
+    "clean_seed_7": ("", ("seed=7", "train_dataset.data_loader.config.seed=7"), False, ""),
+    "clean_seed_8": ("", ("seed=8", "train_dataset.data_loader.config.seed=8"), False, ""),
+    **{
+        of_layout(name): (name, (), False, "" if one == name else of_layout(one))
+        for name, (_, _, one) in LAYOUTS.items()
+        if name
+    },
+    "clean_tp2_resumed": ("tp2", (), True, "clean_tp2"),
 }
 Row = tuple[str, Fault, float, Verdict]  # name, fault, seconds of its run, what was said
 Clean = tuple[str, str, float, Verdict]  # name, what it was compared with, seconds, what was said
@@ -61,36 +95,70 @@ would judge the command better.
 """
 
 
-def run(work: Path, name: str, overrides: tuple[str, ...], fault: str = "", resumed: bool = False) -> float | str:
+def run(
+    work: Path, name: str, overrides: tuple[str, ...], fault: str = "", resumed: bool = False, layout: str = ""
+) -> float | str:
     """Train one run unless the folder has it; return its seconds, or the end of its error."""
-    done = work / f"{name}.json"
+    done, file, run_dir = work / f"{name}.json", work / f"{name}.yaml", work / name
     if not done.exists():
-        corpus = work / "random"
-        if not corpus.with_suffix(".idx").exists():
-            write_corpus(corpus, np.random.default_rng(1).integers(20, 200, 400, dtype=np.int32), 512, 0, 1)
-        recipe = load_recipe(ROOT / "tests" / "training" / "tiny.yaml")
-        recipe["plugins"] = {**recipe["plugins"], "step_record": {"steps": 3}}
-        sizes = f"train_dataset.data_loader.sizes.0={STEPS * recipe['runner_config']['batch_size']}"
-        data = f"train_dataset.data_loader.config.data_path.1={corpus}"
-        saves = f"checkpoint.save_interleaved_steps={SAVED}"
-        recipe = apply_overrides(recipe, (sizes, data, saves, f"lr_schedule.total_steps={STEPS}", *SMALLER, *overrides))
-        file = work / f"{name}.yaml"
+        recipe = _recipe(work, layout, overrides)
         dump_recipe(recipe, file)
-        checkpoint = str(work / "clean" / "checkpoint" / f"iteration_{SAVED:08d}") if resumed else ""
-        command = [
-            sys.executable,
-            str(Path(__file__).with_name("worker.py")),
-            str(file),
-            str(work / name),
-            fault,
-            checkpoint,
-        ]
+        checkpoint = work / of_layout(layout) / "checkpoint" / f"iteration_{SAVED:08d}" if resumed else None
+        environment = {**worker_environment(worker_count(recipe), run_dir), VARIABLE: fault}
+        command = msrun_command(recipe, run_dir, free_port(), checkpoint, worker=WORKER, config=file)
+        if fault not in FAULTS or FAULTS[fault].same_graph:
+            environment |= _graph(work, layout, name, worker_count(recipe))
+        if not recipe["use_parallel"]:
+            command = [sys.executable, *command[command.index(str(WORKER)) :]]
+            environment.pop("TC3_SUPERVISED")
         begin = time.monotonic()
-        ended = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
-        (work / f"{name}.log").write_text(ended.stdout + ended.stderr)
+        ended = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
+        logs = "".join(each.read_text(errors="replace")[-3000:] for each in (run_dir / "logs").glob("worker_*.log"))
+        (work / f"{name}.log").write_text(ended.stdout + ended.stderr + logs)
         write_atomically(done, json.dumps({"seconds": time.monotonic() - begin, "code": ended.returncode}))
     told = json.loads(done.read_text())
     return told["seconds"] if not told["code"] else f"the run failed: {(work / f'{name}.log').read_text()[-200:]}"
+
+
+def _both(work: Path, against: str, name: str, made: bool) -> float | str:
+    """Train a run and what it is compared with; return the seconds of the run, or why there is none."""
+    for each in dict.fromkeys((against, name)):
+        if made and not (work / f"{each}.json").exists():
+            return f"{each} was not made"
+        if each in FAULTS:
+            seconds = run(work, each, (), each, FAULTS[each].resumed, FAULTS[each].layout)
+        else:
+            layout, overrides, resumed, _ = CLEAN[each]
+            seconds = run(work, each, overrides, "", resumed, layout)
+        if isinstance(seconds, str):
+            return seconds
+    return seconds
+
+
+def _graph(work: Path, layout: str, name: str, workers: int) -> dict[str, str]:
+    """Variables with which a run loads the graph that the faultless run of its layout has compiled."""
+    own, whole = work / name / "graph", work / of_layout(layout) / "graph"
+    if whole.exists():
+        shutil.copytree(whole, own, dirs_exist_ok=True)
+    for rank in range(workers):
+        (own / f"rank_{rank}").mkdir(parents=True, exist_ok=True)
+    return {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(own), KEY: f"of the zoo's layout {layout!r}"}
+
+
+def _recipe(work: Path, layout: str, overrides: tuple[str, ...]) -> Recipe:
+    """The recipe of a layout that trains `STEPS` steps on random tokens."""
+    corpus = work / "random"
+    if not corpus.with_suffix(".idx").exists():
+        write_corpus(corpus, np.random.default_rng(1).integers(20, 200, 400, dtype=np.int32), 512, 0, 1)
+    file, changes, _ = LAYOUTS[layout]
+    recipe = load_recipe(ROOT / "tests" / "training" / file)
+    recipe["plugins"] = {**recipe["plugins"], "step_record": {"steps": 3}}
+    samples = STEPS * GLOBAL_BATCH
+    data = f"train_dataset.data_loader.config.data_path.1={corpus}"
+    keys = (f"train_dataset.data_loader.sizes.0={samples}", data, f"lr_schedule.total_steps={STEPS}")
+    return apply_overrides(
+        recipe, (*keys, f"checkpoint.save_interleaved_steps={SAVED}", *SMALLER, *changes, *overrides)
+    )
 
 
 def judged(verdict: Verdict, fault: Fault) -> str:
@@ -143,30 +211,25 @@ def main(faults: tuple[str, ...], work: Path | None, made: bool, file: Path) -> 
         rows: list[Row] = []
         clean: list[Clean] = []
         failed: list[str] = []
-        if isinstance(seconds := run(place, "clean", ()), str):
-            raise click.ClickException(f"clean: {seconds}")
         for name in faults or FAULTS:
-            if made and not (place / f"{name}.json").exists():
-                failed.append(name)
-                continue
             found = FAULTS[name]
-            seconds = run(place, name, (), name, found.resumed)
+            against = of_layout(found.layout if found.resumed else LAYOUTS[found.layout][2])
+            seconds = _both(place, against, name, made)
             if isinstance(seconds, str):
                 failed.append(name)
                 click.echo(f"{name}: {seconds}")
                 continue
-            verdict = diagnose(read_side(place / "clean"), read_side(place / name))
+            verdict = diagnose(read_side(place / against), read_side(place / name))
             rows.append((name, found, seconds, verdict))
             click.echo(f"{name}: {judged(verdict, found)}: {told(verdict)}")
-        for name, (overrides, after) in CLEAN.items():
-            if made and not (place / f"{name}.json").exists():
-                continue
-            seconds = run(place, name, overrides, resumed=bool(after))
+        for name, (*_, against) in CLEAN.items():
+            seconds = _both(place, against or name, name, made)
             if isinstance(seconds, str):
-                raise click.ClickException(f"{name}: {seconds}")
-            single = name == "clean" or overrides
-            sides = [read_side(place / name)] if single else [read_side(place / "clean"), read_side(place / name)]
-            clean.append((name, "laws" if single else "`clean`", seconds, diagnose(*sides)))
+                failed.append(name)
+                click.echo(f"{name}: {seconds}")
+                continue
+            sides = [read_side(place / each) for each in (against, name) if each]
+            clean.append((name, f"`{against}`" if against else "laws", seconds, diagnose(*sides)))
             click.echo(f"{name}: {told(clean[-1][-1])}")
     write_atomically(file, page(rows, clean, failed))
 
