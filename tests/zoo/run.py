@@ -147,7 +147,7 @@ def _both(work: Path, against: str, name: str, made: bool) -> float | str:
 def _graph(work: Path, layout: str, name: str, workers: int) -> dict[str, str]:
     """Variables with which a run loads the graph that the faultless run of its layout has compiled."""
     own, whole = work / name / "graph", work / of_layout(layout) / "graph"
-    if whole.exists():
+    if whole.exists() and whole != own:
         shutil.copytree(whole, own, dirs_exist_ok=True)
     for rank in range(workers):
         (own / f"rank_{rank}").mkdir(parents=True, exist_ok=True)

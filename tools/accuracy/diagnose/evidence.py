@@ -115,6 +115,12 @@ class Side:
         """Return the numbers of the built model and optimizer, as the first start recorded them."""
         return next((line.get("effective") or {} for start in self.starts for line in start.lines.values()), {})
 
+    @property
+    def starts_known(self) -> bool:
+        """Return whether the weights that the run started from are recorded."""
+        names = [name for start in self.starts for line in start.lines.values() for name in line["state"]]
+        return any(name.endswith(".weight") for name in names)
+
     def modules(self, step: int) -> dict[str, list[Any]]:
         """Return module -> sketch of its output in a step, in the order of the forward pass; empty if not recorded."""
         lines = self.states[step].lines.values() if step in self.states else ()
@@ -264,6 +270,11 @@ def _notes(side: Side, ranks: int) -> None:
         side.notes.append(f"step {last} of {side.total_steps} is its last: it is still training, or ended early")
     if not side.states:
         side.notes.append(f"no weights, gradients or routers are recorded; record them with `{RECORD}`")
+    elif not side.starts_known:
+        side.notes.append(
+            "the weights that it started from are unknown: a sharded run makes them when it compiles its graph; the "
+            "first step's losses and gradients depend on them"
+        )
     if not side.samples:
         side.notes.append(
             "the samples of its steps are unknown (sink mode, or an older run); for a few steps set "

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from plugins.step_record.plan import START as START_FILE
 from plugins.step_record.plan import apart
 from tools.accuracy.diagnose.evidence import Side, State
 from tools.accuracy.diagnose.laws import (
@@ -145,16 +146,21 @@ def _resuming(change: Change) -> bool:
 def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Rungs that had something to compare, and the others with why."""
     sides = (a, b) if b else (a,)
-    seen, unknown = [CONFIGURATION, FORWARD] if b else [], []
+    seen, unknown = [CONFIGURATION, FORWARD] if b else _held_against_recipe(a), []
     for rung, known in ((SAMPLES, [side.samples for side in sides]), (VERSIONS, [side.software for side in sides])):
         if b:
             (seen if all(known) else unknown).append(rung)
-    recorded = [set(side.states) for side in sides]
-    if set.intersection(*recorded):
-        seen += [START, GRADIENTS, CLIPPING, UPDATE, ROUTERS]
-    else:
-        unknown += [START, GRADIENTS, CLIPPING, UPDATE, ROUTERS]
+    recorded = bool(set.intersection(*[set(side.states) for side in sides]))
+    for rung in (GRADIENTS, CLIPPING, UPDATE, ROUTERS):
+        (seen if recorded else unknown).append(rung)
+    (seen if recorded and all(side.starts_known for side in sides) else unknown).append(START)
     return tuple(each for each in RUNGS if each in seen), tuple(each for each in RUNGS if each in unknown)
+
+
+def _held_against_recipe(side: Side) -> list[str]:
+    """Rungs in which one run alone is held against what its recipe says."""
+    traced = side.modules(min(side.states, default=0)) and (side.folder / START_FILE).is_file()
+    return [CONFIGURATION] * bool(side.effective) + [FORWARD] * bool(traced)
 
 
 @dataclass
