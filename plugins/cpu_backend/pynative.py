@@ -74,9 +74,11 @@ def pynative():
 def counters_kept(network):
     """Put back afterwards what a forward pass counts in the parameters that are not trained, such as experts' loads."""
     counters = [(param, param.asnumpy().copy()) for param in network.get_parameters() if not param.requires_grad]
-    yield
-    for param, value in counters:
-        param.set_data(Tensor(value))
+    try:
+        yield
+    finally:
+        for param, value in counters:
+            param.set_data(Tensor(value))
 
 
 def module_outputs(network, batch):

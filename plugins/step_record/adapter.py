@@ -13,6 +13,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
+from mindformers.tools.logger import logger
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 
@@ -64,10 +65,11 @@ class Record:
         self.columns = tuple((config.train_dataset or {}).get("input_columns") or ())
         self.traced = not config.use_parallel and ms.get_context("device_target") == "CPU"
         self.modules: dict[str, Any] | None = None
+        self.first = 1  # step of this part of the run
 
     def begin(self, params, done_before: int) -> None:
         """Record what the run starts from."""
-        self.before = _arrays(params)
+        self.before, self.first = _arrays(params), done_before + 1
         line = {"step": done_before, "start": True, "biases": _biases(self.before), "state": state_of(self.before)}
         append_line(self.file, json.dumps({**line, "effective": _effective(train_step(params))}))
 
@@ -82,11 +84,16 @@ class Record:
         if sum(each.nbytes for each in network.get_parameters()) <= SMALL:
             kept = dict(zip(self.columns, (each.asnumpy() for each in batch), strict=False))
             weights = {f"weight/{name}": value for name, value in self.before.items() if not name.startswith(MOMENTS)}
-            np.savez(self.file.with_name(START), **weights, **{f"batch/{name}": rows for name, rows in kept.items()})
+            rows = {f"batch/{name}": value for name, value in kept.items()}
+            np.savez(self.file.with_name(START), step=self.first, **weights, **rows)
         with counters_kept(network):
             network.set_train(False)
-            self.modules = {name: sketch_of(value) for name, value in module_outputs(network, batch)[1].items()}
-            network.set_train(True)
+            try:
+                self.modules = {name: sketch_of(value) for name, value in module_outputs(network, batch)[1].items()}
+            except Exception as error:  # not every model runs in PyNative, and what only watches ends no training
+                logger.warning(f"step_record: the outputs of modules are not recorded: {error}")
+            finally:
+                network.set_train(True)
 
     def end(self, params, step: int, learning_rate: float | None) -> None:
         """Note what a step did; the routers' counters are still those of the step."""

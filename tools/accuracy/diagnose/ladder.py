@@ -14,8 +14,8 @@ of weights and gradients to `GROUP`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from plugins.step_record.plan import START as START_FILE
 from plugins.step_record.plan import apart
@@ -48,8 +48,9 @@ from tools.accuracy.diagnose.laws import (
 )
 from tools.accuracy.equivalence.executed import LOSS, NORM
 from tools.recipe.diff import Change, compare
-from tools.recipe.view import MODEL
+from tools.recipe.view import MODEL, View
 
+FACTOR = 1e-3  # relative; gradients of all weights that differ by one factor to this have another scale
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "n_routed_experts",
          "moe_intermediate_size", "intermediate_size", "model_type")  # fmt: skip
 
@@ -90,10 +91,11 @@ class Verdict:
     @property
     def word(self) -> str:
         """Return the verdict in words."""
+        if self.findings:
+            word = f"differs: {self.first[0].rung}, step {self.first[0].step}"
+            return f"{word}; the configuration was changed" if self.changes else word
         if self.changes:
             return "the configuration was changed"
-        if self.findings:
-            return f"differs: {self.first[0].rung}, step {self.first[0].step}"
         if self.unknown:
             return "nothing differs in what was recorded"
         return "equal"
@@ -112,8 +114,10 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
     changes = compare(a.recipe, b.recipe).changes if b else []
     if any(start.step for side in (a, b) if side for start in side.starts):
         changes = [each for each in changes if not _resuming(each)]
-    numbers = tuple(each for each in changes if each.meaning.group == "numbers")
     layout = tuple(each for each in changes if each.meaning.group == "layout")
+    if b and layout and View(a.recipe).global_batch == View(b.recipe).global_batch:
+        layout += tuple(each for each in changes if each.words[-1] == "batch_size")  # a rank's share of the same batch
+    numbers = tuple(each for each in changes if each.meaning.group == "numbers" and each not in layout)
     if others := [each for each in numbers if each.words[-1] in SIZES and each.words[: len(MODEL)] == MODEL]:
         raise OtherModelError(", ".join(f"{each.words[-1]} {each.before} and {each.after}" for each in others))
     software = _software(a, b) if b else ()
@@ -122,8 +126,19 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
     for side in (a, b) if b else (a,):
         findings += laws(side)
     seen, unknown = _looked_at(a, b)
-    ordered = tuple(sorted(findings, key=lambda each: each.order))
+    ordered = tuple(_placed(sorted(findings, key=lambda each: each.order)))
     return Verdict(ordered, numbers, layout, software, seen, unknown, bool(pair and pair.bits))
+
+
+def _placed(findings: list[Finding]) -> Iterator[Finding]:
+    """Findings in order; where no module of a wrong loss is known, the gradients tell where it is likely to be."""
+    for found in findings:
+        of_step = [each for each in findings if each.step == found.step]
+        gradients = [each for each in of_step if each.rung == GRADIENTS and each.module != "all weights"]
+        known = any(each.rung == FORWARD and each.module not in _FORWARD.values() for each in of_step)
+        if found.rung == FORWARD and found.module == "model" and gradients and not known:
+            found = replace(found, detail=f"{found.detail}; near it, {gradients[0].detail}")
+        yield found
 
 
 def _software(a: Side, b: Side) -> tuple[tuple[str, str, str], ...]:
@@ -159,8 +174,8 @@ def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...
 
 def _held_against_recipe(side: Side) -> list[str]:
     """Rungs in which one run alone is held against what its recipe says."""
-    traced = side.modules(min(side.states, default=0)) and (side.folder / START_FILE).is_file()
-    return [CONFIGURATION] * bool(side.effective) + [FORWARD] * bool(traced)
+    traced = any(side.modules(step) for step in side.states) and (side.folder / START_FILE).is_file()
+    return [CONFIGURATION] * bool(side.effective) + [FORWARD] * traced
 
 
 @dataclass
@@ -299,8 +314,12 @@ class _Pair:
         """Gradients before clipping: a wrong norm scales them all, and is not their fault."""
         sides = [{name: norm / clipping_of(side, step) for name, norm in side.gradients(step).items()}
                  for side in (self.a, self.b)]  # fmt: skip
-        for name in sorted(sides[0].keys() & sides[1].keys()):
-            one, two = sides[0][name], sides[1][name]
+        pairs = {name: (sides[0][name], sides[1][name]) for name in sorted(sides[0].keys() & sides[1].keys())}
+        if len(pairs) > 1 and (common := common_factor(pairs.values())) is not None:
+            what = f"the gradients of all {len(pairs)} weights are {ratio_of(1.0, common)} as large"
+            yield Finding(step, GRADIENTS, "all weights", what)
+            return
+        for name, (one, two) in pairs.items():
             error = abs(one - two) / max(one, two) if one != two else 0.0
             if error > (1e-6 if self.bits else GROUP):
                 what = f"norm of the gradient of {name}: {one:.7g} and {two:.7g}"
@@ -325,6 +344,14 @@ class _Pair:
                 yield Finding(
                     step, ROUTERS, module_of(router), f"{router}: {moved:.2%} of the choices went elsewhere", moved
                 )
+
+
+def common_factor(pairs: Iterable[tuple[float, float]]) -> float | None:
+    """Return the factor between the two numbers of every pair, if it is the same one and not 1; else None."""
+    factors = [two / one for one, two in pairs if one and two]
+    if not factors or max(factors) > (1 + FACTOR) * min(factors) or abs(factors[0] - 1) < 10 * FACTOR:
+        return None
+    return sum(factors) / len(factors)
 
 
 _FORWARD = {"lm_loss": "model", "load_balancing_loss": "router", "mtp_loss": "mtp", "loss": "model"}

@@ -46,17 +46,21 @@ def built_of(recipe: Recipe) -> dict[str, Any]:
     return found | {f"model.{name}": fields[name] for name in FIELDS if fields.get(name) is not None}
 
 
-def outputs_of(side: Side) -> tuple[Arrays, str]:
-    """Return (module -> its output in the first recorded step, computed in NumPy; "") or (nothing; why not)."""
+def outputs_of(side: Side) -> tuple[int, Arrays, str]:
+    """Return (a step, module -> its output in that step, computed in NumPy, "") or (0, nothing, why not).
+
+    The step is the first that was recorded of the run's last part.
+    """
     file = side.folder / START
     if not file.is_file():
-        return {}, f"{file} does not exist: weights of one CPU process are kept there if they are small"
+        return 0, {}, f"{file} does not exist: weights of one CPU process are kept there if they are small"
     try:
         sizes = reference_sizes(side.recipe)
     except TC3Error as error:
-        return {}, str(error)
+        return 0, {}, str(error)
     with np.load(file) as stored:
         kept = dict(stored)
     names = {entry.mindformers for entry in table(sizes)}
     weights = {name: value for name, value in below(kept, "weight/").items() if name in names}
-    return Forward(sizes, to_hugging_face(weights, sizes)).run(below(kept, "batch/")["input_ids"]), ""
+    model = Forward(sizes, to_hugging_face(weights, sizes))
+    return int(kept["step"]), model.run(below(kept, "batch/")["input_ids"]), ""

@@ -48,7 +48,7 @@ def test_a_changed_key_is_named_with_where_it_shows_first(pair):
             return 0.9e-3 * (step - 1)
 
     verdict = pair(Slower, keys={"lr_schedule.learning_rate": 2.7e-3})
-    assert verdict.word == "the configuration was changed"
+    assert verdict.word == "differs: update, step 2; the configuration was changed"
     assert [each.path for each in verdict.changes] == ["lr_schedule.learning_rate"]
     assert first(verdict)[1] == "update"
 
@@ -152,6 +152,37 @@ def test_a_gradient_names_its_weight_and_factor_though_clipping_scales_all(pair)
     verdict = pair(Halved)
     assert first(verdict) == (1, "gradients", "layers.0.mlp") and "1/2 times" in verdict.findings[0].detail
     assert len(verdict.first) == 1, "the others are only clipped by another factor"
+
+
+def test_one_factor_of_all_gradients_is_told_once(pair):
+    class Summed(Run):
+        def gradient(self, step, name):
+            return super().gradient(step, name) * np.float32(2)
+
+    verdict = pair(Summed, ranks=2)
+    assert first(verdict) == (1, "gradients", "all weights")
+    assert verdict.first[0].detail == "the gradients of all 3 weights are 2 times as large"
+
+
+def test_a_wrong_loss_is_placed_by_the_gradients(pair):
+    class Other(Run):
+        def loss(self, step):
+            return super().loss(step) + 1e-3
+
+        def gradient(self, step, name):
+            return super().gradient(step, name) * np.float32(1.1 if name == DENSE else 1)
+
+    verdict = pair(Other)
+    assert (
+        first(verdict) == (1, "forward", "model")
+        and f"near it, norm of the gradient of {DENSE}" in verdict.first[0].detail
+    )
+
+
+def test_a_share_of_the_same_batch_is_the_layout(pair):
+    keys = {"parallel_config.data_parallel": 2, "runner_config.batch_size": 2, "model.model_config.batch_size": 2}
+    verdict = pair(ranks=2, keys={**keys, "parallel_config.model_parallel": 1})
+    assert not verdict.changes and {each.words[-1] for each in verdict.layout} >= {"data_parallel", "batch_size"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

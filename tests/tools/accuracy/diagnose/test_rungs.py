@@ -160,7 +160,7 @@ def aligned(folder, forward, ids, keys=None):
     weights = initial_weights(sizes, 3)
     made = forward(sizes, weights).run(ids)
     stored = {f"weight/{name}": value for name, value in to_mindformers(weights, sizes).items()}
-    np.savez(run / "metrics" / START, **stored, **{"batch/input_ids": ids})
+    np.savez(run / "metrics" / START, step=1, **stored, **{"batch/input_ids": ids})
     file = record_file(run, 0)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     lines[1]["modules"] = {name: sketch_of(value.astype(np.float32)) for name, value in made.items()}
@@ -175,8 +175,9 @@ def ids():
 
 def test_a_right_forward_pass_has_no_finding(tmp_path, ids):
     side = aligned(tmp_path / "run", Forward, ids)
-    assert not diagnose(side).findings
-    assert len(outputs_of(side)[0]) > 20
+    verdict = diagnose(side)
+    assert not verdict.findings and not side.notes and "forward" in verdict.compared
+    assert len(outputs_of(side)[1]) > 20
 
 
 class Scaled(Forward):
@@ -209,9 +210,9 @@ def test_a_token_at_a_tie_is_no_finding(tmp_path, ids):
 def test_what_the_reference_cannot_compute_is_said(tmp_path, ids):
     side = aligned(tmp_path / "run", Forward, ids)
     (side.folder / START).unlink()
-    assert "weights of one CPU process" in outputs_of(side)[1]
+    assert "weights of one CPU process" in outputs_of(side)[2]
     side = aligned(tmp_path / "packed", Forward, ids, {"train_dataset.data_loader.config.reset_attention_mask": True})
-    assert "reset_attention_mask" in outputs_of(side)[1] and not diagnose(side).findings
+    assert "reset_attention_mask" in outputs_of(side)[2] and not diagnose(side).findings
 
 
 def test_what_was_built_is_what_the_recipe_says(tmp_path):
