@@ -66,6 +66,7 @@ class Record:
         self.traced = not config.use_parallel and ms.get_context("device_target") == "CPU"
         self.modules: dict[str, Any] | None = None
         self.first = 1  # step of this part of the run
+        self.kept = False  # whether its weights and batch are
 
     def begin(self, params, done_before: int) -> None:
         """Record what the run starts from."""
@@ -74,14 +75,14 @@ class Record:
         append_line(self.file, json.dumps({**line, "effective": _effective(train_step(params))}))
 
     def forward(self, params) -> None:
-        """Record every module's output for the first step's batch, in one CPU process."""
-        if not self.traced:
+        """Record every module's output for the batch of a step that begins, in one CPU process."""
+        if not self.traced or self.left <= 0:
             return
-        self.traced = False
         from plugins.cpu_backend.pynative import counters_kept, module_outputs
 
         network, batch = train_step(params).network, params.train_dataset_element
-        if sum(each.nbytes for each in network.get_parameters()) <= SMALL:
+        if not self.kept and sum(each.nbytes for each in network.get_parameters()) <= SMALL:
+            self.kept = True
             kept = dict(zip(self.columns, (each.asnumpy() for each in batch), strict=False))
             weights = {f"weight/{name}": value for name, value in self.before.items() if not name.startswith(MOMENTS)}
             rows = {f"batch/{name}": value for name, value in kept.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.zoo.faults import before_training, fault, in_norm
+from tests.zoo.faults import BUILT, before_training, fault, in_norm
 
 # one process
 
@@ -44,7 +44,12 @@ def dim_5(config):
     before_training(spoil)
 
 
-@fault("own: a default in place of the recipe's key", "the second moments decay by 0.999, and not by 0.95", "update")
+@fault(
+    "own: a default in place of the recipe's key",
+    "the second moments decay by 0.999, and not by 0.95",
+    *BUILT,
+    "update",
+)
 def own_default_betas(config):
     from mindformers.core.optim.adamw import AdamW
 
@@ -140,8 +145,8 @@ def mindformers_25e7961d7(config):
 @fault(
     "own: a key that nobody reads",
     "the experts' outputs are not multiplied by routed_scaling_factor",
+    *BUILT,
     "forward",
-    module="router",
 )
 def own_no_scaling_factor(config):
     config.model.model_config.routed_scaling_factor = 1.0

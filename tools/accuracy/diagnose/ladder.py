@@ -44,6 +44,8 @@ from tools.accuracy.diagnose.laws import (
     loads_of,
     module_of,
     noise_of,
+    norm_law,
+    output_of,
     ratio_of,
 )
 from tools.accuracy.equivalence.executed import LOSS, NORM
@@ -219,7 +221,7 @@ class _Pair:
             error = apart(output, others[name])
             if error > (ROUNDING if self.bits else GROUP):
                 what = f"the outputs of {name} are {error:.2g} of their norm apart; modules before it are equal"
-                yield Finding(step, FORWARD, name, what, 1.0)
+                yield Finding(step, FORWARD, output_of(name), what, 1.0)
                 return
 
     def _start(self) -> Iterator[Finding]:
@@ -311,7 +313,15 @@ class _Pair:
             yield Finding(step, UPDATE, "learning rate", f"learning rate {one:.9g} and {two:.9g}")
 
     def _gradients(self, step: int) -> Iterator[Finding]:
-        """Gradients before clipping: a wrong norm scales them all, and is not their fault."""
+        """Gradients before clipping: a wrong norm scales them all, and is not their fault.
+
+        If both runs have the same global norm, and in one of them the clipped gradients do not have the norm that it
+        leaves them, clipping is wrong, and what the gradients were before it is not known.
+        """
+        norms = [side.steps.get(step, {}).get("global_norm") for side in (self.a, self.b)]
+        same = None not in norms and abs(norms[0] - norms[1]) <= NORM * abs(norms[0])
+        if same and [*norm_law(self.a, step), *norm_law(self.b, step)]:
+            return
         sides = [{name: norm / clipping_of(side, step) for name, norm in side.gradients(step).items()}
                  for side in (self.a, self.b)]  # fmt: skip
         pairs = {name: (sides[0][name], sides[1][name]) for name in sorted(sides[0].keys() & sides[1].keys())}

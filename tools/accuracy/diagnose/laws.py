@@ -80,8 +80,9 @@ def laws(side: Side) -> Iterator[Finding]:
     for step, state in sorted(side.states.items()):
         for name, tensor in sorted(state.tensors(side.parts()).items()):
             if tensor.differing:
-                yield Finding(step, UPDATE, module_of(name), f"{name}: copies differ", 1.0, tensor.differing, side.name)
-        yield from _norm_law(side, step)
+                where = ROUTERS if name.endswith(COUNTED) else UPDATE
+                yield Finding(step, where, module_of(name), f"{name}: copies differ", 1.0, tensor.differing, side.name)
+        yield from norm_law(side, step)
         yield from _update_law(side, step)
         previous = before if before and before.step == step - 1 else None
         yield from _router_law(side, state, previous)
@@ -114,7 +115,7 @@ def _modules_law(side: Side) -> Iterator[Finding]:
             if name.endswith("router") and error < 2 / math.sqrt(tokens):
                 return  # one or two tokens at a tie, whose choice rounding decides; what follows differs with it
             what = f"the output of {name} is {error:.2g} of its norm away from that of the forward pass in NumPy"
-            yield Finding(step, FORWARD, name, what, 1.0, (), side.name)
+            yield Finding(step, FORWARD, output_of(name), what, 1.0, (), side.name)
             return
 
 
@@ -127,8 +128,8 @@ def _restored(side: Side, start: State) -> Iterator[Finding]:
             yield Finding(start.step, RESUME, module_of(name), f"{name}: {norms}", 1.0, ranks, side.name)
 
 
-def _norm_law(side: Side, step: int) -> Iterator[Finding]:
-    """The global norm, computed again from the gradients by weight."""
+def norm_law(side: Side, step: int) -> Iterator[Finding]:
+    """Yield a finding if the clipped gradients of a step do not have the norm that the global norm leaves them."""
     record, view = side.steps.get(step, {}), View(side.recipe)
     norm, gradients = record.get("global_norm"), side.gradients(step)
     if norm is None or not gradients or record.get("overflow") or (view.pp > 1 and _mtp(side)):
@@ -251,6 +252,12 @@ def module_of(name: str) -> str:
     for prefix in ("adam_m.", "adam_v."):
         name = name.removeprefix(prefix)
     return group_of(name) if "." in name else name
+
+
+def output_of(name: str) -> str:
+    """Return the module to which a recorded output belongs: queries, keys, values and their sum are attention's."""
+    above, _, last = name.rpartition(".")
+    return f"{above}.attention.{last}" if last in ("query", "key", "value", "context") else name
 
 
 def ratio_of(one: float, two: float) -> str:

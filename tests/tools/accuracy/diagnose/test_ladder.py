@@ -233,6 +233,32 @@ def test_copies_that_differ_between_ranks(pair):
     assert (verdict.findings[0].detail, verdict.findings[0].ranks) == (f"{NORM}: copies differ", (1,))
 
 
+def test_biases_that_differ_between_ranks_are_the_routers(pair):
+    class Apart(Run):
+        def copy(self, rank, name, value):
+            return value + np.float32(0.001 * rank) if name.endswith("expert_bias") and value.any() else value
+
+    assert first(pair(Apart, single=True, ranks=2)) == (1, "routers", "layers.1.router")
+
+
+def test_gradients_that_were_clipped_wrongly_are_not_blamed(pair):
+    """Each is clipped by its own norm, and the global norm is right."""
+
+    class Alone(Run):
+        def gradient(self, step, name):
+            made = super().gradient(step, name)
+            return made * np.float32(min(1, 0.5 / np.linalg.norm(made)))
+
+        def norm(self, gradients):
+            return super().norm({name: super(Alone, self).gradient(self.at, name) for name in gradients})
+
+        def step(self, step, before, recorded=True):
+            self.at = step
+            return super().step(step, before, recorded)
+
+    assert first(pair(Alone)) == (1, "norm and clipping", "global norm")
+
+
 @pytest.mark.parametrize("sign", [-1, 0, 2])
 def test_a_bias_that_does_not_move_against_its_load(pair, sign):
     class Wrong(Run):

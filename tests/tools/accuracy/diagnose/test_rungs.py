@@ -190,7 +190,7 @@ class Unscaled(Forward):
         return super().route(layer, x) / self.hf["routed_scaling_factor"]
 
 
-@pytest.mark.parametrize(("wrong", "module"), [(Scaled, "layers.0.context"), (Unscaled, "layers.1.router")])
+@pytest.mark.parametrize(("wrong", "module"), [(Scaled, "layers.0.attention.context"), (Unscaled, "layers.1.router")])
 def test_one_run_alone_names_the_module_that_is_not_the_reference(tmp_path, ids, wrong, module):
     first = diagnose(aligned(tmp_path / "run", wrong, ids)).first[0]
     assert (first.step, first.rung, first.module) == (1, "forward", module)
