@@ -72,21 +72,28 @@ class Finding:
 def laws(side: Side) -> Iterator[Finding]:
     """Yield what one run breaks of the laws that need no reference."""
     for start in side.starts:
+        yield from _copies_law(side, start, RESUME if start.step else START)
         if start.step in side.states:  # this run had been here itself before it was resumed
             yield from _restored(side, start)
     yield from _built_law(side)
     yield from _modules_law(side)
     before: State | None = next((each for each in side.starts if each.step == 0), None)
     for step, state in sorted(side.states.items()):
-        for name, tensor in sorted(state.tensors(side.parts()).items()):
-            if tensor.differing:
-                where = ROUTERS if name.endswith(COUNTED) else UPDATE
-                yield Finding(step, where, module_of(name), f"{name}: copies differ", 1.0, tensor.differing, side.name)
+        yield from _copies_law(side, state, UPDATE)
         yield from norm_law(side, step)
         yield from _update_law(side, step)
         previous = before if before and before.step == step - 1 else None
         yield from _router_law(side, state, previous)
         before = state
+
+
+def _copies_law(side: Side, state: State, rung: str) -> Iterator[Finding]:
+    """What several ranks hold is the same on all of them; `rung` is that of the weights."""
+    for name, tensor in sorted(state.tensors(side.parts()).items()):
+        if tensor.differing:
+            where = ROUTERS if rung == UPDATE and name.endswith(COUNTED) else rung
+            what = f"{name}: copies differ"
+            yield Finding(state.step, where, module_of(name), what, 1.0, tensor.differing, side.name)
 
 
 def _built_law(side: Side) -> Iterator[Finding]:

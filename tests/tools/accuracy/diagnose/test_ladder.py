@@ -230,7 +230,9 @@ def test_copies_that_differ_between_ranks(pair):
             return value + np.float32(1e-6 * rank) if name == NORM and value.any() else value
 
     verdict = pair(Apart, single=True, ranks=2)
-    assert (verdict.findings[0].detail, verdict.findings[0].ranks) == (f"{NORM}: copies differ", (1,))
+    found = verdict.findings[0]
+    assert (found.step, found.rung, found.detail, found.ranks) == (0, "start", f"{NORM}: copies differ", (1,))
+    assert {(each.step, each.rung) for each in verdict.findings} >= {(1, "update"), (2, "update")}
 
 
 def test_biases_that_differ_between_ranks_are_the_routers(pair):
