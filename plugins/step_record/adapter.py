@@ -66,7 +66,6 @@ class Record:
         self.traced = not config.use_parallel and ms.get_context("device_target") == "CPU"
         self.modules: dict[str, Any] | None = None
         self.first = 1  # step of this part of the run
-        self.kept = False  # whether its weights and batch are
 
     def begin(self, params, done_before: int) -> None:
         """Record what the run starts from."""
@@ -75,14 +74,17 @@ class Record:
         append_line(self.file, json.dumps({**line, "effective": _effective(train_step(params))}))
 
     def forward(self, params) -> None:
-        """Record every module's output for the batch of a step that begins, in one CPU process."""
-        if not self.traced or self.left <= 0:
+        """Record every module's output for the first step's batch, in one CPU process.
+
+        Once only: after a second pass in PyNative MindSpore compiles the train step again.
+        """
+        if not self.traced:
             return
+        self.traced = False
         from plugins.cpu_backend.pynative import counters_kept, module_outputs
 
         network, batch = train_step(params).network, params.train_dataset_element
-        if not self.kept and sum(each.nbytes for each in network.get_parameters()) <= SMALL:
-            self.kept = True
+        if sum(each.nbytes for each in network.get_parameters()) <= SMALL:
             kept = dict(zip(self.columns, (each.asnumpy() for each in batch), strict=False))
             weights = {f"weight/{name}": value for name, value in self.before.items() if not name.startswith(MOMENTS)}
             rows = {f"batch/{name}": value for name, value in kept.items()}
@@ -200,7 +202,7 @@ def _effective(step) -> dict[str, Any]:
     found = {f"model.{key}": value for key, value in sorted(vars(gpt.config).items()) if _plain(value)} if gpt else {}
     for name in ("beta1", "beta2", "eps"):
         if (value := getattr(step.optimizer, name, None)) is not None:
-            found[f"optimizer.{name}"] = float(np.asarray(value.asnumpy()).reshape(-1)[0])
+            found[f"optimizer.{name}"] = float(f"{np.asarray(value.asnumpy()).reshape(-1)[0]:.7g}")
     return found
 
 

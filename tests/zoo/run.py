@@ -42,7 +42,7 @@ STEPS, SAVED = 6, 2  # steps of a run, and the one from which a resume goes on
 GLOBAL_BATCH = 4
 WORKER = Path(__file__).with_name("worker.py")
 SMALLER = ("model.model_config.num_hidden_layers=1", "model.model_config.first_k_dense_replace=0")  # to compile sooner
-TWO_LAYERS = ("model.model_config.num_hidden_layers=2",)  # one for each stage, with a router each
+TWO_LAYERS = ("model.model_config.num_hidden_layers=2", SMALLER[1])  # one for each stage, with a router each
 # layout -> (recipe of tests/training, overrides, the layout of one process with which it is compared)
 LAYOUTS = {
     "": ("tiny.yaml", (), ""),
@@ -182,8 +182,9 @@ def _recipe(work: Path, layout: str, overrides: tuple[str, ...]) -> Recipe:
     samples = STEPS * GLOBAL_BATCH
     data = f"train_dataset.data_loader.config.data_path.1={corpus}"
     keys = (f"train_dataset.data_loader.sizes.0={samples}", data, f"lr_schedule.total_steps={STEPS}")
+    saves = f"checkpoint.save_interleaved_steps={SAVED}"
     return apply_overrides(
-        recipe, (*keys, f"checkpoint.save_interleaved_steps={SAVED}", *SMALLER, *changes, *overrides)
+        recipe, (*keys, saves, *(changes if changes == TWO_LAYERS else (*SMALLER, *changes)), *overrides)
     )
 
 

@@ -163,7 +163,8 @@ def _resuming(change: Change) -> bool:
 def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Rungs that had something to compare, and the others with why."""
     sides = (a, b) if b else (a,)
-    seen, unknown = [CONFIGURATION, FORWARD] if b else _held_against_recipe(a), []
+    seen = [CONFIGURATION, FORWARD] if b else _held_against_recipe(a)
+    unknown: list[str] = []
     for rung, known in ((SAMPLES, [side.samples for side in sides]), (VERSIONS, [side.software for side in sides])):
         if b:
             (seen if all(known) else unknown).append(rung)
@@ -221,7 +222,7 @@ class _Pair:
             error = apart(output, others[name])
             if error > (ROUNDING if self.bits else GROUP):
                 what = f"the outputs of {name} are {error:.2g} of their norm apart; modules before it are equal"
-                yield Finding(step, FORWARD, output_of(name), what, 1.0)
+                yield Finding(step, FORWARD, output_of(self.a, name), what, 1.0)
                 return
 
     def _start(self) -> Iterator[Finding]:
@@ -286,6 +287,10 @@ class _Pair:
             found = self.a.ids(other)
             if found is not None and set(found) == others:
                 return f"step {step} of B has the samples of step {other} of A"
+        if common == len(others):
+            return (
+                f"step {step} of B has {common} of the {len(self.a.ids(step) or ())} samples of A: ranks read the same"
+            )
         return f"{common} of {len(others)} samples of step {step} of B are those of A"
 
     def _losses(self, step: int) -> Iterator[Finding]:
@@ -318,8 +323,8 @@ class _Pair:
         If both runs have the same global norm, and in one of them the clipped gradients do not have the norm that it
         leaves them, clipping is wrong, and what the gradients were before it is not known.
         """
-        norms = [side.steps.get(step, {}).get("global_norm") for side in (self.a, self.b)]
-        same = None not in norms and abs(norms[0] - norms[1]) <= NORM * abs(norms[0])
+        one, two = (side.steps.get(step, {}).get("global_norm") for side in (self.a, self.b))
+        same = one is not None and two is not None and abs(one - two) <= NORM * abs(one)
         if same and [*norm_law(self.a, step), *norm_law(self.b, step)]:
             return
         sides = [{name: norm / clipping_of(side, step) for name, norm in side.gradients(step).items()}

@@ -122,7 +122,7 @@ def _modules_law(side: Side) -> Iterator[Finding]:
             if name.endswith("router") and error < 2 / math.sqrt(tokens):
                 return  # one or two tokens at a tie, whose choice rounding decides; what follows differs with it
             what = f"the output of {name} is {error:.2g} of its norm away from that of the forward pass in NumPy"
-            yield Finding(step, FORWARD, output_of(name), what, 1.0, (), side.name)
+            yield Finding(step, FORWARD, output_of(side, name), what, 1.0, (), side.name)
             return
 
 
@@ -261,10 +261,16 @@ def module_of(name: str) -> str:
     return group_of(name) if "." in name else name
 
 
-def output_of(name: str) -> str:
-    """Return the module to which a recorded output belongs: queries, keys, values and their sum are attention's."""
-    above, _, last = name.rpartition(".")
-    return f"{above}.attention.{last}" if last in ("query", "key", "value", "context") else name
+def output_of(side: Side, name: str) -> str:
+    """Return the module to which a recorded output belongs: layers behind the decoder's are MTP's; queries, keys,
+    values and their sum are attention's.
+    """
+    words, layers = name.split("."), int(side.recipe["model"]["model_config"]["num_hidden_layers"])
+    if words[0] == "layers" and int(words[1]) >= layers:
+        words = ["mtp", "layers", str(int(words[1]) - layers), *words[2:]]
+    if words[-1] in ("query", "key", "value", "context"):
+        words.insert(-1, "attention")
+    return ".".join(words)
 
 
 def ratio_of(one: float, two: float) -> str:

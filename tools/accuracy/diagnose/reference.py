@@ -34,7 +34,7 @@ FIELDS = (
 def built_of(recipe: Recipe) -> dict[str, Any]:
     """Return what a run's record should hold of its built model and optimizer, as far as the recipe says it."""
     optimizer: Mapping[str, Any] = recipe.get("optimizer") or {}
-    found = {}
+    found: dict[str, Any] = {}
     if betas := optimizer.get("betas"):
         found |= {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]}
     if eps := optimizer.get("eps"):

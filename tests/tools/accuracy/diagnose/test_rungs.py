@@ -196,6 +196,14 @@ def test_one_run_alone_names_the_module_that_is_not_the_reference(tmp_path, ids,
     assert (first.step, first.rung, first.module) == (1, "forward", module)
 
 
+def test_layers_behind_the_decoder_are_the_mtp_layers(tmp_path, ids):
+    class Rolled(Forward):
+        def mtp(self, number, ids, hidden):
+            return super().mtp(number, np.roll(ids, 1, axis=1), hidden)
+
+    assert diagnose(aligned(tmp_path / "run", Rolled, ids)).first[0].module == "mtp.layers.0.input_norm"
+
+
 def test_a_token_at_a_tie_is_no_finding(tmp_path, ids):
     class Tie(Forward):
         def route(self, layer, x):
