@@ -3,10 +3,10 @@ docs/bug-zoo.md.
 
     python -m tests.zoo.run [--work FOLDER] [--made] [NAME ...]
 
-The recipe is tests/training/tiny.yaml with one decoder layer, for six steps in one process, with random tokens. Runs
-that the folder has are not repeated. A fault is caught if there is a finding; it is named right if the rung and the
-module of the finding that is printed first are those that `FAULTS` says. A false alarm is a finding in a run without a
-fault.
+The recipes are tests/training/tiny.yaml and sharded*.yaml with one decoder layer (two in a pipeline), for six steps
+with random tokens. Runs that the folder has are not repeated. A fault is caught if there is a finding; it is named right if
+the rung and the module of the finding that is printed first are those that `FAULTS` says. A false alarm is a finding in
+a run without a fault.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ A fault is caught if there is a finding. It is named right if rung and module of
 those that were written down with the fault.
 
 """
-WORKED = """## From a wrong curve to the line
+WORKED = """
+## From a wrong curve to the line
 
 A run was resumed from step 2, and its loss leaves that of the run that went through: 6.2697 and 6.2681 at step 4. Both
 were trained with `plugins.step_record`. `tc3 accuracy diagnose A B` prints
@@ -102,21 +103,23 @@ and `--all` lists what follows from it: from step 3 on the learning rate (0.0015
 from step 4 on the losses. So data, weights and moments came back, and the optimizer's counter did not. The counter is
 `global_step` of MindSpore's `Optimizer`, which the schedule and AdamW's bias correction read; what loads a checkpoint
 into the optimizer is the place to look. Here it is the line `global_step.set_data(...)` of `dim_5` in
-`tests/zoo/unseen.py`, which does what was reported of DiM-DiffusionMamba: "the learning rate will start from the
-beginning". The verdict on two recorded runs takes one to two seconds; two recipes are trained first, which takes about
-a minute each for `recipes/mini/pretrain.yaml` on a quiet machine of two cores.
+`tests/zoo/unseen.py`, which does what was reported of DiM-DiffusionMamba: the model is loaded, and the learning rate
+starts from the beginning. The verdict on two recorded runs takes a second of processor time.
 
 """
 SEEN = """Whoever wrote the command also wrote these faults, and corrected the command by them: when they were first
 run, six of the first ten were caught but named by another rung or module (rounding before the fault, routers' biases
 under the rung `update`, a router's loss before the decoder's), and those verdicts were mended. One fault (torchtitan
 #4054) was first put into a class that the mini does not use, and changed nothing. Several faults have no module to be
-named: for them only the rung was judged.
+named: for them only the rung was judged. These faults were not run again since `diagnose` compares modules and what was
+built.
 
 """
-UNSEEN = """These faults, with the rung and module that each should get, were written and committed before the command
-had been run on any of them. The rate of the first try is the honest one. The command's rules were mended after it: what
-the last column says of now is no proof of anything.
+UNSEEN = """These faults, with the rung and module that each should get, were written and committed before the command had
+been run on any of them, by somebody who had read its rules. The rate of the first try is the honest one. The rules were
+mended after it, and the rung `configuration` was added to what counts as right for faults in what is built: the last
+column, of now, proves nothing. On two processes tp2, dp2, ep2, cp2 and pp2 are MindSpore's sharded graph, and data2 is
+the data-parallel graph.
 
 """
 
@@ -215,7 +218,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     lines = [
         f"* Of {len(words)} faults written without changing rules: {len(words) - words.count('missed')} caught, "
         f"{words.count('right')} named at the first try.",
-        f"* Of all {len(now)} faults, by the rules of now: {len(now) - now.count('missed')} caught, "
+        f"* Of all {len(now)} faults, when each was judged last: {len(now) - now.count('missed')} caught, "
         f"{now.count('right')} named.",
         f"* Of {len(clean)} runs without a fault {alarms} had a finding.",
         "",

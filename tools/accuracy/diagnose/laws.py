@@ -277,7 +277,7 @@ def ratio_of(one: float, two: float) -> str:
     """Return a factor between two numbers, as a whole number where it is one."""
     factor = two / one if one else math.inf
     whole = round(factor) if factor >= 1 else (round(1 / factor) if factor else 0)
-    near = whole and abs((factor if factor >= 1 else 1 / factor) - whole) < 1e-3
+    near = whole > 1 and abs((factor if factor >= 1 else 1 / factor) - whole) < 1e-3
     return f"{'' if factor >= 1 else '1/'}{whole} times" if near else f"{factor:.6g} times"
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -58,9 +59,12 @@ def outputs_of(side: Side) -> tuple[int, Arrays, str]:
         sizes = reference_sizes(side.recipe)
     except TC3Error as error:
         return 0, {}, str(error)
-    with np.load(file) as stored:
-        kept = dict(stored)
+    try:
+        with np.load(file) as stored:
+            kept = dict(stored)
+        step, ids = int(kept["step"]), kept["batch/input_ids"]
+    except (OSError, ValueError, KeyError, BadZipFile) as error:
+        return 0, {}, f"{file} is damaged ({error}); train again into a new folder"
     names = {entry.mindformers for entry in table(sizes)}
     weights = {name: value for name, value in below(kept, "weight/").items() if name in names}
-    model = Forward(sizes, to_hugging_face(weights, sizes))
-    return int(kept["step"]), model.run(below(kept, "batch/")["input_ids"]), ""
+    return step, Forward(sizes, to_hugging_face(weights, sizes)).run(ids), ""

@@ -217,6 +217,9 @@ def test_a_token_at_a_tie_is_no_finding(tmp_path, ids):
 
 def test_what_the_reference_cannot_compute_is_said(tmp_path, ids):
     side = aligned(tmp_path / "run", Forward, ids)
+    whole = (side.folder / START).read_bytes()
+    (side.folder / START).write_bytes(whole[: len(whole) // 2])
+    assert "is damaged" in outputs_of(side)[2] and not diagnose(side).findings
     (side.folder / START).unlink()
     assert "weights of one CPU process" in outputs_of(side)[2]
     side = aligned(tmp_path / "packed", Forward, ids, {"train_dataset.data_loader.config.reset_attention_mask": True})
