@@ -4,9 +4,9 @@ docs/bug-zoo.md.
     python -m tests.zoo.run [--work FOLDER] [--made] [NAME ...]
 
 The recipes are tests/training/tiny.yaml and sharded*.yaml with one decoder layer (two in a pipeline), for six steps
-with random tokens. Runs that the folder has are not repeated. A fault is caught if there is a finding; it is named right if
-the rung and the module of the finding that is printed first are those that `FAULTS` says. A false alarm is a finding in
-a run without a fault.
+with random tokens. Runs that the folder has are not repeated. A fault is caught if there is a finding; it is named
+right if the rung and the module of the finding that is printed first are those that `FAULTS` says. A false alarm is a
+finding in a run without a fault.
 """
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ named: for them only the rung was judged. These faults were not run again since 
 built.
 
 """
-UNSEEN = """These faults, with the rung and module that each should get, were written and committed before the command had
-been run on any of them, by somebody who had read its rules. The rate of the first try is the honest one. The rules were
-mended after it, and the rung `configuration` was added to what counts as right for faults in what is built: the last
-column, of now, proves nothing. On two processes tp2, dp2, ep2, cp2 and pp2 are MindSpore's sharded graph, and data2 is
-the data-parallel graph.
+UNSEEN = """These faults, with the rung and module that each should get, were written and committed before the command
+had been run on any of them, by somebody who had read its rules. The rate of the first try is the honest one. The rules
+were mended after it, and the rung `configuration` was added to what counts as right for faults in what is built: the
+last column, of now, proves nothing. On two processes tp2, dp2, ep2, cp2 and pp2 are MindSpore's sharded graph, and
+data2 is the data-parallel graph.
 
 """
 

@@ -10,6 +10,7 @@ import pytest
 
 from plugins.step_record.plan import START, apart, record_file, sketch_of
 from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, TINY, Run
+from tests.zoo.run import PAGE, RESULTS, page
 from tools.accuracy.align.sides import reference_sizes
 from tools.accuracy.diagnose.evidence import read_side
 from tools.accuracy.diagnose.ladder import diagnose
@@ -242,3 +243,7 @@ def test_what_was_built_is_what_the_recipe_says(tmp_path):
         "model.moe_router_topk_scaling_factor was built as 1.0; the recipe says 2.8",
     ]
     assert math.isinf(findings[0].error) and ROUTER not in told[0]
+
+
+def test_the_page_of_the_zoo_is_made_of_its_results():
+    assert PAGE.read_text() == page(json.loads(RESULTS.read_text()))
