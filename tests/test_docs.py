@@ -146,8 +146,7 @@ def test_every_private_hook_is_listed():
     uses = [path for folder in ("plugins", "tools", "launch") for path in (ROOT / folder).rglob("*.py")]
     import_line = re.compile(r"^\s*from plugins\.private_hooks import", re.MULTILINE)
     found = {str(path.relative_to(ROOT)) for path in uses if import_line.search(path.read_text())}
-    # these two hold what pynative.py names
-    found -= {"launch/workers/accuracy_callback.py", "tools/accuracy/align/recorder.py"}
+    found -= {"launch/workers/accuracy_callback.py"}  # it replaces what pynative.py names
     # and these rely on what others keep private without replacing it
-    found |= {"plugins/cpu_backend/pynative.py", "tools/dryrun/virtual_cluster.py", "launch/workers/cores.py"}
+    found |= {"tools/dryrun/virtual_cluster.py", "launch/workers/cores.py"}
     assert found == listed

@@ -5,6 +5,7 @@ tests read these lines.
 from __future__ import annotations
 
 import json
+import platform
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from mindformers.core.callback.callback import MFLossMonitor
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 
+from launch.run.cache_key import VERSIONS
 from plugins.lines import append_line
 from plugins.private_hooks import train_step
 from plugins.step_record.plan import samples_of
@@ -21,6 +23,7 @@ from tools.dryrun.activations import added
 from tools.dryrun.executed import calls_file
 from tools.dryrun.memory import kinds_of
 from tools.files.atomic import write_atomically
+from tools.schema.versions import installed
 
 if TYPE_CHECKING:
     from plugins.semi_auto_cpu.collectives import Collectives
@@ -105,7 +108,7 @@ class RecordingLossMonitor(MFLossMonitor):
         if not self.described:
             self.described = True
             self._write({"total_steps": origin_epochs * steps_per_epoch, "start_step": step - 1,
-                         "world_size": get_real_group_size(), "time": self.began,
+                         "world_size": get_real_group_size(), "time": self.began, "software": software(),
                          "held_bytes": _held_bytes(train_step(cb_params))})  # fmt: skip
         self._write({
             "step": step,
@@ -130,6 +133,12 @@ class RecordingLossMonitor(MFLossMonitor):
 
     def _write(self, record):
         append_line(metrics_file(self.run_dir, get_real_rank()), json.dumps(record))
+
+
+def software() -> dict[str, str]:
+    """Return what this worker computes with, and its version; what is not installed is left out."""
+    versions = {"python": platform.python_version(), "machine": platform.machine()}
+    return {**versions, **{name: version for name in VERSIONS if (version := installed(name))}}
 
 
 def _held_bytes(network):

@@ -1,17 +1,22 @@
 """This module replaces code of MindFormers' training graph that works only in graphs, so that the model also runs in
-PyNative on CPU.
+PyNative on CPU, where hooks see the output of each module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import mindspore as ms
+import numpy as np
+from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
 from mindformers.parallel_core.training_graph.transformer.moe.shared_experts import SharedExpertMLPInterleaved
-from mindspore import ops
+from mindspore import Tensor, ops
 from mindspore.ops.auto_generate import gen_ops_prim
 from mindspore.ops.operations import debug_ops
+
+from plugins.private_hooks import replaced
 
 Hook = tuple[Any, str, str, Callable[..., Any]]  # the arguments of plugins.private_hooks.replace
 
@@ -52,3 +57,97 @@ def _shared_experts(self, hidden_states):
         gate = self.sigmoid(self.shared_experts_gate(self.cast(hidden_states, self.router_dense_type)))
         output = self.mul_shared_gate(output, self.cast(gate, self.compute_dtype))
     return output, bias
+
+
+@contextmanager
+def pynative():
+    """Switch to PyNative mode for a while, and replace code that works only in graphs."""
+    with ExitStack() as stack:
+        for hook in stand_ins():
+            stack.enter_context(replaced(*hook))
+        stack.callback(ms.set_context, mode=ms.GRAPH_MODE)
+        ms.set_context(mode=ms.PYNATIVE_MODE)
+        yield
+
+
+@contextmanager
+def counters_kept(network):
+    """Put back afterwards what a forward pass counts in the parameters that are not trained, such as experts' loads."""
+    counters = [(param, param.asnumpy().copy()) for param in network.get_parameters() if not param.requires_grad]
+    try:
+        yield
+    finally:
+        for param, value in counters:
+            param.set_data(Tensor(value))
+
+
+def module_outputs(network, batch):
+    """Return the logits of a batch, and module -> its output as [B, S, ...], in the order in which they are computed.
+
+    The network is in evaluation mode; the modules are those of tools/accuracy/reference/forward.py.
+    """
+    trace = Trace(network)
+    try:
+        with pynative():
+            logits = network(*batch)
+    finally:
+        trace.close()
+    return logits, trace.out
+
+
+class Trace:
+    """These are hooks on the modules of a GPTModel that record their outputs as [B, S, ...]."""
+
+    def __init__(self, network):
+        self.out, self.handles = {}, []
+        gpt = next(cell for _, cell in network.cells_and_names() if isinstance(cell, GPTModel))
+        self._hook(gpt.embedding, "embedding")
+        self._hook(gpt.decoder.final_layernorm, "final_norm")
+        layers = list(gpt.decoder.layers)
+        if gpt.mtp_process:
+            layers += [layer.transformer_layer for layer in gpt.mtp.layers]
+        for number, layer in enumerate(layers):
+            where = f"layers.{number}"
+            self._hook(layer, f"{where}.output")
+            self._hook(layer.input_layernorm, f"{where}.input_norm")
+            self._hook(layer.self_attention, f"{where}.attention")
+            self._hook(layer.pre_mlp_layernorm, f"{where}.post_norm")
+            self._hook(layer.mlp, f"{where}.mlp")
+            core = layer.self_attention.core_attention
+            self.handles.append(core.register_forward_hook(self._attention(where, core.heads)))
+            if hasattr(layer.mlp, "router"):
+                self._hook(layer.mlp.shared_experts, f"{where}.shared_expert")
+                experts = layer.mlp.router.expert_dim
+                self.handles.append(layer.mlp.router.register_forward_hook(self._router(where, experts)))
+
+    def close(self):
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+    def _hook(self, cell, name):
+        def note(cell, inputs, output):
+            self._note(name, output[0] if isinstance(output, (tuple, list)) else output)
+
+        self.handles.append(cell.register_forward_hook(note))
+
+    def _attention(self, where, heads):
+        def note(cell, inputs, output):
+            for name, tensor in zip(("query", "key", "value"), inputs[:3], strict=True):
+                self._note(f"{where}.{name}", tensor.reshape(tensor.shape[0], tensor.shape[1], heads, -1))
+            self._note(f"{where}.context", output)
+
+        return note
+
+    def _router(self, where, experts):
+        def note(cell, inputs, output):
+            chosen, weights = (tensor.asnumpy().reshape(-1, tensor.shape[-1]) for tensor in output[:2])
+            dense = np.zeros((len(chosen), experts), np.float32)
+            np.put_along_axis(dense, chosen, weights, axis=1)
+            self.out.setdefault(f"{where}.router", dense)
+
+        return note
+
+    def _note(self, name, tensor):
+        """[S, B, ...] -> [B, S, ...]."""
+        self.out.setdefault(name, tensor.asnumpy().swapaxes(0, 1).copy())

@@ -10,7 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import mindspore as ms
 import numpy as np
+from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
+from mindformers.tools.logger import logger
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 
@@ -20,10 +23,13 @@ from plugins.step_record.plan import (
     BIAS,
     LOAD,
     MOMENTS,
+    SMALL,
+    START,
     Adam,
     Settings,
     gradient_square,
     record_file,
+    sketch_of,
     state_of,
     update_of,
 )
@@ -56,12 +62,41 @@ class Record:
         self.left = steps
         self.before: dict[str, np.ndarray] = {}
         self.line: dict[str, Any] | None = None
+        self.columns = tuple((config.train_dataset or {}).get("input_columns") or ())
+        self.traced = not config.use_parallel and ms.get_context("device_target") == "CPU"
+        self.modules: dict[str, Any] | None = None
+        self.first = 1  # step of this part of the run
 
     def begin(self, params, done_before: int) -> None:
         """Record what the run starts from."""
-        self.before = _arrays(params)
+        self.before, self.first = _arrays(params), done_before + 1
         line = {"step": done_before, "start": True, "biases": _biases(self.before), "state": state_of(self.before)}
-        append_line(self.file, json.dumps(line))
+        append_line(self.file, json.dumps({**line, "effective": _effective(train_step(params))}))
+
+    def forward(self, params) -> None:
+        """Record every module's output for the first step's batch, in one CPU process.
+
+        Once only: after a second pass in PyNative MindSpore compiles the train step again.
+        """
+        if not self.traced:
+            return
+        self.traced = False
+        from plugins.cpu_backend.pynative import counters_kept, module_outputs
+
+        network, batch = train_step(params).network, params.train_dataset_element
+        if sum(each.nbytes for each in network.get_parameters()) <= SMALL:
+            kept = dict(zip(self.columns, (each.asnumpy() for each in batch), strict=False))
+            weights = {f"weight/{name}": value for name, value in self.before.items() if not name.startswith(MOMENTS)}
+            rows = {f"batch/{name}": value for name, value in kept.items()}
+            np.savez(self.file.with_name(START), step=self.first, **weights, **rows)
+        with counters_kept(network):
+            network.set_train(False)
+            try:
+                self.modules = {name: sketch_of(value) for name, value in module_outputs(network, batch)[1].items()}
+            except Exception as error:  # not every model runs in PyNative, and what only watches ends no training
+                logger.warning(f"step_record: the outputs of modules are not recorded: {error}")
+            finally:
+                network.set_train(True)
 
     def end(self, params, step: int, learning_rate: float | None) -> None:
         """Note what a step did; the routers' counters are still those of the step."""
@@ -89,6 +124,8 @@ class Record:
         loads = {name.removesuffix(LOAD): value.tolist() for name, value in now.items() if name.endswith(LOAD)}
         self.line = {"step": step, "learning_rate": learning_rate, "updates": count, "parts": _parts(params),
                      "weights": weights, "loads": loads}  # fmt: skip
+        if self.modules is not None:
+            self.line["modules"], self.modules = self.modules, None
         self.before = now
 
     def complete(self, params) -> None:
@@ -114,6 +151,7 @@ def _recording(monitor: Any, record: Record):
         def on_train_step_begin(self, run_context):
             """Complete the line of the step before."""
             record.complete(run_context.original_args())
+            record.forward(run_context.original_args())
             super().on_train_step_begin(run_context)
 
         def on_train_step_end(self, run_context):
@@ -156,3 +194,18 @@ def _parts(params) -> dict[str, Any]:
 
     tensors = get_cur_sharded_tensor(train_step(params).network)
     return {name: [list(each.global_shape), list(each.global_offset)] for name, each in tensors.items()}
+
+
+def _effective(step) -> dict[str, Any]:
+    """The numbers and words by which the built model and optimizer compute, whatever the recipe says."""
+    gpt = next((cell for _, cell in step.network.cells_and_names() if isinstance(cell, GPTModel)), None)
+    found = {f"model.{key}": value for key, value in sorted(vars(gpt.config).items()) if _plain(value)} if gpt else {}
+    for name in ("beta1", "beta2", "eps"):
+        if (value := getattr(step.optimizer, name, None)) is not None:
+            found[f"optimizer.{name}"] = float(f"{np.asarray(value.asnumpy()).reshape(-1)[0]:.7g}")
+    return found
+
+
+def _plain(value: Any) -> bool:
+    """Whether a value is a number, a word, or nothing: what is the same in another process."""
+    return value is None or isinstance(value, (bool, int, float, str))

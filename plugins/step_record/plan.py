@@ -1,6 +1,9 @@
 """This module computes what a rank records of a training step for `tc3 accuracy diagnose`: digests of the samples, and
 numbers of weights, gradients, optimizer and routers. The module uses only Python and NumPy.
 
+In one CPU process the first recorded step also has a sketch of every module's output, computed in PyNative from the
+step's batch, and, of a small model, the weights and the batch themselves, from which anybody can compute them again.
+
 Every run records its samples, if the step's data pass through the process (not in sink mode). The rest costs a copy of
 the weights and of the first moments in the host's memory, and time for each recorded step; therefore a recipe asks for
 it (`plugins.step_record`), and only the first steps of a (resumed) run are recorded.
@@ -26,7 +29,10 @@ KEY = "plugins.step_record"
 IDS = "input_ids"  # the column whose rows are the samples
 MOMENTS = ("adam_m.", "adam_v.")
 LOAD, BIAS = ".expert_load", ".expert_bias"  # ends of the names of a router's state
+START = "start_rank_0.npz"  # beside the record: weights and batch of the first step, of a model that is small enough
+SMALL = 256 * 2**20  # bytes of weights that are kept there
 _DIGITS = 16  # of a digest
+_PROJECTIONS = 4
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,27 @@ def sum_of_squares(array: np.ndarray) -> float:
 def state_of(arrays: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:
     """Return name -> [digest, sum of squares, shape] of each tensor."""
     return {name: [digest(array), sum_of_squares(array), list(array.shape)] for name, array in arrays.items()}
+
+
+def sketch_of(array: np.ndarray) -> list[Any]:
+    """Return [digest, sum of squares, projections] of a module's output.
+
+    The projections are its products with fixed random vectors: those of two outputs tell how far they are `apart`.
+    """
+    flat, rng = array.reshape(-1).astype(np.float64), np.random.default_rng(0)
+    return [
+        digest(array),
+        float(flat @ flat),
+        [float(flat @ rng.standard_normal(flat.size)) for _ in range(_PROJECTIONS)],
+    ]
+
+
+def apart(one: Iterable[Any], two: Iterable[Any]) -> float:
+    """Return how far two outputs are apart, relative to the first one's norm; estimated from their sketches, right to
+    a factor of about two.
+    """
+    (_, square, mine), (_, _, others) = one, two
+    return float(np.sqrt(np.mean(np.square(np.subtract(mine, others))) / max(square, 1e-30)))
 
 
 def gradient_square(moment: np.ndarray, before: np.ndarray | float, beta1: float) -> float:

@@ -9,8 +9,8 @@ from safetensors.numpy import save_file
 
 from launch.generate.session import continuation
 from launch.generate.text import likeliest
-from tests.tools.accuracy.reference.forward import Forward
 from tests.training import runs
+from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.start import initial_weights
 from tools.data.tokenizer import Coder, load
 from tools.recipe.load import load_recipe

@@ -73,6 +73,7 @@ def test_a_worker_killed_in_a_save_is_started_again_and_comes_to_the_same_losses
     sides = read_side(whole), read_side(run_dir)
     assert [each.step for each in sides[1].starts] == [0, 8] and len(sides[1].states) == len(sides[1].samples) == 12
     assert diagnose(*sides).word == "equal", diagnose(*sides).first
+    assert "forward" in diagnose(sides[1]).compared and sides[1].modules(9), "against NumPy, from the resume on"
     first, second = read_attempts(run_dir)
     assert (first.verdict.decision, second.verdict.decision) == ("restart", "done")
     (end,) = first.ends.values()

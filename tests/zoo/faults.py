@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 FAULTS: dict[str, Fault] = {}
+BUILT = ("configuration",)  # of faults in what is built: this rung came after them, and names them better
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class Fault:
         source: where it was reported. what: it does. inject: puts it in; called with the run's MindFormerConfig.
         rungs: of the ladder that name it rightly. module: a part of the right module's name.
         resumed: whether the run with the fault goes on from the second step of the faultless one.
+        layout: of `tests/zoo/run.py` in which it is executed; "" is one process.
+        same_graph: whether it leaves the compiled graph as it is, so that the faultless one is loaded.
+        unseen: whether it was written before the rules of the command had seen it.
     """
 
     source: str
@@ -33,13 +37,17 @@ class Fault:
     rungs: tuple[str, ...]
     module: str = ""
     resumed: bool = False
+    layout: str = ""
+    same_graph: bool = False
+    unseen: bool = False
 
 
-def fault(source: str, what: str, *rungs: str, module: str = "", resumed: bool = False):
+def fault(source: str, what: str, *rungs: str, **more: Any):
     """Return a decorator that adds a function to `FAULTS` under its name."""
 
     def add(inject: Callable[[Any], None]) -> Callable[[Any], None]:
-        FAULTS[inject.__name__] = Fault(source, what, inject, rungs, module, resumed)
+        unseen = inject.__module__.endswith("unseen")
+        FAULTS[inject.__name__] = Fault(source, what, inject, rungs, unseen=unseen, **more)
         return inject
 
     return add
@@ -75,15 +83,15 @@ def mindformers_1f24be654(config):
     module="norm",
 )
 def mindformers_25c381167(config):
-    _norm(_replicated_twice)
+    in_norm(_replicated_twice)
 
 
 @fault("Megatron-LM #5916", "experts are left out of the global norm", "norm and clipping", module="norm")
 def megatron_5916(config):
-    _norm(_without_experts)
+    in_norm(_without_experts)
 
 
-def _norm(construct):
+def in_norm(construct):
     from mindformers.core.clip_grad import ClipGradNorm
 
     ClipGradNorm.construct = construct
@@ -129,7 +137,13 @@ def _half_rate(self):
 # routers
 
 
-@fault("mindformers dd5e945e8", "the loads are cleared before the biases are moved by them", "routers", module="router")
+@fault(
+    "mindformers dd5e945e8",
+    "the loads are cleared before the biases are moved by them",
+    "routers",
+    module="router",
+    same_graph=True,
+)
 def mindformers_dd5e945e8(config):
     from mindformers.core.callback.callback import TopkBiasBalanceCallback
 
@@ -144,12 +158,18 @@ def mindformers_dd5e945e8(config):
     TopkBiasBalanceCallback._update_topk_bias = wrong
 
 
-@fault("own: DeepSeek-V3's rule with the other sign", "biases move towards loaded experts", "routers", module="router")
+@fault("own: DeepSeek-V3's rule with the other sign", "biases move towards loaded experts", *BUILT, "routers")
 def own_bias_sign(config):
     config.model.model_config.moe_router_bias_update_rate *= -1
 
 
-@fault("own: the loop over routers ends with the decoder", "the MTP layer's bias never moves", "routers", module="mtp")
+@fault(
+    "own: the loop over routers ends with the decoder",
+    "the MTP layer's bias never moves",
+    "routers",
+    module="mtp",
+    same_graph=True,
+)
 def own_mtp_bias_stands(config):
     from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
 
@@ -194,7 +214,7 @@ def _divided(self, scores, top_indices, alpha):
 # model
 
 
-@fault("torchtitan #4117", "another RoPE than the recipe's", "forward", module="model")
+@fault("torchtitan #4117", "another RoPE than the recipe's", *BUILT, "forward")
 def torchtitan_4117(config):
     config.model.model_config.rope_theta = 500.0
 
@@ -211,20 +231,22 @@ def _without_gradient(self, hidden_states):
     return self.right_construct(ops.stop_gradient(hidden_states))
 
 
-@fault("Megatron-LM #5844", "weights stand at another initialisation, and success is reported", "start")
+@fault(
+    "Megatron-LM #5844", "weights stand at another initialisation, and success is reported", "start", same_graph=True
+)
 def megatron_5844(config):
     def spoil(step):
         for each in step.optimizer.parameters:
             if "experts.weight1" in each.name:
                 each.set_data(ms.Tensor(np.random.default_rng(1).normal(0, 0.02, each.shape).astype(np.float32)))
 
-    _before_training(spoil)
+    before_training(spoil)
 
 
 # data
 
 
-@fault("mindformers 477621fde", "positions of another sample", "samples", module="data")
+@fault("mindformers 477621fde", "positions of another sample", "samples", module="data", same_graph=True)
 def mindformers_477621fde(config):
     def wrong(sample, idx):
         tokens, labels, mask, positions, *more = sample
@@ -239,12 +261,19 @@ def mindformers_477621fde(config):
     "samples",
     module="data",
     resumed=True,
+    same_graph=True,
 )
 def mindformers_c86dce8cc(config):
     _samples(None, 4)
 
 
-@fault("transformers, 2024: accumulation", "half of the tokens are left out of the loss", "samples", module="data")
+@fault(
+    "transformers, 2024: accumulation",
+    "half of the tokens are left out of the loss",
+    "samples",
+    module="data",
+    same_graph=True,
+)
 def transformers_2024_loss_mask(config):
     def wrong(sample, idx):
         tokens, labels, mask, *more = sample
@@ -276,6 +305,7 @@ def _samples(change, back=0):
     "resume",
     module="experts",
     resumed=True,
+    same_graph=True,
 )
 def megatron_761(config):
     def spoil(step):
@@ -286,7 +316,7 @@ def megatron_761(config):
                 value[:half], value[half : 2 * half] = value[half : 2 * half].copy(), value[:half].copy()
                 each.set_data(ms.Tensor(value))
 
-    _before_training(spoil)
+    before_training(spoil)
 
 
 @fault(
@@ -295,6 +325,7 @@ def megatron_761(config):
     "resume",
     module="experts",
     resumed=True,
+    same_graph=True,
 )
 def kempnerforge_202(config):
     def spoil(step):
@@ -305,17 +336,19 @@ def kempnerforge_202(config):
                 value[half:] = value[:half]
                 each.set_data(ms.Tensor(value))
 
-    _before_training(spoil)
+    before_training(spoil)
 
 
-@fault("MindFormers' default no_load_optim", "a resume goes on with fresh moments", "resume", resumed=True)
+@fault(
+    "MindFormers' default no_load_optim", "a resume goes on with fresh moments", "resume", resumed=True, same_graph=True
+)
 def own_fresh_moments(config):
     def spoil(step):
         for each in step.optimizer.get_parameters():
             if each.name.startswith(("adam_m.", "adam_v.")):
                 each.set_data(ms.Tensor(np.zeros(each.shape, np.float32)))
 
-    _before_training(spoil)
+    before_training(spoil)
 
 
 @fault(
@@ -324,6 +357,7 @@ def own_fresh_moments(config):
     "resume",
     module="router",
     resumed=True,
+    same_graph=True,
 )
 def own_bias_not_restored(config):
     def spoil(step):
@@ -331,10 +365,10 @@ def own_bias_not_restored(config):
             if each.name.endswith("expert_bias"):
                 each.set_data(ms.Tensor(np.zeros(each.shape, np.float32)))
 
-    _before_training(spoil)
+    before_training(spoil)
 
 
-def _before_training(spoil):
+def before_training(spoil):
     """Call `spoil` with the train step when a training begins, before it is recorded."""
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 
@@ -358,5 +392,8 @@ def enable(config, name) -> None:
     from mindspore import ops
     from mindspore.ops.auto_generate import SumExt
 
+    from tests.zoo import unseen
+
+    unseen.compiled_with()
     if name:
         FAULTS[name].inject(config)

@@ -46,3 +46,4 @@ def test_the_first_line_tells_what_the_train_step_holds_in_sink_mode_too(tmp_pat
     monitor.print_output_info(params, 1, 1, 0.0, 1, 10, 2.5, 30.0, False, 1.0, "", 0.1, 0.7, *parts)
     header, line = map(json.loads, metrics_file(tmp_path, 0).read_text().splitlines())
     assert header["held_bytes"]["weight"] >= 36 and line["loss"] == 2.5
+    assert header["software"]["mindspore"] == ms.__version__ and header["software"]["python"]

@@ -1,12 +1,24 @@
 """What is recorded of a step, against what is known of it."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.errors import RecipeError
-from plugins.step_record.plan import Adam, Settings, digest, gradient_square, samples_of, state_of, update_of
+from plugins.step_record.plan import (
+    Adam,
+    Settings,
+    digest,
+    gradient_square,
+    record_file,
+    samples_of,
+    state_of,
+    update_of,
+)
+from tests.tools.accuracy.diagnose.simulated import Run
 
 ADAM = Adam(1e-3, 0.9, 0.95, 1e-8, 3)
 
@@ -66,3 +78,14 @@ def test_settings():
     assert Settings.read({}).steps == 3
     with pytest.raises(RecipeError, match=r"plugins\.step_record\.steps: 0 is not allowed; write a number of steps"):
         Settings.read({"steps": 0})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_takes_as_many_bytes_as_the_docs_say(tmp_path, ranks):
+    run = Run(tmp_path / "run", ranks=ranks).write()
+    text = record_file(run, 0).read_text().splitlines()[-1]
+    line = json.loads(text)
+    parts = ((line["state"], 60), (line["weights"], 185), (line["parts"], 20))
+    expected = sum(len(name) + each for names, each in parts for name in names)
+    expected += 40 * sum(map(len, line["loads"].values()))
+    assert expected == pytest.approx(len(text), rel=0.15)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.tools.accuracy.reference.forward import Forward
 from tools.accuracy.align import sides
 from tools.accuracy.align.sides import alone, load
 from tools.accuracy.reference import frozen, golden
+from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.start import hyper_of
 from tools.weights.convert import convert
 from tools.weights.convert_plan import prepare

@@ -4,18 +4,14 @@ compared.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import mindspore as ms
 import numpy as np
-from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor
 from mindspore.train.callback import Callback
 
-from plugins.cpu_backend.pynative import stand_ins
-from plugins.private_hooks import replaced
+from plugins.cpu_backend.pynative import counters_kept, module_outputs
 from tools.accuracy.counted_bias import CountedBias
 from tools.weights.hugging_face_names import STATE
 
@@ -93,89 +89,16 @@ def forward(network, batch):
 
     The forward pass counts the experts' load; those counters are put back.
     """
-    counters = [param for param in network.get_parameters() if not param.requires_grad]
-    before = [copy(param) for param in counters]
-    network.set_train(False)
-    out = {"logits/graph": network(*batch).asnumpy().copy()}
-    trace = Trace(network)
-    with pynative():
-        logits = network(*batch)
-    trace.close()
-    network.set_train(True)
-    for param, value in zip(counters, before, strict=True):
-        param.set_data(Tensor(value))
+    out = {}
+    with counters_kept(network):
+        network.set_train(False)
+        out["logits/graph"] = network(*batch).asnumpy().copy()
+        logits, traced = module_outputs(network, batch)
+        network.set_train(True)
+    traced = {f"trace/{name}": value for name, value in traced.items()}
     length = batch[0].shape[1]
-    trace.out["trace/logits"] = logits.asnumpy().reshape(-1, length, logits.shape[-1])
-    return {**out, **trace.out}
-
-
-@contextmanager
-def pynative():
-    """Switch to PyNative mode for a while, and replace code that works only in graphs."""
-    with ExitStack() as stack:
-        for hook in stand_ins():
-            stack.enter_context(replaced(*hook))
-        stack.callback(ms.set_context, mode=ms.GRAPH_MODE)
-        ms.set_context(mode=ms.PYNATIVE_MODE)
-        yield
-
-
-class Trace:
-    """These are hooks on the modules of a GPTModel that record their outputs as [B, S, ...]."""
-
-    def __init__(self, network):
-        self.out, self.handles = {}, []
-        gpt = next(cell for _, cell in network.cells_and_names() if isinstance(cell, GPTModel))
-        self._hook(gpt.embedding, "embedding")
-        self._hook(gpt.decoder.final_layernorm, "final_norm")
-        layers = list(gpt.decoder.layers)
-        if gpt.mtp_process:
-            layers += [layer.transformer_layer for layer in gpt.mtp.layers]
-        for number, layer in enumerate(layers):
-            where = f"layers.{number}"
-            self._hook(layer, f"{where}.output")
-            self._hook(layer.input_layernorm, f"{where}.input_norm")
-            self._hook(layer.self_attention, f"{where}.attention")
-            self._hook(layer.pre_mlp_layernorm, f"{where}.post_norm")
-            self._hook(layer.mlp, f"{where}.mlp")
-            core = layer.self_attention.core_attention
-            self.handles.append(core.register_forward_hook(self._attention(where, core.heads)))
-            if hasattr(layer.mlp, "router"):
-                self._hook(layer.mlp.shared_experts, f"{where}.shared_expert")
-                experts = layer.mlp.router.expert_dim
-                self.handles.append(layer.mlp.router.register_forward_hook(self._router(where, experts)))
-
-    def close(self):
-        """Remove the hooks."""
-        for handle in self.handles:
-            handle.remove()
-
-    def _hook(self, cell, name):
-        def note(cell, inputs, output):
-            self._note(name, output[0] if isinstance(output, (tuple, list)) else output)
-
-        self.handles.append(cell.register_forward_hook(note))
-
-    def _attention(self, where, heads):
-        def note(cell, inputs, output):
-            for name, tensor in zip(("query", "key", "value"), inputs[:3], strict=True):
-                self._note(f"{where}.{name}", tensor.reshape(tensor.shape[0], tensor.shape[1], heads, -1))
-            self._note(f"{where}.context", output)
-
-        return note
-
-    def _router(self, where, experts):
-        def note(cell, inputs, output):
-            chosen, weights = (tensor.asnumpy().reshape(-1, tensor.shape[-1]) for tensor in output[:2])
-            dense = np.zeros((len(chosen), experts), np.float32)
-            np.put_along_axis(dense, chosen, weights, axis=1)
-            self.out.setdefault(f"trace/{where}.router", dense)
-
-        return note
-
-    def _note(self, name, tensor):
-        """[S, B, ...] -> [B, S, ...]."""
-        self.out.setdefault(f"trace/{name}", tensor.asnumpy().swapaxes(0, 1).copy())
+    traced["trace/logits"] = logits.asnumpy().reshape(-1, length, logits.shape[-1])
+    return {**out, **traced}
 
 
 def enable(config, settings) -> None:

@@ -101,11 +101,13 @@ def _train(recipe: Path, run_dir: Path, steps: int) -> Path:
 def report(verdict: Verdict, sides: list[Side], everything: bool = False) -> list[str]:
     """Return the lines that are printed."""
     from tools.accuracy.diagnose.evidence import RECORD
-    from tools.accuracy.diagnose.ladder import USUAL, WORST
+    from tools.accuracy.diagnose.laws import USUAL, WORST
 
     lines = [f"{side.name}: {note}" for side in sides for note in side.notes]
     for change in verdict.changes:
         lines.append(f"changed key: {change.path} {change.before} -> {change.after}: {change.meaning.phrase}")
+    for name, one, two in verdict.software:
+        lines.append(f"other software: {name} {one} and {two}: compared within rounding, and not by bits")
     if verdict.layout:
         names = ", ".join(change.path for change in verdict.layout)
         lines.append(f"another layout, as intended ({names}): compared within rounding, and not by bits")
@@ -134,5 +136,5 @@ def _as_json(verdict: Verdict, sides: list[Side]) -> dict:
     changes = [{"key": each.path, "before": str(each.before), "after": str(each.after), "means": each.meaning.phrase}
                for each in verdict.changes]  # fmt: skip
     return {"verdict": verdict.word, "findings": findings, "changed": changes, "compared": verdict.compared,
-            "unknown": verdict.unknown, "layout": [each.path for each in verdict.layout],
+            "unknown": verdict.unknown, "layout": [each.path for each in verdict.layout], "software": verdict.software,
             "notes": [f"{side.name}: {note}" for side in sides for note in side.notes]}  # fmt: skip

@@ -94,7 +94,9 @@ class Side:
     Attributes:
         steps: step -> the metrics of the rank that knows the loss.
         samples: step -> rank -> column -> digests.
+        software: package -> version, as the last part of the run had it.
         starts, states: what was recorded of the state, by step.
+        folder: of the record.
     """
 
     name: str
@@ -105,6 +107,24 @@ class Side:
     starts: list[State] = field(default_factory=list)
     states: dict[int, State] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    software: dict[str, str] = field(default_factory=dict)
+    folder: Path = Path()
+
+    @property
+    def effective(self) -> dict[str, Any]:
+        """Return the numbers of the built model and optimizer, as the first start recorded them."""
+        return next((line.get("effective") or {} for start in self.starts for line in start.lines.values()), {})
+
+    @property
+    def starts_known(self) -> bool:
+        """Return whether the weights that the run started from are recorded."""
+        names = [name for start in self.starts for line in start.lines.values() for name in line["state"]]
+        return any(name.endswith(".weight") for name in names)
+
+    def modules(self, step: int) -> dict[str, list[Any]]:
+        """Return module -> sketch of its output in a step, in the order of the forward pass; empty if not recorded."""
+        lines = self.states[step].lines.values() if step in self.states else ()
+        return next((line["modules"] for line in lines if line.get("modules")), {})
 
     def parts(self) -> dict[int, dict[str, Any]]:
         """Return rank -> name -> [whole shape, offset], as the first recorded step has it."""
@@ -183,7 +203,8 @@ def read_side(folder: Path) -> Side:
             f"{folder}: rank {empty[0]} of {len(metrics)} has recorded no step: copy metrics/ of every host"
         )
     readings = metrics[loss_rank(recipe)]
-    side = Side(str(folder), recipe, readings.steps, readings.total_steps)
+    side = Side(str(folder), recipe, readings.steps, readings.total_steps, folder=folder / "metrics")
+    side.software = _software(folder / "metrics" / f"rank_{loss_rank(recipe)}.jsonl")
     for rank, each in metrics.items():
         for step, record in each.steps.items():
             if record.get("samples"):
@@ -199,6 +220,11 @@ def _metrics(file: Path) -> Readings:
     for line in _lines(file):
         readings.add(line)
     return readings
+
+
+def _software(file: Path) -> dict[str, str]:
+    found = [line["software"] for line in _lines(file) if line.get("software")]
+    return found[-1] if found else {}
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
@@ -244,6 +270,11 @@ def _notes(side: Side, ranks: int) -> None:
         side.notes.append(f"step {last} of {side.total_steps} is its last: it is still training, or ended early")
     if not side.states:
         side.notes.append(f"no weights, gradients or routers are recorded; record them with `{RECORD}`")
+    elif not side.starts_known:
+        side.notes.append(
+            "the weights that it started from are unknown: a sharded run makes them when it compiles its graph; the "
+            "first step's losses and gradients depend on them"
+        )
     if not side.samples:
         side.notes.append(
             "the samples of its steps are unknown (sink mode, or an older run); for a few steps set "

@@ -1,77 +1,60 @@
-"""This module says where two runs first differ, or where one run breaks a law that needs no reference. Pure: it
+"""This module says where two runs first differ, or where one run breaks a law that needs no second run (`laws`). It
 compares what `evidence.read_side` has read.
 
-The rungs, in the order in which a difference arises: the configuration; what a (resumed) run starts from; then for each
-step its samples, its loss and parts, its gradients, the global norm with clipping, the update, the routers. `diagnose`
+The rungs, in the order in which a difference arises: versions of the software; the configuration, as written and as
+built; what a (resumed) run starts from; then for each step its samples, the outputs of its modules, its loss and parts,
+its gradients, the global norm with clipping, the update, the routers. `diagnose`
 makes all findings and sorts them by step and rung; the first rung with a difference above rounding is the verdict, and
 what follows is usually its consequence.
 
-Two runs of one layout and configuration must agree to the last bit: on CPU they do, and on a device with deterministic
-operators. Other layouts add numbers in another order: for them losses are held to `LOSS`, norms to `NORM`, sums of
-squares of weights and gradients to `GROUP`.
+Two runs of one layout, configuration and software must agree to the last bit: on CPU they do, and on a device with
+deterministic operators. Others add numbers in another order: for them losses are held to `LOSS`, norms to `NORM`, norms
+of weights and gradients to `GROUP`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
+from plugins.step_record.plan import START as START_FILE
+from plugins.step_record.plan import apart
 from tools.accuracy.diagnose.evidence import Side, State
+from tools.accuracy.diagnose.laws import (
+    CLIPPING,
+    CONFIGURATION,
+    COUNTED,
+    FORWARD,
+    GRADIENTS,
+    GROUP,
+    PARTS,
+    RATE,
+    RESUME,
+    ROUNDING,
+    ROUTERS,
+    RUNGS,
+    SAMPLES,
+    START,
+    UPDATE,
+    VERSIONS,
+    Finding,
+    clipping_of,
+    is_trained,
+    laws,
+    loads_of,
+    module_of,
+    noise_of,
+    norm_law,
+    output_of,
+    ratio_of,
+)
 from tools.accuracy.equivalence.executed import LOSS, NORM
-from tools.accuracy.equivalence.runs import group_of
 from tools.recipe.diff import Change, compare
 from tools.recipe.view import MODEL, View
 
-CONFIGURATION, START, RESUME, SAMPLES = "configuration", "start", "resume", "samples"
-FORWARD, GRADIENTS, CLIPPING, UPDATE, ROUTERS = "forward", "gradients", "norm and clipping", "update", "routers"
-RUNGS = (CONFIGURATION, START, RESUME, SAMPLES, FORWARD, GRADIENTS, CLIPPING, UPDATE, ROUTERS)
-USUAL = {
-    CONFIGURATION: "the runs were asked to compute different things",
-    START: "initialisation (seed), conversion, another checkpoint, or shards that changed places",
-    RESUME: "the save left it out, the resume did not load it, or it was loaded into another part",
-    SAMPLES: "data: another seed or order, another share of the ranks, or a position that a resume took wrongly",
-    FORWARD: "the forward pass: an operator, a mask, positions, or loss weighting",
-    GRADIENTS: "the backward of the named module, or the collective that sums its gradient",
-    CLIPPING: "the global norm: shards counted twice or left out, or clipping with another limit",
-    UPDATE: "the optimizer: learning rate, weight decay of the wrong group, moments, bias correction",
-    ROUTERS: "the routers' counters or biases: another rate, another sign, the load of one rank, or no update",
-}
+FACTOR = 1e-3  # relative; gradients of all weights that differ by one factor to this have another scale
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "n_routed_experts",
          "moe_intermediate_size", "intermediate_size", "model_type")  # fmt: skip
-PARTS = ("lm_loss", "load_balancing_loss", "mtp_loss", "loss")
-COUNTED = ("expert_bias", "expert_load", "fi_accu")  # ends of names of routers' state, which no gradient moves
-GROUP = 1e-4  # relative; norms of weights, gradients and moments of another layout
-LAW = 5e-4  # relative; a global norm computed again from moments, which hold gradients in float32
-RATE = 2e-3  # relative; a learning rate or weight decay fitted to an update
-REST = 1e-2  # share of an update that AdamW does not explain; rounding leaves 1e-4 to 1e-3
-NEAR = 1e-5  # relative; a load at its share, where the sign of the difference is rounding
-ROUNDING = 1e-6  # relative; below it, only bits differ
-WORST = 3  # findings shown of a rung
-
-
-@dataclass(frozen=True)
-class Finding:
-    """This is one difference. `side`: "" for a difference between two runs, else the run that breaks a law."""
-
-    step: int
-    rung: str
-    module: str
-    detail: str
-    error: float = math.inf  # relative, to sort by
-    ranks: tuple[int, ...] = ()
-    side: str = ""
-
-    @property
-    def rounding(self) -> bool:
-        """Return whether this difference is as small as that of another order of addition."""
-        return self.error < ROUNDING
-
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """Return what findings are sorted by: step, then rung, then the gravest."""
-        return self.step, RUNGS.index(self.rung), -self.error
 
 
 @dataclass(frozen=True)
@@ -80,6 +63,7 @@ class Verdict:
 
     Args:
         findings: in order. changes: of the configuration that change numbers; layout: those of the layout.
+        software: of a package, its versions in both runs where they differ.
         compared: rungs that had something to look at; unknown: rungs that had not, with what to record.
         bits: whether equality to the last bit was asked.
     """
@@ -87,6 +71,7 @@ class Verdict:
     findings: tuple[Finding, ...]
     changes: tuple[Change, ...]
     layout: tuple[Change, ...]
+    software: tuple[tuple[str, str, str], ...]
     compared: tuple[str, ...]
     unknown: tuple[str, ...]
     bits: bool
@@ -108,10 +93,11 @@ class Verdict:
     @property
     def word(self) -> str:
         """Return the verdict in words."""
+        if self.findings:
+            word = f"differs: {self.first[0].rung}, step {self.first[0].step}"
+            return f"{word}; the configuration was changed" if self.changes else word
         if self.changes:
             return "the configuration was changed"
-        if self.findings:
-            return f"differs: {self.first[0].rung}, step {self.first[0].step}"
         if self.unknown:
             return "nothing differs in what was recorded"
         return "equal"
@@ -130,16 +116,41 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
     changes = compare(a.recipe, b.recipe).changes if b else []
     if any(start.step for side in (a, b) if side for start in side.starts):
         changes = [each for each in changes if not _resuming(each)]
-    numbers = tuple(each for each in changes if each.meaning.group == "numbers")
     layout = tuple(each for each in changes if each.meaning.group == "layout")
+    if b and layout and View(a.recipe).global_batch == View(b.recipe).global_batch:
+        layout += tuple(each for each in changes if each.words[-1] == "batch_size")  # a rank's share of the same batch
+    numbers = tuple(each for each in changes if each.meaning.group == "numbers" and each not in layout)
     if others := [each for each in numbers if each.words[-1] in SIZES and each.words[: len(MODEL)] == MODEL]:
         raise OtherModelError(", ".join(f"{each.words[-1]} {each.before} and {each.after}" for each in others))
-    pair = _Pair(a, b, bits=not layout) if b else None
+    software = _software(a, b) if b else ()
+    pair = _Pair(a, b, not layout and not software, not numbers and not layout) if b else None
     findings = list(pair.findings()) if pair else []
     for side in (a, b) if b else (a,):
         findings += laws(side)
     seen, unknown = _looked_at(a, b)
-    return Verdict(tuple(sorted(findings, key=lambda each: each.order)), numbers, layout, seen, unknown, not layout)
+    ordered = tuple(_placed(sorted(findings, key=lambda each: each.order)))
+    return Verdict(ordered, numbers, layout, software, seen, unknown, bool(pair and pair.bits))
+
+
+def _placed(findings: list[Finding]) -> Iterator[Finding]:
+    """Findings in order; where no module of a wrong loss is known, the gradients tell where it is likely to be."""
+    for found in findings:
+        of_step = [each for each in findings if each.step == found.step]
+        gradients = [each for each in of_step if each.rung == GRADIENTS and each.module != "all weights"]
+        known = any(each.rung == FORWARD and each.module not in _FORWARD.values() for each in of_step)
+        if found.rung == FORWARD and found.module == "model" and gradients and not known:
+            found = replace(found, detail=f"{found.detail}; near it, {gradients[0].detail}")
+        yield found
+
+
+def _software(a: Side, b: Side) -> tuple[tuple[str, str, str], ...]:
+    """(package, version in A, version in B) of those that differ; none where a run did not record them."""
+    if not a.software or not b.software:
+        return ()
+    pairs = [
+        (name, a.software.get(name, "none"), b.software.get(name, "none")) for name in {**a.software, **b.software}
+    ]
+    return tuple(each for each in pairs if each[1] != each[2])
 
 
 def _resuming(change: Change) -> bool:
@@ -152,38 +163,67 @@ def _resuming(change: Change) -> bool:
 def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Rungs that had something to compare, and the others with why."""
     sides = (a, b) if b else (a,)
-    seen, unknown = [CONFIGURATION, FORWARD] if b else [], []
-    if b and all(side.samples for side in sides):
-        seen.append(SAMPLES)
-    elif b:
-        unknown.append(SAMPLES)
-    recorded = [set(side.states) for side in sides]
-    if set.intersection(*recorded):
-        seen += [START, GRADIENTS, CLIPPING, UPDATE, ROUTERS]
-    else:
-        unknown += [START, GRADIENTS, CLIPPING, UPDATE, ROUTERS]
+    seen = [CONFIGURATION, FORWARD] if b else _held_against_recipe(a)
+    unknown: list[str] = []
+    for rung, known in ((SAMPLES, [side.samples for side in sides]), (VERSIONS, [side.software for side in sides])):
+        if b:
+            (seen if all(known) else unknown).append(rung)
+    recorded = bool(set.intersection(*[set(side.states) for side in sides]))
+    for rung in (GRADIENTS, CLIPPING, UPDATE, ROUTERS):
+        (seen if recorded else unknown).append(rung)
+    (seen if recorded and all(side.starts_known for side in sides) else unknown).append(START)
     return tuple(each for each in RUNGS if each in seen), tuple(each for each in RUNGS if each in unknown)
+
+
+def _held_against_recipe(side: Side) -> list[str]:
+    """Rungs in which one run alone is held against what its recipe says."""
+    traced = any(side.modules(step) for step in side.states) and (side.folder / START_FILE).is_file()
+    return [CONFIGURATION] * bool(side.effective) + [FORWARD] * traced
 
 
 @dataclass
 class _Pair:
-    """Two runs. `bits`: whether they must agree to the last bit."""
+    """Two runs. `bits`: whether they must agree to the last bit; `same`: whether they are of one configuration."""
 
     a: Side
     b: Side
     bits: bool
+    same: bool
 
     def findings(self) -> Iterator[Finding]:
+        if self.same:
+            yield from self._built()
         yield from self._start()
         yield from self._resume()
         for step in sorted(self.a.steps.keys() & self.b.steps.keys()):
             yield from self._samples(step)
             yield from self._losses(step)
         for step in sorted(self.a.states.keys() & self.b.states.keys()):
+            yield from self._modules(step)
             yield from self._gradients(step)
             yield from self._updates(step)
             yield from self._tensors(step, self.a.states[step], self.b.states[step], UPDATE)
             yield from self._routers(step)
+
+    def _built(self) -> Iterator[Finding]:
+        """What was built of equal recipes."""
+        for name in sorted(self.a.effective.keys() & self.b.effective.keys()):
+            one, two = self.a.effective[name], self.b.effective[name]
+            if one != two:
+                what = f"{name} was built as {one} and as {two}, though the recipes say the same"
+                yield Finding(0, CONFIGURATION, "configuration", what)
+
+    def _modules(self, step: int) -> Iterator[Finding]:
+        """The first module whose output differs: those after it take it in."""
+        mine, others = self.a.modules(step), self.b.modules(step)
+        for name, output in mine.items():
+            if name not in others or output[0] == others[name][0]:
+                continue
+            error = apart(output, others[name])
+            if error > (ROUNDING if self.bits else GROUP):
+                what = f"the outputs of {name} are {error:.2g} of their norm apart; modules before it are equal"
+                yield Finding(step, FORWARD, output_of(self.a, name), what, 1.0)
+                return
 
     def _start(self) -> Iterator[Finding]:
         """Starts of one step: fresh runs, or both resumed at the same place."""
@@ -205,12 +245,12 @@ class _Pair:
         """Weights, moments, counters and biases of two states."""
         mine, others = a.tensors(self.a.parts()), b.tensors(self.b.parts())
         for name in sorted(mine.keys() ^ others.keys()):
-            if _trained(name):
+            if is_trained(name):
                 side = "A" if name in mine else "B"
-                yield Finding(step, rung, _module(name), f"{name}: only {side} has it")
+                yield Finding(step, rung, module_of(name), f"{name}: only {side} has it")
         for name in sorted(mine.keys() & others.keys()):
             one, two = mine[name], others[name]
-            if not (one.complete and two.complete) or (not self.bits and not _trained(name)):
+            if not (one.complete and two.complete) or (not self.bits and not is_trained(name)):
                 continue
             error = abs(one.norm - two.norm) / max(one.norm, two.norm) if one.norm != two.norm else 0.0
             if self.bits and one.digests.keys() == two.digests.keys():
@@ -224,7 +264,7 @@ class _Pair:
                     detail += ", other bits"
                 where = ROUTERS if rung == UPDATE and name.endswith(COUNTED) else rung
                 grave = 1.0 if where in (START, RESUME, ROUTERS) else 0.0  # there nothing is rounded
-                yield Finding(step, where, _module(name), detail, max(error, grave), ranks)
+                yield Finding(step, where, module_of(name), detail, max(error, grave), ranks)
 
     def _samples(self, step: int) -> Iterator[Finding]:
         mine, others = self.a.ids(step), self.b.ids(step)
@@ -247,6 +287,10 @@ class _Pair:
             found = self.a.ids(other)
             if found is not None and set(found) == others:
                 return f"step {step} of B has the samples of step {other} of A"
+        if common == len(others):
+            return (
+                f"step {step} of B has {common} of the {len(self.a.ids(step) or ())} samples of A: ranks read the same"
+            )
         return f"{common} of {len(others)} samples of step {step} of B are those of A"
 
     def _losses(self, step: int) -> Iterator[Finding]:
@@ -274,24 +318,36 @@ class _Pair:
             yield Finding(step, UPDATE, "learning rate", f"learning rate {one:.9g} and {two:.9g}")
 
     def _gradients(self, step: int) -> Iterator[Finding]:
-        """Gradients before clipping: a wrong norm scales them all, and is not their fault."""
-        sides = [{name: norm / _clip(side, step) for name, norm in side.gradients(step).items()}
+        """Gradients before clipping: a wrong norm scales them all, and is not their fault.
+
+        If both runs have the same global norm, and in one of them the clipped gradients do not have the norm that it
+        leaves them, clipping is wrong, and what the gradients were before it is not known.
+        """
+        one, two = (side.steps.get(step, {}).get("global_norm") for side in (self.a, self.b))
+        same = one is not None and two is not None and abs(one - two) <= NORM * abs(one)
+        if same and [*norm_law(self.a, step), *norm_law(self.b, step)]:
+            return
+        sides = [{name: norm / clipping_of(side, step) for name, norm in side.gradients(step).items()}
                  for side in (self.a, self.b)]  # fmt: skip
-        for name in sorted(sides[0].keys() & sides[1].keys()):
-            one, two = sides[0][name], sides[1][name]
+        pairs = {name: (sides[0][name], sides[1][name]) for name in sorted(sides[0].keys() & sides[1].keys())}
+        if len(pairs) > 1 and (common := common_factor(pairs.values())) is not None:
+            what = f"the gradients of all {len(pairs)} weights are {ratio_of(1.0, common)} as large"
+            yield Finding(step, GRADIENTS, "all weights", what)
+            return
+        for name, (one, two) in pairs.items():
             error = abs(one - two) / max(one, two) if one != two else 0.0
             if error > (1e-6 if self.bits else GROUP):
                 what = f"norm of the gradient of {name}: {one:.7g} and {two:.7g}"
-                yield Finding(step, GRADIENTS, _module(name), f"{what} ({_ratio(one, two)})", error)
+                yield Finding(step, GRADIENTS, module_of(name), f"{what} ({ratio_of(one, two)})", error)
 
     def _updates(self, step: int) -> Iterator[Finding]:
         mine = {name: told for name, _, told in self.a.updates(step)}
         for name, rank, told in self.b.updates(step):
             for key, what in (("rate", "learning rate"), ("decay", "weight decay")):
                 one, two = (mine.get(name) or {}).get(key), told.get(key)
-                if one is not None and two is not None and abs(one - two) > max(2 * RATE * abs(one), _noise(key)):
+                if one is not None and two is not None and abs(one - two) > max(2 * RATE * abs(one), noise_of(key)):
                     detail = f"{what} of {name}: {one:.4g} and {two:.4g}"
-                    yield Finding(step, UPDATE, _module(name), detail, abs(one - two), (rank,))
+                    yield Finding(step, UPDATE, module_of(name), detail, abs(one - two), (rank,))
 
     def _routers(self, step: int) -> Iterator[Finding]:
         for router, one in loads_of(self.a, step).items():
@@ -301,166 +357,16 @@ class _Pair:
             moved = sum(abs(x - y) for x, y in zip(one, two, strict=True)) / 2 / max(sum(one), 1e-30)
             if moved > (0.0 if self.bits else 2e-3):  # tokens at a tie may choose the other expert in another layout
                 yield Finding(
-                    step, ROUTERS, _module(router), f"{router}: {moved:.2%} of the choices went elsewhere", moved
+                    step, ROUTERS, module_of(router), f"{router}: {moved:.2%} of the choices went elsewhere", moved
                 )
 
 
+def common_factor(pairs: Iterable[tuple[float, float]]) -> float | None:
+    """Return the factor between the two numbers of every pair, if it is the same one and not 1; else None."""
+    factors = [two / one for one, two in pairs if one and two]
+    if not factors or max(factors) > (1 + FACTOR) * min(factors) or abs(factors[0] - 1) < 10 * FACTOR:
+        return None
+    return sum(factors) / len(factors)
+
+
 _FORWARD = {"lm_loss": "model", "load_balancing_loss": "router", "mtp_loss": "mtp", "loss": "model"}
-
-
-def laws(side: Side) -> Iterator[Finding]:
-    """Yield what one run breaks of the laws that need no reference."""
-    for start in side.starts:
-        if start.step in side.states:  # this run had been here itself before it was resumed
-            yield from _restored(side, start)
-    before: State | None = next((each for each in side.starts if each.step == 0), None)
-    for step, state in sorted(side.states.items()):
-        for name, tensor in sorted(state.tensors(side.parts()).items()):
-            if tensor.differing:
-                yield Finding(step, UPDATE, _module(name), f"{name}: copies differ", 1.0, tensor.differing, side.name)
-        yield from _norm_law(side, step)
-        yield from _update_law(side, step)
-        previous = before if before and before.step == step - 1 else None
-        yield from _router_law(side, state, previous)
-        before = state
-
-
-def _restored(side: Side, start: State) -> Iterator[Finding]:
-    saved, found = side.states[start.step].tensors(side.parts()), start.tensors(side.parts())
-    for name in sorted(saved.keys() & found.keys()):
-        ranks = tuple(rank for rank, digest in saved[name].digests.items() if found[name].digests.get(rank) != digest)
-        if ranks and not name.endswith((".fi_accu", ".expert_load")):
-            norms = f"norm {saved[name].norm:.7g} when the step ended, {found[name].norm:.7g} restored"
-            yield Finding(start.step, RESUME, _module(name), f"{name}: {norms}", 1.0, ranks, side.name)
-
-
-def _norm_law(side: Side, step: int) -> Iterator[Finding]:
-    """The global norm, computed again from the gradients by weight."""
-    record, view = side.steps.get(step, {}), View(side.recipe)
-    norm, gradients = record.get("global_norm"), side.gradients(step)
-    if norm is None or not gradients or record.get("overflow") or (view.pp > 1 and _mtp(side)):
-        return
-    limit = _limit(side)
-    want, got = min(norm, limit), math.sqrt(sum(each**2 for each in gradients.values()))
-    if want and abs(got - want) > LAW * want:
-        what = f"the global norm is {norm:.7g}, the limit {limit:.7g}; the clipped gradients have the norm {got:.7g}"
-        error = abs(got - want) / want
-        yield Finding(
-            step, CLIPPING, "global norm", f"{what}, should be {want:.7g} ({_ratio(want, got)})", error, (), side.name
-        )
-
-
-def _update_law(side: Side, step: int) -> Iterator[Finding]:
-    """Each weight moves by AdamW with the step's learning rate; weights of one dimension do not decay."""
-    optimizer = side.recipe.get("optimizer") or {}
-    if not str(optimizer.get("type", "")).endswith("AdamW") or optimizer.get("weight_decay") is None:
-        return
-    rate, grouped = side.steps.get(step, {}).get("learning_rate"), side.recipe.get("grouped_lr_schedule")
-    for name, rank, told in side.updates(step):
-        decay = 0.0 if told["dimensions"] == 1 or name.endswith(".bias") else float(optimizer["weight_decay"])
-        if not rate or told.get("rate") is None or grouped:
-            continue
-        fitted, decayed, rest = told["rate"], told["decay"], told["rest"] or 0.0
-        at = step, UPDATE, _module(name)
-        if abs(fitted - rate) > RATE * rate and told["square"]:
-            detail = f"{name} moved as with a learning rate of {fitted:.4g}, should be {rate:.4g}"
-            yield Finding(*at, detail, abs(fitted - rate) / rate, (rank,), side.name)
-        elif rest > REST:
-            detail = f"{name}: {rest:.1%} of its update is not AdamW's"
-            yield Finding(*at, detail, rest, (rank,), side.name)
-        elif abs(decayed - decay) > max(0.02 * decay, _noise("decay")):
-            detail = f"{name} decayed by {decayed:.4g}, should be {decay:.4g}"
-            yield Finding(*at, detail, abs(decayed - decay), (rank,), side.name)
-
-
-def _router_law(side: Side, state: State, before: State | None) -> Iterator[Finding]:
-    """Loads add up to the choices made; a bias moves by its rate times the sign of share less load."""
-    model, view = side.recipe["model"]["model_config"], View(side.recipe)
-    rate = model.get("moe_router_bias_update_rate")
-    passes = view.micro_batches * view.number(("runner_config", "gradient_accumulation_steps"), 1)
-    loads = loads_of(side, state.step)
-    for router in sorted({name for line in state.lines.values() for name in line["loads"]} - loads.keys()):
-        what = f"{router}: no rank has counted a choice"
-        yield Finding(state.step, ROUTERS, _module(router), what, 1.0, (), side.name)
-    for router, load in loads.items():
-        at = state.step, ROUTERS, _module(router)
-        total = sum(load)
-        if abs(total - passes) > 1e-3 * passes:
-            detail = f"{router}: the experts' shares add up to {total:.6g}, should be {passes:g}: one for each pass"
-            yield Finding(*at, detail, abs(total - passes) / passes, (), side.name)
-            continue
-        if before is None or not rate or not model.get("moe_router_enable_expert_bias"):
-            continue
-        ranks = [rank for rank, line in state.lines.items() if sum(line["loads"].get(router, ()))]
-        old, new = (each.lines[ranks[0]].get("biases", {}).get(router) for each in (before, state))
-        if old is None or new is None:
-            continue
-        share = passes / len(load)
-        wrong = [
-            number
-            for number, (x, y, each) in enumerate(zip(old, new, load, strict=True))
-            if abs(each - share) > NEAR * share and abs(y - x - math.copysign(rate, share - each)) > 0.01 * rate
-        ]
-        if wrong:
-            number = wrong[0]
-            moved = (
-                f"moved by {new[number] - old[number]:+.3g}, should be {math.copysign(rate, share - load[number]):+.3g}"
-            )
-            detail = (
-                f"{router}: the bias of {len(wrong)} of {len(load)} experts is wrong: that of expert {number} {moved}"
-            )
-            yield Finding(*at, detail, len(wrong) / len(load), tuple(ranks), side.name)
-
-
-def loads_of(side: Side, step: int) -> dict[str, list[float]]:
-    """Return router -> load of each expert, the mean over the ranks that counted it.
-
-    In a data-parallel graph each rank counts its own tokens, and the bias moves by their mean; in a sharded graph all
-    ranks of a stage have the same counts, and the others have none.
-    """
-    found: dict[str, list[list[float]]] = {}
-    for line in side.states[step].lines.values() if step in side.states else ():
-        for router, load in line.get("loads", {}).items():
-            if sum(load):
-                found.setdefault(router, []).append(load)
-    return {router: [sum(each) / len(ranks) for each in zip(*ranks, strict=True)] for router, ranks in found.items()}
-
-
-def _limit(side: Side) -> float:
-    """The norm to which gradients are clipped."""
-    wrapper = side.recipe.get("runner_wrapper") or {}
-    return float(wrapper.get("max_grad_norm", 1.0)) if wrapper.get("use_clip_grad") else math.inf
-
-
-def _clip(side: Side, step: int) -> float:
-    """The factor by which a step's gradients were scaled down, by the norm that the run itself computed."""
-    norm = side.steps.get(step, {}).get("global_norm")
-    return min(1.0, _limit(side) / norm) if norm else 1.0
-
-
-def _mtp(side: Side) -> int:
-    model = side.recipe["model"]["model_config"]
-    return int(model.get("num_nextn_predict_layers") or model.get("mtp_num_layers") or 0)
-
-
-def _noise(key: str) -> float:
-    """What fitting leaves of a rate, or of a weight decay of 0."""
-    return 1e-9 if key == "rate" else 1e-3
-
-
-def _trained(name: str) -> bool:
-    return name.endswith(("weight", "bias")) and not name.endswith("expert_bias")
-
-
-def _module(name: str) -> str:
-    for prefix in ("adam_m.", "adam_v."):
-        name = name.removeprefix(prefix)
-    return group_of(name) if "." in name else name
-
-
-def _ratio(one: float, two: float) -> str:
-    """A factor between two numbers, as a whole number where it is one."""
-    factor = two / one if one else math.inf
-    whole = round(factor) if factor >= 1 else (round(1 / factor) if factor else 0)
-    near = whole and abs((factor if factor >= 1 else 1 / factor) - whole) < 1e-3
-    return f"{'' if factor >= 1 else '1/'}{whole} times" if near else f"{factor:.6g} times"

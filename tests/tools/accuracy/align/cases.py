@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from tests.tools.accuracy.reference.forward import Forward
 from tools.accuracy.align.sides import Record
+from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.start import Hyper, initial_weights
 from tools.weights.hugging_face_names import table
 from tools.weights.hugging_face_sizes import Sizes

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from tests.tools.accuracy.align import cases
-from tests.tools.accuracy.reference.forward import Forward
 from tools.accuracy.align import sides as align_sides
 from tools.accuracy.align.ladder import Wanted, climb
 from tools.accuracy.align.rungs import GRADIENT, LOGITS, LOSS, first_difference, moved
 from tools.accuracy.align.sides import alone, in_hugging_face_names, load, reference_sizes
 from tools.accuracy.reference import golden
+from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.start import checksum, hyper_of, initial_weights
 from tools.weights.hugging_face_names import to_mindformers
 

@@ -68,6 +68,9 @@ class Run:
     def aux(self, step):
         return 1.0
 
+    def software(self):
+        return {"mindspore": "2.9.0", "mindformers": "1.9.0"}
+
     def batch(self, step):
         return np.arange(8).reshape(2, 4) + 100 * step, np.ones((2, 4), np.int32)
 
@@ -98,7 +101,15 @@ class Run:
             state = self.restored(state)
         for rank in range(self.ranks):
             self.line(rank, "start", {"step": self.begin, "start": True, **self.of_rank(rank, state)})
-            self.metrics(rank, {"total_steps": self.last, "start_step": self.begin, "world_size": self.ranks})
+            self.metrics(
+                rank,
+                {
+                    "total_steps": self.last,
+                    "start_step": self.begin,
+                    "world_size": self.ranks,
+                    "software": self.software(),
+                },
+            )
         for step in range(self.begin + 1, self.last + 1):
             state = self.step(step, state)
         return self.folder

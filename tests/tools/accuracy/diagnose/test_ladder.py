@@ -6,7 +6,8 @@ import pytest
 from tests.tools.accuracy.diagnose.simulated import RATE, ROUTER, SHAPES, Run
 from tools.accuracy.diagnose.cli import report
 from tools.accuracy.diagnose.evidence import read_side
-from tools.accuracy.diagnose.ladder import OtherModelError, diagnose, loads_of
+from tools.accuracy.diagnose.ladder import OtherModelError, diagnose
+from tools.accuracy.diagnose.laws import loads_of
 
 EMBEDDING, DENSE, NORM = SHAPES
 
@@ -47,7 +48,7 @@ def test_a_changed_key_is_named_with_where_it_shows_first(pair):
             return 0.9e-3 * (step - 1)
 
     verdict = pair(Slower, keys={"lr_schedule.learning_rate": 2.7e-3})
-    assert verdict.word == "the configuration was changed"
+    assert verdict.word == "differs: update, step 2; the configuration was changed"
     assert [each.path for each in verdict.changes] == ["lr_schedule.learning_rate"]
     assert first(verdict)[1] == "update"
 
@@ -153,6 +154,37 @@ def test_a_gradient_names_its_weight_and_factor_though_clipping_scales_all(pair)
     assert len(verdict.first) == 1, "the others are only clipped by another factor"
 
 
+def test_one_factor_of_all_gradients_is_told_once(pair):
+    class Summed(Run):
+        def gradient(self, step, name):
+            return super().gradient(step, name) * np.float32(2)
+
+    verdict = pair(Summed, ranks=2)
+    assert first(verdict) == (1, "gradients", "all weights")
+    assert verdict.first[0].detail == "the gradients of all 3 weights are 2 times as large"
+
+
+def test_a_wrong_loss_is_placed_by_the_gradients(pair):
+    class Other(Run):
+        def loss(self, step):
+            return super().loss(step) + 1e-3
+
+        def gradient(self, step, name):
+            return super().gradient(step, name) * np.float32(1.1 if name == DENSE else 1)
+
+    verdict = pair(Other)
+    assert (
+        first(verdict) == (1, "forward", "model")
+        and f"near it, norm of the gradient of {DENSE}" in verdict.first[0].detail
+    )
+
+
+def test_a_share_of_the_same_batch_is_the_layout(pair):
+    keys = {"parallel_config.data_parallel": 2, "runner_config.batch_size": 2, "model.model_config.batch_size": 2}
+    verdict = pair(ranks=2, keys={**keys, "parallel_config.model_parallel": 1})
+    assert not verdict.changes and {each.words[-1] for each in verdict.layout} >= {"data_parallel", "batch_size"}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_wrong_global_norm_needs_no_reference(pair, ranks):
     class Twice(Run):
@@ -198,7 +230,35 @@ def test_copies_that_differ_between_ranks(pair):
             return value + np.float32(1e-6 * rank) if name == NORM and value.any() else value
 
     verdict = pair(Apart, single=True, ranks=2)
-    assert (verdict.findings[0].detail, verdict.findings[0].ranks) == (f"{NORM}: copies differ", (1,))
+    found = verdict.findings[0]
+    assert (found.step, found.rung, found.detail, found.ranks) == (0, "start", f"{NORM}: copies differ", (1,))
+    assert {(each.step, each.rung) for each in verdict.findings} >= {(1, "update"), (2, "update")}
+
+
+def test_biases_that_differ_between_ranks_are_the_routers(pair):
+    class Apart(Run):
+        def copy(self, rank, name, value):
+            return value + np.float32(0.001 * rank) if name.endswith("expert_bias") and value.any() else value
+
+    assert first(pair(Apart, single=True, ranks=2)) == (1, "routers", "layers.1.router")
+
+
+def test_gradients_that_were_clipped_wrongly_are_not_blamed(pair):
+    """Each is clipped by its own norm, and the global norm is right."""
+
+    class Alone(Run):
+        def gradient(self, step, name):
+            made = super().gradient(step, name)
+            return made * np.float32(min(1, 0.5 / np.linalg.norm(made)))
+
+        def norm(self, gradients):
+            return super().norm({name: super(Alone, self).gradient(self.at, name) for name in gradients})
+
+        def step(self, step, before, recorded=True):
+            self.at = step
+            return super().step(step, before, recorded)
+
+    assert first(pair(Alone)) == (1, "norm and clipping", "global norm")
 
 
 @pytest.mark.parametrize("sign", [-1, 0, 2])

@@ -7,10 +7,10 @@ torch = pytest.importorskip("torch", reason="the reference runs live where torch
 pytest.importorskip("transformers")
 
 from tests.tools.accuracy.align import cases  # noqa: E402
-from tests.tools.accuracy.reference.forward import Forward  # noqa: E402
 from tools.accuracy.align.ladder import Ladder, compare_records  # noqa: E402
 from tools.accuracy.align.sides import of_reference  # noqa: E402
 from tools.accuracy.reference import train  # noqa: E402
+from tools.accuracy.reference.forward import Forward  # noqa: E402
 from tools.accuracy.reference.start import Hyper, initial_weights, nudged  # noqa: E402
 from tools.accuracy.reference.train import Reference  # noqa: E402
 

@@ -7,6 +7,7 @@ section 3.2, as DeepSeek-V3 applies it.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -196,9 +197,10 @@ class Grouped(Forward):
 
     def rotate(self, x: np.ndarray) -> np.ndarray:
         """RoPE with YaRN, [B, S, N, D]."""
-        scaling, kinds = self.hf["rope_scaling"] or PLAIN, {name: kind for kind, name in ROPE_TYPES.items()}
-        names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-        yarn = Yarn(*(scaling[name] for name in names), 1.0, kinds[scaling["rope_type"]])
+        scaling: dict[str, Any] = self.hf["rope_scaling"] or PLAIN
+        kinds = {name: kind for kind, name in ROPE_TYPES.items()}
+        lengths = scaling["factor"], scaling["original_max_position_embeddings"]
+        yarn = Yarn(*lengths, scaling["beta_fast"], scaling["beta_slow"], 1.0, kinds[scaling["rope_type"]])
         return reference.rotate(x.swapaxes(0, 1), yarn, self.hf["rope_theta"]).swapaxes(0, 1)
 
 

@@ -1,0 +1,249 @@
+"""For each rung a fault that only this rung names rightly, and the laws that hold one run against an independent
+reference.
+"""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from plugins.step_record.plan import START, apart, record_file, sketch_of
+from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, TINY, Run
+from tests.zoo.run import PAGE, RESULTS, page
+from tools.accuracy.align.sides import reference_sizes
+from tools.accuracy.diagnose.evidence import read_side
+from tools.accuracy.diagnose.ladder import diagnose
+from tools.accuracy.diagnose.laws import RUNGS, VERSIONS
+from tools.accuracy.diagnose.reference import built_of, outputs_of
+from tools.accuracy.reference.forward import Forward
+from tools.accuracy.reference.start import initial_weights
+from tools.weights.hugging_face_names import to_mindformers
+
+EMBEDDING, DENSE, NORM = SHAPES
+BUILT = {"optimizer.beta1": 0.9, "optimizer.beta2": 0.95, "model.rotary_base": 10000.0}
+
+
+class Recorded(Run):
+    """Also records what was built and the outputs of two modules; a fault changes what `edit` gets of each line."""
+
+    def line(self, rank, kind, line):
+        output = np.random.default_rng(line["step"]).normal(0, 1, (2, 4, 6))
+        line = {**line, "effective": dict(BUILT)}
+        if kind == "step":
+            line["modules"] = {"layers.0.attention": sketch_of(output), "layers.0.mlp": sketch_of(output + 1)}
+        self.edit(kind, line)
+        super().line(rank, kind, line)
+
+    def edit(self, kind, line):
+        pass
+
+
+class Built(Recorded):
+    def edit(self, kind, line):
+        line["effective"]["model.rotary_base"] = 500.0
+
+
+class Started(Recorded):
+    """The start is recorded before weights are loaded over it."""
+
+    def edit(self, kind, line):
+        if kind == "start":
+            line["state"][DENSE][0] = "0" * 16
+
+
+class Sampled(Recorded):
+    def batch(self, step):
+        return [each[::-1] for each in super().batch(step)] if step == 2 else super().batch(step)
+
+
+class Attended(Recorded):
+    """A later step's attention differs by half a percent, which the loss of that step does not show."""
+
+    def edit(self, kind, line):
+        if line["step"] == 2 and kind == "step":
+            output = np.random.default_rng(2).normal(0, 1, (2, 4, 6))
+            line["modules"]["layers.0.attention"] = sketch_of(output * 1.005)
+
+
+class Lost(Recorded):
+    def loss(self, step):
+        return super().loss(step) + (1e-3 if step == 3 else 0)
+
+
+class Steep(Recorded):
+    def gradient(self, step, name):
+        return super().gradient(step, name) * np.float32(2 if (step, name) == (2, DENSE) else 1)
+
+
+class Normed(Recorded):
+    def norm(self, gradients):
+        return 1.5 * super().norm(gradients)
+
+
+class Decayed(Recorded):
+    def decay(self, name):
+        return 0.1
+
+
+class Routed(Recorded):
+    def move(self, load):
+        return -super().move(load)
+
+
+# rung -> (fault, whether both runs go on from step 2, step and module that are named, rungs in which it also shows)
+FAULTS = {
+    "configuration": (Built, {}, 0, "configuration", set()),
+    "start": (Started, {}, 0, "layers.0.mlp", set()),
+    "resume": (Started, {"resumed_from": 2}, 2, "layers.0.mlp", set()),
+    "samples": (Sampled, {}, 2, "data", set()),
+    "forward": (Attended, {}, 2, "layers.0.attention", set()),
+    "gradients": (Steep, {}, 2, "layers.0.mlp", {"norm and clipping", "update"}),
+    "norm and clipping": (Normed, {}, 1, "global norm", {"update"}),
+    "update": (Decayed, {}, 2, "layers.0.norms", set()),
+    "routers": (Routed, {}, 1, "layers.1.router", set()),
+}
+
+
+def test_every_rung_has_its_fault():
+    assert {*FAULTS, VERSIONS} == {*RUNGS}
+
+
+@pytest.mark.parametrize("rung", FAULTS)
+def test_only_its_rung_names_a_fault_rightly(rung, tmp_path):
+    fault, more, step, module, also = FAULTS[rung]
+    a, b = Recorded(tmp_path / "a").write(), fault(tmp_path / "b", **more).write()
+    verdict = diagnose(read_side(a), read_side(b))
+    first = verdict.first[0]
+    assert (first.step, first.rung, first.module) == (step, rung, module)
+    assert {each.rung for each in verdict.findings if not each.rounding} - {rung} == also
+
+
+def test_a_loss_alone_names_no_module(tmp_path):
+    a, b = Recorded(tmp_path / "a").write(), Lost(tmp_path / "b").write()
+    first = diagnose(read_side(a), read_side(b)).first[0]
+    assert (first.step, first.rung, first.module) == (3, "forward", "model")
+
+
+def test_another_version_is_told_and_excuses_rounding_only(tmp_path):
+    class Newer(Recorded):
+        def software(self):
+            return {**super().software(), "mindspore": "2.10.0"}
+
+        def loss(self, step):
+            return super().loss(step) + 1e-7
+
+    class Wrong(Newer):
+        def loss(self, step):
+            return super().loss(step) + 1e-3
+
+    a, b, c = (kind(tmp_path / kind.__name__).write() for kind in (Recorded, Newer, Wrong))
+    verdict = diagnose(read_side(a), read_side(b))
+    assert verdict.software == (("mindspore", "2.9.0", "2.10.0"),) and not verdict.findings
+    assert diagnose(read_side(a), read_side(c)).first[0].rung == "forward"
+
+
+@pytest.mark.parametrize("error", [1e-6, 1e-3, 0.1])
+def test_sketches_tell_how_far_two_outputs_are_apart(error):
+    rng = np.random.default_rng(1)
+    one, other = rng.normal(0, 1, (4, 64, 32)), rng.normal(0, 1, (4, 64, 32))
+    assert error / 3 < apart(sketch_of(one), sketch_of(one + error * other)) < 3 * error
+    assert apart(sketch_of(one), sketch_of(one[::-1])) > 0.5, "what changed places has the same norm"
+
+
+# one run against the reference
+
+
+def aligned(folder, forward, ids, keys=None):
+    """A folder whose first step has the outputs that `forward` computes."""
+    run = Run(folder, keys=keys).write()
+    sizes = reference_sizes(TINY)
+    weights = initial_weights(sizes, 3)
+    made = forward(sizes, weights).run(ids)
+    stored = {f"weight/{name}": value for name, value in to_mindformers(weights, sizes).items()}
+    np.savez(run / "metrics" / START, step=1, **stored, **{"batch/input_ids": ids})
+    file = record_file(run, 0)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[1]["modules"] = {name: sketch_of(value.astype(np.float32)) for name, value in made.items()}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_side(run)
+
+
+@pytest.fixture
+def ids():
+    return np.random.default_rng(5).integers(0, 512, (2, 16))
+
+
+def test_a_right_forward_pass_has_no_finding(tmp_path, ids):
+    side = aligned(tmp_path / "run", Forward, ids)
+    verdict = diagnose(side)
+    assert not verdict.findings and not side.notes and "forward" in verdict.compared
+    assert len(outputs_of(side)[1]) > 20
+
+
+class Scaled(Forward):
+    def scale(self):
+        return 1.2 * super().scale()
+
+
+class Unscaled(Forward):
+    def route(self, layer, x):
+        return super().route(layer, x) / self.hf["routed_scaling_factor"]
+
+
+@pytest.mark.parametrize(("wrong", "module"), [(Scaled, "layers.0.attention.context"), (Unscaled, "layers.1.router")])
+def test_one_run_alone_names_the_module_that_is_not_the_reference(tmp_path, ids, wrong, module):
+    first = diagnose(aligned(tmp_path / "run", wrong, ids)).first[0]
+    assert (first.step, first.rung, first.module) == (1, "forward", module)
+
+
+def test_layers_behind_the_decoder_are_the_mtp_layers(tmp_path, ids):
+    class Rolled(Forward):
+        def mtp(self, number, ids, hidden):
+            return super().mtp(number, np.roll(ids, 1, axis=1), hidden)
+
+    assert diagnose(aligned(tmp_path / "run", Rolled, ids)).first[0].module == "mtp.layers.0.input_norm"
+
+
+def test_a_token_at_a_tie_is_no_finding(tmp_path, ids):
+    class Tie(Forward):
+        def route(self, layer, x):
+            weights = super().route(layer, x)
+            chosen = np.flatnonzero(weights[0, 0])
+            weights[0, 0, [chosen[0], np.flatnonzero(weights[0, 0] == 0)[0]]] = 0, weights[0, 0, chosen[0]]
+            return weights
+
+    assert not diagnose(aligned(tmp_path / "run", Tie, ids)).findings
+
+
+def test_what_the_reference_cannot_compute_is_said(tmp_path, ids):
+    side = aligned(tmp_path / "run", Forward, ids)
+    whole = (side.folder / START).read_bytes()
+    (side.folder / START).write_bytes(whole[: len(whole) // 2])
+    assert "is damaged" in outputs_of(side)[2] and not diagnose(side).findings
+    (side.folder / START).unlink()
+    assert "weights of one CPU process" in outputs_of(side)[2]
+    side = aligned(tmp_path / "packed", Forward, ids, {"train_dataset.data_loader.config.reset_attention_mask": True})
+    assert "reset_attention_mask" in outputs_of(side)[2] and not diagnose(side).findings
+
+
+def test_what_was_built_is_what_the_recipe_says(tmp_path):
+    class Other(Recorded):
+        def edit(self, kind, line):
+            line["effective"] = {
+                **built_of(TINY),
+                "optimizer.beta2": 0.999,
+                "model.moe_router_topk_scaling_factor": 1.0,
+            }
+
+    findings = diagnose(read_side(Other(tmp_path / "run").write())).findings
+    told = [each.detail for each in findings]
+    assert told == [
+        "optimizer.beta2 was built as 0.999; the recipe says 0.95",
+        "model.moe_router_topk_scaling_factor was built as 1.0; the recipe says 2.8",
+    ]
+    assert math.isinf(findings[0].error) and ROUTER not in told[0]
+
+
+def test_the_page_of_the_zoo_is_made_of_its_results():
+    assert PAGE.read_text() == page(json.loads(RESULTS.read_text()))

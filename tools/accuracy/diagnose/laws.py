@@ -1,0 +1,285 @@
+"""This module says which laws one run breaks that need no second run, and defines findings and their rungs.
+
+The laws: what was built is what the recipe says; each module's output of the first step is that of the forward pass
+written out in NumPy; the global norm is that of the gradients; weights move as AdamW moves them; experts' loads add up
+to the choices made, and biases move against them; copies on several ranks are equal; a resume restores what was there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from plugins.step_record.plan import apart, sketch_of
+from tools.accuracy.diagnose.evidence import Side, State
+from tools.accuracy.diagnose.reference import built_of, outputs_of
+from tools.accuracy.equivalence.runs import group_of
+from tools.recipe.view import View
+
+VERSIONS, CONFIGURATION, START = "versions", "configuration", "start"
+RESUME, SAMPLES = "resume", "samples"
+FORWARD, GRADIENTS, CLIPPING, UPDATE, ROUTERS = "forward", "gradients", "norm and clipping", "update", "routers"
+RUNGS = (VERSIONS, CONFIGURATION, START, RESUME, SAMPLES, FORWARD, GRADIENTS, CLIPPING, UPDATE, ROUTERS)
+USUAL = {
+    VERSIONS: "another version of a package computes something else, or adds in another order",
+    CONFIGURATION: "the runs were asked to compute different things, or a key did not reach what was built",
+    START: "initialisation (seed), conversion, another checkpoint, or shards that changed places",
+    RESUME: "the save left it out, the resume did not load it, or it was loaded into another part",
+    SAMPLES: "data: another seed or order, another share of the ranks, or a position that a resume took wrongly",
+    FORWARD: "the forward pass: an operator, a mask, positions, or loss weighting",
+    GRADIENTS: "the backward of the named module, or the collective that sums its gradient",
+    CLIPPING: "the global norm: shards counted twice or left out, or clipping with another limit",
+    UPDATE: "the optimizer: learning rate, weight decay of the wrong group, moments, bias correction",
+    ROUTERS: "the routers' counters or biases: another rate, another sign, the load of one rank, or no update",
+}
+PARTS = ("lm_loss", "load_balancing_loss", "mtp_loss", "loss")
+COUNTED = ("expert_bias", "expert_load", "fi_accu")  # ends of names of routers' state, which no gradient moves
+GROUP = 1e-4  # relative; norms of weights, gradients and moments of another layout
+LAW = 5e-4  # relative; a global norm computed again from moments, which hold gradients in float32
+RATE = 2e-3  # relative; a learning rate or weight decay fitted to an update
+REST = 1e-2  # share of an update that AdamW does not explain; rounding leaves 1e-4 to 1e-3
+NEAR = 1e-5  # relative; a load at its share, where the sign of the difference is rounding
+ROUNDING = 1e-6  # relative; below it, only bits differ
+REFERENCE = 2e-5  # relative; a module's output in float32 against NumPy in float64
+WORST = 3  # findings shown of a rung
+
+
+@dataclass(frozen=True)
+class Finding:
+    """This is one difference. `side`: "" for a difference between two runs, else the run that breaks a law."""
+
+    step: int
+    rung: str
+    module: str
+    detail: str
+    error: float = math.inf  # relative, to sort by
+    ranks: tuple[int, ...] = ()
+    side: str = ""
+
+    @property
+    def rounding(self) -> bool:
+        """Return whether this difference is as small as that of another order of addition."""
+        return self.error < ROUNDING
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Return what findings are sorted by: step, then rung, then the gravest."""
+        return self.step, RUNGS.index(self.rung), -self.error
+
+
+def laws(side: Side) -> Iterator[Finding]:
+    """Yield what one run breaks of the laws that need no reference."""
+    for start in side.starts:
+        yield from _copies_law(side, start, RESUME if start.step else START)
+        if start.step in side.states:  # this run had been here itself before it was resumed
+            yield from _restored(side, start)
+    yield from _built_law(side)
+    yield from _modules_law(side)
+    before: State | None = next((each for each in side.starts if each.step == 0), None)
+    for step, state in sorted(side.states.items()):
+        yield from _copies_law(side, state, UPDATE)
+        yield from norm_law(side, step)
+        yield from _update_law(side, step)
+        previous = before if before and before.step == step - 1 else None
+        yield from _router_law(side, state, previous)
+        before = state
+
+
+def _copies_law(side: Side, state: State, rung: str) -> Iterator[Finding]:
+    """What several ranks hold is the same on all of them; `rung` is that of the weights."""
+    for name, tensor in sorted(state.tensors(side.parts()).items()):
+        if tensor.differing:
+            where = ROUTERS if rung == UPDATE and name.endswith(COUNTED) else rung
+            what = f"{name}: copies differ"
+            yield Finding(state.step, where, module_of(name), what, 1.0, tensor.differing, side.name)
+
+
+def _built_law(side: Side) -> Iterator[Finding]:
+    """What was built has the numbers of the recipe."""
+    for name, wanted in built_of(side.recipe).items():
+        found = side.effective.get(name, wanted)
+        if found != wanted and not (_number(found) and _number(wanted) and math.isclose(found, wanted, rel_tol=1e-6)):
+            what = f"{name} was built as {found}; the recipe says {wanted}"
+            yield Finding(0, CONFIGURATION, "configuration", what, math.inf, (), side.name)
+
+
+def _modules_law(side: Side) -> Iterator[Finding]:
+    """The outputs of the first step's modules are those of the forward pass in NumPy; the first that is not."""
+    if not any(side.modules(step) for step in side.states):
+        return
+    step, wanted, why = outputs_of(side)
+    found = side.modules(step)
+    if why:
+        side.notes.append(f"its modules are not compared with the forward pass in NumPy: {why}")
+    for name, output in wanted.items():
+        if name not in found:
+            continue
+        error = apart(found[name], sketch_of(output))
+        if error > REFERENCE:
+            tokens = math.prod(output.shape[:2])
+            if name.endswith("router") and error < 2 / math.sqrt(tokens):
+                return  # one or two tokens at a tie, whose choice rounding decides; what follows differs with it
+            what = f"the output of {name} is {error:.2g} of its norm away from that of the forward pass in NumPy"
+            yield Finding(step, FORWARD, output_of(side, name), what, 1.0, (), side.name)
+            return
+
+
+def _restored(side: Side, start: State) -> Iterator[Finding]:
+    saved, found = side.states[start.step].tensors(side.parts()), start.tensors(side.parts())
+    for name in sorted(saved.keys() & found.keys()):
+        ranks = tuple(rank for rank, digest in saved[name].digests.items() if found[name].digests.get(rank) != digest)
+        if ranks and not name.endswith((".fi_accu", ".expert_load")):
+            norms = f"norm {saved[name].norm:.7g} when the step ended, {found[name].norm:.7g} restored"
+            yield Finding(start.step, RESUME, module_of(name), f"{name}: {norms}", 1.0, ranks, side.name)
+
+
+def norm_law(side: Side, step: int) -> Iterator[Finding]:
+    """Yield a finding if the clipped gradients of a step do not have the norm that the global norm leaves them."""
+    record, view = side.steps.get(step, {}), View(side.recipe)
+    norm, gradients = record.get("global_norm"), side.gradients(step)
+    if norm is None or not gradients or record.get("overflow") or (view.pp > 1 and _mtp(side)):
+        return
+    limit = limit_of(side)
+    want, got = min(norm, limit), math.sqrt(sum(each**2 for each in gradients.values()))
+    if want and abs(got - want) > LAW * want:
+        what = f"the global norm is {norm:.7g}, the limit {limit:.7g}; the clipped gradients have the norm {got:.7g}"
+        error = abs(got - want) / want
+        yield Finding(
+            step, CLIPPING, "global norm", f"{what}, should be {want:.7g} ({ratio_of(want, got)})", error, (), side.name
+        )
+
+
+def _update_law(side: Side, step: int) -> Iterator[Finding]:
+    """Each weight moves by AdamW with the step's learning rate; weights of one dimension do not decay."""
+    optimizer = side.recipe.get("optimizer") or {}
+    if not str(optimizer.get("type", "")).endswith("AdamW") or optimizer.get("weight_decay") is None:
+        return
+    rate, grouped = side.steps.get(step, {}).get("learning_rate"), side.recipe.get("grouped_lr_schedule")
+    for name, rank, told in side.updates(step):
+        decay = 0.0 if told["dimensions"] == 1 or name.endswith(".bias") else float(optimizer["weight_decay"])
+        if not rate or told.get("rate") is None or grouped:
+            continue
+        fitted, decayed, rest = told["rate"], told["decay"], told["rest"] or 0.0
+        at = step, UPDATE, module_of(name)
+        if abs(fitted - rate) > RATE * rate and told["square"]:
+            detail = f"{name} moved as with a learning rate of {fitted:.4g}, should be {rate:.4g}"
+            yield Finding(*at, detail, abs(fitted - rate) / rate, (rank,), side.name)
+        elif rest > REST:
+            detail = f"{name}: {rest:.1%} of its update is not AdamW's"
+            yield Finding(*at, detail, rest, (rank,), side.name)
+        elif abs(decayed - decay) > max(0.02 * decay, noise_of("decay")):
+            detail = f"{name} decayed by {decayed:.4g}, should be {decay:.4g}"
+            yield Finding(*at, detail, abs(decayed - decay), (rank,), side.name)
+
+
+def _router_law(side: Side, state: State, before: State | None) -> Iterator[Finding]:
+    """Loads add up to the choices made; a bias moves by its rate times the sign of share less load."""
+    model, view = side.recipe["model"]["model_config"], View(side.recipe)
+    rate = model.get("moe_router_bias_update_rate")
+    passes = view.micro_batches * view.number(("runner_config", "gradient_accumulation_steps"), 1)
+    loads = loads_of(side, state.step)
+    for router in sorted({name for line in state.lines.values() for name in line["loads"]} - loads.keys()):
+        what = f"{router}: no rank has counted a choice"
+        yield Finding(state.step, ROUTERS, module_of(router), what, 1.0, (), side.name)
+    for router, load in loads.items():
+        at = state.step, ROUTERS, module_of(router)
+        total = sum(load)
+        if abs(total - passes) > 1e-3 * passes:
+            detail = f"{router}: the experts' shares add up to {total:.6g}, should be {passes:g}: one for each pass"
+            yield Finding(*at, detail, abs(total - passes) / passes, (), side.name)
+            continue
+        if before is None or not rate or not model.get("moe_router_enable_expert_bias"):
+            continue
+        ranks = [rank for rank, line in state.lines.items() if sum(line["loads"].get(router, ()))]
+        old, new = (each.lines[ranks[0]].get("biases", {}).get(router) for each in (before, state))
+        if old is None or new is None:
+            continue
+        share = passes / len(load)
+        wrong = [
+            number
+            for number, (x, y, each) in enumerate(zip(old, new, load, strict=True))
+            if abs(each - share) > NEAR * share and abs(y - x - math.copysign(rate, share - each)) > 0.01 * rate
+        ]
+        if wrong:
+            number = wrong[0]
+            moved = (
+                f"moved by {new[number] - old[number]:+.3g}, should be {math.copysign(rate, share - load[number]):+.3g}"
+            )
+            detail = (
+                f"{router}: the bias of {len(wrong)} of {len(load)} experts is wrong: that of expert {number} {moved}"
+            )
+            yield Finding(*at, detail, len(wrong) / len(load), tuple(ranks), side.name)
+
+
+def loads_of(side: Side, step: int) -> dict[str, list[float]]:
+    """Return router -> load of each expert, the mean over the ranks that counted it.
+
+    In a data-parallel graph each rank counts its own tokens, and the bias moves by their mean; in a sharded graph all
+    ranks of a stage have the same counts, and the others have none.
+    """
+    found: dict[str, list[list[float]]] = {}
+    for line in side.states[step].lines.values() if step in side.states else ():
+        for router, load in line.get("loads", {}).items():
+            if sum(load):
+                found.setdefault(router, []).append(load)
+    return {router: [sum(each) / len(ranks) for each in zip(*ranks, strict=True)] for router, ranks in found.items()}
+
+
+def limit_of(side: Side) -> float:
+    """Return the norm to which gradients are clipped."""
+    wrapper = side.recipe.get("runner_wrapper") or {}
+    return float(wrapper.get("max_grad_norm", 1.0)) if wrapper.get("use_clip_grad") else math.inf
+
+
+def clipping_of(side: Side, step: int) -> float:
+    """Return the factor by which a step's gradients were scaled down, by the norm that the run itself computed."""
+    norm = side.steps.get(step, {}).get("global_norm")
+    return min(1.0, limit_of(side) / norm) if norm else 1.0
+
+
+def _mtp(side: Side) -> int:
+    model = side.recipe["model"]["model_config"]
+    return int(model.get("num_nextn_predict_layers") or model.get("mtp_num_layers") or 0)
+
+
+def noise_of(key: str) -> float:
+    """Return what fitting leaves of a rate, or of a weight decay of 0."""
+    return 1e-9 if key == "rate" else 1e-3
+
+
+def is_trained(name: str) -> bool:
+    """Return whether a tensor is a weight, or a moment of one."""
+    return name.endswith(("weight", "bias")) and not name.endswith("expert_bias")
+
+
+def module_of(name: str) -> str:
+    """Return the part of the model to which a weight, a moment or a counter belongs."""
+    for prefix in ("adam_m.", "adam_v."):
+        name = name.removeprefix(prefix)
+    return group_of(name) if "." in name else name
+
+
+def output_of(side: Side, name: str) -> str:
+    """Return the module to which a recorded output belongs: layers behind the decoder's are MTP's; queries, keys,
+    values and their sum are attention's.
+    """
+    words, layers = name.split("."), int(side.recipe["model"]["model_config"]["num_hidden_layers"])
+    if words[0] == "layers" and int(words[1]) >= layers:
+        words = ["mtp", "layers", str(int(words[1]) - layers), *words[2:]]
+    if words[-1] in ("query", "key", "value", "context"):
+        words.insert(-1, "attention")
+    return ".".join(words)
+
+
+def ratio_of(one: float, two: float) -> str:
+    """Return a factor between two numbers, as a whole number where it is one."""
+    factor = two / one if one else math.inf
+    whole = round(factor) if factor >= 1 else (round(1 / factor) if factor else 0)
+    near = whole > 1 and abs((factor if factor >= 1 else 1 / factor) - whole) < 1e-3
+    return f"{'' if factor >= 1 else '1/'}{whole} times" if near else f"{factor:.6g} times"
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,70 @@
+"""This module holds one run against what its recipe says, computed independently of MindFormers: the numbers with which
+the model and the optimizer should be built, and the forward pass of the first recorded step, written out in NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from plugins.errors import TC3Error
+from plugins.step_record.plan import START
+from tools.accuracy.align.sides import reference_sizes
+from tools.accuracy.diagnose.evidence import Side
+from tools.accuracy.reference.forward import Forward
+from tools.accuracy.reference.run import below
+from tools.recipe.load import Recipe
+from tools.recipe.view import View
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
+from tools.weights.hugging_face_names import Arrays, table, to_hugging_face
+
+# fields of MindFormers' TransformerConfig that decide what is computed, whatever the layout
+FIELDS = (
+    "vocab_size", "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "num_layers", "num_attention_heads",
+    "num_moe_experts", "moe_router_topk", "moe_router_topk_scaling_factor", "norm_topk_prob", "first_k_dense_replace",
+    "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "layernorm_epsilon",
+    "rotary_base", "rotary_scaling_factor", "mscale", "mscale_all_dim", "mtp_num_layers", "mtp_loss_scaling_factor",
+    "moe_aux_loss_coeff", "moe_router_bias_update_rate", "moe_router_score_function", "moe_router_enable_expert_bias",
+)  # fmt: skip
+
+
+def built_of(recipe: Recipe) -> dict[str, Any]:
+    """Return what a run's record should hold of its built model and optimizer, as far as the recipe says it."""
+    optimizer: Mapping[str, Any] = recipe.get("optimizer") or {}
+    found: dict[str, Any] = {}
+    if betas := optimizer.get("betas"):
+        found |= {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]}
+    if eps := optimizer.get("eps"):
+        found["optimizer.eps"] = float(eps)
+    try:
+        fields = convert(View(recipe), load_schema()).fields
+    except (TC3Error, KeyError):  # of a model that the schema does not know: then the law says nothing of it
+        return found
+    return found | {f"model.{name}": fields[name] for name in FIELDS if fields.get(name) is not None}
+
+
+def outputs_of(side: Side) -> tuple[int, Arrays, str]:
+    """Return (a step, module -> its output in that step, computed in NumPy, "") or (0, nothing, why not).
+
+    The step is the first that was recorded of the run's last part.
+    """
+    file = side.folder / START
+    if not file.is_file():
+        return 0, {}, f"{file} does not exist: weights of one CPU process are kept there if they are small"
+    try:
+        sizes = reference_sizes(side.recipe)
+    except TC3Error as error:
+        return 0, {}, str(error)
+    try:
+        with np.load(file) as stored:
+            kept = dict(stored)
+        step, ids = int(kept["step"]), kept["batch/input_ids"]
+    except (OSError, ValueError, KeyError, BadZipFile) as error:
+        return 0, {}, f"{file} is damaged ({error}); train again into a new folder"
+    names = {entry.mindformers for entry in table(sizes)}
+    weights = {name: value for name, value in below(kept, "weight/").items() if name in names}
+    return step, Forward(sizes, to_hugging_face(weights, sizes)).run(ids), ""
