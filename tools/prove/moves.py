@@ -173,7 +173,7 @@ def rejoin(x: Spread, axis: int, parts: int, to: int) -> Spread:
     if math.prod(block.count for block in blocks) != parts:
         raise NotKnown(f"{x}: dimension {axis} is split into {parts} parts, which are not the gathered pieces")
     if any(block.home != to for block in blocks):
-        raise refusal((x,), f"gathered pieces are joined along dimension {to}, to which they do not belong")
+        raise NotKnown(f"{x}: gathered pieces are joined along dimension {to}, to which they do not seem to belong")
     if lie[: len(blocks)] != blocks:
         raise refusal((x,), "gathered pieces are joined in another order than that in which they lie")
     dims[axis] = tuple(rest)

@@ -124,14 +124,17 @@ def typing_of(
         peers: axis -> the graph of the next rank along it.
         received: how other stages send values.
     """
-    known = ranks_of(result, mesh.devices)
+    known, generated = ranks_of(result, mesh.devices), generated_groups(graph)
 
     def parameter(name: str) -> Spread:
         layout = result["layouts"].get(name)
         if layout is None:
             raise NotKnown(f"MindSpore states no layout of parameter {name}")
-        shards = known(layout["group"]) if layout["group"] else None
-        return mesh.of_layout(layout, shards or ())
+        group = layout["group"]
+        sharded = (known(group) or generated.get(group)) if group else ()
+        if sharded is None:
+            raise NotKnown(f"the optimizer shards {name} over group {group!r}, whose ranks are not known")
+        return mesh.of_layout(layout, sharded)
 
     return Typing(graph, mesh, parameter, known, Peers(graph, peers), received)
 
