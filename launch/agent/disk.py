@@ -227,7 +227,7 @@ class Disk:
         self._last = call = _Call(what)
         self._calls.put(call)
         if not call.done.wait(max(0.0, until - self.ticks())):
-            raise LostDiskError(f"{path}: the disk is lost (no answer in time)")
+            raise LostDiskError(f"{path}: the disk is lost (it did not answer in time)")
         if call.error:
             raise call.error
         return call.answer

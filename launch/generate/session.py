@@ -107,4 +107,4 @@ def _answer(process: subprocess.Popen[bytes], pipe: Connection, log: Path) -> An
     except (EOFError, ConnectionError):
         code = process.wait()
         last = "\n".join(last_lines(log)[-15:])
-        raise click.ClickException(f"the process with the model ended with exit code {code}:\n{last}") from None
+        raise click.ClickException(f"the process that ran the model ended with exit code {code}:\n{last}") from None

@@ -331,8 +331,8 @@ def check_fits(documents: np.ndarray, eod_pad_length: int, batch: int) -> None:
         first, largest = int(over[0]), int(documents.argmax())
         raise RecipeError(
             f"{CONFIG}.eod_pad_length: {eod_pad_length} is less than the {documents[first]:.0f} documents of sample "
-            f"{first} (step {first // batch + 1}); {len(over)} of {len(documents)} samples have too many, "
-            f"sample {largest} the most: write {documents[largest]:.0f} or more"
+            f"{first} (step {first // batch + 1}); {len(over)} of {len(documents)} samples have more documents than "
+            f"that, and sample {largest} has the most: write {documents[largest]:.0f} or more"
         )
 
 

@@ -139,9 +139,9 @@ def check(file: Path, known: Collection[int]) -> None:
     if strange:
         key = os.environ.get("TC3_COMPILE_CACHE_KEY", "of this recipe")
         raise ClusterError(
-            f"{file}: this graph of an earlier start calls a Python function that this worker does not have: "
-            f"{strange[0]}; remove the folder {key} of the compile cache (TC3_COMPILE_CACHE, or output/compile_cache), "
-            "or start without --compile-cache"
+            f"{file}: this graph was compiled at an earlier start and calls a Python function that this worker does "
+            f"not have: {strange[0]}; remove the folder {key} of the compile cache (TC3_COMPILE_CACHE, or "
+            "output/compile_cache), or start without --compile-cache"
         )
 
 

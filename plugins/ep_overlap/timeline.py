@@ -113,4 +113,4 @@ def _check(ops: Iterable[Op]) -> None:
     for op in ops:
         for key in op.after:
             if key not in keys:
-                raise ValueError(f"{op.key}: depends on {key}, which is never issued")
+                raise ValueError(f"{op.key}: the operation depends on {key}, which is never issued")

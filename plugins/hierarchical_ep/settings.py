@@ -30,7 +30,7 @@ def uncut(batch: int, config: Any) -> list[np.ndarray]:
 
 
 def _no_slices(config: Any):
-    raise AssertionError("the number of tokens of a rank is not known, so they cannot be cut")
+    raise AssertionError("the number of tokens on a rank is not known, so the tokens cannot be divided into chunks")
 
 
 def _no_order(chunks: int):

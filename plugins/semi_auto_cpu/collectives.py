@@ -223,8 +223,8 @@ class Groups:
             )
         if len(set(members)) != len(members) or max(members) >= self.ranks.devices:
             raise ClusterError(
-                f"{operator}: group {name!r} of ranks {list(members)} is not possible: a rank stands twice or is not "
-                f"one of the {self.ranks.devices} processes"
+                f"{operator}: group {name!r} of ranks {list(members)} is not possible: a rank is listed twice or is "
+                f"not one of the {self.ranks.devices} processes"
             )
         return members
 
@@ -362,7 +362,7 @@ class Collectives:
         place = int(attrs["dest_rank" if name == "Send" else "src_rank"])
         if not 0 <= place < len(members) or members[place] == self.mesh.rank:
             told = f"rank {self.mesh.rank}, {name} in group {attrs['group']!r} of ranks {list(members)}"
-            raise ClusterError(f"{told}: index {place} in the group is not that of another member")
+            raise ClusterError(f"{told}: the index {place} is not that of another member of the group")
         peer = members[place]
         fault = self._test.begin(name)
         if record:

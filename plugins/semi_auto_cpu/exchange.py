@@ -129,10 +129,12 @@ class Meeting:
         others = {member: part for member, part in zip(self.members, parts, strict=True) if member != self.mesh.rank}
         arrived = self.mesh.exchange(tag_of("group", sorted(self.members)), others, note, f"{self.where}: {what}")
         elsewhere = [
-            f"rank {member} is at {arrived[member].note}" for member in sorted(arrived) if arrived[member].note != note
+            f"rank {member} has reached {arrived[member].note}"
+            for member in sorted(arrived)
+            if arrived[member].note != note
         ]
         if elsewhere:
-            raise ClusterError(f"rank {self.mesh.rank} is at {note}, but {' and '.join(elsewhere)}")
+            raise ClusterError(f"rank {self.mesh.rank} has reached {note}, but {' and '.join(elsewhere)}")
         own = parts[self.me]
         return [own if member == self.mesh.rank else arrived[member].array(own.dtype) for member in self.members]
 
@@ -214,7 +216,7 @@ def all_to_all_v(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays
             told = f"rank {member} sends {part.size} elements, but the receive counts say {count}"
             raise ClusterError(f"{meeting.where}: {told} (a block has {block} elements)")
     if sum(due) > out.size:
-        raise ClusterError(f"{meeting.where}: {sum(due)} elements arrive, but the output has room for {out.size}")
+        raise ClusterError(f"{meeting.where}: {sum(due)} elements arrive, but the output has room for only {out.size}")
     for target, part in zip(_pieces(out, list(accumulate(due))), parts, strict=True):
         target[...] = part
     out[sum(due) :] = 0
@@ -267,8 +269,8 @@ def _counts(meeting: Meeting, numbers: np.ndarray, block: int) -> list[int]:
     counts = (np.asarray(numbers, np.int64).reshape(-1) * block).tolist()
     if len(counts) != meeting.size or min(counts) < 0:
         raise ClusterError(
-            f"{meeting.where}: counts {np.asarray(numbers).tolist()} must be one number of at least 0 for each of "
-            f"{meeting.size} members"
+            f"{meeting.where}: counts {np.asarray(numbers).tolist()} must be a list with one number, 0 or more, for "
+            f"each of the {meeting.size} members"
         )
     return counts
 

@@ -310,7 +310,7 @@ def _pairs(names: tuple[str, ...], dtypes: tuple[str, ...]):
     pairs = [(spec, dtype) for spec in chosen for dtype in dtypes if dtype in spec.dtypes]
     if not pairs:
         raise click.UsageError(
-            f"{', '.join(names) or 'no operator'}: there is no test in {', '.join(dtypes)}; --list shows the types "
-            "of each operator"
+            f"{', '.join(names) or 'no operator'}: there is no test in the data types {', '.join(dtypes)}; --list "
+            "shows the types of each operator"
         )
     return pairs

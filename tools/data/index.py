@@ -273,7 +273,7 @@ def read_blend(data_path: Any) -> Blend:
         raise DataError(f"{data_path!r} gives weights to some prefixes only; give each prefix a weight, or none")
     if not all(math.isfinite(weight) and weight >= 0 for weight in known) or not sum(known):
         raise DataError(
-            f"{', '.join(words[::2])}: these weights are not shares of a whole; write finite numbers of zero or more"
+            f"{', '.join(words[::2])}: these weights cannot be shares of the data; write finite numbers of zero or more"
         )
     return Blend(words[1::2], known)
 

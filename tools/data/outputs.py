@@ -139,7 +139,7 @@ def check_prefix(prefix: Path, splits: tuple[str, ...], trains_tokenizer: bool, 
     for path in files:
         if os.path.isdir(path):
             raise DataError(
-                f"{path}: this is a folder, where a file of --output {prefix} would go; choose another --output"
+                f"{path}: this is a folder, but --output {prefix} writes a file with this name; choose another --output"
             )
     folders = [prefix.parent / tokenizer_name(prefix.name)] if trains_tokenizer else []
     found = [path for path in (*files, *folders) if os.path.lexists(path)] + _stale_split(prefix)

@@ -291,7 +291,7 @@ def read_instance(path: Path) -> Instance:
         root.key("M").refuse(f"P x V x M is {passes}")
     static = root.key("static_mem").items()
     if len(static) != stages:
-        root.key("static_mem").refuse(f"{len(static)} stages; P is {stages}")
+        root.key("static_mem").refuse(f"the list has {len(static)} entries, but P is {stages}")
     return Instance(
         name=root.key("name").text(),
         stages=stages,
@@ -317,7 +317,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in a mapping")
+        raise ValueError(
+            f"the key {next(key for key in keys if keys.count(key) > 1)!r} is written twice in one mapping"
+        )
     return found
 
 
@@ -329,7 +331,9 @@ def _schedule(place: _Place, stages: int, chunks: int, micro_batches: int) -> st
         return "1f1b"
     # the schema's warm-up, (V-1)P + ..., says nothing of rounds that are not full
     if micro_batches % stages:
-        place.refuse(f"with V {chunks} M must be a multiple of P: {micro_batches} is not one of {stages}")
+        place.refuse(
+            f"because V is {chunks}, M must be a multiple of P, but {micro_batches} is not a multiple of {stages}"
+        )
     try:
         check_schedule(name, stages, chunks, micro_batches)
     except RecipeError as error:
@@ -343,7 +347,7 @@ def _named_apart(place: _Place) -> list[_Place]:
     for item in place.items():
         name = item.key("name")
         if name.text() in first:
-            name.refuse(f"is the name of {first[name.value]}, too")
+            name.refuse(f"{first[name.value]} has the same name")
         first[name.value] = item.where
     return place.items()
 
@@ -441,13 +445,14 @@ def judge(instance: Instance, solution: list) -> Judgement:
         parts = []
     if [part.shape for part in parts] != want or any(part.dtype.kind != "i" for part in parts):
         raise DataError(
-            f"solution of {instance.name}: the solution must be whole numbers n[type][v][s][option] of shapes {want}"
+            f"solution of {instance.name}: the solution must be a list of integer arrays n[type][v][s][option] of the "
+            f"shapes {want}"
         )
     plan = instance.from_solution(solution)[None]
     if not instance.well_formed(plan)[0]:
         raise DataError(
-            f"solution of {instance.name}: every layer must be placed once, types in the model's order, no inner "
-            "chunk empty, and last_layers, last_option and order kept"
+            f"solution of {instance.name}: the solution must place every layer once, keep the model's order of types, "
+            "leave no inner chunk empty, and obey last_layers, last_option and order"
         )
     peak = instance.peak_memory(plan)[0]
     over = {int(stage): float(peak[stage] - instance.cap) for stage in np.flatnonzero(~instance.kept(peak))}

@@ -75,9 +75,8 @@ def sample_cost(recipe: Recipe) -> Cost:
         pair, token = pair_flops(model) // PASSES, linear_flops(model) // PASSES  # forward
     except (KeyError, TypeError, ValueError) as error:
         raise RecipeError(
-            f"model.model_config: these sizes do not make a model ({error}), but {KEY} computes the cost of a sample "
-            "from them; "
-            f"see tc3 check, or write measured per_pair and per_token under {KEY}"
+            f"model.model_config: {KEY} cannot compute the cost of a sample, because these sizes do not describe a "
+            f"model ({error}); see tc3 check, or write measured per_pair and per_token under {KEY}"
         ) from None
     passes = PASSES + recomputed_share(recipe)
     return Cost(passes * pair, passes * token, COMPUTED)
@@ -300,7 +299,7 @@ def _layout_file(recipe: Recipe, search: bool, say: Say) -> LayoutFile:
     if path.is_file():
         return read_layout(path)
     if not search:
-        raise RecipeError(f"auto: the layout comes from {path}, which does not exist; {remedy(recipe)}")
+        raise RecipeError(f"auto: the layout is read from {path}, but this file does not exist; {remedy(recipe)}")
     say(f"{path} does not exist: searching about {EFFORTS[EFFORT]:g} s for the layout that `{_KEY}: auto` asks for")
     found = make_layout(recipe, DEFAULT_HARDWARE, Budget(EFFORTS[EFFORT], TIME_LIMIT))
     write_layout(found, path, f"tc3 train {recipe.source}")

@@ -208,7 +208,7 @@ def _fit(old: Any, value: Any, text: str, path: KeyPath, where: str) -> Any:
     if isinstance(value, (list, int)) and isinstance(old, (list, int)) and path[-1] in _SCALAR_OR_LIST:
         return value
     raise RecipeError(
-        f"{where}: {name} is {_kind(old)} (now {old!r}), got {_kind(value)} ({value!r}){_right(old, value)}"
+        f"{where}: {name} must be {_kind(old)} (now {old!r}), but {value!r} is {_kind(value)}{_right(old, value)}"
     )
 
 

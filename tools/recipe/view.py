@@ -251,6 +251,6 @@ def require_resolved(recipe: Recipe, *paths: KeyPath) -> None:
     for path in unresolved(recipe):
         if path in paths or not paths:
             raise RecipeError(
-                f"{recipe.source or 'the recipe'}: {dotted(path)}: {look(recipe, path)} is not resolved; "
-                f"`tc3 recipe show` prints the recipe with values in its place"
+                f"{recipe.source or 'the recipe'}: {dotted(path)}: {look(recipe, path)} must first be replaced by a "
+                "value; `tc3 recipe show` prints the recipe with such values"
             )

@@ -254,7 +254,10 @@ def _asked(
     if options["write"]:
         require_writable(options["schedules"])
     if options["schedules"] and options["verified"]:
-        raise RecipeError("--verify dry-runs only 1F1B's layouts; with --schedule, --write it and tc3 dryrun it")
+        raise RecipeError(
+            "--verify compiles only layouts of 1F1B; to compile a layout of another schedule, save it with --write "
+            "and run tc3 dryrun on the file"
+        )
     of_run = (options["devices"], options["gbs"], options["memory"])
     request = request_of(
         recipe, _cluster(path, cluster_name, folder, options), *of_run, asked, options["memory_margin"]

@@ -65,12 +65,12 @@ def check_config(folder: Path, sizes: Sizes) -> bool:
     if sizes.is_dense:
         wrong += _wrong_positions(given, wanted.pop("rope_scaling"))
     wrong += [
-        f"{name} is {_get(given, name)!r}, the recipe's {value!r}"
+        f"{name} is {_get(given, name)!r} in the file and {value!r} in the recipe"
         for name, value in wanted.items()
         if name not in _UNCOMPARED and _differs(_get(given, name), value)
     ]
     if wrong:
-        raise CheckpointError(f"{file}: this is another model than the recipe's: {'; '.join(wrong)}")
+        raise CheckpointError(f"{file}: this file describes another model than the recipe: {'; '.join(wrong)}")
     return True
 
 

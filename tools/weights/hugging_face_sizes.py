@@ -101,7 +101,7 @@ def sizes_of(fields: Mapping[str, Any], bias_updated: bool) -> Sizes:
     """
     for holds, key, right in _rules(fields):
         if not holds:
-            raise RecipeError(f"{MODEL}.{key}: the reference (Hugging Face DeepseekV3) {right}")
+            raise RecipeError(f"{MODEL}.{key}: the model of Hugging Face, DeepseekV3, {right}")
     groups = fields["moe_router_num_groups"] or 1
     hf = {name: fields[field] for field, name in _SAME.items()}
     hf.update(

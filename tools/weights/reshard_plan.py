@@ -285,7 +285,7 @@ def plan_stored(source: Source, recipe: Recipe) -> Resharding:
     target, stored = target_of(recipe), source.stored
     _check(source.path, {name: header.shape for name, header in source.headers.items()}, target)
     if wrong := [name for name, header in source.headers.items() if header.dtype not in TYPES]:
-        raise CheckpointError(f"{source.path}: the type of {_some(wrong)} is not known here")
+        raise CheckpointError(f"{source.path}: this command cannot write the data type of {_some(wrong)}")
     items: list[Item] = []
     for name, tensor in stored.tensors.items():
         holders = tuple(tuple(rank for rank, _ in copies) for copies in tensor.copies)
@@ -335,7 +335,7 @@ def _check(path: Path, shapes: Mapping[str, Shape], target: Target) -> None:
         ],
     }
     if found := [f"{len(names)} {what}: {_some(names)}" for what, names in lists.items() if names]:
-        raise CheckpointError(f"{path}: this is not the model of the recipe; {'; '.join(found)}")
+        raise CheckpointError(f"{path}: the weights are not those of the recipe's model: {'; '.join(found)}")
 
 
 def _kind(file: str) -> Kind:

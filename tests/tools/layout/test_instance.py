@@ -84,7 +84,7 @@ def set_key(*keys):
         (set_key("P", 0), "P: 0: must be 1, 2, 3"),
         (set_key("M", 4.0), "M: 4.0: must be 1, 2, 3"),
         (set_key("V", True), "V: true: must be 1, 2, 3"),
-        (set_key("static_mem", [1]), r"static_mem: \[1\]: 1 stages; P is 2"),
+        (set_key("static_mem", [1]), r"static_mem: \[1\]: the list has 1 entries, but P is 2"),
         (set_key("static_mem", 1, "5"), r'static_mem\[1\]: "5": must be a number'),
         (set_key("memory_cap", float("nan")), "memory_cap: NaN: must be a number"),
         (

@@ -73,13 +73,13 @@ def test_without_a_file_launches_say_what_to_run(tmp_path):
         build_config(tmp_path / "recipe.yaml", (), None, None)
     errors = check_recipe(tmp_path / "recipe.yaml").errors
     assert [error.key for error in errors] == ["model.model_config.offset"]
-    assert errors[0].line == 2 and errors[0].wrong.startswith("auto: the layout comes from ")
+    assert errors[0].line == 2 and errors[0].wrong.startswith("auto: the layout is read from ")
 
 
 def test_the_one_who_starts_a_run_makes_the_file(made, tmp_path, monkeypatch, capsys):
     recipe_with(tmp_path, "auto")
     monkeypatch.setattr("tools.layout.resolve.make_layout", lambda recipe, *_: made)
-    with pytest.raises(RecipeError, match=r"the layout comes from .* which does not exist"):
+    with pytest.raises(RecipeError, match=r"the layout is read from .* but this file does not exist"):
         effective_recipe(tmp_path / "recipe.yaml", (), None, tmp_path / "run", make_layout=False)
     flat = effective_recipe(tmp_path / "recipe.yaml", (), None, tmp_path / "run")
     assert flat["model"]["model_config"]["offset"] == made.offset

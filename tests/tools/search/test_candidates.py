@@ -109,9 +109,9 @@ def test_limits_keep_what_they_say(limit, keeps):
     [
         ("tp", "a name, a sign and a value are needed"),
         ("shards=none", r"no 'shards' here \(did you mean 'shard'"),
-        ("mode<global", "mode can only be compared by = or !="),
+        ("mode<global", "mode can be compared only with = or !="),
         ("mode=globl", r"not 'globl' \(did you mean 'global'"),
-        ("tp<=4,8", "<= takes one number"),
+        ("tp<=4,8", "<= takes only one number"),
         ("tp=four", "tp is a number"),
         ("ep%8=9", "remainders by 8 are 0 to 7"),
         ("ep%0=0", "remainders by 0"),

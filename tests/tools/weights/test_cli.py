@@ -186,7 +186,7 @@ def test_what_is_no_llama_is_refused(mini, tmp_path, recipe, said):
 
 
 def test_the_recipe_of_the_run_is_taken_and_otherwise_asked_for(mini, tmp_path):
-    assert "is in no run's folder, so name the recipe" in call(mini, tmp_path / "ms")
+    assert "is not in the folder of a run, so name the recipe" in call(mini, tmp_path / "ms")
     run = tmp_path / "run"
     (run / "checkpoint").mkdir(parents=True)
     (run / "recipe.yaml").write_text(f"base_config: {MINI}\n")

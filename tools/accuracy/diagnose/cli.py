@@ -67,7 +67,7 @@ def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep
         raise RecipeError(f"--keep {keep}: the folder is not empty")
     for path in paths:
         if not path.exists():
-            raise DataError(f"{path}: no such file or folder; give the folder of a run, or a recipe")
+            raise DataError(f"{path}: there is no such file or folder; give the folder of a run, or a recipe")
     with tempfile.TemporaryDirectory(prefix="tc3-diagnose-") as folder:
         work = (keep or Path(folder)).absolute()
         runs = [path if path.is_dir() else _train(path, work / "AB"[place], steps) for place, path in enumerate(paths)]
@@ -75,7 +75,9 @@ def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep
     try:
         verdict = diagnose(*sides)
     except OtherModelError as error:
-        raise DataError(f"{paths[-1]}: of another model than {a} ({error}); compare runs of one model") from error
+        raise DataError(
+            f"{paths[-1]}: this run trained another model than {a} ({error}); compare runs of one model"
+        ) from error
     if as_json:
         click.echo(json.dumps(_as_json(verdict, sides)))
     else:

@@ -167,20 +167,25 @@ def read_side(folder: Path) -> Side:
     file = folder / "recipe.yaml"
     if not file.is_file():
         raise DataError(
-            f"{folder}: not the folder of a run: it has no recipe.yaml; give what --run-dir of tc3 train named"
+            f"{folder}: this is not the folder of a run, because it has no recipe.yaml; give the folder that tc3 train "
+            "--run-dir was given"
         )
     try:
         recipe = load_recipe(file)
     except TC3Error as error:
-        raise DataError(f"{folder}: its recipe.yaml cannot be read ({error}); train again into a new folder") from error
+        raise DataError(
+            f"{folder}: the recipe.yaml of this run cannot be read ({error}); train again into a new folder"
+        ) from error
     view = View(recipe)
     metrics = {rank: _metrics(folder / "metrics" / f"rank_{rank}.jsonl") for rank in range(view.devices)}
     empty = [rank for rank, readings in metrics.items() if not readings.steps]
     if len(empty) == len(metrics):
-        raise DataError(f"{folder}: no step is recorded: it compiles still, or has failed (`tc3 runs report {folder}`)")
+        raise DataError(
+            f"{folder}: no step is recorded: the run still compiles, or it has failed (`tc3 runs report {folder}`)"
+        )
     if empty:
         raise DataError(
-            f"{folder}: rank {empty[0]} of {len(metrics)} has recorded no step: copy metrics/ of every host"
+            f"{folder}: rank {empty[0]} of {len(metrics)} has recorded no step: copy the metrics/ folders of all hosts"
         )
     readings = metrics[loss_rank(recipe)]
     side = Side(str(folder), recipe, readings.steps, readings.total_steps)
@@ -212,7 +217,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
         try:
             record = json.loads(line)
             if not isinstance(record, dict):
-                raise ValueError("not an object")
+                raise ValueError("the line is not a JSON object")
         except ValueError as error:
             raise DataError(
                 f"{file}: line {number} is damaged ({error}); train again, or copy the file again"

@@ -161,12 +161,12 @@ def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
     """NumPy's own reading of a header; cached, because most arrays of a dump share theirs with others."""
     stream = io.BytesIO(head)
     if np.lib.format.read_magic(stream) != (1, 0):
-        raise ValueError("its version of the .npy format must be 1.0")
+        raise ValueError("the version of the .npy format must be 1.0")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
     if fortran:
-        raise ValueError("it is in Fortran order, which msprobe never writes")
+        raise ValueError("the array is in Fortran order, which msprobe never writes")
     if dtype.kind not in "biufc":
-        raise ValueError(f"its data type must be a number or bool, but is {dtype}")
+        raise ValueError(f"the data type must be a number or bool, but is {dtype}")
     return dtype, shape
 
 
@@ -273,7 +273,7 @@ def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
     for path in folder.glob("*.npy"):
         parts = names.get(path.name, path.name).split(".")
         if len(parts) != 10 or parts[5] not in ("input", "output") or not parts[4].isdigit():
-            raise DataError(f"{path}: the file's name is not one that msprobe gives to a tensor of a kernel")
+            raise DataError(f"{path}: msprobe would not give this name to the file of a kernel's tensor")
         kind, scope, _, _, when, role, place, _, dtype, _ = parts
         with NpyFile(path) as file:
             item = Item(f"{role}.{place}", role, dtype.lower(), file.shape, _UNKNOWN, path)

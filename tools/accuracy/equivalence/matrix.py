@@ -137,7 +137,7 @@ def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int]
                     f"--only {name}: this strategy is known only with the --draws, --seed and --most with which it "
                     "was drawn; give these, too"
                 )
-            raise RecipeError(f"--only {name}: no such strategy{did_you_mean(name, words)}; --list shows all")
+            raise RecipeError(f"--only {name}: there is no such strategy{did_you_mean(name, words)}; --list shows all")
     usual = [case for case in known if case.how != EXECUTED or case.name in USUAL]
     chosen = [case for case in known if {case.name, case.how} & set(names)] if names else usual
     if names and BASELINE not in names and all(case.how == NOT_EXECUTABLE for case in chosen):

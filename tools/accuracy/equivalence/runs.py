@@ -175,7 +175,7 @@ def read_run(run_dir: Path) -> Trained:
     workers = json.loads((folder / "rank_0.json").read_text())["world_size"]
     missing = [rank for rank in range(workers) if not (folder / f"rank_{rank}.npz").exists()]
     if missing:
-        raise DataError(f"{folder}: rank {missing[0]} of {workers} ranks has recorded no results")
+        raise DataError(f"{folder}: rank {missing[0]} of {workers} ranks did not record its results")
     metrics = run_dir / "metrics" / "rank_0.jsonl"
     if not metrics.exists():
         raise DataError(f"{metrics}: the file is missing, because the run finished no step")

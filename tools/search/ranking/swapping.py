@@ -80,7 +80,7 @@ def place_swapping(config: Configuration, model: TimeModel, cap_bytes: float, bu
     """
     every = ways(config)
     if not every:
-        raise RecipeError("swapping: layers that alternate between dense and MoE are not placed")
+        raise RecipeError("swapping: the layers of this model cannot be placed, because dense and MoE layers alternate")
     prices = prices_of(config, model)
     plain = [pipeline_instance(config, model, cap_bytes, *way) for way in every]
     by_time, of = attrgetter("time"), 2 * len(every)
@@ -142,5 +142,7 @@ def hidden_bytes(sizes: Iterable[float], backward: float, model: TimeModel) -> f
 def _to_host(model: TimeModel, size: float) -> float:
     seconds = model.to_host(size)
     if seconds is None:
-        raise RecipeError(f"swapping: {model.hardware.name} has no host_link: the price of swapping is not known")
+        raise RecipeError(
+            f"swapping: the time of swapping is not known, because the cluster {model.hardware.name} has no host_link"
+        )
     return seconds
