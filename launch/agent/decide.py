@@ -63,8 +63,8 @@ _EARLY = ("start", "compile", "first step")  # phases in their order; those of a
 
 @dataclass(frozen=True)
 class Began:
-    """This says that `host` caused the failure with `end`; without a host no host can be named, and `why` says what was
-    seen.
+    """This names the `host` that caused the failure with its `end`; if `host` is None, no host can be blamed, and `why`
+    says what was seen.
     """
 
     why: str

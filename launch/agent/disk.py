@@ -302,8 +302,8 @@ class Claim:
         self.holder: Holder | None = None  # as of the last look
 
     def hold(self) -> bool:
-        """Return whether the claim is ours now; take it if it is free, or if its holder is dead. A call opens a few
-        files.
+        """Return whether the claim is ours now; take it if it is free, or if its holder is dead. Each call opens a few
+        files on the shared disk.
         """
         while True:
             file = self.folder / f"claim-{self.what}-{self.turn}"

@@ -56,8 +56,8 @@ LONGEST = 180  # bytes of a host's name in a file's
 
 
 class Watch:
-    """A watch knows how long each observed value has not changed. `most` is the largest number of seconds that one look
-    can add.
+    """A watch tells for how long each observed value has not changed. `most` is the largest number of seconds that one
+    look can add.
 
     A look after a long pause of this process (the disk stalled, the process was stopped, a clock was set) says little
     about the others: the same cause may have held them up, and they must get the time to write. So a look never adds
@@ -142,16 +142,16 @@ class Meeting:
             self._say_there(number, gone=True)
 
     def there(self, number: int) -> list[str]:
-        """Return the hosts that came to attempt `number`, did not leave and are alive. A call opens several files for
-        each host.
+        """Return the hosts that came to attempt `number`, did not leave and are alive. Each call opens several files
+        for each host.
         """
         names = self.disk.names(folder_of(self.run_dir, number))
         hosts = [unquote(name.removeprefix(THERE).removesuffix(".json")) for name in names if name.startswith(THERE)]
         return [host for host in hosts if not self._gone_or_quiet(number, host)]
 
     def plan(self, number: int, wanted: Callable[[list[str]], Plan | None]) -> Plan | None:
-        """Return the plan of attempt `number`; None as long as there is none. Call `come` before, and call this in a
-        loop.
+        """Return the plan of attempt `number`; None as long as there is none. Call `come` first, then call this
+        function in a loop.
 
         Args:
             number: the attempt.

@@ -248,7 +248,7 @@ def _check_tokenizer(tokenizer: Tokenizer, chosen: Chosen) -> None:
 
 
 class Voice:
-    """A model with its tokenizer continues texts.
+    """This model continues texts with its tokenizer.
 
     Args:
         logits: of the model. window: tokens that it looks back. most: tokens of an answer. aloud: whether prompt and

@@ -83,7 +83,9 @@ class Family:
                 self.members[process.pid] = Member(process, None)
 
     def poll(self) -> list[Member]:
-        """Return the members that have ended since the last call. This is cheap: it reads one file for each member."""
+        """Return the members that have ended since the last call. This call is cheap: it reads one file for each
+        member.
+        """
         ended = []
         for member in self.members.values():
             if not member.ended and has_ended(member.process):

@@ -155,7 +155,8 @@ def _scalar(value):
 
 
 def enable(config, collectives=None) -> None:
-    """Record this run's steps, and for a sharded run also the first step's collectives. Call before `Trainer(config)`.
+    """Record this run's steps, and for a sharded run also the first step's collectives. Call this before
+    `Trainer(config)` is created.
 
     Args:
         collectives: `plugins.semi_auto_cpu.collectives.Collectives` of a sharded run.

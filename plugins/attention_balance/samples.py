@@ -264,8 +264,8 @@ class Cost:
         return self.per_pair * causal_pairs(segments) + self.per_token * tokens
 
     def of_dataset(self, index: GPTIndex) -> np.ndarray:
-        """Return the cost float64 [items], in `unit`, for a dataset in its own order. It takes 16 bytes of memory per
-        sample, besides one chunk of segments.
+        """Return the cost float64 [items], in `unit`, for a dataset in its own order. The computation takes 16 bytes of
+        memory per sample, besides one chunk of segments.
         """
         return _of_items(index, self.of, np.float64)
 

@@ -103,7 +103,7 @@ read = Settings.read
 
 
 def moves(section: object) -> bool:
-    """Return whether a recipe's `plugins.expert_balance` moves experts; None and False are a plugin that is off."""
+    """Return whether a recipe's `plugins.expert_balance` moves experts; None and False mean that the plugin is off."""
     return section is not None and section is not False and bool(read(section).every)
 
 

@@ -59,7 +59,7 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Transfer:
-    """This is one collective step.
+    """This is one communication step of a dispatch, in which ranks of a group exchange rows.
 
     Attributes:
         step: "dispatch.inter", "dispatch.intra", "combine.intra", "combine.inter"; global mode "dispatch", "combine".

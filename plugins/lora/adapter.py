@@ -220,7 +220,7 @@ class AdapterAdamW(AdamW):
         actual: Any = AdamW.get_actual_adamw_cls(use_fused)
 
         class OfAdapters(actual):
-            """This is the optimizer of what was trainable when it was built."""
+            """This is an optimizer of the parameters that were trainable when it was built."""
 
             def __init__(self, *args, **kwargs):
                 super().__init__(*args, **kwargs)

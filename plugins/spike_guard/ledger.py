@@ -101,8 +101,8 @@ def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence
 
 @dataclass(frozen=True)
 class Entry:
-    """This records that a run goes back. `step` is the step of the spike, `first` the first step whose samples are left
-    out, and `samples` are the ranges that `skip` returns.
+    """This records that a run goes back to an earlier checkpoint after a spike. `step` is the step of the spike,
+    `first` the first step whose samples are left out, and `samples` are the ranges that `skip` returns.
     """
 
     step: int

@@ -1,5 +1,5 @@
 """This module computes what a rank records of a training step for `tc3 accuracy diagnose`: digests of the samples, and
-numbers of weights, gradients, optimizer and routers. The module uses only Python and NumPy.
+sizes of weights, gradients, optimizer and routers. The module uses only Python and NumPy.
 
 Every run records its samples, if the step's data pass through the process (not in sink mode). The rest costs a copy of
 the weights and of the first moments in the host's memory, and time for each recorded step; therefore a recipe asks for
@@ -31,7 +31,7 @@ _DIGITS = 16  # of a digest
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """This says how much of a run is recorded."""
+    """This setting says how many steps of a run are recorded."""
 
     KEY = KEY
     RIGHT = f"write `steps: 3` under it, or {KEY}: False"

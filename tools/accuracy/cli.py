@@ -96,7 +96,7 @@ def dump(
     help="Do not report it as a finding where GOLDEN was computed in a wider data type than BENCH.",
 )
 def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bool, promoted: bool) -> None:
-    """Compare the dump BENCH with the dump GOLDEN, tensor by tensor, and name the first that diverges.
+    """Compare the dump BENCH with the dump GOLDEN, tensor by tensor, and name the first tensor that diverges.
 
     Every tensor is judged by the report's Table 2, by data type and accumulation count. A difference of values, shape
     or data type, a factor that scales a whole tensor, a weight's update that is not the same, a call that only one side

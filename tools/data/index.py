@@ -81,8 +81,8 @@ class IndexWriter:
         return self._sha256.hexdigest()
 
     def add(self, lengths: np.ndarray, tokens: np.ndarray) -> None:
-        """Append whole documents. `lengths` is int32 [documents], the tokens of each document; `tokens` has the type
-        of the ids and is [sum of lengths].
+        """Append whole documents to `.bin`. `lengths` is int32 [documents], the tokens of each document; `tokens` has
+        the type of the ids and is [sum of lengths].
         """
         assert tokens.dtype == self.dtype and lengths.dtype == np.int32
         self._bin.write(tokens.data)

@@ -1,4 +1,4 @@
-"""This module handles the files that belong to one prefix. These files appear all at once or not at all.
+"""This module handles the files that belong to one prefix. The files of one prefix appear all at once or not at all.
 
 PREFIX.bin  PREFIX.idx  PREFIX.json          the training split
 PREFIX_heldout.bin  .idx  .json              the held-out split, if asked for

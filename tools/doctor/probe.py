@@ -296,8 +296,8 @@ class Course:
 
 
 def pairs(count: int) -> list[tuple[int, int]]:
-    """Return pairs of each worker with those 1, 2, 4, ... places further round a ring. These are all pairs for up to
-    five workers, and n log n pairs for many.
+    """Return pairs of each worker with those 1, 2, 4, ... places further round a ring. The function returns all pairs
+    for up to five workers, and about n log n pairs for n workers.
     """
     steps = [1 << power for power in range(count.bit_length()) if 1 << power <= count // 2]
     return sorted({(min(a, b), max(a, b)) for step in steps for a in range(count) for b in [(a + step) % count]})

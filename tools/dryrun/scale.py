@@ -114,7 +114,7 @@ class Numbers:
 
     def seeds(self) -> list[Scale]:
         """Return what the backward pass starts with: for each micro-batch and loss where a pipeline calls the backward
-        of a micro-batch, for each loss otherwise. Stages without a loss have none.
+        of a micro-batch, for each loss otherwise. A stage without a loss has no such value.
         """
         root, nodes = self.graph.root, self.graph.graphs[self.graph.root]
         passes = {backward for _, backward in chunks_of(self.graph) if backward}

@@ -1,5 +1,5 @@
-"""This module assigns a configuration's layers to stages and chunks and chooses what each layer recomputes. It uses
-the pipeline optimiser.
+"""This module assigns a configuration's layers to stages and chunks and chooses what each layer recomputes. The module
+uses the pipeline optimiser.
 
 `place` makes a pipeline-balance instance of the configuration (`problem`), has it optimised and turns the
 plan back into tables of layers and recomputation as MindFormers reads them: each option counts from a chunk's first
@@ -170,8 +170,9 @@ def place(
 def screen(
     config: Configuration, model: TimeModel, cap_bytes: float, beat: float = math.inf, groups: bool = False
 ) -> Placement:
-    """Return a placement of `config`'s layers that takes a fraction of a second (`tools.layout.fast`), with a bound of
-    all of them. Layers are placed only if the bound is under `beat` seconds. The bound holds for plans under `beat`.
+    """Return a placement of `config`'s layers that takes a fraction of a second (`tools.layout.fast`), with a lower
+    bound for all placements. Layers are placed only if the bound is under `beat` seconds. The returned bound holds only
+    for plans under `beat` seconds.
     """
     low, found, outside = math.inf, Placement(None, math.inf, 0.0, why="no placement was found quickly"), math.inf
     candidates = []
@@ -203,8 +204,9 @@ def screen(
 def floor_seconds(
     config: Configuration, model: TimeModel, cap_bytes: float, beat: float = math.inf, groups: bool = False
 ) -> float:
-    """Return a lower bound on the seconds of a step, in milliseconds. It holds for everything that `place` and `screen`
-    return for `config` and that is under `beat`; 0 where nothing is moved, infinite where nothing fits.
+    """Return, within milliseconds, a lower bound on the seconds of a step. The bound holds for everything that `place`
+    and `screen` return for `config` and that is under `beat`; it is 0 if no layer is moved, and infinite if no
+    placement fits.
     """
     every = all_ways(config, model, groups)
     if not every or pairs_up(config.schedule):

@@ -200,7 +200,7 @@ def by_layers(
     config: Configuration, kinds: Sequence[str], of_stage: Callable[[Configuration, int], np.ndarray]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return what a sum over a stage's weights is [stages, values] without any layer, and [values] for a layer of each
-    kind. Of one stage the layers stay where they are and count to the stage.
+    kind. If there is only one stage, its layers cannot move, so they count as part of the stage.
     """
     if config.pp == 1:
         whole = of_stage(replace(config, layers=((config.model.layers,),)), 0)

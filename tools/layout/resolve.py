@@ -98,8 +98,8 @@ def write_sample_cost(recipe: Recipe) -> None:
 
 
 def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:
-    """Take over (in place) the cost with which the run of `first`, its effective recipe, began. Return a line if the
-    two differ.
+    """Take over (in place) the cost with which the run of `first`, its effective recipe, began. Return a line of text
+    if the two costs differ.
 
     A recipe that gives measured costs of its own keeps them, and one without the plugin stays without.
     """
@@ -197,7 +197,7 @@ class UnresolvedError(RecipeError):
 
 
 def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file", dispatch: bool = True) -> Recipe:
-    """Return a copy of `recipe` in which nothing is `auto` and the costs of samples are given. Everything else is
+    """Return a copy of `recipe` in which nothing is `auto` and the costs of samples are given. All other values are
     unchanged.
 
     Args:

@@ -32,7 +32,7 @@ class Meaning(NamedTuple):
 
 
 def meaning_of(words: tuple[str, ...]) -> Meaning:
-    """Return the meaning of a key path. An unknown key counts as a change of the numbers, to be safe."""
+    """Return the meaning of a key path. To be safe, an unknown key counts as a key that changes the results."""
     same_as, patterns = _table()
     for copy, original in same_as.items():
         if words[: len(copy)] == copy and len(words) > len(copy):

@@ -180,8 +180,8 @@ BAD = ("failed", "given up", "left", "interrupted", "preempted")
 
 @dataclass(frozen=True)
 class Status:
-    """This is the state of a run at one moment; unknown values are None. Times are seconds; `goodput` is a share;
-    `quiet` is the time since anything new was seen. The held-out losses come from the last evaluation.
+    """This is the state of a run at one moment; unknown values are None. All times are in seconds; `goodput` is a
+    share; `quiet` is the time since anything new was seen. The held-out losses come from the last evaluation.
     """
 
     run: str
@@ -240,7 +240,7 @@ class Watch:
         self.changed = time.monotonic()
 
     def look(self) -> Status:
-        """Read new data, and return the state of the run."""
+        """Read the data that was written since the last call, and return the state of the run."""
         self._attempts()
         self.kept.look()
         plan = self.attempt.plan if self.attempt else None

@@ -32,7 +32,9 @@ from tools.ranges import RANGES, Number
 from tools.search.options import json_option, overrides_option
 
 _steps = click.option(
-    "--steps", type=Number("steps"), help="Number of training steps in PROFILE, if its files do not tell."
+    "--steps",
+    type=Number("steps"),
+    help=("Number of training steps in PROFILE, if the files of the profile do not state it."),
 )
 _WIDTH = 180  # a row's names and numbers on one line, in files and pipes too
 

@@ -20,7 +20,10 @@ margin_option = click.option(
     "--memory-margin",
     type=Number("margin"),
     metavar="SHARE",
-    help="Share of the memory limit that is left free, such as 0.05. The default is the estimator's known error.",
+    help=(
+        "Share of the memory limit that is left free, such as 0.05. The default share is the known error of the "
+        "estimator."
+    ),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 seed_option = click.option(
@@ -68,10 +71,12 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
         "--effort",
         type=Effort(),
         metavar="N|low|normal|high",
-        help="Units of work spent on one placement of layers; the same number gives the same answer on a slow and "
-        f"on a fast machine. A unit takes about a second on an idle core; low is {EFFORTS['low']:g} units, "
-        f"normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. The default is {default}, or less if "
-        "--time-limit is shorter.",
+        help=(
+            "Units of work spent on one placement of layers; the same number gives the same answer on a slow and on a "
+            f"fast machine. A unit of work takes about a second on an idle core; low is {EFFORTS['low']:g} units, "
+            f"normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. The default is {default}, or less if "
+            "--time-limit is shorter."
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""This module describes what a search is asked: a recipe's run, a cluster, devices, batch, memory, and the user's
+"""This module describes the request for a search: a recipe's run, a cluster, devices, batch, memory, and the user's
 limits on the space.
 
 A limit is written as `tp<=8`, `pp=8,16`, `ep%8=0`, `mode!=global` or `recompute=full,none`:
@@ -154,7 +154,7 @@ class Request:
 
     @property
     def site(self) -> Site:
-        """Return the machine as overlays describe it."""
+        """Return the cluster in the form in which overlays describe it."""
         return Site(self.node, self.hardware_file, None if self.own_cap else self.cap)
 
     def skew(self, ep: int) -> float:

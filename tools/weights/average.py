@@ -66,7 +66,7 @@ def average(
 
 
 def check_average(sources: Sequence[Source], target: Path, shares: Sequence[float] | None) -> Sequence[float]:
-    """Return the shares with which `average` would weigh the sources. Only headers are read.
+    """Return the shares with which `average` would weigh the sources. The function reads only the headers of the files.
 
     Raises:
         CheckpointError: as `average`, but for numbers that are not finite.

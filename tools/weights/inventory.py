@@ -116,7 +116,8 @@ def _values(source: Source, names: list[str], progress: Callable[[str], None]) -
 def salvaged(
     sources: Sequence[Source], allowed: bool, progress: Callable[[str], None] = lambda name: None
 ) -> list[str]:
-    """Return what is damaged in weights that are about to be written anew and sealed. Every file is read for this.
+    """Return what is damaged in weights that are about to be written anew and sealed. The function reads every file
+    completely.
 
     Args:
         allowed: go on with what is there (`--salvage`). progress: is told each tensor's name.

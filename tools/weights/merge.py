@@ -55,7 +55,7 @@ class Merge:
 
 
 def plan_merge(source: Source, recipe: Path | None, limit: int) -> Merge:
-    """Return what a merge of `source` reads and writes. Only headers are read.
+    """Return what a merge of `source` reads and writes. The function reads only the headers of the files.
 
     Args:
         recipe: None for that of the run that saved `source`. limit: bytes of a file, which one tensor may exceed.

@@ -46,7 +46,7 @@ class Piece:
 @lru_cache(maxsize=65536)
 def pieces(shape: Shape, old: Shape, new: Shape, place: int) -> tuple[Piece, ...]:
     """Return the boxes that make up slice `place` of a tensor cut into `new` parts, taken from the tensor cut into
-    `old` parts. Each element occurs once.
+    `old` parts. Each element occurs in exactly one box.
 
     Args:
         shape: of the whole tensor; old, new: into how many equal parts each axis is cut; place: in row-major order.

@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Return the number of bytes of all listed elements. Each element is read once and written once."""
+        """Return the number of bytes of all listed elements. A resharding reads and writes each element once."""
         return sum(move.part_bytes * len(move.writers) for move in self.moves)
 
 
@@ -307,7 +307,7 @@ def plan_stored(source: Source, recipe: Recipe) -> Resharding:
 
 
 def plan_recipes(old: Recipe, new: Recipe) -> Resharding:
-    """Return the plan for the checkpoint that a run of `old` would save. No file is read.
+    """Return the plan for the checkpoint that a run of `old` would save. The function reads no file of a checkpoint.
 
     Raises:
         CheckpointError: the two are not one model. RecipeError: see `target_of`.

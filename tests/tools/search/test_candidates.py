@@ -107,7 +107,7 @@ def test_limits_keep_what_they_say(limit, keeps):
 @pytest.mark.parametrize(
     ("limit", "message"),
     [
-        ("tp", "a name, a sign and a value are needed"),
+        ("tp", "a limit must have a name, a sign and a value"),
         ("shards=none", r"no 'shards' here \(did you mean 'shard'"),
         ("mode<global", "mode can be compared only with = or !="),
         ("mode=globl", r"not 'globl' \(did you mean 'global'"),

@@ -188,7 +188,7 @@ class Ladder:
     @property
     def passed(self) -> bool:
         """Return whether no rung failed and everything that had to be compared was compared. A rung that was not run is
-        reported, and does not fail.
+        reported but does not count as failed.
         """
         return self.verdict in (ALIGNED, SAME_NUMBERS)
 

@@ -33,8 +33,19 @@ ROOT = Path(__file__).resolve().parents[3]
 @click.command("diagnose")
 @click.argument("a", metavar="A", type=click.Path(path_type=Path))
 @click.argument("b", metavar="[B]", required=False, type=click.Path(path_type=Path))
-@click.option("--steps", default=3, show_default=True, type=Number("steps"), help="Steps to train a recipe for.")
-@click.option("--all", "everything", is_flag=True, help="Print the findings of all rungs, by step and rung.")
+@click.option(
+    "--steps",
+    default=3,
+    show_default=True,
+    type=Number("steps"),
+    help=("Number of steps for which a recipe is trained."),
+)
+@click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help=("Print all findings, sorted by step and rung, and not only those of the first rung that differs."),
+)
 @click.option(
     "--keep",
     type=click.Path(path_type=Path, file_okay=False),
@@ -43,7 +54,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @unverified_option
 def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep: Path | None, as_json: bool) -> None:
-    """Say where two runs first differ: the step, what kind of thing, the module and the ranks.
+    """Find where two runs first differ: at which step, in what, in which module and on which ranks.
 
     A and B are folders of runs, or recipes, which are trained for --steps steps (a recipe for Ascend as its mini on
     CPU). They are compared in the order in which a difference arises: the configuration, what a run starts from or a

@@ -1,5 +1,5 @@
-"""This module says where two runs first differ, or where one run breaks a law that needs no reference. Pure: it
-compares what `evidence.read_side` has read.
+"""This module finds where two runs first differ, or where one run breaks a law that holds for every run. The module is
+pure: it compares only data that `evidence.read_side` has read.
 
 The rungs, in the order in which a difference arises: the configuration; what a (resumed) run starts from; then for each
 step its samples, its loss and parts, its gradients, the global norm with clipping, the update, the routers. `diagnose`
@@ -53,7 +53,9 @@ WORST = 3  # findings shown of a rung
 
 @dataclass(frozen=True)
 class Finding:
-    """This is one difference. `side`: "" for a difference between two runs, else the run that breaks a law."""
+    """This is one difference. `side` is empty for a difference between two runs; otherwise it names the run that breaks
+    a law.
+    """
 
     step: int
     rung: str
@@ -65,18 +67,18 @@ class Finding:
 
     @property
     def rounding(self) -> bool:
-        """Return whether this difference is as small as that of another order of addition."""
+        """Return whether this difference is so small that another order of additions can explain it."""
         return self.error < ROUNDING
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Return what findings are sorted by: step, then rung, then the gravest."""
+        """Return the sort key of findings: by step, then by rung, the largest difference first."""
         return self.step, RUNGS.index(self.rung), -self.error
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """This is what the ladder says.
+    """This is the result of a diagnosis.
 
     Args:
         findings: in order. changes: of the configuration that change numbers; layout: those of the layout.
@@ -93,7 +95,8 @@ class Verdict:
 
     @property
     def first(self) -> tuple[Finding, ...]:
-        """Return the findings of the first rung that differs by more than rounding; where none does, of the first.
+        """Return the findings of the first rung that differs by more than rounding; if no rung does, return those of
+        the first rung.
 
         A sum in another order changes bits before a fault changes numbers, and explains no larger difference.
         """
@@ -102,7 +105,7 @@ class Verdict:
 
     @property
     def before(self) -> int:
-        """Return how many findings of other bits come before the first."""
+        """Return how many findings, which differ only by rounding, precede those of `first`."""
         return self.findings.index(self.first[0]) if self.findings else 0
 
     @property
@@ -122,7 +125,7 @@ class OtherModelError(ValueError):
 
 
 def diagnose(a: Side, b: Side | None = None) -> Verdict:
-    """Return the verdict on one run, or on two.
+    """Return the verdict on one run, or on the comparison of two runs.
 
     Raises:
         OtherModelError: the runs' models have other sizes.
@@ -309,7 +312,7 @@ _FORWARD = {"lm_loss": "model", "load_balancing_loss": "router", "mtp_loss": "mt
 
 
 def laws(side: Side) -> Iterator[Finding]:
-    """Yield what one run breaks of the laws that need no reference."""
+    """Yield a finding for each law that one run breaks, of the laws that need no reference run."""
     for start in side.starts:
         if start.step in side.states:  # this run had been here itself before it was resumed
             yield from _restored(side, start)
@@ -413,7 +416,7 @@ def _router_law(side: Side, state: State, before: State | None) -> Iterator[Find
 
 
 def loads_of(side: Side, step: int) -> dict[str, list[float]]:
-    """Return router -> load of each expert, the mean over the ranks that counted it.
+    """Return router -> load of each expert, averaged over the ranks that counted it.
 
     In a data-parallel graph each rank counts its own tokens, and the bias moves by their mean; in a sharded graph all
     ranks of a stage have the same counts, and the others have none.

@@ -71,7 +71,7 @@ class Row:
         return Mesh(dp=self.case.variant.workers if self.case.variant else 1)
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything; an infinite number is the string "inf"."""
+        """Return all values of the row, fit for JSON; an infinite number is the string "inf"."""
         findings = [
             dataclasses.asdict(each)
             | {"error": each.error if math.isfinite(each.error) else "inf", "meaning": each.meaning}
@@ -101,7 +101,7 @@ class Matrix:
         return bool(self.with_status(PASS) + self.with_status(KNOWN)) and not self.with_status(FAIL)
 
     def summary(self) -> str:
-        """Return the result in one line."""
+        """Return the result of the matrix in one line."""
         how = [row.case.how for row in self.with_status(PASS)]
         known, failed, left = (len(self.with_status(status)) for status in (KNOWN, FAIL, NONE))
         words = f"{self.recipe}: {len(how)} strategies pass ({how.count(TRAINED)} trained, "
@@ -187,11 +187,11 @@ class _Runner(Runs):
     """Trains variants of one recipe, each once: baselines when they are first needed."""
 
     def run(self, name: str, variant: Variant) -> Trained:
-        """Train, unless it has been; raises as `once`."""
+        """Train the variant unless it was trained before; this raises the errors of `once`."""
         return self.once(name, lambda: train(derive(self.base, variant, self.steps, self.corpus()), self.work / name))
 
     def alone(self, name: str) -> list[Row]:
-        """Return a baseline that is asked for by itself: a row if it fails."""
+        """Train a baseline that the user chose; return a row if it fails, and no row otherwise."""
         variant = baseline_variant(name)
         try:
             self.run(name, variant)
@@ -239,7 +239,7 @@ def failure_lines(row: Row, most: int = 3) -> list[str]:
 
 
 def print_matrix(matrix: Matrix, golden: list[str], console: Console) -> None:
-    """Write everything to `console`."""
+    """Write the whole matrix to `console`."""
     table = _table("how", "compared", "used", "result")
     for row in matrix.rows:
         tensors, used = (str(row.tensors), share(row.used)) if row.tensors else ("-", "-")

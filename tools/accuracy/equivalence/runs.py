@@ -39,7 +39,7 @@ DOCUMENT = (20, 200)  # tokens of a document of the corpus
 
 
 class RunFailedError(Exception):
-    """A training run of the matrix failed; the message holds its last words."""
+    """A training run of the matrix failed; the message holds the last lines of its output."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,9 @@ def read_steps(metrics: Path) -> list[dict[str, Any]]:
 
 
 def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
-    """Return the digests of each step's samples that any rank was given, sorted; nothing where a rank's are unknown."""
+    """Return the digests of each step's samples that any rank was given, sorted; the list is empty where a rank's
+    digests are unknown.
+    """
     given = []
     for rank in range(workers):
         file = run_dir / "metrics" / f"rank_{rank}.jsonl"

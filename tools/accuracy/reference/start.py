@@ -83,7 +83,7 @@ class Hyper:
     clip: float
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data, from which `Hyper(**data)` can be rebuilt."""
+        """Return these parameters as plain data, from which `Hyper(**data)` can be rebuilt."""
         return asdict(self)
 
     @property

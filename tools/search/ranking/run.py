@@ -36,7 +36,7 @@ from tools.search.request import PLANNED, Request
 
 @dataclass(frozen=True)
 class Entry:
-    """This is a run with its predictions."""
+    """This is a layout with its predicted times and memory."""
 
     name: str  # "recipe" for the recipe's own, "" for the search's
     config: Configuration
@@ -236,8 +236,8 @@ def search(
 
 def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeModel, progress: Progress) -> None:
     """Search once more, with the mean max/mean of the loads of `--loads` in every layer, at each expert_parallel. The
-    best layouts of that search are added to the entries, with their predictions at even loads. Ctrl-C leaves them out,
-    and the search counts as interrupted.
+    best layouts of that search are added to the entries, with their predictions at even loads. If Ctrl-C ends this
+    second search, its layouts are left out, and the search counts as interrupted.
     """
     request, blocks = found.request, found.ranking.blocks
     sizes = sorted({int(ep) for block in blocks for ep in np.unique(block.columns["ep"])})
@@ -260,7 +260,8 @@ def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeM
 def add_loads(
     found: Found, text: str, times: TimeModel, progress: Progress, others: Mapping[str, Entry] | None = None
 ) -> None:
-    """Add what is found under the loads of `--loads`; Ctrl-C leaves it out, and the search counts as interrupted.
+    """Add the ranking under the loads of `--loads`; if Ctrl-C ends this, nothing is added, and the search counts as
+    interrupted.
 
     Args:
         others: schedule -> its fastest layout, of those that were asked for.
@@ -318,7 +319,7 @@ class _Placing:
     of: int = 0  # candidates that are placed, if none of those left is proven slower before its turn
 
     def run(self) -> None:
-        """Add the results."""
+        """Place and judge the candidates, and add the results to `found`."""
         found, short = self.found, self.found.ranking.short_list(self.top)
         for one in short:
             if one.candidate.recompute != PLANNED:
