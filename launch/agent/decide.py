@@ -287,7 +287,7 @@ class _Failed:
     saved: int | None
 
     def follows(self) -> tuple[Decision, str, float]:
-        """Return (decision, why, seconds to wait)."""
+        """Return (decision, reason, seconds to wait before the next attempt)."""
         if self.began.cause == "user error":
             return "give up", "That is to be mended first: another attempt would end alike", 0.0
         if self.began.cause == "not finite":

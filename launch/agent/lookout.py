@@ -61,7 +61,7 @@ class Around:
 
     def look(self) -> str | None:
         """Look at the other nodes of the attempt, and return a sentence that says why this node's workers have to end;
-        None if there is no reason. Call this about once a second.
+        None if there is no reason. Call this method about once a second.
 
         An agent that finds its neighbour lost writes the neighbour's end.
         """

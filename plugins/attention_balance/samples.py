@@ -40,7 +40,7 @@ CONFIG = "train_dataset.data_loader.config"
 
 @dataclass(frozen=True)
 class GPTIndex:
-    """This holds where every sample of one dataset lies. Arrays may be memory-mapped.
+    """This holds where every sample of one dataset lies. The arrays may be memory-mapped files.
 
     lengths: int32 [documents], tokens of each, the end-of-document token included;
     document_index: int32 [epochs * documents], the order in which they are read;

@@ -175,7 +175,7 @@ class GroupedExperts(FFNGroupedGEMM):
         self.grouped = GroupedMatMul(config.num_moe_experts)
 
     def experts_forward(self, permuted_local_hidden_states, tokens_per_expert, w1, w2):
-        """Compute SwiGLU experts.
+        """Compute the output of SwiGLU experts for the tokens.
 
         Args:
             permuted_local_hidden_states: [rows, h], sorted by expert.

@@ -195,7 +195,7 @@ class Mesh:
             outbox.put((None, Frame(STATUS, 0, "uint8", (0,), np.empty(0, np.uint8), text)))
 
     def close(self) -> None:
-        """End all threads and close all sockets; exchanges in progress raise. This may be called twice."""
+        """End all threads and close all sockets; exchanges in progress raise. This method may be called twice."""
         self._mail.close()
         if self._listener is not None:
             self._listener.close()

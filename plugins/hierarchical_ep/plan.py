@@ -217,7 +217,7 @@ class Plan:
 
     @property
     def combine(self) -> tuple[Transfer, ...]:
-        """Return the combine steps, in order."""
+        """Return the steps of the combine, which sends results back, in order."""
         return tuple(step.returning() for step in reversed(self.dispatch))
 
     @property

@@ -18,7 +18,7 @@ DEVICES_PER_NODE = 8  # where a recipe has no `npu_nums_per_device`, as in MindF
 
 @dataclass(frozen=True)
 class Topology:
-    """This is one EP group.
+    """This describes one EP group: its ranks, their nodes and their experts.
 
     Attributes:
         nodes: machines that the group spans (oep).

@@ -103,7 +103,7 @@ def write_seal(
     known: Mapping[str, str] = MappingProxyType({}),
     made: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
-    """Seal atomically what rank `rank` wrote into `folder`. Return the seal's path.
+    """Seal atomically what rank `rank` wrote into `folder`. Return the path of the written seal.
 
     Args:
         folder: of one iteration.
@@ -138,7 +138,9 @@ def write_seal(
 
 
 def write_refusal(folder: Path, rank: int, reason: str) -> Path:
-    """Write atomically, instead of a seal, why no run may go on from this checkpoint. Return the file's path."""
+    """Write atomically, instead of a seal, why no run may go on from this checkpoint. Return the path of the written
+    file.
+    """
     return _write({"rank": rank, "refused": reason}, folder, rank)
 
 

@@ -81,7 +81,7 @@ class Calls:
         self._on = False
 
     def begin(self) -> None:
-        """Start to record calls."""
+        """Start to record the calls of collectives."""
         self._calls, self._on = [], True
 
     def add(
@@ -103,7 +103,7 @@ class Calls:
         self._calls.append(CallRecord(op, ranks, size, shape, dtype, peer, sr_tag))
 
     def end(self) -> list[CallRecord]:
-        """Return the recorded calls, in order."""
+        """Return the recorded calls of collectives, in order."""
         self._on = False
         return self._calls
 
@@ -303,7 +303,7 @@ class Collectives:
         self._locks: dict[tuple[int, ...], threading.Lock] = {}
 
     def run(self, name: str, attrs: Attrs, inputs: Arrays, outputs: Arrays, record: bool = True) -> None:
-        """Take part in one collective.
+        """Take part in one collective as this rank.
 
         Args:
             name: one of `NAMES`.

@@ -97,7 +97,7 @@ class Meeting:
 
     @property
     def size(self) -> int:
-        """Return the number of members."""
+        """Return the number of members of the group."""
         return len(self.members)
 
     @property
@@ -161,8 +161,8 @@ def all_reduce(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 
 def all_gather(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Write into `outputs` the tensors of all members, concatenated along axis 0. Further inputs (of
-    `_MicroStepAllGather`) are ignored.
+    """Write into `outputs` the tensors of all members, concatenated along axis 0. Further inputs, which
+    `_MicroStepAllGather` has, are ignored.
     """
     for x, out in zip(inputs, outputs, strict=False):
         _fits(meeting, out, x.size * meeting.size)
@@ -200,8 +200,8 @@ def all_to_all(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 
 def all_to_all_v(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Send each member as many blocks as the second input says; receive as many as the third input says. Zeros follow
-    the received blocks.
+    """Send each member as many blocks as the second input says; receive as many as the third input says. The rest of
+    the output is filled with zeros.
     """
     block = int(attrs.get("block_size", 1))
     x, out = _flat(inputs[0]), _result(outputs[0])
@@ -237,7 +237,7 @@ def broadcast(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -
 
 
 def barrier(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Wait for all members."""
+    """Wait until all members of the group have called this."""
     meeting.swap([np.empty(0, np.uint8)] * meeting.size, "nothing")
     if inputs and outputs:
         _result(outputs[0])[...] = _flat(inputs[0])

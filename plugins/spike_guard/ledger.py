@@ -46,7 +46,7 @@ def count(skipped: Ranges) -> int:
 
 def original(position: int, skipped: Ranges) -> int:
     """Return the number of the sample that the run trains at `position`, counted without the skipped samples. `skipped`
-    must be normalised by `normal`.
+    must be a list of ranges that `normal` has returned.
     """
     for first, stop in skipped:
         if position < first:
@@ -142,7 +142,7 @@ def read_ledger(run_dir: str | Path) -> list[Entry]:
 
 
 def write_ledger(run_dir: str | Path, entries: Sequence[Entry]) -> None:
-    """Write all entries, atomically."""
+    """Write all entries of `skipped.json` atomically."""
     write_whole(ledger_file(run_dir), {"skipped": [asdict(entry) for entry in entries]})
 
 

@@ -42,7 +42,7 @@ def enable(config, settings) -> None:
 
 
 class Record:
-    """This is one rank's record. Its file has a line for the start and one for each recorded step.
+    """This writes the record of one rank. Its file has a line for the start and one for each recorded step.
 
     Args:
         config: of the run. steps: how many of this part of the run are recorded.

@@ -206,7 +206,7 @@ class DtypeName(click.ParamType):
     name = "dtype"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the full name."""
+        """Return the full name of the data type."""
         if value not in [*NAMES, *NAMES.values()]:
             hint = did_you_mean(value, [*NAMES, *NAMES.values()])
             self.fail(f"unknown data type {value!r}, expected one of {', '.join(NAMES)}{hint}", param, ctx)

@@ -105,8 +105,8 @@ PLUGINS: Mapping[str, Plugin] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """This is the result for one pair: `how` is one of the module's five words, and `by` is the reason or what has
-    shown it.
+    """This says whether one pair can be combined: `how` is one of the five words that the module defines, and `by` is
+    the reason or what has shown it.
     """
 
     one: str
@@ -122,12 +122,12 @@ def pairs() -> Iterator[tuple[str, str]]:
 
 
 def cells() -> list[Cell]:
-    """Return every pair with its result."""
+    """Return for every pair whether it can be combined, and what has shown it."""
     return [cell(*pair) for pair in pairs()]
 
 
 def cell(one: str, other: str) -> Cell:
-    """Return the result of one pair."""
+    """Return for one pair whether it can be combined, and what has shown it."""
     if found := check_recipe(recipe_of(one, other)).errors:
         return Cell(one, other, REFUSED, f"{found[0].key}: {found[0].wrong}")
     for how, by, has in shown():

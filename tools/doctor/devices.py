@@ -238,7 +238,9 @@ def ascend_versions(root: Root) -> dict[str, str | None]:
     npu=True,
 )
 def ascend_software(patient: Patient) -> Answer:
-    """Driver and CANN are installed, and the driver supports the firmware. CANN's own needs are not known."""
+    """Driver and CANN are installed, and the driver supports the firmware. The check does not know which versions CANN
+    itself needs.
+    """
     found = ascend_versions(patient.root)
     seen = ", ".join(f"{name} {version}" if version else f"no {name} seen" for name, version in found.items())
     taken = _first_value(patient.root, _VERSION_FILES["driver"], "compatible_version_fw")

@@ -1,4 +1,5 @@
-"""This module probes this host. The probe measures workers in rounds, on the cores on which they would train.
+"""This module measures the speed of this host's workers. The probe measures the workers in rounds, on the cores on
+which they would train.
 
 In a round all workers multiply at once, then copy, then write; then the links, one at a time. So in each round every
 worker has the same neighbours, and a load of a few seconds disturbs the same rounds of all workers.
@@ -82,7 +83,7 @@ class Member:
     rest: bytes = field(default=b"", repr=False)
 
     def send(self, command: Mapping[str, Any]) -> None:
-        """Write a command. A worker that has ended is noticed when it does not answer."""
+        """Send a command to the worker. A worker that has ended is noticed when it does not answer."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -255,7 +256,7 @@ class Course:
         self._note()
 
     def round(self) -> None:
-        """Run one round of every measure."""
+        """Run one round, in which every measure is taken once."""
         for index, (rate, waited, throttled) in self._all(do="matmul", seconds=MATMUL).items():
             row = self.workers[index]
             row["matmul"].append(rate)

@@ -88,7 +88,7 @@ def judge_gradients(
     rank: int,
 ) -> dict[str, dict[str, Any]]:
     """Return for each weight that the optimizer of `rank` has: {"verdict", "why", "copies", "scales", "norm"}, or
-    {"copy_of": another rank, "summed", "norm"}. The scales are for `tools.dryrun.scale.judge_scale`.
+    {"copy_of": another rank, "summed", "norm"}. `tools.dryrun.scale.judge_scale` judges the "scales".
 
     A weight that two stages hold (the embedding, which MTP layers use again on the last stage) is sent from one to the
     other at the start of each step, and the gradient of the copy is sent back. What the optimizer makes of the copy is

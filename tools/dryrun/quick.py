@@ -49,7 +49,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Kind:
-    """This is a kind of layer.
+    """This describes a kind of layer.
 
     Args:
         block: "dense" or "moe".

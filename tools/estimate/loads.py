@@ -130,7 +130,7 @@ EVEN = uniform(1.0)
 
 def of_ratios(ratios: np.ndarray, steps: Iterable[int], source: str) -> Loads:
     """Return loads of which only `ratios` [steps, layers] is known: the tokens of the fullest device over the mean. The
-    other devices are not described.
+    loads of the other devices are not described.
     """
     return Loads(np.asarray(ratios, float)[:, None, :, None], tuple(steps), source)
 
@@ -405,7 +405,7 @@ def _in_order(rows: list[_Row]) -> list[list[_Row]]:
 
 
 def require_of(config: Configuration, layers: int, experts: int, place: str) -> None:
-    """Refuse a log of another model.
+    """Refuse a log whose experts or layers are not those of the recipe's model.
 
     Args:
         layers, experts: of the log. place: file and line, for the message.

@@ -256,7 +256,9 @@ class Incumbent:
         return self.time * (1 - IMPROVEMENT)
 
     def offer(self, plan: np.ndarray) -> bool:
-        """Take `plan` if it is faster than the best, well formed and within the cap. Return whether it was taken."""
+        """Take `plan` if it is faster than the best, well formed and within the cap. Return whether the plan was
+        taken.
+        """
         one = plan[None]
         if not (self.instance.well_formed(one)[0] and self.instance.fits(one)[0]):
             return False

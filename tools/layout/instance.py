@@ -62,7 +62,7 @@ class LayerType:
 
 @dataclass(frozen=True)
 class Instance:
-    """An `Instance` is one problem. Times and memory are in the units of its file.
+    """An `Instance` is one pipeline-balance problem. Times and memory are in the units of its file.
 
     static      [stages] memory of a stage that no layer causes
     head, tail  (forward, backward) added to the first and the last chunk
@@ -241,7 +241,7 @@ class Instance:
         return good
 
     def type_columns(self, index: int) -> slice:
-        """Return the columns of a type."""
+        """Return the columns that belong to a layer type."""
         first = sum(len(kind.options) for kind in self.types[:index])
         return slice(first, first + len(self.types[index].options))
 

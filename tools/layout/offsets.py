@@ -113,7 +113,9 @@ _TAKEN = {"weight_item": 4, "state_item": 8, "matrix_state_item": None, "adapter
 
 
 def put(recipe: Recipe, values: Values) -> None:
-    """Set values in place. Sections on the way are copied, because other keys may share them by an anchor."""
+    """Set values of a recipe in place. Sections on the way are copied, because other keys may share them by an
+    anchor.
+    """
     for path, value in values.items():
         section: Any = recipe
         for key in path[:-1]:

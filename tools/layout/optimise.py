@@ -136,7 +136,7 @@ def _legal(instance: Instance, tried: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 class Changes:
-    """A `Changes` draws changes of plans. Every layer keeps its type, but a change may break other rules."""
+    """A `Changes` draws random changes of plans. Every layer keeps its type, but a change may break other rules."""
 
     def __init__(self, instance: Instance, rng: np.random.Generator):
         self._rng = rng

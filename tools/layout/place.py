@@ -73,7 +73,9 @@ def recomputed_table(config: Configuration, name: str) -> Table:
 
 
 def with_table(config: Configuration, name: str, table: Table) -> Configuration:
-    """Return the configuration with another table for a group, or for norms. A group without layers is removed."""
+    """Return the configuration with another table for a group, or for norms. If the table has no layers, the group is
+    removed.
+    """
     some = table if any(map(any, table)) else None
     if name == NORMS:
         return replace(config, recompute=replace(config.recompute, select=some))

@@ -72,7 +72,7 @@ class Fit:
     measured: Measured
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fit as plain numbers."""
+        """Return the result of the fit as plain values."""
         return asdict(self)
 
 

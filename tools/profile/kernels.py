@@ -177,8 +177,8 @@ def term_of(kernel: Kernel, config: Configuration) -> str:
 
 
 def expanded(kernel: Kernel) -> bool:
-    """Return whether the graph compiler made the kernel when it expanded an operator into several. Such kernels name no
-    cell.
+    """Return whether the graph compiler made the kernel when it expanded an operator into several. The scopes of these
+    kernels name no cell.
     """
     return kernel.name.startswith("Expand/")
 

@@ -143,7 +143,9 @@ def _content(text: str) -> Any:
 
 
 def load_card(path: Path) -> Card:
-    """Return one card. RecipeError names the file and the key that is wrong; OSError is raised if there is no card."""
+    """Return the card that a file describes. RecipeError names the file and the key that is wrong; OSError is raised if
+    there is no card.
+    """
     try:
         raw = _content(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -96,7 +96,9 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """A `Change` is one difference. In `words`, the key path, a list entry is named by its `type`."""
+    """A `Change` is one difference between two recipes. In `words`, the key path, a list entry is named by its
+    `type`.
+    """
 
     words: tuple[str, ...]
     before: Any

@@ -82,7 +82,8 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """Return the flat effective recipe of the YAML file `path`, with its bases merged in. The values are not checked.
+    """Return the flat effective recipe of the YAML file `path`, with its bases merged in. The values of the recipe are
+    not checked.
 
     Equal, as a dict, to MindFormers' own reading before it adds defaults; list and mapping aliases stay one object.
 

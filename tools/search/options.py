@@ -123,7 +123,7 @@ class PlanProgress(Progressing):
         self._budget = budget
 
     def tell(self, incumbent: Incumbent) -> None:
-        """Show a better plan or bound."""
+        """Show that a better plan or a better bound was found."""
         if math.isfinite(incumbent.time):
             found = f"best step {incumbent.time:.6g}, gap {100 * incumbent.gap:.2f} %"
             self.show(f"{found}; effort {self._budget.spent:.0f} of {self._budget.effort:.0f}", self._budget.spent)

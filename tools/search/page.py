@@ -164,7 +164,7 @@ _ALIKE = "the layouts that cannot be told apart: each may be the fastest, within
 
 
 def html(found: Found, times: TimeModel, title: str) -> str:
-    """Return the whole file."""
+    """Return the text of the whole HTML file."""
     request = found.request
     head = (
         f"{request.devices:,} devices of {request.hardware.name}, global batch {request.global_batch:,}, "

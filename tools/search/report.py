@@ -48,7 +48,7 @@ LEFT = ("layout", "dispatch", "sharded", "recompute")
 
 
 def cells(name: str, entry: Entry, request: Request) -> list[str]:
-    """Return a row of the table."""
+    """Return the cells of one layout's row in the table."""
     candidate = entry.candidate
     return [
         name,
@@ -309,7 +309,7 @@ def _entry(entry: Entry, request: Request) -> dict[str, Any]:
 
 
 def print_text(found: Found, times: TimeModel, console: Console) -> None:
-    """Print the whole answer."""
+    """Print the whole answer of a search."""
     request, funnel = found.request, found.ranking.funnel
     console.print(
         f"{request.devices:,} devices of {request.hardware.name}, global batch {request.global_batch:,}, sequence "

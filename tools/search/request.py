@@ -66,7 +66,7 @@ class Limit:
 
 
 def read_limit(text: str) -> Limit:
-    """Parse a limit.
+    """Parse the text of one `--limit`.
 
     Raises:
         RecipeError: it is none; says what one looks like.

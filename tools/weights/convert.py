@@ -38,7 +38,7 @@ DONE = ".done.json"  # behind the name of a file that is whole
 
 
 def writer(source: Path, folder: Path, plan: Plan, known: dict[str, int]) -> Callable[[Shard], str]:
-    """Return a function that writes one shard into `folder`. Each worker process builds it once.
+    """Return a function that writes one shard into `folder`. Each worker process builds this function once.
 
     Args:
         known: Hugging Face name -> CRC-32 of its bits, where the source says.

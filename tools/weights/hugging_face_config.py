@@ -43,7 +43,8 @@ def stretched_as_telechat3(sizes: Sizes) -> bool:
 
 
 def check_config(folder: Path, sizes: Sizes) -> bool:
-    """Compare the config.json of a Hugging Face folder with the recipe's model. Return whether the file exists.
+    """Compare the config.json of a Hugging Face folder with the recipe's model. Return whether the folder has a
+    config.json.
 
     Raises:
         CheckpointError: it cannot be read, or describes another model: its weights would fit and compute another thing.

@@ -1,4 +1,6 @@
-"""This module finds which rank writes which slice of a new layout, and what that costs. The plan reads only headers."""
+"""This module finds which rank writes which slice of a new layout, and what that costs. Planning reads only the headers
+of files.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ class Plan:
 
     @property
     def files(self) -> list[tuple[int, Kind]]:
-        """Return (rank, kind) of every file. Each rank has weights, and states if any rank has."""
+        """Return (rank, kind) of every file to be written. Each rank has weights, and states if any rank has."""
         kinds: tuple[Kind, ...] = ("model", "opt") if any(move.kind == "opt" for move in self.moves) else ("model",)
         return [(rank, kind) for rank in range(self.world) for kind in kinds]
 
@@ -119,8 +121,8 @@ Item = tuple[str, str, Kind, Lying, Layout]  # name, type, kind, how it lies, ho
 
 
 def plan_moves(items: Iterable[Item], world: int) -> tuple[Move, ...]:
-    """Return the moves of all tensors. Among the ranks that hold a new slice, the rank with the fewest bytes to write
-    so far writes it.
+    """Return for every tensor which slices it moves between which ranks. Among the ranks that hold a new slice, the
+    rank with the fewest bytes to write so far writes it.
     """
     load = np.zeros(world, np.int64)
     found = []
@@ -155,7 +157,7 @@ def _alone(holders: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, tuple[int,
 
 
 def numbers(plan: Plan) -> Numbers:
-    """Return the cost of a plan."""
+    """Return the cost of a plan in bytes."""
     written, online, loading = (np.zeros(plan.world, np.int64) for _ in range(3))
     stays = largest = 0
     for move in plan.moves:

@@ -112,7 +112,7 @@ def _train(recipe: Path, run_dir: Path, steps: int) -> Path:
 
 
 def report(verdict: Verdict, sides: list[Side], everything: bool = False) -> list[str]:
-    """Return the lines that are printed."""
+    """Return the lines of text that the command prints."""
     from tools.accuracy.diagnose.evidence import RECORD
     from tools.accuracy.diagnose.ladder import USUAL, WORST
 

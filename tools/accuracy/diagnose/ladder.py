@@ -53,8 +53,8 @@ WORST = 3  # findings shown of a rung
 
 @dataclass(frozen=True)
 class Finding:
-    """This is one difference. `side` is empty for a difference between two runs; otherwise it names the run that breaks
-    a law.
+    """This is one difference that was found. `side` is empty for a difference between two runs; otherwise it names the
+    run that breaks a law.
     """
 
     step: int
@@ -110,7 +110,7 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """Return the verdict in words."""
+        """Return in words the verdict on the runs."""
         if self.changes:
             return "the configuration was changed"
         if self.findings:

@@ -56,7 +56,7 @@ _PROCESS = re.compile(r"proc\d+$")
 
 @dataclass(frozen=True)
 class Name:
-    """This is one key of dump.json.
+    """This is one key of msprobe's dump.json, split into its parts.
 
     Args:
         text: the key itself.
@@ -320,7 +320,7 @@ class Dump:
 
 
 def open_dump(folder: Path) -> Dump:
-    """Read the folders of a dump.
+    """Read which steps and ranks the folders of a dump hold.
 
     Raises:
         DataError: it is not a dump, or not a whole one.

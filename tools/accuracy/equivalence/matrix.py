@@ -92,7 +92,7 @@ class Matrix:
     runs: dict[str, Trained] = field(default_factory=dict)
 
     def with_status(self, status: str) -> list[Row]:
-        """Return the rows of one status."""
+        """Return the rows that have this status."""
         return [row for row in self.rows if row.status == status]
 
     @property
@@ -296,7 +296,7 @@ def print_list(console: Console) -> None:
 
 
 def as_html(matrix: Matrix, golden: list[str]) -> str:
-    """Return the whole page."""
+    """Return the whole HTML page of a matrix."""
     passed = matrix.passed and not golden
     body = [
         markup.text(f"Equivalence of strategies: {'passed' if passed else 'differences found'}", "h1"),

@@ -86,12 +86,12 @@ class Sharding:
 
     @property
     def workers(self) -> int:
-        """Return the number of processes."""
+        """Return the number of processes that share the model."""
         return self.tp * self.dp * self.cp * self.pp
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh by which ranks are described."""
+        """Return the mesh by which messages describe ranks."""
         return Mesh(self.pp, self.dp, self.cp, self.tp)
 
     @property

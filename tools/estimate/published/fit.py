@@ -242,7 +242,7 @@ class Problem:
         return at
 
     def begin(self, sets: Mapping[str, Efficiency]) -> Point:
-        """Return the start of a fit."""
+        """Return the parameters at which a fit starts."""
         x = np.clip(self.vector(sets), self.low, self.high)
         logs = self.logs(x)
         return Point(x, logs, self.slopes(x, logs))
