@@ -254,7 +254,8 @@ def page(found: list[Cell]) -> str:
     parts = [_INTRO]
     for title, others in (("Plugins with plugins", list(PLUGINS)), ("Plugins with kinds of parallelism", list(KINDS))):
         numbers = {name: str(number) for number, name in enumerate(others, 1)}
-        parts.append(f"## {title}\n\n" + ", ".join(f"{number} {name}" for name, number in numbers.items()) + "\n")
+        named = ", ".join(f"{number} {name}" for name, number in numbers.items())
+        parts.append(f"## {title}\n\nThe columns are {named}.\n")
         rows = []
         for name in PLUGINS:
             signs = [_MARKS[known[pair].how] if (pair := frozenset((name, other))) in known else "" for other in others]

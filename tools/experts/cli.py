@@ -39,7 +39,7 @@ def experts() -> None:
     default=DEFAULT_HARDWARE,
     show_default=True,
     metavar="NAME|FILE",
-    help="Cluster for which seconds are predicted.",
+    help="Cluster for which step times are predicted.",
 )
 @click.option("--every", type=Number("steps"), metavar="N", help=EVERY_HELP)
 @click.option("--spare", type=Number("slots"), metavar="N", help=SPARE_HELP)

@@ -179,8 +179,8 @@ class Trace:
 
 
 def enable(config, settings) -> None:
-    """Add the recorder to the callbacks of `config` (a MindFormerConfig), and make the callback that moves biases
-    count.
+    """Add the recorder to the callbacks of `config` (a MindFormerConfig), and replace the callback that moves biases by
+    one that also records the experts' counters.
     """
     columns = list(config.train_dataset.input_columns)
     for callback in config.callbacks:

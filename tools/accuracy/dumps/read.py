@@ -330,7 +330,7 @@ def open_dump(folder: Path) -> Dump:
             raise DataError(
                 f"{folder}: this is a file, but a dump is a folder, as `tc3 accuracy dump RECIPE --out FOLDER` makes it"
             )
-        raise DataError(f"{folder}: no such folder; `tc3 accuracy dump RECIPE --out {folder}` makes a dump")
+        raise DataError(f"{folder}: there is no such folder; `tc3 accuracy dump RECIPE --out {folder}` makes a dump")
     stated = stated_in(folder)
     if stated is not None and not stated["complete"]:
         raise DataError(
