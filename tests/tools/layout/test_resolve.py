@@ -221,7 +221,7 @@ def test_who_needs_numbers_refuses_what_is_open(key, tmp_path):
         recipe["model"]["model_config"]["offset"] = "auto"
     asked = [from_recipe, lambda open_: setting_of(open_, "corpus", None)]
     for ask in [*asked, plan_jobs] if key.endswith("offset") else asked:
-        with pytest.raises(RecipeError, match=rf"yaml: {key}: auto is not resolved.*tc3 recipe show"):
+        with pytest.raises(RecipeError, match=rf"yaml: {key}: auto must first be replaced.*tc3 recipe show"):
             ask(recipe)
 
 

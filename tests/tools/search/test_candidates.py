@@ -113,8 +113,8 @@ def test_limits_keep_what_they_say(limit, keeps):
         ("mode=globl", r"not 'globl' \(did you mean 'global'"),
         ("tp<=4,8", "<= takes only one number"),
         ("tp=four", "tp is a number"),
-        ("ep%8=9", "remainders by 8 are 0 to 7"),
-        ("ep%0=0", "remainders by 0"),
+        ("ep%8=9", "a remainder of a division by 8 must be from 0 to 7"),
+        ("ep%0=0", "0 is not a valid divisor"),
     ],
 )
 def test_limits_that_are_none(limit, message):
