@@ -305,7 +305,7 @@ def complain(failure: Failure, where: str = "") -> None:
 
 
 def print_failure(run_dir: Path, outcome: Outcome, summary: dict[str, Any]) -> None:
-    """Print on stderr why a run ended early: what failed where, and what to do."""
+    """Print on stderr why a run ended early: what failed where, and what the user can do."""
     failure = outcome.failure
     if failure is None:
         name = signal.Signals(outcome.code - 128).name

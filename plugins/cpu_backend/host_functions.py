@@ -68,8 +68,8 @@ def register(function: Callable[..., Any]) -> int:
     known, first = _functions.setdefault(number, (name, function))  # type: ignore[arg-type]
     if known != name or first.__code__ != function.__code__:
         raise ValueError(
-            f"the Python functions {known} and {name} have the same hash, by which a graph calls its functions; "
-            "rename one of them"
+            f"the Python functions {known} and {name} have the same hash, but a graph finds its functions by their "
+            "hashes; rename one of the two functions"
         )
     return number
 

@@ -40,11 +40,11 @@ def read(settings: Any, loader: Mapping[str, Any]) -> bool:
     """
     Settings.read(settings)
     if loader.get("type") != "HFDataLoader" or loader.get("streaming"):
-        wrong = (
+        raise RecipeError(
             f"the plugin corrects only the {PACKING} of an HFDataLoader that does not stream, but this recipe has "
-            "another loader"
+            "another loader; take the plugin out",
+            KEY,
         )
-        raise RecipeError(f"{wrong}; take the plugin out", KEY)
     entries = loader.get("handler")
     handlers = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
     types = [str(entry.get("type")) for entry in handlers]

@@ -137,9 +137,8 @@ class Disturbance:
         faults = [match for word in words if (match := _FAULT.fullmatch(word))]
         if len(settings) + len(faults) + self.synchronous != len(words):
             raise ClusterError(
-                f"{VARIABLE}={text!r}: write any of these words, separated by spaces: delay=MS, seed=N, synchronous, "
-                "and drop:OP, skip:OP or reverse:OP, each with :CALL, @RANK or both after OP if only that call or "
-                "rank is meant"
+                f"{VARIABLE}={text!r}: the value must be words separated by spaces: delay=MS, seed=N, synchronous, "
+                "drop:OP, skip:OP or reverse:OP; :CALL or @RANK after OP chooses only one call or one rank"
             )
         self._most = int(settings.get("delay", 0)) / 1000
         self._random = random.Random(f"{settings.get('seed', 0)} {rank}")

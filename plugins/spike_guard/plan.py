@@ -106,17 +106,21 @@ def check(recipe: Mapping[str, Any]) -> Settings:
     """
     settings = read(value_at(recipe, KEY))
     if value_at(recipe, f"{_LOADER}.type") != LOADER:
-        wrong = f"{KEY} leaves out samples of {LOADER}, not of {value_at(recipe, f'{_LOADER}.type')!r}"
-        raise RecipeError(f"{wrong}; leave the plugin out", f"{_LOADER}.type")
+        raise RecipeError(
+            f"{KEY} leaves out samples of {LOADER}, not of {value_at(recipe, f'{_LOADER}.type')!r}; leave the plugin "
+            "out",
+            f"{_LOADER}.type",
+        )
     if value_at(recipe, f"{_LOADER}.shuffle"):
         raise RecipeError(
             f"if the data is shuffled, {KEY} cannot tell which samples a step reads; write False", f"{_LOADER}.shuffle"
         )
     graph_mode_only(recipe, KEY)
     if (value_at(recipe, "runner_config.epochs") or 1) != 1:
-        again = "if samples are left out of the first epoch, the second epoch would not begin at the first sample"
         raise RecipeError(
-            f"{again} ({KEY}); write 1, and ask for more samples with {_LOADER}.sizes", "runner_config.epochs"
+            f"if {KEY} leaves samples out of the first epoch, the second epoch would not begin at the first sample; "
+            f"write 1, and ask for more samples with {_LOADER}.sizes",
+            "runner_config.epochs",
         )
     if (value_at(recipe, "runner_config.sink_size") or 1) > 1:
         raise RecipeError(

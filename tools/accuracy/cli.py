@@ -47,7 +47,10 @@ _SHOWN = 10  # differences of a rank
     default="L0",
     show_default=True,
     type=click.Choice(LEVELS),
-    help="msprobe's level: L0 dumps cells, L1 functions, mix both, L2 the kernels of the compiled graph.",
+    help=(
+        "Level of msprobe: L0 dumps cells, L1 dumps functions, mix dumps both, and L2 dumps the kernels of the "
+        "compiled graph."
+    ),
 )
 @click.option(
     "--task",
@@ -93,7 +96,7 @@ def dump(
 @click.option(
     "--promoted",
     is_flag=True,
-    help="Do not report it as a finding where GOLDEN was computed in a wider data type than BENCH.",
+    help="Do not report as a finding that GOLDEN was computed in a wider data type than BENCH.",
 )
 def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bool, promoted: bool) -> None:
     """Compare the dump BENCH with the dump GOLDEN, tensor by tensor, and name the first tensor that diverges.
@@ -229,7 +232,9 @@ for each in (align, dump, compare, equivalence_command, collectives_command, fus
     "dtypes",
     multiple=True,
     type=DtypeName(),
-    help="Data type to test: fp32, fp16 or bf16, by default all three; hf32 can be tested only without these.",
+    help=(
+        "Data type to test: fp32, fp16 or bf16, by default all three; hf32 cannot be tested together with other types."
+    ),
 )
 @click.option(
     "--reruns",

@@ -248,8 +248,8 @@ def _last_stage(config: Configuration) -> int:
 
 
 def may_hold_first(config: Configuration, stage: int) -> bool:
-    """Return whether a stage can hold layers of the first kind. Each stage between the first one and it needs one
-    such layer.
+    """Return whether a stage can hold layers of the first kind. If it can, each stage before it must hold at least one
+    layer of this kind, too.
     """
     model = config.model
     first = kind_count(config, model.pattern[0])

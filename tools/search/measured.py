@@ -131,8 +131,10 @@ def _cells(found: Prediction) -> list[tuple[float | None, str]]:
     "--cluster",
     "cluster_name",
     metavar="NAME|FILE.yaml",
-    help=f"Cluster with which the fit starts. The default is {DEFAULT_HARDWARE}; for the profile of a CPU it is that "
-    "CPU, with the speed of its fastest kernels.",
+    help=(
+        f"Cluster with which the fit starts. The default is {DEFAULT_HARDWARE}; for the profile of a CPU, the fit "
+        "starts with a cluster that has the speed of the profile's fastest kernels."
+    ),
 )
 @click.option(
     "--like",

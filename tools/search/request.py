@@ -192,7 +192,7 @@ def request_of(
             "the step time of training with adapters cannot be predicted, because the estimator would count gradients "
             "of frozen weights"
         )
-        raise in_file(recipe, RecipeError(f"{wrong}; search with plugins.lora: False", "plugins.lora"))
+        raise in_file(recipe, RecipeError(f"{wrong}; switch the adapters off with plugins.lora: False", "plugins.lora"))
     if base.ep_cut and CHUNKS in unresolved(recipe):  # strategies have each their own best chunks
         base = replace(base, ep_cut=Cut(stride=look(recipe, (*OVERLAP, "stride"))))
     return Request(

@@ -134,7 +134,7 @@ def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | N
     _print_damaged(damaged)
 
 
-@weights.command("merge", context_settings=SETTINGS, short_help="Add the adapters of LoRA to their weights.")
+@weights.command("merge", context_settings=SETTINGS, short_help="Merge the adapters of LoRA into the weights.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("target", metavar="TO", type=click.Path(path_type=Path))
 @click.option(
