@@ -74,7 +74,7 @@ class Began:
 
 
 def initiator(attempt: Attempt, now: float = math.inf) -> Began:
-    """Return which host caused the end of a failed attempt; `attempt.plan` must exist. `now` is a time of the disk's
+    """Return which host caused the end of a failed attempt; `attempt.plan` must exist. `now` is a time by the disk's
     clock.
     """
     known = _of_all_hosts(attempt, now)

@@ -67,8 +67,8 @@ class Found:
 
 
 class Disk:
-    """One agent uses the shared disk through this object. `bound` is the number of seconds after which a disk that does
-    not answer counts as lost.
+    """Through this object one agent reads and writes the shared disk. `bound` is the number of seconds after which a
+    disk that does not answer counts as lost.
     """
 
     def __init__(self, bound: float):
@@ -90,8 +90,8 @@ class Disk:
         return self._bounded(path, lambda: _read(path))
 
     def replace(self, path: Path, text: str) -> None:
-        """Write the file at `path` completely, and replace an existing one. If the disk is full, only the file's time
-        changes.
+        """Write the file at `path` completely, and replace an existing one. If the disk is full, the file keeps its
+        content, and only its time changes.
         """
         self._bounded(path, lambda: self._replace(path, text))
 

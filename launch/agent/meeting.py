@@ -57,7 +57,7 @@ LONGEST = 180  # bytes of a host's name in a file's
 
 class Watch:
     """A watch tells for how long each observed value has not changed. `most` is the largest number of seconds that one
-    look can add.
+    observation can add.
 
     A look after a long pause of this process (the disk stalled, the process was stopped, a clock was set) says little
     about the others: the same cause may have held them up, and they must get the time to write. So a look never adds

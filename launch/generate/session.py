@@ -32,12 +32,12 @@ Logits = Callable[[Sequence[int]], np.ndarray]
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker sends this when the model is built and compiled."""
+    """The worker sends this message when the model is built and compiled."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The worker sends this when the model cannot be built, for a reason that the user can mend."""
+    """The worker sends this message when the model cannot be built for a reason that the user can correct."""
 
     reason: str
 

@@ -116,8 +116,8 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class GroupedMatMul(PrimitiveLike):
-    """This multiplies rows, sorted by expert, by their expert's weight, in the padded blocks that `plan.block_layout`
-    plans.
+    """This cell multiplies rows, sorted by expert, by their expert's weight, in the padded blocks that
+    `plan.block_layout` plans.
     """
 
     def __init__(self, experts):

@@ -197,7 +197,7 @@ class Mailbox:
 
     def lose(self, peer: int, error: OSError) -> None:
         """Record that this peer sends nothing more. A process that ends before it has read everything resets its
-        connections, so that a reset says the same as an orderly end.
+        connections, so a reset is treated like an orderly end.
         """
         with self.changed:
             error = self.unreachable.get(peer, error)

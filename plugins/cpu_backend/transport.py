@@ -186,7 +186,7 @@ class Mesh:
         return call.arrived[peer]
 
     def tell(self, text: str) -> None:
-        """Tell all other ranks in what call this rank waits, so that their error messages can name it; "" means in
+        """Tell all other ranks in which call this rank waits, so that their error messages can name it; "" means in
         none.
         """
         for peer, outbox in self._outboxes.items():

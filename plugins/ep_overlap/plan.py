@@ -121,8 +121,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Choice:
-    """This is the cut and order that was chosen for a layer, with the expected times. Times are seconds for one layer
-    and one micro-batch.
+    """This is the cut and order that was chosen for a layer, with the expected times. The times are in seconds, for one
+    layer and one micro-batch.
 
     Args:
         chunks: (b, s) parts of batch and sequence.

@@ -167,8 +167,8 @@ def _count_bytes(topology: Topology, transfer: Transfer) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """These index arrays say what one rank sends, holds and computes. The rank has N tokens of its own, sends S rows,
-    then holds G rows, sends C copies of them, and computes M copies.
+    """These index arrays say what one rank sends, holds and computes. The rank has N tokens of its own and sends S
+    rows; it then holds G rows, sends C copies of these rows, and computes M copies.
 
     Attributes:
         send_token: [S] own token of each row, in the order the rows enter the inter-node step (by destination node in

@@ -300,7 +300,7 @@ def newest_of_rank(root: Path, rank: int) -> Path | None:
 
 
 class RefusedError(Exception):
-    """A rank has recorded why no run may go on from its checkpoint."""
+    """A rank has recorded why no run may continue from its checkpoint."""
 
 
 def _read_seal(folder: Path, rank: int) -> dict:

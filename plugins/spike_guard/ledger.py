@@ -147,8 +147,8 @@ def write_ledger(run_dir: str | Path, entries: Sequence[Entry]) -> None:
 
 
 def add_entry(run_dir: str | Path, entry: Entry) -> None:
-    """Add `entry` to the current entries, unless another rank has added it. A rank that comes late removes no entry of
-    another rank.
+    """Add `entry` to the current entries, unless another rank has added it. A rank that writes later than others does
+    not remove their entries.
     """
     entries = read_ledger(run_dir)
     if not any((each.step, each.samples) == (entry.step, entry.samples) for each in entries):

@@ -42,7 +42,8 @@ def enable(config, settings) -> None:
 
 
 class Record:
-    """This writes the record of one rank. Its file has a line for the start and one for each recorded step.
+    """This writes the record of one rank. The file has a line for the start of the run and a line for each recorded
+    step.
 
     Args:
         config: of the run. steps: how many of this part of the run are recorded.

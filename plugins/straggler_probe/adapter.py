@@ -39,7 +39,7 @@ class StragglerProbe(Callback):
         self.settings, self.device, self.run_dir = settings, device, run_dir
 
     def on_train_begin(self, run_context):
-        """Prepare the work, which compiles on an NPU, and find how many steps were made before."""
+        """Prepare the work of the probe, which must be compiled on an NPU, and find how many steps were made before."""
         params = run_context.original_args()
         monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
         self.done = monitors[0].initial_step or 0 if monitors else 0

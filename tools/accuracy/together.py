@@ -1,5 +1,5 @@
-"""This module finds which plugins work with each other and with which kinds of parallelism. For every pair it says what
-the result is and which check or run has shown it.
+"""This module finds which plugins work with each other and with which kinds of parallelism. For every pair the module
+says whether it can be combined, and which check or run has shown this.
 
     python -m tools.accuracy.together          # rewrite docs/together.md
 

@@ -105,7 +105,7 @@ class IndexWriter:
             self._sync(stream)
 
     def close(self) -> None:
-        """Close `.bin` without finishing."""
+        """Close `.bin` without writing `.idx`."""
         self._bin.close()
 
     @staticmethod

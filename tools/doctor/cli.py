@@ -1,5 +1,5 @@
 """This module is the command `tc3 doctor`. The command says whether this host is fit to train, or which of many hosts
-is not.
+are not.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def reserved_ports(patient: Patient) -> Answer:
     mend="ss -ltnp shows who listens; end it, or choose MASTER_PORT, HCCL_IF_BASE_PORT",
 )
 def free_ports(patient: Patient) -> Answer:
-    """Nobody listens on the ports that a launch needs; the scheduler's is chosen by tc3 train."""
+    """Nobody listens on the ports that a launch needs; tc3 train chooses the port of the scheduler."""
     tables = [patient.root.read(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
     if all(table is None for table in tables):
         return Answer("unknown", "/proc/net/tcp cannot be read")

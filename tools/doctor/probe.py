@@ -107,7 +107,7 @@ class Member:
 
 
 class Team:
-    """A `Team` holds workers on their seats. As a context manager it leaves no process behind."""
+    """A `Team` holds workers on their seats. When its context ends, a `Team` leaves no process behind."""
 
     def __init__(self, seats: Sequence[Seat]):
         self.seats = seats

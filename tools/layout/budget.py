@@ -75,7 +75,9 @@ class Budget:
         return _Part(self, min(self.left, share * self.effort), seconds)
 
     def units(self, units: float) -> Budget:
-        """Return a budget of so many units, or of what is left. Its work is also spent from this budget."""
+        """Return a budget of so many units, or of what is left. Work that is spent from the returned budget is also
+        spent from this one.
+        """
         return _Part(self, min(self.left, units), math.inf)
 
     def stop(self) -> None:

@@ -62,7 +62,7 @@ class LayerType:
 
 @dataclass(frozen=True)
 class Instance:
-    """An `Instance` is one pipeline-balance problem. Times and memory are in the units of its file.
+    """An `Instance` is one pipeline-balance problem. Times and memory are in the units that the instance's file uses.
 
     static      [stages] memory of a stage that no layer causes
     head, tail  (forward, backward) added to the first and the last chunk

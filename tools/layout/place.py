@@ -39,8 +39,8 @@ from tools.pipeline.schedules import pairs_up
 
 
 def eased(config: Configuration, model: TimeModel, cap_bytes: float) -> Configuration:
-    """Return `config` with fewer recomputed layers of each group, as long as every stage keeps `cap_bytes`. The most
-    expensive group comes first.
+    """Return `config` with fewer recomputed layers of each group, as long as every stage keeps `cap_bytes`. The
+    function tries the most expensive group first.
     """
     kind = config.model.last_kind
     names = [name for name, _ in config.recompute.operators] + [NORMS] * bool(config.recompute.select)
@@ -135,7 +135,7 @@ def place(
     candidates = [config] if first is None else [config, first]
 
     def optimised(way: Way, part: Budget) -> list[Configuration]:
-        """Optimise one instance, and add the outcome."""
+        """Optimise one instance, and add the outcome to the results."""
         instance = pipeline_instance(config, model, cap_bytes, *way)
         outcomes.append(optimise(instance, part, seed, start=plan_of(first, instance) if first else None))
         plan = outcomes[-1].plan

@@ -140,7 +140,9 @@ def kind_count(config: Configuration, kind: str) -> int:
 
 
 def table_of(config: Configuration, counts: list[int]) -> Table:
-    """Return a list in model order as [chunks][stages]. In a V, odd chunks run from the last stage."""
+    """Return a list in model order as [chunks][stages]. In a V-shaped schedule, odd chunks run from the last stage to
+    the first.
+    """
     stages, turned = config.pp, is_v_shaped(config.schedule)
     rows = [tuple(counts[first : first + stages]) for first in range(0, len(counts), stages)]
     return tuple(row[::-1] if turned and chunk % 2 else row for chunk, row in enumerate(rows))

@@ -121,7 +121,7 @@ _KEY = dotted(OFFSET)
 
 
 class NothingFits(RecipeError):
-    """No layout keeps within the memory limit."""
+    """No layout of the recipe's layers keeps within the memory limit."""
 
 
 def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, margin: float | None = None) -> LayoutFile:

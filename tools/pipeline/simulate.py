@@ -239,8 +239,8 @@ def _peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batches: i
 
 
 def stage_peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the result of `peak_vectors` for one stage. Only so many micro-batches are played as the peak needs
-    (`enough`).
+    """Return the result of `peak_vectors` for one stage. The function simulates only as many micro-batches as the peak
+    needs (`enough`).
     """
     return _peaks(schedule, stage, stages, chunks, int(enough(schedule, stages, micro_batches)))
 
@@ -269,8 +269,8 @@ _HEIGHT = 0.84
 
 
 def draw_timeline(axes: Any, simulation: Simulation, numbers: bool = False) -> None:
-    """Draw the timeline on matplotlib's `axes`. Later chunks are darker, and the two operations of a pair stand
-    above each other in a frame.
+    """Draw the timeline on matplotlib's `axes`. Later chunks have darker colours, and the two operations of a pair
+    stand above each other in a frame.
 
     `numbers` writes each operation's micro-batch in it.
     """

@@ -33,8 +33,8 @@ PAIR = 3  # in `Timetable.paired`
 
 @dataclass(frozen=True)
 class Timetable:
-    """A `Timetable` holds operations by level and stage. Idle places in the timetable take no time. Below, C is parts x
-    chunks x stages.
+    """A `Timetable` holds operations by level and stage. Idle places in the timetable take no time. In the shapes of
+    its arrays, C is parts x chunks x stages.
 
     A pair, a forward and a backward that run together, is one place.
 

@@ -155,8 +155,8 @@ class _Stage:
     begin: float = field(default_factory=time.monotonic)
 
     def line(self) -> str:
-        """Return the progress as text, such as ``"encoding: 34%, 12 s"``. The share is left out if everything is read
-        and other work goes on.
+        """Return the progress as text, such as ``"encoding: 34%, 12 s"``. The percentage is left out if all input is
+        read and other work goes on.
         """
         share = f"{self.done / self.total:.0%}, " if 0 < self.done < self.total else ""
         return f"{self.label}: {share}{time.monotonic() - self.begin:.0f} s"

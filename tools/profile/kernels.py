@@ -24,8 +24,8 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Kernel:
-    """A `Kernel` is one execution of an operator. In a profile without a time line it stands for all executions of
-    its kind.
+    """A `Kernel` is one execution of an operator. In a profile without a time line, a `Kernel` stands for all
+    executions of its kind.
 
     Args:
         name: with the framework's scope where the profiler knows it ("Default/.../layers-CellList/3-.../MatMul-op0").

@@ -81,7 +81,7 @@ def also_changed(recipe: dict[str, Any], override: str) -> list[str]:
 
 
 def get_path(recipe: Any, path: KeyPath) -> Any:
-    """Return the value at a key path. KeyError or IndexError is raised if there is none."""
+    """Return the value at a key path. KeyError or IndexError is raised if the path does not exist."""
     for key in path:
         recipe = recipe[key]
     return recipe

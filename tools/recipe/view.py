@@ -134,7 +134,9 @@ class View:
 
     @cached_property
     def packs(self) -> bool:
-        """Return whether the loader packs samples. If so, the trainer makes the loader create an attention mask."""
+        """Return whether the loader packs samples. For a loader that packs samples, the trainer turns on the attention
+        mask.
+        """
         handlers = self.get((*LOADER, "handler"))
         return isinstance(handlers, list) and any(
             isinstance(item, dict) and item.get("type") == "PackingHandler" for item in handlers

@@ -1,5 +1,5 @@
 """This module plans what a conversion reads and writes. The plan reads only the headers of files. Every tensor of
-either side is used once, or listed as unused.
+MindFormers and of Hugging Face is used once, or listed as unused.
 """
 
 from __future__ import annotations

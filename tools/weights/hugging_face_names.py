@@ -108,7 +108,9 @@ class Entry:
 
 
 def table(sizes: Sizes) -> list[Entry]:
-    """Return every weight of the model in the order of the forward pass. Only the routers' biases are not trained."""
+    """Return every weight of the model in the order of the forward pass. Among these weights, only the routers' biases
+    are not trained.
+    """
     shapes = _shapes(sizes)
     return [_entry(sizes, row, shapes) for row in rows(names_of(sizes))]
 

@@ -66,8 +66,8 @@ class Group:
 
 
 def inventory(source: Source, values: bool = False, progress: Callable[[str], None] = lambda name: None) -> list[Group]:
-    """Return the groups of `source`: first weights, then the optimizer's state, then the rest. Within each group,
-    tensors have the order of the files.
+    """Return the groups of `source`: first weights, then the optimizer's state, then the rest. Within each kind, the
+    order is that of the files.
 
     Args:
         values: read all tensors, one at a time, for norms and what is not finite; progress: is told each name then.

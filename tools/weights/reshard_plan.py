@@ -85,7 +85,9 @@ class Plan:
 
     @property
     def files(self) -> list[tuple[int, Kind]]:
-        """Return (rank, kind) of every file to be written. Each rank has weights, and states if any rank has."""
+        """Return (rank, kind) of every file to be written. Each rank has a file of weights, and also a file of states
+        if any rank has one.
+        """
         kinds: tuple[Kind, ...] = ("model", "opt") if any(move.kind == "opt" for move in self.moves) else ("model",)
         return [(rank, kind) for rank in range(self.world) for kind in kinds]
 

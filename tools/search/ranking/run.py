@@ -221,8 +221,8 @@ class Found:
 def search(
     request: Request, top: int, budget: Budget, times: TimeModel, progress: Progress, at_once: int | None = None
 ) -> Found:
-    """Rank, place and judge; Ctrl-C while placing ends the search with the results so far, while ranking with
-    KeyboardInterrupt.
+    """Rank, place and judge the candidates; Ctrl-C while placing ends the search with the results so far, and Ctrl-C
+    while ranking raises KeyboardInterrupt.
     """
     ranking = rank(request, partial(progress, "ranking"))
     found = Found(request, ranking, seconds=budget.elapsed, effort=budget.effort)
@@ -283,7 +283,7 @@ def add_loads(
 
 
 def renumber(found: Found) -> None:
-    """Leave out of the layouts under loads those that a dry run dropped, and number the others as they stand now."""
+    """Remove from the layouts under loads those that a dry run dropped, and number the others anew."""
     names = {id(entry.config): str(number) for number, entry in enumerate(found.entries, 1)}
     kept = [one for one in found.uneven if not one.numbered or id(one.config) in names]
     found.uneven = [replace(one, name=names[id(one.config)]) if one.numbered else one for one in kept]
