@@ -321,5 +321,5 @@ class Claim:
                 self.turn += 1
 
     def lost(self) -> bool:
-        """Return whether another agent has taken over from the holder of the newest known file. One open."""
+        """Return whether another agent has taken this claim since this agent last looked at it; this opens one file."""
         return self.disk.read(self.folder / f"claim-{self.what}-{self.turn + 1}") is not None

@@ -177,7 +177,7 @@ class Mesh:
         self._outboxes[peer].put((None, mailbox.pack(tag, number, copied, note)))
 
     def receive(self, peer: int, tag: int, where: str) -> Frame:
-        """Return the next frame of this tag that a peer sent or will send; this raises what `exchange` raises."""
+        """Return the next frame of this tag that a peer sent or will send; this raises the errors of `exchange`."""
         with self._mail.changed:
             number = self._taken[peer, tag]
             self._taken[peer, tag] += 1

@@ -315,7 +315,9 @@ def _timeline(layer: Layer, one: tuple[Sequence[Chain], float], shares: Sequence
 
 
 def read(settings: Any) -> tuple[Any, int]:
-    """Return (chunks, stride) of `plugins.ep_overlap`, see `Settings`; it raises what `Settings.read` raises."""
+    """Return (chunks, stride) of `plugins.ep_overlap`, see `Settings`; this raises the errors that `Settings.read`
+    raises.
+    """
     ours = Settings.read(settings)
     return ours.chunks, ours.stride
 

@@ -236,7 +236,7 @@ def _complete(folder: Path) -> bool:
 
 
 def made(folder: Path) -> dict[str, Any]:
-    """Return how a checkpoint was made, see `write_seal`; empty if it does not say, or has no readable seal."""
+    """Return how a checkpoint was made (see `write_seal`); the result is empty if no readable seal states it."""
     try:
         seal = _read_seal(folder, 0)
         return {key: seal[key] for key in ("attempt", "skipped") if key in seal}

@@ -247,7 +247,7 @@ def read_loads(path: Path, config: Configuration) -> Loads:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--loads {path}: it cannot be read: {' '.join(str(error).split())[:120]}") from None
+        raise DataError(f"--loads {path}: the file cannot be read: {' '.join(str(error).split())[:120]}") from None
     left_out: list[str] = []
     if path.suffix == ".csv":
         rows = _csv_rows(path, text)
