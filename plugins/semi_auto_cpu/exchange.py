@@ -129,12 +129,10 @@ class Meeting:
         others = {member: part for member, part in zip(self.members, parts, strict=True) if member != self.mesh.rank}
         arrived = self.mesh.exchange(tag_of("group", sorted(self.members)), others, note, f"{self.where}: {what}")
         elsewhere = [
-            f"rank {member} has reached {arrived[member].note}"
-            for member in sorted(arrived)
-            if arrived[member].note != note
+            f"rank {member} is at {arrived[member].note}" for member in sorted(arrived) if arrived[member].note != note
         ]
         if elsewhere:
-            raise ClusterError(f"rank {self.mesh.rank} has reached {note}, but {' and '.join(elsewhere)}")
+            raise ClusterError(f"rank {self.mesh.rank} is at {note}, but {' and '.join(elsewhere)}")
         own = parts[self.me]
         return [own if member == self.mesh.rank else arrived[member].array(own.dtype) for member in self.members]
 

@@ -183,7 +183,7 @@ def test_without_a_layout_file_commands_say_what_to_do(command, tmp_path):
     ended = CliRunner().invoke(tc3, [*words, str(path)])
     assert isinstance(ended.exception, RecipeError)
     layout = tmp_path / "recipe.layout.yaml"
-    said = f"model.model_config.offset: auto: the layout is read from {layout}, which does not exist"
+    said = f"model.model_config.offset: auto: the layout is read from {layout}, but this file does not exist"
     assert said in str(ended.exception)
     assert f"run tc3 search layout {path}" in str(ended.exception)
 
