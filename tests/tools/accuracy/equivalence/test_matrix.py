@@ -137,7 +137,7 @@ def test_the_numbers_of_another_recipe_of_this_name_are_left_alone(trained, tmp_
         ((MINI, *only, *folder[:2]), "--golden: "),
     ):
         error = str(invoke(*arguments).exception)
-        assert error.startswith(words) and "holds the numbers of" in error and "\n" not in error
+        assert error.startswith(words) and "holds the golden numbers of" in error and "\n" not in error
 
 
 def test_a_recipe_without_golden_numbers_is_told(trained, monkeypatch, tmp_path):
