@@ -66,7 +66,7 @@ def check_config(folder: Path, sizes: Sizes) -> bool:
     if sizes.is_dense:
         wrong += _wrong_positions(given, wanted.pop("rope_scaling"))
     wrong += [
-        f"{name} is {_get(given, name)!r} in the file and {value!r} in the recipe"
+        f"{name} is {_get(given, name)!r}, the recipe's {value!r}"
         for name, value in wanted.items()
         if name not in _UNCOMPARED and _differs(_get(given, name), value)
     ]
