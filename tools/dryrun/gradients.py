@@ -187,7 +187,7 @@ class _Walk:
         return frozenset(way._replace(scale=way.scale.over(taken)) for way in found if way.start not in ("", moment))
 
     def squares(self, name: str) -> list[tuple[str, int]]:
-        """Return the operators that square the gradient of a weight, after its last sum, as the optimizer takes it."""
+        """Return the operators that square the gradient of a weight, after its last sum."""
         todo = [(graph, arguments_of(node.head)[1]) for graph, node in self.writers[_FIRST_MOMENT + name]]
         found: dict[tuple[str, int], None] = {}
         seen: set[tuple[str, str]] = set()
@@ -213,7 +213,7 @@ class _Walk:
         return list(found)
 
     def users(self, graph: str, number: int) -> list[int]:
-        """Return the operators of a subgraph that read the result of operator `number` of this subgraph."""
+        """Return the operators of a subgraph that read the result of its operator `number`."""
         if graph not in self.used:
             self.used[graph] = defaultdict(list)
             for place, node in enumerate(self.graph.graphs[graph]):
@@ -245,9 +245,7 @@ class _Walk:
         return found
 
     def sent(self, name: str) -> list[tuple[int, Way]]:
-        """Return the global ranks to which the root graph sends a parameter of this name, each with the path of the
-        sent value.
-        """
+        """Return the global ranks to which the root graph sends this parameter, each with the path of the value."""
         return [(peer, way) for peer, way in self.transfers("Send") if way.start == name]
 
     def received(self, name: str) -> list[int]:
@@ -255,9 +253,7 @@ class _Walk:
         return [peer for peer, way in self.transfers("Receive") if way.start == name]
 
     def transfers(self, op: str) -> list[tuple[int, Way]]:
-        """Return (peer, path) for each Send or Receive that carries a parameter of the root graph; the path starts at
-        the parameter.
-        """
+        """Return (peer, path) for each Send or Receive of a parameter of the root graph; the path starts there."""
         nodes = self.graph.graphs[self.graph.root]
         found = []
         for node in nodes:
@@ -275,9 +271,7 @@ class _Walk:
         return found
 
     def value(self, graph: str, text: str, members: tuple[int, ...], reader: Node | None = None) -> frozenset[Way]:
-        """Return the paths into an argument of `reader`; `members` are the chosen places in nested tuples, innermost
-        first.
-        """
+        """Return the paths into an argument of `reader`; `members`: places in nested tuples, innermost first."""
         if number := re.fullmatch(r"%(\d+)", text):
             return self.node(graph, int(number[1]), members)
         if parameter := _PARAMETER.fullmatch(text):
@@ -306,7 +300,7 @@ class _Walk:
         return found
 
     def summed(self, name: str, reader: Node | None) -> frozenset[Way]:
-        """Return the paths into the sum over micro-batches as `reader` finds it; setting the sum to zero is not a path.
+        """Return the paths into the sum over micro-batches that `reader` reads; setting it to zero is no path.
 
         Without a sharded optimizer, its sum over ranks is assigned to it, and read again behind.
         """
@@ -380,9 +374,7 @@ class _Walk:
         return frozenset(way for ways in parts for way in ways)
 
     def arithmetic(self, graph: str, node: Node, arguments: list[str]) -> frozenset[Way]:
-        """Return the paths through a product with a number, or through a sum, into the arguments that are as large as
-        the result.
-        """
+        """Return the paths through a product with a number, or a sum, into arguments as large as the result."""
         if node.op in SCALED and any(re.search(r"value=0\)$", argument) for argument in arguments):
             return frozenset((Way((), ""),))
         whole = self.as_large(node, arguments)
@@ -397,9 +389,7 @@ class _Walk:
 
     @staticmethod
     def as_large(node: Node, arguments: list[str]) -> list[str]:
-        """Return the arguments that have as many elements as the result, without constants if other arguments have as
-        many.
-        """
+        """Return the arguments with as many elements as the result; leave out constants if others have as many."""
         size = math.prod(node.outputs[0].shape)
         types = listed(node.types[0][1:-1], "<([{", ">)]}")
         sizes = [math.prod(found[0].shape) if (found := tensors(text)) else 0 for text in types]
