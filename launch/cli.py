@@ -23,8 +23,8 @@ SIGPIPE_EXIT = 141  # what a shell reports of a program that SIGPIPE ended
 
 
 class OutputFailed(BaseException):
-    """The output can no longer be written. This is not an `Exception`, so that no caller catches it as an error of its
-    own.
+    """The output of the command can no longer be written. This is not an `Exception`, so that no caller catches it as
+    an error of its own.
     """
 
     def __init__(self, reason: OSError) -> None:
@@ -137,7 +137,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands in the order in which one uses them, with the help texts of the table."""
+        """List the commands with their help texts, in the order in which a user needs them."""
         for stage, names in STAGES.items():
             with formatter.section(stage):
                 formatter.write_dl([(name, COMMANDS[name][1]) for name in names], col_max=12)

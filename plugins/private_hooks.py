@@ -27,8 +27,8 @@ def relies_on(function: Any, line: str) -> None:
     """
     if line not in inspect.getsource(function):
         raise OutdatedHookError(
-            f"{function.__module__}.{function.__qualname__} no longer contains {line!r}; install the versions in "
-            "constraints.txt, or see docs/upgrade-mindformers.md"
+            f"{function.__module__}.{function.__qualname__} no longer contains the line {line!r}; install the versions "
+            "in constraints.txt, or see docs/upgrade-mindformers.md"
         )
 
 

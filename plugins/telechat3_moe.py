@@ -61,8 +61,8 @@ def edit_model(plugin: str, edit: Callable[[Any], None]) -> None:
 
 
 def edit_layers(plugin: str, edit: Callable[[list[Any]], None]) -> None:
-    """Call `edit` with the distinct layer specs (ModuleSpec) of each model that is built later, MTP's included, which
-    it changes in place.
+    """Call `edit` with the distinct layer specs (ModuleSpec) of each model that is built later, MTP's included; `edit`
+    changes them in place.
     """
     _layer_edits[plugin] = edit
 

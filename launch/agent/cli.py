@@ -93,8 +93,7 @@ class Start:
             checkpoints.one_iteration(str(self.resume))
 
     def choose(self) -> CheckpointInfo | None:
-        """Return the checkpoint that the run begins from. The checkpoint is read completely, by one node and not by
-        all.
+        """Return the checkpoint that the run begins from. Only one node reads the checkpoint, and reads it completely.
 
         Raises:
             CheckpointError: the checkpoint is not complete; or there is none, although the run has started from one
@@ -158,8 +157,10 @@ class Start:
     "--resume",
     multiple=True,
     metavar="auto|DIR",
-    help="auto continues from this run's newest complete checkpoint; DIR is the folder of a checkpoint to continue "
-    "from. With both (the option twice), DIR is used until this run has a checkpoint.",
+    help=(
+        "auto continues from this run's newest complete checkpoint; DIR is the folder of a checkpoint to continue "
+        "from. If the option is given twice, with auto and with DIR, DIR is used until this run has a checkpoint."
+    ),
 )
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Folder of the run, on a disk that all nodes share.")
 @click.option("--port", type=Number("port"), help="Port of the first attempt's scheduler.  [default: a free one]")
@@ -184,7 +185,7 @@ class Start:
 @click.option("--volcano", is_flag=True, help="Print a Kubernetes job for Volcano whose pods are agents.")
 @unverified_option
 def agent(**given: Any) -> None:
-    """Train RECIPE on several nodes: start this on each of them.
+    """Train RECIPE on several nodes: start this command on each of them.
 
     The agents meet in the run's folder, start the workers together, and start them again when a node or a worker fails.
 
@@ -291,7 +292,8 @@ def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, fil
     count, rest = divmod(workers, slots)
     if rest:
         raise ClusterError(
-            f"{file}: {workers} workers do not fill whole nodes of {slots}: write NAME N on each line, with N workers"
+            f"{file}: {workers} workers do not fill whole nodes of {slots}: write NAME N on each line, where N is the "
+            "number of workers"
         )
     if len(hosts) != count + spares:
         more = len(hosts) - count

@@ -63,8 +63,8 @@ _EARLY = ("start", "compile", "first step")  # phases in their order; those of a
 
 @dataclass(frozen=True)
 class Began:
-    """This says that `host` caused the failure with `end`; without a host no host can be named, and `why` says what was
-    seen.
+    """This names the `host` that caused the failure with its `end`; if `host` is None, no host can be blamed, and `why`
+    says what was seen.
     """
 
     why: str
@@ -74,7 +74,7 @@ class Began:
 
 
 def initiator(attempt: Attempt, now: float = math.inf) -> Began:
-    """Return which host caused the end of a failed attempt; `attempt.plan` must exist. `now` is a time of the disk's
+    """Return which host caused the end of a failed attempt; `attempt.plan` must exist. `now` is a time by the disk's
     clock.
     """
     known = _of_all_hosts(attempt, now)
@@ -287,7 +287,7 @@ class _Failed:
     saved: int | None
 
     def follows(self) -> tuple[Decision, str, float]:
-        """Return (decision, why, seconds to wait)."""
+        """Return (decision, reason, seconds to wait before the next attempt)."""
         if self.began.cause == "user error":
             return "give up", "That is to be mended first: another attempt would end alike", 0.0
         if self.began.cause == "not finite":

@@ -67,8 +67,8 @@ class Found:
 
 
 class Disk:
-    """One agent uses the shared disk through this object. `bound` is the number of seconds after which a disk that does
-    not answer counts as lost.
+    """Through this object one agent reads and writes the shared disk. `bound` is the number of seconds after which a
+    disk that does not answer counts as lost.
     """
 
     def __init__(self, bound: float):
@@ -90,8 +90,8 @@ class Disk:
         return self._bounded(path, lambda: _read(path))
 
     def replace(self, path: Path, text: str) -> None:
-        """Write the file at `path` completely, and replace an existing one. If the disk is full, only the file's time
-        changes.
+        """Write the file at `path` completely, and replace an existing one. If the disk is full, the file keeps its
+        content, and only its time changes.
         """
         self._bounded(path, lambda: self._replace(path, text))
 
@@ -227,7 +227,7 @@ class Disk:
         self._last = call = _Call(what)
         self._calls.put(call)
         if not call.done.wait(max(0.0, until - self.ticks())):
-            raise LostDiskError(f"{path}: the disk is lost (no answer in time)")
+            raise LostDiskError(f"{path}: the disk is lost (it did not answer in time)")
         if call.error:
             raise call.error
         return call.answer
@@ -302,8 +302,8 @@ class Claim:
         self.holder: Holder | None = None  # as of the last look
 
     def hold(self) -> bool:
-        """Return whether the claim is ours now; take it if it is free, or if its holder is dead. A call opens a few
-        files.
+        """Return whether the claim is ours now; take it if it is free, or if its holder is dead. Each call opens a few
+        files on the shared disk.
         """
         while True:
             file = self.folder / f"claim-{self.what}-{self.turn}"
@@ -321,5 +321,5 @@ class Claim:
                 self.turn += 1
 
     def lost(self) -> bool:
-        """Return whether another agent has taken over from the holder of the newest known file. One open."""
+        """Return whether another agent has taken this claim since this agent last looked at it; this opens one file."""
         return self.disk.read(self.folder / f"claim-{self.what}-{self.turn + 1}") is not None

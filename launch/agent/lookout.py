@@ -61,7 +61,7 @@ class Around:
 
     def look(self) -> str | None:
         """Look at the other nodes of the attempt, and return a sentence that says why this node's workers have to end;
-        None if there is no reason. Call this about once a second.
+        None if there is no reason. Call this method about once a second.
 
         An agent that finds its neighbour lost writes the neighbour's end.
         """
@@ -100,15 +100,15 @@ class Around:
 
 @dataclass(frozen=True)
 class Link:
-    """This node reaches the other nodes by `interface`; it is None if there are no other nodes, or if the interface is
-    not known.
+    """This node reaches the other nodes by the network interface `interface`; the interface is None if there are no
+    other nodes, or if the interface is not known.
     """
 
     interface: str | None = None
 
     def lost(self) -> list[str]:
-        """Return a sentence if the network interface has no link; the list is empty if it has one, or if this cannot be
-        checked.
+        """Return a list with a sentence if the network interface has no link; the list is empty if there is a link, or
+        if this cannot be checked.
         """
         known = psutil.net_if_stats().get(self.interface or "")
         return [f"network interface {self.interface} has no link"] if known and not known.isup else []

@@ -56,8 +56,8 @@ LONGEST = 180  # bytes of a host's name in a file's
 
 
 class Watch:
-    """A watch knows how long each observed value has not changed. `most` is the largest number of seconds that one look
-    can add.
+    """A watch tells for how long each observed value has not changed. `most` is the largest number of seconds that one
+    observation can add.
 
     A look after a long pause of this process (the disk stalled, the process was stopped, a clock was set) says little
     about the others: the same cause may have held them up, and they must get the time to write. So a look never adds
@@ -91,7 +91,7 @@ class Meeting:
 
     def __init__(self, run_dir: Path, host: str, *, lost_after: float = LOST_AFTER, disk: Disk | None = None):
         if not host.isprintable() or not 0 < len(quote(host, safe="")) <= LONGEST:
-            raise ClusterError(f"--host {host!r}: this is not a host's name; give a name from the list of nodes")
+            raise ClusterError(f"--host {host!r}: this is not a valid host name; give a name from the list of nodes")
         self.run_dir, self.host, self.lost_after = run_dir, host, lost_after
         self.disk = disk or Disk(lost_after)
         self.me = Holder(host, self.disk.name)
@@ -122,8 +122,8 @@ class Meeting:
             sign = self._sign(number, claim.holder) if claim.holder else None
             if before and sign and before[0] == claim.holder and before[1] != sign:
                 raise ClusterError(
-                    f"--host {self.host}: an agent of this name already runs in {claim.folder}; give each node a name "
-                    "of its own"
+                    f"--host {self.host}: an agent with this name already runs in {claim.folder}; give each node its "
+                    "own name"
                 )
             before = (claim.holder, sign) if sign else before
             self.disk.pause(self.lost_after / LOOKS)
@@ -142,16 +142,16 @@ class Meeting:
             self._say_there(number, gone=True)
 
     def there(self, number: int) -> list[str]:
-        """Return the hosts that came to attempt `number`, did not leave and are alive. A call opens several files for
-        each host.
+        """Return the hosts that came to attempt `number`, did not leave and are alive. Each call opens several files
+        for each host.
         """
         names = self.disk.names(folder_of(self.run_dir, number))
         hosts = [unquote(name.removeprefix(THERE).removesuffix(".json")) for name in names if name.startswith(THERE)]
         return [host for host in hosts if not self._gone_or_quiet(number, host)]
 
     def plan(self, number: int, wanted: Callable[[list[str]], Plan | None]) -> Plan | None:
-        """Return the plan of attempt `number`; None as long as there is none. Call `come` before, and call this in a
-        loop.
+        """Return the plan of attempt `number`; None as long as there is none. Call `come` first, then call this
+        function in a loop.
 
         Args:
             number: the attempt.
@@ -291,7 +291,7 @@ class Meeting:
     def _check_place(self, number: int) -> None:
         claim = self._claim(number, self._place)
         if claim.holder != self.me or claim.lost():
-            raise ClusterError(f"{claim.folder}: another agent of {self.host} has taken the place of this one")
+            raise ClusterError(f"{claim.folder}: another agent of {self.host} has replaced this agent")
 
     def _gone_or_quiet(self, number: int, host: str) -> bool:
         found = self.disk.read(file_of(folder_of(self.run_dir, number), THERE, host))

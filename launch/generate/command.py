@@ -76,7 +76,7 @@ def choose(path: Path, recipe_file: Path | None) -> Chosen:
         path = _newest_checkpoint(path)
     source = open_source(path)
     if source.form == "one file":
-        raise CheckpointError(f"{path}: this is one file; give the folder that holds it")
+        raise CheckpointError(f"{path}: this is a single file; give the folder of the checkpoint that holds it")
     if reason := source.seal_fault(checksums=False):
         raise CheckpointError(f"{path}: this is not a complete checkpoint: {reason}")
     recipe = resolve(load_recipe(recipe_file or _recipe_beside(path)))
@@ -101,7 +101,9 @@ def _recipe_beside(weights: Path) -> Path:
     """RUN/recipe.yaml of RUN/checkpoint/iteration_*."""
     file = weights.absolute().parent.parent / RECIPE
     if not file.is_file():
-        raise RecipeError(f"--recipe: {weights} is not in a run's folder, so the recipe of its model must be named")
+        raise RecipeError(
+            f"--recipe: {weights} is not in the folder of a run, so name the recipe of its model with this option"
+        )
     return file
 
 
@@ -122,8 +124,9 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
         size = wanted or held or 0
         raise RecipeError(
             f"{recipe.source}: the model has {size:,} parameters ({size * 4 / 1e9:,.0f} GB in float32), but tc3 "
-            f"generate takes models of at most {LARGEST:,}: for each token it computes the whole context again, in "
-            "one CPU process. `tc3 weights convert` writes weights that vLLM, SGLang and transformers can serve"
+            f"generate takes models of at most {LARGEST:,}: for each token the command computes the whole context "
+            "again, in one CPU process. `tc3 weights convert` writes weights that vLLM, SGLang and transformers can "
+            "serve"
         )
 
 
@@ -245,7 +248,7 @@ def _check_tokenizer(tokenizer: Tokenizer, chosen: Chosen) -> None:
 
 
 class Voice:
-    """A model with its tokenizer continues texts.
+    """This model continues texts with its tokenizer.
 
     Args:
         logits: of the model. window: tokens that it looks back. most: tokens of an answer. aloud: whether prompt and

@@ -32,12 +32,12 @@ Logits = Callable[[Sequence[int]], np.ndarray]
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker sends this when the model is built and compiled."""
+    """The worker sends this message when the model is built and compiled."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The worker sends this when the model cannot be built, for a reason that the user can mend."""
+    """The worker sends this message when the model cannot be built for a reason that the user can correct."""
 
     reason: str
 
@@ -63,7 +63,7 @@ def continuation(
 @contextmanager
 def answering_model(recipe: Mapping[str, Any], weights: Path) -> Iterator[Logits]:
     """Yield a function from ids to the logits of the next token, computed by the model of a `forward_recipe` with
-    `weights`. A line on stderr says so while the model is built.
+    `weights`. While the model is being built, a line on stderr reports it.
 
     Raises:
         CheckpointError: the weights are not the model's, or the recipe not one for CPU. ClickException: the process
@@ -107,4 +107,4 @@ def _answer(process: subprocess.Popen[bytes], pipe: Connection, log: Path) -> An
     except (EOFError, ConnectionError):
         code = process.wait()
         last = "\n".join(last_lines(log)[-15:])
-        raise click.ClickException(f"the process with the model ended with exit code {code}:\n{last}") from None
+        raise click.ClickException(f"the process that ran the model ended with exit code {code}:\n{last}") from None

@@ -122,8 +122,8 @@ def _from_mindformers(source: Source) -> Reader:
         if differing:
             ranks = ", ".join(map(str, differing))
             raise CheckpointError(
-                f"{source.path}: {name}: ranks {ranks} hold other values of this weight than the first rank; use "
-                "another checkpoint"
+                f"{source.path}: {name}: ranks {ranks} hold values of this weight that differ from those of the first "
+                "rank; use another checkpoint"
             )
         return array.astype(np.float32)
 

@@ -315,8 +315,9 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
         )
     if "common.json" not in names or not any(_WEIGHTS_FILE.search(name) for name in names):
         raise CheckpointError(
-            f"--resume {resume}: this is not a checkpoint, which would hold common.json and *-model-*.safetensors, as "
-            "RUN/checkpoint/iteration_00000100 does; name weights without these in checkpoint.load_path of a new run"
+            f"--resume {resume}: this is not a checkpoint, because a checkpoint (such as "
+            "RUN/checkpoint/iteration_00000100) holds common.json and *-model-*.safetensors; to begin a new run with "
+            "other weights, name them in checkpoint.load_path"
         )
     return folder
 
@@ -354,9 +355,9 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
     found = differences(before, recipe, checkpoint.step) or replaced(stored.parent, recipe)
     if found:
         raise CheckpointError(
-            f"going on from step {checkpoint.step} would repeat samples and leave others out, because their order is "
-            f"not that of {stored}: {'; '.join(found)}. Undo this change, or start a new run from the weights: "
-            f"--run-dir ANOTHER --set checkpoint.load_path={checkpoint.path}, without --resume"
+            f"going on from step {checkpoint.step} would repeat some samples and skip others, because the samples' "
+            f"order differs from that of {stored}: {'; '.join(found)}. Undo this change, or start a new run from the "
+            f"weights: --run-dir ANOTHER --set checkpoint.load_path={checkpoint.path}, without --resume"
         )
 
 

@@ -127,7 +127,7 @@ def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
 
 
 def put_guilty_aside(recipe: Recipe, run_dir: Path, root: Path) -> None:
-    """Rename the checkpoints under `root` that are `guilty`."""
+    """Rename the `guilty` checkpoints under `root`, so that no run resumes from them."""
     why = guilty(recipe, run_dir)
     for folder in iterations(root):
         step = iteration(folder)

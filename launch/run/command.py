@@ -45,7 +45,7 @@ LOST_AFTER = 60.0  # seconds for which the disk of a run on one host may stand s
 
 @dataclass(frozen=True)
 class Asked:
-    """These are the options of the command line; the options of `train` describe each."""
+    """These are the values of the command-line options; the help texts of `train` describe each option."""
 
     recipe: Path
     overrides: tuple[str, ...]

@@ -66,7 +66,7 @@ def of_launch(recipe: Mapping[str, Any], workers: int, file: Path) -> Cores:
 
 
 def of_host(workers: int, on_cpu: bool, file: Path, root: Root = Root()) -> Cores:  # noqa: B008 it is frozen
-    """Return the core binding for a number of workers; this raises nothing."""
+    """Return the core binding for a number of workers; this function raises no error."""
     if on_cpu and workers == 1:
         return Cores()  # nothing to divide
     try:

@@ -190,7 +190,7 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
     )
     if not least:
         raise DataError(
-            f"{what}, but a step takes {batch:,}: add conversations, or --set runner_config.batch_size={made}"
+            f"{what}, but a step takes {batch:,} samples: add conversations, or --set runner_config.batch_size={made}"
         )
     if steps is not None:
         raise DataError(
@@ -225,12 +225,12 @@ def _check_held_out(view: View, settings: Mapping[str, Any], handler: Mapping[st
     what = f"{file} makes {made:,} samples of {handler['seq_length']:,} tokens"
     if made < view.global_batch:
         raise DataError(
-            f"{HELD_OUT}.data_path: {what}, but a step takes {view.global_batch:,}: hold out more conversations, or "
-            f"--set {HELD_OUT}=False"
+            f"{HELD_OUT}.data_path: {what}, but a step takes {view.global_batch:,} samples: hold out more "
+            f"conversations, or --set {HELD_OUT}=False"
         )
     wanted = settings.get("samples")
     if type(wanted) is int and wanted > made:
         raise DataError(
             f"{HELD_OUT}.samples: {wanted:,} samples are asked for, but {what}: --set {HELD_OUT}.samples={made}, or "
-            "leave it out to read all"
+            "leave this key out to read all samples"
         )

@@ -178,5 +178,6 @@ def check_port(port: int) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise ClusterError(
-                f"--port {port}: in use ({error.strerror}); leave --port out and a free one is chosen"
+                f"--port {port}: this port is in use ({error.strerror}); leave --port out, so that a free port is "
+                "chosen"
             ) from None

@@ -54,8 +54,8 @@ def check_machine(recipe: Mapping[str, Any], here: int | None = None) -> None:
     if visible < wanted:
         mini = os.path.relpath(ROOT / "recipes" / "mini" / "pretrain.yaml")
         raise ClusterError(
-            f"context.device_target: Ascend: this recipe needs {wanted} NPU{'s' * (wanted > 1)}, {visible or 'none'} "
-            f"can be seen here (/dev/davinci*); on this machine run a CPU recipe: tc3 train {mini}"
+            f"context.device_target: Ascend: this recipe needs {wanted} NPU{'s' * (wanted > 1)}, but this machine has "
+            f"{visible or 'none'} (/dev/davinci*); here, run a CPU recipe: tc3 train {mini}"
         )
 
 
@@ -107,7 +107,7 @@ def check_data(recipe: Mapping[str, Any]) -> None:
             known = {str(index.with_suffix("")) for index in Path(prefix).parent.glob("*.idx")} - used
             hint = did_you_mean(os.path.normpath(prefix), sorted(known))
             make = _hold_out(prefix, prefixes, recipe) if key == _HELD_OUT else _prepare(prefix, recipe)
-            raise DataError(f"{key}: {' and '.join(missing)} not found{hint}; make the dataset with: {make}")
+            raise DataError(f"{key}: {' and '.join(missing)} cannot be found{hint}; make the dataset with: {make}")
     _check_tokenizers(datasets)
 
 
@@ -125,7 +125,7 @@ def _check_instructions(recipe: Mapping[str, Any]) -> None:
             make = f"tc3 data instructions --input stdlib{share} --output {output}"
             hint = did_you_mean(os.path.normpath(file), known)
             raise DataError(
-                f"{key}: {file} not found{hint}; name a file with your own conversations, or make one for a trial: "
+                f"{key}: {file} was not found{hint}; name a file with your own conversations, or make one for a trial: "
                 f"{make}"
             )
 
@@ -137,8 +137,9 @@ def _check_tokenizers(datasets: list[tuple[str, str]]) -> None:
         _, first, wanted = known[0]
         if mark != wanted:
             raise DataError(
-                f"{key}: {prefix} was prepared with another tokenizer ({mark[:12]}) than {first} ({wanted[:12]}): "
-                "so its token ids mean other text; prepare both with one tokenizer: tc3 data prepare --tokenizer FOLDER"
+                f"{key}: {prefix} was prepared with another tokenizer ({mark[:12]}) than {first} ({wanted[:12]}), so "
+                "the same token ids stand for different text; prepare both with one tokenizer: tc3 data prepare "
+                "--tokenizer FOLDER"
             )
 
 

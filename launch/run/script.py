@@ -305,7 +305,7 @@ def in_checkout(path: Path) -> str:
 
 
 def reference_scripts() -> dict[Path, str]:
-    """Return file -> text for launch/scripts/."""
+    """Return file name -> text for each script in launch/scripts/."""
     scripts = {}
     for pattern in REFERENCES:
         for path in sorted((ROOT / "recipes").glob(pattern)):
@@ -316,7 +316,7 @@ def reference_scripts() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write launch/scripts/ anew."""
+    """Write all scripts in launch/scripts/ again."""
     SCRIPTS.mkdir(exist_ok=True)
     wanted = reference_scripts()
     for path in set(SCRIPTS.glob("*.sh")) - set(wanted):

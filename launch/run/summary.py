@@ -40,7 +40,9 @@ ResumeCommand = Callable[[Path | None, str], list[str]]
 
 
 class TrainingProgress:
-    """This follows `RUN/metrics/rank_N.jsonl`. Use it as a context, and call `tick` a few times a second."""
+    """This follows a run by its file `RUN/metrics/rank_N.jsonl`. Use it as a context, and call `tick` a few times a
+    second.
+    """
 
     def __init__(self, run_dir: Path, console: Console, rank: int = 0):
         """Show what rank `rank` of the run writes from now on (not the steps before a resume) on `console`."""
@@ -68,7 +70,7 @@ class TrainingProgress:
             self.bar.stop()
 
     def tick(self) -> None:
-        """Read new steps and show them."""
+        """Read the steps that were recorded since the last call, and show them."""
         for record in self.follower.new_records():
             self.readings.add(record)
             if not self.bar and "step" in record:
@@ -303,7 +305,7 @@ def complain(failure: Failure, where: str = "") -> None:
 
 
 def print_failure(run_dir: Path, outcome: Outcome, summary: dict[str, Any]) -> None:
-    """Print on stderr why a run ended early: what failed where, and what to do."""
+    """Print on stderr why a run ended early: what failed where, and what the user can do."""
     failure = outcome.failure
     if failure is None:
         name = signal.Signals(outcome.code - 128).name

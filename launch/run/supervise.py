@@ -61,8 +61,8 @@ class Family:
     members: dict[int, Member] = field(default_factory=dict)
 
     def scan(self) -> None:
-        """Look for new descendants, and for the role of msrun's own children. This walks /proc, so call it about once a
-        second.
+        """Look for new descendants, and determine which of msrun's own children are workers. This call walks through
+        /proc, so make it about once a second.
         """
         for child in psutil.Process().children(recursive=True):
             if child.pid not in self.before:
@@ -83,7 +83,9 @@ class Family:
                 self.members[process.pid] = Member(process, None)
 
     def poll(self) -> list[Member]:
-        """Return the members that have ended since the last call. This is cheap: it reads one file for each member."""
+        """Return the members that have ended since the last call. This call is cheap: it reads one file for each
+        member.
+        """
         ended = []
         for member in self.members.values():
             if not member.ended and has_ended(member.process):

@@ -31,7 +31,11 @@ DEBUGGER = "msprobe_debugger"
 @click.option(
     "--run-dir", required=True, type=click.Path(path_type=Path), help="Write this run and its dump into this folder."
 )
-@click.option("--level", required=True, help="msprobe's level: L0 dumps cells, L1 functions, mix both, L2 kernels.")
+@click.option(
+    "--level",
+    required=True,
+    help=("Level of msprobe: L0 dumps cells, L1 dumps functions, mix dumps both, and L2 dumps kernels."),
+)
 @click.option("--task", required=True, help="Dump each tensor's statistics (statistics) or all its values (tensor).")
 @unverified_option
 def main(config_path: Path, run_dir: Path, level: str, task: str) -> None:

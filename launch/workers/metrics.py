@@ -77,7 +77,7 @@ class RecordingLossMonitor(MFLossMonitor):
     first_step: FirstStep | None = None  # of a sharded run; MindFormers puts this callback before all others
 
     def on_train_begin(self, run_context):
-        """Remember when the training began; the first line is written only after the first step."""
+        """Remember when the training began; the first line of the file is written only after the first step."""
         self.began = time.time()
         super().on_train_begin(run_context)
 
@@ -164,7 +164,8 @@ def _scalar(value):
 
 
 def enable(config, collectives=None) -> None:
-    """Record this run's steps, and for a sharded run also the first step's collectives. Call before `Trainer(config)`.
+    """Record this run's steps, and for a sharded run also the first step's collectives. Call this before
+    `Trainer(config)` is created.
 
     Args:
         collectives: `plugins.semi_auto_cpu.collectives.Collectives` of a sharded run.

@@ -45,6 +45,6 @@ class OwnGradient(Callback):
                 self.before = moment
 
     def on_train_end(self, run_context):
-        """Write the record."""
+        """Write the recorded norms to a file."""
         if self.norms:
             write_atomically(self.file, json.dumps(self.norms))

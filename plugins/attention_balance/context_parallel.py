@@ -1,5 +1,5 @@
 """This module divides the tokens of one sample that holds several documents over context-parallel ranks, so that each
-rank gets equally many tokens and equal attention work. It needs only NumPy.
+rank gets equally many tokens and equal attention work. The module needs only NumPy.
 
 A rank computes the queries of its tokens; a query at offset i of its document attends to i + 1 keys. A contiguous
 split gives the last rank of a long document most of the work. Head-tail (as in ring attention: cut the sample into

@@ -1,5 +1,5 @@
 """This module computes how long a training step takes, from the points where devices wait for each other, and a lower
-bound on the step time that no assignment of the samples can beat. It needs only NumPy.
+bound on the step time that no assignment of the samples can beat. The module needs only NumPy.
 
 Expert parallelism exchanges tokens in every MoE layer, so the ranks of an EP group pass each micro-batch together:
 the slowest of them sets its time. All data-parallel ranks meet at the end of the step. Context- and tensor-parallel
@@ -156,7 +156,7 @@ def objective_of(
 
 def lower_bound(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> np.ndarray:
     """Return a lower bound on the step time [...] of any assignment of the samples, in the unit of `costs` [...,
-    samples]. It is the largest of the bounds below.
+    samples]. The returned bound is the largest of several bounds.
 
     With one sample a slot, one group of ranks and no pipeline the bound is attained (`assign.py`). In the others
     (x: costs falling; y: the falling block maxima of `assign.py`'s claim, G groups of M blocks):

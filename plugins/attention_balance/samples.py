@@ -40,7 +40,7 @@ CONFIG = "train_dataset.data_loader.config"
 
 @dataclass(frozen=True)
 class GPTIndex:
-    """This holds where every sample of one dataset lies. Arrays may be memory-mapped.
+    """This holds where every sample of one dataset lies. The arrays may be memory-mapped files.
 
     lengths: int32 [documents], tokens of each, the end-of-document token included;
     document_index: int32 [epochs * documents], the order in which they are read;
@@ -264,8 +264,8 @@ class Cost:
         return self.per_pair * causal_pairs(segments) + self.per_token * tokens
 
     def of_dataset(self, index: GPTIndex) -> np.ndarray:
-        """Return the cost float64 [items], in `unit`, for a dataset in its own order. It takes 16 bytes of memory per
-        sample, besides one chunk of segments.
+        """Return the cost float64 [items], in `unit`, for a dataset in its own order. The computation takes 16 bytes of
+        memory per sample, besides one chunk of segments.
         """
         return _of_items(index, self.of, np.float64)
 
@@ -331,8 +331,8 @@ def check_fits(documents: np.ndarray, eod_pad_length: int, batch: int) -> None:
         first, largest = int(over[0]), int(documents.argmax())
         raise RecipeError(
             f"{CONFIG}.eod_pad_length: {eod_pad_length} is less than the {documents[first]:.0f} documents of sample "
-            f"{first} (step {first // batch + 1}); {len(over)} of {len(documents)} samples have too many, "
-            f"sample {largest} the most: write {documents[largest]:.0f} or more"
+            f"{first} (step {first // batch + 1}); {len(over)} of {len(documents)} samples have more documents than "
+            f"that, and sample {largest} has the most: write {documents[largest]:.0f} or more"
         )
 
 

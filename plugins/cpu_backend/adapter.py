@@ -123,6 +123,6 @@ def check(config) -> None:
     unknown = [name for name in model_config.architectures if name not in ARCHITECTURES]
     if unknown:
         raise RecipeError(
-            f"model.model_config.architectures: {unknown[0]!r} has no class that runs on CPU; these have one: "
-            + ", ".join(ARCHITECTURES)
+            f"model.model_config.architectures: {unknown[0]!r} has no class that runs on CPU; the architectures that "
+            "have one are: " + ", ".join(ARCHITECTURES)
         )

@@ -68,8 +68,8 @@ def register(function: Callable[..., Any]) -> int:
     known, first = _functions.setdefault(number, (name, function))  # type: ignore[arg-type]
     if known != name or first.__code__ != function.__code__:
         raise ValueError(
-            f"the Python functions {known} and {name} have the same hash, by which a graph calls its functions; "
-            "rename one of them"
+            f"the Python functions {known} and {name} have the same hash, but a graph finds its functions by their "
+            "hashes; rename one of the two functions"
         )
     return number
 
@@ -139,9 +139,9 @@ def check(file: Path, known: Collection[int]) -> None:
     if strange:
         key = os.environ.get("TC3_COMPILE_CACHE_KEY", "of this recipe")
         raise ClusterError(
-            f"{file}: this graph of an earlier start calls a Python function that this worker does not have: "
-            f"{strange[0]}; remove the folder {key} of the compile cache (TC3_COMPILE_CACHE, or output/compile_cache), "
-            "or start without --compile-cache"
+            f"{file}: this graph was compiled at an earlier start and calls a Python function that this worker does "
+            f"not have: {strange[0]}; remove the folder {key} of the compile cache (TC3_COMPILE_CACHE, or "
+            "output/compile_cache), or start without --compile-cache"
         )
 
 

@@ -116,8 +116,8 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class GroupedMatMul(PrimitiveLike):
-    """This multiplies rows, sorted by expert, by their expert's weight, in the padded blocks that `plan.block_layout`
-    plans.
+    """This cell multiplies rows, sorted by expert, by their expert's weight, in the padded blocks that
+    `plan.block_layout` plans.
     """
 
     def __init__(self, experts):
@@ -175,7 +175,7 @@ class GroupedExperts(FFNGroupedGEMM):
         self.grouped = GroupedMatMul(config.num_moe_experts)
 
     def experts_forward(self, permuted_local_hidden_states, tokens_per_expert, w1, w2):
-        """Compute SwiGLU experts.
+        """Compute the output of SwiGLU experts for the tokens.
 
         Args:
             permuted_local_hidden_states: [rows, h], sorted by expert.

@@ -125,7 +125,7 @@ def greeting(connection: socket.socket) -> tuple[int, int]:
 
 
 def fill(connection: socket.socket, buffer: memoryview) -> None:
-    """Read exactly as many bytes as `buffer` holds. This raises what `receive` raises."""
+    """Read exactly as many bytes as `buffer` holds. This raises the errors that `receive` raises."""
     while buffer:
         count = connection.recv_into(buffer)
         if count == 0:
@@ -196,8 +196,8 @@ class Mailbox:
             self.changed.notify_all()
 
     def lose(self, peer: int, error: OSError) -> None:
-        """Note that nothing more comes from this peer. A process that ends before it has read everything resets its
-        connections, so that a reset says the same as an orderly end.
+        """Record that this peer sends nothing more. A process that ends before it has read everything resets its
+        connections, so a reset is treated like an orderly end.
         """
         with self.changed:
             error = self.unreachable.get(peer, error)
@@ -207,7 +207,7 @@ class Mailbox:
             self.changed.notify_all()
 
     def unreach(self, peer: int, error: OSError) -> None:
-        """Note that nothing can be sent to this peer any more; what it sent before may still arrive."""
+        """Record that nothing can be sent to this peer any more; frames that the peer sent before may still arrive."""
         with self.changed:
             self.unreachable[peer] = error
             self.changed.notify_all()

@@ -63,8 +63,8 @@ class TokensOfARank(nn.Cell):
 
 
 class MeanOfSamples(nn.Cell):
-    """This computes the mean over the samples of all ranks (each rank has equally many); `gbs_aux_loss` needs it for
-    the share of tokens that each expert gets.
+    """This computes the mean over the samples of all ranks (each rank has equally many); `gbs_aux_loss` needs this mean
+    for the share of tokens that each expert gets.
     """
 
     def __init__(self, ranks: int):

@@ -144,7 +144,7 @@ class Mesh:
         if rows is not None and [len(result) for result in results] != list(rows):
             wrong = [(peer, n, len(r)) for peer, n, r in zip(group, rows, results, strict=True) if n != len(r)]
             told = "; ".join(f"rank {peer} sent {got} rows where {due} were planned" for peer, due, got in wrong)
-            raise ClusterError(f"rank {self.rank}, tag {tag}: {told}")
+            raise ClusterError(f"rank {self.rank}, exchange with tag {tag}: the numbers of rows are wrong: {told}")
         return results
 
     def exchange(self, tag: int, parts: Mapping[int, np.ndarray], note: str, where: str) -> dict[int, Frame]:
@@ -177,7 +177,7 @@ class Mesh:
         self._outboxes[peer].put((None, mailbox.pack(tag, number, copied, note)))
 
     def receive(self, peer: int, tag: int, where: str) -> Frame:
-        """Return the next frame of this tag that a peer sent or will send; this raises what `exchange` raises."""
+        """Return the next frame of this tag that a peer sent or will send; this raises the errors of `exchange`."""
         with self._mail.changed:
             number = self._taken[peer, tag]
             self._taken[peer, tag] += 1
@@ -186,7 +186,7 @@ class Mesh:
         return call.arrived[peer]
 
     def tell(self, text: str) -> None:
-        """Tell all other ranks in what call this rank waits, so that their error messages can name it; "" means in
+        """Tell all other ranks in which call this rank waits, so that their error messages can name it; "" means in
         none.
         """
         for peer, outbox in self._outboxes.items():
@@ -195,7 +195,7 @@ class Mesh:
             outbox.put((None, Frame(STATUS, 0, "uint8", (0,), np.empty(0, np.uint8), text)))
 
     def close(self) -> None:
-        """End all threads and close all sockets; exchanges in progress raise. This may be called twice."""
+        """End all threads and close all sockets; exchanges in progress raise. This method may be called twice."""
         self._mail.close()
         if self._listener is not None:
             self._listener.close()

@@ -19,7 +19,9 @@ def enable(config, settings) -> None:
     """
     if not (config.plugins or {}).get("hierarchical_ep"):
         raise RecipeError(
-            "the plugin cuts the dispatch of plugins.hierarchical_ep; switch on that plugin, too", plan.KEY
+            "plugins.ep_overlap divides the dispatch of plugins.hierarchical_ep into parts; switch on "
+            "plugins.hierarchical_ep, too",
+            plan.KEY,
         )
     chunks, stride = plan.read(settings)
     if chunks == "auto":

@@ -121,8 +121,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Choice:
-    """This is the cut and order that was chosen for a layer, with the expected times. Times are seconds for one layer
-    and one micro-batch.
+    """This is the cut and order that was chosen for a layer, with the expected times. The times are in seconds, for one
+    layer and one micro-batch.
 
     Args:
         chunks: (b, s) parts of batch and sequence.
@@ -315,7 +315,9 @@ def _timeline(layer: Layer, one: tuple[Sequence[Chain], float], shares: Sequence
 
 
 def read(settings: Any) -> tuple[Any, int]:
-    """Return (chunks, stride) of `plugins.ep_overlap`, see `Settings`; it raises what `Settings.read` raises."""
+    """Return (chunks, stride) of `plugins.ep_overlap`, see `Settings`; this raises the errors that `Settings.read`
+    raises.
+    """
     ours = Settings.read(settings)
     return ours.chunks, ours.stride
 

@@ -1,5 +1,5 @@
 """This module computes when each operator runs on a device's in-order streams. The module needs only the standard
-library. The streams are the ones in figure 5 of the report.
+library. The streams are those of figure 5 of the technical report.
 
 A device has three streams: `compute`, and one for each class of links, `inter` (between nodes, RoCE) and `intra`
 (inside a node, HCCS). A stream runs what was issued to it strictly in the order of issue. An operator starts when it is
@@ -113,4 +113,4 @@ def _check(ops: Iterable[Op]) -> None:
     for op in ops:
         for key in op.after:
             if key not in keys:
-                raise ValueError(f"{op.key}: depends on {key}, which is never issued")
+                raise ValueError(f"{op.key}: the operation depends on {key}, which is never issued")

@@ -56,7 +56,7 @@ class Alone:
     rank, size = 0, 1
 
     def all_to_all_v(self, group, tag, parts, rows=None):
-        """Return the one part unchanged."""
+        """Return the part of this only rank unchanged."""
         return parts
 
 

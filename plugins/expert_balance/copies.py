@@ -268,14 +268,14 @@ class Table:
         return found.astype(np.int32).reshape(homes.shape)
 
     def sent(self, rank: int) -> list[np.ndarray]:
-        """Return for each device which of this rank's experts (0 .. E / D - 1) it holds copies of, in the order of the
-        device's spare slots.
+        """Return for each device which of this rank's experts (0 to E / D - 1) the device holds copies of, in the order
+        of the device's spare slots.
         """
         mine = [row[(row != NOTHING) & (row // self.each == rank)] for row in self.source]
         return [row % self.each for row in mine]
 
     def taken(self, rank: int) -> list[np.ndarray]:
-        """Return for each device the spare slots of this rank (0 .. spare - 1) that hold copies of the device's
+        """Return for each device the spare slots of this rank (0 to spare - 1) that hold copies of the device's
         experts.
         """
         row = self.source[rank]

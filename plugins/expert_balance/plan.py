@@ -49,7 +49,7 @@ def improved(
     nodes: int = 1,
 ) -> np.ndarray:
     """Return the placement int64 [E] that swaps of experts between the fullest device and another device lead to. Each
-    swap is the one after which the fuller of its two devices is least full.
+    swap is chosen so that afterwards the fuller of its two devices has the lowest load.
 
     Where no swap of two experts helps and devices hold few, two are swapped with two. A device that nothing helps is
     set aside and the next one looked at: the fullest device is often one large expert, and what the others carry counts

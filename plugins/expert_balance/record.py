@@ -92,7 +92,7 @@ def load_file(run_dir: str | Path) -> Path:
 
 
 def append(path: Path, record: Record) -> None:
-    """Append a line, which stands by itself even if a killed run left an incomplete line."""
+    """Append a line; if a killed run left an incomplete line, end that line first."""
     append_line(path, line(record))
 
 

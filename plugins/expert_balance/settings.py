@@ -110,7 +110,7 @@ read = Settings.read
 
 
 def moves(section: object) -> bool:
-    """Return whether a recipe's `plugins.expert_balance` moves experts; None and False are a plugin that is off."""
+    """Return whether a recipe's `plugins.expert_balance` moves experts; None and False mean that the plugin is off."""
     return section is not None and section is not False and bool(read(section).every)
 
 
@@ -148,7 +148,7 @@ def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str,
         raise RecipeError(
             "copies of experts train on data-parallel CPU workers only (context.device_target: CPU, "
             "parallel.parallel_mode: 0), because in a sharded graph nothing sends the weights of an expert to its "
-            "copies; write 0. `tc3 experts report RUN --spare N` says what copies would bring",
+            "copies; write 0. `tc3 experts report RUN --spare N` says how much copies would gain",
             f"{KEY}.spare",
         )
     if ours.spare > (others := experts - experts // expert_parallel):

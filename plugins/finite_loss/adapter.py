@@ -82,8 +82,8 @@ def _watching(monitor: Any, watch, end):
 
         def print_output_info(self, cb_params, cur_epoch_num, origin_epochs, throughput, cur_step_num, steps_per_epoch,
                               *more):  # fmt: skip
-            """Store what only this callback is given: the step count, the logged loss, and the parts of the loss (the
-            last four arguments).
+            """Store the values that only this callback receives: the step count, the logged loss, and the parts of the
+            loss (the last four arguments).
             """
             self.parts, self.logged = more[-4:], more[0]
             self.done_before = (cur_epoch_num - 1) * steps_per_epoch + cur_step_num - cb_params.cur_step_num

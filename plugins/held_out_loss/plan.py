@@ -30,8 +30,8 @@ def _data_path(written: Any) -> str | tuple[str, ...]:
     for entry in written:
         if _is_number(entry):
             raise RecipeError(
-                f"{entry!r} is a number; write prefixes only, without weights, because equally many samples are read "
-                "of each"
+                f"{entry!r} is a number; write prefixes only, without weights, because the plugin reads equally many "
+                "samples of each corpus"
             )
         if not isinstance(entry, str) or not entry.strip():
             raise RecipeError(f"{entry!r} is not a path; write the prefix of a Megatron corpus")
@@ -243,8 +243,8 @@ def check_step(recipe: Mapping[str, Any]) -> None:
     """
     if _stages_and_micro_batches(recipe)[1] > 1 and recipe.get("print_separate_loss") is False:
         raise RecipeError(
-            f"with micro-batches {KEY} reads the language model's loss, which is not reported apart from the others "
-            "with False; write True",
+            f"with micro-batches {KEY} reads the language model's loss, which MindFormers reports separately from the "
+            "other losses only if this key is True; write True",
             "print_separate_loss",
         )
 

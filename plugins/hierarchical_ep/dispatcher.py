@@ -133,7 +133,7 @@ class Stay(nn.Cell):
         return rows, meta, (), turn
 
     def back(self, rows, route, turn):
-        """Return [N, h] unchanged."""
+        """Return the rows [N, h] unchanged."""
         return rows, turn
 
 

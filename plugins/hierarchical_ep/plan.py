@@ -59,7 +59,7 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Transfer:
-    """This is one collective step.
+    """This is one communication step of a dispatch, in which ranks of a group exchange rows.
 
     Attributes:
         step: "dispatch.inter", "dispatch.intra", "combine.intra", "combine.inter"; global mode "dispatch", "combine".
@@ -167,8 +167,8 @@ def _count_bytes(topology: Topology, transfer: Transfer) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """These index arrays say what one rank sends, holds and computes. The rank has N tokens of its own, sends S rows,
-    then holds G rows, sends C copies of them, and computes M copies.
+    """These index arrays say what one rank sends, holds and computes. The rank has N tokens of its own and sends S
+    rows; it then holds G rows, sends C copies of these rows, and computes M copies.
 
     Attributes:
         send_token: [S] own token of each row, in the order the rows enter the inter-node step (by destination node in
@@ -217,7 +217,7 @@ class Plan:
 
     @property
     def combine(self) -> tuple[Transfer, ...]:
-        """Return the combine steps, in order."""
+        """Return the steps of the combine, which sends results back, in order."""
         return tuple(step.returning() for step in reversed(self.dispatch))
 
     @property

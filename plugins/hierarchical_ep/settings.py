@@ -1,5 +1,5 @@
-"""This module reads `plugins.hierarchical_ep` of a recipe. It returns the values with which a rank's experts are built,
-and checks that the device can sort as many rows as could meet on a rank. It is pure Python.
+"""This module reads `plugins.hierarchical_ep` of a recipe. The module returns the values with which a rank's experts
+are built, and checks that the device can sort as many rows as could meet on a rank. The module is pure Python.
 
 `Part` is topology, mode and chunks. `largest_sorts` says how many rows can meet at one rank, and `check_room`
 refuses more than its device can sort.
@@ -30,7 +30,7 @@ def uncut(batch: int, config: Any) -> list[np.ndarray]:
 
 
 def _no_slices(config: Any):
-    raise AssertionError("the number of tokens of a rank is not known, so they cannot be cut")
+    raise AssertionError("the number of tokens on a rank is not known, so the tokens cannot be divided into chunks")
 
 
 def _no_order(chunks: int):

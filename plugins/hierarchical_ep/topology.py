@@ -18,7 +18,7 @@ DEVICES_PER_NODE = 8  # where a recipe has no `npu_nums_per_device`, as in MindF
 
 @dataclass(frozen=True)
 class Topology:
-    """This is one EP group.
+    """This describes one EP group: its ranks, their nodes and their experts.
 
     Attributes:
         nodes: machines that the group spans (oep).
@@ -134,7 +134,7 @@ def of_mesh(ep: int, devices_per_node: int, experts: int) -> Topology:
         divisors = [d for d in range(1, devices_per_node + 1) if devices_per_node % d == 0]
         raise RecipeError(
             f"hierarchical_ep: expert_parallel {ep} does not divide the {devices_per_node} devices of a node, so some "
-            f"EP groups would straddle two nodes; use one of {divisors}"
+            f"EP groups would lie on two nodes; use one of {divisors}"
         )
     if ep > devices_per_node:
         return Topology(ep // devices_per_node, devices_per_node, experts)

@@ -109,8 +109,8 @@ class TeleChat3MoeTemplate(WeightTemplate):
         missing = [name for name in wanted if not hf_state_dict.keys() >= set(self.mf_name_to_converter[name].hf_names)]
         if missing:  # looked at here: MindFormers' own words of it end in a TypeError
             raise CheckpointError(
-                f"{KEY}: the folder has no weights for {len(missing)} of the parameters of the recipe's "
-                f"model, such as {missing[0]}"
+                f"{KEY}: the folder lacks weights for {len(missing)} parameters of the recipe's model, such as "
+                f"{missing[0]}"
             )
         for name in wanted:
             cuts = tuple(self.network_tensor_info[name].axis_fragmentations or ())

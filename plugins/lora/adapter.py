@@ -174,7 +174,7 @@ def put_in(layers: list[Any], settings: Settings) -> None:
         if name in names:
             kind = ADAPTED.get(getattr(part, attribute))
             if kind is None:
-                raise RecipeError(f"{name} is built by {getattr(part, attribute)!r}, which {KEY} does not know")
+                raise RecipeError(f"{name} is built by {getattr(part, attribute)!r}, which {KEY} does not support")
             setattr(part, attribute, ModuleSpec(module=kind, params=options))
 
 

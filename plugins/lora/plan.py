@@ -1,5 +1,5 @@
-"""This module reads `plugins.lora`, and says which linear layers of a model get adapters, and what a merge of them is.
-Pure.
+"""This module reads `plugins.lora`, and says which linear layers of a model get adapters, and how adapters are merged
+into the weights. Pure.
 
 LoRA (Hu et al., 2021, arXiv 2106.09685) freezes a trained model and learns for a linear layer y = x W^T the product of
 two thin matrices: y = x W^T + (alpha / rank) x A^T B^T, with A [rank, inputs] and B [outputs, rank]. B begins with
@@ -37,7 +37,7 @@ def _targets(written: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """Which adapters are trained."""
+    """These settings say which adapters are trained."""
 
     KEY = KEY
     RIGHT = f"write {{rank: 16, alpha: 32}}, or {KEY}: False"

@@ -76,7 +76,7 @@ class Fusion(Section):
         """Raise RecipeError for operators that this level does not fuse."""
         key = f"{KEY}.disable"
         if self.disable and self.level == "off":
-            raise RecipeError("with level: off nothing is fused that could be disabled; leave disable out", key)
+            raise RecipeError("level: off fuses nothing, so no fusion can be disabled; leave disable out", key)
         for name in self.disable:
             if name in CUBE and self.level == "vector":
                 raise RecipeError(

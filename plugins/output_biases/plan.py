@@ -37,16 +37,24 @@ def read(settings: Any, model: Mapping[str, Any]) -> None:
     """
     Settings.read(settings)
     if (found := model.get("model_type")) != MODEL_TYPE:
-        wrong = f"{KEY} is for dense models with grouped-query attention ({MODEL_TYPE!r}), not for {found!r}"
-        raise RecipeError(f"{wrong}; write {KEY}: False", f"{MODEL}.model_type")
+        raise RecipeError(
+            f"{KEY} is for dense models with grouped-query attention ({MODEL_TYPE!r}), not for {found!r}; write "
+            f"{KEY}: False",
+            f"{MODEL}.model_type",
+        )
     if model.get("n_routed_experts"):
         raise RecipeError(
             f"experts have no bias, and {KEY} is for dense models; write {KEY}: False", f"{MODEL}.n_routed_experts"
         )
     if model.get("add_bias_linear") is not True:
-        wrong = f"{model.get('add_bias_linear')!r} gives no linear layer a bias, and {KEY} leaves some of them out"
-        raise RecipeError(f"{wrong}; write True, {OFF}", f"{MODEL}.add_bias_linear")
+        raise RecipeError(
+            f"{model.get('add_bias_linear')!r} gives no linear layer a bias, and {KEY} leaves some of the biases out; "
+            f"write True, {OFF}",
+            f"{MODEL}.add_bias_linear",
+        )
     for key in QKV:
         if model.get(key):
-            wrong = f"{model[key]!r} gives queries, keys and values a bias, which {KEY} leaves out"
-            raise RecipeError(f"{wrong}; write False, {OFF}", f"{MODEL}.{key}")
+            raise RecipeError(
+                f"{model[key]!r} gives queries, keys and values a bias, which {KEY} leaves out; write False, {OFF}",
+                f"{MODEL}.{key}",
+            )

@@ -40,10 +40,11 @@ def read(settings: Any, loader: Mapping[str, Any]) -> bool:
     """
     Settings.read(settings)
     if loader.get("type") != "HFDataLoader" or loader.get("streaming"):
-        wrong = (
-            f"it only mends the {PACKING} of an HFDataLoader that does not stream, and this recipe has another loader"
+        raise RecipeError(
+            f"the plugin corrects only the {PACKING} of an HFDataLoader that does not stream, but this recipe has "
+            "another loader; take the plugin out",
+            KEY,
         )
-        raise RecipeError(f"{wrong}; take the plugin out", KEY)
     entries = loader.get("handler")
     handlers = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
     types = [str(entry.get("type")) for entry in handlers]
@@ -132,7 +133,7 @@ def _check(tokens: Sequence[int], labels: Sequence[int], number: int, ignore: in
         if label not in (ignore, after):
             raise DataError(
                 f"{LOADER}.data_files: conversation {number}: the label at token {place} is {label}, but the next "
-                f"token is {after}: {KEY} knows only handlers whose label is the next token or ignored"
+                f"token is {after}: {KEY} supports only handlers in which each label is the next token or ignored"
             )
 
 

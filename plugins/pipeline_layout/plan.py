@@ -85,7 +85,10 @@ def parse(text: str) -> list[str]:
             )
         if letter not in LETTERS and letter != "|":
             known = ", ".join(f"{key} {name}" for key, name in LETTERS.items())
-            raise RecipeError(f"layout {text!r}: unknown symbol {letter!r}, expected {known}, or | between chunks")
+            raise RecipeError(
+                f"layout {text!r}: the symbol {letter!r} is unknown; a layout consists of {known}, with | between "
+                "chunks"
+            )
     return unrolled.split("|")
 
 
@@ -116,7 +119,10 @@ def counts_of(text: str, stages: int) -> tuple[Counts, int]:
                 f"{last}, and MindFormers runs MTP in that chunk"
             )
         if "t" not in chunk and 0 < index < len(chunks) - 1:
-            raise RecipeError(f"layout {text!r}: chunk {index} holds no decoder layer; only the first and the last may")
+            raise RecipeError(
+                f"layout {text!r}: chunk {index} holds no decoder layer; only the first and the last chunk may be "
+                "without one"
+            )
     decoders = [chunk.count("t") for chunk in chunks]
     return [decoders[first : first + stages] for first in range(0, len(chunks), stages)], text_count(chunks, "m")
 

@@ -103,7 +103,7 @@ def write_seal(
     known: Mapping[str, str] = MappingProxyType({}),
     made: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
-    """Seal atomically what rank `rank` wrote into `folder`. Return the seal's path.
+    """Seal atomically what rank `rank` wrote into `folder`. Return the path of the written seal.
 
     Args:
         folder: of one iteration.
@@ -138,7 +138,9 @@ def write_seal(
 
 
 def write_refusal(folder: Path, rank: int, reason: str) -> Path:
-    """Write atomically, instead of a seal, why no run may go on from this checkpoint. Return the file's path."""
+    """Write atomically, instead of a seal, why no run may go on from this checkpoint. Return the path of the written
+    file.
+    """
     return _write({"rank": rank, "refused": reason}, folder, rank)
 
 
@@ -234,7 +236,7 @@ def _complete(folder: Path) -> bool:
 
 
 def made(folder: Path) -> dict[str, Any]:
-    """Return how a checkpoint was made, see `write_seal`; empty if it does not say, or has no readable seal."""
+    """Return how a checkpoint was made (see `write_seal`); the result is empty if no readable seal states it."""
     try:
         seal = _read_seal(folder, 0)
         return {key: seal[key] for key in ("attempt", "skipped") if key in seal}
@@ -298,7 +300,7 @@ def newest_of_rank(root: Path, rank: int) -> Path | None:
 
 
 class RefusedError(Exception):
-    """A rank has recorded why no run may go on from its checkpoint."""
+    """A rank has recorded why no run may continue from its checkpoint."""
 
 
 def _read_seal(folder: Path, rank: int) -> dict:

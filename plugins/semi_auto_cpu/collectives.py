@@ -81,7 +81,7 @@ class Calls:
         self._on = False
 
     def begin(self) -> None:
-        """Start to record calls."""
+        """Start to record the calls of collectives."""
         self._calls, self._on = [], True
 
     def add(
@@ -103,7 +103,7 @@ class Calls:
         self._calls.append(CallRecord(op, ranks, size, shape, dtype, peer, sr_tag))
 
     def end(self) -> list[CallRecord]:
-        """Return the recorded calls, in order."""
+        """Return the recorded calls of collectives, in order."""
         self._on = False
         return self._calls
 
@@ -137,9 +137,8 @@ class Disturbance:
         faults = [match for word in words if (match := _FAULT.fullmatch(word))]
         if len(settings) + len(faults) + self.synchronous != len(words):
             raise ClusterError(
-                f"{VARIABLE}={text!r}: write any of these words, separated by spaces: delay=MS, seed=N, synchronous, "
-                "and drop:OP, skip:OP or reverse:OP, each with :CALL, @RANK or both after OP if only that call or "
-                "rank is meant"
+                f"{VARIABLE}={text!r}: the value must be words separated by spaces: delay=MS, seed=N, synchronous, "
+                "drop:OP, skip:OP or reverse:OP; :CALL or @RANK after OP chooses only one call or one rank"
             )
         self._most = int(settings.get("delay", 0)) / 1000
         self._random = random.Random(f"{settings.get('seed', 0)} {rank}")
@@ -223,8 +222,8 @@ class Groups:
             )
         if len(set(members)) != len(members) or max(members) >= self.ranks.devices:
             raise ClusterError(
-                f"{operator}: group {name!r} of ranks {list(members)} is not possible: a rank stands twice or is not "
-                f"one of the {self.ranks.devices} processes"
+                f"{operator}: group {name!r} of ranks {list(members)} is not possible: a rank is listed twice or is "
+                f"not one of the {self.ranks.devices} processes"
             )
         return members
 
@@ -303,7 +302,7 @@ class Collectives:
         self._locks: dict[tuple[int, ...], threading.Lock] = {}
 
     def run(self, name: str, attrs: Attrs, inputs: Arrays, outputs: Arrays, record: bool = True) -> None:
-        """Take part in one collective.
+        """Take part in one collective as this rank.
 
         Args:
             name: one of `NAMES`.
@@ -362,7 +361,7 @@ class Collectives:
         place = int(attrs["dest_rank" if name == "Send" else "src_rank"])
         if not 0 <= place < len(members) or members[place] == self.mesh.rank:
             told = f"rank {self.mesh.rank}, {name} in group {attrs['group']!r} of ranks {list(members)}"
-            raise ClusterError(f"{told}: index {place} in the group is not that of another member")
+            raise ClusterError(f"{told}: the index {place} is not that of another member of the group")
         peer = members[place]
         fault = self._test.begin(name)
         if record:

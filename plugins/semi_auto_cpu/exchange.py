@@ -97,7 +97,7 @@ class Meeting:
 
     @property
     def size(self) -> int:
-        """Return the number of members."""
+        """Return the number of members of the group."""
         return len(self.members)
 
     @property
@@ -159,8 +159,8 @@ def all_reduce(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 
 def all_gather(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Write into `outputs` the tensors of all members, concatenated along axis 0. Further inputs (of
-    `_MicroStepAllGather`) are ignored.
+    """Write into `outputs` the tensors of all members, concatenated along axis 0. Further inputs, which
+    `_MicroStepAllGather` has, are ignored.
     """
     for x, out in zip(inputs, outputs, strict=False):
         _fits(meeting, out, x.size * meeting.size)
@@ -198,8 +198,8 @@ def all_to_all(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 
 def all_to_all_v(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Send each member as many blocks as the second input says; receive as many as the third input says. Zeros follow
-    the received blocks.
+    """Send each member as many blocks as the second input says; receive as many as the third input says. The rest of
+    the output is filled with zeros.
     """
     block = int(attrs.get("block_size", 1))
     x, out = _flat(inputs[0]), _result(outputs[0])
@@ -214,7 +214,7 @@ def all_to_all_v(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays
             told = f"rank {member} sends {part.size} elements, but the receive counts say {count}"
             raise ClusterError(f"{meeting.where}: {told} (a block has {block} elements)")
     if sum(due) > out.size:
-        raise ClusterError(f"{meeting.where}: {sum(due)} elements arrive, but the output has room for {out.size}")
+        raise ClusterError(f"{meeting.where}: {sum(due)} elements arrive, but the output has room for only {out.size}")
     for target, part in zip(_pieces(out, list(accumulate(due))), parts, strict=True):
         target[...] = part
     out[sum(due) :] = 0
@@ -235,7 +235,7 @@ def broadcast(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -
 
 
 def barrier(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Wait for all members."""
+    """Wait until all members of the group have called this."""
     meeting.swap([np.empty(0, np.uint8)] * meeting.size, "nothing")
     if inputs and outputs:
         _result(outputs[0])[...] = _flat(inputs[0])
@@ -267,8 +267,8 @@ def _counts(meeting: Meeting, numbers: np.ndarray, block: int) -> list[int]:
     counts = (np.asarray(numbers, np.int64).reshape(-1) * block).tolist()
     if len(counts) != meeting.size or min(counts) < 0:
         raise ClusterError(
-            f"{meeting.where}: counts {np.asarray(numbers).tolist()} must be one number of at least 0 for each of "
-            f"{meeting.size} members"
+            f"{meeting.where}: counts {np.asarray(numbers).tolist()} must be a list with one number, 0 or more, for "
+            f"each of the {meeting.size} members"
         )
     return counts
 

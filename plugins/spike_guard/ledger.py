@@ -46,7 +46,7 @@ def count(skipped: Ranges) -> int:
 
 def original(position: int, skipped: Ranges) -> int:
     """Return the number of the sample that the run trains at `position`, counted without the skipped samples. `skipped`
-    must be normalised by `normal`.
+    must be a list of ranges that `normal` has returned.
     """
     for first, stop in skipped:
         if position < first:
@@ -101,8 +101,8 @@ def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence
 
 @dataclass(frozen=True)
 class Entry:
-    """This records that a run goes back. `step` is the step of the spike, `first` the first step whose samples are left
-    out, and `samples` are the ranges that `skip` returns.
+    """This records that a run goes back to an earlier checkpoint after a spike. `step` is the step of the spike,
+    `first` the first step whose samples are left out, and `samples` are the ranges that `skip` returns.
     """
 
     step: int
@@ -142,13 +142,13 @@ def read_ledger(run_dir: str | Path) -> list[Entry]:
 
 
 def write_ledger(run_dir: str | Path, entries: Sequence[Entry]) -> None:
-    """Write all entries, atomically."""
+    """Write all entries of `skipped.json` atomically."""
     write_whole(ledger_file(run_dir), {"skipped": [asdict(entry) for entry in entries]})
 
 
 def add_entry(run_dir: str | Path, entry: Entry) -> None:
-    """Add `entry` to the current entries, unless another rank has added it. A rank that comes late removes no entry of
-    another rank.
+    """Add `entry` to the current entries, unless another rank has added it. A rank that writes later than others does
+    not remove their entries.
     """
     entries = read_ledger(run_dir)
     if not any((each.step, each.samples) == (entry.step, entry.samples) for each in entries):

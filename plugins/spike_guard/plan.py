@@ -106,19 +106,27 @@ def check(recipe: Mapping[str, Any]) -> Settings:
     """
     settings = read(value_at(recipe, KEY))
     if value_at(recipe, f"{_LOADER}.type") != LOADER:
-        wrong = f"{KEY} leaves out samples of {LOADER}, not of {value_at(recipe, f'{_LOADER}.type')!r}"
-        raise RecipeError(f"{wrong}; leave the plugin out", f"{_LOADER}.type")
+        raise RecipeError(
+            f"{KEY} leaves out samples of {LOADER}, not of {value_at(recipe, f'{_LOADER}.type')!r}; leave the plugin "
+            "out",
+            f"{_LOADER}.type",
+        )
     if value_at(recipe, f"{_LOADER}.shuffle"):
-        raise RecipeError(f"with True, {KEY} cannot know which samples a step has; write False", f"{_LOADER}.shuffle")
+        raise RecipeError(
+            f"if the data is shuffled, {KEY} cannot tell which samples a step reads; write False", f"{_LOADER}.shuffle"
+        )
     graph_mode_only(recipe, KEY)
     if (value_at(recipe, "runner_config.epochs") or 1) != 1:
-        again = "if samples are left out of the first pass, a second pass would begin elsewhere"
         raise RecipeError(
-            f"{again} ({KEY}); write 1, and ask for more samples with {_LOADER}.sizes", "runner_config.epochs"
+            f"if {KEY} leaves samples out of the first epoch, the second epoch would not begin at the first sample; "
+            f"write 1, and ask for more samples with {_LOADER}.sizes",
+            "runner_config.epochs",
         )
     if (value_at(recipe, "runner_config.sink_size") or 1) > 1:
         raise RecipeError(
-            f"{KEY} must see the loss of every step, but sees only one of each sink; write 1", "runner_config.sink_size"
+            f"{KEY} needs the loss of every step, but with a larger value MindFormers reports one loss for several "
+            "steps; write 1",
+            "runner_config.sink_size",
         )
     if (value_at(recipe, "plugins.finite_loss.stop_after") or 1) != 1:
         raise RecipeError(

@@ -48,7 +48,8 @@ def enable(config, settings) -> None:
 
 
 class Record:
-    """This is one rank's record. Its file has a line for the start and one for each recorded step.
+    """This writes the record of one rank. The file has a line for the start of the run and a line for each recorded
+    step.
 
     Args:
         config: of the run. steps: how many of this part of the run are recorded.
@@ -99,7 +100,7 @@ class Record:
                 network.set_train(True)
 
     def end(self, params, step: int, learning_rate: float | None) -> None:
-        """Note what a step did; the routers' counters are still those of the step."""
+        """Prepare the line of a step: its updates, and the routers' counters, which still count this step."""
         if self.left <= 0:
             return
         self.left -= 1
@@ -129,7 +130,7 @@ class Record:
         self.before = now
 
     def complete(self, params) -> None:
-        """Write the last step's line, with what all callbacks have left for the next step."""
+        """Write the line of the last step, with the state that all callbacks have left for the next step."""
         if self.line is None:
             return
         now = _arrays(params)
@@ -143,19 +144,19 @@ def _recording(monitor: Any, record: Record):
 
     class StepRecordMonitor(monitor):
         def on_train_begin(self, run_context):
-            """Record the start."""
+            """Record the state in which this part of the run begins."""
             super().on_train_begin(run_context)
             params = run_context.original_args()
             record.begin(params, self._done_before(params))
 
         def on_train_step_begin(self, run_context):
-            """Complete the line of the step before."""
+            """Complete the line of the previous step."""
             record.complete(run_context.original_args())
             record.forward(run_context.original_args())
             super().on_train_step_begin(run_context)
 
         def on_train_step_end(self, run_context):
-            """Log the step, then note what it did."""
+            """Log the step, then record what it changed."""
             super().on_train_step_end(run_context)
             params = run_context.original_args()
             rate = getattr(self, "learning_rate", None)
@@ -167,7 +168,7 @@ def _recording(monitor: Any, record: Record):
             return params.get("initial_step") or self.initial_step
 
         def on_train_end(self, run_context):
-            """Complete the last line."""
+            """Complete the line of the last step."""
             record.complete(run_context.original_args())
             super().on_train_end(run_context)
 

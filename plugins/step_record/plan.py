@@ -1,5 +1,5 @@
 """This module computes what a rank records of a training step for `tc3 accuracy diagnose`: digests of the samples, and
-numbers of weights, gradients, optimizer and routers. The module uses only Python and NumPy.
+sizes of weights, gradients, optimizer and routers. The module uses only Python and NumPy.
 
 In one CPU process the first recorded step also has a sketch of every module's output, computed in PyNative from the
 step's batch, and, of a small model, the weights and the batch themselves, from which anybody can compute them again.
@@ -37,7 +37,7 @@ _PROJECTIONS = 4
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """This says how much of a run is recorded."""
+    """This setting says how many steps of a run are recorded."""
 
     KEY = KEY
     RIGHT = f"write `steps: 3` under it, or {KEY}: False"

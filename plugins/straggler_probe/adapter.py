@@ -28,7 +28,7 @@ relies_on(model.Model._train_dataset_sink_process, "for inputs in dataset_helper
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class StragglerProbe(Callback):
-    """This records probes of this rank, see `watch.Watch`.
+    """This callback records probes of this rank (see `watch.Watch`).
 
     Args:
         settings: `plugins.straggler_probe.watch.Settings`. device: its type. run_dir: the run's folder.
@@ -39,7 +39,7 @@ class StragglerProbe(Callback):
         self.settings, self.device, self.run_dir = settings, device, run_dir
 
     def on_train_begin(self, run_context):
-        """Prepare the work, which compiles on an NPU, and find how many steps were made before."""
+        """Prepare the work of the probe, which must be compiled on an NPU, and find how many steps were made before."""
         params = run_context.original_args()
         monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
         self.done = monitors[0].initial_step or 0 if monitors else 0
@@ -50,11 +50,11 @@ class StragglerProbe(Callback):
         )  # fmt: skip
 
     def on_train_step_begin(self, run_context):
-        """Note that the batch has arrived."""
+        """Record that the batch of the step has arrived."""
         self.watch.begin()
 
     def on_train_step_end(self, run_context):
-        """Probe if a probe is due."""
+        """Probe this rank if a probe is due after this step."""
         self.watch.end(self.done + run_context.original_args().cur_step_num)
 
 

@@ -1,4 +1,4 @@
-"""This module finds which ranks are slower than their peers, and by how much. It is pure Python and NumPy.
+"""This module finds which ranks are slower than their peers, and by how much. The module uses only Python and NumPy.
 
 Peers are ranks of one group, such as a pipeline stage, with the same type of device and the same work in a probe. Four
 measures of a rank are compared with those of its peers at the same step (`KINDS`):
@@ -84,7 +84,7 @@ FLOORS_ON_CPU: dict[Kind, float] = {"device": 0.75, "data": 0.25, "host": 0.35, 
 
 class Level(NamedTuple):
     """This is one limit of the sequential test, in standard deviations of the noise. `usual` is the largest share of a
-    healthy rank's probes that lies above it, and `slow` the share of a slow rank's probes.
+    healthy rank's probes that lies above the limit, and `slow` is the share for a slow rank.
     """
 
     limit: float
@@ -107,7 +107,7 @@ def threshold(tests: int, probes: int, alarm: float) -> float:
 
 def ratios(values: np.ndarray, limit: float, level: Level) -> np.ndarray:
     """Return ln L [K, N], the logarithm of the likelihood ratio of a slow to a healthy rank, for each of `values` [K,
-    N] (K probes, N ranks); 0 where a value is missing (NaN).
+    N] (K probes, N ranks); the result is 0 where a value is missing (NaN).
     """
     above = math.log(level.slow / level.usual)
     below = math.log((1 - level.slow) / (1 - level.usual))

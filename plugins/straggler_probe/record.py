@@ -21,7 +21,7 @@ _START, _END = "probe_", ".jsonl"
 
 @dataclass(frozen=True)
 class Record:
-    """This is one probe of one rank, and what happened since the probe before it. Times are seconds.
+    """This is one probe of one rank, and what happened since the probe before it. All times are in seconds.
 
     Args:
         step: after which it was made. device: type of device, as in `context.device_target`.

@@ -26,7 +26,7 @@ _NUMBERS, _PASSES = 1 << 15, 24  # 128 KiB, which stay in a core's own cache: so
 
 def device_products(side: int = DEVICE_SIDE) -> Callable[[], float]:
     """Return a function that multiplies float16 matrices by MindSpore on the device of this process and returns the
-    GFLOP that it computed. It has never run on an NPU.
+    GFLOP that it computed. This function has never run on an NPU.
     """
     import mindspore as ms
 
@@ -111,12 +111,12 @@ class Watch:
         self.steps, self.data = 0, 0.0
 
     def begin(self) -> None:
-        """Note that a step begins, because its batch has arrived."""
+        """Record that a step begins, because its batch has arrived."""
         if self.left is not None:
             self.data += time.perf_counter() - self.left
 
     def end(self, step: int) -> None:
-        """Note that step number `step`, counted from 1, has ended; probe when a probe is due."""
+        """Record that step number `step`, counted from 1, has ended; probe if a probe is due."""
         self.steps += 1
         if self.before is None or step % self.settings.every == 0:
             now = _clocks()

@@ -84,7 +84,9 @@ def positions(config, yarn: Yarn) -> Iterator[Any]:
 
 
 def scale(model, factor: float) -> None:
-    """Multiply cos and sin of every attention layer of `model` (a GPTModel) by `factor`, and leave the angles alone."""
+    """Multiply cos and sin of every attention layer of `model` (a GPTModel) by `factor`, and leave the angles
+    unchanged.
+    """
     model.rotary_pos_emb.mscale = 1.0
     for _, cell in list(model.cells_and_names()):
         if isinstance(cell, ApplyRotaryPosEmb):

@@ -28,7 +28,7 @@ NUMBERS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """The plugin's settings; frequencies are described by `model.model_config.rope_scaling`."""
+    """This setting chooses the attention factor; frequencies are described by `model.model_config.rope_scaling`."""
 
     KEY = KEY
     RIGHT = "write {attention_factor: standard} or {attention_factor: telechat3}, or False"
@@ -78,7 +78,7 @@ def attention_factor(kind: str, factor: float, mscale: float = 1.0) -> float:
 
 
 def read(settings: Any, model: Mapping[str, Any]) -> Yarn:
-    """Return what a recipe says of YaRN.
+    """Return the parameters of YaRN that a recipe gives.
 
     Args:
         settings: the recipe's `plugins.yarn`. model: its `model.model_config`.

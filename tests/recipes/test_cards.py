@@ -215,7 +215,7 @@ def test_only_yaml_beside_the_catalogue():
         (
             "isolation: checked",
             "isolation: done",
-            "host_measures.isolation: 'done' is not a role; write one of applied, checked",
+            "host_measures.isolation: 'done' is not a valid value; write one of applied, checked",
         ),
         ("idle_threshold:", "idle_treshold:", "no such key (did you mean 'idle_threshold'?)"),
         ("    child: pretrain_4k_acc", "    child: pretrain_8k_acc", "does not exist beside the card"),

@@ -47,7 +47,10 @@ _SHOWN = 10  # differences of a rank
     default="L0",
     show_default=True,
     type=click.Choice(LEVELS),
-    help="msprobe's level: L0 dumps cells, L1 functions, mix both, L2 the kernels of the compiled graph.",
+    help=(
+        "Level of msprobe: L0 dumps cells, L1 dumps functions, mix dumps both, and L2 dumps the kernels of the "
+        "compiled graph."
+    ),
 )
 @click.option(
     "--task",
@@ -93,10 +96,10 @@ def dump(
 @click.option(
     "--promoted",
     is_flag=True,
-    help="Do not report it as a finding where GOLDEN was computed in a wider data type than BENCH.",
+    help="Do not report as a finding that GOLDEN was computed in a wider data type than BENCH.",
 )
 def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bool, promoted: bool) -> None:
-    """Compare the dump BENCH with the dump GOLDEN, tensor by tensor, and name the first that diverges.
+    """Compare the dump BENCH with the dump GOLDEN, tensor by tensor, and name the first tensor that diverges.
 
     Every tensor is judged by the report's Table 2, by data type and accumulation count. A difference of values, shape
     or data type, a factor that scales a whole tensor, a weight's update that is not the same, a call that only one side
@@ -206,7 +209,7 @@ class DtypeName(click.ParamType):
     name = "dtype"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the full name."""
+        """Return the full name of the data type."""
         if value not in [*NAMES, *NAMES.values()]:
             hint = did_you_mean(value, [*NAMES, *NAMES.values()])
             self.fail(f"unknown data type {value!r}, expected one of {', '.join(NAMES)}{hint}", param, ctx)
@@ -229,7 +232,9 @@ for each in (align, dump, compare, equivalence_command, collectives_command, fus
     "dtypes",
     multiple=True,
     type=DtypeName(),
-    help="Data type to test: fp32, fp16 or bf16, by default all three; hf32 can be tested only without these.",
+    help=(
+        "Data type to test: fp32, fp16 or bf16, by default all three; hf32 cannot be tested together with other types."
+    ),
 )
 @click.option(
     "--reruns",
@@ -310,7 +315,7 @@ def _pairs(names: tuple[str, ...], dtypes: tuple[str, ...]):
     pairs = [(spec, dtype) for spec in chosen for dtype in dtypes if dtype in spec.dtypes]
     if not pairs:
         raise click.UsageError(
-            f"{', '.join(names) or 'no operator'}: there is no test in {', '.join(dtypes)}; --list shows the types "
-            "of each operator"
+            f"{', '.join(names) or 'no operator'}: there is no test in the data types {', '.join(dtypes)}; --list "
+            "shows the types of each operator"
         )
     return pairs

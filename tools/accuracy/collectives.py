@@ -111,7 +111,7 @@ class Verdict:
 
 
 def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
-    """Compile every rank of a run's own recipe, and compare.
+    """Compile every rank of a run's own recipe, and compare the collectives.
 
     Args:
         run_dir: of `tc3 train`. at_once: compiles at a time; as many as fit where it is None.

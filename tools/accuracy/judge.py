@@ -80,7 +80,7 @@ FILE = Path(__file__).with_name("tolerance.yaml")
 
 @cache
 def table() -> dict[str, Any]:
-    """Return the file's content: columns, alias, systematic, lower_bound."""
+    """Return the content of tolerance.yaml: columns, alias, systematic, lower_bound."""
     return yaml.safe_load(FILE.read_text("utf-8"))
 
 

@@ -16,7 +16,7 @@ def check_page(page: Path | None, option: str = "--html") -> None:
         _check_folder(page, option)
         return
     if not page.is_file():
-        raise DataError(f"{option} {page}: this exists, but is not a file; choose another name")
+        raise DataError(f"{option} {page}: this path exists, but is not a file; choose another name")
     with page.open("rb") as file:
         if file.read(len(BEGINS)) not in (BEGINS.encode(), b""):
             raise DataError(

@@ -1,5 +1,5 @@
-"""This module finds which plugins work with each other and with which kinds of parallelism. For every pair it says what
-the result is and which check or run has shown it.
+"""This module finds which plugins work with each other and with which kinds of parallelism. For every pair the module
+says whether it can be combined, and which check or run has shown this.
 
     python -m tools.accuracy.together          # rewrite docs/together.md
 
@@ -105,8 +105,8 @@ PLUGINS: Mapping[str, Plugin] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """This is the result for one pair: `how` is one of the module's five words, and `by` is the reason or what has
-    shown it.
+    """This says whether one pair can be combined: `how` is one of the five words that the module defines, and `by` is
+    the reason or what has shown it.
     """
 
     one: str
@@ -122,12 +122,12 @@ def pairs() -> Iterator[tuple[str, str]]:
 
 
 def cells() -> list[Cell]:
-    """Return every pair with its result."""
+    """Return for every pair whether it can be combined, and what has shown it."""
     return [cell(*pair) for pair in pairs()]
 
 
 def cell(one: str, other: str) -> Cell:
-    """Return the result of one pair."""
+    """Return for one pair whether it can be combined, and what has shown it."""
     if found := check_recipe(recipe_of(one, other)).errors:
         return Cell(one, other, REFUSED, f"{found[0].key}: {found[0].wrong}")
     for how, by, has in shown():
@@ -254,7 +254,8 @@ def page(found: list[Cell]) -> str:
     parts = [_INTRO]
     for title, others in (("Plugins with plugins", list(PLUGINS)), ("Plugins with kinds of parallelism", list(KINDS))):
         numbers = {name: str(number) for number, name in enumerate(others, 1)}
-        parts.append(f"## {title}\n\n" + ", ".join(f"{number} {name}" for name, number in numbers.items()) + "\n")
+        named = ", ".join(f"{number} {name}" for name, number in numbers.items())
+        parts.append(f"## {title}\n\nThe columns are {named}.\n")
         rows = []
         for name in PLUGINS:
             signs = [_MARKS[known[pair].how] if (pair := frozenset((name, other))) in known else "" for other in others]

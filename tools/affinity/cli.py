@@ -24,8 +24,8 @@ _MARKS = digits + ascii_lowercase
 
 
 def isolation(plan: Plan) -> list[tuple[str, str]]:
-    """Return (purpose, command) for each command that keeps other processes off the workers' cores. The commands need
-    root. The list is empty if no core is left for the system.
+    """Return (purpose, command) for each command that keeps other processes off the workers' cores. These commands need
+    root permission. The list is empty if no core is left for the system.
     """
     workers = [core for worker in plan.workers for core in worker.cores]
     interrupts = [core for cores in plan.interrupts.values() for core in cores]
@@ -75,7 +75,7 @@ def picture(plan: Plan) -> str:
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def affinity(recipe: Path | None, workers: int | None, root: Path, bind_file: Path | None, as_json: bool) -> None:
     """Plan which cores each worker gets. A worker's cores are near its NPU, are shared with no other worker and are
-    divided by role. RECIPE gives the number of workers.
+    divided by role. The number of workers is that of RECIPE.
 
     The command changes nothing. Exit code: 0 a plan was made, 2 something has to be mended first.
     """

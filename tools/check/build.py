@@ -83,7 +83,9 @@ def _inert(view: View, schema: Schema, built: Built, found: Findings) -> None:
 
 
 def same(written: Any, arrived: Any) -> bool:
-    """Return equality as a recipe's author sees it: 1 is 1.0, bf16 is bfloat16, a tuple is a list."""
+    """Return whether two values are equal to a recipe's author: 1 equals 1.0, bf16 equals bfloat16, a tuple equals a
+    list.
+    """
     if isinstance(written, (list, tuple)) and isinstance(arrived, (list, tuple)):
         return len(written) == len(arrived) and all(same(*pair) for pair in zip(written, arrived, strict=True))
     if isinstance(written, str) and isinstance(arrived, str):

@@ -49,7 +49,7 @@ LAYOUT = ".layout.yaml"  # what `offset: auto` of the recipe beside it stands fo
     is_flag=True,
     help="Check whether the recipe can run on this machine: missing data is then an error, not a warning.",
 )
-@click.option("--strict", is_flag=True, help="Refuse a recipe that has warnings, too.")
+@click.option("--strict", is_flag=True, help="Also refuse a recipe that has only warnings.")
 @unverified_option
 def check(
     recipes: tuple[Path, ...],

@@ -65,7 +65,8 @@ def later_than(root: Path, taken: Path) -> list[Path]:
 
 
 def set_aside(folder: Path, sure: Callable[[Path], bool] = lambda moved: True) -> Path | None:
-    """Rename an iteration so that it is no longer found as a checkpoint, and return its new path. Nothing is deleted.
+    """Rename an iteration so that it is no longer found as a checkpoint, and return its new path. The function deletes
+    nothing.
 
     None where it is gone, or where what was renamed is not the one that was meant (`sure` says so): who looked at it
     and was held up since may have found the next attempt's under its name. That one gets its name back.

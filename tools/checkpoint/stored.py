@@ -62,7 +62,7 @@ class Tensor:
 
     @property
     def part(self) -> tuple[int, ...]:
-        """Return the shape of a slice."""
+        """Return the shape of one slice of the tensor."""
         return tuple(length // count for length, count in zip(self.shape, self.cuts, strict=True))
 
     @property

@@ -82,7 +82,8 @@ def read_headers(file: Path) -> dict[str, Header]:
         if header.start != end or header.bytes != math.prod(header.shape) * _width(header, file, name):
             kind = f"{header.dtype} {list(header.shape)}, bytes {header.start} to {header.start + header.bytes}"
             raise CheckpointError(
-                f"{file}: this is not a complete safetensors file: {name} is {kind}, which do not fit together"
+                f"{file}: this is not a complete safetensors file: {name} is {kind}, but its type, its shape and its "
+                "place in the file do not fit together"
             )
         end += header.bytes
     if size != end:

@@ -81,8 +81,8 @@ class IndexWriter:
         return self._sha256.hexdigest()
 
     def add(self, lengths: np.ndarray, tokens: np.ndarray) -> None:
-        """Append whole documents. `lengths` is int32 [documents], the tokens of each document; `tokens` has the type
-        of the ids and is [sum of lengths].
+        """Append whole documents to `.bin`. `lengths` is int32 [documents], the tokens of each document; `tokens` has
+        the type of the ids and is [sum of lengths].
         """
         assert tokens.dtype == self.dtype and lengths.dtype == np.int32
         self._bin.write(tokens.data)
@@ -105,7 +105,7 @@ class IndexWriter:
             self._sync(stream)
 
     def close(self) -> None:
-        """Close `.bin` without finishing."""
+        """Close `.bin` without writing `.idx`."""
         self._bin.close()
 
     @staticmethod
@@ -273,7 +273,7 @@ def read_blend(data_path: Any) -> Blend:
         raise DataError(f"{data_path!r} gives weights to some prefixes only; give each prefix a weight, or none")
     if not all(math.isfinite(weight) and weight >= 0 for weight in known) or not sum(known):
         raise DataError(
-            f"{', '.join(words[::2])}: these weights are not shares of a whole; write finite numbers of zero or more"
+            f"{', '.join(words[::2])}: these weights cannot be shares of the data; write finite numbers of zero or more"
         )
     return Blend(words[1::2], known)
 

@@ -1,4 +1,4 @@
-"""This module handles the files that belong to one prefix. These files appear all at once or not at all.
+"""This module handles the files that belong to one prefix. The files of one prefix appear all at once or not at all.
 
 PREFIX.bin  PREFIX.idx  PREFIX.json          the training split
 PREFIX_heldout.bin  .idx  .json              the held-out split, if asked for
@@ -139,7 +139,7 @@ def check_prefix(prefix: Path, splits: tuple[str, ...], trains_tokenizer: bool, 
     for path in files:
         if os.path.isdir(path):
             raise DataError(
-                f"{path}: this is a folder, where a file of --output {prefix} would go; choose another --output"
+                f"{path}: this is a folder, but --output {prefix} writes a file with this name; choose another --output"
             )
     folders = [prefix.parent / tokenizer_name(prefix.name)] if trains_tokenizer else []
     found = [path for path in (*files, *folders) if os.path.lexists(path)] + _stale_split(prefix)

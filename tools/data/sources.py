@@ -162,7 +162,7 @@ class Corpus:
             yield from read(path, self.jsonl_key, skips)
 
     def measure(self) -> tuple[int, int]:
-        """Return the number of files and their bytes on disk. Missing inputs are found here."""
+        """Return the number of files and their bytes on disk. This function raises an error for missing inputs."""
         count = size = 0
         for path in self.files():
             count, size = count + 1, size + path.stat().st_size

@@ -123,7 +123,7 @@ def _train(backend: tokenizers.Tokenizer, texts: Iterable[str], trainer: Any) ->
 
 
 def load(folder: str | Path, eod_token: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face folder. Nothing is loaded from the network.
+    """Load the tokenizer of a Hugging Face folder. This function loads nothing from the network.
 
     eod_token: the token that ends a document; None takes the tokenizer's `eos_token`.
     Raises `DataError` when the folder is missing, is not a tokenizer, or names no end-of-document token.

@@ -96,7 +96,9 @@ Told = TypeVar("Told")
 
 
 class UntoldError(ValueError):
-    """A host does not provide what a check looks at. The check is then unknown, and the message says what was seen."""
+    """A host does not provide the facts that a check needs. The check is then unknown, and the message says what was
+    seen.
+    """
 
 
 def told(value: Told | None, otherwise: str) -> Told:

@@ -1,5 +1,5 @@
 """This module is the command `tc3 doctor`. The command says whether this host is fit to train, or which of many hosts
-is not.
+are not.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ MODULES = [module.__name__ for module in (host, devices)]  # the order of the re
 @click.option(
     "--nodes",
     type=click.Path(exists=True, path_type=Path),
-    help="Check the hosts that this file lists (in the form of tc3 train --script --nodes) by ssh; of a folder, "
-    "read the reports in its HOST.json files instead.",
+    help=(
+        "Check by ssh the hosts that this file lists, in the form of tc3 train --script --nodes; if a folder is "
+        "given, read the reports in its HOST.json files instead."
+    ),
 )
 @click.option(
     "--limit",

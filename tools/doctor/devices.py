@@ -66,7 +66,7 @@ def reserved_ports(patient: Patient) -> Answer:
     mend="ss -ltnp shows who listens; end it, or choose MASTER_PORT, HCCL_IF_BASE_PORT",
 )
 def free_ports(patient: Patient) -> Answer:
-    """Nobody listens on the ports that a launch needs; the scheduler's is chosen by tc3 train."""
+    """Nobody listens on the ports that a launch needs; tc3 train chooses the port of the scheduler."""
     tables = [patient.root.read(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
     if all(table is None for table in tables):
         return Answer("unknown", "/proc/net/tcp cannot be read")
@@ -238,7 +238,9 @@ def ascend_versions(root: Root) -> dict[str, str | None]:
     npu=True,
 )
 def ascend_software(patient: Patient) -> Answer:
-    """Driver and CANN are installed, and the driver supports the firmware. CANN's own needs are not known."""
+    """Driver and CANN are installed, and the driver supports the firmware. The check does not know which versions CANN
+    itself needs.
+    """
     found = ascend_versions(patient.root)
     seen = ", ".join(f"{name} {version}" if version else f"no {name} seen" for name, version in found.items())
     taken = _first_value(patient.root, _VERSION_FILES["driver"], "compatible_version_fw")

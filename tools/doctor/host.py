@@ -37,7 +37,7 @@ _WRITTEN, _SLOW = 4 << 20, 1.0  # bytes that are written, seconds that this may 
     mend="cpupower frequency-set -g performance",
 )
 def governor(patient: Patient) -> Answer:
-    """Cores run at their full clock."""
+    """Cores run at their full clock frequency."""
     found = {patient.root.read(path) or "?" for path in patient.root.find(f"{_CPU}/cpu[0-9]*/cpufreq/scaling_governor")}
     told(found or None, "no cpufreq: a virtual machine, or the firmware decides (then its power profile counts)")
     return Answer("ok" if found == {"performance"} else "fail", ", ".join(sorted(found)))
@@ -285,7 +285,7 @@ def clock(patient: Patient) -> Answer:
     mend="an output_dir with more room (--set output_dir=...)",
 )
 def disk(patient: Patient) -> Answer:
-    """There is room on the disk of the checkpoints."""
+    """The disk of the checkpoints has enough free space."""
     found = told(free_space(patient, str(patient.folder)), f"df does not show the file system of {patient.folder}")
     mount, _, free = found
     verdict: Verdict = "ok" if free >= _FREE else "fail" if free < _LEAST_FREE else "warn"

@@ -1,5 +1,5 @@
-"""This module finds the workers, links and disks that are slower than their peers, on one host or on many. The module
-has no side effects.
+"""This module finds the workers, links and disks that are slower than their peers, on one host or on many. The
+functions of this module have no side effects.
 
 `Probe` is the result of a probe, as in its JSON: lists hold one number for each round. `outliers` names slow workers,
 links and disks. `gate` says whether a run may start on probed hosts, for launches and restarts; `findings` gives the
@@ -158,8 +158,8 @@ def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, t
 
 
 def floors(measure: str, waited: Mapping[Key, float], on_cores: bool = False) -> dict[Key, float]:
-    """Return key -> the smallest difference from the centre, as a share, that counts as slow. It grows with the shares
-    of time for which the compared workers waited for a core.
+    """Return key -> the smallest difference from the centre, as a share, that counts as slow. This difference grows
+    with the shares of time for which the compared workers waited for a core.
     """
     centre, least = median_high(waited.values()), ON_CORES.get(measure, 0.0) if on_cores else 0.0
     return {

@@ -1,4 +1,5 @@
-"""This module probes this host. The probe measures workers in rounds, on the cores on which they would train.
+"""This module measures the speed of this host's workers. The probe measures the workers in rounds, on the cores on
+which they would train.
 
 In a round all workers multiply at once, then copy, then write; then the links, one at a time. So in each round every
 worker has the same neighbours, and a load of a few seconds disturbs the same rounds of all workers.
@@ -82,7 +83,7 @@ class Member:
     rest: bytes = field(default=b"", repr=False)
 
     def send(self, command: Mapping[str, Any]) -> None:
-        """Write a command. A worker that has ended is noticed when it does not answer."""
+        """Send a command to the worker. A worker that has ended is noticed when it does not answer."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -106,7 +107,7 @@ class Member:
 
 
 class Team:
-    """A `Team` holds workers on their seats. As a context manager it leaves no process behind."""
+    """A `Team` holds workers on their seats. When its context ends, a `Team` leaves no process behind."""
 
     def __init__(self, seats: Sequence[Seat]):
         self.seats = seats
@@ -255,7 +256,7 @@ class Course:
         self._note()
 
     def round(self) -> None:
-        """Run one round of every measure."""
+        """Run one round, in which every measure is taken once."""
         for index, (rate, waited, throttled) in self._all(do="matmul", seconds=MATMUL).items():
             row = self.workers[index]
             row["matmul"].append(rate)
@@ -296,8 +297,8 @@ class Course:
 
 
 def pairs(count: int) -> list[tuple[int, int]]:
-    """Return pairs of each worker with those 1, 2, 4, ... places further round a ring. These are all pairs for up to
-    five workers, and n log n pairs for many.
+    """Return pairs of each worker with those 1, 2, 4, ... places further round a ring. The function returns all pairs
+    for up to five workers, and about n log n pairs for n workers.
     """
     steps = [1 << power for power in range(count.bit_length()) if 1 << power <= count // 2]
     return sorted({(min(a, b), max(a, b)) for step in steps for a in range(count) for b in [(a + step) % count]})

@@ -131,7 +131,7 @@ def _send(connection: socket.socket, content: bytes) -> float:
     began = time.perf_counter()
     connection.sendall(len(content).to_bytes(8, "big") + content)
     if not connection.recv(1):
-        raise ConnectionResetError("the worker at the other end of this link has ended")
+        raise ConnectionResetError("the worker with which this worker exchanges data has ended")
     return time.perf_counter() - began
 
 

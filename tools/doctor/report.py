@@ -147,17 +147,18 @@ def read_report(text: str) -> Report:
         start = " ".join(text.split())[:60]
         raise ReportError(f"the text is not complete JSON: {start!r}..." if start else "the text is empty") from None
     if isinstance(data, list):
-        raise ReportError("the report is of an earlier tc3; update the checkout on that host")
+        raise ReportError("an earlier version of tc3 wrote this report; update the checkout on that host")
     facts = data.get("facts") if isinstance(data, dict) else None
     if not isinstance(facts, dict) or not all(isinstance(value, str | None) for value in facts.values()):
         raise ReportError("the JSON is not a report of tc3 doctor")
     if facts.get("tc3") != tool_version():
         raise ReportError(
-            f"the report is of tc3 {facts.get('tc3')}, but here is {tool_version()}; the two are not compared"
+            f"the report is of tc3 {facts.get('tc3')}, but this is tc3 {tool_version()}, and reports of different "
+            "versions are not compared"
         )
     findings, probe = data.get("findings"), data.get("probe")
     if not isinstance(findings, list) or not all(_has_form(item, Finding) for item in findings) or not _is_probe(probe):
-        raise ReportError("the report lacks a part: its findings or its probe cannot be read")
+        raise ReportError("the report is incomplete: its findings or its probe cannot be read")
     return Report([Finding(**item) for item in findings], facts, probe)
 
 

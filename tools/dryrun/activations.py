@@ -201,7 +201,7 @@ def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
 
 
 def added(modules: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return sums by module."""
+    """Return the sums of bytes by module."""
     found: Counter[str] = Counter()
     for own in modules:
         found.update(own)

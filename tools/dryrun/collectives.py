@@ -178,7 +178,7 @@ def _expand(name: str, bodies: dict[str, list[Collective | list[str]]], found: l
 
 
 def generated_groups(graph: GraphText) -> dict[str, tuple[int, ...]]:
-    """Ranks of the groups that C++ made up, which only some of their collectives state."""
+    """Return the ranks of each group that C++ made up; only some of a group's collectives state them."""
     stated = (attributes_of(node.text) for nodes in graph.graphs.values() for node in nodes if node.op in COLLECTIVES)
     return {
         str(attributes["group"]): tuple(map(int, ranks.split("-")))

@@ -181,7 +181,7 @@ class _Run:
         return True
 
     def result(self) -> dict[str, Any]:
-        """Return the compile's result."""
+        """Return the result of the finished compile."""
         if self.out.exists():
             return json.loads(self.out.read_text(encoding="utf-8"))
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()

@@ -53,7 +53,7 @@ _SUMMED = "accu_grads."
 
 
 class Way(NamedTuple):
-    """This is one way of a gradient from the operator that makes it to the optimizer.
+    """This is one path of a gradient from the operator that makes it to the optimizer.
 
     Args:
         collectives: (operator, ranks), the last one first.
@@ -88,7 +88,7 @@ def judge_gradients(
     rank: int,
 ) -> dict[str, dict[str, Any]]:
     """Return for each weight that the optimizer of `rank` has: {"verdict", "why", "copies", "scales", "norm"}, or
-    {"copy_of": another rank, "summed", "norm"}. The scales are for `tools.dryrun.scale.judge_scale`.
+    {"copy_of": another rank, "summed", "norm"}. `tools.dryrun.scale.judge_scale` judges the "scales".
 
     A weight that two stages hold (the embedding, which MTP layers use again on the last stage) is sent from one to the
     other at the start of each step, and the gradient of the copy is sent back. What the optimizer makes of the copy is
@@ -139,7 +139,8 @@ def seeds_of(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]
 def gradients_of(
     graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None], weights: Iterable[str]
 ) -> dict[str, list[Way]]:
-    """Return for each weight the ways of its gradient to the optimizer; none where the optimizer does not update it.
+    """Return for each weight the paths of its gradient to the optimizer; there are none if the optimizer does not
+    update the weight.
 
     Args:
         ranks_of: global ranks of a group, None where nobody knows them: `VirtualCluster.ranks_of`.
@@ -190,7 +191,7 @@ class _Walk:
                     self.called[called].append((name, listed(inside.rpartition(")")[0])))
 
     def of_weight(self, name: str) -> frozenset[Way]:
-        """The ways of the gradient into the weight's first moment, which takes it linearly."""
+        """Return the paths of the gradient into the weight's first moment, which depends on the gradient linearly."""
         found: set[Way] = set()
         for graph, node in self.writers[_FIRST_MOMENT + name]:
             found |= self.value(graph, arguments_of(node.head)[1], ())
@@ -232,7 +233,7 @@ class _Walk:
         return found
 
     def users(self, graph: str, number: int) -> list[int]:
-        """The operators of a subgraph that take the value of one of its operators."""
+        """Return the operators of a subgraph that read the result of its operator `number`."""
         if graph not in self.used:
             self.used[graph] = defaultdict(list)
             for place, node in enumerate(self.graph.graphs[graph]):
@@ -241,8 +242,8 @@ class _Walk:
         return self.used[graph][number]
 
     def norm_of(self, name: str) -> list[dict[str, Any]]:
-        """How the global norm counts a weight: for each square of its gradient the "divisor" of its sum, and the
-        "ranks" over which sums are added behind, one group after the other.
+        """Return how the global norm counts a weight: for each square of its gradient, the "divisor" of the sum, and
+        the "ranks" over which this sum is then added, one group after the other.
         """
         found = []
         for graph, number in self.squares(name):
@@ -264,15 +265,15 @@ class _Walk:
         return found
 
     def sent(self, name: str) -> list[tuple[int, Way]]:
-        """The global ranks to which the root sends a parameter of this name, each with the sums on the way there."""
+        """Return the global ranks to which the root graph sends this parameter, each with the path of the value."""
         return [(peer, way) for peer, way in self.transfers("Send") if way.start == name]
 
     def received(self, name: str) -> list[int]:
-        """The global ranks from which the root receives a parameter of this name."""
+        """Return the global ranks from which the root graph receives a parameter of this name."""
         return [peer for peer, way in self.transfers("Receive") if way.start == name]
 
     def transfers(self, op: str) -> list[tuple[int, Way]]:
-        """(peer, parameter of the root) of each Send or Receive that carries one; the way starts at its name."""
+        """Return (peer, path) for each Send or Receive of a parameter of the root graph; the path starts there."""
         nodes = self.graph.graphs[self.graph.root]
         found = []
         for node in nodes:
@@ -290,7 +291,7 @@ class _Walk:
         return found
 
     def value(self, graph: str, text: str, members: tuple[int, ...], reader: Node | None = None) -> frozenset[Way]:
-        """The ways into an argument of `reader`; `members`: the places in tuples that are meant, innermost first."""
+        """Return the paths into an argument of `reader`; `members`: places in nested tuples, innermost first."""
         if number := re.fullmatch(r"%(\d+)", text):
             return self.node(graph, int(number[1]), members)
         if parameter := _PARAMETER.fullmatch(text):
@@ -301,13 +302,13 @@ class _Walk:
         return frozenset((Way((), "" if zero else _CONSTANT),))
 
     def parameter(self, graph: str, place: str, name: str, members: tuple[int, ...]) -> frozenset[Way]:
-        """The ways into a subgraph's parameter, by its callers."""
+        """Return the paths into a subgraph's parameter, through the callers of the subgraph."""
         bound = [] if graph == self.graph.root else self.bound_to(graph, place)
         found = frozenset(way for at, text in bound for way in self.value(at, text, members))
         return found or frozenset((Way((), f"parameter {name}"),))
 
     def bound_to(self, graph: str, place: str) -> list[tuple[str, str]]:
-        """The arguments that stand for a subgraph's parameter, each with the subgraph that gives it."""
+        """Return the arguments that callers pass for a subgraph's parameter, each with the calling subgraph."""
         number = self.graph.parameters[graph].index(place)
         found = []
         for caller, arguments in [item for item in self.bound[graph] if item[0] != graph] or [("", [])]:
@@ -319,7 +320,7 @@ class _Walk:
         return found
 
     def summed(self, name: str, reader: Node | None) -> frozenset[Way]:
-        """The ways into what adds up micro-batches, as `reader` finds it; that it is set to zero again is none.
+        """Return the paths into the sum over micro-batches that `reader` reads; setting it to zero is no path.
 
         Without a sharded optimizer, its sum over ranks is assigned to it, and read again behind.
         """
@@ -336,7 +337,7 @@ class _Walk:
         return frozenset(found)
 
     def behind(self, node: Node, other: Node) -> bool:
-        """Whether an operator of the root needs another one to have run."""
+        """Return whether an operator of the root graph must run after another one."""
         nodes = self.graph.graphs[self.graph.root]
         last = next(place for place, each in enumerate(nodes) if each is other)
         todo, seen = list(node.operands), set[int]()
@@ -347,7 +348,7 @@ class _Walk:
         return last in seen
 
     def node(self, graph: str, number: int, members: tuple[int, ...]) -> frozenset[Way]:
-        """The ways into what one operator gives."""
+        """Return the paths into the result of one operator."""
         key = graph, number, members
         if key not in self.known:
             self.known[key] = frozenset()  # a circle adds nothing
@@ -384,7 +385,7 @@ class _Walk:
         return frozenset((Way((), node.op),))
 
     def tuple_members(self, graph: str, text: str) -> frozenset[Way]:
-        """The ways into all members of a tuple."""
+        """Return the paths into all members of a tuple."""
         number = re.fullmatch(r"%(\d+)", text)
         made = self.graph.graphs[graph][int(number[1])] if number else None
         if made is None or made.op != "MakeTuple":
@@ -393,7 +394,7 @@ class _Walk:
         return frozenset(way for ways in parts for way in ways)
 
     def arithmetic(self, graph: str, node: Node, arguments: list[str]) -> frozenset[Way]:
-        """The ways through a product with a number, or through a sum: into arguments as large as the result."""
+        """Return the paths through a product with a number, or a sum, into arguments as large as the result."""
         if node.op in SCALED and any(re.search(r"value=0\)$", argument) for argument in arguments):
             return frozenset((Way((), ""),))
         whole = self.as_large(node, arguments)
@@ -408,7 +409,7 @@ class _Walk:
 
     @staticmethod
     def as_large(node: Node, arguments: list[str]) -> list[str]:
-        """The arguments with as many elements as the result; no constants if others have them, too."""
+        """Return the arguments with as many elements as the result; leave out constants if others have as many."""
         size = math.prod(node.outputs[0].shape)
         types = listed(node.types[0][1:-1], "<([{", ">)]}")
         sizes = [math.prod(found[0].shape) if (found := tensors(text)) else 0 for text in types]
@@ -416,7 +417,7 @@ class _Walk:
         return [text for text in whole if text.startswith("%")] or whole
 
     def collective(self, node: Node) -> tuple[str, tuple[int, ...]]:
-        """A collective's operator, with what it does if it does not add, and its ranks."""
+        """Return the operator of a collective, with its reduction if that is not a sum, and its ranks."""
         attributes = attributes_of(node.text)
         group = str(attributes.get("group", ""))
         ranks = self.ranks_of(group) or self.generated.get(group)

@@ -159,8 +159,8 @@ def _parse(lines: Iterable[str]) -> tuple[str, dict[str, list[Node]], dict[str, 
         if match := _NODE.match(line):
             if int(match[1]) != len(nodes):
                 raise ValueError(
-                    f"line {number}: operator %{match[1]} follows where %{len(nodes)} should, so lines of the graph "
-                    "are missing"
+                    f"line {number}: operator %{match[1]} follows where %{len(nodes)} was expected, so lines of the "
+                    "graph are missing"
                 )
             nodes.append(_node(match[2]))
         elif line.startswith("      ") and nodes:

@@ -111,13 +111,13 @@ def kind_of(name: str) -> str:
 
 
 def total(held: Iterable[Held], kind: str) -> int:
-    """Return the bytes of one kind."""
+    """Return the bytes of all parameters of one kind."""
     return sum(item.bytes for item in held if item.kind == kind)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """These are bytes on one device.
+    """These are the bytes of memory on one device, by owner.
 
     Args:
         weights: parameters in the type they are kept in, and buffers that no optimizer updates.
@@ -144,7 +144,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Return the sum of all parts."""
+        """Return the sum of bytes of all parts."""
         return self.exact + self.saved + self.working
 
     def as_json(self) -> dict[str, Any]:

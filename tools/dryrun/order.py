@@ -183,7 +183,7 @@ class _Rank:
 
 def check_links(plan: Plan, results: Sequence[Mapping[str, Any]], per_stage: int, alike: bool) -> Links:
     """Compare what the two stages of each link send and receive, in the compiled ranks of these stages. If a stage was
-    not compiled, a rank of a stage like it stands for it (`alike`).
+    not compiled, a rank of a stage with the same layers represents it (`alike`).
 
     Args:
         results: of the plan's jobs; a quick plan, whose stages are not the pipeline's, compares none.

@@ -44,7 +44,7 @@ SWAP = tuple((*MODEL, key) for key in ("layer_swap", "op_swap"))
 
 @dataclass(frozen=True)
 class Stage:
-    """This is one pipeline stage.
+    """This describes one pipeline stage.
 
     Args:
         number: place in the pipeline.
@@ -144,7 +144,7 @@ ROUNDS = 2  # micro-batches to compile, in numbers of stages: each schedule reac
 
 @dataclass(frozen=True)
 class Plan:
-    """This says what to compile.
+    """This plan says which ranks are compiled.
 
     Args:
         stages: of the pipeline.
@@ -160,7 +160,7 @@ class Plan:
 
 
 def plan_jobs(recipe: Recipe, ranks: tuple[int, ...] | None = None, micro_batches: int | None = None) -> Plan:
-    """Return the compiles for a recipe.
+    """Return the plan of the compiles for a recipe.
 
     Args:
         ranks: global ranks to compile; by default the first of each stage that no earlier stage equals, and the last

@@ -49,7 +49,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Kind:
-    """This is a kind of layer.
+    """This describes a kind of layer.
 
     Args:
         block: "dense" or "moe".
@@ -166,7 +166,7 @@ _LEAST = 2  # layers of a stage in front: what two of them share belongs to none
 
 
 class Small(NamedTuple):
-    """This is compiled instead of the model.
+    """This describes the small model that is compiled instead of the real model.
 
     Args:
         groups: kinds of layers by stage.

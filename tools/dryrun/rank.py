@@ -307,7 +307,7 @@ def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
     unknown = [name for name in columns if name not in known]
     if unknown:
         raise RecipeError(
-            f"train_dataset.input_columns: the shapes of {unknown} are not known; the dry run knows those of "
+            f"train_dataset.input_columns: the shapes of {unknown} are not known; a dry run knows only the columns "
             f"{sorted(known)}"
         )
     return {name: known[name] for name in columns}

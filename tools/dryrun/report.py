@@ -219,7 +219,7 @@ def gradients_report(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str, Any]:
     """Return {"weights", "once", "otherwise"}: of how many weights the global norm, for clipping, counts each element
-    once, and a sentence for each other one. A graph without such a norm has no weights in it.
+    once, and a sentence for each other one. If a rank's graph computes no global norm, its weights are not counted.
 
     Args:
         devices: all ranks of the compiled recipe.

@@ -46,7 +46,7 @@ class Scale(NamedTuple):
     unread: str = ""
 
     def times(self, other: Scale) -> Scale:
-        """Return the product of both."""
+        """Return the product of two factors."""
         return Scale(self.by * other.by, self.senses + other.senses, self.unread or other.unread)
 
     def over(self, other: Scale) -> Scale:
@@ -62,7 +62,7 @@ def number_of(text: str) -> float | None:
 
 
 class Numbers:
-    """This reads factors from one graph.
+    """This reads the factors of gradients from one graph.
 
     Args:
         bound_to: (subgraph, "para7") -> the arguments that stand for this parameter, each with its subgraph.
@@ -114,7 +114,7 @@ class Numbers:
 
     def seeds(self) -> list[Scale]:
         """Return what the backward pass starts with: for each micro-batch and loss where a pipeline calls the backward
-        of a micro-batch, for each loss otherwise. Stages without a loss have none.
+        of a micro-batch, for each loss otherwise. A stage without a loss has no such value.
         """
         root, nodes = self.graph.root, self.graph.graphs[self.graph.root]
         passes = {backward for _, backward in chunks_of(self.graph) if backward}

@@ -231,8 +231,8 @@ def efficiency_of(hardware: Hardware) -> Efficiency:
             return Efficiency(**{name: float(value) for name, value in entry["values"].items()}, mesh=entry["mesh"])
     known = [name for entry in _sets().values() for name in entry["clusters"]]
     raise RecipeError(
-        f"{hardware.name}: the efficiencies of this cluster are not known{did_you_mean(hardware.name, known)}; those "
-        f"of {', '.join(known)} are; name one of these whose devices are like it"
+        f"{hardware.name}: the efficiencies of this cluster are not known{did_you_mean(hardware.name, known)}; they "
+        f"are known for {', '.join(known)}: name the one whose devices are most alike"
     )
 
 

@@ -67,7 +67,7 @@ def table_of_numbers(numbers: Iterable[int], layers: Table, schedule: str) -> Ta
     for number in set(numbers):
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(where):
             raise ValueError(
-                f"{number!r} is not a layer of this model, whose layers are numbered 0 to {len(where) - 1}"
+                f"{number!r} is not the number of a layer; the layers of this model are numbered 0 to {len(where) - 1}"
             )
         counts[where[number][:2]] += 1
     return tuple(tuple(counts[chunk, stage] for stage in range(len(row))) for chunk, row in enumerate(layers))

@@ -231,8 +231,8 @@ def _steps(
 
 @dataclass(frozen=True)
 class Parts:
-    """These are the seconds of one layer and micro-batch on a device; communication counts only while the device waits
-    for it.
+    """These are the seconds that one layer takes for one micro-batch on a device; communication counts only while the
+    device waits for it.
 
     `cut` is what chunks of `plugins.ep_overlap` add to the experts' own time.
     """
@@ -248,7 +248,7 @@ class Parts:
 
     @property
     def total(self) -> float:
-        """Return the sum of all seconds."""
+        """Return the sum of the seconds of all parts."""
         parts = (self.matmul, self.attention, self.elementwise, self.tp, self.cp, self.ep, self.fixed, self.cut)
         return sum(parts)
 

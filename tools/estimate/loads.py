@@ -130,7 +130,7 @@ EVEN = uniform(1.0)
 
 def of_ratios(ratios: np.ndarray, steps: Iterable[int], source: str) -> Loads:
     """Return loads of which only `ratios` [steps, layers] is known: the tokens of the fullest device over the mean. The
-    other devices are not described.
+    loads of the other devices are not described.
     """
     return Loads(np.asarray(ratios, float)[:, None, :, None], tuple(steps), source)
 
@@ -243,11 +243,11 @@ def read_loads(path: Path, config: Configuration) -> Loads:
     """
     path = load_file(path) if path.is_dir() else path
     if not path.is_file():
-        raise DataError(f"--loads {path}: no such file; {FORMS}")
+        raise DataError(f"--loads {path}: there is no such file; {FORMS}")
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--loads {path}: it cannot be read: {' '.join(str(error).split())[:120]}") from None
+        raise DataError(f"--loads {path}: the file cannot be read: {' '.join(str(error).split())[:120]}") from None
     left_out: list[str] = []
     if path.suffix == ".csv":
         rows = _csv_rows(path, text)
@@ -337,7 +337,10 @@ def _csv_rows(path: Path, text: str) -> list[_Row]:
         own = cells.setdefault((step, part), {})
         places.setdefault((step, part), place)
         if (layer, expert) in own:
-            raise DataError(f"{place}: expert: layer {layer} has expert {expert} twice in this micro-batch; delete one")
+            raise DataError(
+                f"{place}: expert: layer {layer} has expert {expert} twice in this micro-batch; delete one of the two "
+                "lines"
+            )
         own[layer, expert] = count
     layers = sorted({layer for own in cells.values() for layer, _ in own})
     experts = 1 + max((expert for own in cells.values() for _, expert in own), default=-1)
@@ -395,14 +398,14 @@ def _in_order(rows: list[_Row]) -> list[list[_Row]]:
         if len(own) < most:
             first = next(iter(own.values()))
             raise DataError(
-                f"{first.place}: micro_batch: step {first.step} has {len(own)} micro-batches, others have {most}; "
-                "leave out steps that are not whole"
+                f"{first.place}: micro_batch: step {first.step} has {len(own)} micro-batches, but other steps have "
+                f"{most}; leave out incomplete steps"
             )
     return [[steps[step][part] for part in sorted(steps[step])] for step in sorted(steps)]
 
 
 def require_of(config: Configuration, layers: int, experts: int, place: str) -> None:
-    """Refuse a log of another model.
+    """Refuse a log whose experts or layers are not those of the recipe's model.
 
     Args:
         layers, experts: of the log. place: file and line, for the message.

@@ -44,17 +44,17 @@ class LayerSeconds:
 
     @property
     def serial(self) -> float:
-        """Return the seconds without any overlap."""
+        """Return the seconds of the pass without any overlap."""
         return self.computation + self.communication
 
     @property
     def computation(self) -> float:
-        """Return the seconds of computation."""
+        """Return the seconds of the pass's computation."""
         return self.attention + self.experts + self.weights
 
     @property
     def communication(self) -> float:
-        """Return the seconds of communication."""
+        """Return the seconds of the pass's communication."""
         return self.dispatch + self.combine
 
 

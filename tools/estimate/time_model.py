@@ -80,7 +80,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Return the seconds of the step."""
+        """Return the seconds of the whole step."""
         return self.pipeline + self.data_parallel + self.optimizer + self.fixed
 
     @property

@@ -12,13 +12,11 @@ from tools.files.figure import check_ending, check_page
 from tools.hardware import DEFAULT_HARDWARE
 from tools.ranges import Number
 
-EVERY_HELP = (
-    "Number of steps from one plan of a replayed policy to its next.  [default: plugins.expert_balance.every, or 20]"
-)
+EVERY_HELP = "Number of steps between two plans of a replayed policy.  [default: plugins.expert_balance.every, or 20]"
 
 SPARE_HELP = (
-    "Spare slots on each device for copies of hot experts. Above 0, the report also replays two policies that use "
-    "them: swaps and EPLB.  [default: plugins.expert_balance.spare, or 0]"
+    "Spare slots on each device for copies of hot experts. With spare slots the report also replays two policies that "
+    "use them: swaps and EPLB.  [default: plugins.expert_balance.spare, or 0]"
 )
 
 
@@ -41,7 +39,7 @@ def experts() -> None:
     default=DEFAULT_HARDWARE,
     show_default=True,
     metavar="NAME|FILE",
-    help="Cluster for which seconds are predicted.",
+    help="Cluster for which step times are predicted.",
 )
 @click.option("--every", type=Number("steps"), metavar="N", help=EVERY_HELP)
 @click.option("--spare", type=Number("slots"), metavar="N", help=SPARE_HELP)

@@ -220,7 +220,7 @@ class Degrees(click.ParamType):
     name = "N,N"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Return the integers in a text; each is checked."""
+        """Return the integers in a text; each integer is checked."""
         words = [word.strip() for word in value.split(",")]
         if not all(word.isdecimal() for word in words):
             self.fail(f"{value!r}: write EP degrees such as 16,32,64", param, ctx)
@@ -236,7 +236,7 @@ class Degrees(click.ParamType):
     metavar="NAME|FILE",
     help="Cluster for which costs are predicted.",
 )
-@click.option("--hardware", hidden=True, help="The old name of --cluster.")
+@click.option("--hardware", hidden=True, help="Old name of the option --cluster, with the same meaning.")
 @click.option("--loads", metavar="LOADS", help=HELP)
 @click.option(
     "--skew",
@@ -244,7 +244,11 @@ class Degrees(click.ParamType):
     help="Assume that the busiest device has this many times the mean load in every layer and micro-batch, as "
     "--loads NUMBER does.",
 )
-@click.option("--ep", type=Degrees(), help="Compare these EP degrees; by default only the recipe's own.")
+@click.option(
+    "--ep",
+    type=Degrees(),
+    help=("Compare these EP degrees (expert_parallel); by default only the recipe's own degree is shown."),
+)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option(

@@ -48,7 +48,7 @@ def restore_order(
     _refuse(folder, target)
     placements = read_placements(folder)
     if not (layers := moved(placements)):
-        raise CheckpointError(f"{folder}: all experts are in logical order already: there is nothing to restore")
+        raise CheckpointError(f"{folder}: all experts already are in logical order, so there is nothing to restore")
     stored, damaged = open_stored(folder), salvaged([open_source(folder)], salvage)
     with atomic_folder(target) as part:
         for file in sorted(folder.glob("*.safetensors")):

@@ -48,7 +48,7 @@ class Change:
     note: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields for `--json`."""
+        """Return the values that `--json` prints."""
         return asdict(self)
 
 

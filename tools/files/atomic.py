@@ -124,7 +124,7 @@ def _beside(
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Refuse a file that cannot be written before long work begins. Nothing is left behind.
+    """Refuse a file that cannot be written before long work begins. The check leaves no file behind.
 
     Raises:
         DataError: it is a folder, or stands in a file or in a folder in which nothing can be written.

@@ -32,7 +32,9 @@ def check_page(path: Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure; its size is given in inches. Only this function imports matplotlib's figures."""
+    """Return an empty figure; its size is given in inches. Only this function of the module imports matplotlib's
+    figures.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""This module makes HTML pages, with tables and lists, that need no other files. All text is escaped.
+"""This module makes HTML pages, with tables and lists, that need no other files. All text is escaped for HTML.
 
 What these functions return is markup, and so is the body of `page` and of `folded`; every other argument is text.
 """

@@ -163,7 +163,7 @@ class Merged:
         return sorted(self._inputs[group], reverse=True)
 
     def merge(self, groups: Iterable[int]) -> None:
-        """Make one group of several."""
+        """Join several groups into one group."""
         first, *others = sorted(groups)
         for group in others:
             self._head[group] = first

@@ -24,7 +24,9 @@ from tools.fusion.cluster import DVM, Operator, Rules
 
 
 class Pattern(IntEnum):
-    """A pattern says what an operator does to shapes; an area has the highest pattern among its operators."""
+    """A pattern says how an operator changes shapes; a group of operators, called area, has the highest pattern of its
+    operators.
+    """
 
     ELEMENTWISE = 1
     BROADCAST = 2

@@ -54,7 +54,7 @@ class Tally:
     named_bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
     def add(self, other: Tally, times: float = 1) -> None:
-        """Add other counts, multiplied by `times`."""
+        """Add the numbers of other counts, multiplied by `times`."""
         for name, value in vars(other).items():
             mine = getattr(self, name)
             if isinstance(value, Counter):

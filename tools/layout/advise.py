@@ -313,8 +313,8 @@ def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
     if not dispatch:
         if look(recipe, CHUNKS) == AUTO:
             raise RecipeError(
-                "plugins.ep_overlap: the plugin cuts the dispatch of plugins.hierarchical_ep; switch that plugin on, "
-                "too"
+                "plugins.ep_overlap: this plugin divides the dispatch of plugins.hierarchical_ep into parts; switch "
+                "on plugins.hierarchical_ep, too"
             )
         return {}, []
     modes, cuts, stride = left_open(recipe)

@@ -42,7 +42,7 @@ class Budget:
 
     @property
     def elapsed(self) -> float:
-        """Return the seconds since the start."""
+        """Return the seconds since the search started."""
         return self._clock() - self._begin
 
     @property
@@ -67,7 +67,7 @@ class Budget:
         return self.left <= 0
 
     def spend(self, units: float) -> None:
-        """Count work that is done."""
+        """Count units of work that were spent."""
         self.spent += units
 
     def part(self, share: float, seconds: float = math.inf) -> Budget:
@@ -75,7 +75,9 @@ class Budget:
         return _Part(self, min(self.left, share * self.effort), seconds)
 
     def units(self, units: float) -> Budget:
-        """Return a budget of so many units, or of what is left. Its work is also spent from this budget."""
+        """Return a budget of so many units, or of what is left. Work that is spent from the returned budget is also
+        spent from this one.
+        """
         return _Part(self, min(self.left, units), math.inf)
 
     def stop(self) -> None:
@@ -106,7 +108,9 @@ class _Part(Budget):
 
 @contextmanager
 def interruptible(budget: Budget) -> Iterator[None]:
-    """Make Ctrl-C and SIGTERM stop `budget` instead of raising an exception. A second Ctrl-C raises as usual."""
+    """Make Ctrl-C and SIGTERM stop `budget` instead of raising an exception. A second Ctrl-C raises KeyboardInterrupt
+    as usual.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         if budget.stopped:

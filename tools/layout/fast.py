@@ -132,7 +132,7 @@ def fitting(costs: StageCosts, begin: list[tuple[int, ...]]) -> list[tuple[int, 
     least = [instance.type_columns(t).start + int(held.argmin()) for t, held in enumerate(costs.held)]
 
     def excess(many: list[tuple[int, ...]]) -> np.ndarray:
-        """[N, stages] memory over the cap."""
+        """Return [N, stages], the memory by which each stage exceeds the cap."""
         plans = np.zeros((len(many), len(instance.columns), len(instance.stage_of)), int)
         for plan, counts in zip(plans, many, strict=True):
             first = 0

@@ -1,4 +1,4 @@
-"""This module bounds an instance from below: no plan's step, and no plan's slowest stage, is faster.
+"""This module computes lower bounds of an instance: no plan has a faster step, or a faster slowest stage.
 
 Layers are whole, the memory of every stage is kept by layers that may be divided in what they recompute, and with one
 chunk per stage what fills and drains the pipeline counts. It takes milliseconds; the solver's model

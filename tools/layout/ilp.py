@@ -1,5 +1,5 @@
-"""This module is the exact model of a pipeline-balance instance, as a mixed-integer program for HiGHS. It also
-proves bounds with the model.
+"""This module is the exact model of a pipeline-balance instance, as a mixed-integer program for HiGHS. The module also
+proves lower bounds with this model.
 
 Unknowns: y[k, c], layers of column k (type and option) in chunk c, and T, the step time.
 
@@ -56,7 +56,9 @@ class Answer:
 
 
 class PathModel:
-    """A `PathModel` is the model of one instance. `add_chain` adds rows to it, and it keeps its rows between runs."""
+    """A `PathModel` is the model of one instance. `add_chain` adds rows to the model, and the model keeps these rows
+    between runs.
+    """
 
     def __init__(self, instance: Instance):
         self.instance = instance
@@ -254,7 +256,9 @@ class Incumbent:
         return self.time * (1 - IMPROVEMENT)
 
     def offer(self, plan: np.ndarray) -> bool:
-        """Take `plan` if it is faster than the best, well formed and within the cap. Return whether it was taken."""
+        """Take `plan` if it is faster than the best, well formed and within the cap. Return whether the plan was
+        taken.
+        """
         one = plan[None]
         if not (self.instance.well_formed(one)[0] and self.instance.fits(one)[0]):
             return False

@@ -62,7 +62,7 @@ class LayerType:
 
 @dataclass(frozen=True)
 class Instance:
-    """An `Instance` is one problem. Times and memory are in the units of its file.
+    """An `Instance` is one pipeline-balance problem. Times and memory are in the units that the instance's file uses.
 
     static      [stages] memory of a stage that no layer causes
     head, tail  (forward, backward) added to the first and the last chunk
@@ -241,7 +241,7 @@ class Instance:
         return good
 
     def type_columns(self, index: int) -> slice:
-        """Return the columns of a type."""
+        """Return the columns that belong to a layer type."""
         first = sum(len(kind.options) for kind in self.types[:index])
         return slice(first, first + len(self.types[index].options))
 
@@ -293,7 +293,7 @@ def read_instance(path: Path) -> Instance:
         root.key("M").refuse(f"P x V x M is {passes}")
     static = root.key("static_mem").items()
     if len(static) != stages:
-        root.key("static_mem").refuse(f"{len(static)} stages; P is {stages}")
+        root.key("static_mem").refuse(f"the list has {len(static)} entries, but P is {stages}")
     return Instance(
         name=root.key("name").text(),
         stages=stages,
@@ -319,7 +319,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in a mapping")
+        raise ValueError(
+            f"the key {next(key for key in keys if keys.count(key) > 1)!r} is written twice in one mapping"
+        )
     return found
 
 
@@ -331,7 +333,9 @@ def _schedule(place: _Place, stages: int, chunks: int, micro_batches: int) -> st
         return "1f1b"
     # the schema's warm-up, (V-1)P + ..., says nothing of rounds that are not full
     if micro_batches % stages:
-        place.refuse(f"with V {chunks} M must be a multiple of P: {micro_batches} is not one of {stages}")
+        place.refuse(
+            f"because V is {chunks}, M must be a multiple of P, but {micro_batches} is not a multiple of {stages}"
+        )
     try:
         check_schedule(name, stages, chunks, micro_batches)
     except RecipeError as error:
@@ -345,7 +349,7 @@ def _named_apart(place: _Place) -> list[_Place]:
     for item in place.items():
         name = item.key("name")
         if name.text() in first:
-            name.refuse(f"is the name of {first[name.value]}, too")
+            name.refuse(f"{first[name.value]} has the same name")
         first[name.value] = item.where
     return place.items()
 
@@ -443,13 +447,14 @@ def judge(instance: Instance, solution: list) -> Judgement:
         parts = []
     if [part.shape for part in parts] != want or any(part.dtype.kind != "i" for part in parts):
         raise DataError(
-            f"solution of {instance.name}: the solution must be whole numbers n[type][v][s][option] of shapes {want}"
+            f"solution of {instance.name}: the solution must be a list of integer arrays n[type][v][s][option] of the "
+            f"shapes {want}"
         )
     plan = instance.from_solution(solution)[None]
     if not instance.well_formed(plan)[0]:
         raise DataError(
-            f"solution of {instance.name}: every layer must be placed once, types in the model's order, no inner "
-            "chunk empty, and last_layers, last_option and order kept"
+            f"solution of {instance.name}: the solution must place every layer once, keep the model's order of types, "
+            "leave no inner chunk empty, and obey last_layers, last_option and order"
         )
     peak = instance.peak_memory(plan)[0]
     over = {int(stage): float(peak[stage] - instance.cap) for stage in np.flatnonzero(~instance.kept(peak))}

@@ -113,7 +113,9 @@ _TAKEN = {"weight_item": 4, "state_item": 8, "matrix_state_item": None, "adapter
 
 
 def put(recipe: Recipe, values: Values) -> None:
-    """Set values in place. Sections on the way are copied, because other keys may share them by an anchor."""
+    """Set values of a recipe in place. Sections on the way are copied, because other keys may share them by an
+    anchor.
+    """
     for path, value in values.items():
         section: Any = recipe
         for key in path[:-1]:
@@ -134,14 +136,14 @@ def string_values(recipe: Recipe, text: str) -> Values:
     stages, chunks = (view.pp, view.chunks) if view.parallel else (1, 1)
     if is_v_shaped(view.scheduler):
         raise RecipeError(
-            f"layout {text!r}: a layout runs from the first stage to the last, but {view.scheduler} runs back"
+            f"layout {text!r}: a layout string cannot describe {view.scheduler}, whose second chunks run from the last "
+            "stage back to the first"
         )
     counts, mtp = counts_of(text, stages)
     if len(counts) != chunks:
         raise RecipeError(
             f"layout {text!r}: the layout has {len(counts)} chunks on each of {stages} stages, but pp_interleave_num "
-            f"is {chunks} "
-            "(it counts only with parallel.pipeline_config.pipeline_interleave: True)"
+            f"is {chunks} (which takes effect only with parallel.pipeline_config.pipeline_interleave: True)"
         )
     for name, have, want in (
         ("decoder layers", sum(map(sum, counts)), built.number("num_layers")),
@@ -179,7 +181,10 @@ def file_values(recipe: Recipe, layout: LayoutFile) -> Values:
     inputs = inputs_of(recipe)
     if layout.digest != digest_of(inputs):
         changed = "; ".join(differences(layout.inputs, inputs)) or "its digest is not that of its inputs"
-        raise RecipeError(f"auto: {path_of(recipe.source)} was made for other inputs ({changed}); {remedy(recipe)}")
+        raise RecipeError(
+            f"auto: {path_of(recipe.source)} was made for another recipe or other settings ({changed}); "
+            f"{remedy(recipe)}"
+        )
     view, config = View(recipe), from_recipe(even_layout(recipe))
     counts = counts_of_offset(layout.offset, config.model.layers, config.pp, config.chunks)
     placed = replace(config, layers=tuple(tuple(row) for row in counts), recompute=Recompute())

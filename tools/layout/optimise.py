@@ -35,7 +35,7 @@ from tools.layout.patterns import pattern_bound
 
 
 def recompute_less(instance: Instance, plan: np.ndarray) -> np.ndarray:
-    """Return `plan` [K, C] with less recomputation, as much as the cap allows. Layers do not move."""
+    """Return `plan` [K, C] with less recomputation, as much as the cap allows. The layers stay on their stages."""
     # chunks near the model's end hold the fewest micro-batches: there memory buys most
     kinds = range(len(instance.types))
     for chunk in reversed(range(plan.shape[1])):
@@ -46,8 +46,8 @@ def recompute_less(instance: Instance, plan: np.ndarray) -> np.ndarray:
 
 
 def even_plan(instance: Instance) -> np.ndarray:
-    """Return a plan with layers in model order, equally many in each chunk, each with its type's smallest
-    activation. The plan may not fit.
+    """Return a plan with layers in model order, equally many in each chunk, each with its type's smallest activation.
+    The returned plan may exceed the memory cap.
     """
     plan = np.zeros((len(instance.columns), instance.chunks * instance.stages), int)
     size = plan.shape[1]
@@ -138,7 +138,7 @@ def _legal(instance: Instance, tried: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 class Changes:
-    """A `Changes` draws changes of plans. Every layer keeps its type, but a change may break other rules."""
+    """A `Changes` draws random changes of plans. Every layer keeps its type, but a change may break other rules."""
 
     def __init__(self, instance: Instance, rng: np.random.Generator):
         self._rng = rng
@@ -218,8 +218,8 @@ def optimise(
     report: Callable[[Incumbent], None] | None = None,
     start: np.ndarray | None = None,
 ) -> Outcome:
-    """Search until `budget` is spent or the best plan is proven. `report` hears of every improvement; the answer is
-    never worse than the plan `start` [K, C].
+    """Search until `budget` is spent or the best plan is proven. `report` is called with every improvement; the answer
+    is never worse than the plan `start` [K, C].
     """
     incumbent = Incumbent(instance, work_bound(instance), report)
     if start is not None:

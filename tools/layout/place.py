@@ -1,5 +1,5 @@
-"""This module assigns a configuration's layers to stages and chunks and chooses what each layer recomputes. It uses
-the pipeline optimiser.
+"""This module assigns a configuration's layers to stages and chunks and chooses what each layer recomputes. The module
+uses the pipeline optimiser.
 
 `place` makes a pipeline-balance instance of the configuration (`problem`), has it optimised and turns the
 plan back into tables of layers and recomputation as MindFormers reads them: each option counts from a chunk's first
@@ -41,8 +41,8 @@ from tools.pipeline.schedules import pairs_up
 
 
 def eased(config: Configuration, model: TimeModel, cap_bytes: float) -> Configuration:
-    """Return `config` with fewer recomputed layers of each group, as long as every stage keeps `cap_bytes`. The most
-    expensive group comes first.
+    """Return `config` with fewer recomputed layers of each group, as long as every stage keeps `cap_bytes`. The
+    function tries the most expensive group first.
     """
     kind = config.model.last_kind
     names = [name for name, _ in config.recompute.operators] + [NORMS] * bool(config.recompute.select)
@@ -75,7 +75,9 @@ def recomputed_table(config: Configuration, name: str) -> Table:
 
 
 def with_table(config: Configuration, name: str, table: Table) -> Configuration:
-    """Return the configuration with another table for a group, or for norms. A group without layers is removed."""
+    """Return the configuration with another table for a group, or for norms. If the table has no layers, the group is
+    removed.
+    """
     some = table if any(map(any, table)) else None
     if name == NORMS:
         return replace(config, recompute=replace(config.recompute, select=some))
@@ -180,7 +182,7 @@ def place(
     candidates = own if first is None else [*own, first]
 
     def optimised(way: Way, part: Budget) -> list[Configuration]:
-        """Optimise one instance, and add the outcome."""
+        """Optimise one instance, and add the outcome to the results."""
         instance = pipeline_instance(config, model, cap_bytes, *way)
         outcomes.append(optimise(instance, part, seed, start=plan_of(first, instance) if first else None))
         plan = outcomes[-1].plan
@@ -217,8 +219,9 @@ def place(
 def screen(
     config: Configuration, model: TimeModel, cap_bytes: float, beat: float = math.inf, groups: bool = False
 ) -> Placement:
-    """Return a placement of `config`'s layers that takes a fraction of a second (`tools.layout.fast`), with a bound of
-    all of them. Layers are placed only if the bound is under `beat` seconds. The bound holds for plans under `beat`.
+    """Return a placement of `config`'s layers that takes a fraction of a second (`tools.layout.fast`), with a lower
+    bound for all placements. Layers are placed only if the bound is under `beat` seconds. The returned bound holds only
+    for plans under `beat` seconds.
     """
     low, found, outside = math.inf, Placement(None, math.inf, 0.0, why="no placement was found quickly"), math.inf
     every = all_ways(config, model, groups)
@@ -263,8 +266,9 @@ def _closer(instance: Instance, goal: float, ways: int) -> tuple[float, list[np.
 def floor_seconds(
     config: Configuration, model: TimeModel, cap_bytes: float, beat: float = math.inf, groups: bool = False
 ) -> float:
-    """Return a lower bound on the seconds of a step, in milliseconds. It holds for everything that `place` and `screen`
-    return for `config` and that is under `beat`; 0 where nothing is moved, infinite where nothing fits.
+    """Return, within milliseconds, a lower bound on the seconds of a step. The bound holds for everything that `place`
+    and `screen` return for `config` and that is under `beat`; it is 0 if no layer is moved, and infinite if no
+    placement fits.
     """
     every = all_ways(config, model, groups)
     if not every or pairs_up(config.schedule):

@@ -140,7 +140,9 @@ def kind_count(config: Configuration, kind: str) -> int:
 
 
 def table_of(config: Configuration, counts: list[int]) -> Table:
-    """Return a list in model order as [chunks][stages]. In a V, odd chunks run from the last stage."""
+    """Return a list in model order as [chunks][stages]. In a V-shaped schedule, odd chunks run from the last stage to
+    the first.
+    """
     stages, turned = config.pp, is_v_shaped(config.schedule)
     rows = [tuple(counts[first : first + stages]) for first in range(0, len(counts), stages)]
     return tuple(row[::-1] if turned and chunk % 2 else row for chunk, row in enumerate(rows))
@@ -200,7 +202,7 @@ def by_layers(
     config: Configuration, kinds: Sequence[str], of_stage: Callable[[Configuration, int], np.ndarray]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return what a sum over a stage's weights is [stages, values] without any layer, and [values] for a layer of each
-    kind. Of one stage the layers stay where they are and count to the stage.
+    kind. If there is only one stage, its layers cannot move, so they count as part of the stage.
     """
     if config.pp == 1:
         whole = of_stage(replace(config, layers=((config.model.layers,),)), 0)
@@ -248,8 +250,8 @@ def _last_stage(config: Configuration) -> int:
 
 
 def may_hold_first(config: Configuration, stage: int) -> bool:
-    """Return whether a stage can hold layers of the first kind. Each stage between the first one and it needs one
-    such layer.
+    """Return whether a stage can hold layers of the first kind. If it can, each stage before it must hold at least one
+    layer of this kind, too.
     """
     model = config.model
     first = kind_count(config, model.pattern[0])

@@ -75,9 +75,8 @@ def sample_cost(recipe: Recipe) -> Cost:
         pair, token = pair_flops(model) // PASSES, linear_flops(model) // PASSES  # forward
     except (KeyError, TypeError, ValueError) as error:
         raise RecipeError(
-            f"model.model_config: these sizes do not make a model ({error}), but {KEY} computes the cost of a sample "
-            "from them; "
-            f"see tc3 check, or write measured per_pair and per_token under {KEY}"
+            f"model.model_config: {KEY} cannot compute the cost of a sample, because these sizes do not describe a "
+            f"model ({error}); see tc3 check, or write measured per_pair and per_token under {KEY}"
         ) from None
     passes = PASSES + recomputed_share(recipe)
     return Cost(passes * pair, passes * token, COMPUTED)
@@ -99,8 +98,8 @@ def write_sample_cost(recipe: Recipe) -> None:
 
 
 def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:
-    """Take over (in place) the cost with which the run of `first`, its effective recipe, began. Return a line if the
-    two differ.
+    """Take over (in place) the cost with which the run of `first`, its effective recipe, began. Return a line of text
+    if the two costs differ.
 
     A recipe that gives measured costs of its own keeps them, and one without the plugin stays without.
     """
@@ -122,7 +121,7 @@ _KEY = dotted(OFFSET)
 
 
 class NothingFits(RecipeError):
-    """No layout keeps within the memory limit."""
+    """No layout of the recipe's layers keeps within the memory limit."""
 
 
 def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, margin: float | None = None) -> LayoutFile:
@@ -198,7 +197,7 @@ class UnresolvedError(RecipeError):
 
 
 def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file", dispatch: bool = True) -> Recipe:
-    """Return a copy of `recipe` in which nothing is `auto` and the costs of samples are given. Everything else is
+    """Return a copy of `recipe` in which nothing is `auto` and the costs of samples are given. All other values are
     unchanged.
 
     Args:
@@ -300,7 +299,7 @@ def _layout_file(recipe: Recipe, search: bool, say: Say) -> LayoutFile:
     if path.is_file():
         return read_layout(path)
     if not search:
-        raise RecipeError(f"auto: the layout comes from {path}, which does not exist; {remedy(recipe)}")
+        raise RecipeError(f"auto: the layout is read from {path}, but this file does not exist; {remedy(recipe)}")
     say(f"{path} does not exist: searching about {EFFORTS[EFFORT]:g} s for the layout that `{_KEY}: auto` asks for")
     found = make_layout(recipe, DEFAULT_HARDWARE, Budget(EFFORTS[EFFORT], TIME_LIMIT))
     write_layout(found, path, f"tc3 train {recipe.source}")

@@ -34,7 +34,7 @@ def compositions(count: int, options: int) -> np.ndarray:
 
 
 class StageCosts:
-    """This finds the least work of each stage, by the layers that it holds."""
+    """This computes the least work of each stage for any number of layers that the stage may hold."""
 
     def __init__(self, instance: Instance):
         self.instance = instance
@@ -231,7 +231,7 @@ def least_layers(instance: Instance) -> np.ndarray:
 
 
 def least_sum(table: np.ndarray, slowest: float) -> tuple[float, list[int]] | None:
-    """(Least sum of work, layers of each stage) with no stage over `slowest`; None where there is no way."""
+    """Return (least sum of work, layers of each stage) with no stage over `slowest`, or None if this is impossible."""
     stages, size, _ = table.shape
     best, choices = np.where(np.arange(size) == 0, 0.0, np.inf), []
     for stage in range(stages):

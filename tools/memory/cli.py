@@ -1,5 +1,5 @@
-"""This module is `tc3 memory`, which counts a device's bytes without compiling; the exit code is 0, 1 if it may not
-fit, 2 for a wrong input.
+"""This module is `tc3 memory`, which counts a device's bytes without compiling; the exit code is 0, 1 if the recipe may
+not fit, 2 for a wrong input.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def verdict(peak: float, room: Room) -> str:
 
 def explain(recipe: Recipe, times: TimeModel, room: Room, pairs: bool = True) -> list[Proposal]:
     """Return proposals, the best first: those that fit by step time, then those that might fit, then by freed memory.
-    Two changes are tried together only if no single one fits.
+    Pairs of changes are tried only if no single change makes the recipe fit.
 
     Raises:
         RecipeError: the recipe cannot be predicted.

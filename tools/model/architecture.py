@@ -98,8 +98,8 @@ class Model:
 
 
 def pattern_of(layers: int, experts: int = 0, dense: int = 0, frequency: int | Sequence[int] = 1) -> tuple[str, ...]:
-    """Return the kinds of `layers` layers. `first_k_dense_replace` and `moe_layer_freq` are read as MindFormers reads
-    them.
+    """Return the kind (dense or MoE) of each of `layers` layers. `first_k_dense_replace` and `moe_layer_freq` are read
+    as MindFormers reads them.
 
     Args:
         experts: 0: all layers are dense.

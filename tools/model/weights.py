@@ -196,8 +196,8 @@ def parameters(model: Model) -> int:
 
 
 def active_parameters(model: Model) -> int:
-    """Return the number of elements that one token passes through, with the embedding and without MTP. A name such as
-    105B-A4.7B states this number after the A.
+    """Return the number of elements that one token passes through, with the embedding and without MTP. A model's name
+    such as 105B-A4.7B states this number after the A.
     """
     return sum(used_size(model, kind) for kind in ("embedding", "head", *model.pattern))
 

@@ -1,5 +1,5 @@
-"""This module defines the orders in which pipeline schedules run a stage's work. Some orders are MindSpore's, others
-are from papers.
+"""This module defines the orders in which pipeline schedules run a stage's work. Some of these orders are MindSpore's,
+and others come from papers.
 
 An operation is one piece of work of a stage, such as the forward of one chunk for one micro-batch; an order is the
 list of a stage's operations, also written as numbers for NumPy. `tools.pipeline.schedules` names the schedules.
@@ -244,8 +244,8 @@ def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> n
 
 
 def zb_h1(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return ZB-H1. Its bubble is (p - 1) (F + B - W), for the times F of a forward, B of the gradients of inputs and W
-    of the gradients of weights; as many micro-batches are in flight as in 1F1B.
+    """Return ZB-H1. The bubble of this order is (p - 1) (F + B - W), for the times F of a forward, B of the gradients
+    of inputs and W of the gradients of weights; as many micro-batches are in flight as in 1F1B.
     """
     return _lagging(stages - stage, stage, micro_batches)
 

@@ -193,5 +193,5 @@ def why_not(schedule: str) -> str:
 
 
 def interleaves(schedule: str, chunks: int) -> bool:
-    """Return the value that `pipeline_interleave` must have. Schedulers other than 1f1b need True."""
+    """Return the value that `pipeline_interleave` must have. All schedulers except 1f1b need the value True."""
     return chunks > 1 or scheduler_of(schedule) != "1f1b"

@@ -84,7 +84,7 @@ class Simulation:
 def simulate(
     schedule: str, micro_batches: int, durations: Durations | Sequence[Durations], parts: int = 1
 ) -> Simulation:
-    """Simulate one step of a schedule of `tools.pipeline.schedules`. Sequences are split into `parts`.
+    """Simulate one step of a schedule of `tools.pipeline.schedules`. Each sequence is split into `parts` parts.
 
     Args:
         durations: of every micro-batch, or those of each in a list; transfers and overlap are then the first one's.
@@ -239,14 +239,17 @@ def _peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batches: i
 
 
 def stage_peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return `peak_vectors` of a stage. Only so many micro-batches are played as the peak needs (`enough`)."""
+    """Return the result of `peak_vectors` for one stage. The function simulates only as many micro-batches as the peak
+    needs (`enough`).
+    """
     return _peaks(schedule, stage, stages, chunks, int(enough(schedule, stages, micro_batches)))
 
 
 def memory_over_time(
     simulation: Simulation, stage: int, static: float, activation: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (times, memory) of a stage. memory[i] is held from times[i] to times[i + 1], or to the end of the step.
+    """Return (times, memory) of a stage. The amount memory[i] is held from times[i] to times[i + 1], or to the end of
+    the step.
 
     `activation` is what one micro-batch of each chunk holds; the peak is ``memory.max()``.
     """
@@ -266,8 +269,8 @@ _HEIGHT = 0.84
 
 
 def draw_timeline(axes: Any, simulation: Simulation, numbers: bool = False) -> None:
-    """Draw the timeline on matplotlib's `axes`. Later chunks are darker, and the two operations of a pair stand
-    above each other in a frame.
+    """Draw the timeline on matplotlib's `axes`. Later chunks have darker colours, and the two operations of a pair
+    stand above each other in a frame.
 
     `numbers` writes each operation's micro-batch in it.
     """

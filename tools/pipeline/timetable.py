@@ -33,7 +33,8 @@ PAIR = 3  # in `Timetable.paired`
 
 @dataclass(frozen=True)
 class Timetable:
-    """A `Timetable` holds operations by level and stage. Idle places take no time. Below, C is parts x chunks x stages.
+    """A `Timetable` holds operations by level and stage. Idle places in the timetable take no time. In the shapes of
+    its arrays, C is parts x chunks x stages.
 
     A pair, a forward and a backward that run together, is one place.
 
@@ -161,7 +162,7 @@ def _places(rows: list[np.ndarray], made_on: list[int], tables: list[np.ndarray]
         at = {stage: tables[stage][len(places[stage])].tolist() for stage in stuck}
         said = {stage: (ORDER_KINDS[row[0]], *row[1:3], *([row[3]] if row[3] else [])) for stage, row in at.items()}
         waits = "; ".join(f"stage {stage} at {operation}" for stage, operation in said.items())
-        raise RecipeError(f"the stages' orders wait for each other, or for work that no stage does: {waits}")
+        raise RecipeError(f"these passes wait for each other, or for a pass that no stage runs: {waits}")
     return places
 
 

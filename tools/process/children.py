@@ -105,8 +105,8 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def deaf_children() -> Iterator[None]:
-    """Keep Ctrl-C from the processes that the block starts, so that only the parent gets it. SIGTERM still ends these
-    processes.
+    """Keep Ctrl-C from the processes that the block starts, so that only the parent gets it. SIGTERM still ends the
+    processes of the block.
 
     They inherit a blocked SIGINT. Python's handlers are not inherited, and ignoring SIGINT here would lose one.
     """

@@ -114,7 +114,7 @@ class Progressing(_OnStderr):
             self._task = self._bar.add_task(self.words, total=self._total)
 
     def show(self, words: str, done: float | None = None, total: float | None = None) -> None:
-        """Show other words, and how much is done."""
+        """Show new words, and how much of the work is done."""
         self.words, self._total = words, total or self._total
         if self._bar:
             self._bar.update(self._task, description=words, completed=done, total=self._total)
@@ -132,7 +132,7 @@ class Reporter:
     """A `Reporter` prints nothing. Callers of the library and tests use it."""
 
     def log(self, message: str) -> None:
-        """Report one line."""
+        """Report one line of text."""
 
     def start(self, label: str, total: int) -> None:
         """Begin a stage of `total` bytes; 0 means that the amount is not known."""
@@ -155,7 +155,9 @@ class _Stage:
     begin: float = field(default_factory=time.monotonic)
 
     def line(self) -> str:
-        """Return ``"encoding: 34%, 12 s"``. The share is left out if everything is read and other work goes on."""
+        """Return the progress as text, such as ``"encoding: 34%, 12 s"``. The percentage is left out if all input is
+        read and other work goes on.
+        """
         share = f"{self.done / self.total:.0%}, " if 0 < self.done < self.total else ""
         return f"{self.label}: {share}{time.monotonic() - self.begin:.0f} s"
 

@@ -251,7 +251,8 @@ WORDS = {  # term -> in words, and what to look at where it takes longer than pr
 
 @dataclass(frozen=True)
 class Line:
-    """A `Line` compares one term. `measured` is None if only the length of the step is known.
+    """A `Line` compares the predicted and the measured seconds of one term. `measured` is None if only the length of
+    the step is known.
 
     Args:
         factor: by which only this term would have to be off to explain the whole gap; None where it cannot.
@@ -269,7 +270,9 @@ class Line:
 
 
 def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
-    """Return the terms of either side, the largest difference first. The host's terms may be joined."""
+    """Return the terms of either side, the largest difference first. The terms of the host's time may be joined into
+    one.
+    """
     terms = dict(measured.terms)
     expected = {term: predicted.get(term, 0.0) for term in TERMS}
     if not measured.scoped:

@@ -72,7 +72,7 @@ class Fit:
     measured: Measured
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fit as plain numbers."""
+        """Return the result of the fit as plain values."""
         return asdict(self)
 
 
@@ -107,7 +107,7 @@ def fit(
     names, kept = _choose(numbers, start, left)
     kept |= {name: "without scopes in names the host's time is one" for name in bounds if name not in left}
     if not names:
-        raise DataError(f"{profile.source}: this profile does not determine any of {', '.join(bounds)}")
+        raise DataError(f"{profile.source}: none of the efficiencies {', '.join(bounds)} can be fitted to this profile")
     best = _solve(numbers, start, names, bounds)
     for name in names:
         value, span = getattr(best, name), bounds[name]

@@ -24,8 +24,8 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Kernel:
-    """A `Kernel` is one execution of an operator. In a profile without a time line it stands for all executions of
-    its kind.
+    """A `Kernel` is one execution of an operator. In a profile without a time line, a `Kernel` stands for all
+    executions of its kind.
 
     Args:
         name: with the framework's scope where the profiler knows it ("Default/.../layers-CellList/3-.../MatMul-op0").
@@ -177,8 +177,8 @@ def term_of(kernel: Kernel, config: Configuration) -> str:
 
 
 def expanded(kernel: Kernel) -> bool:
-    """Return whether the graph compiler made the kernel when it expanded an operator into several. Such kernels name no
-    cell.
+    """Return whether the graph compiler made the kernel when it expanded an operator into several. The scopes of these
+    kernels name no cell.
     """
     return kernel.name.startswith("Expand/")
 

@@ -62,8 +62,7 @@ def _attention(profile: Profile, config: Configuration, stages: Sequence[int]) -
         advice = f"; if the profile holds {more:.0f} steps, say --steps {more:.0f}" if more == int(more) > 1 else ""
         raise DataError(
             f"{profile.source}: the profile has {count} FlashAttentionScoreGrad kernels, but the recipe's layers and "
-            "micro-batches "
-            f"make {steps * wanted[0]} in {steps} step{'s' if steps > 1 else ''}{advice}"
+            f"micro-batches need {steps * wanted[0]} in {steps} step{'s' if steps > 1 else ''}{advice}"
         )
 
 
@@ -82,9 +81,8 @@ def _flops(profile: Profile, config: Configuration, stages: Sequence[int]) -> No
     wanted = [flops(config, stage) for stage in stages]
     if not any(1 / _ALIKE < done / each < _ALIKE for each in wanted if each):
         raise DataError(
-            f"{profile.source}: its matmuls do {done:.3g} FLOPs a step, but those of the recipe {wanted[0]:.3g}; the "
-            "profile is of "
-            "another batch, sequence, layout or number of steps"
+            f"{profile.source}: its matmuls do {done:.3g} FLOPs a step, but the recipe's matmuls do {wanted[0]:.3g}; "
+            "the profile is of another batch, sequence, layout or number of steps"
         )
 
 

@@ -143,7 +143,9 @@ def _content(text: str) -> Any:
 
 
 def load_card(path: Path) -> Card:
-    """Return one card. RecipeError names the file and the key that is wrong; OSError is raised if there is no card."""
+    """Return the card that a file describes. RecipeError names the file and the key that is wrong; OSError is raised if
+    there is no card.
+    """
     try:
         raw = _content(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -178,7 +180,9 @@ def _host_measures(path: Path, raw: dict[str, Any]) -> dict[str, str]:
     _check_keys(path, "host_measures", raw, set(), set(MEASURES))
     for name, role in raw.items():
         if role not in ROLES:
-            raise RecipeError(f"{path}: host_measures.{name}: {role!r} is not a role; write one of {', '.join(ROLES)}")
+            raise RecipeError(
+                f"{path}: host_measures.{name}: {role!r} is not a valid value; write one of {', '.join(ROLES)}"
+            )
     return raw
 
 
@@ -207,15 +211,17 @@ def _check_keys(path: Path, where: str, raw: Any, wanted: set[str], optional: se
 def _check_choice(path: Path, where: str, kind: str) -> None:
     if kind not in KINDS:
         hint = did_you_mean(kind, list(KINDS))
-        raise RecipeError(f"{path}: {where}: {kind!r} is not a kind; write one of {', '.join(KINDS)}{hint}")
+        raise RecipeError(f"{path}: {where}: {kind!r} is not a valid value; write one of {', '.join(KINDS)}{hint}")
 
 
 def _check_claim(path: Path, where: str, claim: str) -> None:
     for known in CLAIMS:
         if claim == known or (known.endswith("-") and claim.startswith(known) and claim[len(known) :].isdigit()):
             return
-    raise RecipeError(f"{path}: {where}: {claim!r} is not a claim; write trained-on-cpu-mini, "
-                      "compiled-virtual-<devices>, modelled or assumed")  # fmt: skip
+    raise RecipeError(
+        f"{path}: {where}: {claim!r} is not a claim that a card can make; write trained-on-cpu-mini, "
+        "compiled-virtual-<devices>, modelled or assumed"
+    )  # fmt: skip
 
 
 HEAD = """\

@@ -113,7 +113,7 @@ def show(
     """
     if (parallel and not mini) or (workers is not None and not parallel):
         raise click.UsageError(
-            "--parallel works only with --mini, and --workers only with --parallel: --mini --parallel --workers N"
+            "--parallel works only with --mini, and --workers only with --parallel: give --mini --parallel --workers N"
         )
     processes = (workers or WORKERS) if parallel else None
     click.echo(recipe_as_text(recipe, overrides, as_json, mini, as_written, processes), nl=False)

@@ -32,7 +32,7 @@ class Meaning(NamedTuple):
 
 
 def meaning_of(words: tuple[str, ...]) -> Meaning:
-    """Return the meaning of a key path. An unknown key counts as a change of the numbers, to be safe."""
+    """Return the meaning of a key path. To be safe, an unknown key counts as a key that changes the results."""
     same_as, patterns = _table()
     for copy, original in same_as.items():
         if words[: len(copy)] == copy and len(words) > len(copy):
@@ -96,7 +96,9 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """A `Change` is one difference. In `words`, the key path, a list entry is named by its `type`."""
+    """A `Change` is one difference between two recipes. In `words`, the key path, a list entry is named by its
+    `type`.
+    """
 
     words: tuple[str, ...]
     before: Any

@@ -1,5 +1,5 @@
-"""This module writes a flat recipe as one YAML file, from which MindFormers reads the same values. Anchors stay
-anchors.
+"""This module writes a flat recipe as one YAML file, from which MindFormers reads the same values. YAML anchors of the
+recipe stay anchors in the file.
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """Return the flat effective recipe of the YAML file `path`, with its bases merged in. The values are not checked.
+    """Return the flat effective recipe of the YAML file `path`, with its bases merged in. The values of the recipe are
+    not checked.
 
     Equal, as a dict, to MindFormers' own reading before it adds defaults; list and mapping aliases stay one object.
 
@@ -112,7 +113,7 @@ class _Bases:
             real = file
         if real in parents:
             chain = " -> ".join(os.path.relpath(name) for name in [*parents[parents.index(real) :], real])
-            raise RecipeError(f"{file}: the recipe is its own base by way of `{BASE_CONFIG}`: {chain}")
+            raise RecipeError(f"{file}: the recipe names itself as its base through `{BASE_CONFIG}`: {chain}")
         if real not in self.spots:
             if len(parents) + len(self.spots) >= _MAX_FILES:
                 raise RecipeError(f"{file}: the recipe is made of more than {_MAX_FILES} files")
@@ -149,8 +150,8 @@ def _merge(child: _Spot, base: _Spot) -> _Spot:
         return child
     if not isinstance(base.value, dict):
         raise RecipeError(
-            f"{child.file}:{child.line}: a mapping cannot be merged over the plain value "
-            f"of its base ({base.file}:{base.line})"
+            f"{child.file}:{child.line}: this mapping cannot replace a plain value of the base recipe "
+            f"({base.file}:{base.line})"
         )
     merged = dict(base.value)
     for key, spot in child.value.items():

@@ -295,7 +295,9 @@ def shrink_instructions(mini: dict[str, Any], model: dict[str, Any], data_path: 
 
 
 def shrink_schedules(mini: dict[str, Any], steps: int) -> None:
-    """Shorten every schedule to `steps`, with a warm-up in the first steps. The kind of a schedule stays."""
+    """Shorten every schedule to `steps`, with a warm-up in the first steps. The kind of each schedule stays the
+    same.
+    """
     grouped = mini.get("grouped_lr_schedule") or {}
     schedules = [mini.get("lr_schedule"), grouped.get("default"), *(grouped.get("grouped") or [])]
     for schedule in filter(None, schedules):
@@ -344,7 +346,7 @@ class Degrees:
 
     @property
     def workers(self) -> int:
-        """Return the number of processes."""
+        """Return the number of processes that these degrees need."""
         return self.pp * self.tp * self.dp * self.cp
 
 
@@ -370,8 +372,8 @@ def scale_degrees(own: Degrees, workers: int) -> Degrees:
 
 
 def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int = WORKERS) -> None:
-    """Give the mini of `recipe` (in place) the recipe's parallel strategy at `workers` processes. A step has `batch`
-    samples.
+    """Give the mini of `recipe` (in place) the recipe's parallel strategy at `workers` processes. A step of this mini
+    has `batch` samples.
 
     Raises:
         RecipeError: the recipe splits nothing, or the batch does not serve the data-parallel ranks.

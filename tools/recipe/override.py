@@ -63,7 +63,7 @@ def apply_overrides(
 
 
 def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
-    """Return the key paths that hold the same value as `path` through a YAML anchor. `path` comes first."""
+    """Return the key paths that hold the same value as `path` through a YAML anchor. The given `path` comes first."""
     marks = getattr(recipe, "marks", {})
     if path not in marks:
         return [path]
@@ -81,7 +81,7 @@ def also_changed(recipe: dict[str, Any], override: str) -> list[str]:
 
 
 def get_path(recipe: Any, path: KeyPath) -> Any:
-    """Return the value at a key path. KeyError or IndexError is raised if there is none."""
+    """Return the value at a key path. KeyError or IndexError is raised if the path does not exist."""
     for key in path:
         recipe = recipe[key]
     return recipe
@@ -208,7 +208,7 @@ def _fit(old: Any, value: Any, text: str, path: KeyPath, where: str) -> Any:
     if isinstance(value, (list, int)) and isinstance(old, (list, int)) and path[-1] in _SCALAR_OR_LIST:
         return value
     raise RecipeError(
-        f"{where}: {name} is {_kind(old)} (now {old!r}), got {_kind(value)} ({value!r}){_right(old, value)}"
+        f"{where}: {name} must be {_kind(old)} (now {old!r}), but {value!r} is {_kind(value)}{_right(old, value)}"
     )
 
 

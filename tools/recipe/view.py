@@ -52,7 +52,7 @@ class View:
 
     @cached_property
     def parallel(self) -> bool:
-        """Return whether the model is split over devices. Data parallelism does not split it."""
+        """Return whether the model is split over devices. Data parallelism does not split the model."""
         return self.flag(("use_parallel",)) and splits_model(self.get(("parallel", "parallel_mode"), 1))
 
     def _size(self, key: str) -> int:
@@ -96,7 +96,7 @@ class View:
 
     @cached_property
     def micro_batches(self) -> int:
-        """Return the number of micro-batches of a step. MindFormers resets it to 1 without a pipeline."""
+        """Return the number of micro-batches of a step. Without a pipeline, MindFormers resets this number to 1."""
         return self._size("micro_batch_num") if self.parallel and self.pp > 1 else 1
 
     @cached_property
@@ -125,7 +125,7 @@ class View:
 
     @cached_property
     def full_batch(self) -> bool:
-        """Return whether every rank reads the whole global batch. The trainer can fill this in."""
+        """Return whether every rank reads the whole global batch. The trainer can set this key itself."""
         strategy = self.get(("parallel", "dataset_strategy"))
         config = (*LOADER, "config") if self.megatron else LOADER
         masks = (self.flag((*config, f"create_{name}_mask")) for name in ("attention", "compressed_eod"))
@@ -134,7 +134,9 @@ class View:
 
     @cached_property
     def packs(self) -> bool:
-        """Return whether the loader packs samples. If so, the trainer makes the loader create an attention mask."""
+        """Return whether the loader packs samples. For a loader that packs samples, the trainer turns on the attention
+        mask.
+        """
         handlers = self.get((*LOADER, "handler"))
         return isinstance(handlers, list) and any(
             isinstance(item, dict) and item.get("type") == "PackingHandler" for item in handlers
@@ -251,6 +253,6 @@ def require_resolved(recipe: Recipe, *paths: KeyPath) -> None:
     for path in unresolved(recipe):
         if path in paths or not paths:
             raise RecipeError(
-                f"{recipe.source or 'the recipe'}: {dotted(path)}: {look(recipe, path)} is not resolved; "
-                f"`tc3 recipe show` prints the recipe with values in its place"
+                f"{recipe.source or 'the recipe'}: {dotted(path)}: {look(recipe, path)} must first be replaced by a "
+                "value; `tc3 recipe show` prints the recipe with such values"
             )

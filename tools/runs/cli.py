@@ -83,7 +83,7 @@ def _print_lines(look: Look, console: Console, every: float, as_json: bool) -> i
 
 
 def json_line(status: Status) -> str:
-    """Return one JSON object."""
+    """Return the status as one JSON object."""
     return json.dumps(asdict(status))
 
 
@@ -217,7 +217,7 @@ class Scalars:
 
 
 class Exporter:
-    """This writes `path` anew for each status.
+    """This writes the file `path` again for each status.
 
     Raises:
         DataError: prometheus-client is not installed, or `path` cannot be written or ends in something else than .prom.

@@ -93,7 +93,7 @@ _NO_MACHINE = (_OF_THE_USER, "spike")  # causes that say nothing of the machines
 
 @dataclass(frozen=True)
 class Failure:
-    """This is how an attempt failed.
+    """This describes how an attempt failed.
 
     Args:
         time: seconds since 1970; None: nobody wrote it. host, rank: who began it; None: not known. cause: as the

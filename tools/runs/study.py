@@ -195,8 +195,8 @@ GOES_ON = "between attempts"
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """This is what saving checkpoints costs a run. `seconds` is the median stop of the training for a save; `every` is
-    the seconds of steps between two saves.
+    """This holds the time that saving checkpoints costs a run. `seconds` is the median stop of the training for a save;
+    `every` is the seconds of steps between two saves.
     """
 
     saves: int

@@ -251,7 +251,7 @@ class Watch:
         self.changed = time.monotonic()
 
     def look(self) -> Status:
-        """Read new data, and return the state of the run."""
+        """Read the data that was written since the last call, and return the state of the run."""
         self._attempts()
         self.kept.look()
         plan = self.attempt.plan if self.attempt else None

@@ -156,7 +156,7 @@ def model_number(view: View, key: str) -> int:
 
 def model_default(view: View, key: str) -> Any:
     """Return MindFormers' default of a key: from the model's config class, or else from the field that the key becomes.
-    Return None if there is none.
+    Return None if the key has no default.
     """
     schema = load_schema()
     model = schema.model_type(view.recipe)

@@ -235,7 +235,7 @@ _TYPED = {  # section -> registry it is built from
 
 
 def main() -> None:
-    """Rewrite the committed files."""
+    """Write the committed schema files again."""
     from tools.schema.schema import SCHEMA_FILE, Schema, json_schema
 
     data = extract()

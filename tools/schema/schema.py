@@ -281,7 +281,7 @@ def _plugin(name: str, module: str) -> Shape:
 
 @lru_cache(maxsize=1)
 def load_schema() -> Schema:
-    """Return the committed schema."""
+    """Return the schema that is committed in schema.json."""
     return Schema(json.loads(FILE.read_text(encoding="utf-8")))
 
 

@@ -93,8 +93,8 @@ def check_stages(view: View, built: Built, found: Findings) -> None:
 
 
 def swaps(view: View) -> bool:
-    """Return whether activations are swapped to the host. If so, the settings of `RECOMPUTE` name layers and do not
-    count them.
+    """Return whether activations are swapped to the host. If activations are swapped, the settings of `RECOMPUTE` name
+    layers instead of counting them.
 
     That is `swap` of model_config. What stands in `swap_config` MindFormers 1.9.0 reads and checks, but hands no model:
     `TransformerOpParallelConfig.to_diff_dict` leaves it out, and compiled graphs go on counting layers.

@@ -42,13 +42,13 @@ class Funnel:
     dropped: dict[str, int] = field(default_factory=dict)
 
     def drop(self, reason: str, count: int) -> None:
-        """Count candidates that a rule drops."""
+        """Count the candidates that a rule has dropped."""
         if count:
             self.dropped[reason] = self.dropped.get(reason, 0) + count
 
     @property
     def left(self) -> int:
-        """Return the candidates remaining."""
+        """Return the number of candidates that no rule has dropped."""
         return self.total - sum(self.dropped.values())
 
     def excluded_by_limits(self) -> list[str]:
@@ -150,7 +150,7 @@ class Block:
         return replace(self, columns={name: column[rows] for name, column in self.columns.items()})
 
     def candidate(self, row: int, recompute: str) -> Candidate:
-        """Return one of the candidates."""
+        """Return the candidate in one row."""
         values: dict[str, Any] = {name: int(column[row]) for name, column in self.columns.items()}
         values |= {"mode": MODES[values["mode"]], "shard": SHARDS[values["shard"]]}
         return Candidate(pp=self.pp, vpp=self.vpp, recompute=recompute, **values)

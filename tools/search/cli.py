@@ -185,13 +185,13 @@ def search() -> None:
     show_default=True,
     type=Number("margin"),
     metavar="SHARE",
-    help="Share of the instance's memory_cap that is left free, such as 0.05.",
+    help="Share of the instance's memory cap that the plan leaves free, such as 0.05.",
 )
 @json_option
 @click.option(
     "--picture",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw when each stage runs which pass, by the plan (.svg or .png).",
+    help="Draw which pass each stage runs at which time under the plan (.svg or .png).",
 )
 def pipeline(
     instance: Path,

@@ -39,7 +39,7 @@ _WIDTH = 200  # of tables in a file or pipe
 
 
 class OfGroup(click.Command):
-    """This command stands behind its group's name: both have one help, which the group writes."""
+    """This is the class of a command that has the same help as its group; the group writes this help."""
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the help as the group does."""
@@ -62,9 +62,11 @@ class OfGroup(click.Command):
     "measured",
     type=click.Path(path_type=Path),
     metavar="RUN|PROFILE|ROWS.yaml",
-    help="First fit the cluster's efficiencies, as tc3 search calibrate does: to a profile of a run of RECIPE (its "
-    "folder, or the run's with the profile in it), or to measured steps. With --write the fitted cluster is kept "
-    "beside OVERLAY.yaml, as OVERLAY.cluster.yaml.",
+    help=(
+        "First fit the cluster's efficiencies, as tc3 search calibrate does: to a profile of a run of RECIPE (its "
+        "folder, or the run's with the profile in it), or to measured steps. With --write the fitted cluster is saved "
+        "beside OVERLAY.yaml, as OVERLAY.cluster.yaml."
+    ),
 )
 @click.option("--gbs", type=Number("global_batch_size"), help="Global batch size in samples; by default the recipe's.")
 @click.option(
@@ -88,32 +90,41 @@ class OfGroup(click.Command):
     "schedules",
     multiple=True,
     metavar="NAME|all",
-    help="Also rank layouts of another pipeline schedule, such as zero_bubble_v; the table says which of them a "
-    "recipe can ask for and which are only simulated. --write then writes the fastest of these layouts that a "
-    "recipe can ask for.",
+    help=(
+        "Also rank layouts of another pipeline schedule, such as zero_bubble_v; the table says which of them a recipe "
+        "can ask for and which are only simulated. With this option, --write writes the fastest of these layouts that "
+        "a recipe can ask for."
+    ),
 )
 @click.option(
     "--recompute-operators",
     "groups",
     is_flag=True,
-    help="Let layers also recompute single groups of operators (MLA's up-projections, the first matrix product of "
-    "an MLP, the experts), not only norms, communication or whole layers. The search then takes twice as long.",
+    help=(
+        "Let layers also recompute single groups of operators (MLA's up-projections, the first matrix product of an "
+        "MLP, the experts), not only norms, communication or whole layers. With this option the search takes twice as "
+        "long."
+    ),
 )
 @click.option(
     "--swap",
     "swapping",
     is_flag=True,
-    help="Place the layers of the best strategy once more, where each layer may also swap its activations to the "
-    "host instead of keeping or recomputing them; the time on the link to the host is counted. This placement "
-    "is only simulated, not written.",
+    help=(
+        "Place the layers of the best strategy once more, where each layer may also swap its activations to the host "
+        "instead of keeping or recomputing them; the time on the link to the host is counted. The placement with "
+        "swapping is only simulated, and no file is written for it."
+    ),
 )
 @click.option(
     "--loads",
     metavar="LOADS",
-    help="Search once more under uneven expert loads, and rank the strategies of both searches by their expected step "
-    "time, with the chance that each runs out of memory. The loads are: even, published, trained, spread:NUMBER, one "
-    "max/mean such as 1.3, a run's folder or a routing log (docs/estimator.md). --write then writes the first strategy "
-    "of this ranking.",
+    help=(
+        "Search once more under uneven expert loads, and rank the strategies of both searches by their expected step "
+        "time, with the chance that each runs out of memory. LOADS can be: even, published, trained, spread:NUMBER, "
+        "one max/mean such as 1.3, a run's folder or a routing log (docs/estimator.md). With this option, --write "
+        "writes the first strategy of this ranking."
+    ),
 )
 @click.option("--top", default=10, show_default=True, type=Number("rows"), help="Number of strategies to show.")
 @effort_option("normal")
@@ -254,7 +265,10 @@ def _asked(
     if options["write"]:
         require_writable(options["schedules"])
     if options["schedules"] and options["verified"]:
-        raise RecipeError("--verify dry-runs only 1F1B's layouts; with --schedule, --write it and tc3 dryrun it")
+        raise RecipeError(
+            "--verify compiles only layouts of 1F1B; to compile a layout of another schedule, save it with --write "
+            "and run tc3 dryrun on the file"
+        )
     of_run = (options["devices"], options["gbs"], options["memory"])
     request = request_of(
         recipe, _cluster(path, cluster_name, folder, options), *of_run, asked, options["memory_margin"]

@@ -106,7 +106,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Doubt:
-    """This says how sure a choice is."""
+    """This says how certain it is that the chosen layout is the fastest."""
 
     names: tuple[str, ...]  # of the layouts, the fastest first
     shares: tuple[float, ...]  # of the draws in which each is the fastest; they add up to 1
@@ -202,7 +202,7 @@ def doubt(
     devices: Sequence[int] = (),
     whole: bool = False,
 ) -> Doubt:
-    """Return how sure it is that the first layout is the fastest.
+    """Return how certain it is that the first layout is the fastest.
 
     Args:
         seconds: predicted, of each layout.
@@ -244,7 +244,7 @@ def _cheapest(right: Sequence[float], before: float, node: int) -> Experiment | 
 
 
 def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
-    """Return how sure the first place is; None without a result.
+    """Return how certain it is that the first layout is the fastest; None without a result.
 
     The recipe's own layout takes part where it is the same question and keeps the memory.
     """

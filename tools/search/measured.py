@@ -32,7 +32,9 @@ from tools.ranges import RANGES, Number
 from tools.search.options import json_option, overrides_option
 
 _steps = click.option(
-    "--steps", type=Number("steps"), help="Number of training steps in PROFILE, if its files do not tell."
+    "--steps",
+    type=Number("steps"),
+    help=("Number of training steps in PROFILE, if the files of the profile do not state it."),
 )
 _WIDTH = 180  # a row's names and numbers on one line, in files and pipes too
 
@@ -74,10 +76,10 @@ def validate(rows: Path, record: Path | None, force: bool, as_json: bool) -> Non
         raise DataError(f"{rows}: rows[{index}].hardware: {row.reason}{more}")
     if not any(found.step_time_s for found in predictions):
         reasons = "; ".join(f"{found.row.id}: {found.reason}" for found in predictions[:3])
-        raise DataError(f"{rows}: no row can be predicted ({reasons})")
+        raise DataError(f"{rows}: the estimator can predict none of the rows ({reasons})")
     if record:
         if not errors:
-            raise DataError(f"{rows}: no row has a memory that is measured and can be predicted")
+            raise DataError(f"{rows}: no row has both a measured memory and a predicted one")
         write_errors(record, errors, rows)
         click.echo(f"written: {record}", err=True)
     elif changed := known_errors().differences(errors):
@@ -129,8 +131,10 @@ def _cells(found: Prediction) -> list[tuple[float | None, str]]:
     "--cluster",
     "cluster_name",
     metavar="NAME|FILE.yaml",
-    help=f"Cluster with which the fit starts. The default is {DEFAULT_HARDWARE}; for the profile of a CPU it is that "
-    "CPU, with the speed of its fastest kernels.",
+    help=(
+        f"Cluster with which the fit starts. The default is {DEFAULT_HARDWARE}; for the profile of a CPU, the fit "
+        "starts with a cluster that has the speed of the profile's fastest kernels."
+    ),
 )
 @click.option(
     "--like",
@@ -173,7 +177,7 @@ def calibrate_command(
     keep_existing("--out", out, force)
     if measured.is_dir():
         if recipe is None:
-            raise click.UsageError(f"{measured}: name the recipe of the run that was profiled: --recipe RECIPE.yaml")
+            raise click.UsageError(f"{measured}: name the recipe of the profiled run: --recipe RECIPE.yaml")
         with Progressing("fitting"):
             seen = study(measured, run_of(recipe, overrides), steps)
             if cluster_name is None and seen.profile.device != "CPU":
@@ -187,7 +191,9 @@ def calibrate_command(
         click.echo(f"written: {out}", err=True)
         return
     if recipe or overrides or steps:
-        raise click.UsageError(f"{measured}: --recipe, --set and --steps go only with the folder of a profile")
+        raise click.UsageError(
+            f"{measured}: --recipe, --set and --steps can be given only if MEASURED is the folder of a profile"
+        )
     cluster_name = cluster_name or DEFAULT_HARDWARE
     with Progressing("fitting"):
         start = start_of(cluster_name, like)
@@ -283,8 +289,8 @@ def explain(
     hardware = cluster(cluster_name)
     if seen and seen.profile.device == "CPU" != hardware.device:
         raise DataError(
-            f"--cluster {cluster_name}: {seen.profile.source} is a CPU's profile; make that CPU's file by "
-            f"`tc3 search calibrate {measured} --recipe {recipe} --out FILE.yaml`"
+            f"--cluster {cluster_name}: {seen.profile.source} is a profile of a CPU; write a cluster file for this CPU "
+            f"with `tc3 search calibrate {measured} --recipe {recipe} --out FILE.yaml`"
         )
     predicted = modelled(config, hardware, efficiency_of(hardware), seen.stage if seen else None)
     rows = gap_lines(predicted, seen.measured) if seen else gap_lines_of_total(predicted, seconds or 0.0)

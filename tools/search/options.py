@@ -20,7 +20,10 @@ margin_option = click.option(
     "--memory-margin",
     type=Number("margin"),
     metavar="SHARE",
-    help="Share of the memory limit that is left free, such as 0.05. The default is the estimator's known error.",
+    help=(
+        "Share of the memory limit that is left free, such as 0.05. The default share is the known error of the "
+        "estimator."
+    ),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 seed_option = click.option(
@@ -68,10 +71,12 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
         "--effort",
         type=Effort(),
         metavar="N|low|normal|high",
-        help="Units of work spent on one placement of layers; the same number gives the same answer on a slow and "
-        f"on a fast machine. A unit takes about a second on an idle core; low is {EFFORTS['low']:g} units, "
-        f"normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. The default is {default}, or less if "
-        "--time-limit is shorter.",
+        help=(
+            "Units of work spent on one placement of layers; the same number gives the same answer on a slow and on a "
+            f"fast machine. A unit of work takes about a second on an idle core; low is {EFFORTS['low']:g} units, "
+            f"normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. The default is {default}, or less if "
+            "--time-limit is shorter."
+        ),
     )
 
 
@@ -118,7 +123,7 @@ class PlanProgress(Progressing):
         self._budget = budget
 
     def tell(self, incumbent: Incumbent) -> None:
-        """Show a better plan or bound."""
+        """Show that a better plan or a better bound was found."""
         if math.isfinite(incumbent.time):
             found = f"best step {incumbent.time:.6g}, gap {100 * incumbent.gap:.2f} %"
             self.show(f"{found}; effort {self._budget.spent:.0f} of {self._budget.effort:.0f}", self._budget.spent)

@@ -84,8 +84,8 @@ def keep_files_of(recipe: str | os.PathLike[str], option: str, target: str | os.
         return
     for file in files_of(recipe):
         if os.path.samefile(target, file):
-            own = "is the recipe itself" if os.path.samefile(file, recipe) else f"is what {recipe} inherits"
-            raise RecipeError(f"{option} {target}: {own}; it would be overwritten; name another file")
+            own = "is the recipe itself" if os.path.samefile(file, recipe) else f"is a base of {recipe}"
+            raise RecipeError(f"{option} {target}: this file {own} and would be overwritten; name another file")
 
 
 _DISPATCHER = (*MODEL, "moe_token_dispatcher_type")
@@ -149,7 +149,7 @@ def dispatch_values(view: View, config: Configuration, node: int | None = None) 
         return {}
     if config.ep_mode not in MODES:
         near = did_you_mean(config.ep_mode, list(MODES))
-        raise RecipeError(f"EP mode {config.ep_mode!r}: must be one of {', '.join(MODES)}{near}")
+        raise RecipeError(f"EP mode {config.ep_mode!r}: the mode must be one of {', '.join(MODES)}{near}")
     node = node or view.node
     if stays_plugged(view, config, node):
         return {} if view.get(MODE) == config.ep_mode else {MODE: config.ep_mode}
@@ -219,7 +219,9 @@ def require_layouts(recipe: Recipe, devices: int) -> None:
     model.
     """
     if not View(recipe).parallel and devices > 1:
-        raise RecipeError(f"{recipe.source}: a layout needs use_parallel: True and parallel.parallel_mode: 1")
+        raise RecipeError(
+            f"{recipe.source}: a layout on several devices needs use_parallel: True and parallel.parallel_mode: 1"
+        )
 
 
 def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> Recipe:
@@ -227,7 +229,7 @@ def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> 
     view = View(recipe)
     require_layouts(recipe, config.devices)
     if reason := why_not(config.schedule):
-        raise RecipeError(f"schedule {config.schedule}: no recipe can ask for it: {reason}")
+        raise RecipeError(f"no recipe can ask for the schedule {config.schedule}: {reason}")
     values = {**_degrees(view, config), **_pipeline(view, config)}
     values |= dispatch_values(view, config, site.node if site else None)
     values |= site_values(view, config, site) if site else {}

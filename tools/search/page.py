@@ -34,8 +34,8 @@ _DENSE = 2000  # operations of a timeline that are drawn as an image inside the 
 
 
 def frontier(seconds: np.ndarray, peaks: np.ndarray) -> np.ndarray:
-    """Return the indices of the points that no other point beats in both values, by memory: each is faster than all
-    that need less.
+    """Return the indices of the points that no other point beats in both values, by memory: each returned point is
+    faster than all points that need less memory.
     """
     order = np.lexsort((seconds, peaks))
     least = np.minimum.accumulate(seconds[order])
@@ -129,8 +129,8 @@ def _sample(ranking: Ranking) -> np.ndarray:
 
 
 def draw_entry(axes: Any, entry: Entry, times: TimeModel) -> None:
-    """Draw what each stage runs when, a row for each stage; of many micro-batches, only enough to show how they follow
-    each other.
+    """Draw which pass each stage runs at what time, with a row for each stage; if there are many micro-batches, the
+    picture shows a shorter step with only a few.
     """
     config = entry.config
     forward, backward, _ = times.chunks(config)
@@ -164,7 +164,7 @@ _ALIKE = "the layouts that cannot be told apart: each may be the fastest, within
 
 
 def html(found: Found, times: TimeModel, title: str) -> str:
-    """Return the whole file."""
+    """Return the text of the whole HTML file."""
     request = found.request
     head = (
         f"{request.devices:,} devices of {request.hardware.name}, global batch {request.global_batch:,}, "

@@ -48,7 +48,7 @@ LEFT = ("layout", "dispatch", "sharded", "recompute")
 
 
 def cells(name: str, entry: Entry, request: Request) -> list[str]:
-    """Return a row of the table."""
+    """Return the cells of one layout's row in the table."""
     candidate = entry.candidate
     return [
         name,
@@ -241,7 +241,7 @@ def assumptions(found: Found, times: TimeModel) -> list[str]:
 
 
 def notes(found: Found) -> list[str]:
-    """Return the head of the overlay: what it is, and from which recipe."""
+    """Return the comment at the head of the overlay, which says what the file is and from which recipe it was made."""
     request, best = found.request, found.best
     lines = [
         f"Found by tc3 search: {best.layout}, dispatch {best.config.ep_mode}, recomputation {best.recompute}.",
@@ -267,7 +267,7 @@ def notes(found: Found) -> list[str]:
 
 
 def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
-    """Return the answer for machines."""
+    """Return the answer as values for JSON."""
     request, doubt = found.request, doubt_of(found, times)
     return {
         "devices": request.devices,
@@ -314,7 +314,7 @@ def _entry(entry: Entry, request: Request) -> dict[str, Any]:
 
 
 def print_text(found: Found, times: TimeModel, console: Console) -> None:
-    """Print the whole answer."""
+    """Print the whole answer of a search."""
     request, funnel = found.request, found.ranking.funnel
     console.print(
         f"{request.devices:,} devices of {request.hardware.name}, global batch {request.global_batch:,}, sequence "
@@ -354,7 +354,7 @@ _LEFT = ("schedule", "layout", "recompute", "MindFormers 1.9.0")
 
 
 def print_schedules(found: BySchedule, first: Entry, times: TimeModel, console: Console) -> None:
-    """Print the table, and the cost of swapping for `first`."""
+    """Print the table of schedules, and the cost of swapping for the layout `first`."""
     console.print("\nschedules, each with its fastest layout (predicted; all simulated with the same times of passes):")
     console.print(_table(SCHEDULE_HEADS, rows_of(found, first), _LEFT))
     for line in swap_words(first.config, times):

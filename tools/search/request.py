@@ -1,4 +1,4 @@
-"""This module describes what a search is asked: a recipe's run, a cluster, devices, batch, memory, and the user's
+"""This module describes the request for a search: a recipe's run, a cluster, devices, batch, memory, and the user's
 limits on the space.
 
 A limit is written as `tp<=8`, `pp=8,16`, `ep%8=0`, `mode!=global` or `recompute=full,none`:
@@ -66,19 +66,22 @@ class Limit:
 
 
 def read_limit(text: str) -> Limit:
-    """Parse a limit.
+    """Parse the text of one `--limit`.
 
     Raises:
         RecipeError: it is none; says what one looks like.
     """
     match = _FORM.fullmatch(text)
     if match is None:
-        raise RecipeError(f"--limit {text!r}: a name, a sign and a value are needed, such as tp<=8, pp=8,16 or ep%8=0")
+        raise RecipeError(
+            f"--limit {text!r}: a limit must have a name, a sign and a value, such as tp<=8, pp=8,16 or ep%8=0"
+        )
     name, sign, modulus, written = match.groups()
     if name not in (*NUMBERS, *WORDS):
         names = [*NUMBERS, *WORDS]
         raise RecipeError(
-            f"--limit {text!r}: no {name!r} here{did_you_mean(name, names)}; known are {', '.join(names)}"
+            f"--limit {text!r}: the name {name!r} is unknown{did_you_mean(name, names)}; the known names are "
+            f"{', '.join(names)}"
         )
     words = [word.strip() for word in written.split(",")]
     if modulus is not None:
@@ -86,22 +89,28 @@ def read_limit(text: str) -> Limit:
     if name in WORDS:
         known = WORDS[name]
         if sign not in ("=", "!="):
-            raise RecipeError(f"--limit {text!r}: {name} can only be compared by = or !=")
+            raise RecipeError(f"--limit {text!r}: {name} can be compared only with = or !=")
         for word in words:
             if word not in known:
                 hint = did_you_mean(word, list(known))
-                raise RecipeError(f"--limit {text!r}: {name} is one of {', '.join(known)}, not {word!r}{hint}")
+                raise RecipeError(
+                    f"--limit {text!r}: the value of {name} must be one of {', '.join(known)}, not {word!r}{hint}"
+                )
         values = tuple(known.index(word) for word in words)
     elif modulus is not None and not 0 < int(modulus) <= _LARGEST:
-        raise RecipeError(f"--limit {text!r}: remainders by {modulus[:20]} do not exist; divide by 1 to {_LARGEST:,}")
+        raise RecipeError(
+            f"--limit {text!r}: {modulus[:20]} is not a valid divisor; write a divisor from 1 to {_LARGEST:,}"
+        )
     elif all(word.isdecimal() and int(word[:20]) <= _LARGEST for word in words):
         values = tuple(int(word) for word in words)
     else:
-        raise RecipeError(f"--limit {text!r}: {name} is a number, at most {_LARGEST:,}")
+        raise RecipeError(f"--limit {text!r}: the value of {name} must be a number of at most {_LARGEST:,}")
     if sign not in ("=", "!=") and len(values) > 1:
-        raise RecipeError(f"--limit {text!r}: {sign} takes one number")
+        raise RecipeError(f"--limit {text!r}: the sign {sign} takes only one number")
     if modulus is not None and not 0 <= values[0] < int(modulus):
-        raise RecipeError(f"--limit {text!r}: remainders by {modulus} are 0 to {int(modulus) - 1}")
+        raise RecipeError(
+            f"--limit {text!r}: a remainder of a division by {modulus} must be from 0 to {int(modulus) - 1}"
+        )
     return Limit(text, name, sign, values, int(modulus or 1))
 
 
@@ -145,7 +154,7 @@ class Request:
 
     @property
     def site(self) -> Site:
-        """Return the machine as overlays describe it."""
+        """Return the cluster in the form in which overlays describe it."""
         return Site(self.node, self.hardware_file, None if self.own_cap else self.cap)
 
     def skew(self, ep: int) -> float:
@@ -179,8 +188,11 @@ def request_of(
     except RecipeError as error:
         raise in_file(recipe, error) from None
     if base.adapters:
-        wrong = "the seconds of training with adapters are not known: gradients of frozen weights would be counted"
-        raise in_file(recipe, RecipeError(f"{wrong}; search with plugins.lora: False", "plugins.lora"))
+        wrong = (
+            "the step time of training with adapters cannot be predicted, because the estimator would count gradients "
+            "of frozen weights"
+        )
+        raise in_file(recipe, RecipeError(f"{wrong}; switch the adapters off with plugins.lora: False", "plugins.lora"))
     if base.ep_cut and CHUNKS in unresolved(recipe):  # strategies have each their own best chunks
         base = replace(base, ep_cut=Cut(stride=look(recipe, (*OVERLAP, "stride"))))
     return Request(
@@ -206,13 +218,18 @@ def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
         RecipeError: nothing is known of groups, the recipe lists layers by number, or the link to the host is unknown.
     """
     if swapping and request.hardware.host_link is None:
-        raise RecipeError(f"--swap: {request.hardware_file} has no host_link: the price of swapping is not known")
+        raise RecipeError(
+            f"--swap: the time of swapping is not known, because {request.hardware_file} has no host_link"
+        )
     if not groups:
         return request
     if not offered(request.base):
-        raise RecipeError("--recompute-operators: no group of operators is known to free memory in this model")
+        raise RecipeError("--recompute-operators: this model has no group of operators that is known to free memory")
     if request.swaps:
-        raise RecipeError("--recompute-operators: the recipe swaps, and so lists layers by number; turn its swap off")
+        raise RecipeError(
+            "--recompute-operators: the recipe swaps activations and therefore lists layers by number; switch its "
+            "swap off"
+        )
     return replace(request, groups=True)
 
 

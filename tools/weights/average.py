@@ -66,7 +66,7 @@ def average(
 
 
 def check_average(sources: Sequence[Source], target: Path, shares: Sequence[float] | None) -> Sequence[float]:
-    """Return the shares with which `average` would weigh the sources. Only headers are read.
+    """Return the shares with which `average` would weigh the sources. The function reads only the headers of the files.
 
     Raises:
         CheckpointError: as `average`, but for numbers that are not finite.
@@ -114,7 +114,7 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
     """Refuse what has no average, or would be averaged wrongly."""
     refuse_target(target)
     if len(sources) < 2:
-        raise CheckpointError("an average needs two checkpoints or more")
+        raise CheckpointError("an average needs at least two checkpoints")
     first = sources[0]
     for source in sources:
         if source.form != "MindFormers":
@@ -122,12 +122,12 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
         source.require_whole()
         if wrong := _difference(_kinds(first), _kinds(source)):
             raise CheckpointError(
-                f"{source.path}: {wrong}; {first.path} is of another model, or saved in another layout"
+                f"{source.path}: {wrong}; {first.path} holds another model, or was saved in another layout"
             )
         if _placed(source) != _placed(first):
             raise CheckpointError(
-                f"{source.path}: the experts have moved since {first.path}; put both in order with "
-                "`tc3 experts restore-order`"
+                f"{source.path}: the experts have moved since {first.path}; put the experts of both in order with `tc3 "
+                "experts restore-order`"
             )
 
 

@@ -79,7 +79,8 @@ def weights() -> None:
 )
 @json_option
 def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json: bool) -> None:
-    """Show what CHECKPOINT holds. Only the headers of its files are read, which takes a second for any size.
+    """Show what CHECKPOINT holds. The command reads only the headers of the files, which takes about a second for any
+    size.
 
     Exit code: 0 nothing is wrong with it (with --diff: equal), 1 something is (with --diff: they differ), 2 something
     to mend first.
@@ -118,7 +119,7 @@ def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json:
 )
 @salvage_option
 def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | None, salvage: bool) -> None:
-    """Write the average of the weights of CHECKPOINTS. These are iterations of one run, or of several runs in one
+    """Write the average of the weights of CHECKPOINTS. CHECKPOINTS are iterations of one run, or of several runs in one
     layout.
 
     Sums are taken in float64 and rounded once. The optimizer's state is left out: the result is for a new run to begin
@@ -133,7 +134,7 @@ def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | N
     _print_damaged(damaged)
 
 
-@weights.command("merge", context_settings=SETTINGS, short_help="Add the adapters of LoRA to their weights.")
+@weights.command("merge", context_settings=SETTINGS, short_help="Merge the adapters of LoRA into the weights.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("target", metavar="TO", type=click.Path(path_type=Path))
 @click.option(
@@ -209,8 +210,8 @@ def convert_command(
     salvage: bool,
     as_json: bool,
 ) -> None:
-    """Convert TeleChat3 weights from Hugging Face's form to MindFormers' form, or back. The form of FROM decides
-    which way.
+    """Convert TeleChat3 weights from Hugging Face's form to MindFormers' form, or back. The form of FROM decides the
+    direction of the conversion.
 
     FROM is a folder of safetensors with its index, or an iteration of a run; TO a folder that is not there yet. Every
     tensor has a place on the other side or is named. If interrupted, the same command continues. All of FROM is
@@ -267,7 +268,7 @@ def reshard_command(
     salvage: bool,
     as_json: bool,
 ) -> None:
-    """Write CHECKPOINT, which is one iteration of a run, in the layout of a recipe. No device is needed.
+    """Write CHECKPOINT, which is one iteration of a run, in the layout of a recipe. The command needs no device.
 
     Weights, moments, the routers' biases, moved experts and counters go along. TO gets checkpoint/iteration_*, sealed,
     and the old run's files that a resume compares; each rank reads only its own part. With --dry-run, CHECKPOINT may

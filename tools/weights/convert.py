@@ -38,7 +38,7 @@ DONE = ".done.json"  # behind the name of a file that is whole
 
 
 def writer(source: Path, folder: Path, plan: Plan, known: dict[str, int]) -> Callable[[Shard], str]:
-    """Return a function that writes one shard into `folder`. Each worker process builds it once.
+    """Return a function that writes one shard into `folder`. Each worker process builds this function once.
 
     Args:
         known: Hugging Face name -> CRC-32 of its bits, where the source says.
@@ -108,8 +108,8 @@ class _Parts:
             if differing:
                 ranks = ", ".join(map(str, differing))
                 raise CheckpointError(
-                    f"{self.source.path}: {name} differs between ranks: those of ranks {ranks} are not that of rank 0; "
-                    "`tc3 weights inspect --values` lists them"
+                    f"{self.source.path}: {name} differs between ranks: the values of ranks {ranks} are not those of "
+                    "rank 0; `tc3 weights inspect --values` lists the differences"
                 )
         part = _as_type(entry.part(self.arrays[name], index), self.source.headers[name].dtype, self.plan, entry)
         self.sums[entry.parts[index]] = crc32(part)
@@ -127,10 +127,12 @@ def _pieces(source: Source, plan: Plan, known: dict[str, int], entry: Entry) -> 
         stands_for = plan.stands_for.get(name, name)
         bits, _ = source.bits(stands_for)
         if name in known and crc32(bits) != known[name]:
-            raise CheckpointError(f"{source.path}: {name} does not match its checksum: corrupted")
+            raise CheckpointError(f"{source.path}: {name} does not match its checksum, so the file is damaged")
         for copy, original in plan.copies.items():
             if original == name and source.bits(copy)[0].tobytes() != bits.tobytes():
-                raise CheckpointError(f"{source.path}: {copy} differs from {name}; MindFormers has one weight for both")
+                raise CheckpointError(
+                    f"{source.path}: {copy} differs from {name}, but MindFormers keeps only one weight for both"
+                )
         return _as_type(bits, source.headers[stands_for].dtype, plan, entry)
 
     return entry.pieces(part)

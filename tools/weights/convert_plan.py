@@ -1,5 +1,5 @@
 """This module plans what a conversion reads and writes. The plan reads only the headers of files. Every tensor of
-either side is used once, or listed as unused.
+MindFormers and of Hugging Face is used once, or listed as unused.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _check(given: Mapping[str, Header], wanted: Mapping[str, tuple[int, ...]]) -
         if names
     ]
     if found:
-        raise CheckpointError(f"these weights are not the recipe's model; {'; '.join(found)}")
+        raise CheckpointError(f"these are not the weights of the recipe's model: {'; '.join(found)}")
 
 
 def _type(entry: Entry, to: Target, given: Mapping[str, Header], dtype: str | None) -> str:
@@ -145,7 +145,8 @@ def _type(entry: Entry, to: Target, given: Mapping[str, Header], dtype: str | No
         return dtype
     if len(types) > 1:
         raise CheckpointError(
-            f"{entry.mindformers}: its parts are of several types ({', '.join(types)}); choose one with --dtype"
+            f"{entry.mindformers}: the parts of this weight have several types ({', '.join(types)}); choose one type "
+            "with --dtype"
         )
     return types[0]
 
@@ -255,11 +256,12 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
     """
     to: Target = "MindFormers" if source.form == "Hugging Face" else "Hugging Face"
     if source.form == "one file":
-        raise CheckpointError(f"{source.path}: this is one file; give the folder that holds it")
+        raise CheckpointError(f"{source.path}: this is a single file; give the folder that holds the whole checkpoint")
     source.require_whole()
     if any(map(is_adapter, source.headers)):
         raise CheckpointError(
-            f"{source.path}: it holds adapters beside the weights; merge them first: tc3 weights merge {source.path} TO"
+            f"{source.path}: the checkpoint holds adapters beside the weights; first merge the adapters into the "
+            f"weights: tc3 weights merge {source.path} TO"
         )
     file = recipe or recipe_beside(source)
     loaded = load_recipe(file)
@@ -274,7 +276,9 @@ def recipe_beside(source: Source) -> Path:
     """Return RUN/recipe.yaml of RUN/checkpoint/iteration_*; raise RecipeError if there is none."""
     file = source.path.absolute().parent.parent / "recipe.yaml"
     if not file.exists():
-        raise RecipeError(f"--recipe: {source.path} is in no run's folder, so name the recipe of its model")
+        raise RecipeError(
+            f"--recipe: {source.path} is not in the folder of a run, so name the recipe of its model with this option"
+        )
     return file
 
 
@@ -290,7 +294,8 @@ def model_of(recipe: Recipe) -> Sizes:
     if latent != experts:
         raise RecipeError(
             f"{recipe.source}: the model has latent attention without experts, or experts without latent attention; "
-            "tc3 converts models that have both (TeleChat3-MoE, DeepSeek-V3) or neither (TeleChat3 36B, Llama)"
+            "tc3 converts models that have both (TeleChat3-MoE, DeepSeek-V3) and models that have neither (TeleChat3 "
+            "36B, Llama)"
         )
     if experts:
         return sizes_of(fields, bias_updated=False)

@@ -43,7 +43,8 @@ def stretched_as_telechat3(sizes: Sizes) -> bool:
 
 
 def check_config(folder: Path, sizes: Sizes) -> bool:
-    """Compare the config.json of a Hugging Face folder with the recipe's model. Return whether the file exists.
+    """Compare the config.json of a Hugging Face folder with the recipe's model. Return whether the folder has a
+    config.json.
 
     Raises:
         CheckpointError: it cannot be read, or describes another model: its weights would fit and compute another thing.
@@ -70,7 +71,7 @@ def check_config(folder: Path, sizes: Sizes) -> bool:
         if name not in _UNCOMPARED and _differs(_get(given, name), value)
     ]
     if wrong:
-        raise CheckpointError(f"{file}: this is another model than the recipe's: {'; '.join(wrong)}")
+        raise CheckpointError(f"{file}: this file describes another model than the recipe: {'; '.join(wrong)}")
     return True
 
 

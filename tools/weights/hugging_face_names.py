@@ -108,7 +108,9 @@ class Entry:
 
 
 def table(sizes: Sizes) -> list[Entry]:
-    """Return every weight of the model in the order of the forward pass. Only the routers' biases are not trained."""
+    """Return every weight of the model in the order of the forward pass. Among these weights, only the routers' biases
+    are not trained.
+    """
     shapes = _shapes(sizes)
     return [_entry(sizes, row, shapes) for row in rows(names_of(sizes))]
 
@@ -259,7 +261,9 @@ def _check(given: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[int, ...]
     if missing or unknown:
         lists = [f"{what} {', '.join(names[:3])}{' ...' * (len(names) > 3)}" for what, names in
                  (("missing", missing), ("not of this model:", unknown)) if names]  # fmt: skip
-        raise CheckpointError(f"weights do not belong to this recipe: {'; '.join(lists)}")
+        raise CheckpointError(f"these weights do not belong to this recipe: {'; '.join(lists)}")
     for name, shape in wanted.items():
         if given[name].shape != shape:
-            raise CheckpointError(f"{name}: its shape is {list(given[name].shape)}, and the recipe needs {list(shape)}")
+            raise CheckpointError(
+                f"{name}: the weight has the shape {list(given[name].shape)}, but the recipe needs {list(shape)}"
+            )

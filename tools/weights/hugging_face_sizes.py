@@ -101,7 +101,7 @@ def sizes_of(fields: Mapping[str, Any], bias_updated: bool) -> Sizes:
     """
     for holds, key, right in _rules(fields):
         if not holds:
-            raise RecipeError(f"{MODEL}.{key}: the reference (Hugging Face DeepseekV3) {right}")
+            raise RecipeError(f"{MODEL}.{key}: this value cannot be used, because Hugging Face's DeepseekV3 {right}")
     groups = fields["moe_router_num_groups"] or 1
     hf = {name: fields[field] for field, name in _SAME.items()}
     hf.update(
@@ -216,7 +216,7 @@ def dense_sizes_of(fields: Mapping[str, Any], yarn: Yarn | None) -> Sizes:
     named = "TeleChat2" if telechat2 else "Llama, which TeleChat3's dense models are,"
     for holds, key, right in [*_dense_rules(fields, yarn), *(_telechat2_rules(fields, yarn) if telechat2 else ())]:
         if not holds:
-            raise RecipeError(f"{MODEL}.{key}: Hugging Face's {named} {right}")
+            raise RecipeError(f"{MODEL}.{key}: this value cannot be converted, because Hugging Face's {named} {right}")
     hf = {name: fields[field] for field, name in _DENSE_SAME.items()}
     if yarn:  # MindFormers' field has the length before the extension, Hugging Face's the length after it
         hf["max_position_embeddings"] = int(yarn.factor * yarn.original)

@@ -66,8 +66,8 @@ class Group:
 
 
 def inventory(source: Source, values: bool = False, progress: Callable[[str], None] = lambda name: None) -> list[Group]:
-    """Return the groups of `source`: first weights, then the optimizer's state, then the rest. Within each group,
-    tensors have the order of the files.
+    """Return the groups of `source`: first weights, then the optimizer's state, then the rest. Within each kind, the
+    order is that of the files.
 
     Args:
         values: read all tensors, one at a time, for norms and what is not finite; progress: is told each name then.
@@ -116,7 +116,8 @@ def _values(source: Source, names: list[str], progress: Callable[[str], None]) -
 def salvaged(
     sources: Sequence[Source], allowed: bool, progress: Callable[[str], None] = lambda name: None
 ) -> list[str]:
-    """Return what is damaged in weights that are about to be written anew and sealed. Every file is read for this.
+    """Return what is damaged in weights that are about to be written anew and sealed. The function reads every file
+    completely.
 
     Args:
         allowed: go on with what is there (`--salvage`). progress: is told each tensor's name.
@@ -128,9 +129,8 @@ def salvaged(
     if found and not allowed:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise CheckpointError(
-            f"{found[0]}{more}; nothing was written, because a new seal would hide the damage. --salvage takes the "
-            "values unchanged "
-            f"and records the damage in the result ({SALVAGED})"
+            f"{found[0]}{more}; nothing was written, because a new seal would hide the damage. --salvage copies the "
+            f"damaged values unchanged and records the damage in the result ({SALVAGED})"
         )
     return found
 

@@ -55,7 +55,7 @@ class Merge:
 
 
 def plan_merge(source: Source, recipe: Path | None, limit: int) -> Merge:
-    """Return what a merge of `source` reads and writes. Only headers are read.
+    """Return what a merge of `source` reads and writes. The function reads only the headers of the files.
 
     Args:
         recipe: None for that of the run that saved `source`. limit: bytes of a file, which one tensor may exceed.
@@ -105,7 +105,10 @@ def _compare(source: Source, wanted: Mapping[str, Sequence[int]]) -> None:
     ]
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise CheckpointError(f"{source.path}: these are not the adapters of {KEY}: {'; '.join(wrong[:3])}{more}")
+        raise CheckpointError(
+            f"{source.path}: these are not the adapters that {KEY} of the recipe describes: "
+            f"{'; '.join(wrong[:3])}{more}"
+        )
 
 
 def merge(
@@ -166,5 +169,7 @@ def _whole(source: Source, name: str) -> np.ndarray:
     array, differing = source.read(name)
     if differing:
         ranks = ", ".join(map(str, differing))
-        raise CheckpointError(f"{source.path}: {name} differs between ranks: those of ranks {ranks} are not rank 0's")
+        raise CheckpointError(
+            f"{source.path}: {name} differs between ranks: the values of ranks {ranks} are not those of rank 0"
+        )
     return array

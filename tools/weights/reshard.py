@@ -46,7 +46,7 @@ class Piece:
 @lru_cache(maxsize=65536)
 def pieces(shape: Shape, old: Shape, new: Shape, place: int) -> tuple[Piece, ...]:
     """Return the boxes that make up slice `place` of a tensor cut into `new` parts, taken from the tensor cut into
-    `old` parts. Each element occurs once.
+    `old` parts. Each element occurs in exactly one box.
 
     Args:
         shape: of the whole tensor; old, new: into how many equal parts each axis is cut; place: in row-major order.
@@ -127,7 +127,9 @@ class Written:
 
 
 def writer(source: Path, folder: Path, plan: Plan) -> Callable[[tuple[int, Kind]], Written]:
-    """Return a function that writes the file of a rank and kind into `folder`. Each worker process builds it once."""
+    """Return a function that writes the file of a rank and kind into `folder`. Each worker process builds this function
+    once.
+    """
     return partial(write_file, Mapped(open_stored(source)), folder, plan)
 
 
@@ -196,7 +198,7 @@ def _bits(dtype: str) -> str:
 
 @dataclass
 class Mapped:
-    """A `Mapped` maps the old files when they are needed. The last `_OPEN` of them stay mapped."""
+    """A `Mapped` maps the old files when they are needed. The last `_OPEN` of these files stay mapped."""
 
     stored: Stored
     maps: dict[str, mmap.mmap] = field(default_factory=dict)
@@ -244,7 +246,9 @@ BESIDE = ("recipe.yaml", "data.json")  # of the run: a resume compares the order
 
 
 def folder_in(target: Path, source: Source) -> Path:
-    """Return the folder of the iteration in `target`. A resume looks for the run's recipe two folders above it."""
+    """Return the folder of the iteration in `target`. A resume looks for the run's recipe two folders above this
+    folder.
+    """
     return target / "checkpoint" / f"iteration_{source.step or 0:08d}"
 
 

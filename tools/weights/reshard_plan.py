@@ -1,4 +1,6 @@
-"""This module finds which rank writes which slice of a new layout, and what that costs. The plan reads only headers."""
+"""This module finds which rank writes which slice of a new layout, and what that costs. Planning reads only the headers
+of files.
+"""
 
 from __future__ import annotations
 
@@ -83,13 +85,15 @@ class Plan:
 
     @property
     def files(self) -> list[tuple[int, Kind]]:
-        """Return (rank, kind) of every file. Each rank has weights, and states if any rank has."""
+        """Return (rank, kind) of every file to be written. Each rank has a file of weights, and also a file of states
+        if any rank has one.
+        """
         kinds: tuple[Kind, ...] = ("model", "opt") if any(move.kind == "opt" for move in self.moves) else ("model",)
         return [(rank, kind) for rank in range(self.world) for kind in kinds]
 
     @property
     def bytes(self) -> int:
-        """Return the number of bytes of all listed elements. Each element is read once and written once."""
+        """Return the number of bytes of all listed elements. A resharding reads and writes each element once."""
         return sum(move.part_bytes * len(move.writers) for move in self.moves)
 
 
@@ -119,8 +123,8 @@ Item = tuple[str, str, Kind, Lying, Layout]  # name, type, kind, how it lies, ho
 
 
 def plan_moves(items: Iterable[Item], world: int) -> tuple[Move, ...]:
-    """Return the moves of all tensors. Among the ranks that hold a new slice, the rank with the fewest bytes to write
-    so far writes it.
+    """Return for every tensor which slices it moves between which ranks. Among the ranks that hold a new slice, the
+    rank with the fewest bytes to write so far writes it.
     """
     load = np.zeros(world, np.int64)
     found = []
@@ -155,7 +159,7 @@ def _alone(holders: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, tuple[int,
 
 
 def numbers(plan: Plan) -> Numbers:
-    """Return the cost of a plan."""
+    """Return the cost of a plan in bytes."""
     written, online, loading = (np.zeros(plan.world, np.int64) for _ in range(3))
     stays = largest = 0
     for move in plan.moves:
@@ -285,7 +289,7 @@ def plan_stored(source: Source, recipe: Recipe) -> Resharding:
     target, stored = target_of(recipe), source.stored
     _check(source.path, {name: header.shape for name, header in source.headers.items()}, target)
     if wrong := [name for name, header in source.headers.items() if header.dtype not in TYPES]:
-        raise CheckpointError(f"{source.path}: the type of {_some(wrong)} is not known here")
+        raise CheckpointError(f"{source.path}: this command cannot write the data type of {_some(wrong)}")
     items: list[Item] = []
     for name, tensor in stored.tensors.items():
         holders = tuple(tuple(rank for rank, _ in copies) for copies in tensor.copies)
@@ -307,7 +311,7 @@ def plan_stored(source: Source, recipe: Recipe) -> Resharding:
 
 
 def plan_recipes(old: Recipe, new: Recipe) -> Resharding:
-    """Return the plan for the checkpoint that a run of `old` would save. No file is read.
+    """Return the plan for the checkpoint that a run of `old` would save. The function reads no file of a checkpoint.
 
     Raises:
         CheckpointError: the two are not one model. RecipeError: see `target_of`.
@@ -335,7 +339,7 @@ def _check(path: Path, shapes: Mapping[str, Shape], target: Target) -> None:
         ],
     }
     if found := [f"{len(names)} {what}: {_some(names)}" for what, names in lists.items() if names]:
-        raise CheckpointError(f"{path}: this is not the model of the recipe; {'; '.join(found)}")
+        raise CheckpointError(f"{path}: the weights are not those of the recipe's model: {'; '.join(found)}")
 
 
 def _kind(file: str) -> Kind:

@@ -148,7 +148,7 @@ class Placed:
 
     @property
     def lying(self) -> Lying:
-        """Return the slices of the tensor."""
+        """Return how the tensor is cut into slices."""
         return self.layout.lying(self.shape)
 
 

@@ -67,7 +67,7 @@ def AddN(attrs: Attrs, tensors: list[np.ndarray]) -> np.ndarray:
 
 @kernel(LOW_PRECISION, updates=0)
 def AssignAdd(attrs: Attrs, variable: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Return the variable plus a value; gradients in bfloat16 are accumulated in float32 in this way."""
+    """Return the variable plus a value; graphs add gradients in bfloat16 to a float32 sum in this way."""
     return variable + value
 
 

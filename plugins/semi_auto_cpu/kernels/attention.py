@@ -87,17 +87,17 @@ class Call:
 
     @property
     def queries(self) -> np.ndarray:
-        """Return [B, heads, S1, D], a view like the other two."""
+        """Return the queries as a view [B, heads, S1, D]."""
         return self.view(self.query)
 
     @property
     def keys(self) -> np.ndarray:
-        """Return [B, key heads, S2, D]."""
+        """Return the keys as [B, key heads, S2, D]."""
         return self.view(self.key, "key")
 
     @property
     def values(self) -> np.ndarray:
-        """Return [B, key heads, S2, D of the values]."""
+        """Return the values as [B, key heads, S2, D of the values]."""
         return self.view(self.value, "value")
 
     def view(self, x: np.ndarray, owner: str = "query") -> np.ndarray:

@@ -152,7 +152,7 @@ def StridedSliceGrad(
     end: tuple[int, ...],
     strides: tuple[int, ...],
 ) -> np.ndarray:
-    """Return the gradient of a slice, with zeros around it. The slice's masks are attributes
+    """Return the gradient of a slice, with zeros around it. The masks of the slice are attributes of the operator
     (`mindspore/ops/operations/_grad_ops.py`).
     """
     out = np.zeros(shape, dout.dtype)

@@ -169,7 +169,7 @@ def test_two_agents_of_one_name_are_refused(tmp_path):
     (first,) = meetings(tmp_path, "node0")
     second = Meeting(tmp_path, "node0", lost_after=LOST, disk=Disk(30))
     second.disk.pause = lambda seconds: (time.sleep(seconds), first.plan(0, lambda there: None))
-    with pytest.raises(ClusterError, match="--host node0: an agent of this name already runs"):
+    with pytest.raises(ClusterError, match="--host node0: an agent with this name already runs"):
         second.come(0)
     plan, _ = until(lambda: first.plan(0, plan_of_all))
     assert plan.hosts == ["node0"] and first.over(0) is None  # which is not disturbed

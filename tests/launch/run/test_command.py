@@ -215,11 +215,11 @@ REFUSALS = {
     "below a file": (["mini/toy.yaml", "--run-dir", "mini/toy.yaml/x"], "toy.yaml is not a writable folder"),
     "no checkpoint": (
         ["mini/toy.yaml", "--resume", "/etc"],
-        "--resume /etc: this is not a checkpoint, which would hold common.json and",
+        "--resume /etc: this is not a checkpoint, because",
     ),
     "empty folder": (
         ["mini/toy.yaml", "--resume", "empty"],
-        "--resume empty: this is not a checkpoint, which would hold common.json",
+        "--resume empty: this is not a checkpoint, because",
     ),
     "file to resume": (["mini/toy.yaml", "--resume", "corpus.idx"], "a file; name the folder that it is in"),
     "long name": (["mini/toy.yaml", "--run-dir", "a" * 300], "not a folder that can be read (File name too long)"),

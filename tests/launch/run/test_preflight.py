@@ -116,7 +116,9 @@ def test_other_loaders_are_not_looked_into():
 @pytest.mark.parametrize("context", [{"device_target": "Ascend"}, {}, None])
 def test_an_ascend_recipe_is_refused_without_npus(context):
     recipe = {"context": context, "use_parallel": True, "parallel_config": {"data_parallel": 16}}
-    with pytest.raises(ClusterError, match=r"needs 16 NPUs, none .* CPU recipe: tc3 train .*mini/pretrain.yaml"):
+    with pytest.raises(
+        ClusterError, match=r"needs 16 NPUs, but this machine has none .* CPU recipe: tc3 train .*mini/pretrain.yaml"
+    ):
         preflight.check_machine(recipe)
     preflight.check_machine({"context": {"device_target": "CPU"}})
 

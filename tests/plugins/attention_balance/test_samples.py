@@ -199,8 +199,8 @@ def test_documents_are_those_in_the_tokens(lengths, sequence_length, seed):
 def test_the_mask_takes_as_many_documents_as_it_has_entries():
     check_fits(np.array([3, 8, 1]), 8, 2)
     words = (
-        "eod_pad_length: 8 is less than the 9 documents of sample 2 (step 2); 2 of 5 samples have too many, "
-        "sample 3 the most: write 12 or more"
+        "eod_pad_length: 8 is less than the 9 documents of sample 2 (step 2); 2 of 5 samples have more "
+        "documents than that, and sample 3 has the most: write 12 or more"
     )
     with pytest.raises(RecipeError) as error:
         check_fits(np.array([3, 8, 9, 12, 1]), 8, 2)

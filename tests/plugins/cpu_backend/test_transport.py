@@ -272,7 +272,10 @@ def test_wrong_row_count_names_the_rank_and_both_counts():
         parts = [np.ones((3, 2)), np.ones((5, 2))]
         other = threading.Thread(target=mesh[1].all_to_all_v, args=([0, 1], 9, parts))
         other.start()
-        with pytest.raises(ClusterError, match="rank 0, tag 9: rank 1 sent 3 rows where 4 were planned"):
+        with pytest.raises(
+            ClusterError,
+            match="rank 0, exchange with tag 9: the numbers of rows are wrong: rank 1 sent 3 rows where 4 were planned",
+        ):
             mesh[0].all_to_all_v([0, 1], 9, parts, rows=[3, 4])
         other.join(20)
 

@@ -190,6 +190,6 @@ def test_a_step_of_micro_batches_has_to_tell_the_losses_apart():
     check_step({**recipe_of(), "print_separate_loss": False})
     with pytest.raises(
         RecipeError,
-        match=r"print_separate_loss: with micro-batches plugins\.held_out_loss reads .* with False; write True",
+        match=r"print_separate_loss: with micro-batches plugins\.held_out_loss reads .* this key is True; write True",
     ):
         check_step({**recipe_of(pipeline_stage=2, micro_batch_num=2), "print_separate_loss": False})

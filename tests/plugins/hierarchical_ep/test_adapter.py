@@ -91,7 +91,7 @@ def test_what_cannot_be_is_refused(changed, settings, message):
 def test_overlap_needs_a_dispatch_and_resolved_chunks():
     alone = config()
     alone.plugins = {"ep_overlap": {"chunks": [1, 2]}}
-    with pytest.raises(RecipeError, match=r"switch on that plugin, too"):
+    with pytest.raises(RecipeError, match=r"switch on plugins.hierarchical_ep, too"):
         overlap.enable(alone, {"chunks": [1, 2]})
     with pytest.raises(RecipeError, match=r"auto is not resolved: `tc3 recipe show`"):
         overlap.enable(config(), {"chunks": "auto"})

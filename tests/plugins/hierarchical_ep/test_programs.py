@@ -188,7 +188,9 @@ def test_members_who_do_not_agree_on_the_group_are_found():
         check_programs([[Call("all_gather", (0, 1))], [Call("all_gather", (1, 2))], [Call("all_gather", (1, 2))]])
     with pytest.raises(ClusterError, match=r"different ranks from 0 to 1"):
         check_programs([[Call("all_gather", (0, 7))], []])
-    with pytest.raises(ClusterError, match=r"meets another kind of call or tag: rank 1, call 0 \(reduce_scatter"):
+    with pytest.raises(
+        ClusterError, match=r"meets a call of another kind, or with another tag: rank 1, call 0 \(reduce_scatter"
+    ):
         check_programs([[Call("all_gather", (0, 1))], [Call("reduce_scatter", (0, 1))]])
 
 

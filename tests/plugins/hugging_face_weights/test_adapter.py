@@ -84,7 +84,7 @@ def test_the_frozen_model_of_transformers(loaded, tmp_path):
 
 def test_what_is_missing_or_unknown_is_refused(loaded):
     assert (
-        "no weights for 1 of the parameters of the recipe's model, such as decoder.layers.1.mlp.experts.weight1"
+        "lacks weights for 1 parameters of the recipe's model, such as decoder.layers.1.mlp.experts.weight1"
         in loaded["short"]
     )
     assert "model.layers.0.self_attn.q_norm.weight is not a weight of the recipe's model" in loaded["more"]

@@ -56,7 +56,7 @@ def test_a_level_is_written_out_as_flags(settings, flags):
         ({"level": "vector", "disable": ["RmsNorm"]}, "does not fuse operator 'RmsNorm'"),
         ({"level": "vector", "disable": [3]}, "does not fuse operator 3"),
         ({"level": "vector", "disable": ["MatMul"]}, "MatMul is fused only with level: cube"),
-        ({"level": "off", "disable": ["Exp"]}, "with level: off nothing is fused"),
+        ({"level": "off", "disable": ["Exp"]}, "level: off fuses nothing"),
     ],
 )
 def test_what_cannot_be_read_is_refused(settings, words):

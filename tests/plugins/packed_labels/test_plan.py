@@ -93,7 +93,11 @@ def test_loaders_that_it_knows():
     [
         ({"shift": 1}, loader(ALPACA, PACKING), r"packed_labels\.shift: no such setting"),
         (True, loader(ALPACA, PACKING), r"packed_labels: write plugins\.packed_labels: \{\}, or False"),
-        ({}, {"type": "BlendedMegatronDatasetDataLoader"}, "it only mends the PackingHandler of an HFDataLoader"),
+        (
+            {},
+            {"type": "BlendedMegatronDatasetDataLoader"},
+            "the plugin corrects only the PackingHandler of an HFDataLoader",
+        ),
         ({}, loader(ALPACA, PACKING, streaming=True), "does not stream"),
         ({}, loader(ALPACA), "labels of PackingHandler, but .*handler has no such handler"),
         ({}, {"type": "HFDataLoader"}, "labels of PackingHandler, but .*handler has no such handler"),

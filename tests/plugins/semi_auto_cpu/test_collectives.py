@@ -59,7 +59,7 @@ def test_unknown_groups_and_strangers_are_told(groups):
         groups.members("AllGather", {"group": "2-9", "rank_list": "(0, 1)"})
     with pytest.raises(
         ClusterError,
-        match=r"Send: group '2-9' of ranks \[2, 9\] is not possible: a rank stands twice",
+        match=r"Send: group '2-9' of ranks \[2, 9\] is not possible: a rank is listed twice",
     ):
         groups.members("Send", {"group": "2-9", "group_ranks": "2-9"})
 

@@ -157,10 +157,10 @@ LOADER = {"type": "BlendedMegatronDatasetDataLoader", "shuffle": False}
         ({"train_dataset": {"data_loader": {"type": "HFDataLoader"}}}, r"data_loader\.type: .* not of 'HFDataLoader'"),
         (
             {"train_dataset": {"data_loader": {**LOADER, "shuffle": True}}},
-            r"data_loader\.shuffle: with True, plugins\.spike_guard cannot know which samples a step has",
+            r"data_loader\.shuffle: if the data is shuffled, plugins\.spike_guard cannot tell which samples",
         ),
         ({"context": {"mode": 1}}, r"context\.mode: .* is for graph mode"),
-        ({"runner_config": {"epochs": 2}}, r"runner_config\.epochs: .* a second pass"),
+        ({"runner_config": {"epochs": 2}}, r"runner_config\.epochs: .* the second epoch"),
         ({"runner_config": {"sink_size": 4}}, r"runner_config\.sink_size"),
         (
             {"plugins": {"spike_guard": {}, "finite_loss": {"stop_after": 3}}},

@@ -111,7 +111,7 @@ def test_blends(value, word):
 def test_shares_of_a_blend_that_are_none(shares, prefix):
     path = (*LOADER, "config", "data_path")
     found = wrong(put(on(prefix), path, [shares[0], prefix, shares[1], prefix]))
-    assert "not shares of a whole" in found["train_dataset.data_loader.config.data_path"].wrong
+    assert "cannot be shares of the data" in found["train_dataset.data_loader.config.data_path"].wrong
 
 
 def test_a_split_that_leaves_nothing_to_train_on(prefix):

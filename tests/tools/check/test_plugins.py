@@ -142,9 +142,9 @@ def test_the_auxiliary_loss_of_a_group_has_nothing_to_set():
         (
             ["runner_config.epochs=2"],
             "plugins.spike_guard",
-            "runner_config.epochs: if samples are left out of the first pass",
+            "runner_config.epochs: if plugins.spike_guard leaves samples out of the first epoch",
         ),
-        (["train_dataset.data_loader.shuffle=True"], "plugins.spike_guard", "which samples a step has"),
+        (["train_dataset.data_loader.shuffle=True"], "plugins.spike_guard", "which samples a step reads"),
     ],
 )
 def test_what_the_spike_guard_needs(changes, key, words):

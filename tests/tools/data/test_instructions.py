@@ -112,7 +112,7 @@ def test_existing_files_stay_unless_forced(library, tmp_path):
 
 def test_sources_without_functions_are_refused(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n")
-    with pytest.raises(DataError, match="1 documents, and the train split has no function with a docstring"):
+    with pytest.raises(DataError, match="the train split of 1 documents has no function with a docstring"):
         write(Options(Corpus((str(tmp_path),)), tmp_path / "out"), Skips())
     assert not (tmp_path / "out.jsonl").exists()
 

@@ -127,7 +127,10 @@ def test_a_weight_that_mindformers_takes_for_a_prefix_is_refused():
         (["1", "A", "B", "C"], "gives weights to some prefixes only"),
         (["A", "B", "1", "C"], "gives weights to some prefixes only"),
         *((wrong, "must be a list such as") for wrong in (None, [], "a", [["a"]], {"a": 1}, [None], [True, "a"])),
-        *(([weight, "a"], "not shares of a whole") for weight in ("nan", "inf", -1, 0, float("nan"))),
+        *(
+            ([weight, "a"], "these weights cannot be shares of the data")
+            for weight in ("nan", "inf", -1, 0, float("nan"))
+        ),
     ],
 )
 def test_what_nobody_can_mean_is_refused(data_path, words):

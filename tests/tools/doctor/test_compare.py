@@ -89,11 +89,11 @@ WHOLE = report().text()
 BROKEN = {
     "": "the text is empty",
     WHOLE[: len(WHOLE) // 2]: "not complete JSON",
-    "[]": "an earlier tc3",
+    "[]": "an earlier version of tc3",
     "{}": "not a report of tc3 doctor",
     "7": "not a report of tc3 doctor",
     "[" * 100_000: "not complete JSON",
-    WHOLE.replace(f'"{FACTS["tc3"]}"', '"0.0.1"'): "the report is of tc3 0.0.1, but here is",
+    WHOLE.replace(f'"{FACTS["tc3"]}"', '"0.0.1"'): "the report is of tc3 0.0.1, but this is",
     WHOLE.replace('"ok"', '"fine"'): "findings or its probe cannot be read",
     WHOLE.replace('"probe": null', '"probe": [1]'): "findings or its probe cannot be read",
     without(report(), "findings"): "findings or its probe cannot be read",

@@ -34,7 +34,9 @@ def test_numbers_by_hand():
     # zero_bubble_v's second chunk begins on the last stage
     assert numbers_of(((1, 1), (0, 2)), layers, "zero_bubble_v") == [0, 2, 3, 4]
     assert table_of_numbers([0, 2, 3, 4], layers, "zero_bubble_v") == ((1, 1), (0, 2))
-    with pytest.raises(ValueError, match="6 is not a layer of this model, whose layers are numbered 0 to 5"):
+    with pytest.raises(
+        ValueError, match="6 is not the number of a layer; the layers of this model are numbered 0 to 5"
+    ):
         table_of_numbers([6], layers, "1f1b")
 
 

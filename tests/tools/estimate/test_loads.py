@@ -255,7 +255,7 @@ BAD = {  # name -> lines, what the message has after the file
     "unlike steps": ([GOOD, {"step": 2, "tokens": [[3] * 16] * 7}], "log.jsonl:2: tokens: layers x experts"),
     "a missing micro-batch": (
         [GOOD, {**GOOD, "micro_batch": 1}, {**GOOD, "step": 2}],
-        "log.jsonl:3: micro_batch: step 2 has 1 micro-batches, others have 2",
+        "log.jsonl:3: micro_batch: step 2 has 1 micro-batches, but other steps have 2",
     ),
 }
 BAD_CSV = {

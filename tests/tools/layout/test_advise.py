@@ -216,7 +216,7 @@ def test_nothing_to_resolve_without_the_plugin():
 def test_chunks_of_nothing_are_refused():
     """They stayed `auto`, and the launch failed later, in the plugin."""
     with pytest.raises(
-        RecipeError, match=r"ep_overlap.yaml: plugins.ep_overlap: the plugin cuts the .*hierarchical_ep"
+        RecipeError, match=r"ep_overlap.yaml: plugins.ep_overlap: this plugin divides the .*hierarchical_ep"
     ):
         resolved(hierarchical_ep=False, ep_overlap={"chunks": "auto"})
 

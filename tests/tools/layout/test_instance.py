@@ -84,7 +84,7 @@ def set_key(*keys):
         (set_key("P", 0), "P: 0: must be 1, 2, 3"),
         (set_key("M", 4.0), "M: 4.0: must be 1, 2, 3"),
         (set_key("V", True), "V: true: must be 1, 2, 3"),
-        (set_key("static_mem", [1]), r"static_mem: \[1\]: 1 stages; P is 2"),
+        (set_key("static_mem", [1]), r"static_mem: \[1\]: the list has 1 entries, but P is 2"),
         (set_key("static_mem", 1, "5"), r'static_mem\[1\]: "5": must be a number'),
         (set_key("memory_cap", float("nan")), "memory_cap: NaN: must be a number"),
         (
@@ -99,7 +99,10 @@ def set_key(*keys):
         (set_key("tail", 3), "tail: 3: must be a mapping"),
         (lambda m: m["body"][0].update(fwdd=m["body"][0].pop("fwd")), r"body\[0\]\.fwdd: no such key .*mean 'fwd'"),
         (lambda m: m.update(V=2, schedule="1f1b"), "one chunk a stage"),
-        (lambda m: m.update(V=2, schedule="interleaved_1f1b", M=5), "M must be a multiple of P: 5 is not one of 2"),
+        (
+            lambda m: m.update(V=2, schedule="interleaved_1f1b", M=5),
+            "M must be a multiple of P, but 5 is not a multiple of 2",
+        ),
     ],
 )
 def test_wrong_values_are_named(tmp_path, change, words):

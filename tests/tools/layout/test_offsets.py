@@ -68,18 +68,18 @@ def test_every_way_to_a_recipe_sees_the_same(made, tmp_path):
 def test_without_a_file_launches_say_what_to_run(tmp_path):
     recipe_with(tmp_path, "auto")
     with pytest.raises(
-        RecipeError, match=r"recipe.layout.yaml, which does not exist; run tc3 search layout .*recipe.yaml"
+        RecipeError, match=r"recipe.layout.yaml, but this file does not exist; run tc3 search layout .*recipe.yaml"
     ):
         build_config(tmp_path / "recipe.yaml", (), None, None)
     errors = check_recipe(tmp_path / "recipe.yaml").errors
     assert [error.key for error in errors] == ["model.model_config.offset"]
-    assert errors[0].line == 2 and errors[0].wrong.startswith("auto: the layout comes from ")
+    assert errors[0].line == 2 and errors[0].wrong.startswith("auto: the layout is read from ")
 
 
 def test_the_one_who_starts_a_run_makes_the_file(made, tmp_path, monkeypatch, capsys):
     recipe_with(tmp_path, "auto")
     monkeypatch.setattr("tools.layout.resolve.make_layout", lambda recipe, *_: made)
-    with pytest.raises(RecipeError, match=r"the layout comes from .* which does not exist"):
+    with pytest.raises(RecipeError, match=r"the layout is read from .* but this file does not exist"):
         effective_recipe(tmp_path / "recipe.yaml", (), None, tmp_path / "run", make_layout=False)
     flat = effective_recipe(tmp_path / "recipe.yaml", (), None, tmp_path / "run")
     assert flat["model"]["model_config"]["offset"] == made.offset
@@ -202,7 +202,7 @@ def test_a_layout_string_becomes_an_offset(tmp_path):
         ("Et*40|(t|)*6,t*8L", LARGE, "the layout has 1 chunks on each of 8 stages, but pp_interleave_num is 2"),
         ("E(t*3|)*15,t*3L", LARGE, "48 decoder layers, but the model has 54"),
         ("Et*5|(t*6|)*6,t*4L", MTP, "0 MTP layers, but the model has 1"),
-        ("atuo", LARGE, "unknown symbol 'a', expected E embedding"),
+        ("atuo", LARGE, "the symbol 'a' is unknown; a layout consists of E embedding"),
     ],
 )
 def test_layouts_that_do_not_fit_are_named(layout, base, words, tmp_path):
@@ -216,7 +216,7 @@ def test_layouts_that_do_not_fit_are_named(layout, base, words, tmp_path):
 def test_a_v_shaped_pipeline_has_no_layout_string():
     recipe = apply_overrides(load_recipe(LARGE), ["parallel.pipeline_config.pipeline_scheduler=zero_bubble_v"])
     recipe["model"]["model_config"]["offset"] = "Et|tL"
-    with pytest.raises(RecipeError, match="zero_bubble_v runs back"):
+    with pytest.raises(RecipeError, match="cannot describe zero_bubble_v"):
         resolve(recipe)
 
 

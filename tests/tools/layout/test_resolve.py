@@ -183,7 +183,7 @@ def test_without_a_layout_file_commands_say_what_to_do(command, tmp_path):
     ended = CliRunner().invoke(tc3, [*words, str(path)])
     assert isinstance(ended.exception, RecipeError)
     layout = tmp_path / "recipe.layout.yaml"
-    said = f"model.model_config.offset: auto: the layout comes from {layout}, which does not exist"
+    said = f"model.model_config.offset: auto: the layout is read from {layout}, but this file does not exist"
     assert said in str(ended.exception)
     assert f"run tc3 search layout {path}" in str(ended.exception)
 
@@ -221,7 +221,7 @@ def test_who_needs_numbers_refuses_what_is_open(key, tmp_path):
         recipe["model"]["model_config"]["offset"] = "auto"
     asked = [from_recipe, lambda open_: setting_of(open_, "corpus", None)]
     for ask in [*asked, plan_jobs] if key.endswith("offset") else asked:
-        with pytest.raises(RecipeError, match=rf"yaml: {key}: auto is not resolved.*tc3 recipe show"):
+        with pytest.raises(RecipeError, match=rf"yaml: {key}: auto must first be replaced.*tc3 recipe show"):
             ask(recipe)
 
 

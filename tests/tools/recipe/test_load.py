@@ -101,7 +101,7 @@ def test_merge_keys_and_yaml_11_scalars_read_as_pyyaml_reads_them(write):
         ("? [1, 2]\n: 3\n", 1, "a key must be a plain word"),
         ("base_config: gone.yaml\n", 1, "the base 'gone.yaml' was not found"),
         ("a: 1\nbase_config: [3]\n", 2, "must be a file name or a list of them, not 3"),
-        ("base_config: base.yaml\nscalar: {a: 1}\n", 2, "cannot be merged over the plain value"),
+        ("base_config: base.yaml\nscalar: {a: 1}\n", 2, "this mapping cannot replace a plain value"),
     ],
 )
 def test_a_broken_recipe_is_refused_with_file_and_line(write, text, line, message):
@@ -129,7 +129,9 @@ def test_an_error_in_a_base_names_the_base(write):
 def test_a_circle_of_bases_is_named(write):
     write("one.yaml", "base_config: sub/two.yaml\n")
     write("sub/two.yaml", "base_config: ../one.yaml\n")
-    with pytest.raises(RecipeError, match=r"own base by way of `base_config`: .*one.yaml -> .*two.yaml -> .*one.yaml"):
+    with pytest.raises(
+        RecipeError, match=r"names itself as its base through `base_config`: .*one.yaml -> .*two.yaml -> .*one.yaml"
+    ):
         load_recipe(write("top.yaml", "base_config: one.yaml\n"))
 
 
@@ -298,7 +300,7 @@ def test_a_circle_of_lists_of_bases_is_named(tmp_path):
     (tmp_path / "a.yaml").write_text("base_config: b.yaml\n")
     (tmp_path / "b.yaml").write_text("base_config: [c.yaml]\n")
     (tmp_path / "c.yaml").write_text("base_config: a.yaml\n")
-    assert "the recipe is its own base" in refusal(tmp_path / "a.yaml")
+    assert "the recipe names itself as its base" in refusal(tmp_path / "a.yaml")
 
 
 @pytest.mark.parametrize("ending", ["\r\n", "\n"])

@@ -118,7 +118,9 @@ def test_files_that_hold_no_measurements(tmp_path, text):
 def test_a_file_of_which_no_row_can_be_predicted_is_refused(tmp_path):
     file = tmp_path / "rows.yaml"
     file.write_text(yaml.safe_dump({"rows": [row(config={"model": "nobody's", "devices": 8})]}), "utf-8")
-    refused(CliRunner().invoke(search, ["validate", str(file)]), "no row can be predicted (a: not given")
+    refused(
+        CliRunner().invoke(search, ["validate", str(file)]), "the estimator can predict none of the rows (a: not given"
+    )
 
 
 @pytest.mark.parametrize(

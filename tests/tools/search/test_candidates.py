@@ -107,14 +107,14 @@ def test_limits_keep_what_they_say(limit, keeps):
 @pytest.mark.parametrize(
     ("limit", "message"),
     [
-        ("tp", "a name, a sign and a value are needed"),
-        ("shards=none", r"no 'shards' here \(did you mean 'shard'"),
-        ("mode<global", "mode can only be compared by = or !="),
+        ("tp", "a limit must have a name, a sign and a value"),
+        ("shards=none", r"the name 'shards' is unknown \(did you mean 'shard'"),
+        ("mode<global", "mode can be compared only with = or !="),
         ("mode=globl", r"not 'globl' \(did you mean 'global'"),
-        ("tp<=4,8", "<= takes one number"),
-        ("tp=four", "tp is a number"),
-        ("ep%8=9", "remainders by 8 are 0 to 7"),
-        ("ep%0=0", "remainders by 0"),
+        ("tp<=4,8", "<= takes only one number"),
+        ("tp=four", "the value of tp must be a number"),
+        ("ep%8=9", "a remainder of a division by 8 must be from 0 to 7"),
+        ("ep%0=0", "0 is not a valid divisor"),
     ],
 )
 def test_limits_that_are_none(limit, message):

@@ -270,7 +270,7 @@ def test_what_was_set_on_the_command_line_is_written_too(tmp_path):
     ("changes", "words"),
     [
         ({"schedule": "interleaved_1f1b_less_memory"}, "no key of a recipe does"),
-        ({"schedule": "zb_h1"}, "no recipe can ask for it"),
+        ({"schedule": "zb_h1"}, "no recipe can ask for the schedule"),
         ({"ep_mode": "deepep"}, "must be one of global"),
     ],
 )

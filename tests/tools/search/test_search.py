@@ -164,7 +164,7 @@ def test_no_device_has_more_memory_than_it_has():
 def test_wrong_inputs():
     with pytest.raises(RecipeError, match="atlas_800t_a3"):
         run("--cluster", "atlas_800t_a3")
-    with pytest.raises(RecipeError, match="a name, a sign and a value are needed"):
+    with pytest.raises(RecipeError, match="a limit must have a name, a sign and a value"):
         run("--limit", "tp")
     with pytest.raises(DataError, match=r"must end in \.svg"):
         run("--picture", "p.gif")

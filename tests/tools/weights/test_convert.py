@@ -165,7 +165,7 @@ def test_a_tensor_that_is_not_what_its_checksum_says(theirs, tmp_path):
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match="does not match its checksum: corrupted"):
+    with pytest.raises(CheckpointError, match="does not match its checksum, so the file is damaged"):
         converted(tmp_path / "back", tmp_path / "again")
 
 

@@ -122,6 +122,6 @@ def test_a_head_that_is_tied_to_the_embedding():
 def test_parts_of_several_types_want_one_to_be_chosen():
     found = theirs()
     found[FIRST_EXPERT] = replace(found[FIRST_EXPERT], dtype="BF16")
-    with pytest.raises(CheckpointError, match=r"several types .BF16, F32.; choose one with --dtype"):
+    with pytest.raises(CheckpointError, match=r"several types .BF16, F32.; choose one type with --dtype"):
         plan_conversion(found, MODEL, "MindFormers", None, 1000)
     assert plan_conversion(found, MODEL, "MindFormers", "BF16", 1 << 30).dtype == "BF16"

@@ -128,7 +128,7 @@ def test_wrong_weights_are_named():
     with pytest.raises(CheckpointError, match=r"not of this model: model\.rotary"):
         to_mindformers({**theirs, "model.rotary": np.zeros(1)}, model)
     with pytest.raises(
-        CheckpointError, match=r"lm_head.weight: its shape is \[32, 64\], and the recipe needs \[64, 32\]"
+        CheckpointError, match=r"lm_head.weight: the weight has the shape \[32, 64\], but the recipe needs \[64, 32\]"
     ):
         to_mindformers({**theirs, "lm_head.weight": theirs["lm_head.weight"].T}, model)
 

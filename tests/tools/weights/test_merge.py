@@ -75,7 +75,10 @@ def test_slices_of_two_ranks_are_merged_into_whole_weights(tmp_path, recipe):
 def test_what_is_refused(tmp_path, recipe):
     checkpoint, _ = adapted(tmp_path, recipe)
     source = open_source(checkpoint)
-    with pytest.raises(CheckpointError, match="holds adapters beside the weights; merge them first: tc3 weights merge"):
+    with pytest.raises(
+        CheckpointError,
+        match="holds adapters beside the weights; first merge the adapters into the weights: tc3 weights merge",
+    ):
         converted(checkpoint, tmp_path / "hf", recipe)
     plain = recipe_of(tmp_path / "plain")
     with pytest.raises(RecipeError, match=r"plugins\.lora: the recipe trains no adapters"):

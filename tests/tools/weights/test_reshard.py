@@ -139,7 +139,7 @@ def test_old_checkpoints_that_do_not_list_the_routers_state_have_it_listed(one, 
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(one):
-    with pytest.raises(CheckpointError, match=r"not the model of the recipe; .* missing: decoder\.layers\.2"):
+    with pytest.raises(CheckpointError, match=r"not those of the recipe's model: .* missing: decoder\.layers\.2"):
         plan_stored(open_source(one), _with_layers(3))
     with pytest.raises(CheckpointError, match=r"of another shape: embedding.word_embeddings.weight \[512, 128\]"):
         plan_stored(open_source(one), load_recipe(MINI_3D))

@@ -32,7 +32,7 @@ LARGE = (".npz", ".safetensors", ".bin")  # what a run leaves beside its logs
 @click.option(
     "--data",
     metavar="PREFIX",
-    help="Train both on the Megatron corpus PREFIX.bin and PREFIX.idx instead of the recipe's corpus.",
+    help="Train both recipes on the Megatron corpus PREFIX.bin and PREFIX.idx instead of the recipe's corpus.",
 )
 @click.option("--reference-python", "python", default=sys.executable, metavar="PATH",
               help="Python interpreter that has torch and transformers.  [default: the Python of tc3]")  # fmt: skip

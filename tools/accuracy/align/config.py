@@ -55,7 +55,8 @@ class Setting:
 
 
 def differences(ours: Recipe, theirs: Recipe) -> list[Setting]:
-    """Return every difference of two flat recipes, those that must match first. Corpora are compared by their content.
+    """Return every difference of two flat recipes, those that must match first. Corpora are compared by their content
+    and not by their paths.
 
     Raises:
         DataError: the corpus of a recipe for CPU is not there. One for Ascend may have it elsewhere: by path then.

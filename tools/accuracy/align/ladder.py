@@ -1,5 +1,5 @@
-"""This module compares two recipes step by step, as Figure 1 of the report does (section 3.2.1). The steps are the
-rungs of a ladder: configuration, forward, backward, optimizer, training steps, more devices.
+"""This module compares two recipes step by step, as Figure 1 of the report does (section 3.2.1). The steps are called
+rungs: configuration, forward, backward, optimizer, training steps, more devices.
 
 `climb` runs both sides and stops at the first rung that fails. On the last rung each side trains with its own workers,
 and the losses of their steps are compared. Recipes that are only data parallel run on data-parallel CPU workers. Where
@@ -188,7 +188,7 @@ class Ladder:
     @property
     def passed(self) -> bool:
         """Return whether no rung failed and everything that had to be compared was compared. A rung that was not run is
-        reported, and does not fail.
+        reported but does not count as failed.
         """
         return self.verdict in (ALIGNED, SAME_NUMBERS)
 

@@ -21,7 +21,7 @@ MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK)
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class AlignRecorder(Callback):
-    """This starts from given weights and records the values that the other side has to match.
+    """This callback sets given weights and records the values that the other side of the comparison has to match.
 
     Args:
         weights: .npz of parameters by MindFormers' names; every parameter of it must exist. None keeps the model's own.
@@ -102,8 +102,8 @@ def forward(network, batch):
 
 
 def enable(config, settings) -> None:
-    """Add the recorder to the callbacks of `config` (a MindFormerConfig), and make the callback that moves biases
-    count.
+    """Add the recorder to the callbacks of `config` (a MindFormerConfig), and replace the callback that moves biases by
+    one that also records the experts' counters.
     """
     columns = list(config.train_dataset.input_columns)
     for callback in config.callbacks:

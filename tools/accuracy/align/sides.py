@@ -106,7 +106,7 @@ def of_mindformers(stored: Mapping[str, np.ndarray], metrics: Iterable[Mapping],
 
 
 def in_hugging_face_names(record: Record, sizes: Sizes) -> Record:
-    """Return the same record with every weight cut and named as Hugging Face does."""
+    """Return the record with every weight split and named as Hugging Face does."""
     untrained = {entry.mindformers: entry.shape for entry in table(sizes) if not entry.trained}
     biases = [part for entry in table(sizes) if not entry.trained for part in entry.parts]
 
@@ -259,7 +259,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class SideFailedError(Exception):
-    """A side did not finish; the message holds its last words and names its log."""
+    """One side of the comparison did not finish; the message holds the last lines of its output and names its log."""
 
 
 def find_torch(python: str) -> None:

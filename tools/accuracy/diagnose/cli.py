@@ -33,8 +33,19 @@ ROOT = Path(__file__).resolve().parents[3]
 @click.command("diagnose")
 @click.argument("a", metavar="A", type=click.Path(path_type=Path))
 @click.argument("b", metavar="[B]", required=False, type=click.Path(path_type=Path))
-@click.option("--steps", default=3, show_default=True, type=Number("steps"), help="Steps to train a recipe for.")
-@click.option("--all", "everything", is_flag=True, help="Print the findings of all rungs, by step and rung.")
+@click.option(
+    "--steps",
+    default=3,
+    show_default=True,
+    type=Number("steps"),
+    help=("Number of steps for which a recipe is trained."),
+)
+@click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help=("Print all findings, sorted by step and rung, and not only those of the first rung that differs."),
+)
 @click.option(
     "--keep",
     type=click.Path(path_type=Path, file_okay=False),
@@ -43,7 +54,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @unverified_option
 def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep: Path | None, as_json: bool) -> None:
-    """Say where two runs first differ: the step, what kind of thing, the module and the ranks.
+    """Find where two runs first differ: at which step, in what, in which module and on which ranks.
 
     A and B are folders of runs, or recipes, which are trained for --steps steps (a recipe for Ascend as its mini on
     CPU). They are compared in the order in which a difference arises: the configuration, what a run starts from or a
@@ -67,7 +78,7 @@ def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep
         raise RecipeError(f"--keep {keep}: the folder is not empty")
     for path in paths:
         if not path.exists():
-            raise DataError(f"{path}: no such file or folder; give the folder of a run, or a recipe")
+            raise DataError(f"{path}: there is no such file or folder; give the folder of a run, or a recipe")
     with tempfile.TemporaryDirectory(prefix="tc3-diagnose-") as folder:
         work = (keep or Path(folder)).absolute()
         runs = [path if path.is_dir() else _train(path, work / "AB"[place], steps) for place, path in enumerate(paths)]
@@ -75,7 +86,9 @@ def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep
     try:
         verdict = diagnose(*sides)
     except OtherModelError as error:
-        raise DataError(f"{paths[-1]}: of another model than {a} ({error}); compare runs of one model") from error
+        raise DataError(
+            f"{paths[-1]}: this run trained another model than {a} ({error}); compare runs of one model"
+        ) from error
     if as_json:
         click.echo(json.dumps(_as_json(verdict, sides)))
     else:
@@ -99,7 +112,7 @@ def _train(recipe: Path, run_dir: Path, steps: int) -> Path:
 
 
 def report(verdict: Verdict, sides: list[Side], everything: bool = False) -> list[str]:
-    """Return the lines that are printed."""
+    """Return the lines of text that the command prints."""
     from tools.accuracy.diagnose.evidence import RECORD
     from tools.accuracy.diagnose.laws import USUAL, WORST
 

@@ -23,7 +23,7 @@ RECORD = "tc3 train RECIPE --set plugins.step_record.steps=3"  # what makes a ru
 
 @dataclass
 class State:
-    """These are the recorded lines of one step (or of a start), by rank."""
+    """These are the lines that the ranks recorded for one step, or for a start of the run."""
 
     step: int
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -50,14 +50,14 @@ class State:
 
 @dataclass
 class Tensor:
-    """This is a tensor of all ranks: `parts` is offset -> {rank: (digest, sum of squares)}."""
+    """This is one tensor with the parts of all ranks: `parts` is offset -> {rank: (digest, sum of squares)}."""
 
     shape: tuple[int, ...]
     parts: dict[tuple[int, ...], dict[int, tuple[str, float]]] = field(default_factory=dict)
     elements: int = 0  # of the distinct parts
 
     def add(self, rank: int, offset: tuple[int, ...], digest: str, square: float, elements: int) -> None:
-        """Add one rank's part."""
+        """Add the part of the tensor that one rank recorded."""
         if offset not in self.parts:
             self.elements += elements
         self.parts.setdefault(offset, {})[rank] = digest, square
@@ -74,7 +74,7 @@ class Tensor:
 
     @property
     def differing(self) -> tuple[int, ...]:
-        """Return the ranks whose copy of a part is not the first one's."""
+        """Return the ranks whose copy of a part differs from the first copy."""
         wrong = []
         for copies in self.parts.values():
             first = next(iter(copies.values()))[0]
@@ -132,7 +132,7 @@ class Side:
         return {rank: line.get("parts") or {} for rank, line in first.lines.items()} if first else {}
 
     def ids(self, step: int) -> list[str] | None:
-        """Return the digests of a step's samples, each once, by rank in order; None where they are unknown."""
+        """Return the digests of a step's samples, each once, by rank in order; return None if they are unknown."""
         ranks = self.samples.get(step, {})
         if not ranks or any(IDS not in columns for columns in ranks.values()):
             return None
@@ -150,7 +150,7 @@ class Side:
         return {name: frozenset(pairs) for name, pairs in found.items()}
 
     def updates(self, step: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Yield (weight, rank, what its update was) of the ranks' distinct parts of each weight."""
+        """Yield (weight, rank, recorded update) for the distinct parts of each weight."""
         state, parts, seen = self.states[step], self.parts(), set()
         for rank, line in sorted(state.lines.items()):
             for name, told in line["weights"].items():
@@ -179,7 +179,7 @@ def _listed(name: str) -> bool:
 
 
 def read_side(folder: Path) -> Side:
-    """Return what a run has recorded.
+    """Return all that a run has recorded of its steps.
 
     Raises:
         DataError: not a run, no step, or a rank's record is missing or damaged; the message says what to record.
@@ -187,20 +187,25 @@ def read_side(folder: Path) -> Side:
     file = folder / "recipe.yaml"
     if not file.is_file():
         raise DataError(
-            f"{folder}: not the folder of a run: it has no recipe.yaml; give what --run-dir of tc3 train named"
+            f"{folder}: this is not the folder of a run, because it has no recipe.yaml; give the folder that tc3 train "
+            "--run-dir was given"
         )
     try:
         recipe = load_recipe(file)
     except TC3Error as error:
-        raise DataError(f"{folder}: its recipe.yaml cannot be read ({error}); train again into a new folder") from error
+        raise DataError(
+            f"{folder}: the recipe.yaml of this run cannot be read ({error}); train again into a new folder"
+        ) from error
     view = View(recipe)
     metrics = {rank: _metrics(folder / "metrics" / f"rank_{rank}.jsonl") for rank in range(view.devices)}
     empty = [rank for rank, readings in metrics.items() if not readings.steps]
     if len(empty) == len(metrics):
-        raise DataError(f"{folder}: no step is recorded: it compiles still, or has failed (`tc3 runs report {folder}`)")
+        raise DataError(
+            f"{folder}: no step is recorded: the run still compiles, or it has failed (`tc3 runs report {folder}`)"
+        )
     if empty:
         raise DataError(
-            f"{folder}: rank {empty[0]} of {len(metrics)} has recorded no step: copy metrics/ of every host"
+            f"{folder}: rank {empty[0]} of {len(metrics)} has recorded no step: copy the metrics/ folders of all hosts"
         )
     readings = metrics[loss_rank(recipe)]
     side = Side(str(folder), recipe, readings.steps, readings.total_steps, folder=folder / "metrics")
@@ -238,7 +243,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
         try:
             record = json.loads(line)
             if not isinstance(record, dict):
-                raise ValueError("not an object")
+                raise ValueError("the line is not a JSON object")
         except ValueError as error:
             raise DataError(
                 f"{file}: line {number} is damaged ({error}); train again, or copy the file again"

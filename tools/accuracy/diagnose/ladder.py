@@ -59,7 +59,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 
 @dataclass(frozen=True)
 class Verdict:
-    """This is what the ladder says.
+    """This is the result of a diagnosis.
 
     Args:
         findings: in order. changes: of the configuration that change numbers; layout: those of the layout.
@@ -78,7 +78,8 @@ class Verdict:
 
     @property
     def first(self) -> tuple[Finding, ...]:
-        """Return the findings of the first rung that differs by more than rounding; where none does, of the first.
+        """Return the findings of the first rung that differs by more than rounding; if no rung does, return those of
+        the first rung.
 
         A sum in another order changes bits before a fault changes numbers, and explains no larger difference.
         """
@@ -87,7 +88,7 @@ class Verdict:
 
     @property
     def before(self) -> int:
-        """Return how many findings of other bits come before the first."""
+        """Return how many findings, which differ only by rounding, precede those of `first`."""
         return self.findings.index(self.first[0]) if self.findings else 0
 
     @property
@@ -108,7 +109,7 @@ class OtherModelError(ValueError):
 
 
 def diagnose(a: Side, b: Side | None = None) -> Verdict:
-    """Return the verdict on one run, or on two.
+    """Return the verdict on one run, or on the comparison of two runs.
 
     Raises:
         OtherModelError: the runs' models have other sizes.

@@ -227,7 +227,7 @@ class Report:
 
     @property
     def updates(self) -> int:
-        """Return how many rows were judged."""
+        """Return the number of rows that were judged."""
         return self.judged.judged
 
     @cached_property

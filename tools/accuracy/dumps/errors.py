@@ -146,9 +146,9 @@ def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Mea
     """
     with NpyFile(golden) as want, NpyFile(bench) as got:
         if want.size != got.size:
-            told = f"the array has shape {list(got.shape)}, and that of {golden} has shape {list(want.shape)}"
             raise DataError(
-                f"{bench}: {told}, although the dump.json files give both the same shape; one of the dumps is damaged"
+                f"{bench}: the array has shape {list(got.shape)}, and that of {golden} has shape {list(want.shape)}, "
+                "although the dump.json files give both the same shape; one of the dumps is damaged"
             )
         identical, total = _first_look(want, got)
         if identical and np.isfinite(total):

@@ -56,7 +56,7 @@ _PROCESS = re.compile(r"proc\d+$")
 
 @dataclass(frozen=True)
 class Name:
-    """This is one key of dump.json.
+    """This is one key of msprobe's dump.json, split into its parts.
 
     Args:
         text: the key itself.
@@ -161,12 +161,12 @@ def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
     """NumPy's own reading of a header; cached, because most arrays of a dump share theirs with others."""
     stream = io.BytesIO(head)
     if np.lib.format.read_magic(stream) != (1, 0):
-        raise ValueError("its version of the .npy format must be 1.0")
+        raise ValueError("the version of the .npy format must be 1.0")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
     if fortran:
-        raise ValueError("it is in Fortran order, which msprobe never writes")
+        raise ValueError("the array is in Fortran order, which msprobe never writes")
     if dtype.kind not in "biufc":
-        raise ValueError(f"its data type must be a number or bool, but is {dtype}")
+        raise ValueError(f"the data type must be a number or bool, but is {dtype}")
     return dtype, shape
 
 
@@ -273,7 +273,7 @@ def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
     for path in folder.glob("*.npy"):
         parts = names.get(path.name, path.name).split(".")
         if len(parts) != 10 or parts[5] not in ("input", "output") or not parts[4].isdigit():
-            raise DataError(f"{path}: the file's name is not one that msprobe gives to a tensor of a kernel")
+            raise DataError(f"{path}: msprobe would not give this name to the file of a kernel's tensor")
         kind, scope, _, _, when, role, place, _, dtype, _ = parts
         with NpyFile(path) as file:
             item = Item(f"{role}.{place}", role, dtype.lower(), file.shape, _UNKNOWN, path)
@@ -320,7 +320,7 @@ class Dump:
 
 
 def open_dump(folder: Path) -> Dump:
-    """Read the folders of a dump.
+    """Read which steps and ranks the folders of a dump hold.
 
     Raises:
         DataError: it is not a dump, or not a whole one.
@@ -330,7 +330,7 @@ def open_dump(folder: Path) -> Dump:
             raise DataError(
                 f"{folder}: this is a file, but a dump is a folder, as `tc3 accuracy dump RECIPE --out FOLDER` makes it"
             )
-        raise DataError(f"{folder}: no such folder; `tc3 accuracy dump RECIPE --out {folder}` makes a dump")
+        raise DataError(f"{folder}: there is no such folder; `tc3 accuracy dump RECIPE --out {folder}` makes a dump")
     stated = stated_in(folder)
     if stated is not None and not stated["complete"]:
         raise DataError(

@@ -116,7 +116,7 @@ def _layers(groups: list[list[Row]]) -> str:
 
 
 def as_page(report: Report) -> str:
-    """Return the whole page."""
+    """Return the whole HTML page of a comparison."""
     title = "no finding" if report.passed else f"{len(report.findings)} findings"
     cut = {
         name: f": the first {SHOWN}" if len(rows) > SHOWN else ""

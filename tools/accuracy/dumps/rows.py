@@ -235,7 +235,7 @@ def _aligned(golden: list[Entry], bench: list[Entry]) -> list[tuple[Entry | None
 
 
 def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
-    """Return the row of a pair; None for plain values that agree, because they are of no interest."""
+    """Return the row of a pair; None for plain values that agree, because they need no row."""
     entry, item = pair.sides
     label = f".{item.label}" if item else ""
     head = {
@@ -282,8 +282,8 @@ def _plain(head: dict, golden: Item, bench: Item) -> Row | None:
 
 
 def judged_type(golden: str, bench: str) -> str:
-    """Return the first of the two types that is narrow, as the name of a column of Table 2; "float32" if neither is,
-    also for float64.
+    """Return the first of two data types that has 16 bits, as the name of a column of Table 2; "float32" if neither
+    has.
     """
     return next((dtype for dtype in (bench, golden) if dtype in NARROW), "float32")
 

@@ -44,7 +44,7 @@ def mark(folder: Path, complete: bool, **facts: Any) -> None:
 
 
 def stated(folder: Path) -> dict[str, Any] | None:
-    """Return the record; None for a dump that msprobe wrote on its own.
+    """Return the record; None for a dump that was written by msprobe without this command.
 
     Raises:
         DataError: the file is not as `write` left it.

@@ -167,7 +167,7 @@ def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, st
     another = golden_gate.owner(file, recipe) if file.exists() else ""
     if another and (folder or update):
         raise RecipeError(
-            f"{'--golden' if folder else '--update'}: {file} holds the numbers of {another}, not of {recipe}; "
+            f"{'--golden' if folder else '--update'}: {file} holds the golden numbers of {another}, not of {recipe}; "
             "--golden FOLDER keeps those in another folder"
         )
     if folder and not update and not file.exists():

@@ -170,8 +170,8 @@ def _counted_twice(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 class ExecutedRuns(Runs):
-    """These are the runs of one recipe's shardings; each is run once, and its run in one process when that is first
-    needed.
+    """These are the runs of one recipe's shardings; each is run once, and its counterpart in one process is run when it
+    is first needed.
     """
 
     word = "run"
@@ -307,7 +307,7 @@ class _Record:
         self.biases: list[dict[str, np.ndarray]] = []
 
     def add(self, arrays: dict[str, np.ndarray], biases: dict[str, np.ndarray]) -> None:
-        """The next step's checkpoint, and the routers' biases in it."""
+        """Add the checkpoint of the next step, and the routers' biases in it."""
         self.biases.append(biases)
         first, second = MOMENTS
         norms = {}
@@ -322,7 +322,7 @@ class _Record:
         self.last = arrays
 
     def state(self) -> dict[str, np.ndarray]:
-        """As `Trained` has it."""
+        """Return the state in the form that `Trained` has."""
         names = self.norms[0]
         kept = {name: value for name, value in self.last.items() if name in names or name.startswith(MOMENTS)}
         biases = {BIAS + name: np.stack([step[name] for step in self.biases]) for name in self.biases[0]}

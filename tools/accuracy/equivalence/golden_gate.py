@@ -66,7 +66,7 @@ def numbers_of(run: Trained) -> dict[str, Any]:
 
 
 def numbers_of_steps(steps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the same for a run that recorded only its metrics."""
+    """Return the golden numbers of a run that recorded only its metrics."""
     return {"steps": [step_numbers(step) for step in steps]}
 
 
@@ -86,7 +86,7 @@ def digest(samples: list[list[str]]) -> str:
 
 
 def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the numbers of `runs` (name -> `numbers_of`) anew; those of other runs stay.
+    """Write the numbers of `runs` (name -> `numbers_of`) anew; numbers of other runs stay in the file.
 
     Raises:
         DataError: a number is not finite.
@@ -94,7 +94,7 @@ def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]])
     for name, run in runs.items():
         for where, value in _numbers(run):
             if not math.isfinite(value):
-                raise DataError(f"{name}: {where} is {value}; only finite numbers can become golden numbers")
+                raise DataError(f"{name}: {where} is {value}; a golden number must be finite")
     old = json.loads(file.read_text())["runs"] if file.exists() else {}
     made = {"recipe": recorded(file.parent, recipe), "made_with": {name: version(name) for name in MADE_WITH}}
     content = made | {"runs": dict(sorted({**old, **runs}.items()))}

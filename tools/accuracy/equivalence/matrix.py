@@ -71,7 +71,7 @@ class Row:
         return Mesh(dp=self.case.variant.workers if self.case.variant else 1)
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything; an infinite number is the string "inf"."""
+        """Return all values of the row, fit for JSON; an infinite number is the string "inf"."""
         findings = [
             dataclasses.asdict(each)
             | {"error": each.error if math.isfinite(each.error) else "inf", "meaning": each.meaning}
@@ -92,7 +92,7 @@ class Matrix:
     runs: dict[str, Trained] = field(default_factory=dict)
 
     def with_status(self, status: str) -> list[Row]:
-        """Return the rows of one status."""
+        """Return the rows that have this status."""
         return [row for row in self.rows if row.status == status]
 
     @property
@@ -101,7 +101,7 @@ class Matrix:
         return bool(self.with_status(PASS) + self.with_status(KNOWN)) and not self.with_status(FAIL)
 
     def summary(self) -> str:
-        """Return the result in one line."""
+        """Return the result of the matrix in one line."""
         how = [row.case.how for row in self.with_status(PASS)]
         known, failed, left = (len(self.with_status(status)) for status in (KNOWN, FAIL, NONE))
         words = f"{self.recipe}: {len(how)} strategies pass ({how.count(TRAINED)} trained, "
@@ -137,7 +137,7 @@ def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int]
                     f"--only {name}: this strategy is known only with the --draws, --seed and --most with which it "
                     "was drawn; give these, too"
                 )
-            raise RecipeError(f"--only {name}: no such strategy{did_you_mean(name, words)}; --list shows all")
+            raise RecipeError(f"--only {name}: there is no such strategy{did_you_mean(name, words)}; --list shows all")
     usual = [case for case in known if case.how != EXECUTED or case.name in USUAL]
     chosen = [case for case in known if {case.name, case.how} & set(names)] if names else usual
     if names and BASELINE not in names and all(case.how == NOT_EXECUTABLE for case in chosen):
@@ -187,11 +187,11 @@ class _Runner(Runs):
     """Trains variants of one recipe, each once: baselines when they are first needed."""
 
     def run(self, name: str, variant: Variant) -> Trained:
-        """Train, unless it has been; raises as `once`."""
+        """Train the variant unless it was trained before; this raises the errors of `once`."""
         return self.once(name, lambda: train(derive(self.base, variant, self.steps, self.corpus()), self.work / name))
 
     def alone(self, name: str) -> list[Row]:
-        """Return a baseline that is asked for by itself: a row if it fails."""
+        """Train a baseline that the user chose; return a row if it fails, and no row otherwise."""
         variant = baseline_variant(name)
         try:
             self.run(name, variant)
@@ -239,7 +239,7 @@ def failure_lines(row: Row, most: int = 3) -> list[str]:
 
 
 def print_matrix(matrix: Matrix, golden: list[str], console: Console) -> None:
-    """Write everything to `console`."""
+    """Write the whole matrix to `console`."""
     table = _table("how", "compared", "used", "result")
     for row in matrix.rows:
         tensors, used = (str(row.tensors), share(row.used)) if row.tensors else ("-", "-")
@@ -296,7 +296,7 @@ def print_list(console: Console) -> None:
 
 
 def as_html(matrix: Matrix, golden: list[str]) -> str:
-    """Return the whole page."""
+    """Return the whole HTML page of a matrix."""
     passed = matrix.passed and not golden
     body = [
         markup.text(f"Equivalence of strategies: {'passed' if passed else 'differences found'}", "h1"),

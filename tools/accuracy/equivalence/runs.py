@@ -39,7 +39,7 @@ DOCUMENT = (20, 200)  # tokens of a document of the corpus
 
 
 class RunFailedError(Exception):
-    """A training run of the matrix failed; the message holds its last words."""
+    """A training run of the matrix failed; the message holds the last lines of its output."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def read_run(run_dir: Path) -> Trained:
     workers = json.loads((folder / "rank_0.json").read_text())["world_size"]
     missing = [rank for rank in range(workers) if not (folder / f"rank_{rank}.npz").exists()]
     if missing:
-        raise DataError(f"{folder}: rank {missing[0]} of {workers} ranks has recorded no results")
+        raise DataError(f"{folder}: rank {missing[0]} of {workers} ranks did not record its results")
     metrics = run_dir / "metrics" / "rank_0.jsonl"
     if not metrics.exists():
         raise DataError(f"{metrics}: the file is missing, because the run finished no step")
@@ -224,7 +224,9 @@ def read_steps(metrics: Path) -> list[dict[str, Any]]:
 
 
 def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
-    """Return the digests of each step's samples that any rank was given, sorted; nothing where a rank's are unknown."""
+    """Return the digests of each step's samples that any rank was given, sorted; the list is empty where a rank's
+    digests are unknown.
+    """
     given = []
     for rank in range(workers):
         file = run_dir / "metrics" / f"rank_{rank}.jsonl"

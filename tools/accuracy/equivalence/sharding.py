@@ -36,7 +36,7 @@ TWO_STAGES = "MindFormers counts MTP's share of the embedding's gradient twice (
 
 @dataclass(frozen=True)
 class Sharding:
-    """This says how processes share the model and the step.
+    """This describes how processes share the model and a step's samples.
 
     Args:
         tp, dp, cp, pp, ep: degrees of tensor, data, context, pipeline and expert parallelism; sp: sequence parallelism
@@ -86,12 +86,12 @@ class Sharding:
 
     @property
     def workers(self) -> int:
-        """Return the number of processes."""
+        """Return the number of processes that share the model."""
         return self.tp * self.dp * self.cp * self.pp
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh by which ranks are described."""
+        """Return the mesh by which messages describe ranks."""
         return Mesh(self.pp, self.dp, self.cp, self.tp)
 
     @property

@@ -79,7 +79,7 @@ class Case:
 
     @property
     def how(self) -> str:
-        """Return TRAINED, EXECUTED or NOT_EXECUTABLE."""
+        """Return how the case is tried: TRAINED, EXECUTED or NOT_EXECUTABLE."""
         if self.variant:
             return TRAINED
         return EXECUTED if self.sharding else NOT_EXECUTABLE

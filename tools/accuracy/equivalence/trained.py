@@ -113,7 +113,7 @@ class Finding:
 
 
 class At(NamedTuple):
-    """This is a step of a run and the phase that is compared in it; each method returns a possible finding."""
+    """This is a phase of one step that is compared; each method makes a finding about it."""
 
     run: Trained
     step: int

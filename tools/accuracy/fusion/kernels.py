@@ -245,7 +245,7 @@ class Found:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def add(self, nodes: Sequence[Node], places: Sequence[int], outputs: Collection[int]) -> None:
-        """Add one kernel, at toy size."""
+        """Add one kernel, with its sizes reduced to toy size."""
         try:
             if strange := [nodes[place].op for place in places if nodes[place].op not in KNOWN]:
                 raise UnreadableError(f"the operator {strange[0] or 'call'}")

@@ -112,7 +112,7 @@ def swiglu(x: Array) -> Array:
 
 
 def swiglu_grad(x: Array, dout: Array) -> Array:
-    """Return the gradient of x."""
+    """Return the gradient of the input x."""
     gate, up = np.split(x, 2, -1)
     return np.concatenate([dout * up * silu_grad(gate), dout * silu(gate)], -1)
 

@@ -124,7 +124,7 @@ def rope(x: Array, freqs: Array) -> Array:
 
 
 def rope_grad(x: Array, freqs: Array, dout: Array) -> tuple[Array]:
-    """Return the inverse rotation."""
+    """Return the vectors rotated back, which is the gradient of the rotation."""
     return (dout * np.cos(freqs) - _half(dout * np.sin(freqs)),)
 
 

@@ -126,7 +126,7 @@ def softmax(x: Array) -> Array:
 
 
 def softmax_grad(x: Array, dout: Array) -> Array:
-    """Return y (d - sum(d y))."""
+    """Return y (d - sum(d y)), the gradient of softmax."""
     y = softmax(x)
     return y * (dout - (dout * y).sum(-1, keepdims=True))
 
@@ -230,7 +230,7 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
 
 
 def cross_entropy_grad(logits: Array, labels: Array, dout: Array) -> tuple[Array]:
-    """Return (softmax - one-hot) d."""
+    """Return (softmax - one-hot) d, the gradient of the cross-entropy."""
     grad = softmax(logits)
     grad[np.arange(len(labels)), labels] -= 1
     return (grad * dout[:, None],)

@@ -67,12 +67,12 @@ class Report:
         return cells
 
     def with_status(self, status: str) -> list[Row]:
-        """Return the rows of one status."""
+        """Return the rows that have this status."""
         return [row for row in self.rows if row.status == status]
 
     @property
     def passed(self) -> bool:
-        """Return whether nothing failed."""
+        """Return whether no test failed."""
         return not self.with_status(FAIL)
 
     def counted(self) -> dict[str, int]:
@@ -119,7 +119,7 @@ def cell_text(rows: list[Row]) -> str:
 
 
 def failure_text(row: Row) -> str:
-    """Return one line about a failure."""
+    """Return one line of text about a failed test."""
     sizes = "x".join(map(str, row.shape))
     which = f"{row.phase} {row.tensor}" if row.phase != "rerun" else "rerun"
     numbers = f"error {row.error:.3g}, tolerance {row.tolerance:.3g} at count {row.count}; " if row.outside else ""

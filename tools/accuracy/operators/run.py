@@ -70,7 +70,7 @@ def poke(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def flushed(values: np.ndarray, dtype: str, signed: bool) -> np.ndarray:
-    """Return the values as a device sees them that treats denormals as zero, and that keeps the zero's sign or not."""
+    """Return the values as seen by a device that treats denormals as zero, with or without the zero's sign."""
     zero = values.dtype.type(0)
     return np.where(np.abs(values) < SMALLEST[dtype], np.copysign(zero, values) if signed else zero, values)
 

@@ -88,7 +88,7 @@ def full_size(recipe: str) -> dict[str, Any]:
     help="Have transformers build the small test model again and overwrite the stored one.",
 )
 def main(update: bool) -> None:
-    """Renew the frozen model."""
+    """Build the frozen model again and overwrite the stored files."""
     import torch
     import transformers
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM

@@ -71,7 +71,7 @@ def samples(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def load() -> dict[str, np.ndarray]:
-    """Return the golden file."""
+    """Return the content of the golden file."""
     return read(FILE)
 
 
@@ -84,7 +84,7 @@ def load() -> dict[str, np.ndarray]:
 )
 @click.option("--reference-python", default=sys.executable, help="Python interpreter that has torch and transformers.")
 def main(update: bool, reference_python: str) -> None:
-    """Renew the golden file."""
+    """Compute the golden values again and overwrite the stored file."""
     from tools.accuracy.align.ladder import Wanted, climb
     from tools.accuracy.align.sides import alone, of_reference, reference_sizes
     from tools.accuracy.align.sides import load as load_recipe

@@ -21,7 +21,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def main(job_file: str, out_file: str) -> int:
-    """Run a job."""
+    """Run the job that the arguments name, and write its record."""
     try:
         import torch
         import transformers
@@ -47,13 +47,13 @@ def main(job_file: str, out_file: str) -> int:
 
 
 def read(file: str | Path) -> Arrays:
-    """Return everything in an .npz."""
+    """Return all arrays of an .npz file by their names."""
     with np.load(file) as stored:
         return dict(stored)
 
 
 def below(stored: Mapping[str, np.ndarray], prefix: str) -> Arrays:
-    """Return the arrays under a prefix, without it."""
+    """Return the arrays whose names begin with a prefix, under names without the prefix."""
     return {name.removeprefix(prefix): array for name, array in stored.items() if name.startswith(prefix)}
 
 

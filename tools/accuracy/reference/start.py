@@ -26,7 +26,7 @@ SCHEDULES = ("ConstantWarmUpLR", "CosineWithWarmUpLR")
 
 
 def initial_weights(sizes: Sizes, seed: int) -> Arrays:
-    """Return Hugging Face name -> float32.
+    """Return Hugging Face's name -> initial weight, float32, for every weight.
 
     Not quite what training starts from: norms are not 1 and biases not 0, so that leaving one out is seen. Weights are
     small elsewhere: with unit variance throughout, only rounding moves the twentieth loss by 1e-3, because tokens
@@ -83,7 +83,7 @@ class Hyper:
     clip: float
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data, from which `Hyper(**data)` can be rebuilt."""
+        """Return these parameters as plain data, from which `Hyper(**data)` can be rebuilt."""
         return asdict(self)
 
     @property

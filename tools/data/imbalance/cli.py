@@ -36,7 +36,7 @@ WINDOW_HELP = (
 @click.option("--steps", type=Number("steps"), metavar="N", help=STEPS_HELP)
 @click.option("--window", type=Number("window"), metavar="W", help=WINDOW_HELP)
 @click.option(
-    "--cluster", default=DEFAULT_HARDWARE, metavar="NAME|FILE", help="Predict the seconds of a step for this cluster."
+    "--cluster", default=DEFAULT_HARDWARE, metavar="NAME|FILE", help="Predict the seconds of a step on this cluster."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option(

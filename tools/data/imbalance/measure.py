@@ -165,7 +165,7 @@ class Counter:
 
 
 def count_lengths(lengths: np.ndarray, name: str, reporter: Reporter) -> Distribution:
-    """Count document lengths, int32 [documents], which may be memory-mapped. Errors name the file `name`.
+    """Count document lengths, int32 [documents], which may be memory-mapped. Error messages call the file `name`.
 
     Raises:
         DataError: a document without tokens.

@@ -211,7 +211,8 @@ class OneStep:
 
 @dataclass(frozen=True)
 class Steps:
-    """A `Steps` holds the results of the chosen steps. Pairs are (without, with) the plan.
+    """A `Steps` holds the results of the chosen steps. Each pair holds the value without the plan and the value with
+    it.
 
     Args:
         numbers: int64 [steps].

@@ -163,8 +163,8 @@ def _recompute_norms(run: Configuration, _: float) -> Configuration | None:
 
 
 def fewest_recomputed(run: Configuration, limit: float) -> Configuration | None:
-    """Recompute as many whole layers of each stage, the first of each chunk, as make it fit and no more; None if none
-    or all do.
+    """Recompute only as many whole layers of each stage (the first of each chunk) as are needed to fit; return None if
+    that is no layer or all layers.
 
     Layers are added in turns over the chunks, the chunk of which most micro-batches wait first.
     """

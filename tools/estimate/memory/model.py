@@ -64,7 +64,7 @@ class StageMemory:
 
     @property
     def peak(self) -> float:
-        """Return the sum of all parts."""
+        """Return the sum of bytes of all parts."""
         return self.static + self.activations + self.working + self.buffers
 
     def as_json(self) -> dict[str, float]:
@@ -279,7 +279,7 @@ def working_of(config: Configuration, stage: int) -> tuple[str, float]:
 
 
 def all_stages(config: Configuration) -> list[StageMemory]:
-    """Return the memory of each stage."""
+    """Return the memory of a device of each stage."""
     return [stage_memory(config, stage) for stage in range(config.pp)]
 
 

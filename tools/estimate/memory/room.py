@@ -72,7 +72,7 @@ class MemoryErrors:
     @property
     def margin(self) -> float:
         """Return the share of a memory limit that predictions must leave free. With this margin, every known run would
-        have fit; for unseen runs it rests on predictions of runs whose groups were left out.
+        have fit; for unseen runs, the margin is based on predictions of runs whose groups the fit had left out.
         """
         return max(LEFT_OUT, self.missed)
 

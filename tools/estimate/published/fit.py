@@ -242,7 +242,7 @@ class Problem:
         return at
 
     def begin(self, sets: Mapping[str, Efficiency]) -> Point:
-        """Return the start of a fit."""
+        """Return the parameters at which a fit starts."""
         x = np.clip(self.vector(sets), self.low, self.high)
         logs = self.logs(x)
         return Point(x, logs, self.slopes(x, logs))
@@ -288,7 +288,9 @@ def errors_of(rows: Iterable[Row], sets: Mapping[str, Efficiency]) -> list[float
 
 
 def folds(problem: Problem) -> Iterator[tuple[Group, np.ndarray]]:
-    """Yield each group, with 1 for the measurements that a fit without it may read and 0 for its own."""
+    """Yield each group with an array that is 0 for the measurements of this group, which a fit must leave out, and 1
+    for all others.
+    """
     groups = [Group(sizes(run.config.model), run.cluster) for run in problem.runs]
     for group in dict.fromkeys(groups):
         yield group, np.array([groups[index] != group for index in problem.owner], float)

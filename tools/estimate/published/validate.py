@@ -85,7 +85,7 @@ def predict(row: Row, efficiency: Efficiency | None = None) -> Prediction:
 
 
 def unseen(band: str) -> list[Prediction]:
-    """Return the predictions of the runs of unseen.yaml that no fit has seen, of one of its bands."""
+    """Return the predictions of the runs in one group (band) of unseen.yaml, which no fit has seen."""
     found = []
     for entry in yaml.safe_load(UNSEEN.read_text("utf-8"))["unseen"]:
         if entry["band"] == band:

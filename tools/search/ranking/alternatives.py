@@ -93,10 +93,14 @@ def asked_schedules(words: Sequence[str]) -> tuple[str, ...]:
     names = [name for word in words for name in (OTHERS if word == ALL else (word,))]
     for name in names:
         if name == "dual_pipe":
-            raise RecipeError("--schedule dual_pipe: it holds the model twice and is not searched; try dual_pipe_v")
+            raise RecipeError(
+                "--schedule dual_pipe: this schedule holds the model twice and cannot be searched; choose dual_pipe_v"
+            )
         if name not in (*ALWAYS, *OTHERS):
             known = [ALL, *ALWAYS, *OTHERS]
-            raise RecipeError(f"--schedule {name!r}: must be one of {', '.join(known)}{did_you_mean(name, known)}")
+            raise RecipeError(
+                f"--schedule {name!r}: the schedule must be one of {', '.join(known)}{did_you_mean(name, known)}"
+            )
     return tuple(dict.fromkeys(name for name in names if name not in ALWAYS))
 
 

@@ -247,8 +247,8 @@ class TimeTable(TimeModel):
         return StageTimes(found[place], sending[place])
 
     def totals(self, block: Block, work: np.ndarray, sending: np.ndarray) -> np.ndarray:
-        """Return [rows], the seconds of a step. Under uneven loads, waiting for the fullest device seems to hide
-        gradients, which it does not (`TimeModel.step`).
+        """Return [rows], the seconds of a step. Under uneven loads this function treats waiting for the fullest device
+        as if it hid gradients, although it does not (`TimeModel.step`).
 
         Args:
             work: [rows, stages] forward and backward of one micro-batch.

@@ -229,7 +229,7 @@ class Chances:
 
 
 def layout_of(candidate: Candidate) -> tuple[int, ...]:
-    """Return what tells layouts apart; dispatch modes and sharding do not."""
+    """Return the values by which layouts count as different; dispatch modes and sharding are not among them."""
     return (candidate.tp, candidate.pp, candidate.cp, candidate.ep, candidate.vpp, candidate.mbs)
 
 
@@ -240,7 +240,7 @@ _MANY, _CANDIDATES = 10_000, 1_000_000_000  # for more devices, of so many strat
 
 
 def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
-    """Return what is missing, and the nearest feasible changes, one on each line."""
+    """Return lines that say why no strategy is feasible, and the nearest changes that would make one feasible."""
     if ranking.least is None:
         return [_nothing_legal(ranking), *_without_limits(request), *_other_devices(request)]
     least = ranking.least
@@ -256,7 +256,7 @@ def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
 
 
 def more_memory(request: Request, least: Ranked) -> str:
-    """Return the memory that would be enough, if a device has that much."""
+    """Return in words how much memory would be enough, if a device has that much."""
     gib = -(-least.peak / (1 - request.margin) * 10 // GIB) / 10
     device = request.hardware.hbm_bytes / GIB
     if gib > device:

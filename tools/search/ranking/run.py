@@ -36,7 +36,7 @@ from tools.search.request import PLANNED, Request
 
 @dataclass(frozen=True)
 class Entry:
-    """This is a run with its predictions."""
+    """This is a layout with its predicted times and memory."""
 
     name: str  # "recipe" for the recipe's own, "" for the search's
     config: Configuration
@@ -222,8 +222,8 @@ class Found:
 def search(
     request: Request, top: int, budget: Budget, times: TimeModel, progress: Progress, at_once: int | None = None
 ) -> Found:
-    """Rank, place and judge; Ctrl-C while placing ends the search with the results so far, while ranking with
-    KeyboardInterrupt.
+    """Rank, place and judge the candidates; Ctrl-C while placing ends the search with the results so far, and Ctrl-C
+    while ranking raises KeyboardInterrupt.
     """
     ranking = rank(request, partial(progress, "ranking"))
     found = Found(request, ranking, seconds=budget.elapsed, effort=budget.effort)
@@ -237,8 +237,8 @@ def search(
 
 def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeModel, progress: Progress) -> None:
     """Search once more, with the mean max/mean of the loads of `--loads` in every layer, at each expert_parallel. The
-    best layouts of that search are added to the entries, with their predictions at even loads. Ctrl-C leaves them out,
-    and the search counts as interrupted.
+    best layouts of that search are added to the entries, with their predictions at even loads. If Ctrl-C ends this
+    second search, its layouts are left out, and the search counts as interrupted.
     """
     request, blocks = found.request, found.ranking.blocks
     sizes = sorted({int(ep) for block in blocks for ep in np.unique(block.columns["ep"])})
@@ -261,7 +261,8 @@ def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeM
 def add_loads(
     found: Found, text: str, times: TimeModel, progress: Progress, others: Mapping[str, Entry] | None = None
 ) -> None:
-    """Add what is found under the loads of `--loads`; Ctrl-C leaves it out, and the search counts as interrupted.
+    """Add the ranking under the loads of `--loads`; if Ctrl-C ends this, nothing is added, and the search counts as
+    interrupted.
 
     Args:
         others: schedule -> its fastest layout, of those that were asked for.
@@ -283,7 +284,7 @@ def add_loads(
 
 
 def renumber(found: Found) -> None:
-    """Leave out of the layouts under loads those that a dry run dropped, and number the others as they stand now."""
+    """Remove from the layouts under loads those that a dry run dropped, and number the others anew."""
     names = {id(entry.config): str(number) for number, entry in enumerate(found.entries, 1)}
     kept = [one for one in found.uneven if not one.numbered or id(one.config) in names]
     found.uneven = [replace(one, name=names[id(one.config)]) if one.numbered else one for one in kept]
@@ -320,7 +321,7 @@ class _Placing:
     of: int = 0  # candidates that are placed, if none of those left is proven slower before its turn
 
     def run(self) -> None:
-        """Add the results."""
+        """Place and judge the candidates, and add the results to `found`."""
         found, short = self.found, self.found.ranking.short_list(self.top)
         for one in short:
             if one.candidate.recompute != PLANNED:

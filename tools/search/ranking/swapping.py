@@ -1,5 +1,5 @@
-"""This module places layers with three choices for each: keep, recompute or swap to the host. Swapping is only
-simulated.
+"""This module places layers with three choices for each: keep, recompute or swap to the host. The module only simulates
+swapping.
 
 MindFormers 1.9.0 swaps by `model.model_config.swap` with `layer_swap` (whole layers) or `op_swap` (operators by
 pattern); `swap_config` reaches no model. A layer's activations leave while the layers after it run, and come back,
@@ -63,7 +63,7 @@ _MS = 1000
 
 @dataclass(frozen=True)
 class Swapping:
-    """This is what the third choice gains."""
+    """This holds what swapping, the third choice for each layer, gains."""
 
     without_s: float  # seconds of a step; infinite where nothing fits
     with_s: float
@@ -80,7 +80,7 @@ def place_swapping(config: Configuration, model: TimeModel, cap_bytes: float, bu
     """
     every = ways(config)
     if not every:
-        raise RecipeError("swapping: layers that alternate between dense and MoE are not placed")
+        raise RecipeError("swapping: the layers of this model cannot be placed, because dense and MoE layers alternate")
     prices = prices_of(config, model)
     plain = [pipeline_instance(config, model, cap_bytes, *way) for way in every]
     by_time, of = attrgetter("time"), 2 * len(every)
@@ -142,5 +142,7 @@ def hidden_bytes(sizes: Iterable[float], backward: float, model: TimeModel) -> f
 def _to_host(model: TimeModel, size: float) -> float:
     seconds = model.to_host(size)
     if seconds is None:
-        raise RecipeError(f"swapping: {model.hardware.name} has no host_link: the price of swapping is not known")
+        raise RecipeError(
+            f"swapping: the time of swapping is not known, because the cluster {model.hardware.name} has no host_link"
+        )
     return seconds

@@ -52,7 +52,7 @@ class Uneven:
 
     @property
     def numbered(self) -> bool:
-        """Return whether it is a ranked layout of 1F1B, interleaved or not."""
+        """Return whether this layout is one of 1F1B, interleaved or not, that the search ranked."""
         return self.name.isdecimal()
 
     @property
@@ -67,7 +67,7 @@ class Uneven:
 
     @property
     def cells(self) -> list[str]:
-        """Return a row of a table, by `HEADS`."""
+        """Return a row of a table with the columns of `HEADS`."""
         steps, up_to = len(self.judged.over), self.judged.up_to
         return [
             self.name,

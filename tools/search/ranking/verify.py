@@ -43,7 +43,7 @@ _SAME = 0.005  # of the room: plans fill it to the last byte, and the graph's we
 
 @dataclass(frozen=True)
 class DryRun:
-    """This is what a dry run found: refusals, or errors other than memory, and bytes by stage."""
+    """This holds the result of a dry run: refusals, or errors other than memory, and bytes by stage."""
 
     problems: list[str]
     exact: list[int]
@@ -52,7 +52,7 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Verdict:
-    """This is what a dry run means for a strategy."""
+    """This says what the result of a dry run means for a strategy."""
 
     problems: list[str]  # why it is none; [] where it compiles and nothing is over the limit
     doubts: list[str]  # why it is not proven to fit all the same

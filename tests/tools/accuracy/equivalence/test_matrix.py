@@ -74,13 +74,15 @@ def test_a_baseline_that_fails_is_trained_once(monkeypatch, tmp_path):
 def test_a_run_without_its_record_is_one_failing_row(monkeypatch, tmp_path):
     def train(recipe, run_dir):
         if run_dir.name == "data_parallel_2":
-            raise DataError("rank 1 of 2 ranks has recorded no results")
+            raise DataError("rank 1 of 2 ranks did not record its results")
         return record(run_dir, worker_count(recipe))
 
     monkeypatch.setattr("tools.accuracy.equivalence.matrix.train", train)
     matrix = equivalence(MINI, ("data_parallel_2", "recompute"), 2, tmp_path)
     assert [row.status for row in matrix.rows] == [FAIL, PASS]
-    assert matrix.rows[0].reason == "the training of data_parallel_2 failed: rank 1 of 2 ranks has recorded no results"
+    assert (
+        matrix.rows[0].reason == "the training of data_parallel_2 failed: rank 1 of 2 ranks did not record its results"
+    )
 
 
 def invoke(*arguments):
@@ -135,7 +137,7 @@ def test_the_numbers_of_another_recipe_of_this_name_are_left_alone(trained, tmp_
         ((MINI, *only, *folder[:2]), "--golden: "),
     ):
         error = str(invoke(*arguments).exception)
-        assert error.startswith(words) and "holds the numbers of" in error and "\n" not in error
+        assert error.startswith(words) and "holds the golden numbers of" in error and "\n" not in error
 
 
 def test_a_recipe_without_golden_numbers_is_told(trained, monkeypatch, tmp_path):

@@ -157,7 +157,7 @@ def test_a_run_without_a_record_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"rank_0\.jsonl: the file is missing"):
         runs.read_run(tmp_path)
     (tmp_path / "equivalence/rank_1.npz").unlink()
-    with pytest.raises(DataError, match="rank 1 of 2 ranks has recorded no results"):
+    with pytest.raises(DataError, match="rank 1 of 2 ranks did not record its results"):
         runs.read_run(tmp_path)
 
 
