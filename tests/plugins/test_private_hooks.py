@@ -50,7 +50,7 @@ def test_replaced_for_a_while_comes_back_even_from_an_error(module):
 
 def test_what_relies_on_a_line_says_where_it_was(module):
     relies_on(module.answer, "compute(41)")
-    with pytest.raises(OutdatedHookError, match=r"patched_module\.answer no longer contains 'compute\(42\)'"):
+    with pytest.raises(OutdatedHookError, match=r"patched_module\.answer no longer contains the line 'compute\(42\)'"):
         relies_on(module.answer, "compute(42)")
 
 

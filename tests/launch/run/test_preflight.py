@@ -55,7 +55,7 @@ def test_a_missing_dataset_names_the_files_the_neighbour_and_the_command(tmp_pat
     preflight.check_data(recipe_for(["1", str(tmp_path / "stdlib")]))
     with pytest.raises(DataError) as error:
         preflight.check_data(recipe_for(["1", str(tmp_path / "stdlibs")]))
-    assert f"{tmp_path}/stdlibs.bin and {tmp_path}/stdlibs.idx not found" in str(error.value)
+    assert f"{tmp_path}/stdlibs.bin and {tmp_path}/stdlibs.idx cannot be found" in str(error.value)
     assert f"did you mean '{tmp_path}/stdlib'?" in str(error.value)
     assert f"tc3 data prepare --input YOUR_TEXT --output {tmp_path}/stdlibs" in str(error.value)
 
@@ -64,7 +64,7 @@ def test_half_a_dataset_is_missing_its_other_half(tmp_path):
     (tmp_path / "stdlib.bin").touch()
     with pytest.raises(DataError) as error:
         preflight.check_data(recipe_for([str(tmp_path / "stdlib")]))
-    assert f": {tmp_path}/stdlib.idx not found" in str(error.value)
+    assert f": {tmp_path}/stdlib.idx cannot be found" in str(error.value)
     assert str(error.value).endswith(f"tc3 data prepare --input stdlib --output {tmp_path}/stdlib")
 
 

@@ -138,7 +138,7 @@ def test_interleaved_layouts_pass(changes):
         ([(("recompute_config", "select_recompute"), [[1, 1, 0]])],
          ("recompute_config", "select_recompute"), "does not fit 4 stages"),
         ([((*MODEL, "swap"), True), (("recompute_config", "recompute"), [4, 10])],
-         ("recompute_config", "recompute"), "10 is not the number of a layer; the layers of this model"),
+         ("recompute_config", "recompute"), "10 is not a layer of this model, whose layers are numbered"),
         ([*INTERLEAVED, *ZBV, ((*PARALLEL, "micro_batch_num"), 7)],
          (*PARALLEL, "micro_batch_num"), "two micro-batches"),
         ([(("parallel", "pipeline_config", "pipeline_scheduler"), "seqvpp")],

@@ -339,7 +339,7 @@ def test_a_model_that_lacks_a_size():
     recipe = load_recipe(BALANCED)
     recipe["model"]["model_config"]["hidden_size"] = None
     with pytest.raises(
-        RecipeError, match=r"model_config: these sizes do not make a model .* measured per_pair and per_token"
+        RecipeError, match=r"model_config: .* these sizes do not describe a model .* measured per_pair and per_token"
     ):
         write_sample_cost(recipe)
 

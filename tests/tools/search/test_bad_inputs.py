@@ -274,7 +274,9 @@ def test_no_file_of_the_recipe_is_written_over(monkeypatch, family, option, targ
     monkeypatch.setattr("tools.search.ranking.run.search", None)  # it is refused before the search
     before = {file: file.read_bytes() for file in family.glob("*.yaml")}
     words = [str(family / "recipe.yaml"), option, str(family / target)]
-    with pytest.raises(RecipeError, match=f"{option} .*: is (the recipe itself|what .* inherits)"):
+    with pytest.raises(
+        RecipeError, match=f"{option} .*: this file is (the recipe itself|a base of .*) and would be overwritten"
+    ):
         CliRunner().invoke(search, words, catch_exceptions=False)
     assert {file: file.read_bytes() for file in family.glob("*.yaml")} == before
 

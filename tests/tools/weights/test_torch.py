@@ -6,10 +6,10 @@ class views it, and its other linear layers get biases of zero; the 36B's positi
 
 import numpy as np
 import pytest
-from tests.tools.accuracy.reference.forward import Grouped, TeleChat2
 
 from tests.tools.weights import test_telechat2 as of_telechat2
 from tests.tools.weights import test_yarn as of_yarn
+from tools.accuracy.reference.forward import Grouped, TeleChat2
 from tools.accuracy.reference.start import initial_weights
 from tools.recipe.load import load_recipe
 from tools.weights.convert_plan import model_of

@@ -99,7 +99,7 @@ def test_without_its_callback_the_bias_stays():
     ],
 )
 def test_what_it_cannot_say_is_refused_by_key(key, value):
-    with pytest.raises(RecipeError, match=rf"model\.model_config\.{key}: the reference"):
+    with pytest.raises(RecipeError, match=rf"model\.model_config\.{key}: this value cannot be used, because"):
         reference_sizes(mini(**{key: value}))
 
 
