@@ -203,7 +203,7 @@ REFUSALS = {
     ),
     "no dataset": (
         ["mini/toy.yaml", "--set", "train_dataset.data_loader.config.data_path.1=./corpse"],
-        "./corpse.bin and ./corpse.idx cannot be found (did you mean 'corpus'?); make the dataset with: tc3 data prepare",
+        "./corpse.bin and ./corpse.idx cannot be found (did you mean 'corpus'?); make the dataset with: tc3 data",
     ),
     "checkpoint gone": (["mini/toy.yaml", "--resume", "iteration_9"], "--resume iteration_9: no such folder"),
     "strange folder": (["mini/toy.yaml", "--run-dir", "mini"], "not a run's folder (it holds toy.yaml)"),
