@@ -61,7 +61,8 @@ def test_a_bad_input(row: Row, tmp_path: Path, capfd, monkeypatch):
     assert ended.code in row.codes
     missing = [words for words in row.says if row.place(words, tmp_path).lower() not in text.lower()]
     assert not missing
-    assert len(ended.text.splitlines()) <= row.lines
+    # how long a busy machine takes decides how often a command says that it goes on
+    assert len([line for line in ended.text.splitlines() if not line.endswith(" s so far)")]) <= row.lines
     changed = [path for path in before | after if before.get(path) != after.get(path)]
     assert [path for path in changed if not any(fnmatch.fnmatch(path, pattern) for pattern in row.writes)] == []
     assert ended.left == []

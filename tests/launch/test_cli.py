@@ -129,7 +129,9 @@ def shell(command):
         ["bash", "-c", command.replace("tc3", f"{sys.executable} -c 'from launch.cli import main; main()'")],
         cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    return done.returncode, done.stderr
+    # a busy machine takes more than five seconds to load a command, which is then said
+    lines = done.stderr.splitlines(keepends=True)
+    return done.returncode, "".join(line for line in lines if not line.endswith(" s so far)\n"))
 
 
 def test_a_reader_that_leaves_early_ends_the_command_quietly():
