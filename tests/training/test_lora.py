@@ -66,5 +66,5 @@ def test_a_pipeline_of_several_devices_goes_on_with_the_run_of_one_process(alone
     """Data and expert parallel, the frozen weights and the optimizer's moments sharded."""
     recipe = runs.HERE / "sharded_lora_pp2_ep2.yaml"
     runs.train(recipe, tmp_path / "run", corpus, "--resume", saved(alone, 3))
-    follows(tmp_path / "run", alone, [4, 5, 6], rank=3)  # the last stage knows the loss
+    follows(tmp_path / "run", alone, [4, 5, 6], rank=3)  # only the ranks of the last stage compute the loss
     keeps_frozen(tmp_path / "run", base)

@@ -116,7 +116,7 @@ def test_experts_of_a_pipeline_that_change_places_leave_the_losses_alone(alone, 
     plugins = {"expert_balance": {"every": ours.every, "method": ours.method}}
     recipe.write_text(yaml.safe_dump({"base_config": str(runs.HERE / "sharded_pp2_ep2.yaml"), "plugins": plugins}))
     runs.train(recipe, tmp_path / "run", corpus)
-    found = runs.steps(tmp_path / "run", rank=3)  # the last stage knows the loss
+    found = runs.steps(tmp_path / "run", rank=3)  # only the ranks of the last stage compute the loss
     equal(found, alone)
     assert [found[n]["loss"] for n in STEPS] == pytest.approx([alone[n]["loss"] for n in STEPS], rel=1e-6)
     loads = read_loads(load_file(tmp_path / "run"))
