@@ -19,7 +19,7 @@ WITHOUT_WEIGHTS = ("L1", "L2")  # levels at which msprobe hooks no cell
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class AccuracyDump(Callback):
-    """This starts msprobe's `PrecisionDebugger` before each step and stops it after the step.
+    """This callback starts msprobe's `PrecisionDebugger` before each step and stops it after the step.
 
     Args:
         run_dir: where the dump goes: `stepN/rankM/`.

@@ -21,7 +21,7 @@ class Ascend:
     collectives: Any = None  # the record of executed collectives, for the metrics of a sharded run on CPU
 
     def before_mindformers(self, recipe: Mapping[str, Any]) -> None:
-        """Prepare the process before MindFormers is imported."""
+        """Do what this backend needs before MindFormers is imported."""
 
     def after_import(self) -> None:
         """Replace parts of MindFormers before its context is built."""

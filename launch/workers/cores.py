@@ -37,8 +37,8 @@ def stay_on_own_cores(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def with_bind_file(recipe: dict[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the recipe with threads bound by the file by which msrun has bound the process, unless the recipe has its
-    own binding.
+    """Return the recipe with `context.affinity_config` set to the file by which msrun has bound this process, so that
+    MindSpore binds its threads by the same file; a recipe with its own binding is returned unchanged.
 
     Without this key MindFormers lets MindSpore move the main thread elsewhere. MindFormers recognises a file by the
     ending of its name.

@@ -1,4 +1,5 @@
-"""This module lets all ranks, or none, save at one step and end on request, through files in the attempt's folder.
+"""This module lets all ranks save at one step and end on request, or none of them, through files in the attempt's
+folder.
 
 If a node has to go soon (SIGTERM), its agent names a step that no rank can have passed yet. At the end of each step
 ranks read a file that exists from the beginning (an NFS client may not look again for a file that it remembers as
@@ -41,7 +42,8 @@ def environment(attempt: Path) -> dict[str, str]:
 
 
 def request(run_dir: Path, attempt: Path, ranks: Iterable[int]) -> int | None:
-    """Ask all ranks to save at a step and end; return the step, which may be that of another node's request.
+    """Ask all ranks to save at one step and end; return this step, which may be the step of another node's earlier
+    request.
 
     `ranks` are those of this node, whose newest step is known here; no rank is more than a step ahead of another.
 
@@ -78,7 +80,7 @@ def requested(file: Path) -> int | None:
 
 
 def agree(attempt: Path, rank: int, world: int, patience: float = PATIENCE) -> bool:
-    """Return, at the end of the requested step, whether all ranks save now; all ranks get the same answer."""
+    """Return at the end of the requested step whether all ranks save now; every rank gets the same answer."""
     folder = attempt / FOLDER
     decision, own = folder / DECISION, folder / f"rank_{rank}"
     missing = set(range(world))

@@ -49,7 +49,7 @@ class FirstStep:
         self.written = False
 
     def begin(self) -> None:
-        """Record that a step begins."""
+        """Record that a training step begins."""
         if not self.written:
             self.collectives.begin_recording()
 
@@ -66,14 +66,16 @@ class RecordingLossMonitor(MFLossMonitor):
 
     Registered under MindFormers' own name, because the trainer hands out constructor arguments by that name.
     The first line of a run (or of a resumed part) describes it; each further line is one step. `time`: seconds since
-    1970 by this worker's clock, of the first line when its training began, of a step when it was done.
+    1970 by this worker's clock, of the first line when its training began, of a step when it was done. Where the batch
+    grows (plugins/batch_ramp), each of its stages is a part, because its first step compiles, as that of a run does.
     """
 
     run_dir = "./output"
     seq_length = 0
     columns: tuple[str, ...] = ()  # of the data, as the recipe names them
     samples: dict[str, list[str] | str] | None = None  # of the step that runs
-    described, cpu_before = False, 0.0
+    described: int | None = None  # samples of a step that the last description holds for
+    cpu_before = 0.0
     first_step: FirstStep | None = None  # of a sharded run; MindFormers puts this callback before all others
 
     def on_train_begin(self, run_context):
@@ -83,6 +85,8 @@ class RecordingLossMonitor(MFLossMonitor):
 
     def on_train_step_begin(self, run_context):
         """Take digests of the step's samples, and start to record the first step's collectives."""
+        if self.described and self.described != self.global_batch_size:
+            self.began = time.time()
         super().on_train_step_begin(run_context)
         self.samples = _samples(self.columns, run_context.original_args().train_dataset_element)
         if self.first_step:
@@ -105,8 +109,8 @@ class RecordingLossMonitor(MFLossMonitor):
         )  # fmt: skip
         now = time.time()
         step = cur_step_num + (cur_epoch_num - 1) * steps_per_epoch
-        if not self.described:
-            self.described = True
+        if self.described != self.global_batch_size:
+            self.described = self.global_batch_size
             self._write({"total_steps": origin_epochs * steps_per_epoch, "start_step": step - 1,
                          "world_size": get_real_group_size(), "time": self.began, "software": software(),
                          "held_bytes": _held_bytes(train_step(cb_params))})  # fmt: skip
@@ -136,7 +140,9 @@ class RecordingLossMonitor(MFLossMonitor):
 
 
 def software() -> dict[str, str]:
-    """Return what this worker computes with, and its version; what is not installed is left out."""
+    """Return the software and hardware with which this worker computes, and their versions; software that is not
+    installed is left out.
+    """
     versions = {"python": platform.python_version(), "machine": platform.machine()}
     return {**versions, **{name: version for name in VERSIONS if (version := installed(name))}}
 

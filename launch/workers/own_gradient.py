@@ -1,4 +1,4 @@
-"""This module records the norm of a rank's own gradient of one weight at each step, for `tc3 accuracy equivalence`.
+"""This module records at each step the norm of a rank's own gradient of one weight, for `tc3 accuracy equivalence`.
 
 The weight is a copy that no checkpoint holds: with an MTP layer, the last stage of a pipeline has a copy of the
 embedding (docs/stock-differences.md). A recipe names the callback (`auto_register: own_gradient.OwnGradient`, with

@@ -1,5 +1,5 @@
-"""This module runs `tc3 doctor --json` on many hosts by ssh. The module asks many hosts at once, gives each a time
-limit, and leaves no process behind.
+"""This module runs a command, most often `tc3 doctor --json`, on many hosts by ssh. It asks many hosts at once, gives
+each a time limit, and leaves no process behind.
 
 The same ssh session measures the clock first: we send a line, the host answers with its time. Its clock then stood
 between our sending and our receiving; of several rounds the shortest one is the most exact. The start of a connection
@@ -14,12 +14,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE, Popen
+from typing import Any
 
 from plugins.errors import ClusterError
 from tools.doctor.report import CHECKOUT, Report, ReportError, read_report
@@ -111,7 +112,9 @@ _CLOCK, _REPORT = b"tc3-clock ", b"tc3-report"
 _TOOLS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/Ascend/driver/tools"
 _PASSED_ON = ("HCCL_IF_BASE_PORT",)  # what checks read of the environment
 _LOOK = 0.2  # seconds between two looks at signals and at who is late
-_START = "from launch.cli import main; main()"
+TC3 = (sys.executable, "-c", "from launch.cli import main; main()")  # tc3, in this Python
+DOCTOR = (*TC3, "doctor", "--json")
+_Meaning = Callable[[str, int, bytes, str], Any]  # (host, exit code, output, errors) -> what was told, or Trouble
 
 
 def ask_all(hosts: Sequence[str], words: Sequence[str], limit: float = LIMIT) -> dict[str, Answer]:
@@ -123,11 +126,30 @@ def ask_all(hosts: Sequence[str], words: Sequence[str], limit: float = LIMIT) ->
     Raises:
         KeyboardInterrupt: we were told to end; every ssh has ended then.
     """
-    sessions, command = _Sessions(limit), remote_command(words)
+    answers = _every(dict.fromkeys(hosts, remote_command([*DOCTOR, *words])), limit, _told)
+    return {host: Answer(told, skew) for host, (told, skew) in answers.items()}
+
+
+def call_each(argvs: Mapping[str, Sequence[str]], limit: float) -> dict[str, str | Trouble]:
+    """Run on every host its own command (host -> argv) by ssh, and return host -> its output, or why there is none.
+
+    Exit codes 0 and 1 have an output; any other means that the command failed.
+
+    Raises:
+        KeyboardInterrupt: we were told to end; every ssh has ended then.
+    """
+    answers = _every({host: remote_command(argv) for host, argv in argvs.items()}, limit, _output)
+    return {host: told for host, (told, _) in answers.items()}
+
+
+def _every(commands: Mapping[str, str], limit: float, told: _Meaning) -> dict[str, tuple[Any, Skew | None]]:
+    """Host -> what `told` makes of the output of its command, and the difference of its clock."""
+    hosts = list(commands)
+    sessions = _Sessions(limit)
     with terminate_as_interrupt(), Progressing(f"asking {len(hosts)} hosts", len(hosts)) as progress:
         pool = ThreadPoolExecutor(AT_ONCE)
         try:
-            futures = [pool.submit(_ask, host, command, sessions) for host in hosts]
+            futures = [pool.submit(_ask, host, command, sessions, told) for host, command in commands.items()]
             left = set(futures)
             while left:
                 _, left = wait(left, timeout=_LOOK)
@@ -140,17 +162,18 @@ def ask_all(hosts: Sequence[str], words: Sequence[str], limit: float = LIMIT) ->
     return {host: future.result() for host, future in zip(hosts, futures, strict=True)}
 
 
-def remote_command(words: Sequence[str]) -> str:
-    """Return the command for a host's shell, in a form that every shell understands."""
+def remote_command(argv: Sequence[str]) -> str:
+    """Return the command for a host's shell that tells its clock and runs `argv`, in a form that every shell
+    understands.
+    """
     environment = [f"PYTHONPATH={CHECKOUT}", f"PATH={_TOOLS}:{os.environ.get('PATH', '')}"]
     environment += [f"{name}={os.environ[name]}" for name in _PASSED_ON if name in os.environ]
-    doctor = [sys.executable, "-c", _START, "doctor", "--json", *words]
     rounds = " ".join(map(str, range(_ROUNDS)))
     script = [
         f'for i in {rounds}; do read -r line || exit; echo "{_CLOCK.decode()}$(date +%s.%N)"; done',
         f"cd {shlex.quote(os.getcwd())} || exit 2",
         f"echo {_REPORT.decode()}",
-        f"exec {shlex.join(['env', *environment, *doctor])} </dev/null",
+        f"exec {shlex.join(['env', *environment, *argv])} </dev/null",
     ]
     return shlex.join(["exec", "sh", "-c", "\n".join(script)])
 
@@ -194,22 +217,22 @@ class _Sessions:
                 kill(process)
 
     def stop(self) -> None:
-        """End all processes, and start no more."""
+        """End the processes of all hosts, and start no more."""
         with self._lock:
             self._stopped = True
             for process in self._ends:
                 kill(process)
 
 
-def _ask(host: str, command: str, sessions: _Sessions) -> Answer:
+def _ask(host: str, command: str, sessions: _Sessions, told: _Meaning) -> tuple[Any, Skew | None]:
     """One host; its ssh has ended when this returns. Its errors go to a file: a daemon could keep a pipe open."""
     with tempfile.TemporaryFile() as errors:
         try:
             process = sessions.start([*_SSH, host, command], errors.fileno())
         except OSError as error:
-            return Answer(Trouble("ssh", f"ssh cannot be started: {error.strerror}", "install an ssh client"))
+            return Trouble("ssh", f"ssh cannot be started: {error.strerror}", "install an ssh client"), None
         if process is None:
-            return Answer(Trouble("ssh", "not asked", ""))
+            return Trouble("ssh", "not asked", ""), None
         try:
             skew = _skew(process)
             text = _all(process)
@@ -218,9 +241,9 @@ def _ask(host: str, command: str, sessions: _Sessions) -> Answer:
             late = sessions.end(process)
         if late:
             mend = "look there for a file system or a driver that hangs; give slow hosts more time by --limit SECONDS"
-            return Answer(Trouble("ssh", f"no answer within {sessions.limit:g} s", mend))
+            return Trouble("ssh", f"no answer within {sessions.limit:g} s", mend), None
         errors.seek(0)
-        return Answer(_told(host, code, text, errors.read(_MOST).decode(errors="replace")), skew)
+        return told(host, code, text, errors.read(_MOST).decode(errors="replace")), skew
 
 
 def _skew(process: Popen[bytes]) -> Skew | None:
@@ -260,14 +283,20 @@ def _all(process: Popen[bytes]) -> bytes:
 
 
 def _told(host: str, code: int, text: bytes, errors: str) -> Report | Trouble:
-    """What a host's output means."""
+    """The report that a host's output holds."""
+    found = _output(host, code, text, errors)
+    return parsed(found) if isinstance(found, str) else found
+
+
+def _output(host: str, code: int, text: bytes, errors: str) -> str | Trouble:
+    """What the command printed on a host."""
     last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), f"exit code {code}")
     if code == _FAILED:
         return Trouble("ssh", last, f"ssh -o BatchMode=yes {host} true must work without a question")
     _, found, rest = text.partition(_REPORT + b"\n")
     if not found or code not in (0, 1):
         return Trouble("report", last, f"the checkout, Python and this folder must be there as here ({CHECKOUT})")
-    return parsed(rest.decode(errors="replace"))
+    return rest.decode(errors="replace")
 
 
 def skews(answers: Mapping[str, Answer]) -> dict[str, Skew]:

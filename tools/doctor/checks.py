@@ -96,8 +96,8 @@ Told = TypeVar("Told")
 
 
 class UntoldError(ValueError):
-    """A host does not provide the facts that a check needs. The check is then unknown, and the message says what was
-    seen.
+    """A host does not provide the facts that a check needs. The check then gets the verdict "unknown", and the message
+    says what was seen.
     """
 
 
@@ -109,7 +109,9 @@ def told(value: Told | None, otherwise: str) -> Told:
 
 
 def check(why: str, source: str, mend: str, npu: bool = False) -> Callable[[Looker], Looker]:
-    """Add a function to `CHECKS` under its name. The check is unknown if something cannot be read."""
+    """Add a function to `CHECKS` under its name. If the function cannot read a fact of the host, the check gets the
+    verdict "unknown".
+    """
 
     def enter(look: Looker) -> Looker:
         @wraps(look)

@@ -19,9 +19,11 @@ from tools.doctor.checks import COLOURS, Finding, Patient, examine
 from tools.doctor.compare import as_json as comparison_as_json
 from tools.doctor.compare import compare
 from tools.doctor.compare import text as comparison_as_text
+from tools.doctor.measured import against
 from tools.doctor.outliers import findings as probe_findings
 from tools.doctor.probe import probe_if, probe_options
 from tools.doctor.report import Report, gather
+from tools.measured.bundle import origin, read_bundle
 from tools.process.host import Root, read_hosts
 from tools.ranges import Number
 from tools.recipe.load import load_recipe
@@ -48,6 +50,12 @@ MODULES = [module.__name__ for module in (host, devices)]  # the order of the re
     help=f"Wait at most this many seconds for each host of --nodes.  [default: {LIMIT:g}, with --probe "
     f"{PROBE_LIMIT:g}]",
 )
+@click.option(
+    "--measured",
+    type=click.Path(path_type=Path),
+    metavar="BUNDLE.zip",
+    help="With --probe: also compare this host's workers with those that tc3 firsthour measured.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print findings and facts as JSON.")
 def doctor(
     recipe: Path | None,
@@ -56,12 +64,16 @@ def doctor(
     workers: int | None,
     nodes: Path | None,
     limit: float | None,
+    measured: Path | None,
     as_json: bool,
 ) -> None:
     """Check a host for what would slow down or end a run. With RECIPE, also check what that recipe needs.
 
     Nothing is changed, and root is not needed. Exit code: 0 fit, 1 a check fails, 2 something to mend first.
     """
+    if measured is not None and (nodes is not None or not wants_probe):
+        raise click.UsageError("--measured compares the workers of this host: add --probe, and leave out --nodes")
+    bundle = read_bundle(measured) if measured is not None else None
     view = View(load_recipe(recipe)) if recipe is not None else None
     patient = Patient(Root(root), view)
     if nodes is not None:
@@ -80,6 +92,9 @@ def doctor(
         raise click.UsageError("--limit works only with --nodes; add --nodes, or leave out --limit")
     probed = probe_if(wants_probe, patient, recipe, workers)
     findings = examine(patient, MODULES) + (probe_findings({"": probed}) if probed else [])
+    if probed and bundle:
+        click.echo(origin(bundle), err=True)
+        findings += against(probed, bundle)
     click.echo(Report(findings, gather(patient), probed).text() if as_json else _text(findings))
     sys.exit(any(item.verdict == "fail" for item in findings))
 

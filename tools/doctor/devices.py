@@ -51,7 +51,7 @@ def _hccl_ports() -> range:
     npu=True,
 )
 def reserved_ports(patient: Patient) -> Answer:
-    """No client of the network is given a port that HCCL needs."""
+    """Check that the system gives no network client a port that HCCL needs."""
     span = patient.root.read("/proc/sys/net/ipv4/ip_local_port_range")
     low, high = map(int, told(span, "the range of clients' ports cannot be read").split())
     reserved = set(expand(patient.root.read("/proc/sys/net/ipv4/ip_local_reserved_ports") or ""))
@@ -66,7 +66,9 @@ def reserved_ports(patient: Patient) -> Answer:
     mend="ss -ltnp shows who listens; end it, or choose MASTER_PORT, HCCL_IF_BASE_PORT",
 )
 def free_ports(patient: Patient) -> Answer:
-    """Nobody listens on the ports that a launch needs; tc3 train chooses the port of the scheduler."""
+    """Check that no program listens on the ports that a launch needs; tc3 train itself chooses the port of the
+    scheduler.
+    """
     tables = [patient.root.read(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
     if all(table is None for table in tables):
         return Answer("unknown", "/proc/net/tcp cannot be read")
@@ -91,7 +93,7 @@ def card_sizes(root: Root) -> dict[str, str]:
     mend="ip link set CARD mtu 9000 (as the switch, on every host)",
 )
 def packet_size(patient: Patient) -> Answer:
-    """All network cards have the same packet size, which tc3 doctor --nodes compares between hosts."""
+    """Check that all network cards have the same packet size; tc3 doctor --nodes compares it between hosts."""
     sizes = told(card_sizes(patient.root) or None, "no network card is seen (in a container: ask its host)")
     seen = ", ".join(f"{card} {size}" for card, size in sizes.items())
     return Answer("warn" if len(set(sizes.values())) > 1 else "ok", seen)
@@ -103,7 +105,7 @@ def packet_size(patient: Patient) -> Answer:
     mend="write the host's own address into /etc/hosts, or give msrun an address (MASTER_ADDR)",
 )
 def host_name(patient: Patient) -> Answer:
-    """The host's name resolves to an address that others can reach."""
+    """Check that the host's name resolves to an address that other hosts can reach."""
     name = told(patient.root.read("/proc/sys/kernel/hostname") or None, "the host does not say its name")
     rows = [line.split("#")[0].split() for line in (patient.root.read("/etc/hosts") or "").splitlines()]
     addresses = [row[0] for row in rows if name in row[1:]]
@@ -130,7 +132,7 @@ def _npu_smi_table(patient: Patient) -> str:
     npu=True,
 )
 def npus(patient: Patient) -> Answer:
-    """The host has as many NPUs as the recipe has workers on a node."""
+    """Check that the host has as many NPUs as the recipe has workers on a node."""
     count = len(_npu_files(patient))
     if not count and patient.recipe is None:
         return Answer("unknown", "no /dev/davinci*, and no recipe says whether NPUs are wanted")
@@ -144,7 +146,7 @@ def npus(patient: Patient) -> Answer:
     npu=True,
 )
 def npu_health(patient: Patient) -> Answer:
-    """npu-smi reports every NPU as OK."""
+    """Check that npu-smi reports every NPU as OK."""
     text = _npu_smi_table(patient)
     unknown = f"npu-smi {host.npu_smi_version(text) or ''}: a table of a form that is not known here"
     chips = told(host.chips(text) or None, unknown)
@@ -161,7 +163,7 @@ def npu_health(patient: Patient) -> Answer:
     npu=True,
 )
 def npu_processes(patient: Patient) -> Answer:
-    """No process uses the NPUs."""
+    """Check that no process uses the NPUs."""
     found = host.npu_processes(_npu_smi_table(patient))
     if found is None:
         return Answer("unknown", "npu-smi shows no table of processes in a form that is known here")
@@ -176,7 +178,7 @@ def npu_processes(patient: Patient) -> Answer:
     npu=True,
 )
 def npu_clock(patient: Patient) -> Answer:
-    """Busy AI cores run at their rated clock. A lower clock of idle cores does not matter."""
+    """Check that busy AI cores run at their rated clock. A lower clock of idle AI cores does not matter."""
     table = _npu_smi_table(patient)
     chips = host.chips(table)
     seen, slow, resting = [], False, False
@@ -201,7 +203,7 @@ def npu_clock(patient: Patient) -> Answer:
     npu=True,
 )
 def npu_links(patient: Patient) -> Answer:
-    """The network port of every NPU is up."""
+    """Check that the network port of every NPU is up."""
     states = {}
     for path in _npu_files(patient):
         number = path.removeprefix("/dev/davinci")
@@ -238,8 +240,8 @@ def ascend_versions(root: Root) -> dict[str, str | None]:
     npu=True,
 )
 def ascend_software(patient: Patient) -> Answer:
-    """Driver and CANN are installed, and the driver supports the firmware. The check does not know which versions CANN
-    itself needs.
+    """Check that driver and CANN are installed, and that the driver supports the firmware. The check does not know
+    which versions CANN itself needs.
     """
     found = ascend_versions(patient.root)
     seen = ", ".join(f"{name} {version}" if version else f"no {name} seen" for name, version in found.items())
@@ -269,7 +271,7 @@ def _numbers(version: str) -> list[int]:
     mend="an output_dir with more room (--set output_dir=...), or fewer kept checkpoints",
 )
 def checkpoint_room(patient: Patient) -> Answer:
-    """The disk has room for a whole checkpoint."""
+    """Check that the disk has room for a whole checkpoint."""
     if patient.recipe is None:
         return Answer("unknown", "no recipe was named")
     table = table_of(patient.recipe, convert(patient.recipe, load_schema()))
@@ -287,7 +289,9 @@ def checkpoint_room(patient: Patient) -> Answer:
     mend="fewer workers, or end what else uses memory",
 )
 def memory(patient: Patient) -> Answer:
-    """The host has enough memory for the workers. It is not known how much memory a worker with an NPU needs."""
+    """Check that the host has enough memory for the workers. It is not known how much memory a worker with an NPU
+    needs.
+    """
     row = patient.find(r"^MemAvailable:\s+(\d+) kB", "/proc/meminfo", "/proc/meminfo does not tell")
     free, need = int(row[1]) * 1024, patient.workers * WORKER
     seen = f"{free / GIB:.0f} GiB available for {patient.workers} worker{'s' * (patient.workers > 1)}"

@@ -37,7 +37,7 @@ _WRITTEN, _SLOW = 4 << 20, 1.0  # bytes that are written, seconds that this may 
     mend="cpupower frequency-set -g performance",
 )
 def governor(patient: Patient) -> Answer:
-    """Cores run at their full clock frequency."""
+    """Check that cores run at their full clock frequency."""
     found = {patient.root.read(path) or "?" for path in patient.root.find(f"{_CPU}/cpu[0-9]*/cpufreq/scaling_governor")}
     told(found or None, "no cpufreq: a virtual machine, or the firmware decides (then its power profile counts)")
     return Answer("ok" if found == {"performance"} else "fail", ", ".join(sorted(found)))
@@ -49,7 +49,7 @@ def governor(patient: Patient) -> Answer:
     mend="cpupower idle-set -D 10",
 )
 def idle_states(patient: Patient) -> Answer:
-    """No enabled idle state of a core takes long to leave."""
+    """Check that a core can leave each of its enabled idle states quickly."""
     read, worst = patient.root.read, 0
     states = patient.root.find(f"{_CPU}/cpu0/cpuidle/state[0-9]*")
     for state in told(states or None, "no cpuidle: a virtual machine, or states are off"):
@@ -64,7 +64,7 @@ def idle_states(patient: Patient) -> Answer:
     mend="boot with iommu.passthrough=1 (arm64) or iommu=pt (x86)",
 )
 def iommu(patient: Patient) -> Answer:
-    """The IOMMU is off or in passthrough mode."""
+    """Check that the IOMMU is off or in passthrough mode."""
     line = patient.root.read("/proc/cmdline")
     kinds = {patient.root.read(path) or "?" for path in patient.root.find("/sys/kernel/iommu_groups/*/type")}
     asked = line is not None and re.search(r"\biommu(\.passthrough=1|=pt|=off)\b", line)
@@ -87,7 +87,7 @@ def iommu(patient: Patient) -> Answer:
     mend="sysctl -w kernel.numa_balancing=0",
 )
 def numa_balancing(patient: Patient) -> Answer:
-    """Linux does not move pages between NUMA nodes by itself."""
+    """Check that Linux does not move pages between NUMA nodes by itself."""
     value = patient.root.read("/proc/sys/kernel/numa_balancing")
     if value is None:
         return Answer("ok", "this kernel has none")
@@ -100,7 +100,7 @@ def numa_balancing(patient: Patient) -> Answer:
     mend="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
 )
 def huge_pages(patient: Patient) -> Answer:
-    """Processes may ask for transparent huge pages."""
+    """Check that Linux lets processes ask for transparent huge pages."""
     chosen = patient.find(r"\[(\w+)\]", "/sys/kernel/mm/transparent_hugepage/enabled", "the kernel does not say")
     return Answer("warn" if chosen[1] == "never" else "ok", chosen[1])
 
@@ -111,7 +111,7 @@ def huge_pages(patient: Patient) -> Answer:
     mend="IRQBALANCE_BANNED_CPULIST in /etc/sysconfig/irqbalance (tc3 affinity), or systemctl stop irqbalance",
 )
 def irqbalance(patient: Patient) -> Answer:
-    """Interrupts are not moved onto workers' cores."""
+    """Check that no service moves interrupts onto the workers' cores."""
     read = patient.root.read
     if not any(read(path) == "irqbalance" for path in patient.root.find("/proc/[0-9]*/comm")):
         return Answer("ok", "not running")
@@ -129,7 +129,7 @@ def irqbalance(patient: Patient) -> Answer:
     npu=True,
 )
 def binding(patient: Patient) -> Answer:
-    """msrun can bind workers to cores here."""
+    """Check that msrun can bind workers to cores on this host."""
     cores = msrun_sees(patient.root)
     if not cores:
         return Answer("warn", f"no {MSRUN_READS}: msrun --bind_core does nothing and refuses a bind file")
@@ -142,7 +142,7 @@ def binding(patient: Patient) -> Answer:
     mend="boot without isolcpus; keep others away by cpusets instead (tc3 affinity prints the lines)",
 )
 def isolated(patient: Patient) -> Answer:
-    """No allowed core is isolated by a kernel parameter."""
+    """Check that no core that workers may use is isolated by a kernel parameter."""
     text, may = patient.root.read("/sys/devices/system/cpu/isolated"), allowed(patient.root)
     if text is None or may is None:
         return Answer("unknown", "the isolated or the allowed cores cannot be read")
@@ -156,7 +156,7 @@ def isolated(patient: Patient) -> Answer:
     mend="a wider cpuset (docker --cpuset-cpus, Slurm --cpus-per-task), or fewer workers",
 )
 def cores(patient: Patient) -> Answer:
-    """Every worker has a core of its own."""
+    """Check that there is at least one core for each worker."""
     may = told(allowed(patient.root), "the allowed cores cannot be read")
     seen = f"{len(may)} cores ({compress(may)}) for {patient.workers} worker{'s' * (patient.workers > 1)}"
     return Answer("ok" if len(may) >= patient.workers else "warn", seen)
@@ -169,7 +169,7 @@ def cores(patient: Patient) -> Answer:
     npu=True,
 )
 def interrupts(patient: Patient) -> Answer:
-    """Devices interrupt cores that no worker has in the plan of `tc3 affinity`."""
+    """Check that devices send their interrupts only to cores that no worker has in the plan of `tc3 affinity`."""
     host = read_host(patient.root)
     plan = make_plan(host, patient.workers, sorted(host.npus) or None)
     workers = {core for worker in plan.workers for core in worker.cores}
@@ -196,7 +196,7 @@ def _limit(patient: Patient, name: str) -> float:
     mend="ulimit -n 65536 (docker: --ulimit nofile=65536)",
 )
 def open_files(patient: Patient) -> Answer:
-    """A worker may open many files."""
+    """Check that a worker may open many files."""
     limit = _limit(patient, "Max open files")
     return Answer("fail" if limit <= _FEWEST_FILES else "warn" if limit < _OPEN_FILES else "ok", f"nofile {limit:g}")
 
@@ -208,7 +208,7 @@ def open_files(patient: Patient) -> Answer:
     npu=True,
 )
 def locked_memory(patient: Patient) -> Answer:
-    """A worker may lock memory."""
+    """Check that a worker may lock memory."""
     limit = _limit(patient, "Max locked memory")
     seen = "memlock unlimited" if limit == float("inf") else f"memlock {limit / 1024:.0f} KiB"
     return Answer("ok" if limit == float("inf") else "warn", seen)
@@ -220,7 +220,7 @@ def locked_memory(patient: Patient) -> Answer:
     mend="ulimit -s 8192",
 )
 def stack(patient: Patient) -> Answer:
-    """The stack is not smaller than the default."""
+    """Check that the limit of the stack is not smaller than the default."""
     limit = _limit(patient, "Max stack size")
     return Answer("ok" if limit >= _LEAST_STACK else "warn", f"stack {limit / 1024:.0f} KiB")
 
@@ -241,7 +241,7 @@ def free_space(patient: Patient, path: str) -> tuple[str, int, int] | None:
     mend="docker run --shm-size=64g",
 )
 def shared_memory(patient: Patient) -> Answer:
-    """/dev/shm is large enough."""
+    """Check that /dev/shm is large enough."""
     found = free_space(patient, "/dev/shm")
     if found is None or found[0] != "/dev/shm":
         return Answer("unknown", "df shows no /dev/shm")
@@ -256,7 +256,7 @@ def shared_memory(patient: Patient) -> Answer:
     mend="swapoff -a",
 )
 def swap(patient: Patient) -> Answer:
-    """No memory is swapped out."""
+    """Check that no memory is swapped out."""
     text = told(patient.root.read("/proc/swaps"), "/proc/swaps cannot be read")
     areas = [line.split()[0] for line in text.splitlines()[1:]]
     return Answer("warn" if areas else "ok", ", ".join(areas) or "no swap")
@@ -268,7 +268,7 @@ def swap(patient: Patient) -> Answer:
     mend="systemctl enable --now chronyd; chronyc makestep",
 )
 def clock(patient: Patient) -> Answer:
-    """The clock follows a time server."""
+    """Check that the host's clock follows a time server."""
     offset = re.search(r"System time\s*:\s*([\d.]+) seconds", patient.root.ask("chronyc", "-n", "tracking") or "")
     if offset:
         seconds = float(offset[1])
@@ -285,7 +285,7 @@ def clock(patient: Patient) -> Answer:
     mend="an output_dir with more room (--set output_dir=...)",
 )
 def disk(patient: Patient) -> Answer:
-    """The disk of the checkpoints has enough free space."""
+    """Check that the disk of the checkpoints has enough free space."""
     found = told(free_space(patient, str(patient.folder)), f"df does not show the file system of {patient.folder}")
     mount, _, free = found
     verdict: Verdict = "ok" if free >= _FREE else "fail" if free < _LEAST_FREE else "warn"
@@ -298,7 +298,9 @@ def disk(patient: Patient) -> Answer:
     mend="another output_dir; then look at the file system (mount, dmesg)",
 )
 def disk_write(patient: Patient) -> Answer:
-    """Four MiB are written and synchronised on the disk of the checkpoints, into a file without a name."""
+    """Check how fast four MiB can be written and synchronised on the disk of the checkpoints; the file has no name, so
+    none is left behind.
+    """
     if not patient.root.live:
         return Answer("unknown", "a recorded host cannot be written to")
     above = next(folder for folder in (patient.folder, *patient.folder.parents) if folder.exists())
@@ -315,7 +317,7 @@ def disk_write(patient: Patient) -> Answer:
     mend="pip install -e . (installs the pinned versions)",
 )
 def python_packages(patient: Patient) -> Answer:
-    """The installed versions of MindSpore and MindFormers are the verified versions."""
+    """Check that the installed versions of MindSpore and MindFormers are the verified versions."""
     if not patient.root.live:
         return Answer("unknown", "a recorded host does not say")
     missing = [name for name in verified() if installed(name) is None]

@@ -119,7 +119,7 @@ class Probe(TypedDict):
 
 
 class Times(NamedTuple):
-    """The time of a unit of work is given by the median of the rounds and by the best round."""
+    """The median of the rounds and the best round state the time of a unit of work."""
 
     typical: float
     best: float
@@ -137,8 +137,8 @@ class Outlier:
 
 
 def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, tuple[float, float]]:
-    """Return key -> (its time divided by the time of the centre, limit) for the keys whose median time and best time
-    both lie above the limit.
+    """Return (its time divided by the centre's time, limit) for each key whose median time and best time both lie above
+    the limit.
 
     Args:
         floors: key -> its floor, as a share of the centre.
@@ -158,8 +158,8 @@ def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, t
 
 
 def floors(measure: str, waited: Mapping[Key, float], on_cores: bool = False) -> dict[Key, float]:
-    """Return key -> the smallest difference from the centre, as a share, that counts as slow. This difference grows
-    with the shares of time for which the compared workers waited for a core.
+    """Return for each key the smallest difference from the centre, as a share, that counts as slow. The longer the
+    compared workers waited for a core, the larger this difference must be.
     """
     centre, least = median_high(waited.values()), ON_CORES.get(measure, 0.0) if on_cores else 0.0
     return {
@@ -212,12 +212,13 @@ def _alone(host: str, worker: Worker) -> Iterable[Outlier]:
         yield Outlier(host, name(worker), "waited", "warn", seen)
 
 
-def _waited(worker: Worker) -> float:
+def waited_by(worker: Worker) -> float:
+    """Return the share of its time for which a worker waited for its cores."""
     return median(worker["waited"] or [0.0])
 
 
-def _times(measure: str, rounds: Sequence[float]) -> Times:
-    """Numbers of the rounds as times; all but latency are rates."""
+def times_of(measure: str, rounds: Sequence[float]) -> Times:
+    """Return the numbers of the rounds as times; all but latency are rates."""
     values = [number if measure == "latency" else 1 / number for number in rounds]
     return Times(median(values), min(values))
 
@@ -226,7 +227,7 @@ def _slower(
     measure: str, rounds: Mapping[Key, Sequence[float]], floors: Mapping[Key, float], peers: str
 ) -> dict[Key, str]:
     """Key -> what was seen, of those whose rounds are slower than their peers'."""
-    found = slow({key: _times(measure, numbers) for key, numbers in rounds.items()}, floors)
+    found = slow({key: times_of(measure, numbers) for key, numbers in rounds.items()}, floors)
     return {key: _seen(measure, rounds[key], *pair, len(rounds), peers) for key, pair in found.items()}
 
 
@@ -246,7 +247,7 @@ def _slow_workers(reports: Mapping[str, Probe], measure: Literal["matmul", "memo
                 kinds[worker["kind"]][host, index] = worker[measure]
     found = []
     for rounds in kinds.values():
-        waited = {(host, index): _waited(reports[host]["workers"][index]) for host, index in rounds}
+        waited = {(host, index): waited_by(reports[host]["workers"][index]) for host, index in rounds}
         limits = floors(measure, waited, _on_cores(reports[host] for host, _ in rounds))
         named = _slower(measure, rounds, limits, "workers")
         for host in dict.fromkeys(host for host, _ in named):
@@ -291,7 +292,7 @@ def _slow_ends(
     reports: Mapping[str, Probe], measure: Literal["bandwidth", "latency"], links: Mapping[Ends, Link]
 ) -> list[Outlier]:
     """A worker whose best link is slow is named; then the links of all others, one by one."""
-    times = {ends: _times(measure, link[measure]) for ends, link in links.items()}
+    times = {ends: times_of(measure, link[measure]) for ends, link in links.items()}
     waited = {ends: median(link["waited"]) for ends, link in links.items()}
     judged = {ends for ends, share in waited.items() if share <= _MOST_LINK_WAITED}
     on_cores = _on_cores(reports[host] for host, _ in links)

@@ -63,7 +63,7 @@ class Seat:
     address: str = "127.0.0.1"
 
     def command(self) -> list[str]:
-        """Return the command that starts the worker."""
+        """Return the command that starts the worker on its cores."""
         return [*self.prefix, sys.executable, "-m", "tools.doctor.probe_worker"]
 
     def environment(self) -> dict[str, str]:
@@ -83,14 +83,14 @@ class Member:
     rest: bytes = field(default=b"", repr=False)
 
     def send(self, command: Mapping[str, Any]) -> None:
-        """Send a command to the worker. A worker that has ended is noticed when it does not answer."""
+        """Send a command to the worker. An end of the worker is noticed only when its answer does not arrive."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.write(json.dumps(command).encode() + b"\n")
             self.process.stdin.flush()
 
     def read(self) -> list[dict[str, Any]] | None:
-        """Return the answers that have come; return None when the worker has ended."""
+        """Return the answers that have arrived; return None when the worker has ended."""
         assert self.process.stdout is not None
         text = os.read(self.process.stdout.fileno(), 1 << 16)
         *lines, self.rest = (self.rest + text).split(b"\n")
@@ -107,7 +107,9 @@ class Member:
 
 
 class Team:
-    """A `Team` holds workers on their seats. When its context ends, a `Team` leaves no process behind."""
+    """A `Team` holds the probe's workers, each in its place. When its context ends, a `Team` leaves no process
+    behind.
+    """
 
     def __init__(self, seats: Sequence[Seat]):
         self.seats = seats
@@ -297,8 +299,8 @@ class Course:
 
 
 def pairs(count: int) -> list[tuple[int, int]]:
-    """Return pairs of each worker with those 1, 2, 4, ... places further round a ring. The function returns all pairs
-    for up to five workers, and about n log n pairs for n workers.
+    """Return pairs of each worker with the workers 1, 2, 4, ... places further round a ring. The function returns all
+    pairs for up to five workers, and about n log n pairs for n workers.
     """
     steps = [1 << power for power in range(count.bit_length()) if 1 << power <= count // 2]
     return sorted({(min(a, b), max(a, b)) for step in steps for a in range(count) for b in [(a + step) % count]})

@@ -140,7 +140,9 @@ MARK = "tc3-probe "  # what libraries print on stdout has no such mark
 
 
 class Desk:
-    """A `Desk` keeps the state between commands. Each public method is a command with JSON arguments."""
+    """A `Desk` keeps the state of a probe's worker between commands. Each public method is a command with JSON
+    arguments.
+    """
 
     def start(self, cores: list[int], npu: bool, folder: str, kind: str) -> dict[str, Any]:
         """Bind this process to cores and prepare the work. Without cores, the process stays where the host puts it."""
@@ -167,11 +169,11 @@ class Desk:
         return list(timed(self.copy, seconds))
 
     def disk(self, size: int) -> float:
-        """Return the MB/s of a synchronised write."""
+        """Return the MB/s at which a file is written and synchronised."""
         return self.measures.disk_write(self.folder, size)
 
     def listen(self, address: str) -> int:
-        """Listen at an address, and return the port."""
+        """Listen for connections at an address, and return the port."""
         self.listener = listen(address)
         return int(self.listener.getsockname()[1])
 

@@ -117,7 +117,9 @@ def _data_fact(prefix: str) -> str | None:
 
 
 class ReportError(ValueError):
-    """A text is not a report, or it is not a report of this version. The message is printed after the host's name."""
+    """A text is not a report, or it is not a report of this version. The message of this error is printed after the
+    host's name.
+    """
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ FOLDER, PLAN, VERDICT, BEAT, END = "attempts", "plan.json", "verdict.json", "bea
 
 @dataclass(frozen=True)
 class Plan:
-    """This is the plan of an attempt. `hosts` are in the order of node rank; `slots` holds the workers of each;
-    `resume` is a checkpoint's folder.
+    """This is the plan of one attempt of a run. `hosts` are in the order of node rank; `slots` holds the workers of
+    each; `resume` is a checkpoint's folder.
     """
 
     attempt: int
@@ -70,8 +70,8 @@ class Beat:
 
 @dataclass(frozen=True)
 class End:
-    """This is how a node's part ended. `rank` is the worker's rank in the whole run; `code` is negative for a
-    signal.
+    """This says how a node's part of an attempt ended. `rank` is the worker's rank in the whole run; `code` is negative
+    for a signal.
     """
 
     host: str
@@ -193,14 +193,16 @@ def _fits(value: object, wanted: str) -> bool:
 
 
 def read_attempt(run_dir: Path, number: int) -> Attempt:
-    """Return what has been written of attempt `number`."""
+    """Return the content of the folder of attempt `number`."""
     folder = folder_of(run_dir, number)
     beats, ends = _by_host(folder, BEAT, Beat), _by_host(folder, END, End)
     return Attempt(folder, number, read(folder / PLAN, Plan), beats, ends, read(folder / VERDICT, Verdict))
 
 
 def read_attempts(run_dir: Path) -> list[Attempt]:
-    """Return all attempts of a run, the oldest first; none for a run from before attempts were written."""
+    """Return all attempts of a run, the oldest first; the list is empty for a run that an older version made without
+    attempts.
+    """
     return [read_attempt(run_dir, number) for number in numbers(run_dir)]
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -28,6 +28,9 @@ from tools.ranges import Number
 from tools.runs.readings import loss_in_words
 from tools.runs.render import duration, share
 from tools.runs.watch import Status
+
+if TYPE_CHECKING:
+    from tools.runs.study import Study
 
 QUIET = 120.0  # seconds without anything new after which the status says so
 FOLDER, _EVENTS_SUFFIX = "tensorboard", ".tc3"
@@ -45,6 +48,7 @@ GAUGES = {
     "checkpoint_step": "Step of the newest complete checkpoint",
     "checkpoint_age": "Seconds from the newest complete checkpoint to the last sign of life",
     "last_sign": "When the run last wrote anything, seconds since 1970",
+    "step_samples": "Samples of the newest step, where their number grows (plugins.batch_ramp)",
     "fullest_expert": "Tokens of the fullest expert over the mean of its layer, in the newest step",
     "idle_experts": "Experts of all layers that got no token in the newest step",
 }
@@ -53,7 +57,7 @@ _LINE_EVERY = 60.0  # seconds between lines, at most, off a terminal
 
 
 def follow(look: Look, console: Console, every: float, as_json: bool) -> int:
-    """Call `look` every `every` seconds and show the status that it returns, until the run is over; return the exit
+    """Call `look` every `every` seconds and show the status that it returns, until the run has ended; return the exit
     code.
     """
     if as_json or not console.is_terminal:
@@ -83,7 +87,7 @@ def _print_lines(look: Look, console: Console, every: float, as_json: bool) -> i
 
 
 def json_line(status: Status) -> str:
-    """Return the status as one JSON object."""
+    """Return the status of a run as one JSON object."""
     return json.dumps(asdict(status))
 
 
@@ -101,6 +105,7 @@ def rows(status: Status) -> list[tuple[str, str]]:
         ("attempt", _attempt(status)),
         ("phase", status.phase and f"{status.phase}, for {duration(status.phase_seconds)}"),
         ("step", f"{status.step:,}{total}"),
+        ("batch", _batch(status)),
         ("loss", None if status.loss is None else f"{status.loss:.4f}"),
         ("held-out loss", _held_out(status)),
         ("speed", speed),
@@ -111,6 +116,13 @@ def rows(status: Status) -> list[tuple[str, str]]:
         ("failures", _failures(status)),
     ]
     return [(name, text) for name, text in found if text is not None]
+
+
+def _batch(status: Status) -> str | None:
+    """The samples of a step where they grow, and until which step they are so many."""
+    if status.step_samples is None:
+        return None
+    return f"{status.step_samples:,} samples" + (f" until step {status.stage_end:,}" if status.stage_end else "")
 
 
 def _held_out(status: Status) -> str | None:
@@ -197,14 +209,14 @@ class Scalars:
         self.event, self.summary = Event, Summary
 
     def add(self, record: dict[str, Any]) -> None:
-        """Write one step's record of metrics/."""
+        """Write the scalars of one step's record of metrics/."""
         values = [(name, record.get(name)) for name in SCALARS]
         tokens, seconds = record.get("tokens"), record.get("seconds")
         values.append(("tokens_per_second", tokens / seconds if tokens and seconds else None))
         self._write(record, values)
 
     def add_routers(self, record: dict[str, Any]) -> None:
-        """Write one step's line of metrics/routers.jsonl: of each measure the value of the layer that is worst."""
+        """Write one step's line of metrics/routers.jsonl: the value of each measure for the worst layer."""
         worst = {"fullest": max, "entropy": min, "similarity": min, "idle": max, "streak": max}
         known = {name: [value for value in record.get(name) or () if value is not None] for name in worst}
         if type(record.get("step")) is int:
@@ -235,7 +247,7 @@ class Exporter:
         self.path, self.client = path, prometheus_client
 
     def write(self, status: Status) -> None:
-        """Write the whole file, without unknown values."""
+        """Write the whole file again; values that are not known are left out."""
         registry: Any = self.client.CollectorRegistry()
 
         def gauge(name: str, words: str, value: float, **labels: str) -> None:
@@ -269,7 +281,15 @@ def runs() -> None:
 @click.option(
     "--picture", type=click.Path(path_type=Path), help="Draw all attempts of the runs on a time line (.svg or .png)."
 )
-def report_command(folders: tuple[Path, ...], as_json: bool, html: Path | None, picture: Path | None) -> None:
+@click.option(
+    "--measured",
+    type=click.Path(path_type=Path),
+    metavar="BUNDLE.zip",
+    help="Also compare the usual step with the one predicted for the cluster that tc3 firsthour measured.",
+)
+def report_command(
+    folders: tuple[Path, ...], as_json: bool, html: Path | None, picture: Path | None, measured: Path | None
+) -> None:
     """Report where the time of runs went, from the records in their folders.
 
     RUN is the folder of a run of tc3 train or tc3 agent, whether it has ended or not; several are shown side by side.
@@ -284,7 +304,7 @@ def report_command(folders: tuple[Path, ...], as_json: bool, html: Path | None, 
         check_ending(picture)
     if html:
         check_page(html)
-    found = studies(folders)
+    found = _beside(folders, measured) if measured else studies(folders)
     if picture:
         from tools.runs.render import draw
 
@@ -299,6 +319,18 @@ def report_command(folders: tuple[Path, ...], as_json: bool, html: Path | None, 
         click.echo(json.dumps({"runs": [content(one) for one in found]}))
     else:
         print_text(found, Console(soft_wrap=True, highlight=False, markup=False))
+
+
+def _beside(folders: tuple[Path, ...], measured: Path) -> list[Study]:
+    """The studies of runs with the steps predicted for a measured cluster."""
+    from tools.measured.bundle import origin, read_bundle
+    from tools.runs.measured import beside, hardware_of
+    from tools.runs.study import studies
+
+    bundle = read_bundle(measured)
+    hardware = hardware_of(bundle)
+    click.echo(origin(bundle), err=True)
+    return [beside(one, hardware) for one in studies(folders)]
 
 
 @runs.command("watch", short_help="Follow a run: phase, step, loss, speed, goodput, checkpoint, failures.")

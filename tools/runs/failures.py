@@ -29,7 +29,7 @@ _NOISE = re.compile(  # MindSpore's and MindFormers' levels below an error, Pyth
 
 @dataclass(frozen=True)
 class Signature:
-    """This is a row of signatures.yaml: how a cause of failure shows in a log, what it is called, and what to do."""
+    """This is an entry of signatures.yaml: how a cause of failure shows in a log, what it is called, and what to do."""
 
     name: str
     pattern: re.Pattern[str]
@@ -41,7 +41,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Found:
-    """This is the cause that a log tells: the matching row and its line, or `UNKNOWN` and the most informative lines.
+    """This is the cause that a log shows: the matching entry and its line, or `UNKNOWN` and the most informative lines.
 
     `victim`: others that fail bring such a line about, too; by itself it does not say who began.
     """
@@ -56,19 +56,19 @@ class Found:
 
 @cache
 def signatures() -> tuple[Signature, ...]:
-    """Return the rows, the most informative first."""
+    """Return the entries of signatures.yaml, the most informative first."""
     rows = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
     return tuple(Signature(**row | {"pattern": re.compile(row["pattern"])}) for row in rows)
 
 
 def without_noise(lines: Sequence[str]) -> list[str]:
-    """Return the lines of a log that may be about a failure: no warnings, no progress, no rulers."""
+    """Return the lines of a log that may be about a failure, without warnings, progress and separators."""
     return [line for line in lines if not _NOISE.search(line)]
 
 
 def diagnose(lines: Sequence[str]) -> Found:
-    """Return the cause that the lines of one log tell. Rows that only a worker's own failure can cause take precedence
-    over the others.
+    """Return the cause that the lines of one log show. Entries for failures that a worker can only cause itself take
+    precedence over entries for consequences of other workers' failures.
     """
     loud = without_noise(lines)
     for victim in (False, True):
@@ -115,8 +115,8 @@ class Failure:
 
     @property
     def counts(self) -> bool:
-        """Return whether the failure counts as one that the machines caused; a recipe that must be changed and a loss
-        spike do not.
+        """Return whether the machines caused the failure; a recipe that must be changed and a loss spike do not
+        count.
         """
         return self.name not in _NO_MACHINE
 
@@ -148,8 +148,8 @@ def has_failed(attempt: Attempt) -> bool:
 
 
 def failure_of(attempt: Attempt) -> Failure:
-    """Return the failure by the verdict; without a verdict, by the first bad end; if neither names a worker, by the
-    logs.
+    """Return the failure that the verdict names; without a verdict, the first bad end; if neither names a worker, the
+    failure that the logs show.
     """
     bad = sorted((end for end in attempt.ends.values() if end.outcome == "failed"), key=lambda end: end.time)
     verdict = attempt.verdict

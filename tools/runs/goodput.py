@@ -41,8 +41,8 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True)
 class Piece:
-    """This is a span of a run's time that was spent on one kind of work, from `begin` to `end` in microseconds since
-    1970. For consecutive steps, `between` of its microseconds lie between steps.
+    """This is a span of a run's time in which it did one kind of work, from `begin` to `end` in microseconds since
+    1970. If the work is consecutive steps, `between` microseconds of the span lie between the steps.
     """
 
     begin: int
@@ -188,7 +188,7 @@ def _pieces(run: Run, frame: Frame) -> list[Piece]:
         now = end
 
     def gap(end: int) -> None:
-        """Add the time before the next event, which is a series of consecutive steps or a single event."""
+        """Add the time up to the end of the next event, which is a series of consecutive steps or a single event."""
         nonlocal now
         end = min(end, frame.end)
         if end <= now:

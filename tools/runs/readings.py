@@ -40,7 +40,8 @@ _MOST_LOSS = 700.0  # whose exponential a number can hold
 
 
 def loss_rank(recipe: Recipe) -> int:
-    """Return a rank that knows the loss of the run: with pipeline stages one of the last stage, as in MFLossMonitor.
+    """Return a rank that has the loss of the run; with pipeline stages it is one of the last stage, as in
+    MFLossMonitor.
 
     Other ranks than those of the last stage have no loss there; zero_bubble_v brings the last chunk back to rank 0.
     """
@@ -332,13 +333,15 @@ class Run:
     notes: list[str] = field(default_factory=list)  # what of its records cannot be used
 
     def usual(self, part: Part | None = None) -> float | None:
-        """Return the seconds of a usual step of `part`, or of the newest part that has enough steps."""
+        """Return the seconds of a usual step of `part`, or of the newest part with enough steps if `part` has too
+        few.
+        """
         own = part.usual() if part else None
         return own if own else next((found for one in reversed(self.parts) if (found := one.usual())), None)
 
 
 def metrics_of(folder: Path, recipe: Recipe | None) -> Path:
-    """Return the metrics file of the rank that knows the run's loss."""
+    """Return the metrics file of a rank that has the run's loss."""
     own = folder / "metrics" / f"rank_{loss_rank(recipe) if recipe else 0}.jsonl"
     return own if own.exists() or recipe else next(iter(sorted((folder / "metrics").glob("rank_*.jsonl"))), own)
 
@@ -366,7 +369,7 @@ def check_folder(folder: Path) -> None:
 
 
 def load_run(folder: Path) -> Run:
-    """Return all data that the reports need.
+    """Return all data of a run's folder that the reports need.
 
     Raises:
         DataError: as `check_folder`.
@@ -384,7 +387,7 @@ def number(value: Any) -> float | None:
 
 
 def header_of(record: dict[str, Any]) -> tuple[int, float | None, int | None]:
-    """Return (steps done before, when its training began, total steps) of the line that begins a part."""
+    """Return (steps done before, when training began, total steps) from the line that begins a part."""
     start, total, time = (number(record.get(name)) for name in ("start_step", "total_steps", "time"))
     return int(start or 0), time, int(total) if total else None
 

@@ -235,7 +235,7 @@ def failure_rows(found: Study) -> Rows:
 
 
 def failure_line(one: Failure) -> str:
-    """Return a failure as sentences."""
+    """Return sentences that describe a failure."""
     where, fell = _where(one), _fell(one)
     began = f"{who(one)} began it" if one.host or one.rank is not None else "who began it is not known"
     says = _says(one).removeprefix(f"{one.name}: ")

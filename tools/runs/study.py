@@ -103,8 +103,8 @@ CONFIDENCE = 0.9
 
 @dataclass(frozen=True)
 class Mtbf:
-    """These are seconds between failures: the estimate (None without a failure) and its interval (`high` None: no
-    bound).
+    """This is the estimated mean time between failures in seconds (None without a failure) with its confidence
+    interval; `high` is None if there is no upper bound.
     """
 
     failures: int
@@ -172,8 +172,8 @@ def overhead(cost: float, interval: float, between: float) -> float:
 
 
 def saving(cost: float, used: float, found: Mtbf) -> Saving | None:
-    """Return the best interval between saves and the one that was used; None if no failure was seen or nothing was
-    measured.
+    """Return the best interval between saves and the interval that the run used; None if no failure was seen or nothing
+    was measured.
     """
     if found.estimate is None or cost <= 0 or used <= 0:
         return None
@@ -195,8 +195,8 @@ GOES_ON = "between attempts"
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """This holds the time that saving checkpoints costs a run. `seconds` is the median stop of the training for a save;
-    `every` is the seconds of steps between two saves.
+    """This holds the time that saving checkpoints costs a run. `seconds` is the median time for which training stops
+    for a save; `every` is the seconds of steps between two saves.
     """
 
     saves: int
@@ -207,6 +207,15 @@ class Checkpoints:
     at_risk: int | None
     best: Saving | None
     why: str = ""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """This holds the usual step of a run in seconds, the step predicted for a measured cluster, and their ratio."""
+
+    usual: float
+    predicted: float
+    ratio: float
 
 
 @dataclass(frozen=True)
@@ -227,6 +236,7 @@ class Study:
     notes: list[str] = field(default_factory=list)
     name: str = ""  # in tables and pictures
     evaluation: Evaluation | None = None  # the last one
+    beside: Beside | None = None  # the step of a measured cluster, if one was given
 
 
 def studies(folders: Sequence[Path]) -> list[Study]:
@@ -347,6 +357,7 @@ def content(found: Study) -> dict[str, Any]:
         "kept_steps": time.kept_steps if time else None,
         "lost_steps": time.lost_steps if time else None,
         "usual_step_seconds": found.run.usual(),
+        "measured": asdict(found.beside) if found.beside else None,
         "attempts": [_attempt(found, time, frame) for frame in time.frames] if time else [],
         "failures": [_failure(one) for one in found.failures],
         "mtbf": asdict(found.mtbf) if found.mtbf else None,

@@ -18,6 +18,7 @@ from plugins.expert_balance.routers import routers_file
 from plugins.held_out_loss.plan import held_out_file
 from plugins.lines import as_span, spans_file
 from tools.files.atomic import real_path
+from tools.recipe.view import View
 from tools.runs.attempts import Attempt, numbers, read_attempt
 from tools.runs.failures import Failure, failure_of, has_failed
 from tools.runs.goodput import NEVER
@@ -115,7 +116,7 @@ class Kept:
             self._count()
 
     def begin_at(self, step: int | None) -> None:
-        """Stop counting the steps beyond `step`, because an attempt that has not trained yet will make them again; None
+        """Stop counting the steps beyond `step`, because an attempt that has not trained yet will repeat them; None
         means that there is no such attempt.
         """
         cut = NEVER if step is None else step
@@ -148,7 +149,7 @@ class Kept:
 
     @property
     def step(self) -> int:
-        """Return the newest step that was made."""
+        """Return the newest step that was trained."""
         return self.last.get("step", 0)
 
     @property
@@ -158,7 +159,7 @@ class Kept:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of the steps that count; the first step of a part counts as a usual one."""
+        """Return the seconds of all steps that count; the first step of a part counts as a usual step."""
         whole = 0.0
         for part in self.parts:
             usual = median(part.some) if part.some else self.usual
@@ -185,7 +186,8 @@ class Status:
     """This is the state of a run at one moment; unknown values are None. Times are seconds; `goodput` is a share;
     `quiet` is the time since anything new was seen. The held-out losses come from the last evaluation. `fullest_expert`
     is the number of tokens of the fullest expert over the mean of its layer; `idle_experts` is the number of experts,
-    of all layers, that got no token in the newest step.
+    of all layers, that got no token in the newest step. Where the batch grows (plugins/batch_ramp), `step_samples` is
+    the number of samples of the newest step, and `stage_end` the last step that has so many.
     """
 
     run: str
@@ -214,6 +216,8 @@ class Status:
     fullest_layer: int | None = None
     idle_experts: int | None = None
     router_alarms: list[str] = field(default_factory=list)
+    step_samples: int | None = None
+    stage_end: int | None = None
 
     @property
     def over(self) -> int | None:
@@ -234,6 +238,7 @@ class Watch:
         recipe = recipe_of(folder)
         self.kept = Kept(metrics_of(folder, recipe), sink)
         self.probes = Probes(folder, recipe)
+        self.ramp = View(recipe).ramp if recipe else None
         self.spans = Follower(spans_file(folder))
         self.sealed: tuple[int, float] | None = None  # newest checkpoint: its step, and when it was whole
         self.span_end = -math.inf
@@ -325,9 +330,16 @@ class Watch:
             slow_ranks=self.probes.look().slow,
             last_sign=self.sign,
             quiet=time.monotonic() - self.changed,
+            **self._batch(min(kept.step, kept.cut)),
             **self._held_out(),
             **routers_of(self.measured),
         )
+
+    def _batch(self, step: int) -> dict[str, Any]:
+        """The samples of the newest step, where their number grows, and until when."""
+        if self.ramp is None or not self.ramp.stages or not step:
+            return {}
+        return {"step_samples": self.ramp.batch_at(step), "stage_end": self.ramp.end_at(step)}
 
     def _held_out(self) -> dict[str, Any]:
         """The newest held-out losses, those that are finite."""
@@ -348,7 +360,9 @@ class Watch:
 
 
 def routers_of(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what a status says of a line of `metrics/routers.jsonl`; nothing if the line is not one of a run's."""
+    """Return the fields of a status that come from a line of `metrics/routers.jsonl`; return no fields for a line of a
+    form that no run writes.
+    """
     try:
         layer, fullest = max(zip(record["layers"], record["fullest"], strict=True), key=lambda pair: pair[1])
         alarms = [f"layer {each['layer']}, since step {each['since']:,}: {each['words']}" for each in record["alarms"]]

@@ -1,0 +1,103 @@
+"""This module judges a measured stage against its prediction, and fits the estimator's terms to it: efficiencies of
+operators and links, and the terms of memory.
+
+Efficiencies are fitted by `tools.profile.fit`, from the seconds of each term of the step. Memory is fitted by linear
+least squares. A device of stage s, in a run r, holds at its peak
+
+    peak = static + a * (activations + working) + b * buffers + reserve
+
+where static, activations, working and buffers are those of `tools.estimate.memory` and peak was measured. a, b and
+reserve are told only if the runs differ in more than one way (stages, and two sizes of a micro-batch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from launch.firsthour.ladder import Finding
+from tools.estimate.configuration import Configuration
+from tools.estimate.memory.model import all_stages
+from tools.hardware.units import GIB
+from tools.measured.bundle import MemoryTerms
+
+FACTOR = 2.0  # the gate of the rung `stage`: a worse prediction is not worth calibrating before it is explained
+NEAR = 0.01  # the gate of the rung `calibrate`
+_ALIKE = 1e-6  # of the largest singular value: columns of the fit that cannot be told apart
+
+
+def memory_row(config: Configuration, stage: int, peak: float) -> dict[str, float]:
+    """Return what is predicted for one stage of a run beside the peak that was measured there, in bytes."""
+    memory = all_stages(config)[stage]
+    return {
+        "stage": stage,
+        "batch": config.batch,
+        "static": memory.static,
+        "activations": memory.activations + memory.working,
+        "buffers": memory.buffers,
+        "peak": peak,
+    }
+
+
+def fit_memory(rows: Sequence[Mapping[str, float]]) -> MemoryTerms | None:
+    """Return the terms of memory that fit measured peaks best; return None if the runs do not tell them apart."""
+    if len(rows) < 3:
+        return None
+    known = np.array([[row["activations"], row["buffers"], GIB] for row in rows])
+    left = np.array([row["peak"] - row["static"] for row in rows])
+    scale = np.abs(known).max(axis=0)
+    used = scale > 0
+    columns = known[:, used] / scale[used]
+    if np.linalg.svd(columns, compute_uv=False)[-1] < _ALIKE * np.sqrt(len(rows)):
+        return None
+    found = np.ones(3)
+    found[used] = np.linalg.lstsq(columns, left, rcond=None)[0] / scale[used]
+    activations, buffers, reserve = map(float, found)
+    peaks = np.array([row["peak"] for row in rows])
+    error = float(np.abs((known @ found - left) / peaks).max())
+    return MemoryTerms(activations, buffers, reserve * GIB, error)
+
+
+def judge_stage(evidence: Mapping[str, Any]) -> list[Finding]:
+    """Return the findings about a measured step and its memory.
+
+    Args:
+        evidence: "seconds" of the step; "predicted": its terms, modelled before any calibration; "memory": rows of
+            `memory_row`, or nothing where the device does not tell; "why_no_memory": the reason for that.
+    """
+    seconds, predicted = evidence["seconds"], sum(evidence["predicted"].values())
+    ratio = seconds / predicted
+    seen = f"a step took {seconds:.4g} s, {predicted:.4g} s were predicted ({ratio - 1:+.0%})"
+    near = 1 / FACTOR <= ratio <= FACTOR
+    found = [Finding("ok" if near else "warn", "step time", seen, remedy="" if near else "tc3 search explain")]
+    if not evidence["memory"]:
+        return [*found, Finding("unknown", "memory", evidence["why_no_memory"])]
+    off = max(abs(_modelled(row) / row["peak"] - 1) for row in evidence["memory"])
+    words = f"peaks of {len(evidence['memory'])} stages and runs, predicted within {off:.1%}"
+    return [*found, Finding("ok" if off < 1 - 1 / FACTOR else "warn", "memory", words)]
+
+
+def _modelled(row: Mapping[str, float]) -> float:
+    return row["static"] + row["activations"] + row["buffers"]
+
+
+def judge_fit(seconds: float, after: Mapping[str, float], fitted: Sequence[str], memory: MemoryTerms | None,
+              why_no_memory: str) -> list[Finding]:  # fmt: skip
+    """Return the findings about a calibration.
+
+    Args:
+        seconds: of the measured step. after: its terms with the fitted efficiencies, which are `fitted`.
+        memory: the fitted terms; None if they could not be told, for which `why_no_memory` is the reason.
+    """
+    off = sum(after.values()) / seconds - 1
+    words = f"{len(fitted)} efficiencies fitted ({', '.join(fitted)}); the model's step is {off:+.2%} off"
+    found = [Finding("ok" if abs(off) <= NEAR else "warn", "efficiencies", words)]
+    if memory is None:
+        return [*found, Finding("unknown", "memory", why_no_memory)]
+    words = (
+        f"activations x {memory.activations:.3f}, buffers x {memory.buffers:.3f}, "
+        f"{memory.reserve_bytes / GIB:.2f} GiB beside the model; the runs are fitted within {memory.error:.2%}"
+    )
+    return [*found, Finding("ok" if memory.error <= NEAR else "warn", "memory", words)]

@@ -1,0 +1,243 @@
+"""This module is `tc3 firsthour`: from a cluster that nobody has trained on to a verdict and a bundle.
+
+The exit code is 0 for go and go with, 1 for no go, 2 for a wrong input, 130 if interrupted. An hour that was
+interrupted resumes where it stopped when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launch.firsthour.card import write_claim
+from launch.firsthour.ladder import NO_GO, Outcome, climb, line_of, outcome_of, own_state, verdict
+from launch.firsthour.page import as_html
+from launch.run.msrun import ROOT
+from plugins.errors import ClusterError
+from tools.accuracy.pages import check_page
+from tools.files.atomic import check_writable, keep_existing, real_path, write_atomically
+from tools.measured.bundle import (
+    CLUSTER,
+    MEMORY,
+    OUTCOMES,
+    Manifest,
+    hashed,
+    read_bundle,
+    recipe_digest,
+    software,
+    without_names,
+    write_bundle,
+)
+from tools.schema.versions import require_verified, unverified_option
+from tools.search.options import RecipeOrCommand
+
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "unknown": "cyan"}
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+class Budget(click.ParamType):
+    """This is a click type: seconds, or a number with s, m or h, such as 60m."""
+
+    name = "budget"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the seconds.
+
+        Raises:
+            click.BadParameter: it is not a time, or not between a minute and a day.
+        """
+        if isinstance(value, float):
+            return value
+        number, unit = (value[:-1], value[-1]) if value[-1:] in _UNITS else (value, "s")
+        try:
+            seconds = float(number) * _UNITS[unit]
+        except ValueError:
+            self.fail(f"{value!r} is not a time; write seconds, or a number with s, m or h, such as 60m", param, ctx)
+        if not 60 <= seconds <= 86_400:
+            self.fail(f"{value!r} must be from 1m to 24h", param, ctx)
+        return seconds
+
+
+@click.command("RECIPE", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option(
+    "--nodes",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File that lists the hosts, one on each line as NAME [WORKERS]; they are asked by ssh.  [default: this host]",
+)
+@click.option(
+    "--budget", type=Budget(), default="60m", show_default=True, help="Time for the whole ladder, such as 60m or 2h."
+)
+@click.option(
+    "--simulate",
+    type=click.Path(path_type=Path),
+    metavar="CLUSTER.yaml",
+    help="Play the cluster with planted defects that this file describes, instead of measuring.",
+)
+@click.option(
+    "--work", type=click.Path(path_type=Path, file_okay=False), help="Folder of outcomes and runs.  "
+    "[default: output/firsthour/<folder>-<recipe>]",
+)  # fmt: skip
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Bundle to write.  [default: WORK/firsthour-DATE.zip]",
+)
+@click.option("--hash-names", is_flag=True, help="Replace the names of hosts in the bundle by digests.")
+@click.option("--force", is_flag=True, help="Forget earlier outcomes and start over; replace the file of --out.")
+@click.option("--dry-run", is_flag=True, help="Print the plan of the hour, and start nothing.")
+@unverified_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def climb_command(
+    recipe: Path,
+    nodes: Path | None,
+    budget: float,
+    simulate: Path | None,
+    work: Path | None,
+    out: Path | None,
+    hash_names: bool,
+    force: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Climb the ladder of RECIPE's first hour on this cluster, and write what was measured into one bundle.
+
+    The rungs go from single hosts to a calibrated search; each has a part of the budget, a gate and a remedy, and
+    trusts only the rungs below it (docs/first-hour.md). A rung that cannot be judged is unknown, never ok. On a host
+    without NPUs the CPU is the device: the rehearsal.
+
+    Exit codes: 0 go, or go with remedies; 1 no go; 2 a wrong input; 130 interrupted, to be resumed by the same command.
+    """
+    from launch.firsthour.npu import hour_of
+    from launch.firsthour.plan import as_text, plan_of
+    from launch.firsthour.simulate import Play, read_cluster
+    from tools.profile.study import run_of
+
+    place = work or Path("output") / "firsthour" / f"{recipe.absolute().parent.name}-{recipe.stem}"
+    hour = hour_of(recipe.absolute(), place.absolute(), nodes, planned=dry_run)
+    if dry_run:
+        plan = plan_of(hour, budget)
+        click.echo(json.dumps(plan) if as_json else as_text(plan))
+        return
+    keep_existing("--out", out, force)
+    out = out or place / f"firsthour-{datetime.now(timezone.utc):%Y-%m-%d}.zip"  # it follows from the outcomes there
+    check_writable(out)
+    require_verified()
+    cluster = read_cluster(simulate) if simulate is not None else None
+    own_state(place, {"recipe": recipe_digest(recipe), "simulated": str(simulate), **software()}, force)
+    about: dict[str, Any] = {"device": hour.device, "devices": hour.world, "simulated": simulate is not None}
+    runner: Any = hour
+    if cluster is not None:
+        runner = Play(cluster, run_of(recipe, ()))
+        about |= {"device": cluster.device, "devices": cluster.nodes * cluster.devices_per_node}
+        click.echo(
+            "the cluster is simulated: nothing is measured, and the trainings are those of a small model in NumPy",
+            err=True,
+        )
+    elif hour.device == "CPU":
+        click.echo("no NPU is here: the CPU is the device, and this is a rehearsal", err=True)
+        about["devices"] = 1
+    outcomes = climb(runner.work_of(), place, budget, partial(_tell, as_json))
+    manifest, texts = _bundle(recipe, outcomes, about, hash_names, list(runner.names))
+    write_bundle(out, manifest, texts)
+    word, lines = verdict(outcomes)
+    if as_json:
+        rungs = {one.rung: one.verdict for one in outcomes}
+        click.echo(json.dumps({"verdict": word, "findings": lines, "rungs": rungs, "bundle": str(out)}))
+    else:
+        click.echo("\n".join([*lines, f"verdict: {word}", f"written: {out}", f"page: tc3 firsthour read {out}"]))
+    sys.exit(word == NO_GO)
+
+
+class ClimbOrCommand(RecipeOrCommand):
+    """This is the group whose recipes go to `tc3 firsthour RECIPE`."""
+
+    of_recipe = climb_command
+
+
+@click.group(cls=ClimbOrCommand, context_settings={"help_option_names": ["-h", "--help"]})
+def firsthour() -> None:
+    """Check and measure a new cluster, and say whether a training may start on it."""
+
+
+def _tell(as_json: bool, outcome: Outcome, kept: bool) -> None:
+    words = "kept from before" if kept else f"{outcome.seconds:.1f} s"
+    verdict_ = click.style(f"{outcome.verdict:8s}", fg=_COLOURS[outcome.verdict])
+    click.echo(f"{verdict_}{outcome.rung:10s}  {words}", err=True)
+
+
+def _bundle(
+    recipe: Path, outcomes: Sequence[Outcome], about: dict[str, Any], hash_names: bool, names: Sequence[str],
+) -> tuple[Manifest, dict[str, str]]:  # fmt: skip
+    """The manifest and the texts of the hour's bundle."""
+    rows = [one.as_json() for one in outcomes]
+    calibrated: dict[str, Any] = next((row["evidence"] for row in rows if row["rung"] == "calibrate"), {})
+    texts = {CLUSTER: calibrated.pop("cluster")} if "cluster" in calibrated else {}  # a file of its own
+    if calibrated.get("memory"):
+        texts[MEMORY] = json.dumps(calibrated["memory"]) + "\n"
+    texts[OUTCOMES] = json.dumps(rows, indent=1) + "\n"
+    if hash_names:
+        texts = without_names(texts, {name: hashed(name) for name in names})
+    manifest = Manifest(
+        format=1, made=f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", names="hashed" if hash_names else "plain",
+        recipe=_shown(recipe), digest=recipe_digest(recipe), versions=software(), verdict=verdict(outcomes)[0], **about,
+    )  # fmt: skip
+    return manifest, texts
+
+
+def _shown(recipe: Path) -> str:
+    """The recipe's path in the checkout, or else its name only: other paths are nobody's business."""
+    path = real_path(recipe)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+@firsthour.command("read")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--recipe", type=click.Path(path_type=Path), help="Refuse the bundle if it is of another recipe.")
+@click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Also write an HTML page.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def read(bundle: Path, recipe: Path | None, page: Path | None, as_json: bool) -> None:
+    """Check BUNDLE, and show what it holds.
+
+    Exit codes: 0 go, or go with remedies; 1 no go; 2 a bundle that cannot be trusted.
+    """
+    check_page(page)
+    found = read_bundle(bundle, recipe)
+    outcomes = [outcome_of(one) for one in found.json(OUTCOMES) or ()]
+    if page:
+        write_atomically(page, as_html(found, outcomes))
+        click.echo(f"written: {page}", err=True)
+    word, lines = verdict(outcomes)
+    if as_json:
+        manifest = found.manifest
+        about = {"device": manifest.device, "devices": manifest.devices, "made": manifest.made}
+        click.echo(json.dumps({**about, "verdict": word, "findings": lines, "simulated": manifest.simulated}))
+    else:
+        made = f"{found.manifest.made}, {found.manifest.devices} x {found.manifest.device}"
+        played = ", simulated" if found.manifest.simulated else ""
+        rows = [line_of(one.rung, item) for one in outcomes for item in one.findings if item.verdict == "ok"]
+        click.echo("\n".join([f"{bundle}: {made}{played}", *rows, *lines, f"verdict: {word}"]))
+    sys.exit(word == NO_GO)
+
+
+@firsthour.command("card")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--dry-run", is_flag=True, help="Print the claim, and write nothing.")
+def card(bundle: Path, recipe: Path, dry_run: bool) -> None:
+    """Write what BUNDLE measured as a claim into the card of RECIPE's folder.
+
+    Exit codes: 0 written; 2 a bundle that may not be claimed: of another recipe, simulated, or without a go.
+    """
+    found = read_bundle(bundle, recipe)
+    if found.manifest.verdict == NO_GO:
+        raise ClusterError(f"{bundle}: its verdict is no go, which no card may claim; mend what it names first")
+    claim = write_claim(found, recipe, dry_run)
+    click.echo(claim)

@@ -1,0 +1,249 @@
+"""This module turns what a rung measured into findings that name the host and the device. Its functions are pure, so
+that a simulated cluster is judged by the same rules as a real one.
+
+Hosts are judged by `tools.doctor.compare`, workers and disks by `tools.doctor.outliers`; this module adds what those
+do not see: the memory of devices, links between devices of different hosts, and operators that differ between devices.
+A link or a network port is slow by the rule of `tools.doctor.outliers.slow`, with the floor `LINK`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from launch.firsthour.ladder import Finding
+from tools.doctor.ask import Answer, Skew, Trouble, parsed
+from tools.doctor.checks import CHECKS
+from tools.doctor.compare import Comparison, compare
+from tools.doctor.outliers import MENDS, ON_CORES, Times, outliers, slow
+from tools.doctor.report import Report
+from tools.hardware.units import GIB
+
+LINK = 0.25  # a device's link takes at least this share longer than others (assumed: no link of an NPU was measured)
+SAME_MEMORY = 1 << 26  # bytes by which the memory of equal devices may differ
+# facts and checks that the rung `versions` judges; all others are those of the rung `hosts`
+VERSIONS = (
+    *("tc3", "code", "Python", "mindspore", "mindformers", "driver", "firmware", "CANN", "NPUs", "kernel", "recipe"),
+    *("data", "clock", "disk", "disk_write", "free_ports", "python_packages", "checkpoint_room", "packet"),
+)
+_SPECIAL = " special "
+Place = tuple[str, int]
+
+
+def hosts_evidence(answers: Mapping[str, Answer]) -> dict[str, Any]:
+    """Return what hosts answered to tc3 doctor as plain values."""
+    return {
+        host: {
+            "report": answer.told.text() if isinstance(answer.told, Report) else None,
+            "trouble": asdict(answer.told) if isinstance(answer.told, Trouble) else None,
+            "skew": [answer.skew.ahead, answer.skew.error] if answer.skew else None,
+        }
+        for host, answer in answers.items()
+    }
+
+
+def answers_of(evidence: Mapping[str, Any]) -> dict[str, Answer]:
+    """Return the answers that `hosts_evidence` holds."""
+    found = {}
+    for host, one in evidence.items():
+        told = Trouble(**one["trouble"]) if one["trouble"] else parsed(one["report"])
+        found[host] = Answer(told, Skew(*one["skew"]) if one["skew"] else None)
+    return found
+
+
+def of_versions(name: str) -> bool:
+    """Return whether the rung `versions` judges this check or fact of the doctor."""
+    return name.startswith(VERSIONS)
+
+
+def judge_hosts(comparison: Comparison, hosts: Sequence[str], versions: bool) -> list[Finding]:
+    """Return the findings of the rung `versions`, or else those of the rung `hosts`. What sets hosts apart is named by
+    host; clocks of a single host agree with themselves.
+    """
+    alone = len(hosts) == 1
+    found: list[Finding] = []
+    for item in comparison.outliers:
+        if of_versions(item.what) != versions or item.what.startswith("probe") or (alone and item.what == "clocks"):
+            continue
+        for host in [""] if len(item.hosts) == len(hosts) and not alone else item.hosts:
+            found.append(Finding(item.verdict, item.what, item.seen, host, None, item.mend))
+    for verdict, names in comparison.everywhere.items():
+        for name in names:
+            known = any(one.what == name for one in found)
+            if verdict != "ok" and of_versions(name) == versions and not known:
+                found.append(
+                    Finding(
+                        verdict, name, f"{verdict} on every node", "", None, CHECKS[name].mend if name in CHECKS else ""
+                    )
+                )
+    judged = sum(len(names) for names in comparison.everywhere.values())
+    if not any(item.verdict == "fail" for item in found):
+        found.append(
+            Finding("ok", "nodes", f"{judged} checks have one verdict on {len(hosts)} node{'s' * (len(hosts) > 1)}")
+        )
+    return found
+
+
+def compared(evidence: Mapping[str, Any]) -> Comparison:
+    """Return the comparison of hosts by the doctor's own rules."""
+    return compare(answers_of(evidence))
+
+
+def judge_devices(evidence: Mapping[str, Any]) -> list[Finding]:
+    """Return the findings about workers, disks, memories and links.
+
+    Args:
+        evidence: "probes": host -> probe of the doctor; "memory": [host, device, bytes] of each device, or nothing
+            where it is unknown; "links": [{"source": [host, device], "target": ..., "gbytes": [GB/s by round]}].
+    """
+    probes = evidence["probes"]
+    on_cores = all(probe["device"] == "CPU" for probe in probes.values())
+    found = [
+        Finding(item.verdict, item.measure, item.seen, item.host, _device(item.who), MENDS[item.measure])
+        for item in outliers(probes)
+    ]
+    found += _memories(evidence["memory"])
+    found += _links(evidence["links"], on_cores)
+    workers = sum(len(probe["workers"]) for probe in probes.values())
+    if workers < 2:
+        found.append(Finding("unknown", "devices", "one worker only, so whether it is slow cannot be told"))
+    elif not any(item.verdict == "fail" for item in found):
+        found.append(Finding("ok", "devices", f"{workers} workers on {len(probes)} nodes, none slower than its peers"))
+    return found
+
+
+def _device(who: str) -> int | None:
+    """The number of the worker in the doctor's words "worker 3" or "worker 3 to worker 5"."""
+    words = who.split()
+    return int(words[1]) if len(words) > 1 and words[0] == "worker" and words[1].isdigit() else None
+
+
+def _memories(rows: Iterable[Sequence[Any]]) -> list[Finding]:
+    """Devices with less memory than most have."""
+    memory = {(host, int(device)): int(size) for host, device, size in rows}
+    if not memory:
+        words = "no device tells how much memory it has"
+        return [Finding("unknown", "memory of devices", words)]
+    usual = Counter(memory.values()).most_common(1)[0][0]
+    return [
+        Finding(
+            "fail", "memory of devices", f"{size / GIB:.1f} GiB, where most devices have {usual / GIB:.1f}", host,
+            device, "reset the device; if it stays smaller, start without it or lower context.max_device_memory",
+        )
+        for (host, device), size in memory.items()
+        if usual - size > SAME_MEMORY
+    ]  # fmt: skip
+
+
+def _links(rows: Sequence[Mapping[str, Any]], on_cores: bool) -> list[Finding]:
+    """Ports that are slow on every link, then single links that are slow; inside nodes and between nodes apart."""
+    found: list[Finding] = []
+    for inside in (True, False):
+        times = {}
+        for row in rows:
+            ends = (_place(row["source"]), _place(row["target"]))
+            if (ends[0][0] == ends[1][0]) == inside and row["gbytes"]:
+                rates = row["gbytes"]
+                times[ends] = Times(1 / median(rates), 1 / max(rates))
+        found += _slow_links(times, on_cores, inside)
+    return found
+
+
+def _slow_links(times: Mapping[tuple[Place, Place], Times], on_cores: bool, inside: bool) -> list[Finding]:
+    floor = ON_CORES["bandwidth"] if on_cores else LINK
+    own: dict[Place, list[tuple[Place, Place]]] = defaultdict(list)
+    for ends in times:
+        for place in ends:
+            own[place].append(ends)
+    best = {place: Times(*(min(times[ends][at] for ends in mine) for at in (0, 1))) for place, mine in own.items()}
+    where = "inside the node" if inside else "between nodes"
+    mend = MENDS["bandwidth"]
+    found, explained = [], set()
+    for place, (ratio, _) in (slow(best, dict.fromkeys(best, floor)) if len(best) > 2 else {}).items():
+        explained.update(own[place])
+        seen = f"{ratio:.1f} times as long as others on each of its {len(own[place])} links {where}"
+        found.append(Finding("fail", "network port", seen, *place, mend))
+    rest = {ends: pair for ends, pair in times.items() if ends not in explained}
+    for (source, target), (ratio, _) in slow(rest, dict.fromkeys(rest, floor)).items():
+        seen = f"{ratio:.1f} times as long as other links {where}, to {target[0]}, device {target[1]}"
+        found.append(Finding("fail", "link", seen, *source, mend))
+    return found
+
+
+def _place(value: Sequence[Any]) -> Place:
+    return str(value[0]), int(value[1])
+
+
+def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Return the findings about operators: those out of tolerance, and devices that compute otherwise than most.
+
+    Args:
+        rows: of each host and device, "host", "device", "results": operator and check -> [status, error, detail], and
+            "shipped": what tc3 accuracy ops --shipped says of the host's golden results, or None.
+    """
+    found: list[Finding] = []
+    checks = 0
+    mend = "take the device out; compare CANN, firmware and precision modes with the other devices"
+    kinds = Counter(name for row in rows for name in row["results"])
+    for row in rows:
+        checks += len(row["results"])
+        for special in (False, True):  # infinities, NaN and denormals apart: no training should meet them
+            names = [name for name, result in row["results"].items() if result[0] == "fail"]
+            wrong = [name for name in names if (_SPECIAL in name) == special]
+            if wrong:
+                more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+                seen = f"{wrong[0]}{more}: {row['results'][wrong[0]][2]}"
+                found.append(
+                    Finding("warn" if special else "fail", "operators", seen, row["host"], row["device"], mend)
+                )
+    missing = {name for name in kinds if all(_status(row, name) == "not runnable" for row in rows)}
+    absent = sorted({" ".join(name.split()[:2]) for name in missing})
+    if absent:
+        found.append(Finding("warn", "operators", f"no kernel on these devices: {', '.join(absent)}"))
+    named = {(item.where, item.device) for item in found if item.verdict == "fail"}
+    for name in kinds:
+        errors = {(row["host"], row["device"]): row["results"][name][1] for row in rows if name in row["results"]}
+        usual, count = Counter(errors.values()).most_common(1)[0]
+        for place, error in errors.items():
+            if error != usual and 2 * count > len(errors) and place not in named:
+                named.add(place)
+                seen = f"{name}: error {error:.3g}, where {count} of {len(errors)} devices have {usual:.3g}"
+                found.append(Finding("warn", "operators", seen, *place, "compare firmware with the other devices"))
+    found += _golden(rows)
+    if not any(item.verdict == "fail" for item in found):
+        found.append(Finding("ok", "operators", f"{checks} checks on {len(rows)} devices, all within the tolerance"))
+    return found
+
+
+def _golden(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Hosts whose own golden results differ from the shipped ones, so that their devices were judged by wrong ones."""
+    hosts = {row["host"]: row["shipped"] for row in rows if row["shipped"]}
+    found = []
+    for host, one in hosts.items():
+        if one["differences"]:
+            first, *rest = one["differences"]
+            more = f" (and {len(rest)} more)" if rest else ""
+            mend = "compare NumPy and the processor with other hosts"
+            found.append(Finding("fail", "golden results", f"{first}{more}", host, None, mend))
+    if hosts and not found:
+        one = next(iter(hosts.values()))
+        words = f"{one['compared']} golden results of {len(hosts)} hosts are as shipped on {one['made']}"
+        found.append(Finding("ok", "golden results", words))
+    return found
+
+
+def results_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return operator, type, shape and phase -> status, error and detail, from the rows of tc3 accuracy ops."""
+    return {
+        f"{row['op']} {row['dtype']} {tuple(row['shape'])} {row['phase']} {row['tensor']}": [
+            row["status"], float(row["error"]), row["detail"]
+        ]
+        for row in rows
+    }  # fmt: skip
+
+
+def _status(row: Mapping[str, Any], name: str) -> str:
+    return str(row["results"][name][0]) if name in row["results"] else "not runnable"

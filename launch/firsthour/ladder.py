@@ -1,0 +1,264 @@
+"""This module is the ladder of a cluster's first hour: which rungs there are, in which order, what each needs, and what
+follows from their outcomes.
+
+A rung trusts only the rungs that it needs, which stand below it. If one of these failed, or judged nothing, the rung is
+not run and its outcome is unknown, with the reason. Rungs that do not depend on each other go on. An outcome is written
+as soon as it is known, so a ladder that was interrupted resumes where it stopped: rungs that failed or judged nothing
+are run again, all others are kept.
+
+`verdict` gives go, go with, or no go. What could not be judged is unknown, never ok. The functions of this module start
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from plugins.errors import DataError, TC3Error, not_json
+from tools.files.atomic import write_atomically
+
+Verdict = Literal["ok", "warn", "fail", "unknown"]
+WORST: Sequence[Verdict] = ("fail", "unknown", "warn", "ok")
+GO, GO_WITH, NO_GO = "go", "go with", "no go"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A `Rung` is one step of the ladder.
+
+    Args:
+        share: of the budget. needs: rungs that it trusts. essential: no run may start while it is unknown.
+        asks: the question that it answers. gate: when it is ok. remedy: what to do where it is not.
+    """
+
+    name: str
+    share: float
+    needs: tuple[str, ...]
+    essential: bool
+    asks: str
+    gate: str
+    remedy: str
+
+
+LADDER: tuple[Rung, ...] = (
+    Rung(
+        "hosts", 0.04, (), True, "Is every node fit to train?",
+        "no check of tc3 doctor fails on any node", "what tc3 doctor names for the check",
+    ),
+    Rung(
+        "versions", 0.01, (), True, "Do software, drivers, clocks, disks and ports agree on all nodes?",
+        "every fact is the same on all nodes, clocks differ by at most 0.1 s", "install what most nodes have",
+    ),
+    Rung(
+        "devices", 0.10, (), True, "Is a device, a link, a disk or a memory slower or smaller than others?",
+        "no device, link or disk is an outlier; every device has the same memory", "start without the named device",
+    ),
+    Rung(
+        "collectives", 0.05, ("devices",), False, "Are the collectives of the recipe's groups as fast as predicted?",
+        "no group is slower than others of its kind, none takes twice the predicted seconds",
+        "start without the named node; look at its links",
+    ),
+    Rung(
+        "operators", 0.10, (), True, "Does every device compute right, twice the same?",
+        "every result is within the report's Table 2, repeated to the same bits, and equal on all devices",
+        "take the named device out; compare CANN and firmware with the others",
+    ),
+    Rung(
+        "mini", 0.10, ("operators",), True, "Does a mini of the recipe train on one device as on a CPU?",
+        "losses agree with golden ones, or with a CPU beside an NPU, by the report's Table 2",
+        "tc3 accuracy diagnose A B names the module",
+    ),
+    Rung(
+        "parallel", 0.15, ("versions", "mini"), True, "Do the recipe's kinds of parallelism train as one device does?",
+        "on CPU losses agree to 1e-5, gradients and weights by Table 2; on NPUs losses agree by Table 2",
+        "tc3 accuracy diagnose A B names the ranks",
+    ),
+    Rung(
+        "stage", 0.25, ("devices", "mini"), False, "How far is a real stage from its prediction?",
+        "the measured step is within a factor of two of the prediction", "tc3 search explain names the term",
+    ),
+    Rung(
+        "resume", 0.10, ("mini",), True, "Does a killed run go on to the same losses?",
+        "every loss after the resume has the same bits as without a kill", "tc3 accuracy diagnose RUN names the step",
+    ),
+    Rung(
+        "calibrate", 0.05, ("stage",), False, "Which efficiencies and memory terms does this cluster have?",
+        "the fitted model gives the measured step to 1 %", "measure a quieter machine, or more steps",
+    ),
+)  # fmt: skip
+BY_NAME = {rung.name: rung for rung in LADDER}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A `Finding` is one thing that a rung saw.
+
+    Args:
+        where: the host; "" if it is about no single host. device: its number on the host, or None.
+        what: was looked at. seen: in words. remedy: what to do; "" if nothing.
+    """
+
+    verdict: Verdict
+    what: str
+    seen: str
+    where: str = ""
+    device: int | None = None
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An `Outcome` is the result of a rung: its verdict, its findings, its evidence (JSON), and the seconds it took."""
+
+    rung: str
+    verdict: Verdict
+    findings: tuple[Finding, ...] = ()
+    evidence: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def told(self) -> bool:
+        """Return whether the rung judged anything at all."""
+        return any(item.verdict != "unknown" for item in self.findings)
+
+    @property
+    def bears(self) -> bool:
+        """Return whether rungs that need this one may trust it: nothing failed, and something was judged."""
+        return self.verdict != "fail" and self.told
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the outcome as plain values."""
+        return asdict(self)
+
+
+def outcome_of(content: Mapping[str, Any]) -> Outcome:
+    """Return the outcome that `Outcome.as_json` wrote."""
+    findings = tuple(Finding(**one) for one in content["findings"])
+    return Outcome(**{**content, "findings": findings})
+
+
+def judged(rung: str, findings: Sequence[Finding], evidence: dict[str, Any], seconds: float = 0.0) -> Outcome:
+    """Return the outcome of a rung whose verdict is that of its worst finding; without findings it is unknown."""
+    verdict: Verdict = next((one for one in WORST if any(item.verdict == one for item in findings)), "unknown")
+    return Outcome(rung, verdict, tuple(findings), evidence, seconds)
+
+
+def seconds_of(rung: Rung, budget: float) -> float:
+    """Return the seconds of a budget that a rung may take."""
+    return rung.share * budget
+
+
+def climb(
+    work: Mapping[str, Callable[[float, Mapping[str, Outcome]], tuple[Sequence[Finding], dict[str, Any]]]],
+    state: Path,
+    budget: float,
+    tell: Callable[[Outcome, bool], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Outcome]:
+    """Run the rungs in order, and return their outcomes.
+
+    Args:
+        work: rung -> a function of (seconds that it may take, earlier outcomes) to findings and evidence. A rung
+            without a function is unknown.
+        state: folder in which each outcome is kept as soon as it is known.
+        tell: called with each outcome, and whether it was kept from an earlier start.
+    """
+    done: dict[str, Outcome] = {}
+    for rung in LADDER:
+        kept = _kept(state, rung)
+        blocked = next((name for name in rung.needs if not done[name].bears), "")
+        if kept and not blocked:
+            found = kept
+        elif blocked:
+            words = f"not run, because {blocked} is {done[blocked].verdict}"
+            found = judged(rung.name, [Finding("unknown", rung.name, words, remedy=f"mend {blocked} first")], {})
+        else:
+            found = _run(rung, work.get(rung.name), seconds_of(rung, budget), done, clock)
+        done[rung.name] = found
+        write_atomically(state / f"{rung.name}.json", json.dumps(found.as_json()) + "\n")
+        tell(found, found is kept)
+    return list(done.values())
+
+
+def _run(
+    rung: Rung,
+    function: Callable[[float, Mapping[str, Outcome]], tuple[Sequence[Finding], dict[str, Any]]] | None,
+    seconds: float,
+    done: Mapping[str, Outcome],
+    clock: Callable[[], float],
+) -> Outcome:
+    """The outcome of a rung; an error that a user can mend makes it unknown, with the error's words."""
+    began = clock()
+    if function is None:
+        return judged(rung.name, [Finding("unknown", rung.name, "nothing here can run this rung")], {})
+    try:
+        findings, evidence = function(seconds, done)
+    except (TC3Error, OSError) as error:
+        words = " ".join(str(error).split())
+        findings, evidence = [Finding("unknown", rung.name, words, remedy=rung.remedy)], {}
+    return judged(rung.name, findings, evidence, clock() - began)
+
+
+def _kept(state: Path, rung: Rung) -> Outcome | None:
+    """What an earlier start found, if it need not be looked at again."""
+    path = state / f"{rung.name}.json"
+    if not path.is_file():
+        return None
+    try:
+        found = outcome_of(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError):
+        return None  # an outcome that cannot be read is found anew
+    return found if found.bears else None
+
+
+def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
+    """Make the folder of a ladder's outcomes, or check that it belongs to the same recipe and software.
+
+    Args:
+        key: what outcomes depend on. again: forget earlier outcomes.
+
+    Raises:
+        DataError: the folder holds the outcomes of another recipe, or of other software.
+    """
+    path = state / "ladder.json"
+    if path.is_file() and not again:
+        try:
+            known = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{path}: {not_json(error)}; start over with --force") from None
+        for name in [*key, *(name for name in known if name not in key)]:
+            if known.get(name) != key.get(name):
+                raise DataError(
+                    f"{state}: the folder holds a ladder with {name} {known.get(name)}, and this is {name} "
+                    f"{key.get(name)}; choose another --work, or start over with --force"
+                )
+        return
+    for rung in LADDER:
+        (state / f"{rung.name}.json").unlink(missing_ok=True)
+    write_atomically(path, json.dumps(key) + "\n")
+
+
+def verdict(outcomes: Sequence[Outcome]) -> tuple[str, list[str]]:
+    """Return go, go with, or no go, and a line for each finding that is not ok, the worst first.
+
+    A rung that failed, or an essential one that could not be judged, means no go.
+    """
+    wanting = [(item, one) for one in outcomes for item in one.findings if item.verdict != "ok"]
+    wanting.sort(key=lambda pair: WORST.index(pair[0].verdict))
+    lines = [line_of(one.rung, item) for item, one in wanting]
+    essential = [one for one in outcomes if BY_NAME[one.rung].essential]
+    if any(one.verdict == "fail" for one in outcomes) or not all(one.told for one in essential):
+        return NO_GO, lines
+    return (GO_WITH, lines) if lines else (GO, [])
+
+
+def line_of(rung: str, item: Finding) -> str:
+    """Return a finding as one line."""
+    place = f"{item.where or 'all nodes'}{'' if item.device is None else f', device {item.device}'}"
+    remedy = f"; remedy: {item.remedy}" if item.remedy else ""
+    return f"{item.verdict:8s}{rung}: {item.what} ({place}): {item.seen}{remedy}"

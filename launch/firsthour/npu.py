@@ -1,0 +1,229 @@
+"""This module runs the rungs that train on a host with NPUs. None of it has run on an NPU: the small recipes were
+checked and compiled for virtual devices, and the judging was tested on recorded losses.
+
+The small recipes are a family (`tools.recipe.mini_ascend`): one CPU process, one device, two devices, those of a node,
+and at most `MOST` of several nodes, all with the same weights, batch and samples.
+
+- `mini`: one device trains beside a CPU process of the same node, which is its golden baseline. Both start from the
+  same seed, and their losses are compared.
+- `parallel`: each larger member of the family goes on from the checkpoint that the single device saved after `SAVE`
+  steps, and its losses are compared with those of the single device. A member that needs several nodes is started on
+  each of them by ssh, with the script of tc3 train --script; the work folder must be shared then.
+- `stage`: one stage of the recipe at its own sizes (`tools.dryrun.one_stage`), on as many devices as a stage has, with
+  a profile; then its dispatch modes and fused operators against each other (`launch.firsthour.variants`).
+- `resume`: as in the rehearsal, with the small recipe of one device.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from launch.firsthour.ladder import Outcome
+from launch.firsthour.rungs import Found, Hour, ask, text_of
+from launch.firsthour.trainings import ALL_STEPS, SAVE, STEPS, judge_curves, rank_counts
+from launch.firsthour.variants import Variant, variants_of
+from plugins.errors import ClusterError, RecipeError
+from tools.doctor.ask import Trouble, call_each
+from tools.dryrun.one_stage import one_stage
+from tools.layout.resolve import resolve
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.mini_ascend import ON_CPU, ascend_minis
+from tools.recipe.view import View
+
+MOST = 64  # devices of the largest small recipe, so that one device can hold its batch
+LOSS = "lm_loss"  # without the balancing loss, which depends on how a batch is cut
+
+
+class NpuHour(Hour):
+    """An `NpuHour` is the first hour of a recipe for Ascend on hosts with NPUs."""
+
+    @property
+    def device(self) -> str:
+        """Return "Ascend"."""
+        return "Ascend"
+
+    @property
+    def each(self) -> int:
+        """Return the number of devices of a node."""
+        return len(self.npus) or self.view.node
+
+    @property
+    def world(self) -> int:
+        """Return the number of devices of all nodes."""
+        return self.each * self.node_count
+
+    @property
+    def node_count(self) -> int:
+        """Return the number of nodes; without --nodes this one, or in a plan as many as the recipe needs."""
+        if self.nodes:
+            return len(self.names)
+        return 1 if self.npus else max(1, self.view.devices // self.each)
+
+    @property
+    def counts(self) -> list[int]:
+        """Return the numbers of devices of the small recipes beside the one for a single device."""
+        return rank_counts(self.each, self.node_count, min(MOST, self.view.devices))
+
+    def of(self, devices: int) -> Path:
+        """Return the file of the small recipe for a number of devices."""
+        return self.work / ("small_cpu.yaml" if devices == ON_CPU else f"small_{devices}.yaml")
+
+    @property
+    def small(self) -> Path:
+        """Return the file of the small recipe for one device."""
+        return self.of(1)
+
+    def train(self, devices: int, steps: int, run: str, *more: str) -> list[str]:
+        """Return the command that trains a small recipe."""
+        words = ["train", str(self.of(devices)), "--steps", str(steps), "--run-dir", str(self.work / run)]
+        return [*words, "--no-bind", *more]
+
+    def commands(self) -> dict[str, list[list[str]]]:
+        """Return rung -> the commands that it runs."""
+        saved = str(self.work / "one" / "checkpoint" / f"iteration_{SAVE:08d}")
+        parallel = []
+        for count in self.counts:
+            script = ("--script", "--nodes", str(self.hosts_of(count))) if count > self.each else ("--json",)
+            parallel.append(self.train(count, 2 * SAVE, f"parallel_{count}", "--resume", saved, *script))
+        return {
+            **super().commands(),
+            "mini": [self.train(ON_CPU, STEPS, "cpu", "--json"), self.train(1, ALL_STEPS, "one", "--json")],
+            "parallel": parallel,
+        }
+
+    def hosts_of(self, devices: int) -> Path:
+        """Return the file of the nodes on which a small recipe trains."""
+        return self.work / f"hosts_{devices}.txt"
+
+    def write_small(self) -> None:
+        """Write a corpus and the family of small recipes."""
+        self.write_corpus(int(self.view.number(("model", "model_config", "vocab_size"), 0)))
+        family = ascend_minis(load_recipe(self.recipe), str(self.corpus), ALL_STEPS, self.counts)
+        for count, flat in family.items():
+            self.point(flat)
+            dump_recipe(flat, self.of(count))
+        for count in self.counts:
+            self.write_hosts(count)
+
+    def write_hosts(self, devices: int) -> None:
+        """Write the file of the nodes of a training, if it takes several."""
+        if devices > self.each:
+            names = self.names[: -(-devices // self.each)]
+            self.hosts_of(devices).write_text("".join(f"{name} {self.each}\n" for name in names), encoding="utf-8")
+
+    def mini(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
+        """Train one device and a CPU process, and compare their losses."""
+        self.write_small()
+        until = time.monotonic() + seconds
+        for words in self.commands()["mini"]:
+            ask([*words, "--force"], max(1.0, until - time.monotonic()))
+        wanted, got = self.losses("cpu", ON_CPU), self.losses("one", 1)
+        rows = [{"name": "one device beside a CPU", "wanted": wanted, "got": {step: got.get(step) for step in wanted}}]
+        return judge_curves(rows), {"rows": rows}
+
+    def parallel(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
+        """Train on more devices, from the checkpoint of one device, and compare their losses with those of that one."""
+        until = time.monotonic() + seconds
+        rows: list[dict[str, Any]] = []
+        one = self.losses("one", 1)
+        wanted = {step: loss for step, loss in one.items() if SAVE < int(step) <= 2 * SAVE}
+        for count, words in zip(self.counts, self.commands()["parallel"], strict=True):
+            left = max(1.0, until - time.monotonic())
+            if not self.of(count).is_file():  # the recipe's degrees do not fill this number of devices
+                continue
+            shutil.rmtree(self.work / f"parallel_{count}", ignore_errors=True)  # of an hour that was interrupted
+            if count > self.each:
+                self._across(count, words, f"parallel_{count}", left)
+            else:
+                ask(words, left)
+            got = self.losses(f"parallel_{count}", count)
+            rows.append({"name": f"{count} devices", "wanted": wanted, "got": {step: got.get(step) for step in wanted}})
+        return judge_curves(rows), {"rows": rows}
+
+    def _across(self, count: int, words: Sequence[str], run: str, seconds: float) -> None:
+        """Train `count` devices on several nodes: on each the script that tc3 train --script prints.
+
+        Raises:
+            ClusterError: a node did not finish; the first such node is named.
+        """
+        script = self.work / f"{run}.sh"
+        script.write_text(text_of(words, seconds), encoding="utf-8")
+        names = self.names[: count // self.each]
+        for name, told in call_each({name: ["bash", str(script)] for name in names}, seconds).items():
+            if isinstance(told, Trouble):
+                raise ClusterError(f"{name}: bash {shlex.quote(str(script))}: {told.words}; {told.mend}")
+
+    def losses(self, run: str, devices: int) -> dict[str, float]:
+        """Return step -> loss of a run of a small recipe."""
+        return self.read_losses(run, self.of(devices), LOSS)
+
+    # The rung `stage`: one stage at the recipe's own sizes.
+
+    no_memory = "the run does not record the peak memory of its devices"
+
+    @property
+    def measured_recipe(self) -> Path:
+        """Return the file of the recipe that trains one pipeline stage, with which the dispatch modes are compared."""
+        return self.work / "stage.yaml"
+
+    @cached_property
+    def cut(self) -> Recipe:
+        """Return the recipe of one stage, on the devices that are there.
+
+        Raises:
+            RecipeError: these are too few.
+        """
+        return one_stage(resolve(load_recipe(self.recipe), layout="file"), self.world)
+
+    def write_measured(self) -> None:
+        """Write a corpus, the recipe of one stage, and the same with a profile of some steps."""
+        flat = self.cut
+        self.write_corpus(int(flat["model"]["model_config"]["vocab_size"]))
+        self.point(flat)
+        # a stage's weights and moments are hundreds of GB, and nothing is resumed from them
+        flat["callbacks"] = [one for one in flat["callbacks"] if one["type"] != "CheckpointMonitor"]
+        dump_recipe(flat, self.measured_recipe)
+        self.write_profiled(flat)
+        self.write_hosts(View(flat).devices)
+
+    def variants(self) -> list[Variant]:
+        """Return the variants of the stage; none if the devices are too few for a stage."""
+        try:
+            return variants_of(View(self.cut), on_cpu=False)
+        except RecipeError:
+            return []
+
+    def start(self, words: Sequence[str], run: str, seconds: float) -> None:
+        """Run a training on this node; one of the stage on as many nodes as it takes."""
+        devices = View(load_recipe(Path(words[1]))).devices
+        if devices <= self.each:
+            super().start(words, run, seconds)
+            return
+        shutil.rmtree(self.work / run, ignore_errors=True)
+        script = [word for word in words if word != "--json"]
+        self._across(devices, [*script, "--script", "--nodes", str(self.hosts_of(devices))], run, seconds)
+
+
+def hour_of(recipe: Path, work: Path, nodes: Path | None, planned: bool) -> Hour:
+    """Return the first hour of a recipe on this host: with NPUs that of NPUs, without them the rehearsal.
+
+    Args:
+        planned: the hour is not started, so a recipe for Ascend is planned for NPUs also on a host without them.
+
+    Raises:
+        ClusterError: the host has NPUs, and the recipe is for a CPU.
+    """
+    found = Hour(recipe, work, nodes)
+    if found.view.on_cpu and found.npus:
+        raise ClusterError(
+            f"{recipe}: context.device_target: this recipe trains on a CPU and would judge no NPU of this host; give a "
+            "recipe for Ascend"
+        )
+    return NpuHour(recipe, work, nodes) if not found.view.on_cpu and (found.npus or planned) else found

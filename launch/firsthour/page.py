@@ -1,0 +1,127 @@
+"""This module makes the HTML page of a bundle: the verdict, the rungs with their gates, every finding, and what was
+measured beside what was predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from launch.firsthour.ladder import BY_NAME, WORST, Finding, Outcome, verdict
+from tools.files import page as markup
+from tools.files.page import Cell
+from tools.hardware.units import GIB
+from tools.measured.bundle import Bundle, measured_memory
+
+_CLASSES = {"ok": "pass", "fail": "fail", "unknown": "note", "warn": "group"}
+_STYLE = "td:nth-child(-n+3) { white-space: nowrap }"
+_SHOWN = 200  # findings of a rung
+_LEGEND = {
+    "ok": "judged, and as it should be",
+    "warn": "costs speed, or may end some runs",
+    "fail": "do not start a run before it is mended",
+    "unknown": "could not be judged; never taken for ok",
+}
+
+
+def as_html(bundle: Bundle, outcomes: Sequence[Outcome]) -> str:
+    """Return the page of a bundle."""
+    manifest = bundle.manifest
+    word, _ = verdict(outcomes)
+    simulated = " A simulated cluster made these numbers: nothing on this page was measured." * manifest.simulated
+    rehearsal = " The device was a CPU: this was a rehearsal." * (manifest.device == "CPU")
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    body = [
+        markup.text(f"First hour: {word}", "h1", "fail" if word == "no go" else "pass"),
+        markup.text(
+            f"{manifest.recipe} on {manifest.devices:,} x {manifest.device}, {manifest.made}.{simulated}{rehearsal}"
+        ),
+        markup.text(
+            f"Versions: {versions}. Recipe {manifest.digest}. Names of hosts are {manifest.names}.", kind="note"
+        ),
+        _rungs(outcomes),
+        markup.text("Findings", "h2"),
+        _findings(outcomes),
+        *_groups(outcomes),
+        *_step(outcomes),
+        *_memory(bundle),
+        markup.legend("What the verdicts mean", _LEGEND),
+        markup.text("Files of the bundle", "h2"),
+        markup.table(
+            ("file", "bytes", "SHA-256"),
+            [(name, f"{known['bytes']:,}", known["sha256"]) for name, known in manifest.files.items()],
+        ),
+    ]
+    return markup.page(f"First hour of {manifest.device}: {word}", body, _STYLE)
+
+
+def _rungs(outcomes: Sequence[Outcome]) -> str:
+    rows = [
+        (one.rung, Cell(one.verdict, _CLASSES[one.verdict]), f"{one.seconds:.1f}", BY_NAME[one.rung].asks,
+         BY_NAME[one.rung].gate, ", ".join(BY_NAME[one.rung].needs) or "nothing")
+        for one in outcomes
+    ]  # fmt: skip
+    return markup.table(("rung", "verdict", "seconds", "question", "gate", "trusts"), rows)
+
+
+def _findings(outcomes: Sequence[Outcome]) -> str:
+    every = [(one.rung, item) for one in outcomes for item in one.findings]
+    every.sort(key=lambda pair: WORST.index(pair[1].verdict))
+    rows = [_row(rung, item) for rung, item in every[:_SHOWN]]
+    if len(every) > _SHOWN:
+        rows.append((f"{len(every) - _SHOWN} more in outcomes.json", "", "", "", "", ""))
+    return markup.table(("verdict", "rung", "host", "device", "seen", "remedy"), rows)
+
+
+def _row(rung: str, item: Finding) -> tuple[str | Cell, ...]:
+    seen = item.seen if item.seen.startswith(item.what) or item.what == rung else f"{item.what}: {item.seen}"
+    device = "" if item.device is None else str(item.device)
+    return Cell(item.verdict, _CLASSES[item.verdict]), rung, item.where or "all", device, seen, item.remedy
+
+
+def _step(outcomes: Sequence[Outcome]) -> list[str]:
+    """The measured seconds of each term beside the predicted ones, before and after the calibration."""
+    seen: Mapping[str, Mapping[str, float]] = next((one.evidence for one in outcomes if one.rung == "stage"), {})
+    if not seen:
+        return []
+    fitted = next((one.evidence for one in outcomes if one.rung == "calibrate"), {})
+    after = fitted.get("after", {})
+    rows = [
+        (
+            name,
+            *(f"{1e3 * table[name]:,.2f}" if name in table else "" for table in (seen["predicted"], measured, after)),
+        )
+        for measured in [seen["terms"]]
+        for name in measured
+        if measured[name] or seen["predicted"].get(name)
+    ]
+    heads = ("term of the step, ms", "predicted", "measured", "calibrated")
+    return [markup.text("A step, by its terms", "h2"), markup.table(heads, rows, kind="numbers")]
+
+
+def _groups(outcomes: Sequence[Outcome]) -> list[str]:
+    """The collectives of the recipe's groups: the fastest group's usual seconds beside the predicted ones."""
+    seen = next((one.evidence for one in outcomes if one.rung == "collectives"), {})
+    rows = [
+        (
+            f"{row['group']}: {row['operator']}, {row['ranks']} ranks that are {row['stride']} apart",
+            f"{row['bytes'] / 1e6:,.1f}", str(len(row["groups"])),
+            f"{1e3 * min(map(median, row['seconds'])):,.3g}" if row["seconds"] else "not measured",
+            "" if row["predicted"] is None else f"{1e3 * row['predicted']:,.3g}",
+        )
+        for row in seen.get("rows", ())
+    ]  # fmt: skip
+    heads = ("collective", "MB", "groups", "ms, measured", "ms, predicted")
+    title = markup.text("Collectives of the recipe's groups", "h2")
+    return [title, markup.table(heads, rows, kind="numbers")] if rows else []
+
+
+def _memory(bundle: Bundle) -> list[str]:
+    terms = measured_memory(bundle)
+    if terms is None:
+        return []
+    words = (
+        f"Activations are {terms.activations:.3f} times and buffers {terms.buffers:.3f} times what is modelled; "
+        f"{terms.reserve_bytes / GIB:.2f} GiB of a device are in use beside the model."
+    )
+    return [markup.text("Memory", "h2"), markup.text(words)]

@@ -1,0 +1,166 @@
+"""This module plays the trainings of a simulated cluster: a small model that NumPy trains, on devices of which some
+compute wrong. The runs have the form of real ones (`tools.accuracy.equivalence.runs.Trained`), so the rules for real
+trainings judge them.
+
+The model predicts the next token from the current one: logits = E[token] @ W^T, with the embedding E and the head W.
+AdamW trains it in float32, with gradients clipped by their global norm, and each rank takes its share of a step's
+tokens. Three defects can be planted:
+
+- wrong rounding: a device adds up its matrix products in float16 (the defect that the rung `operators` also sees);
+- doubled gradient: the gradients of a device are counted twice when the ranks' gradients are summed;
+- lost moments: a checkpoint comes back without AdamW's moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tools.accuracy.equivalence.runs import LEAST, MOMENTS, START, Trained, least
+
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+VOCABULARY, WIDTH, TOKENS = 64, 32, 1024  # of the model, and tokens of a step of all ranks
+RATE, BETAS, EPSILON, CLIP = 0.01, (0.9, 0.95), 1e-8, 0.05
+Weights = dict[str, np.ndarray]
+Product = Callable[[np.ndarray, np.ndarray], np.ndarray]  # [m, k], [n, k] -> [m, n]
+
+
+def exact(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the product [m, k] x [n, k] -> [m, n] as a healthy device computes it, in float32."""
+    return np.asarray(a @ b.T, np.float32)
+
+
+def added_in_half(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the product [m, k] x [n, k] -> [m, n] whose partial sums are rounded to float16 after every term."""
+    total = np.zeros((len(a), len(b)), np.float16)
+    for term in range(a.shape[1]):
+        product = np.outer(a[:, term], b[:, term]).astype(np.float32)
+        total = (total.astype(np.float32) + product).astype(np.float16)
+    return total
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A `Rank` is the device of one rank: its matrix product, and how often its gradients are counted."""
+
+    product: Product = exact
+    counted: float = 1.0
+
+
+@dataclass
+class State:
+    """A `State` is what a checkpoint holds: the steps that were trained, weights, and moments."""
+
+    step: int
+    weights: Weights
+    moments: dict[str, Weights]
+    smallest: Weights = field(default_factory=dict)  # smallest mean squares, which only the comparison needs
+
+    def saved(self, whole: bool = True) -> State:
+        """Return a copy as a checkpoint gives it back; if it is not whole, the moments are zeros."""
+        moments = {
+            name: {weight: array.copy() if whole else np.zeros_like(array) for weight, array in arrays.items()}
+            for name, arrays in self.moments.items()
+        }
+        return State(self.step, {name: array.copy() for name, array in self.weights.items()}, moments)
+
+
+def start(seed: int = 0) -> State:
+    """Return the state before the first step."""
+    random = np.random.default_rng(seed)
+    weights = {name: random.normal(0, 0.3, (VOCABULARY, WIDTH)).astype(np.float32) for name in (EMBEDDING, HEAD)}
+    zeros = {name: np.zeros_like(array) for name, array in weights.items()}
+    moments = {moment: {name: array.copy() for name, array in zeros.items()} for moment in MOMENTS}
+    return State(0, weights, moments)
+
+
+def tokens_of(step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (tokens, next tokens) of a step, int64 [TOKENS]: a seeded walk that a model can learn."""
+    random = np.random.default_rng([11, step])
+    walk = np.cumsum(random.choice([1, 2, 3, 17], TOKENS + 1)) % VOCABULARY
+    return walk[:-1], walk[1:]
+
+
+def train(ranks: Sequence[Rank], steps: int, state: State | None = None) -> tuple[Trained, State]:
+    """Train until step `steps`, and return the run with the state at its end.
+
+    Args:
+        ranks: the devices; each takes an equal share of the tokens of a step, so their number divides TOKENS.
+        state: from which the run goes on; a new one by default.
+    """
+    state = start() if state is None else state
+    begin = {name: array.copy() for name, array in state.weights.items()}
+    run = Trained(len(ranks), [], [], [], {}, {})
+    while state.step < steps:
+        tokens, targets = tokens_of(state.step)
+        shares = [
+            _gradients(rank, state.weights, own, wanted)
+            for rank, own, wanted in zip(
+                ranks, np.split(tokens, len(ranks)), np.split(targets, len(ranks)), strict=True
+            )
+        ]
+        loss = sum(share[0] for share in shares) / TOKENS
+        gradients = {
+            name: np.sum([share[1][name] for share in shares], axis=0, dtype=np.float32) / np.float32(TOKENS)
+            for name in state.weights
+        }
+        norm = float(np.sqrt(sum(np.square(one, dtype=np.float64).sum() for one in gradients.values())))
+        scale = np.float32(min(1.0, CLIP / norm))
+        gradients = {name: one * scale for name, one in gradients.items()}
+        _update(state, gradients)
+        run.steps.append(
+            {"loss": loss, "lm_loss": loss, "mtp_loss": None, "load_balancing_loss": None, "global_norm": norm,
+             "tokens": TOKENS, "learning_rate": RATE}
+        )  # fmt: skip
+        run.samples.append([str(state.step)])
+        run.norms.append({name: float(np.linalg.norm(one)) for name, one in gradients.items()})
+    for name, array in state.weights.items():
+        run.state.update({name: array, START + name: begin[name], LEAST + name: state.smallest[name]})
+        run.state.update({moment + name: state.moments[moment][name] for moment in MOMENTS})
+    return run, state
+
+
+def _gradients(rank: Rank, weights: Weights, tokens: np.ndarray, targets: np.ndarray) -> tuple[float, Weights]:
+    """(loss, gradients) of a rank's tokens, both summed over the tokens."""
+    hidden = weights[EMBEDDING][tokens]
+    logits = rank.product(hidden, weights[HEAD]).astype(np.float32)
+    shifted = logits - logits.max(1, keepdims=True)
+    logs = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    places = np.arange(len(tokens))
+    error = np.exp(logs)
+    error[places, targets] -= 1
+    embedding = np.zeros_like(weights[EMBEDDING])
+    np.add.at(embedding, tokens, rank.product(error, np.ascontiguousarray(weights[HEAD].T)).astype(np.float32))
+    head = rank.product(np.ascontiguousarray(error.T), np.ascontiguousarray(hidden.T)).astype(np.float32)
+    counted = np.float32(rank.counted)
+    return float(-logs[places, targets].sum(dtype=np.float64)), {EMBEDDING: counted * embedding, HEAD: counted * head}
+
+
+def _update(state: State, gradients: Weights) -> None:
+    """One step of AdamW without weight decay, in place."""
+    state.step += 1
+    first, second = (state.moments[moment] for moment in MOMENTS)
+    for name, gradient in gradients.items():
+        first[name] = np.float32(BETAS[0]) * first[name] + np.float32(1 - BETAS[0]) * gradient
+        second[name] = np.float32(BETAS[1]) * second[name] + np.float32(1 - BETAS[1]) * gradient**2
+        square = second[name] / np.float32(1 - BETAS[1] ** state.step)
+        state.smallest[name] = least(square, state.smallest.get(name))
+        mean = first[name] / np.float32(1 - BETAS[0] ** state.step)
+        state.weights[name] = state.weights[name] - np.float32(RATE) * mean / (np.sqrt(square) + np.float32(EPSILON))
+
+
+def resumed(rank: Rank, steps: int, save: int, whole: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Return (step -> loss without a kill, step -> loss with a kill and a resume from step `save`), whose
+    moments are lost unless the checkpoint is `whole`.
+    """
+    one, _ = train([rank], steps)
+    before, state = train([rank], save)
+    after, _ = train([rank], steps, state.saved(whole))
+    return _losses(one.steps), _losses([*before.steps, *after.steps])
+
+
+def _losses(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
+    return {str(number): float(step["loss"]) for number, step in enumerate(steps, 1)}

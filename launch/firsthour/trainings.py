@@ -1,0 +1,109 @@
+"""This module judges what trainings of a first hour did: losses beside golden ones, kinds of parallelism beside one
+device, and a resumed run beside one that was not killed. Its functions are pure, so that the trainings that a simulated
+cluster plays (`launch.firsthour.played`) are judged by the same rules as real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from launch.firsthour.ladder import Finding
+from tools.accuracy.equivalence.matrix import FAIL, KNOWN, PASS
+from tools.accuracy.judge import tolerance
+
+STEPS = 3  # of the trainings that are compared with golden losses or with one device
+ALL_STEPS, SAVE = 12, 4  # of the trainings that are killed and resumed: all, and between saves
+CURVE = tolerance("bfloat16", 1)
+MENDS = "tc3 accuracy diagnose A B on the two runs"
+_VERDICTS: Mapping[str, Any] = {PASS: "ok", FAIL: "fail", KNOWN: "warn"}
+
+
+def rank_counts(node: int, nodes: int, most: int) -> list[int]:
+    """Return the numbers of devices on which a small model trains: 2, those of one node, and those of all nodes.
+
+    Each is a power of two and at most `most`, so that the samples or tokens of a step can be cut into that many shares.
+    """
+    wanted = (2, node, node * nodes)
+    found = {1 << min(count, most).bit_length() - 1 for count in wanted if 1 < count <= node * nodes}
+    return sorted(found)
+
+
+def judge_golden(content: Mapping[str, Any], known: str) -> list[Finding]:
+    """Return the findings about a training beside golden numbers.
+
+    Args:
+        content: "golden": a line for each number that differs, "without_golden_numbers": runs that have none, "steps",
+            and "passed", as tc3 accuracy equivalence --json prints them. known: name of the golden file, or "".
+    """
+    if content["golden"]:
+        first, *rest = content["golden"]
+        more = f" (and {len(rest)} more)" if rest else ""
+        return [Finding("fail", "golden losses", f"{first}{more}", remedy=MENDS)]
+    if content["without_golden_numbers"] or not known:
+        words = "this recipe has no golden numbers"
+        mend = "tc3 accuracy equivalence RECIPE --golden FOLDER --update on a trusted CPU"
+        trained = Finding("ok" if content["passed"] else "fail", "training", f"{content['steps']} steps in one process")
+        return [trained, Finding("unknown", "golden losses", words, remedy=mend)]
+    return [Finding("ok", "golden losses", f"{content['steps']} steps as in {known}")]
+
+
+def judge_parallel(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Return a finding for each kind of parallelism that was compared with one device.
+
+    Args:
+        rows: "name", "status", "reason", "tensors", "used" and "findings" of each, as tc3 accuracy equivalence --json
+            prints them.
+    """
+    found = []
+    for row in rows:
+        first = next((str(one["meaning"]) for one in row["findings"]), "")
+        words = (
+            f"{row['tensors']} tensors compared, at most {float(row['used']):.0%} of a tolerance used"
+            if row["tensors"]
+            else ""
+        )
+        seen = "; ".join(filter(None, [first, row["reason"], words])) or row["status"]
+        mend = MENDS if row["status"] == FAIL else ""
+        found.append(Finding(_VERDICTS.get(row["status"], "unknown"), row["name"], seen, remedy=mend))
+    return found or [Finding("unknown", "parallel", "no strategy could be run for this recipe")]
+
+
+def judge_resume(wanted: Mapping[str, float], got: Mapping[str, float], killed: int, save: int) -> list[Finding]:
+    """Return the finding about a run that was killed and resumed.
+
+    Args:
+        wanted, got: step -> loss, without and with the kill. killed: last step before the kill. save: the step of the
+            checkpoint from which the run went on.
+    """
+    if wanted.keys() != got.keys():
+        return [Finding("fail", "resume", f"{len(got)} of {len(wanted)} steps were trained")]
+    wrong = [step for step in wanted if wanted[step] != got[step]]
+    if wrong:
+        step = wrong[0]
+        seen = f"step {step}: loss {got[step]!r} after the resume, {wanted[step]!r} without a kill"
+        return [Finding("fail", "resume", seen, remedy="tc3 accuracy diagnose on the run's folder")]
+    words = f"killed after step {killed}, gone on from step {save}; {len(wanted)} losses have the same bits"
+    return [Finding("ok", "resume", words)]
+
+
+def judge_curves(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Return a finding for each run whose losses were compared with those of another, by the row of Table 2 for single
+    16-bit values (`CURVE`): the error of a mean over tokens is no larger than that of one token.
+
+    Args:
+        rows: "name"; "wanted": step -> loss; "got": step -> loss, or None where the step was not trained.
+    """
+    found = []
+    for row in rows:
+        missing = [step for step in row["wanted"] if row["got"].get(step) is None]
+        if missing or not row["wanted"]:
+            words = f"step {missing[0]} has no loss" if missing else "there are no losses to compare with"
+            found.append(Finding("unknown", row["name"], words))
+            continue
+        off = {step: abs(row["got"][step] - loss) / abs(loss) for step, loss in row["wanted"].items()}
+        wrong = [step for step in off if not off[step] <= CURVE]  # true of NaN too
+        step = wrong[0] if wrong else max(off, key=lambda one: off[one])
+        seen = f"step {step}: loss {row['got'][step]:.6g}, should be {row['wanted'][step]:.6g}, within {CURVE:g} of it"
+        found.append(Finding("fail" if wrong else "ok", row["name"], seen, remedy=MENDS if wrong else ""))
+    return found or [Finding("unknown", "losses", "no run could be compared")]

@@ -1,0 +1,197 @@
+"""`tc3 firsthour` from a recipe to a bundle, its page, a card, and the commands that take the bundle."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from launch.cli import tc3
+from launch.firsthour.ladder import LADDER
+from launch.firsthour.rungs import Hour
+from tools.files.page import BEGINS
+from tools.measured.bundle import CLUSTER, MEMORY, read_bundle, write_bundle
+from tools.recipe.catalogue import load_card
+from tools.recipe.load import load_recipe
+
+ROOT = Path(__file__).parents[3]
+R438 = ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml"
+MINI = ROOT / "recipes" / "mini" / "pretrain.yaml"
+SMALL = {"nodes": 4, "devices_per_node": 2, "efficiency": {"matmul": 0.55}, "memory": {"reserve_gib": 2.0}}
+
+
+def run(*words):
+    return CliRunner().invoke(tc3, ["firsthour", *map(str, words)])
+
+
+def test_the_plan_of_the_438b_on_512_nodes_is_within_the_hour(tmp_path):
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text("".join(f"node{number:03d} 8\n" for number in range(512)))
+    done = run(R438, "--dry-run", "--nodes", hosts, "--json", "--work", tmp_path / "w")
+    plan = json.loads(done.output)
+    assert (plan["nodes"], plan["devices"]) == (512, 4096)
+    assert sum(rung["seconds"] for rung in plan["rungs"]) == pytest.approx(plan["seconds"])
+    assert plan["seconds"] <= plan["budget"] == 3600
+    by_name = {rung["rung"]: rung for rung in plan["rungs"]}
+    assert by_name["devices"]["where"] == "node[000-511], ranks 0-4095"
+    assert f"--nodes {hosts}" in by_name["hosts"]["commands"][0]
+    assert not (tmp_path / "w").exists()
+    text = run(R438, "--dry-run", "--nodes", hosts).output
+    assert "sum of the limits: 3420 of 3600 s" in text
+    for rung in plan["rungs"]:
+        assert f"{rung['rung']}: at most {rung['seconds']:.0f} s" in text
+
+
+def test_every_command_of_the_plan_is_one_that_tc3_takes(tmp_path):
+    commands = [words for words in Hour(MINI, tmp_path).commands().values() for words in words]
+    for words in commands:
+        command, rest = tc3, list(words)
+        while hasattr(command, "commands") or hasattr(command, "list_commands"):
+            context = click.Context(command, ignore_unknown_options=True)
+            _, command, rest = command.resolve_command(context, rest)
+        known = {option for one in command.params for option in one.opts}
+        assert {word for word in rest if word.startswith("--")} <= known, words
+
+
+@pytest.fixture(scope="module")
+def hour(tmp_path_factory):
+    """A small simulated hour without defects: its folder, which holds b.zip, and what was printed."""
+    folder = tmp_path_factory.mktemp("hour")
+    (folder / "c.yaml").write_text(yaml.safe_dump(SMALL))
+    words = ("--simulate", folder / "c.yaml", "--work", folder / "work", "--hash-names", "--json")
+    done = run(R438, *words, "--out", folder / "b.zip")
+    assert done.exit_code == 0, done.output
+    return folder, words
+
+
+def test_the_same_command_keeps_what_was_found(hour):
+    folder, words = hour
+    done = run(R438, *words, "--out", folder / "again.zip")
+    assert done.exit_code == 0
+    assert len(re.findall("kept from before", done.stderr)) == len(LADDER)
+    first, again = (read_bundle(folder / name) for name in ("b.zip", "again.zip"))
+    assert first.texts == again.texts and CLUSTER in again.texts and MEMORY in again.texts
+    refused = run(MINI, *words, "--out", folder / "other.zip")
+    assert "holds a ladder with recipe" in str(refused.exception)
+    kept = run(R438, *words, "--out", folder / "b.zip")
+    assert "the file exists" in str(kept.exception)
+
+
+def test_the_bundle_is_read_and_its_page_needs_no_other_file(hour, tmp_path):
+    done = run("read", hour[0] / "b.zip", "--recipe", R438, "--html", tmp_path / "p.html")
+    assert done.exit_code == 0
+    assert "verdict: go" in done.output
+    page = (tmp_path / "p.html").read_text()
+    assert page.startswith(BEGINS)
+    assert "nothing on this page was measured" in page
+    assert "src=" not in page and "href=" not in page
+    for rung in ("hosts", "calibrate"):
+        assert f"<td>{rung}</td>" in page
+    assert "node00" not in page + "".join(read_bundle(hour[0] / "b.zip").texts.values())
+
+
+def test_no_path_of_this_machine_is_in_a_bundle(hour):
+    found = read_bundle(hour[0] / "b.zip")
+    assert found.manifest.recipe == "recipes/telechat3_438b/pretrain_4k.yaml"
+    assert str(ROOT) not in "".join(found.texts.values())
+
+
+def test_a_simulated_bundle_is_not_claimed_and_a_measured_one_is(hour, tmp_path):
+    shutil.copytree(R438.parent, tmp_path / "recipes" / "telechat3_438b")
+    shutil.copytree(ROOT / "recipes" / "base", tmp_path / "recipes" / "base")
+    recipe = tmp_path / "recipes" / "telechat3_438b" / "pretrain_4k.yaml"
+    card = recipe.with_name("card.yaml")
+    before = card.read_text()
+    refused = run("card", hour[0] / "b.zip", recipe)
+    assert "no card may claim" in str(refused.exception)
+    assert card.read_text() == before
+    found = read_bundle(hour[0] / "b.zip")
+    write_bundle(tmp_path / "m.zip", replace(found.manifest, simulated=False, files={}), found.texts)
+    assert "measured-910B3-8" in run("card", tmp_path / "m.zip", recipe, "--dry-run").output
+    assert card.read_text() == before
+    assert run("card", tmp_path / "m.zip", recipe).exit_code == 0
+    first = load_card(card).entries[0]
+    assert first.file.name == "pretrain_4k.yaml"
+    assert first.status[0]["claim"] == "measured-910B3-8"
+    assert found.manifest.made[:10] in first.status[0]["how"]
+    assert "mindspore" in first.status[0]["how"]
+    after = card.read_text().splitlines()
+    assert [line for line in after if line in before.splitlines()] == before.splitlines()
+    assert "has this claim already" in str(run("card", tmp_path / "m.zip", recipe).exception)
+
+
+def test_memory_takes_the_measured_terms(hour):
+    words = ["memory", str(R438), "--json"]
+    plain = json.loads(CliRunner().invoke(tc3, words).output)
+    done = CliRunner().invoke(tc3, [*words, "--measured", str(hour[0] / "b.zip")])
+    found = json.loads(done.stdout)
+    assert "nothing in them was measured" in done.stderr
+    assert found["room"]["cap"] == pytest.approx(plain["room"]["cap"] - 2.0 * 2**30, rel=1e-6)
+    assert found["measured"]["reserve_bytes"] == pytest.approx(2.0 * 2**30, rel=0.01)
+    assert found["stages"][0]["peak"] == pytest.approx(plain["stages"][0]["peak"], rel=1e-6)  # factors of 1
+
+
+def test_search_takes_the_measured_cluster(hour, monkeypatch):
+    from tools.search import command
+
+    class Seen(Exception):
+        pass
+
+    def stop(recipe, request, times, *rest, **more):
+        raise Seen(request.hardware.efficiency["matmul"])
+
+    asked = command._asked
+
+    def look(*words):
+        found = asked(*words)
+        stop(*found)
+
+    monkeypatch.setattr(command, "_asked", look)
+    done = CliRunner().invoke(tc3, ["search", str(R438), "--measured", str(hour[0] / "b.zip")])
+    assert isinstance(done.exception, Seen)
+    assert done.exception.args[0] == pytest.approx(0.55, rel=0.01)
+
+
+def test_the_small_recipe_trains_on_made_up_data_and_saves(tmp_path):
+    hour = Hour(MINI, tmp_path)
+    hour.write_small()
+    small, profiled = load_recipe(hour.small), load_recipe(tmp_path / "profiled.yaml")
+    assert small["checkpoint"]["save_interleaved_steps"] == 4
+    assert (tmp_path / "corpus.bin").is_file()
+    assert [one["type"] for one in profiled["callbacks"]][-1] == "ProfileMonitor"
+    assert [one["type"] for one in small["callbacks"]] == [one["type"] for one in profiled["callbacks"]][:-1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_rehearsal_runs_every_rung_on_this_cpu(tmp_path):
+    """With the smallest recipe; no limit of time is asserted, and the budget leaves room for a busy machine."""
+    tiny = ROOT / "tests" / "training" / "tiny.yaml"
+    done = run(tiny, "--work", tmp_path / "w", "--out", tmp_path / "b.zip", "--budget", "90m", "--json")
+    assert done.exit_code == 0, done.output
+    content = json.loads(done.stdout)
+    assert content["verdict"] == "go with"  # the memory of a CPU's worker is unknown, and so it is said
+    found = read_bundle(tmp_path / "b.zip", tiny)
+    outcomes = {one["rung"]: one for one in found.json("outcomes.json")}
+    verdicts = {name: outcomes[name]["verdict"] for name in ("mini", "parallel", "resume")}
+    assert verdicts == {"mini": "unknown", "parallel": "ok", "resume": "ok"}  # this recipe has no golden numbers
+    losses = outcomes["resume"]["evidence"]
+    assert losses["whole"] == losses["cut"] and len(losses["whole"]) == 12
+    assert 4 < losses["killed_after"] <= 12
+    assert set(outcomes["calibrate"]["evidence"]["fitted"]) >= {"matmul", "memory"}
+    assert "efficiency:" in found.texts["cluster.yaml"]
+    assert run("read", tmp_path / "b.zip", "--html", tmp_path / "p.html").exit_code == 0
+    assert "this was a rehearsal" in (tmp_path / "p.html").read_text()
+    (row,) = outcomes["collectives"]["evidence"]["rows"]
+    assert (row["group"], row["groups"], len(row["seconds"][0])) == ("dp", [[0, 1]], 5) and min(row["seconds"][0]) > 0
+    assert outcomes["collectives"]["verdict"] == "unknown"  # nothing is predicted for a CPU, so it is not ok
+    assert {item["verdict"] for item in outcomes["operators"]["findings"] if item["what"] == "golden results"} == {"ok"}
+    report = CliRunner().invoke(
+        tc3, ["runs", "report", str(tmp_path / "w" / "whole"), "--measured", str(tmp_path / "b.zip"), "--json"]
+    )
+    assert 0.3 < json.loads(report.stdout)["runs"][0]["measured"]["ratio"] < 3  # the profiled stage was the same model

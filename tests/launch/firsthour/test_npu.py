@@ -1,0 +1,179 @@
+"""The rungs that train on NPUs: their commands, what they write, and how they judge losses. No NPU is here, so what the
+commands would have written is written by the tests; the small recipes are compiled in tests/tools/recipe.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launch.firsthour import npu
+from launch.firsthour.ladder import judged
+from launch.firsthour.npu import NpuHour, hour_of
+from launch.firsthour.rungs import Hour
+from launch.firsthour.trainings import CURVE, judge_curves
+from plugins.errors import ClusterError, RecipeError
+from tools.accuracy.judge import tolerance
+from tools.check.check import check_recipe
+from tools.doctor.ask import Trouble
+from tools.recipe.load import load_recipe
+from tools.recipe.view import View
+from tools.runs.readings import loss_rank
+
+ROOT = Path(__file__).parents[3]
+R438 = ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml"
+MINI = ROOT / "recipes" / "mini" / "pretrain.yaml"
+
+
+@pytest.fixture
+def hour(tmp_path):
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text("".join(f"node{number} 8\n" for number in range(16)))
+    found = NpuHour(R438, tmp_path / "work", hosts)
+    found.npus = [Path(f"/dev/davinci{number}") for number in range(8)]
+    return found
+
+
+def keep_losses(hour, run, devices, losses):
+    """Write the metrics of a run as its workers would."""
+    folder = hour.work / run / "metrics"
+    folder.mkdir(parents=True)
+    rank = loss_rank(load_recipe(hour.of(devices)))
+    lines = [{"step": step, "loss": loss + 0.1, "lm_loss": loss, "time": 0.0} for step, loss in losses.items()]
+    (folder / f"rank_{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_small_recipes_and_hosts_are_written_and_the_recipes_are_sound(hour):
+    hour.write_small()
+    assert hour.counts == [2, 8, 64]
+    for devices in (0, 1, 2, 8, 64):
+        recipe = load_recipe(hour.of(devices))
+        assert [str(one) for one in check_recipe(recipe).errors] == []
+        assert recipe["context"]["device_target"] == ("Ascend" if devices else "CPU")
+        assert recipe["train_dataset"]["data_loader"]["config"]["data_path"] == ["1", str(hour.corpus)]
+    assert hour.hosts_of(64).read_text().split("\n")[:2] == ["node0 8", "node1 8"]
+    assert len(hour.hosts_of(64).read_text().split()) == 16
+    assert not (hour.work / "stage.yaml").exists()  # devices may be too few for a stage, but not for the small recipes
+    hour.write_measured()
+    stage, profiled = (load_recipe(hour.work / name) for name in ("stage.yaml", "profiled.yaml"))
+    for recipe in (stage, profiled):
+        assert [str(one) for one in check_recipe(recipe).errors] == []
+        assert "CheckpointMonitor" not in [one["type"] for one in recipe["callbacks"]]
+    assert View(stage).devices == 128  # of the 512 that a stage of the recipe has
+    assert [one["type"] for one in profiled["callbacks"] if one not in stage["callbacks"]] == ["ProfileMonitor"]
+    assert "ProfileMonitor" not in hour.small.read_text()
+
+
+@pytest.mark.parametrize(("factor", "wanted"), [(1.001, "ok"), (1.01, "fail"), (float("nan"), "fail")])
+def test_one_device_is_compared_with_a_cpu(hour, monkeypatch, factor, wanted):
+    asked = []
+    monkeypatch.setattr(npu, "ask", lambda words, seconds: asked.append(words))
+    hour.write_small()
+    monkeypatch.setattr(NpuHour, "write_small", lambda self: None)
+    keep_losses(hour, "cpu", 0, {1: 7.6, 2: 7.5, 3: 7.4})
+    keep_losses(hour, "one", 1, {1: 7.6, 2: 7.5 * factor, 3: 7.4, 4: 7.3})
+    found, evidence = hour.mini(60, {})
+    assert [words[1] for words in asked] == [str(hour.of(0)), str(hour.of(1))]
+    assert judged("mini", found, {}).verdict == wanted
+    assert evidence["rows"][0]["wanted"] == {"1": 7.6, "2": 7.5, "3": 7.4}
+
+
+def test_more_devices_go_on_from_the_checkpoint_of_one_and_across_nodes_by_ssh(hour, monkeypatch):
+    hour.write_small()
+    one = {step: 8.0 - step / 10 for step in range(1, 13)}
+    keep_losses(hour, "one", 1, one)
+    asked, sent = [], []
+
+    def trained(words):
+        asked.append(words)
+        count = int(Path(words[1]).stem.removeprefix("small_"))
+        off = 1.02 if count == 8 else 1.0
+        keep_losses(hour, f"parallel_{count}", count, {step: one[step] * off for step in range(5, 9)})
+
+    def script(words, seconds):
+        trained(words)
+        return "echo the script\n"
+
+    def call(argvs, seconds):
+        (argv,) = {tuple(argv) for argv in argvs.values()}
+        sent.append((list(argvs), argv, Path(argv[1]).read_text()))
+        return dict.fromkeys(argvs, "")
+
+    monkeypatch.setattr(npu, "ask", lambda words, seconds: trained(words))
+    monkeypatch.setattr(npu, "text_of", script)
+    monkeypatch.setattr(npu, "call_each", call)
+    found, evidence = hour.parallel(60, {})
+    assert [(item.what, item.verdict) for item in found] == [
+        ("2 devices", "ok"), ("8 devices", "fail"), ("64 devices", "ok"),
+    ]  # fmt: skip
+    assert all(words[words.index("--resume") + 1].endswith("one/checkpoint/iteration_00000004") for words in asked)
+    assert list(evidence["rows"][0]["wanted"]) == ["5", "6", "7", "8"]
+    assert sent == [([f"node{n}" for n in range(8)], ("bash", str(hour.work / "parallel_64.sh")), "echo the script\n")]
+    late = Trouble("ssh", "no answer within 60 s", "look there")
+    monkeypatch.setattr(npu, "call_each", lambda argvs, seconds: {"node3": late})
+    with pytest.raises(ClusterError, match=r"node3: bash .*parallel_64.sh: no answer within 60 s; look there"):
+        hour.parallel(60, {})
+
+
+def test_losses_that_are_not_there_are_unknown():
+    assert tolerance("bfloat16", 1) == CURVE
+    rows = [{"name": "a", "wanted": {"1": 2.0, "2": 2.0}, "got": {"1": 2.0, "2": None}}]
+    assert [(item.verdict, item.seen) for item in judge_curves(rows)] == [("unknown", "step 2 has no loss")]
+    assert judge_curves([{"name": "a", "wanted": {}, "got": {}}])[0].verdict == "unknown"
+    assert judge_curves([])[0].verdict == "unknown"
+
+
+def test_which_hour_it_is(tmp_path, monkeypatch):
+    def of(recipe, npus, planned):
+        monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path(f"/dev/davinci{n}") for n in range(npus)])
+        return hour_of(recipe, tmp_path, None, planned)
+
+    assert type(of(R438, 0, planned=False)) is Hour
+    assert type(of(R438, 0, planned=True)) is NpuHour
+    assert type(of(R438, 8, planned=False)) is NpuHour
+    assert type(of(MINI, 0, planned=True)) is Hour
+    with pytest.raises(ClusterError, match="this recipe trains on a CPU and would judge no NPU"):
+        of(MINI, 8, planned=False)
+
+
+def test_the_stage_is_trained_on_all_nodes_and_its_variants_against_each_other(hour, monkeypatch):
+    asked, sent, scripts = [], [], []
+    measured = {"seconds": 2.0, "terms": {"matmul": 2.0}}
+    fit = {"measured": measured, "before": {"matmul": 1.8}, "after": {"matmul": 2.0}, "fitted": {}, "notes": []}
+
+    def script(words, seconds):
+        scripts.append(words)
+        return "echo\n"
+
+    class Read:
+        def __init__(self, folder):
+            self.folder = folder
+
+        def usual(self):
+            return 1.0 if self.folder.name == "apply_rope_fusion_true" else 2.0
+
+    monkeypatch.setattr("launch.firsthour.rungs.ask", lambda words, seconds: asked.append(words) or fit)
+    monkeypatch.setattr("launch.firsthour.rungs.load_run", Read)
+    monkeypatch.setattr(npu, "text_of", script)
+    monkeypatch.setattr(npu, "call_each", lambda argvs, seconds: sent.append(list(argvs)) or dict.fromkeys(argvs, ""))
+    found, evidence = hour.stage(60, {})
+    assert [words[0:2] for words in asked] == [["search", "calibrate"]]
+    assert all(nodes == [f"node{number}" for number in range(16)] for nodes in sent)
+    assert len(sent) == len(scripts) == 1 + len(evidence["variants"])
+    assert all("--script" in words and "--json" not in words for words in scripts)
+    verdicts = {item.what: item.verdict for item in found}
+    assert verdicts["step time"] == "ok" and verdicts["memory"] == "unknown"
+    assert verdicts["model.model_config.apply_rope_fusion"] == "ok"
+    overlay = load_recipe(hour.work / "overlay.yaml")
+    assert overlay["model"]["model_config"]["apply_rope_fusion"] is True
+
+
+def test_too_few_devices_for_a_stage_leave_the_other_rungs_alone(tmp_path):
+    hour = NpuHour(R438, tmp_path / "work")
+    hour.npus = [Path(f"/dev/davinci{number}") for number in range(8)]
+    assert (hour.world, hour.counts) == (8, [2, 8])
+    assert len(hour.commands()["stage"]) == 2
+    with pytest.raises(RecipeError, match="a stage needs at least 16 devices, but 8 are there"):
+        hour.stage(60, {})
+    hour.npus = []  # a plan for as many nodes as the recipe needs
+    assert (hour.world, hour.counts) == (4096, [2, 8, 64])

@@ -1,0 +1,210 @@
+"""What the rungs make of the outputs of the commands that they run; the commands themselves have tests of their own."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.firsthour import rungs
+from launch.firsthour.calibrate import judge_fit, judge_stage
+from launch.firsthour.judge import judge_devices, judge_operators
+from launch.firsthour.ladder import judged
+from launch.firsthour.rungs import Hour
+from plugins.errors import ClusterError
+from tools.doctor.ask import Answer, Skew, Trouble
+from tools.doctor.checks import Finding as Checked
+from tools.doctor.report import Report, tool_version
+
+ROOT = Path(__file__).parents[3]
+MINI = ROOT / "recipes" / "mini" / "pretrain.yaml"
+
+
+@pytest.fixture
+def hour(tmp_path):
+    return Hour(MINI, tmp_path)
+
+
+def verdict(findings):
+    return judged("mini", findings, {}).verdict
+
+
+def answering(monkeypatch, content):
+    monkeypatch.setattr(rungs, "ask", lambda words, seconds, env=None: content)
+
+
+@pytest.mark.parametrize(
+    ("golden", "without", "file", "wanted"),
+    [
+        ([], [], "tests/golden/x.json", "ok"),
+        (["step 1 loss: 2, golden 1"], [], "tests/golden/x.json", "fail"),
+        ([], ["baseline"], "tests/golden/x.json", "unknown"),
+        ([], [], None, "unknown"),
+    ],
+)
+def test_golden_losses(hour, monkeypatch, golden, without, file, wanted):
+    answering(monkeypatch, {"golden": golden, "without_golden_numbers": without, "golden_file": file, "steps": 3,
+                            "passed": not golden})  # fmt: skip
+    found, evidence = hour.mini(60, {})
+    assert verdict(found) == wanted
+    assert judged("mini", found, {}).bears == (wanted != "fail")  # rungs above may go on without golden numbers
+    assert "tests/" not in json.dumps(evidence)
+
+
+@pytest.mark.parametrize(
+    ("status", "wanted"),
+    [("pass", "ok"), ("fail", "fail"), ("known difference", "warn"), ("not compared", "unknown")],
+)
+def test_kinds_of_parallelism(hour, monkeypatch, status, wanted):
+    row = {"name": "executed_tp2_sp", "status": status, "reason": "", "tensors": 5, "used": 0.4, "findings": []}
+    answering(monkeypatch, {"rows": [row]})
+    found, _ = hour.parallel(60, {})
+    assert verdict(found) == wanted
+    answering(monkeypatch, {"rows": []})
+    assert verdict(hour.parallel(60, {})[0]) == "unknown"
+
+
+def test_the_strategies_are_those_of_the_recipe(tmp_path):
+    assert Hour(MINI, tmp_path).strategies() == ["data_parallel_2"]
+    large = Hour(ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml", tmp_path)
+    assert large.strategies() == ["executed_tp2_sp", "executed_pp2", "executed_moe_ep2"]
+
+
+@pytest.mark.parametrize(
+    ("cut", "wanted"),
+    [({"1": 2.0, "2": 1.5}, "ok"), ({"1": 2.0, "2": 1.5 + 2**-40}, "fail"), ({"1": 2.0}, "fail")],
+)
+def test_a_resume_is_compared_bit_by_bit(hour, monkeypatch, cut, wanted):
+    answering(monkeypatch, {})
+    monkeypatch.setattr(Hour, "write_small", lambda self: None)
+    monkeypatch.setattr(Hour, "_killed", lambda self, words, seconds: 5)
+    monkeypatch.setattr(Hour, "_losses", lambda self, run: {"whole": {"1": 2.0, "2": 1.5}, "cut": cut}[run])
+    found, _ = hour.resume(60, {})
+    assert verdict(found) == wanted
+
+
+def test_a_command_that_takes_too_long_is_ended_with_its_children(monkeypatch):
+    script = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']);"
+    monkeypatch.setattr(rungs, "argv", lambda words: [sys.executable, "-c", f"{script} time.sleep(99)"])
+    monkeypatch.setattr(rungs, "GRACE", 0.1)
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with pytest.raises(ClusterError, match="not finished within 2 s"):
+        rungs.ask(["doctor"], 2)
+    time.sleep(0.1)
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    assert [child for child in left if child.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("import sys; print('tc3: no such recipe', file=sys.stderr); sys.exit(2)", "exit code 2: tc3: no such recipe"),
+        ("print('{\"a\": ')", "its output is not JSON"),
+        ("pass", "its output holds no JSON: no message"),
+    ],
+)
+def test_a_command_that_fails_says_why(monkeypatch, script, words):
+    monkeypatch.setattr(rungs, "argv", lambda given: [sys.executable, "-c", script])
+    with pytest.raises(ClusterError) as error:
+        rungs.ask(["check"], 30)
+    assert words in str(error.value)
+    assert "tc3 check" in str(error.value)
+
+
+def test_nodes_are_asked_with_the_recipe_and_named(tmp_path, monkeypatch):
+    (tmp_path / "hosts.txt").write_text("a 1\nb 1\nc 1\nd 1\n")
+    hour, asked = Hour(MINI, tmp_path, tmp_path / "hosts.txt"), []
+    checks = [Checked("swap", "ok", "none", "", "", "")]
+
+    def answer(hosts, words, seconds):
+        asked.append((list(hosts), words, seconds))
+        told = Report(checks, {"tc3": tool_version(), "Python": "3.11"})
+        late = Trouble("ssh", "no answer within 60 s", "look there")
+        return {
+            "a": Answer(told, Skew(0, 0.01)),
+            "b": Answer(told, Skew(3600, 0.01)),
+            "c": Answer(late),
+            "d": Answer(told, Skew(0, 0.01)),
+        }
+
+    monkeypatch.setattr(rungs, "ask_all", answer)
+    found, evidence = hour.hosts(60, {})
+    assert asked == [(["a", "b", "c", "d"], [str(MINI)], 60)]
+    assert {(item.where, item.verdict) for item in found if item.what == "ssh"} == {("c", "fail")}
+    found, _ = hour.versions(60, {"hosts": judged("hosts", found, json.loads(json.dumps(evidence)))})
+    assert {(item.where, item.verdict) for item in found if item.what == "clocks"} == {("b", "fail")}
+    found, _ = hour.devices(60, {})
+    assert asked[-1][1] == [str(MINI), "--probe"]
+    assert {item.where for item in found} == {"a", "b", "c", "d"}
+    assert verdict(found) == "unknown"
+
+
+def probe(rates):
+    worker = {
+        "place": "", "kind": "x", "cores": "", "memory": [1.0] * 3, "disk": [], "waited": [0.0] * 3,
+        "throttled": [0.0] * 3, "failed": "",
+    }  # fmt: skip
+    workers = [{**worker, "rank": rank, "matmul": [rate] * 3} for rank, rate in enumerate(rates)]
+    return {"device": "Ascend", "rounds": 3, "folder": "/", "workers": workers, "links": [], "notes": []}
+
+
+def test_a_single_worker_and_unknown_memory_are_unknown():
+    found = judge_devices({"probes": {"a": probe([1.0])}, "memory": [], "links": []})
+    assert {(item.what, item.verdict) for item in found} == {("memory of devices", "unknown"), ("devices", "unknown")}
+
+
+def test_operators_wrong_for_infinities_only_are_a_warning_and_a_device_of_its_own_rounding_is_named():
+    good = {"matmul float16 (2, 2) forward 0": ["pass", 0.1, ""], "exp float16 (2,) special 0": ["fail", 1.0, "nan"]}
+    found = judge_operators([{"host": "a", "device": 0, "results": good, "shipped": None}])
+    assert [item.verdict for item in found] == ["warn", "ok"]
+    other = {**good, "matmul float16 (2, 2) forward 0": ["pass", 0.3, ""]}
+    rows = [
+        {"host": "a", "device": device, "results": other if device == 2 else good, "shipped": None}
+        for device in range(4)
+    ]
+    named = [item for item in judge_operators(rows) if "error 0.3" in item.seen]
+    assert [(item.verdict, item.where, item.device) for item in named] == [("warn", "a", 2)]
+
+
+def test_gates_of_the_stage_and_of_the_fit():
+    evidence = {"seconds": 3.0, "predicted": {"matmul": 1.0}, "memory": [], "why_no_memory": "no device"}
+    assert [item.verdict for item in judge_stage(evidence)] == ["warn", "unknown"]
+    assert [item.verdict for item in judge_stage({**evidence, "seconds": 1.5})] == ["ok", "unknown"]
+    assert [item.verdict for item in judge_fit(1.0, {"a": 1.005}, ["a"], None, "why")] == ["ok", "unknown"]
+    assert [item.verdict for item in judge_fit(1.0, {"a": 1.02}, ["a"], None, "why")] == ["warn", "unknown"]
+
+
+def test_hosts_whose_golden_results_are_not_the_shipped_ones_are_named():
+    results = {"matmul float16 (2, 2) forward 0": ["pass", 0.1, ""]}
+    good = {"made": "2026-11-27", "compared": 9, "differences": [], "says": ""}
+    wrong = {**good, "differences": ["matmul float16 output 0: this host computes 1, shipped is 2", "more"]}
+    rows = [{"host": host, "device": 0, "results": results, "shipped": good} for host in "abc"]
+    assert [(item.verdict, item.what) for item in judge_operators(rows)] == [
+        ("ok", "golden results"),
+        ("ok", "operators"),
+    ]
+    rows[1]["shipped"] = wrong
+    (found,) = [item for item in judge_operators(rows) if item.what == "golden results"]
+    assert (found.verdict, found.where) == ("fail", "b") and "shipped is 2 (and 1 more)" in found.seen
+
+
+def test_operators_run_on_every_device_of_every_node(tmp_path, monkeypatch):
+    (tmp_path / "hosts.txt").write_text("a 2\nb 2\n")
+    hour, sent = Hour(ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml", tmp_path, tmp_path / "hosts.txt"), []
+    hour.npus = [Path("/dev/davinci0"), Path("/dev/davinci1")]
+    row = {"op": "matmul", "dtype": "float16", "shape": [2, 2], "phase": "forward", "tensor": 0, "status": "pass",
+           "error": 0.1, "detail": ""}  # fmt: skip
+
+    def call(argvs, seconds):
+        sent.append((list(argvs), argvs["a"][:2], seconds))
+        return {"a": json.dumps({"rows": [row]}), "b": Trouble("ssh", "no route", "look") if len(sent) == 1 else "x"}
+
+    monkeypatch.setattr(rungs, "call_each", call)
+    found, evidence = hour.operators(60, {})
+    assert [one[1] for one in sent] == [["env", f"ASCEND_RT_VISIBLE_DEVICES={number}"] for number in (0, 1)]
+    assert all(one[0] == ["a", "b"] and one[2] == 30 for one in sent)
+    assert [(one["host"], one["device"]) for one in evidence["devices"]] == [("a", 0), ("a", 1)]
+    unknown = [(item.where, item.device, item.seen) for item in found if item.verdict == "unknown"]
+    assert unknown == [("b", 0, "no route"), ("b", 1, "the output is not JSON: line 1, column 1: expecting value")]

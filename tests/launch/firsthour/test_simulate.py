@@ -1,0 +1,201 @@
+"""Planted defects are named with node and device, clean clusters raise no alarm, planted terms are found again."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.firsthour.calibrate import fit_memory
+from launch.firsthour.ladder import climb, judged, verdict
+from launch.firsthour.simulate import DEFECTS, Cluster, Play, read_cluster
+from launch.firsthour.trainings import rank_counts
+from plugins.errors import ClusterError
+from tools.hardware.units import GIB
+from tools.profile.study import run_of
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "launch" / "firsthour" / "nine_defects.yaml"
+HOSTS = ("hosts", "versions", "devices", "operators")  # rungs that look at many nodes
+
+
+@cache
+def config():
+    return run_of(ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml", ())
+
+
+def climbed(cluster, folder, rungs=None):
+    """Outcomes of a simulated cluster; with `rungs` only of these, and no others are run."""
+    work = Play(cluster, config()).work_of()
+    chosen = {name: work[name] for name in rungs or work}
+    return climb(chosen, folder, 3600, lambda outcome, kept: None)
+
+
+def named(outcomes):
+    """(what, node, device) of every finding that warns or fails."""
+    return {
+        (item.what, item.where, item.device)
+        for one in outcomes
+        for item in one.findings
+        if item.verdict in ("warn", "fail")
+    }
+
+
+WORDS = {
+    "slow link": "link", "throttled device": "matmul", "wrong rounding": "operators", "slow port": "network port",
+    "slow disk": "disk", "clock": "clocks", "huge pages": "huge_pages", "cann": "CANN",
+    "less memory": "memory of devices",
+}  # fmt: skip
+
+
+IN_TRAININGS = {
+    "doubled gradient": "parallel",
+    "lost moments": "resume",
+    "slow group": "collectives",
+}  # defect -> the rung that shows it
+
+
+def test_nine_defects_at_once_are_each_named_with_node_and_device_and_nothing_else(tmp_path):
+    cluster = read_cluster(EXAMPLE)
+    assert {one["what"] for one in cluster.defects} == set(WORDS) == set(DEFECTS) - IN_TRAININGS.keys()
+    assert cluster.nodes == 64
+    outcomes = climbed(cluster, tmp_path)
+    wanted = {(WORDS[one["what"]], one["node"], one.get("device")) for one in cluster.defects}
+    assert named(outcomes) == wanted
+    assert verdict(outcomes)[0] == "no go"
+    assert {one.rung for one in outcomes if not one.told} == {
+        *("collectives", "mini", "parallel", "stage", "resume", "calibrate")
+    }
+
+
+@pytest.mark.parametrize("number", range(len(WORDS)))
+def test_each_defect_alone_is_named_wherever_it_is(tmp_path, number):
+    example = read_cluster(EXAMPLE)
+    defect = {**example.defects[number], "node": f"node{7 * number + 1:03d}"}
+    if "to" in defect:
+        defect["to"] = [f"node{7 * number + 5:03d}", 6]  # four nodes further, which is measured
+    if "device" in defect:
+        defect["device"] = 6
+    rungs = HOSTS if defect["what"] == "wrong rounding" else HOSTS[:3]
+    outcomes = climbed(replace(example, defects=[defect], seed=number), tmp_path, rungs)
+    assert named(outcomes) == {(WORDS[defect["what"]], defect["node"], defect.get("device"))}
+
+
+@pytest.mark.parametrize(
+    ("defect", "failed"),
+    [
+        ({"what": "doubled gradient", "node": "node000", "device": 1}, ["2 devices", "8 devices", "512 devices"]),
+        ({"what": "doubled gradient", "node": "node000", "device": 6}, ["8 devices", "512 devices"]),
+        ({"what": "doubled gradient", "node": "node063", "device": 7}, ["512 devices"]),
+        ({"what": "lost moments", "node": "node000"}, ["resume"]),
+        ({"what": "wrong rounding", "node": "node000", "device": 0}, ["golden losses"]),
+    ],
+)
+def test_a_defect_of_a_training_is_found_by_the_rules_for_real_trainings(tmp_path, defect, failed):
+    work = Play(Cluster(defects=[defect]), config()).work_of()
+    rungs = ("mini", "parallel", "resume")
+    outcomes = [judged(name, *work[name](60, {})) for name in rungs]
+    bad = [(one.rung, item.what) for one in outcomes for item in one.findings if item.verdict == "fail"]
+    rung = IN_TRAININGS.get(defect["what"], "mini")
+    assert [what for name, what in bad if name == rung] == failed
+    assert {name for name, _ in bad} <= {rung, "parallel"}
+
+
+@pytest.mark.parametrize(
+    ("group", "first", "place"), [("tp", 256, ("node032", 0)), ("ep", 496, ("node062", 0)), ("dp", 5, ("node000", 5))]
+)
+def test_a_slow_group_of_the_recipe_is_named_by_its_kind_and_first_device(group, first, place):
+    defect = {"what": "slow group", "node": place[0], "device": place[1], "group": group, "factor": 0.5}
+    assert first == int(place[0][4:]) * 8 + place[1]
+    found, evidence = Play(Cluster(defects=[defect]), config()).collectives(60, {})
+    bad = [(item.what.split(",")[0], item.where, item.device) for item in found if item.verdict == "fail"]
+    assert bad == [(group, *place)]
+    assert [item.what for item in found if item.verdict == "unknown"] == ["pp, 2 ranks"]  # 512 apart, of 512 devices
+    assert sum(len(row["groups"]) for row in evidence["rows"]) == 256 + 32 + 16 + 2 + 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_of_a_clean_cluster_are_as_predicted(seed):
+    found, _ = Play(Cluster(seed=seed), config()).collectives(60, {})
+    assert {item.verdict for item in found if not item.what.startswith("pp")} == {"ok"}
+
+
+def test_clean_trainings_are_judged_and_not_only_said_to_be_ok(tmp_path):
+    work = Play(Cluster(), config()).work_of()
+    parallel, evidence = work["parallel"](60, {})
+    assert [(item.verdict, item.what) for item in parallel] == [("ok", f"{n} devices") for n in (2, 8, 512)]
+    assert all(row["tensors"] > 20 and row["used"] < 0.1 for row in evidence["rows"])
+    (resume,), evidence = work["resume"](60, {})
+    assert resume.seen == "killed after step 5, gone on from step 4; 12 losses have the same bits"
+    assert len(set(evidence["whole"].values())) == 12
+    (mini,), _ = work["mini"](60, {})
+    assert (mini.verdict, mini.seen) == ("ok", "3 steps as in the small model of a healthy device")
+
+
+def test_numbers_of_devices_are_powers_of_two_of_the_cluster():
+    assert rank_counts(8, 64, 1024) == [2, 8, 512]
+    assert rank_counts(8, 512, 1024) == [2, 8, 1024]
+    assert rank_counts(6, 3, 1024) == [2, 4, 16]
+    assert rank_counts(1, 1, 1024) == []
+    assert rank_counts(1, 2, 1024) == [2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_clean_cluster_raises_no_alarm(tmp_path, seed):
+    outcomes = climbed(Cluster(seed=seed), tmp_path, HOSTS[:3])
+    assert named(outcomes) == set()
+    assert all(one.verdict == "ok" for one in outcomes if one.rung in HOSTS[:3])
+
+
+def test_planted_efficiencies_and_memory_are_found_again_to_one_percent(tmp_path):
+    cluster = replace(read_cluster(EXAMPLE), defects=())
+    outcomes = climbed(cluster, tmp_path)
+    word, (line,) = verdict(outcomes)  # stages of 512 devices cannot send to each other in a cluster of 512
+    assert word == "go with" and line.startswith("unknown collectives: pp, 2 ranks")
+    found = outcomes[-1].evidence
+    assert set(found["fitted"]) >= set(cluster.efficiency)
+    for name, value in cluster.efficiency.items():
+        assert found["fitted"][name] == pytest.approx(value, rel=0.01), name
+    planted = cluster.memory
+    assert found["memory"]["activations"] == pytest.approx(planted["activations"], rel=0.01)
+    assert found["memory"]["buffers"] == pytest.approx(planted["buffers"], rel=0.01)
+    assert found["memory"]["reserve_bytes"] == pytest.approx(planted["reserve_gib"] * GIB, rel=0.01)
+
+
+def test_memory_that_the_runs_do_not_tell_apart_is_not_fitted():
+    row = {"static": 1e9, "activations": 2e9, "buffers": 1e8, "peak": 4e9}
+    assert fit_memory([row] * 5) is None
+    assert fit_memory([row, {**row, "activations": 3e9, "peak": 5e9}]) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"nods": 3}, "nods: no such key (did you mean 'nodes'?)"),
+        ({"nodes": 1}, "nodes: "),
+        ({"memory": {"reserve": 1}}, "memory.reserve: no such key (did you mean 'reserve_gib'?)"),
+        ({"efficiency": {"matmull": 1}}, "efficiency.matmull: no such key (did you mean 'matmul'?)"),
+        (
+            {"defects": [{"what": "slow lnk", "node": "node001"}]},
+            "slow lnk: no such defect (did you mean 'slow link'?)",
+        ),
+        ({"defects": [{"what": "clock", "node": "node001"}]}, "defects[0].seconds: the key is missing"),
+        ({"defects": [{"what": "huge pages", "node": "node999"}]}, "'node999' is not one of node000 to node063"),
+        ({"defects": ["clock"]}, "defects[0]: a defect is a mapping"),
+    ],
+)
+def test_a_wrong_cluster_is_refused_by_its_key(tmp_path, change, words):
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(change))
+    with pytest.raises(ClusterError) as error:
+        read_cluster(file)
+    assert words in str(error.value)
+    assert str(file) in str(error.value)
+
+
+def test_outcomes_are_plain_json(tmp_path):
+    outcomes = climbed(Cluster(nodes=2, devices_per_node=2), tmp_path, HOSTS)
+    for one in outcomes:
+        assert json.loads(json.dumps(one.as_json())) == json.loads((tmp_path / f"{one.rung}.json").read_text())

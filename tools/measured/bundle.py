@@ -1,0 +1,297 @@
+"""This module writes and reads the bundle of a first hour: one zip file with what `tc3 firsthour` measured.
+
+A bundle holds only JSON, YAML and text. `manifest.json` names every other file with its size and SHA-256, the date, the
+device, the versions of the software, and the digest of the recipe; its own `seal` is the SHA-256 of the rest of it.
+The seal shows accidents and edits, not forgery: whoever edits a bundle can also seal it anew.
+
+`read_bundle` refuses a bundle of another format, of another tc3, MindSpore or MindFormers, and of another recipe, and
+one that was truncated or edited. Each refusal is one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from plugins.errors import DataError, not_json, refuse_unknown
+from tools.estimate.memory.model import StageMemory
+from tools.files.atomic import atomic_file, what_is
+from tools.recipe.dump import recipe_text
+from tools.recipe.load import load_recipe
+from tools.schema.versions import installed
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+OUTCOMES, CLUSTER, MEMORY = "outcomes.json", "cluster.yaml", "memory.json"
+_MOST = 1 << 28  # bytes that a bundle may unpack to
+_DIGITS = 16  # of a sha256, enough to tell recipes and hosts apart
+_SOFTWARE = {"tc3": "telechat3-moe-recipes", "mindspore": "mindspore", "mindformers": "mindformers"}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A `Manifest` says what a bundle holds.
+
+    Args:
+        format: of the bundle. made: date and time, in UTC.
+        device: name of the devices, such as "910B3" or "CPU". devices: number of them.
+        simulated: whether a simulated cluster made the numbers, which then no card may claim.
+        names: "plain", or "hashed" if names of hosts were replaced by digests.
+        recipe: path of the recipe. digest: of the flat recipe.
+        versions: software -> version. verdict: of the ladder.
+        files: name -> {"sha256", "bytes"} of every other file.
+    """
+
+    format: int
+    made: str
+    device: str
+    devices: int
+    simulated: bool
+    names: str
+    recipe: str
+    digest: str
+    versions: dict[str, str]
+    verdict: str
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A `Bundle` is a bundle as it was read: its path, its manifest, and the text of each file."""
+
+    path: Path
+    manifest: Manifest
+    texts: Mapping[str, str]
+
+    def json(self, name: str) -> Any:
+        """Return the content of a JSON file of the bundle; return None if the bundle does not have the file."""
+        if name not in self.texts:
+            return None
+        try:
+            return json.loads(self.texts[name])
+        except ValueError as error:
+            raise DataError(f"{self.path}: {name}: the file {not_json(error)}") from None
+
+    @property
+    def claim(self) -> str:
+        """Return the claim of a card that this bundle supports, such as "measured-910B3-512".
+
+        Raises:
+            DataError: a simulated cluster made the bundle.
+        """
+        if self.manifest.simulated:
+            raise DataError(f"{self.path}: a simulated cluster made this bundle; no card may claim what it holds")
+        return f"measured-{self.manifest.device}-{self.manifest.devices}"
+
+
+def software() -> dict[str, str]:
+    """Return the versions of the installed software that a bundle is tied to."""
+    return {name: installed(distribution) or "not installed" for name, distribution in _SOFTWARE.items()}
+
+
+def recipe_digest(recipe: Path) -> str:
+    """Return the digest of a recipe, flat, so that a change of its bases counts too."""
+    return hashlib.sha256(recipe_text(load_recipe(recipe)).encode()).hexdigest()[:_DIGITS]
+
+
+def hashed(host: str) -> str:
+    """Return the name that stands for a host in a bundle whose names are hashed."""
+    return "host-" + hashlib.sha256(host.encode()).hexdigest()[:8]
+
+
+def without_names(texts: Mapping[str, str], hosts: Mapping[str, str]) -> dict[str, str]:
+    """Return the texts with each host's name (old -> new) replaced, the longest names first."""
+    found = dict(texts)
+    for old in sorted(hosts, key=len, reverse=True):
+        found = {name: text.replace(old, hosts[old]) for name, text in found.items()}
+    return found
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in content.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def write_bundle(path: Path, manifest: Manifest, texts: Mapping[str, str]) -> None:
+    """Write a bundle, completely or not at all; the entries have a fixed order and date, so equal content gives equal
+    bytes.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    files = {
+        name: {"sha256": hashlib.sha256(text.encode()).hexdigest(), "bytes": len(text.encode())}
+        for name, text in sorted(texts.items())
+    }
+    content = {**asdict(manifest), "files": files}
+    content["seal"] = _seal(content)
+    with atomic_file(path) as part, zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in {MANIFEST: json.dumps(content, indent=1) + "\n", **dict(sorted(texts.items()))}.items():
+            entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, text)
+
+
+def read_bundle(path: Path, recipe: Path | None = None) -> Bundle:
+    """Return the bundle at `path`. With a recipe, the bundle must have been measured with that recipe.
+
+    Raises:
+        DataError: it is not a whole, unedited bundle of this software and of this recipe.
+    """
+    texts = _texts(path)
+    if MANIFEST not in texts:
+        raise DataError(f"{path}: this is not a bundle of tc3 firsthour: it holds no {MANIFEST}")
+    manifest = _manifest(path, texts.pop(MANIFEST))
+    _check_files(path, manifest, texts)
+    _check_versions(path, manifest)
+    if recipe is not None and (own := recipe_digest(recipe)) != manifest.digest:
+        raise DataError(
+            f"{path}: the bundle was measured with {manifest.recipe} ({manifest.digest}), but {recipe} is another "
+            f"recipe ({own}); run tc3 firsthour with this recipe"
+        )
+    return Bundle(path, manifest, texts)
+
+
+def _texts(path: Path) -> dict[str, str]:
+    if not path.is_file():
+        raise DataError(f"{path}: {what_is(path)}; give a bundle, which tc3 firsthour RECIPE writes")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > _MOST:
+                raise DataError(
+                    f"{path}: the bundle unpacks to more than {_MOST >> 20} MiB, which no first hour writes"
+                )
+            return {name: archive.read(name).decode("utf-8") for name in archive.namelist()}
+    except (zipfile.BadZipFile, zlib.error, EOFError, UnicodeDecodeError, NotImplementedError, RuntimeError) as error:
+        words = " ".join(str(error).split())
+        raise DataError(
+            f"{path}: the bundle is truncated or damaged, or is not a zip file ({words}); copy it again"
+        ) from None
+
+
+def _manifest(path: Path, text: str) -> Manifest:
+    place = f"{path}: {MANIFEST}"
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: the file {not_json(error)}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, dict) else None
+        raise DataError(f"{place}: format is {found!r}, but this tc3 reads format {FORMAT}; use the tc3 that wrote it")
+    names = [one.name for one in fields(Manifest)]
+    refuse_unknown(f"{place}: ", content, [*names, "seal"], DataError)
+    if missing := [name for name in [*names, "seal"] if name not in content]:
+        raise DataError(f"{place}: {missing[0]}: the key is missing; use an unedited bundle")
+    if content["seal"] != _seal(content):
+        raise DataError(f"{place}: the manifest was edited after the bundle was written; use an unedited bundle")
+    return Manifest(**{name: content[name] for name in names})
+
+
+def _check_files(path: Path, manifest: Manifest, texts: Mapping[str, str]) -> None:
+    """Every file of the manifest is there as it was written, and no other."""
+    for name, known in manifest.files.items():
+        if name not in texts:
+            raise DataError(f"{path}: {name}: the file is missing from the bundle; copy the bundle again")
+        if hashlib.sha256(texts[name].encode()).hexdigest() != known["sha256"]:
+            raise DataError(f"{path}: {name}: the file was edited after the bundle was written; use an unedited bundle")
+    refuse_unknown(f"{path}: ", texts, manifest.files, DataError, "file of the manifest")
+
+
+def _check_versions(path: Path, manifest: Manifest) -> None:
+    for name, here in software().items():
+        there = manifest.versions.get(name)
+        if there != here:
+            raise DataError(
+                f"{path}: the bundle was measured with {name} {there}, but this is {name} {here}; measure again, or "
+                "read it with that version"
+            )
+
+
+# What the tools take of a bundle.
+
+
+@dataclass(frozen=True)
+class MemoryTerms:
+    """These are the terms of memory that a first hour measured.
+
+    Args:
+        activations: factor on the modelled activations and on what one pass needs beside them.
+        buffers: factor on the modelled buffers of communication.
+        reserve_bytes: bytes of a device that are in use beside the model (framework, driver, fragments).
+        error: largest relative difference that these terms leave on the measured runs.
+    """
+
+    activations: float
+    buffers: float
+    reserve_bytes: float
+    error: float
+
+
+AS_MODELLED = MemoryTerms(1.0, 1.0, 0.0, 0.0)
+
+
+def measured_cluster(bundle: Bundle) -> str:
+    """Return the text of the cluster file that the hour calibrated.
+
+    Raises:
+        DataError: the hour did not come so far.
+    """
+    if CLUSTER not in bundle.texts:
+        raise DataError(
+            f"{bundle.path}: the bundle has no {CLUSTER}, because its rung calibrate was not judged; tc3 firsthour "
+            f"read {bundle.path} says why"
+        )
+    return bundle.texts[CLUSTER]
+
+
+def measured_memory(bundle: Bundle) -> MemoryTerms | None:
+    """Return the measured terms of memory; return None if the hour could not tell them.
+
+    Raises:
+        DataError: the file has another form.
+    """
+    content = bundle.json(MEMORY)
+    if content is None:
+        return None
+    names = [one.name for one in fields(MemoryTerms)]
+    refuse_unknown(f"{bundle.path}: {MEMORY}: ", content, names, DataError)
+    return MemoryTerms(**content)
+
+
+def require_memory(path: Path, recipe: Path, say: Callable[[str], object]) -> MemoryTerms:
+    """Return the terms of memory that a bundle measured with a recipe, and say what the bundle is.
+
+    Raises:
+        DataError: as `read_bundle`; or the bundle has no terms of memory, and the output would look measured.
+    """
+    bundle = read_bundle(path, recipe)
+    terms = measured_memory(bundle)
+    if terms is None:
+        raise DataError(f"{path}: the bundle has no measured memory; tc3 firsthour read {path} says why")
+    say(origin(bundle))
+    return terms
+
+
+def applied(stage: StageMemory, terms: MemoryTerms) -> StageMemory:
+    """Return the memory of a stage with the measured factors; the reserve is taken from the room, not added here."""
+    return replace(
+        stage,
+        activations=stage.activations * terms.activations,
+        working=stage.working * terms.activations,
+        buffers=stage.buffers * terms.buffers,
+    )
+
+
+def origin(bundle: Bundle) -> str:
+    """Return in words what a bundle's numbers are, for the output of a command that uses them."""
+    manifest = bundle.manifest
+    who = f"{bundle.path}: {manifest.devices:,} x {manifest.device}, {manifest.made[:10]}, verdict {manifest.verdict}"
+    if manifest.simulated:
+        return f"{who}; a simulated cluster made these numbers, so nothing in them was measured"
+    return f"measured by {who}"

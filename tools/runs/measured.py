@@ -1,0 +1,51 @@
+"""This module puts the usual step of a run beside the step that the estimator predicts for the cluster of a first hour
+(`tc3 runs report RUN --measured BUNDLE`): the cluster whose efficiencies the hour fitted to a measured stage.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from plugins.errors import TC3Error
+from tools.estimate.efficiency import cluster
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.time_model import TimeModel
+from tools.hardware.load import Hardware
+from tools.layout.resolve import resolve
+from tools.measured.bundle import Bundle, measured_cluster
+from tools.runs.study import Beside, Study
+
+SLOWER = 1.25  # times the predicted seconds: more than that is worth a look (assumed; predictions are some 7 % off)
+
+
+def hardware_of(bundle: Bundle) -> Hardware:
+    """Return the cluster that a first hour calibrated.
+
+    Raises:
+        DataError: the hour did not come so far.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "measured.yaml"
+        file.write_text(measured_cluster(bundle), encoding="utf-8")
+        return cluster(str(file))
+
+
+def beside(found: Study, hardware: Hardware) -> Study:
+    """Return the study of a run with its usual step beside the predicted one, or with a note that says why not."""
+    usual = found.run.usual()
+    if found.run.recipe is None or usual is None:
+        what = "recipe" if found.run.recipe is None else "usual step"
+        return replace(found, notes=[*found.notes, f"the run has no {what} to compare with the measured cluster"])
+    try:
+        predicted = TimeModel(hardware).step(from_recipe(resolve(found.run.recipe, layout="file"))).total
+    except TC3Error as error:
+        return replace(found, notes=[*found.notes, f"no step could be predicted for the measured cluster: {error}"])
+    ratio = usual / predicted
+    words = (
+        f"a step takes {usual:.4g} s, and {predicted:.4g} s are predicted for the measured cluster ({ratio - 1:+.0%})"
+    )
+    if ratio > SLOWER:
+        words += "; tc3 search explain names the term that takes longer"
+    return replace(found, notes=[*found.notes, words], beside=Beside(usual, predicted, ratio))
