@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.zoo.faults import BUILT, before_training, fault, in_norm
+from tests.zoo.fault import BUILT, after_biases, before_training, fault, in_bfloat16, in_norm
+
+ms = ops = SumExt = None  # set in the workers, by `fault.enable`
 
 # one process
 
@@ -38,10 +40,7 @@ def _half_gradient(self, scores, top_indices, alpha):
     same_graph=True,
 )
 def dim_5(config):
-    def spoil(step):
-        step.optimizer.global_step.set_data(ms.Tensor(np.zeros(step.optimizer.global_step.shape, np.int32)))
-
-    before_training(spoil)
+    before_training("^global_step$", np.zeros_like)
 
 
 @fault(
@@ -75,7 +74,7 @@ def _weights_with_bias(self, router_prob, router_prob_with_bias):
 
 @fault("torchtitan #3686", "the loads are never cleared", "routers", module="router", same_graph=True)
 def torchtitan_3686(config):
-    _after_biases(lambda router, load, bias: router.expert_load.set_data(ms.Tensor(load)))
+    after_biases(lambda router, load, bias: router.expert_load.set_data(ms.Tensor(load)))
 
 
 @fault("torchtitan #1506", "the biases are centred after each step", "routers", module="router", same_graph=True)
@@ -84,24 +83,7 @@ def torchtitan_1506(config):
         new = np.array(router.expert_bias.asnumpy())
         router.expert_bias.set_data(ms.Tensor(new - new.mean(dtype=np.float32)))
 
-    _after_biases(centre)
-
-
-def _after_biases(change, routers=None):
-    from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
-    from mindformers.parallel_core.training_graph.transformer.moe.router import TopKRouter
-
-    right = GPTModel.update_topk_bias
-
-    def wrong(self, steps=1):
-        found = [cell for _, cell in self.cells_and_names() if isinstance(cell, TopKRouter)]
-        old = [(np.array(each.expert_load.asnumpy()), np.array(each.expert_bias.asnumpy())) for each in found]
-        told = right(self, steps)
-        for router, (load, bias) in zip(found, old, strict=True):
-            change(router, load, bias)
-        return told
-
-    GPTModel.update_topk_bias = wrong
+    after_biases(centre)
 
 
 @fault(
@@ -112,12 +94,7 @@ def _after_biases(change, routers=None):
     same_graph=True,
 )
 def own_rounded_save(config):
-    def spoil(step):
-        for each in step.optimizer.parameters:
-            bits = np.array(each.asnumpy()).view(np.uint32)
-            each.set_data(ms.Tensor(((bits + 0x8000) & 0xFFFF0000).astype(np.uint32).view(np.float32)))
-
-    before_training(spoil)
+    before_training(r"^(?!adam_).*\.weight\d?$", in_bfloat16)
 
 
 @fault("own: clipping by weight", "each gradient is clipped by its own norm", "norm and clipping", module="norm")
@@ -277,13 +254,7 @@ def _ahead(self, max_seq_len, offset=0, position_ids=None):
     same_graph=True,
 )
 def megatron_5077(config):
-    def spoil(step):
-        for each in step.optimizer.parameters:
-            if each.name.endswith("linear_proj.weight"):
-                value = np.array(each.asnumpy())
-                each.set_data(ms.Tensor(np.roll(value, value.shape[1] // 2, 1)))
-
-    before_training(spoil)
+    before_training(r"^(?!adam_).*linear_proj\.weight$", lambda value: np.roll(value, value.shape[1] // 2, 1))
 
 
 @fault("mindformers 448e6ba01", "gradients of micro-batches are added up, and not averaged", "gradients", layout="pp2")
@@ -311,7 +282,7 @@ def own_first_stage_only(config):
     from mindformers.tools.utils import get_real_rank
 
     if get_real_rank():
-        _after_biases(lambda router, load, bias: router.expert_bias.set_data(ms.Tensor(bias)))
+        after_biases(lambda router, load, bias: router.expert_bias.set_data(ms.Tensor(bias)))
 
 
 @fault(
@@ -320,14 +291,11 @@ def own_first_stage_only(config):
 def torchtitan_166(config):
     from mindformers.tools.utils import get_real_rank
 
-    def spoil(step):
-        rank = get_real_rank()
-        for each in step.optimizer.parameters:
-            if rank and each.name.endswith("linear_proj.weight"):
-                made = np.random.default_rng(rank).normal(0, 0.02, each.shape)
-                each.set_data(ms.Tensor(made.astype(np.float32)))
+    def drawn(value):
+        return np.random.default_rng(1).normal(0, 0.02, value.shape).astype(np.float32)
 
-    before_training(spoil)
+    if get_real_rank():
+        before_training(r"^(?!adam_).*linear_proj\.weight$", drawn)
 
 
 @fault(
@@ -356,11 +324,3 @@ def own_same_samples(config):
     from mindformers.dataset import base_dataset
 
     base_dataset.get_real_rank = lambda: 0
-
-
-def compiled_with() -> None:
-    """Import the names that the faults above use."""
-    global ms, ops, SumExt
-    import mindspore as ms
-    from mindspore import ops
-    from mindspore.ops.auto_generate import SumExt

@@ -28,7 +28,7 @@ def main(config: Path, run_dir: Path, resume: Path | None) -> None:
     """Train with the fault that the environment names; it may be empty."""
     if "TC3_SUPERVISED" in os.environ:
         die_with_parent()
-    ADAPTERS[FAULT] = "tests.zoo.faults"
+    ADAPTERS[FAULT] = "tests.zoo.fault"
     recipe = build_config(config, (), run_dir, resume)
     run_dir.mkdir(parents=True, exist_ok=True)
     if os.environ.get("RANK_ID", "0") == "0" and os.environ.get("MS_ROLE") != "MS_SCHED":

@@ -1,5 +1,5 @@
-"""This module is `tc3 accuracy diagnose`: which step, rung and module of two runs differ first, or which law a run
-breaks.
+"""This module is `tc3 accuracy diagnose`: it finds the step, the stage of the comparison (rung) and the module in which
+two runs differ first, or the law (a relation that holds in every correct run) that one run breaks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[3]
     "--all",
     "everything",
     is_flag=True,
-    help=("Print all findings, sorted by step and rung, and not only those of the first rung that differs."),
+    help=("Print all findings, sorted by step and stage, not only those of the first stage (rung) that differs."),
 )
 @click.option(
     "--keep",

@@ -18,6 +18,7 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 from tools.runs.readings import Readings, loss_rank
 
+COUNTERS = ("expert_bias", "expert_load", "fi_accu")  # of a router, moved by no gradient; not every save lists them
 RECORD = "tc3 train RECIPE --set plugins.step_record.steps=3"  # what makes a run comparable
 
 
@@ -35,11 +36,12 @@ class State:
             parts: rank -> name -> (shape of the whole tensor, offset of the rank's part in it).
         """
         found: dict[str, Tensor] = {}
+        listed = {name for ours in parts.values() for name in ours}
         for rank, line in sorted(self.lines.items()):
             ours = parts.get(rank) or {}
             for name, (digest, square, shape) in line["state"].items():
                 whole, offset = ours.get(name, (shape, [0]))
-                if ours and name not in ours and _listed(name):
+                if _trained(name) in listed - ours.keys():
                     continue  # of another stage: this rank has the object, and does not train it
                 if list(shape) == list(whole):
                     offset = [0]  # not cut yet, or not at all
@@ -83,7 +85,7 @@ class Tensor:
 
     @property
     def digests(self) -> dict[int, str]:
-        """Return rank -> digest of its part."""
+        """Return for each rank the digest of its part."""
         return {rank: digest for copies in self.parts.values() for rank, (digest, _) in copies.items()}
 
 
@@ -97,6 +99,7 @@ class Side:
         software: package -> version, as the last part of the run had it.
         starts, states: what was recorded of the state, by step.
         folder: of the record.
+        end: module -> sketch of its output, with what the training left; empty if not recorded.
     """
 
     name: str
@@ -109,10 +112,12 @@ class Side:
     notes: list[str] = field(default_factory=list)
     software: dict[str, str] = field(default_factory=dict)
     folder: Path = Path()
+    end: dict[str, list[Any]] = field(default_factory=dict)
+    ended: int = 0  # the step of `end`
 
     @property
     def effective(self) -> dict[str, Any]:
-        """Return the numbers of the built model and optimizer, as the first start recorded them."""
+        """Return the settings of the built model and optimizer, as the first start recorded them."""
         return next((line.get("effective") or {} for start in self.starts for line in start.lines.values()), {})
 
     @property
@@ -120,6 +125,19 @@ class Side:
         """Return whether the weights that the run started from are recorded."""
         names = [name for start in self.starts for line in start.lines.values() for name in line["state"]]
         return any(name.endswith(".weight") for name in names)
+
+    @property
+    def unmoved(self) -> State | None:
+        """Return the weights that the run started from, read after its first step; this is possible only if the
+        learning rate of that step was 0.
+        """
+        if 1 not in self.states or self.steps.get(1, {}).get("learning_rate") != 0:
+            return None
+        kept = State(0)
+        for rank, line in self.states[1].lines.items():
+            weights = {name: told for name, told in line["state"].items() if name in line["weights"]}
+            kept.lines[rank] = {**line, "state": weights}
+        return kept
 
     def modules(self, step: int) -> dict[str, list[Any]]:
         """Return module -> sketch of its output in a step, in the order of the forward pass; empty if not recorded."""
@@ -132,14 +150,16 @@ class Side:
         return {rank: line.get("parts") or {} for rank, line in first.lines.items()} if first else {}
 
     def ids(self, step: int) -> list[str] | None:
-        """Return the digests of a step's samples, each once, by rank in order; return None if they are unknown."""
+        """Return, for each rank, the digests of the samples of a step in sorted order, each once; return None if the
+        ranks did not record them.
+        """
         ranks = self.samples.get(step, {})
         if not ranks or any(IDS not in columns for columns in ranks.values()):
             return None
         return list(dict.fromkeys(each for rank in sorted(ranks) for each in ranks[rank][IDS]))
 
     def columns(self, step: int) -> dict[str, frozenset[tuple[str, str]]]:
-        """Return column -> the pairs (sample, digest of its row of that column) of a step."""
+        """Return, for each column of a batch, the pairs (sample, digest of this column of the sample) of a step."""
         found: dict[str, set[tuple[str, str]]] = {}
         for columns in self.samples.get(step, {}).values():
             ids = columns[IDS]
@@ -173,9 +193,10 @@ class Side:
         return {name: square**0.5 for name, square in squares.items() if name not in unknown}
 
 
-def _listed(name: str) -> bool:
-    """Whether a checkpoint's metadata list a tensor: routers' biases and counters are in none."""
-    return not name.endswith((".expert_bias", ".expert_load", ".fi_accu", ".fi_parameter")) and "." in name
+def _trained(name: str) -> str:
+    """The weight whose presence in a rank's parts tells that the rank uses a tensor: a counter's is its router's."""
+    router, _, last = name.rpartition(".")
+    return f"{router}.weight" if last in COUNTERS else name
 
 
 def read_side(folder: Path) -> Side:
@@ -253,9 +274,12 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 def _read_states(side: Side, file: Path, rank: int) -> None:
     for number, line in enumerate(_lines(file), 1):
-        if not {"step", "state"} <= line.keys():
+        needed = {"step", "state"} | (set() if line.get("start") or line.get("end") else {"weights", "loads"})
+        if not needed <= line.keys():
             raise DataError(f"{file}: line {number} is not a record of a step; train again into a new folder")
-        if line.get("start"):
+        if line.get("end"):
+            side.end, side.ended = line.get("modules") or {}, line["step"]
+        elif line.get("start"):
             started = next((each for each in side.starts if rank not in each.lines and each.step == line["step"]), None)
             if started is None:
                 side.starts.append(started := State(line["step"]))
@@ -275,7 +299,7 @@ def _notes(side: Side, ranks: int) -> None:
         side.notes.append(f"step {last} of {side.total_steps} is its last: it is still training, or ended early")
     if not side.states:
         side.notes.append(f"no weights, gradients or routers are recorded; record them with `{RECORD}`")
-    elif not side.starts_known:
+    elif not side.starts_known and not side.unmoved:
         side.notes.append(
             "the weights that it started from are unknown: a sharded run makes them when it compiles its graph; the "
             "first step's losses and gradients depend on them"

@@ -1,5 +1,5 @@
-"""This module says where two runs first differ, or where one run breaks a law that needs no second run (`laws`). It
-compares what `evidence.read_side` has read.
+"""This module says where two runs first differ, or where one run breaks a law that needs no second run (`laws`). The
+module compares what `evidence.read_side` has read of each run.
 
 The rungs, in the order in which a difference arises: versions of the software; the configuration, as written and as
 built; what a (resumed) run starts from; then for each step its samples, the outputs of its modules, its loss and parts,
@@ -19,11 +19,10 @@ from dataclasses import dataclass, replace
 
 from plugins.step_record.plan import START as START_FILE
 from plugins.step_record.plan import apart
-from tools.accuracy.diagnose.evidence import Side, State
+from tools.accuracy.diagnose.evidence import COUNTERS, Side, State
 from tools.accuracy.diagnose.laws import (
     CLIPPING,
     CONFIGURATION,
-    COUNTED,
     FORWARD,
     GRADIENTS,
     GROUP,
@@ -47,6 +46,7 @@ from tools.accuracy.diagnose.laws import (
     norm_law,
     output_of,
     ratio_of,
+    undefined_of,
 )
 from tools.accuracy.equivalence.executed import LOSS, NORM
 from tools.recipe.diff import Change, compare
@@ -59,7 +59,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 
 @dataclass(frozen=True)
 class Verdict:
-    """This is the result of a diagnosis.
+    """This is the result of `tc3 accuracy diagnose`.
 
     Args:
         findings: in order. changes: of the configuration that change numbers; layout: those of the layout.
@@ -88,12 +88,12 @@ class Verdict:
 
     @property
     def before(self) -> int:
-        """Return how many findings, which differ only by rounding, precede those of `first`."""
+        """Return the number of findings before those of `first` that differ only by rounding."""
         return self.findings.index(self.first[0]) if self.findings else 0
 
     @property
     def word(self) -> str:
-        """Return the verdict in words."""
+        """Return the verdict on the runs in words."""
         if self.findings:
             word = f"differs: {self.first[0].rung}, step {self.first[0].step}"
             return f"{word}; the configuration was changed" if self.changes else word
@@ -129,8 +129,26 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
     for side in (a, b) if b else (a,):
         findings += laws(side)
     seen, unknown = _looked_at(a, b)
-    ordered = tuple(_placed(sorted(findings, key=lambda each: each.order)))
+    if b and not a.steps.keys() & b.steps.keys():
+        b.notes.append(
+            f"no step is in both runs: A has {min(a.steps)} to {max(a.steps)}, B {min(b.steps)} to {max(b.steps)}; "
+            "compare runs that share steps"
+        )
+    ordered = tuple(_placed(sorted(_dated(findings), key=lambda each: each.order)))
     return Verdict(ordered, numbers, layout, software, seen, unknown, bool(pair and pair.bits))
+
+
+def _dated(findings: list[Finding]) -> Iterator[Finding]:
+    """Findings, each with the step at which it arose: a module that is wrong when the run ends was so when the first
+    number of a step's arithmetic differed.
+    """
+    steps = [
+        each.step
+        for each in findings
+        if not each.late and not each.rounding and RUNGS.index(each.rung) >= RUNGS.index(FORWARD)
+    ]
+    for found in findings:
+        yield replace(found, step=min([*steps, found.step])) if found.late else found
 
 
 def _placed(findings: list[Finding]) -> Iterator[Finding]:
@@ -164,15 +182,18 @@ def _resuming(change: Change) -> bool:
 def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Rungs that had something to compare, and the others with why."""
     sides = (a, b) if b else (a,)
-    seen = [CONFIGURATION, FORWARD] if b else _held_against_recipe(a)
+    seen = [CONFIGURATION] if b else _held_against_recipe(a)
     unknown: list[str] = []
-    for rung, known in ((SAMPLES, [side.samples for side in sides]), (VERSIONS, [side.software for side in sides])):
-        if b:
-            (seen if all(known) else unknown).append(rung)
+    if b:
+        common = a.steps.keys() & b.steps.keys()
+        sampled, versions = a.samples.keys() & b.samples.keys(), a.software and b.software
+        for rung, known in ((FORWARD, common), (SAMPLES, sampled), (VERSIONS, versions)):
+            (seen if known else unknown).append(rung)
     recorded = bool(set.intersection(*[set(side.states) for side in sides]))
     for rung in (GRADIENTS, CLIPPING, UPDATE, ROUTERS):
         (seen if recorded else unknown).append(rung)
-    (seen if recorded and all(side.starts_known for side in sides) else unknown).append(START)
+    started = all(side.starts_known for side in sides) or all(side.unmoved for side in sides)
+    (seen if recorded and started else unknown).append(START)
     return tuple(each for each in RUNGS if each in seen), tuple(each for each in RUNGS if each in unknown)
 
 
@@ -232,6 +253,10 @@ class _Pair:
             other = next((each for each in self.b.starts if each.step == mine.step), None)
             if other:
                 yield from self._tensors(mine.step, mine, other, START)
+        if not (self.a.starts_known and self.b.starts_known):
+            one, two = self.a.unmoved, self.b.unmoved
+            if one and two:
+                yield from self._tensors(0, one, two, START)
 
     def _resume(self) -> Iterator[Finding]:
         """What one run restored against what the other one had at that step."""
@@ -263,7 +288,7 @@ class _Pair:
                 detail = f"{name}: norm {one.norm:.7g} and {two.norm:.7g}"
                 if error < ROUNDING:
                     detail += ", other bits"
-                where = ROUTERS if rung == UPDATE and name.endswith(COUNTED) else rung
+                where = ROUTERS if rung == UPDATE and name.endswith(COUNTERS) else rung
                 grave = 1.0 if where in (START, RESUME, ROUTERS) else 0.0  # there nothing is rounded
                 yield Finding(step, where, module_of(name), detail, max(error, grave), ranks)
 
@@ -296,6 +321,7 @@ class _Pair:
 
     def _losses(self, step: int) -> Iterator[Finding]:
         mine, others = self.a.steps[step], self.b.steps[step]
+        undefined = {*undefined_of(self.a), *undefined_of(self.b)}
         gravest = 0.0  # of the parts so far: what is wrong in the decoder is wrong in its MTP layer and routers, too
         for name in PARTS:
             one, two = mine.get(name), others.get(name)
@@ -303,6 +329,8 @@ class _Pair:
                 continue
             if name == "loss" and any(mine.get(each) is not None for each in PARTS[:-1]):
                 continue  # the sum of what is compared
+            if name in undefined:
+                continue
             if self.bits or not abs(one - two) <= LOSS:
                 error = abs(one - two) / max(abs(one), 1e-30)
                 if gravest > ROUNDING:
@@ -355,7 +383,8 @@ class _Pair:
             two = loads_of(self.b, step).get(router)
             if two is None:
                 continue
-            moved = sum(abs(x - y) for x, y in zip(one, two, strict=True)) / 2 / max(sum(one), 1e-30)
+            shares = [[each / max(sum(load), 1e-30) for each in load] for load in (one, two)]  # of all passes
+            moved = sum(abs(x - y) for x, y in zip(*shares, strict=True)) / 2
             if moved > (0.0 if self.bits else 2e-3):  # tokens at a tie may choose the other expert in another layout
                 yield Finding(
                     step, ROUTERS, module_of(router), f"{router}: {moved:.2%} of the choices went elsewhere", moved
@@ -363,7 +392,9 @@ class _Pair:
 
 
 def common_factor(pairs: Iterable[tuple[float, float]]) -> float | None:
-    """Return the factor between the two numbers of every pair, if it is the same one and not 1; else None."""
+    """Return the factor between the two numbers of each pair if it is the same for all pairs and not 1; otherwise
+    return None.
+    """
     factors = [two / one for one, two in pairs if one and two]
     if not factors or max(factors) > (1 + FACTOR) * min(factors) or abs(factors[0] - 1) < 10 * FACTOR:
         return None

@@ -1,19 +1,23 @@
-"""This module says which laws one run breaks that need no second run, and defines findings and their rungs.
+"""This module checks the records of one run against laws, which are relations that hold in every correct run; it also
+defines findings and the stages (rungs) of a comparison.
 
-The laws: what was built is what the recipe says; each module's output of the first step is that of the forward pass
-written out in NumPy; the global norm is that of the gradients; weights move as AdamW moves them; experts' loads add up
-to the choices made, and biases move against them; copies on several ranks are equal; a resume restores what was there.
+The laws: what was built is what the recipe says; each module's output, of the first step and of the end, is that of the
+forward pass written out in NumPy; the global norm is that of the gradients; weights move as AdamW moves them; experts'
+loads add up to the choices made, and biases move against them; copies on several ranks are equal; a resume restores
+what was there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from plugins.step_record.plan import apart, sketch_of
-from tools.accuracy.diagnose.evidence import Side, State
+from plugins.finite_loss.plan import undefined_parts
+from plugins.step_record.plan import END, apart, sketch_of
+from plugins.step_record.plan import START as START_FILE
+from tools.accuracy.diagnose.evidence import COUNTERS, Side, State
 from tools.accuracy.diagnose.reference import built_of, outputs_of
 from tools.accuracy.equivalence.runs import group_of
 from tools.recipe.view import View
@@ -35,7 +39,6 @@ USUAL = {
     ROUTERS: "the routers' counters or biases: another rate, another sign, the load of one rank, or no update",
 }
 PARTS = ("lm_loss", "load_balancing_loss", "mtp_loss", "loss")
-COUNTED = ("expert_bias", "expert_load", "fi_accu")  # ends of names of routers' state, which no gradient moves
 GROUP = 1e-4  # relative; norms of weights, gradients and moments of another layout
 LAW = 5e-4  # relative; a global norm computed again from moments, which hold gradients in float32
 RATE = 2e-3  # relative; a learning rate or weight decay fitted to an update
@@ -48,7 +51,9 @@ WORST = 3  # findings shown of a rung
 
 @dataclass(frozen=True)
 class Finding:
-    """This is one difference. `side`: "" for a difference between two runs, else the run that breaks a law."""
+    """This is one difference. `side` names the run that breaks a law, and is empty for a difference between two runs;
+    `late` says that the difference was looked for only when the run ended, so that any earlier step may have caused it.
+    """
 
     step: int
     rung: str
@@ -57,20 +62,21 @@ class Finding:
     error: float = math.inf  # relative, to sort by
     ranks: tuple[int, ...] = ()
     side: str = ""
+    late: bool = False
 
     @property
     def rounding(self) -> bool:
-        """Return whether this difference is as small as that of another order of addition."""
+        """Return whether this difference is so small that another order of addition can explain it."""
         return self.error < ROUNDING
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Return what findings are sorted by: step, then rung, then the gravest."""
+        """Return the key by which findings are sorted: step, then rung, then severity, the most severe first."""
         return self.step, RUNGS.index(self.rung), -self.error
 
 
 def laws(side: Side) -> Iterator[Finding]:
-    """Yield what one run breaks of the laws that need no reference."""
+    """Yield a finding for each law that one run breaks, as far as the law needs no second run."""
     for start in side.starts:
         yield from _copies_law(side, start, RESUME if start.step else START)
         if start.step in side.states:  # this run had been here itself before it was resumed
@@ -91,7 +97,7 @@ def _copies_law(side: Side, state: State, rung: str) -> Iterator[Finding]:
     """What several ranks hold is the same on all of them; `rung` is that of the weights."""
     for name, tensor in sorted(state.tensors(side.parts()).items()):
         if tensor.differing:
-            where = ROUTERS if rung == UPDATE and name.endswith(COUNTED) else rung
+            where = ROUTERS if rung == UPDATE and name.endswith(COUNTERS) else rung
             what = f"{name}: copies differ"
             yield Finding(state.step, where, module_of(name), what, 1.0, tensor.differing, side.name)
 
@@ -106,24 +112,43 @@ def _built_law(side: Side) -> Iterator[Finding]:
 
 
 def _modules_law(side: Side) -> Iterator[Finding]:
-    """The outputs of the first step's modules are those of the forward pass in NumPy; the first that is not."""
-    if not any(side.modules(step) for step in side.states):
-        return
-    step, wanted, why = outputs_of(side)
-    found = side.modules(step)
-    if why:
-        side.notes.append(f"its modules are not compared with the forward pass in NumPy: {why}")
+    """The outputs of modules are those of the forward pass in NumPy, for the first step and for what the training
+    leaves; the first that is not.
+    """
+    for kept_in, recorded in ((START_FILE, any(map(side.modules, side.states))), (END, bool(side.end))):
+        if not recorded:
+            continue
+        step, wanted, ties, why = outputs_of(side, kept_in)
+        if why:
+            side.notes.append(f"its modules are not compared with the forward pass in NumPy: {why}")
+            return
+        # of a run that was resumed the files are those of its last part
+        found = side.modules(step) if kept_in == START_FILE else side.end if side.ended == step else {}
+        if wrong := _wrong_module(found, wanted, ties):
+            name, error = wrong
+            what = f"the output of {name} is {error:.2g} of its norm away from that of the forward pass in NumPy"
+            if kept_in == END:
+                what += f", with the weights and biases that step {step} leaves; in the first step it is right"
+            yield Finding(step, FORWARD, output_of(side, name), what, 1.0, (), side.name, late=kept_in == END)
+            return
+
+
+def _wrong_module(
+    found: Mapping[str, list[Any]], wanted: Mapping[str, Any], ties: Mapping[str, int]
+) -> tuple[str, float] | None:
+    """The first module whose output is wrong, and by how much.
+
+    A token at a tie may choose another expert by rounding, which changes about its share of the output.
+    """
     for name, output in wanted.items():
         if name not in found:
             continue
         error = apart(found[name], sketch_of(output))
         if error > REFERENCE:
-            tokens = math.prod(output.shape[:2])
-            if name.endswith("router") and error < 2 / math.sqrt(tokens):
-                return  # one or two tokens at a tie, whose choice rounding decides; what follows differs with it
-            what = f"the output of {name} is {error:.2g} of its norm away from that of the forward pass in NumPy"
-            yield Finding(step, FORWARD, output_of(side, name), what, 1.0, (), side.name)
-            return
+            if error < 2 * math.sqrt(ties.get(name, 0) / math.prod(output.shape[:2])):
+                return None  # what follows differs with it
+            return name, error
+    return None
 
 
 def _restored(side: Side, start: State) -> Iterator[Finding]:
@@ -136,7 +161,9 @@ def _restored(side: Side, start: State) -> Iterator[Finding]:
 
 
 def norm_law(side: Side, step: int) -> Iterator[Finding]:
-    """Yield a finding if the clipped gradients of a step do not have the norm that the global norm leaves them."""
+    """Yield a finding if the norm of a step's clipped gradients is not the smaller of the recorded global norm and the
+    limit to which gradients are clipped.
+    """
     record, view = side.steps.get(step, {}), View(side.recipe)
     norm, gradients = record.get("global_norm"), side.gradients(step)
     if norm is None or not gradients or record.get("overflow") or (view.pp > 1 and _mtp(side)):
@@ -214,7 +241,7 @@ def _router_law(side: Side, state: State, before: State | None) -> Iterator[Find
 
 
 def loads_of(side: Side, step: int) -> dict[str, list[float]]:
-    """Return router -> load of each expert, the mean over the ranks that counted it.
+    """Return for each router the load of each expert, averaged over the ranks that counted the expert's tokens.
 
     In a data-parallel graph each rank counts its own tokens, and the bias moves by their mean; in a sharded graph all
     ranks of a stage have the same counts, and the others have none.
@@ -244,8 +271,16 @@ def _mtp(side: Side) -> int:
     return int(model.get("num_nextn_predict_layers") or model.get("mtp_num_layers") or 0)
 
 
+def undefined_of(side: Side) -> tuple[str, ...]:
+    """Return the parts of the loss that MindFormers logs as 0 / 0 although the training is right."""
+    model, view = side.recipe["model"]["model_config"], View(side.recipe)
+    layers, dense = model.get("num_hidden_layers"), model.get("first_k_dense_replace") or 0
+    trained = model.get("moe_aux_loss_coeff") or 0.0 if layers is None or dense < layers else 0.0
+    return ("load_balancing_loss",) if undefined_parts(view.pp, view.accumulation, trained) else ()
+
+
 def noise_of(key: str) -> float:
-    """Return what fitting leaves of a rate, or of a weight decay of 0."""
+    """Return the error that a fitted learning rate, or a fitted weight decay of 0, may have."""
     return 1e-9 if key == "rate" else 1e-3
 
 
@@ -258,7 +293,9 @@ def module_of(name: str) -> str:
     """Return the part of the model to which a weight, a moment or a counter belongs."""
     for prefix in ("adam_m.", "adam_v."):
         name = name.removeprefix(prefix)
-    return group_of(name) if "." in name else name
+    group = group_of(name) if "." in name else name
+    inside = "self_attention" in name and group.endswith(".norms")  # such as that of the latent keys and values
+    return group.removesuffix("norms") + "attention.norms" if inside else group
 
 
 def output_of(side: Side, name: str) -> str:
@@ -274,7 +311,7 @@ def output_of(side: Side, name: str) -> str:
 
 
 def ratio_of(one: float, two: float) -> str:
-    """Return a factor between two numbers, as a whole number where it is one."""
+    """Return the factor between two numbers; if it is nearly a whole number, return that number."""
     factor = two / one if one else math.inf
     whole = round(factor) if factor >= 1 else (round(1 / factor) if factor else 0)
     near = whole > 1 and abs((factor if factor >= 1 else 1 / factor) - whole) < 1e-3

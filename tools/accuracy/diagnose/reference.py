@@ -1,5 +1,6 @@
-"""This module holds one run against what its recipe says, computed independently of MindFormers: the numbers with which
-the model and the optimizer should be built, and the forward pass of the first recorded step, written out in NumPy.
+"""This module compares one run with what its recipe says, computed independently of MindFormers: the settings with
+which the model and the optimizer should be built, and the forward pass of the first recorded step, written out in
+NumPy.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ FIELDS = (
 
 
 def built_of(recipe: Recipe) -> dict[str, Any]:
-    """Return what a run's record should hold of its built model and optimizer, as far as the recipe says it."""
+    """Return the settings of the built model and optimizer that a run should have recorded, as far as its recipe
+    determines them.
+    """
     optimizer: Mapping[str, Any] = recipe.get("optimizer") or {}
     found: dict[str, Any] = {}
     if betas := optimizer.get("betas"):
@@ -47,24 +50,28 @@ def built_of(recipe: Recipe) -> dict[str, Any]:
     return found | {f"model.{name}": fields[name] for name in FIELDS if fields.get(name) is not None}
 
 
-def outputs_of(side: Side) -> tuple[int, Arrays, str]:
-    """Return (a step, module -> its output in that step, computed in NumPy, "") or (0, nothing, why not).
+def outputs_of(side: Side, kept_in: str = START) -> tuple[int, Arrays, dict[str, int], str]:
+    """Return (a step, module -> its output in that step, computed in NumPy, router -> tokens at a tie, "") or (0,
+    nothing, nothing, why not).
 
-    The step is the first that was recorded of the run's last part.
+    Args:
+        kept_in: the file of weights and batch: those of the first step that was recorded of the run's last part, or
+            `END`.
     """
-    file = side.folder / START
+    file = side.folder / kept_in
     if not file.is_file():
-        return 0, {}, f"{file} does not exist: weights of one CPU process are kept there if they are small"
+        return 0, {}, {}, f"{file} does not exist: weights of one CPU process are kept there if they are small"
     try:
         sizes = reference_sizes(side.recipe)
     except TC3Error as error:
-        return 0, {}, str(error)
+        return 0, {}, {}, str(error)
     try:
         with np.load(file) as stored:
             kept = dict(stored)
         step, ids = int(kept["step"]), kept["batch/input_ids"]
     except (OSError, ValueError, KeyError, BadZipFile) as error:
-        return 0, {}, f"{file} is damaged ({error}); train again into a new folder"
+        return 0, {}, {}, f"{file} is damaged ({error}); train again into a new folder"
     names = {entry.mindformers for entry in table(sizes)}
     weights = {name: value for name, value in below(kept, "weight/").items() if name in names}
-    return step, Forward(sizes, to_hugging_face(weights, sizes)).run(ids), ""
+    forward = Forward(sizes, to_hugging_face(weights, sizes))
+    return step, forward.run(ids), forward.ties, ""

@@ -54,12 +54,26 @@ def test_a_rank_that_has_recorded_nothing(tmp_path):
     assert "rank 1 of 2 has recorded no step" in said(run)[1]
 
 
-@pytest.mark.parametrize("damage", ["{]\n", "[1]\n", '{"step": 1}\n'])
+@pytest.mark.parametrize("damage", ["{]\n", "[1]\n", '{"step": 1}\n', '{"step": 1, "state": {}}\n'])
 def test_a_damaged_line(tmp_path, damage):
     run = Run(tmp_path / "run").write()
     file = record_file(run, 0)
     file.write_text(damage + file.read_text())
     assert f"{file}: line 1 is" in said(run)[1]
+
+
+def test_a_damaged_recipe(tmp_path):
+    run = Run(tmp_path / "run").write()
+    (run / "recipe.yaml").write_text("model: [")
+    text = said(run)[1]
+    assert "the recipe.yaml of this run cannot be read" in text and "train again" in text
+
+
+def test_runs_without_a_step_in_common_are_not_called_equal(tmp_path):
+    a, b = Run(tmp_path / "a", steps=2).write(), Run(tmp_path / "b", steps=6, resumed_from=4).write()
+    code, text = said(a, b)
+    assert code == 0 and "no step is in both runs: A has 1 to 2, B 5 to 6" in text
+    assert "compared: versions, configuration\n" in text and text.splitlines()[-1] != "equal"
 
 
 def test_another_model(tmp_path):

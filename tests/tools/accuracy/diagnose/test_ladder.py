@@ -5,7 +5,7 @@ import pytest
 
 from tests.tools.accuracy.diagnose.simulated import RATE, ROUTER, SHAPES, Run
 from tools.accuracy.diagnose.cli import report
-from tools.accuracy.diagnose.evidence import read_side
+from tools.accuracy.diagnose.evidence import State, read_side
 from tools.accuracy.diagnose.ladder import OtherModelError, diagnose
 from tools.accuracy.diagnose.laws import loads_of
 
@@ -64,6 +64,27 @@ def test_start(pair):
             return super().start() | {DENSE: super().start()[DENSE] * np.float32(1.5)}
 
     assert first(pair(Other)) == (0, "start", "layers.0.mlp")
+
+
+@pytest.mark.parametrize(("rate", "rung"), [(0.0, "start"), (1e-3, "update")])
+def test_a_first_step_with_rate_0_shows_what_a_sharded_run_started_from(tmp_path, rate, rung):
+    class Sharded(Run):
+        def line(self, rank, kind, line):
+            """When the run begins, its graph has not made the weights yet."""
+            kept = {} if kind == "start" else line["state"]
+            super().line(rank, kind, {**line, "state": kept})
+
+        def rate(self, step):
+            return super().rate(step) + rate
+
+    class Drawn(Sharded):
+        def start(self):
+            return super().start() | {DENSE: 1.4 * super().start()[DENSE]}
+
+    a, b = (read_side(kind(tmp_path / kind.__name__).write()) for kind in (Sharded, Drawn))
+    verdict = diagnose(a, b)
+    assert first(verdict) == (int(rate > 0), rung, "layers.0.mlp")
+    assert ("start" in verdict.unknown) == (rate > 0) == any("are unknown" in note for note in a.notes)
 
 
 def test_samples_of_an_earlier_step_are_recognised(pair):
@@ -319,6 +340,50 @@ def test_loads_of_data_parallel_ranks_are_averaged(tmp_path):
     side.states[1].lines[1] = line | {"loads": {ROUTER: line["loads"][ROUTER][::-1]}}
     mean = loads_of(side, 1)[ROUTER]
     assert mean == pytest.approx(mean[::-1]) and sum(mean) == pytest.approx(1)
+
+
+class Staged(Run):
+    """Two micro-batches, whose choices are counted one after the other, in a pipeline."""
+
+    def __init__(self, folder, coefficient=0.0):
+        sizes = {f"parallel_config.{name}": 2 for name in ("pipeline_stage", "micro_batch_num")}
+        keys = {"use_parallel": True, "parallel.parallel_mode": 1, "runner_config.batch_size": 2, **sizes}
+        super().__init__(folder, keys={**keys, "model.model_config.moe_aux_loss_coeff": coefficient})
+        self.ranks = 2
+
+    def cut(self, rank, state):
+        return dict(state)
+
+    def parts(self, rank):
+        return {}
+
+    def load(self, step):
+        return 2 * super().load(step)
+
+    def move(self, load):
+        return super().move(load / 2)
+
+    def aux(self, step):
+        return float("nan")
+
+
+@pytest.mark.parametrize(("coefficient", "found"), [(0.0, []), (0.001, ["router"] * 3)])
+def test_a_pipeline_counts_each_micro_batch_and_logs_no_auxiliary_loss(tmp_path, coefficient, found):
+    keys = {"model.model_config.moe_aux_loss_coeff": coefficient}
+    one, staged = Run(tmp_path / "a", keys=keys).write(), Staged(tmp_path / "b", coefficient).write()
+    verdict = diagnose(read_side(one), read_side(staged))
+    assert [each.module for each in verdict.findings] == found, (
+        "a loss that is not trained is logged as 0 / 0, which is not a fault"
+    )
+
+
+def test_the_counters_of_another_stages_router_are_not_copies():
+    line = {"state": {f"{ROUTER}.weight": ["w", 1.0, [4]], f"{ROUTER}.expert_bias": ["b", 1.0, [4]]}}
+    idle = {"state": {**line["state"], f"{ROUTER}.expert_bias": ["0", 0.0, [4]]}}
+    state = State(1, {0: line, 1: idle})
+    assert state.tensors({})[f"{ROUTER}.expert_bias"].differing == (1,)
+    parts = {0: {f"{ROUTER}.weight": [[4], [0]]}, 1: {"decoder.final_layernorm.weight": [[4], [0]]}}
+    assert state.tensors(parts)[f"{ROUTER}.expert_bias"].differing == ()
 
 
 def test_what_a_resume_did_not_restore(pair):

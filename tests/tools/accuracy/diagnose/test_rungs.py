@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from plugins.step_record.plan import START, apart, record_file, sketch_of
+from plugins.step_record.plan import END, START, apart, record_file, sketch_of
 from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, TINY, Run
 from tests.zoo.run import PAGE, RESULTS, page
 from tools.accuracy.align.sides import reference_sizes
@@ -16,6 +16,7 @@ from tools.accuracy.diagnose.evidence import read_side
 from tools.accuracy.diagnose.ladder import diagnose
 from tools.accuracy.diagnose.laws import RUNGS, VERSIONS
 from tools.accuracy.diagnose.reference import built_of, outputs_of
+from tools.accuracy.reference import forward
 from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.start import initial_weights
 from tools.weights.hugging_face_names import to_mindformers
@@ -154,17 +155,24 @@ def test_sketches_tell_how_far_two_outputs_are_apart(error):
 # one run against the reference
 
 
-def aligned(folder, forward, ids, keys=None):
-    """A folder whose first step has the outputs that `forward` computes."""
+def aligned(folder, kind, ids, keys=None, end=None):
+    """A folder whose first step has the outputs that `kind` computes, and whose end has those of `end`."""
     run = Run(folder, keys=keys).write()
     sizes = reference_sizes(TINY)
-    weights = initial_weights(sizes, 3)
-    made = forward(sizes, weights).run(ids)
-    stored = {f"weight/{name}": value for name, value in to_mindformers(weights, sizes).items()}
-    np.savez(run / "metrics" / START, step=1, **stored, **{"batch/input_ids": ids})
     file = record_file(run, 0)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    lines[1]["modules"] = {name: sketch_of(value.astype(np.float32)) for name, value in made.items()}
+    for computed, kept_in, step in ((kind, START, 1), (end, END, 3)):
+        if computed is None:
+            continue
+        weights = initial_weights(sizes, step)
+        made = computed(sizes, weights).run(ids)
+        stored = {f"weight/{name}": value for name, value in to_mindformers(weights, sizes).items()}
+        np.savez(run / "metrics" / kept_in, step=step, **stored, **{"batch/input_ids": ids})
+        modules = {name: sketch_of(value.astype(np.float32)) for name, value in made.items()}
+        if kept_in == START:
+            lines[1]["modules"] = modules
+        else:
+            lines.append({"step": step, "end": True, "state": {}, "modules": modules})
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return read_side(run)
 
@@ -197,6 +205,38 @@ def test_one_run_alone_names_the_module_that_is_not_the_reference(tmp_path, ids,
     assert (first.step, first.rung, first.module) == (1, "forward", module)
 
 
+def test_of_a_resumed_run_the_last_part_is_compared(tmp_path, ids):
+    """Weights and batch are those of step 2, where it went on; step 1 had others, and so had an end of another step."""
+    metrics = aligned(tmp_path / "run", Forward, ids, end=Forward).folder
+    file = record_file(metrics.parent, 0)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    other = {
+        name: [digest, norm, [-each for each in rest]] for name, (digest, norm, rest) in lines[1]["modules"].items()
+    }
+    lines[2]["modules"], lines[1]["modules"] = lines[1]["modules"], other
+    lines[-1] |= {"step": 1, "modules": other}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert diagnose(read_side(metrics.parent)).findings
+    with np.load(metrics / START) as stored:
+        kept = dict(stored)
+    np.savez(metrics / START, **{**kept, "step": 2})
+    verdict = diagnose(read_side(metrics.parent))
+    assert not verdict.findings and "forward" in verdict.compared
+
+
+def test_a_module_that_is_wrong_only_when_biases_have_moved(tmp_path, ids):
+    side = aligned(tmp_path / "run", Forward, ids, end=Unscaled)
+    (found,) = diagnose(side).findings
+    assert (found.step, found.rung, found.module, found.late) == (3, "forward", "layers.1.router", True)
+    assert "in the first step it is right" in found.detail
+    assert not diagnose(aligned(tmp_path / "right", Forward, ids, end=Forward)).findings
+    later = aligned(tmp_path / "later", Forward, ids, end=Unscaled)
+    steep = aligned(tmp_path / "steep", Forward, ids)
+    steep.steps[2]["lm_loss"] += 1e-3
+    first = diagnose(steep, later).first[0]
+    assert (first.step, first.rung) == (2, "forward"), "it is told at the first step that differs"
+
+
 def test_layers_behind_the_decoder_are_the_mtp_layers(tmp_path, ids):
     class Rolled(Forward):
         def mtp(self, number, ids, hidden):
@@ -205,7 +245,10 @@ def test_layers_behind_the_decoder_are_the_mtp_layers(tmp_path, ids):
     assert diagnose(aligned(tmp_path / "run", Rolled, ids)).first[0].module == "mtp.layers.0.input_norm"
 
 
-def test_a_token_at_a_tie_is_no_finding(tmp_path, ids):
+@pytest.mark.parametrize(("tie", "findings"), [(1.0, 0), (0.0, 1)])
+def test_a_token_at_a_tie_is_no_finding(tmp_path, ids, monkeypatch, tie, findings):
+    monkeypatch.setattr(forward, "TIE", tie)
+
     class Tie(Forward):
         def route(self, layer, x):
             weights = super().route(layer, x)
@@ -213,18 +256,18 @@ def test_a_token_at_a_tie_is_no_finding(tmp_path, ids):
             weights[0, 0, [chosen[0], np.flatnonzero(weights[0, 0] == 0)[0]]] = 0, weights[0, 0, chosen[0]]
             return weights
 
-    assert not diagnose(aligned(tmp_path / "run", Tie, ids)).findings
+    assert len(diagnose(aligned(tmp_path / "run", Tie, ids)).findings) == findings
 
 
 def test_what_the_reference_cannot_compute_is_said(tmp_path, ids):
     side = aligned(tmp_path / "run", Forward, ids)
     whole = (side.folder / START).read_bytes()
     (side.folder / START).write_bytes(whole[: len(whole) // 2])
-    assert "is damaged" in outputs_of(side)[2] and not diagnose(side).findings
+    assert "is damaged" in outputs_of(side)[-1] and not diagnose(side).findings
     (side.folder / START).unlink()
-    assert "weights of one CPU process" in outputs_of(side)[2]
+    assert "weights of one CPU process" in outputs_of(side)[-1]
     side = aligned(tmp_path / "packed", Forward, ids, {"train_dataset.data_loader.config.reset_attention_mask": True})
-    assert "reset_attention_mask" in outputs_of(side)[2] and not diagnose(side).findings
+    assert "reset_attention_mask" in outputs_of(side)[-1] and not diagnose(side).findings
 
 
 def test_what_was_built_is_what_the_recipe_says(tmp_path):

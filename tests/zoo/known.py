@@ -1,70 +1,20 @@
-"""Public faults that trained wrongly without an error, each put into a run of one process by a function named after its
-source.
-
-A fault is injected when the plugins have been enabled and before MindFormers builds the model, the data, the optimizer
-and the callbacks. What a fault replaces is compiled with the graph, so that its functions stand in this file, and not
-in lambdas. The recipe that the run writes is the one without the fault: whoever diagnoses does not see it there.
-"""
+"""The first faults: whoever wrote the rules of `tc3 accuracy diagnose` wrote these, and mended the rules by them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 
-FAULTS: dict[str, Fault] = {}
-BUILT = ("configuration",)  # of faults in what is built: this rung came after them, and names them better
+from tests.zoo.fault import BUILT, before_training, fault, in_groups, in_norm, in_samples
 
-
-@dataclass(frozen=True)
-class Fault:
-    """This is one fault.
-
-    Args:
-        source: where it was reported. what: it does. inject: puts it in; called with the run's MindFormerConfig.
-        rungs: of the ladder that name it rightly. module: a part of the right module's name.
-        resumed: whether the run with the fault goes on from the second step of the faultless one.
-        layout: of `tests/zoo/run.py` in which it is executed; "" is one process.
-        same_graph: whether it leaves the compiled graph as it is, so that the faultless one is loaded.
-        unseen: whether it was written before the rules of the command had seen it.
-    """
-
-    source: str
-    what: str
-    inject: Callable[[Any], None]
-    rungs: tuple[str, ...]
-    module: str = ""
-    resumed: bool = False
-    layout: str = ""
-    same_graph: bool = False
-    unseen: bool = False
-
-
-def fault(source: str, what: str, *rungs: str, **more: Any):
-    """Return a decorator that adds a function to `FAULTS` under its name."""
-
-    def add(inject: Callable[[Any], None]) -> Callable[[Any], None]:
-        unseen = inject.__module__.endswith("unseen")
-        FAULTS[inject.__name__] = Fault(source, what, inject, rungs, unseen=unseen, **more)
-        return inject
-
-    return add
-
+ms = ops = SumExt = None  # set in the workers, by `fault.enable`
 
 # optimizer
 
 
 @fault("mindformers 1f24be654", "no weight decay after the first weight that has none", "update")
 def mindformers_1f24be654(config):
-    from mindformers.trainer import base_trainer
-
-    right = base_trainer.get_optimizer_grouped_parameters
-
-    def wrong(model=None, **more):
-        groups = right(model=model, **more)
-        names = [each.name for each in model.trainable_params()]
+    def wrong(groups, weights):
+        names = [each.name for each in weights]
         without = {each.name for group in groups if not group["weight_decay"] for each in group["params"]}
         first = min(names.index(name) for name in without)
         decayed = next(group for group in groups if group["weight_decay"])
@@ -73,7 +23,7 @@ def mindformers_1f24be654(config):
         next(group for group in groups if not group["weight_decay"])["params"].extend(late)
         return groups
 
-    base_trainer.get_optimizer_grouped_parameters = wrong
+    in_groups(wrong)
 
 
 @fault(
@@ -89,12 +39,6 @@ def mindformers_25c381167(config):
 @fault("Megatron-LM #5916", "experts are left out of the global norm", "norm and clipping", module="norm")
 def megatron_5916(config):
     in_norm(_without_experts)
-
-
-def in_norm(construct):
-    from mindformers.core.clip_grad import ClipGradNorm
-
-    ClipGradNorm.construct = construct
 
 
 def _replicated_twice(self, x):
@@ -235,12 +179,10 @@ def _without_gradient(self, hidden_states):
     "Megatron-LM #5844", "weights stand at another initialisation, and success is reported", "start", same_graph=True
 )
 def megatron_5844(config):
-    def spoil(step):
-        for each in step.optimizer.parameters:
-            if "experts.weight1" in each.name:
-                each.set_data(ms.Tensor(np.random.default_rng(1).normal(0, 0.02, each.shape).astype(np.float32)))
+    def drawn(value):
+        return np.random.default_rng(1).normal(0, 0.02, value.shape).astype(np.float32)
 
-    before_training(spoil)
+    before_training(r"^(?!adam_).*experts\.weight1$", drawn)
 
 
 # data
@@ -252,7 +194,7 @@ def mindformers_477621fde(config):
         tokens, labels, mask, positions, *more = sample
         return (tokens, labels, mask, np.roll(positions, idx % 4), *more)
 
-    _samples(wrong)
+    in_samples(wrong)
 
 
 @fault(
@@ -264,7 +206,7 @@ def mindformers_477621fde(config):
     same_graph=True,
 )
 def mindformers_c86dce8cc(config):
-    _samples(None, 4)
+    in_samples(place=lambda idx: idx - 4 if idx >= 4 else idx)
 
 
 @fault(
@@ -281,19 +223,7 @@ def transformers_2024_loss_mask(config):
         mask[: len(mask) // 2] = 0
         return (tokens, labels, mask, *more)
 
-    _samples(wrong)
-
-
-def _samples(change, back=0):
-    from mindformers.dataset.blended_datasets.gpt_dataset import GPTDataset
-
-    right = GPTDataset.__getitem__
-
-    def wrong(self, idx):
-        sample = right(self, idx - back if idx >= back else idx)
-        return change(sample, idx) if change else sample
-
-    GPTDataset.__getitem__ = wrong
+    in_samples(wrong)
 
 
 # what a resume restores
@@ -308,15 +238,12 @@ def _samples(change, back=0):
     same_graph=True,
 )
 def megatron_761(config):
-    def spoil(step):
-        for each in step.optimizer.get_parameters():
-            if each.name.startswith("adam_m.") and "experts.weight1" in each.name:
-                value = np.array(each.asnumpy())
-                half = value.shape[0] // 16
-                value[:half], value[half : 2 * half] = value[half : 2 * half].copy(), value[:half].copy()
-                each.set_data(ms.Tensor(value))
+    def exchanged(value):
+        half = value.shape[0] // 16
+        value[:half], value[half : 2 * half] = value[half : 2 * half].copy(), value[:half].copy()
+        return value
 
-    before_training(spoil)
+    before_training(r"^adam_m\..*experts\.weight1$", exchanged)
 
 
 @fault(
@@ -328,27 +255,18 @@ def megatron_761(config):
     same_graph=True,
 )
 def kempnerforge_202(config):
-    def spoil(step):
-        for each in step.optimizer.parameters:
-            if "experts.weight" in each.name:
-                value = np.array(each.asnumpy())
-                half = value.shape[0] // 2
-                value[half:] = value[:half]
-                each.set_data(ms.Tensor(value))
+    def twice(value):
+        value[len(value) // 2 :] = value[: len(value) // 2]
+        return value
 
-    before_training(spoil)
+    before_training(r"^(?!adam_).*experts\.weight", twice)
 
 
 @fault(
     "MindFormers' default no_load_optim", "a resume goes on with fresh moments", "resume", resumed=True, same_graph=True
 )
 def own_fresh_moments(config):
-    def spoil(step):
-        for each in step.optimizer.get_parameters():
-            if each.name.startswith(("adam_m.", "adam_v.")):
-                each.set_data(ms.Tensor(np.zeros(each.shape, np.float32)))
-
-    before_training(spoil)
+    before_training(r"^adam_[mv]\.", np.zeros_like)
 
 
 @fault(
@@ -360,40 +278,4 @@ def own_fresh_moments(config):
     same_graph=True,
 )
 def own_bias_not_restored(config):
-    def spoil(step):
-        for each in step.network.get_parameters():
-            if each.name.endswith("expert_bias"):
-                each.set_data(ms.Tensor(np.zeros(each.shape, np.float32)))
-
-    before_training(spoil)
-
-
-def before_training(spoil):
-    """Call `spoil` with the train step when a training begins, before it is recorded."""
-    from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
-
-    from plugins.private_hooks import train_step
-
-    kind = MindFormerModuleType.CALLBACK
-    monitor = MindFormerRegister.get_cls(kind, "MFLossMonitor")
-
-    class Spoiling(monitor):
-        def on_train_begin(self, run_context):
-            spoil(train_step(run_context.original_args()))
-            super().on_train_begin(run_context)
-
-    MindFormerRegister.register_cls(Spoiling, kind, alias="MFLossMonitor")
-
-
-def enable(config, name) -> None:
-    """Put one fault into a run; called as a plugin's `enable`."""
-    global ms, ops, SumExt
-    import mindspore as ms
-    from mindspore import ops
-    from mindspore.ops.auto_generate import SumExt
-
-    from tests.zoo import unseen
-
-    unseen.compiled_with()
-    if name:
-        FAULTS[name].inject(config)
+    before_training(r"\.expert_bias$", np.zeros_like)
