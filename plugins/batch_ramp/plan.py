@@ -1,0 +1,258 @@
+"""This module says which samples each step of a run trains while the global batch grows, and reads
+`plugins.batch_ramp` of a recipe. Pure Python.
+
+A ramp is a list of stages `[last step, samples of a step]`; after the last stage a step has the samples that the
+recipe's own keys say (`runner_config.batch_size`, data-parallel ranks, micro-batches). So a recipe without a ramp is a
+ramp without stages, and everything that converts between steps and samples does it here (`Ramp`): the data loader, a
+resume, the number of steps of a run, the learning rate.
+
+Steps are counted from 1, samples from 0. Step s trains the samples [samples_until(s - 1), samples_until(s)): each
+sample once, in order. Data-parallel ranks deal these samples in turn, as MindSpore deals them without a ramp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
+from itertools import pairwise
+from typing import Any
+
+from plugins.errors import RecipeError
+from plugins.held_out_loss.plan import stages_and_micro_batches
+from plugins.semi_auto_cpu.chosen import splits_model
+from plugins.settings import Section, graph_mode_only, setting, value_at
+
+KEY = "plugins.batch_ramp"
+LOADER = "BlendedMegatronDatasetDataLoader"
+STEPS, SAMPLES = AXES = ("steps", "samples")
+_LOADER = "train_dataset.data_loader"
+_RIGHT = "write [[last step, samples], ...], such as [[1000, 512], [2000, 1024]]"
+
+Stages = tuple[tuple[int, int], ...]
+
+
+def _stages(value: Any) -> Stages:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise RecipeError(f"{value!r} is not a list of stages; {_RIGHT}")
+    for stage in value:
+        if not (isinstance(stage, (list, tuple)) and len(stage) == 2):
+            raise RecipeError(f"{stage!r} is not a stage of two numbers; {_RIGHT}")
+        if not all(type(number) is int and number > 0 for number in stage):
+            raise RecipeError(f"{list(stage)!r} is not a stage: both numbers must be whole and above 0; {_RIGHT}")
+    for (end, batch), (later, larger) in pairwise(value):
+        if later <= end:
+            wrong = f"the stage until step {later} ends before the stage before it, which lasts until step {end}"
+            raise RecipeError(f"{wrong}; sort the stages by their last step")
+        if larger <= batch:
+            wrong = f"the batch does not grow from {batch} samples until step {end} to {larger} until step {later}"
+            raise RecipeError(f"{wrong}; write a larger number, or join the two stages")
+    return tuple((end, batch) for end, batch in value)
+
+
+@dataclass(frozen=True)
+class Settings(Section):
+    """These settings say how the global batch grows, and along which axis the learning rate's schedule runs."""
+
+    KEY = KEY
+    RIGHT = f"write `stages: [[last step, samples], ...]` under it, or {KEY}: False to leave it off"
+    CHANGE = ("numbers", "other samples in a step")
+
+    stages: Stages = setting(
+        MISSING,
+        "`[last step, samples of a step]` of each stage; after the last one a step has the recipe's own batch",
+        _RIGHT,
+        parse=_stages,
+    )
+    learning_rate: str = setting(
+        STEPS,
+        "what `lr_schedule` counts: `steps`, or `samples`, in units of the recipe's own batch",
+        choices=AXES,
+    )
+
+
+read = Settings.read
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """This converts between steps and samples.
+
+    Attributes:
+        stages: (last step, samples of a step) of each stage, growing in both. full: samples of a step after them.
+    """
+
+    stages: Stages
+    full: int
+
+    def batch_at(self, step: int) -> int:
+        """Return the samples of step number `step`, from 1 on."""
+        return next((batch for end, batch in self.stages if step <= end), self.full)
+
+    def samples_until(self, step: int) -> int:
+        """Return how many samples the first `step` steps train."""
+        samples = begin = 0
+        for end, batch in self.stages:
+            samples += batch * (min(step, end) - begin)
+            begin = min(step, end)
+        return samples + self.full * (step - begin)
+
+    def steps_of(self, samples: int) -> int:
+        """Return how many whole steps `samples` samples are enough for."""
+        begin = 0
+        for end, batch in self.stages:
+            if samples < batch * (end - begin):
+                return begin + samples // batch
+            samples -= batch * (end - begin)
+            begin = end
+        return begin + samples // self.full
+
+    def rows_at(self, step: int, rank: int, ranks: int) -> range:
+        """Return the samples of step number `step` that data-parallel rank `rank` of `ranks` trains."""
+        return range(self.samples_until(step - 1) + rank, self.samples_until(step), ranks)
+
+    def end_at(self, step: int) -> int | None:
+        """Return the last step of the stage in which step number `step` is; None after the last stage."""
+        return next((end for end, _ in self.stages if step <= end), None)
+
+
+def ramp_of(recipe: Mapping[str, Any], full: int) -> Ramp:
+    """Return the ramp of a recipe whose own global batch is `full` samples: without stages where the plugin is off, or
+    where `Settings` refuses what is written.
+    """
+    settings = Settings.look(value_at(recipe, KEY))[0]
+    return Ramp(settings.stages if settings else (), full)
+
+
+def scheduled(recipe: Mapping[str, Any], ramp: Ramp, steps: int) -> int:
+    """Return how many steps `lr_schedule` counts for the first `steps` steps of a run: with `learning_rate: samples`
+    the steps of the full batch that hold their samples, rounded up.
+    """
+    settings = Settings.look(value_at(recipe, KEY))[0]
+    by_samples = settings is not None and settings.learning_rate == SAMPLES
+    return -(-ramp.samples_until(steps) // ramp.full) if by_samples else steps
+
+
+@dataclass(frozen=True)
+class Division:
+    """This says how the samples of a step are divided over ranks and micro-batches.
+
+    Attributes:
+        ranks: data-parallel ranks; micro: samples of a micro-batch on one rank; micro_batches: of a step of the
+        recipe's own batch; pipeline: stages of the model; whole: whether a rank's step is one batch, however many
+        samples it has, because the model is not split over devices (MindFormers then accumulates no gradients).
+    """
+
+    ranks: int
+    micro: int
+    micro_batches: int
+    pipeline: int
+    whole: bool
+
+    @property
+    def unit(self) -> int:
+        """Return by what the samples of every step must be divisible."""
+        return self.ranks * (1 if self.whole else self.micro)
+
+    @property
+    def full(self) -> int:
+        """Return the samples of a step of the recipe's own batch."""
+        return self.ranks * self.micro * self.micro_batches
+
+    def micro_batches_at(self, samples: int) -> int:
+        """Return the micro-batches of a step of `samples` samples."""
+        return 1 if self.whole else samples // self.unit
+
+
+def division_of(recipe: Mapping[str, Any]) -> Division:
+    """Return how a flat recipe or a MindFormerConfig divides its own batch."""
+
+    def count(path: str) -> int:
+        value = value_at(recipe, path)
+        return value if type(value) is int and value > 0 else 1
+
+    together = bool(recipe.get("use_parallel"))
+    whole = not (together and splits_model(value_at(recipe, "parallel.parallel_mode", 1)))
+    pipeline, micro_batches = (1, 1) if whole else stages_and_micro_batches(recipe)
+    ranks = count("parallel_config.data_parallel") if together else 1
+    return Division(ranks, count("runner_config.batch_size"), micro_batches, pipeline, whole)
+
+
+def check(recipe: Mapping[str, Any]) -> Settings:
+    """Return the settings of a recipe whose `plugins.batch_ramp` is on.
+
+    Raises:
+        RecipeError: settings that are wrong, a layout that cannot divide a stage, or a recipe in which the plugin
+            cannot change the batch.
+    """
+    settings, division = read(value_at(recipe, KEY)), division_of(recipe)
+    key = f"{KEY}.stages"
+    for end, batch in settings.stages:
+        if batch % division.unit:
+            parts = f"{division.ranks} data-parallel ranks"
+            parts += "" if division.whole else f" x {division.micro} samples of a micro-batch"
+            raise RecipeError(
+                f"the {batch} samples of a step until step {end} are not divisible by {division.unit} ({parts}); write "
+                f"{max(1, round(batch / division.unit)) * division.unit}",
+                key,
+            )
+        if (made := division.micro_batches_at(batch)) < division.pipeline:
+            raise RecipeError(
+                f"the {batch} samples of a step until step {end} make {made} micro-batches, fewer than the "
+                f"{division.pipeline} stages of the pipeline; write at least {division.unit * division.pipeline}",
+                key,
+            )
+    last, most = settings.stages[-1]
+    if most >= division.full:
+        raise RecipeError(
+            f"the batch does not grow from {most} samples until step {last} to the recipe's own batch of "
+            f"{division.full}; write fewer samples, or raise runner_config.batch_size or the micro-batches",
+            key,
+        )
+    _check_loader(recipe, division)
+    _check_others(recipe, division)
+    if settings.learning_rate == SAMPLES and not value_at(recipe, "lr_schedule.type"):
+        wrong = f"{SAMPLES} is an axis for lr_schedule, which the recipe has not"
+        raise RecipeError(f"{wrong}; write {STEPS}, or a schedule", f"{KEY}.learning_rate")
+    if settings.learning_rate == SAMPLES and value_at(recipe, "grouped_lr_schedule"):
+        wrong = f"{SAMPLES} is an axis for one lr_schedule, not for schedules by groups of weights"
+        raise RecipeError(f"{wrong}; write {STEPS}", f"{KEY}.learning_rate")
+    return settings
+
+
+def _check_loader(recipe: Mapping[str, Any], division: Division) -> None:
+    """Refuse data whose samples a step cannot be told by their number, or that do not pass through the process."""
+    kind = value_at(recipe, f"{_LOADER}.type")
+    if kind != LOADER:
+        raise RecipeError(
+            f"{KEY} works only with the data loader {LOADER}, and this recipe has {kind!r}; leave the plugin out",
+            f"{_LOADER}.type",
+        )
+    if value_at(recipe, f"{_LOADER}.shuffle"):
+        raise RecipeError(f"if the data is shuffled, {KEY} cannot deal it in order; write False", f"{_LOADER}.shuffle")
+    graph_mode_only(recipe, KEY)
+    if (value_at(recipe, "runner_config.epochs") or 1) != 1:
+        wrong = f"{KEY} counts steps from the run's beginning, so a second epoch has no stages"
+        raise RecipeError(f"{wrong}; write 1, and ask for more samples with {_LOADER}.sizes", "runner_config.epochs")
+    if value_at(recipe, "runner_config.sink_mode", True):
+        raise RecipeError(
+            f"in sink mode the queue to the device has one shape for the whole run, which {KEY} changes; write False, "
+            "or train each stage as a run of its own and resume",
+            "runner_config.sink_mode",
+        )
+    level = "context.dataset_broadcast_opt_level"
+    if not division.whole and value_at(recipe, level) != 0:
+        wrong = "MindFormers' default lets only some ranks read data, which others get from the queue of the sink mode"
+        raise RecipeError(f"{wrong}, and {KEY} needs batches that pass through each process; write 0", level)
+    if value_at(recipe, "train_dataset.dynamic_batch"):
+        raise RecipeError(f"{KEY} does not pad samples to one length; write False", "train_dataset.dynamic_batch")
+
+
+_NEVER = {"attention_balance": "moves samples within a window of steps of one size"}  # plugin: why not
+_OF_MICRO_BATCHES = {"held_out_loss": "runs the train step with the micro-batches of the recipe's own batch"}
+_OF_ONE_BATCH = {"ep_overlap": "cuts a rank's batch of one size into chunks"}
+
+
+def _check_others(recipe: Mapping[str, Any], division: Division) -> None:
+    for name, why in (_NEVER | (_OF_ONE_BATCH if division.whole else _OF_MICRO_BATCHES)).items():
+        if value_at(recipe, f"plugins.{name}", False) not in (None, False):
+            raise RecipeError(f"it {why}, which {KEY} changes; leave one of the two out", f"plugins.{name}")

@@ -1,0 +1,37 @@
+"""This module says sample by sample what `plan.Ramp` says by arithmetic: the slow, obvious reference of its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def batches(stages: Sequence[tuple[int, int]], full: int, samples: int) -> list[list[int]]:
+    """Return the samples of each step of a run over `samples` samples; a last part of a step is not trained.
+
+    Args:
+        stages: (last step, samples of a step) of each stage. full: samples of a step after the last stage.
+    """
+    left, steps = list(range(samples)), list[list[int]]()
+    while True:
+        number = len(steps) + 1
+        size = full
+        for end, batch in reversed(stages):
+            if number <= end:
+                size = batch
+        if len(left) < size:
+            return steps
+        steps.append([left.pop(0) for _ in range(size)])
+
+
+def full_steps(stages: Sequence[tuple[int, int]], full: int, step: int) -> float:
+    """Return how many steps of the full batch hold the samples of the first `step` steps."""
+    largest = max([full, *(batch for _, batch in stages)])
+    return sum(map(len, batches(stages, full, largest * step)[:step])) / full
+
+
+def dealt(step: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return the samples of each data-parallel rank, to which the samples of a step are dealt in turn."""
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    for place, sample in enumerate(step):
+        hands[place % ranks].append(sample)
+    return hands

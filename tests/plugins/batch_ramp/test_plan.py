@@ -1,0 +1,148 @@
+"""Steps and samples of a ramp against the list of all samples, and what its settings refuse."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plugins.batch_ramp import reference
+from plugins.batch_ramp.plan import Division, Ramp, Settings, check, division_of, ramp_of, scheduled
+from plugins.errors import RecipeError
+
+
+@st.composite
+def ramps(draw):
+    """A ramp of up to four stages whose batches a drawn number of ranks divides, and that number."""
+    ranks = draw(st.integers(1, 4))
+    lengths = draw(st.lists(st.integers(1, 6), max_size=4))
+    grown = draw(st.lists(st.integers(1, 3), min_size=len(lengths) + 1, max_size=len(lengths) + 1))
+    ends = [sum(lengths[: place + 1]) for place in range(len(lengths))]
+    sizes = [ranks * sum(grown[: place + 1]) for place in range(len(grown))]
+    return Ramp(tuple(zip(ends, sizes, strict=False)), sizes[-1]), ranks
+
+
+@given(ramps(), st.integers(0, 200))
+def test_steps_train_each_sample_once_and_in_order(drawn, samples):
+    ramp, ranks = drawn
+    steps = reference.batches(ramp.stages, ramp.full, samples)
+    assert ramp.steps_of(samples) == len(steps)
+    done = 0
+    for number, step in enumerate(steps, 1):
+        assert ramp.batch_at(number) == len(step) and ramp.samples_until(number - 1) == done
+        hands = [list(ramp.rows_at(number, rank, ranks)) for rank in range(ranks)]
+        assert hands == reference.dealt(step, ranks)
+        assert len({len(hand) for hand in hands}) == 1, "each rank has equally many"
+        done += len(step)
+    assert ramp.samples_until(len(steps)) == done <= samples < done + ramp.batch_at(len(steps) + 1)
+
+
+@given(ramps(), st.integers(1, 200), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=10))
+def test_a_killed_run_trains_each_sample_once(drawn, samples, kills):
+    """A kill comes some steps after the last save; the next attempt goes on from that save with the same plan."""
+    ramp, ranks = drawn
+    last, kept, saved = ramp.steps_of(samples), [], 0
+
+    def train(first, until):
+        for number in range(first, until + 1):
+            hands = [ramp.rows_at(number, rank, ranks) for rank in range(ranks)]
+            kept.append([sample for row in zip(*hands, strict=True) for sample in row])
+
+    for more, lost in kills:
+        at = min(saved + more, last)
+        train(saved + 1, min(at + lost, last))
+        del kept[at:]  # what the killed attempt trained after its last save is gone with it
+        saved = at
+    train(saved + 1, last)
+    assert kept == reference.batches(ramp.stages, ramp.full, samples)
+
+
+@given(ramps(), st.integers(1, 40))
+def test_a_schedule_along_samples_counts_steps_of_the_full_batch(drawn, steps):
+    ramp, _ = drawn
+    stages = [list(stage) for stage in ramp.stages]
+    along = {"plugins": {"batch_ramp": {"stages": stages, "learning_rate": "samples"}}}
+    if stages:
+        counted = math.ceil(reference.full_steps(ramp.stages, ramp.full, steps))
+        assert scheduled(along, ramp, steps) == counted
+    assert scheduled({"plugins": {"batch_ramp": {"stages": stages}}}, ramp, steps) == steps
+
+
+@given(ramps(), st.integers(1, 30))
+def test_a_stage_ends_before_the_batch_is_another_one(drawn, step):
+    ramp, _ = drawn
+    end = ramp.end_at(step)
+    assert end is None or (step <= end and ramp.batch_at(end) == ramp.batch_at(step) != ramp.batch_at(end + 1))
+    assert (end is None) == (ramp.batch_at(step) == ramp.batch_at(1_000))
+
+
+def test_without_stages_it_is_the_plain_arithmetic():
+    ramp = ramp_of({}, 8)
+    assert (ramp.steps_of(47), ramp.samples_until(5), ramp.batch_at(1)) == (5, 40, 8)
+    assert ramp_of({"plugins": {"batch_ramp": {"stages": [[1, 0]]}}}, 8) == ramp, "what is refused counts as none"
+
+
+RECIPE = {
+    "context": {"mode": 0},
+    "use_parallel": True,
+    "runner_config": {"batch_size": 2, "sink_mode": False},
+    "parallel": {"parallel_mode": 0},
+    "parallel_config": {"data_parallel": 4},
+    "train_dataset": {"data_loader": {"type": "BlendedMegatronDatasetDataLoader", "sizes": [100, 0, 0]}},
+}
+SHARDED = {"context": {"mode": 0, "dataset_broadcast_opt_level": 0}, "parallel": {"parallel_mode": 1},
+           "runner_config": {"batch_size": 2, "sink_mode": False},
+           "parallel_config": {"data_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 6}}  # fmt: skip
+
+
+def with_ramp(stages, **changes):
+    return {**RECIPE, **changes, "plugins": {"batch_ramp": {"stages": stages}, **changes.get("plugins", {})}}
+
+
+def test_how_layouts_divide_a_step():
+    assert division_of(RECIPE) == Division(4, 2, 1, 1, True)
+    assert division_of({**RECIPE, **SHARDED}) == Division(2, 2, 6, 2, False)
+    alone = division_of({**RECIPE, "use_parallel": False})
+    assert (alone.unit, alone.full) == (1, 2)
+    assert check(with_ramp([[2, 4]])) == Settings(((2, 4),), "steps")
+    assert check(with_ramp([[2, 8], [4, 16]], **SHARDED)).stages == ((2, 8), (4, 16))
+
+
+@pytest.mark.parametrize(
+    ("schedules", "words"),
+    [
+        ({}, "which the recipe has not; write steps"),
+        ({"lr_schedule": {"type": "ConstantWarmUpLR"}, "grouped_lr_schedule": {"default": {}}}, "by groups of weights"),
+        ({"lr_schedule": {"type": "ConstantWarmUpLR"}}, ""),
+    ],
+)
+def test_an_axis_of_samples_needs_one_schedule(schedules, words):
+    recipe = with_ramp([[2, 4]], **schedules)
+    recipe["plugins"]["batch_ramp"]["learning_rate"] = "samples"
+    if not words:
+        assert check(recipe).learning_rate == "samples"
+        return
+    with pytest.raises(RecipeError, match=words) as raised:
+        check(recipe)
+    assert raised.value.key == "plugins.batch_ramp.learning_rate"
+
+
+@pytest.mark.parametrize(
+    ("stages", "changes", "words"),
+    [
+        ([[2, 6]], {}, "6 samples of a step until step 2 are not divisible by 4"),
+        ([[2, 8]], {}, "does not grow from 8 samples until step 2 to the recipe's own batch of 8"),
+        ([[2, 4]], SHARDED, "make 1 micro-batches, fewer than the 2 stages of the pipeline; write at least 8"),
+        ([[2, 4]], {"runner_config": {"batch_size": 2}}, "the queue to the device has one shape"),
+        ([[2, 4]], {"runner_config": {**RECIPE["runner_config"], "epochs": 2}}, "a second epoch has no stages"),
+        ([[2, 4]], {"context": {"mode": 1}}, "is for graph mode"),
+        ([[2, 8]], {**SHARDED, "context": {"mode": 0}}, "MindFormers' default lets only some ranks read data"),
+        ([[2, 4]], {"train_dataset": {"data_loader": {"type": "HFDataLoader"}}}, "this recipe has 'HFDataLoader'"),
+        ([[2, 4]], {"plugins": {"attention_balance": {}}}, "moves samples within a window"),
+        ([[2, 8]], {**SHARDED, "plugins": {"held_out_loss": {}}}, "runs the train step with the micro-batches"),
+    ],
+)
+def test_what_cannot_work_is_refused(stages, changes, words):
+    with pytest.raises(RecipeError) as raised:
+        check(with_ramp(stages, **changes))
+    assert words in str(raised.value)
