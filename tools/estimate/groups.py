@@ -1,0 +1,132 @@
+"""This module lists the collectives of a run that the estimator predicts: for each group of the mesh (tp, cp, ep, dp,
+pp) the operator, the bytes of its largest call, the ranks, and the predicted seconds.
+
+There is no second formula here. `Noted` is the estimator itself, which notes each call of its functions that predict
+communication (`DeviceTimes._collective`, `DeviceTimes.sending`, `ExpertTimes._step`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from plugins.hierarchical_ep.traffic import Step
+from tools.estimate.configuration import Configuration
+from tools.estimate.time_model import TimeModel
+from tools.hardware.load import Hardware
+
+GROUPS = ("tp", "cp", "ep", "dp", "pp")
+GATHER, EXCHANGE, SEND = "AllGather", "AlltoAll", "Send"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A `Collective` is the largest call of one group of the mesh.
+
+    Args:
+        group: tp, cp, ep, dp or pp. operator: AllGather (a ReduceScatter takes as long), AlltoAll, or Send.
+        bytes: of the whole tensor (AllGather), or what one rank sends (AlltoAll, Send).
+        ranks: of a group. stride: the distance of two neighbours in it. seconds: predicted.
+    """
+
+    group: str
+    operator: str
+    bytes: int
+    ranks: int
+    stride: int
+    seconds: float
+
+    def groups(self, devices: int) -> list[list[int]]:
+        """Return the groups of this kind whose ranks are all below `devices`; each device is in one at most."""
+        span = self.ranks * self.stride
+        return [
+            [start + first + self.stride * number for number in range(self.ranks)]
+            for start in range(0, devices - span + 1, span)
+            for first in range(self.stride)
+        ]
+
+
+class Noted(TimeModel):
+    """This is the time model, which also notes what it is asked of communication while it predicts."""
+
+    def __init__(self, hardware: Hardware):
+        super().__init__(hardware)
+        self.group = ""
+        self.stages = 1  # of the pipeline
+        self.found: list[Collective] = []
+
+    @contextmanager
+    def _of(self, group: str) -> Iterator[None]:
+        before, self.group = self.group, group
+        try:
+            yield
+        finally:
+            self.group = before
+
+    def _note(self, operator: str, size: float, ranks: int, stride: int, seconds: float) -> float:
+        if self.group and ranks > 1 and size > 0:
+            self.found.append(Collective(self.group, operator, round(size), ranks, stride, seconds))
+        return seconds
+
+    def _collective(self, size: float, ranks: int, stride: int) -> float:
+        return self._note(GATHER, size, ranks, stride, super()._collective(size, ranks, stride))
+
+    def _tensor(self, config: Configuration, size: float) -> float:
+        with self._of("tp"):
+            return super()._tensor(config, size)
+
+    def _context(self, config: Configuration, done: Any) -> float:
+        with self._of("cp"):
+            return super()._context(config, done)
+
+    def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
+        """Return what the time model does, and note the calls of the group dp."""
+        with self._of("dp"):
+            return super().once_and_each(config, stage)
+
+    def exchange(self, config: Configuration) -> None:
+        """Note the exchange of the experts' tokens: what a rank sends in the step that takes longest."""
+        if config.ep == 1 or not config.model.experts:
+            return
+        step = max(self.exchanges(self.dispatched(config)), key=lambda one: self._step(one, 1.0))
+        ranks = config.ep * (config.tp if config.expert_tp else 1)
+        with self._of("ep"):
+            self._note(EXCHANGE, _sent(step), ranks, 1, self._step(step, 1.0))
+
+    def sending(self, size: float, span: int) -> float:
+        """Return what the time model does, and note the call."""
+        stride = span // self.stages if self.group == "pp" else 1
+        return self._note(SEND, size, 2, stride, super().sending(size, span))
+
+    def transfer(self, config: Configuration) -> float:
+        """Return what the time model does, and note the call of the group pp."""
+        self.stages = config.pp
+        with self._of("pp"):
+            return super().transfer(config)
+
+
+def _sent(step: Step) -> float:
+    """The bytes that one rank sends in a step."""
+    return step.inter_bytes + step.intra_bytes
+
+
+def collectives_of(config: Configuration, hardware: Hardware) -> list[Collective]:
+    """Return the largest call of each kind of group of a run, in the order tp, cp, ep, dp, pp.
+
+    Groups of one name with different ranks are different kinds: gradients of experts have fewer copies than others.
+    """
+    model = Noted(hardware)
+    for kind in sorted({kind for chunk in config.stage_kinds(0) for kind in chunk}):
+        model.layer(config, kind)
+    model.exchange(config)
+    for stage in range(config.pp):
+        model.once_and_each(config, stage)
+    model.transfer(config)
+    largest: dict[tuple[str, str, int, int], Collective] = {}
+    for one in model.found:
+        key = (one.group, one.operator, one.ranks, one.stride)
+        if key not in largest or one.bytes > largest[key].bytes:
+            largest[key] = one
+    return sorted(largest.values(), key=lambda one: (GROUPS.index(one.group), one.ranks, one.stride))
