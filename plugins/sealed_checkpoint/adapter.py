@@ -1,11 +1,12 @@
 """This module is MindFormers' CheckpointMonitor, which also seals the saved files (see `plan`) and can resume with
 another global batch.
 
-This module is imported for its registration. `load_scaled_step` corrects the optimizer's count of steps, on which the
-learning rate and Adam's bias correction depend. MindFormers 1.9.0 scales this count as it scales the step of the data
-(`trainer/base_trainer.py`: "Scaled global step"), and passes it to `load_checkpoint`, which uses it only if the
-checkpoint lists no count, as with a sharded graph. Checkpoints of one process, and of data parallelism on CPU, list the
-count, and would go on with the learning rate of another step.
+This module is imported for its registration. `forget_logits` leaves out of a resume what belongs to a finished step.
+`load_scaled_step` corrects the optimizer's count of steps, on which the learning rate and Adam's bias correction
+depend. MindFormers 1.9.0 scales this count as it scales the step of the data (`trainer/base_trainer.py`: "Scaled global
+step"), and passes it to `load_checkpoint`, which uses it only if the checkpoint lists no count, as with a sharded
+graph. Checkpoints of one process, and of data parallelism on CPU, list the count, and would go on with the learning
+rate of another step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mindformers.utils.parallel_utils import barrier_world
 
 from plugins.lines import Span, note
 from plugins.private_hooks import relies_on, replace
-from plugins.sealed_checkpoint import router_state
+from plugins.sealed_checkpoint import router_state, stage_metadata
 from plugins.sealed_checkpoint.plan import (
     ATTEMPT,
     TRACKER,
@@ -40,6 +41,19 @@ from plugins.sealed_checkpoint.plan import (
 )
 
 
+def forget_logits(network: Any) -> None:
+    """Set the largest attention logits of a step, by which Muon's QK-clip scales heads, to zero.
+
+    MindFormers saves them before its callback resets them. One process would load those of the last step before the
+    save, and clip its heads once more; with several ranks no metadata list them, so they are not loaded.
+    """
+    import mindspore as ms
+
+    for item in network.get_parameters():
+        if item.name.endswith("max_logits_val"):
+            item.set_data(ms.ops.zeros(item.shape, item.dtype), slice_shape=item.sliced)
+
+
 def load_scaled_step() -> None:
     """Make MindFormers' trainer load the step count that it has computed, wherever the checkpoint stores the count."""
     import mindspore as ms
@@ -51,6 +65,7 @@ def load_scaled_step() -> None:
         checkpoint: str, network: Any, optimizer: Any = None, global_step: int | None = None, *more: Any, **named: Any
     ) -> None:
         load_all(checkpoint, network, optimizer, global_step, *more, **named)
+        forget_logits(network)
         if optimizer is not None and global_step is not None:
             count = optimizer.global_step
             # a parameter that is not marked as sliced is left out of the next checkpoint of a sharded graph
@@ -100,6 +115,7 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         root = self.directory
         saving = self._saving()
         saving.mkdir(parents=True, exist_ok=True)
+        stage_metadata.saves_in(saving)
         self.directory = str(saving)
         try:
             super()._save_megatron_ckpt_file_format(cb_params)
@@ -111,7 +127,7 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         self._note(began, self.common_info.step_num)
 
     def on_train_step_begin(self, run_context):
-        """Seal a background save that has finished meanwhile."""
+        """Seal a save in the background that has finished meanwhile."""
         super().on_train_step_begin(run_context)
         if self._config.async_save and self.async_save_manager.is_finalized:
             self._seal_and_note()
@@ -189,4 +205,5 @@ class SealingCheckpointMonitor(CheckpointMonitor):
 
 MindFormerRegister.register_cls(SealingCheckpointMonitor, MindFormerModuleType.CALLBACK, alias="CheckpointMonitor")
 router_state.enable()
+stage_metadata.enable()
 load_scaled_step()

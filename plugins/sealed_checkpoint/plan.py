@@ -150,7 +150,7 @@ def _write(seal: dict, folder: Path, rank: int) -> Path:
 
 
 def publish(saved: Path, root: Path) -> Path | None:
-    """Move a saved iteration that all ranks have sealed to its place among the checkpoints of `root`; return the new
+    """Move a saved iteration that all ranks have sealed into `root`, the folder of finished checkpoints; return the new
     path.
 
     An iteration of that name makes room: it is of an attempt before. None where it is of a later one, or somebody else
@@ -177,7 +177,8 @@ def publish(saved: Path, root: Path) -> Path | None:
 
 
 def adopt(root: Path) -> list[Path]:
-    """Move complete saves of attempts that ended before they could do so to their place; return the new paths.
+    """Move the complete checkpoints of attempts that ended before they could do so to the folder of finished
+    checkpoints; return the new paths.
 
     For a launch, between attempts; several nodes may do so at once. What is whole already stays.
     """

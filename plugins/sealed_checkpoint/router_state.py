@@ -1,10 +1,14 @@
 """This module adds the routers' biases and the placement of experts to the metadata of a sharded checkpoint, so that a
-resume loads them.
+resume loads them, and lists Muon's moments for the stage that has them.
 
 MindFormers 1.9.0 writes metadata.json from MindSpore's list of sharded parameters, and loads by it
 (`checkpoint/sharded_tensor.py`). The biases of aux-loss-free balancing are not in that list: every rank saves them, no
 rank loads them, and training goes on from biases of zero. The same holds for the placements of plugins.expert_balance,
 so tokens would go to other experts than before. All of these tensors are replicated on all ranks of a stage.
+
+In a pipeline MindSpore 2.9.0 knows by the prefixes `adam_m.` and `adam_v.` to which stage the state of the optimizer
+belongs, but not by Muon's `muon_m.`, and lists Muon's moments for a stage that does not hold them. Here each is listed
+beside its weight.
 """
 
 from __future__ import annotations
@@ -16,12 +20,14 @@ from plugins.private_hooks import replace
 
 # what is not listed -> what is, of the same cell
 STATE = {"expert_bias": "weight", "expert_load": "weight", "placement": "weight1"}
+MUON_MOMENT = "muon_m."
+_OF_WEIGHTS = ("adam_m.", "adam_v.", "accu_grads.")  # before a weight's name
 Entries = dict[str, list]  # name -> [layout, type, whole shape], as MindSpore lists a rank's parameters
 
 
 def add_router_state(entries: Entries, parameters: Iterable[Any]) -> Entries:
-    """Return a rank's metadata `entries`, to which the biases and the placement are added for each router and each MoE
-    layer whose weight is listed.
+    """Return a rank's metadata `entries` with the biases of each router, and the placement of each MoE layer, whose
+    weights are listed.
     """
     added = {}
     for item in parameters:
@@ -32,6 +38,22 @@ def add_router_state(entries: Entries, parameters: Iterable[Any]) -> Entries:
         if weight is not None:  # otherwise the layer is another stage's
             added[item.name] = [copied_like(weight[0]), item.dtype, tuple(item.shape)]
     return {**entries, **added}
+
+
+def with_muon(entries: Entries) -> Entries:
+    """Return a rank's metadata with Muon's moments of the matrices that the rank has, each laid out like its weight.
+
+    Muon has a moment of each matrix of which AdamW has none.
+    """
+    found = {name: entry for name, entry in entries.items() if not name.startswith(MUON_MOMENT)}
+    weights = [name for name, entry in found.items() if not name.startswith(_OF_WEIGHTS) and len(entry[2]) > 1]
+    moments = {f"{MUON_MOMENT}{name}": found[name] for name in weights if f"adam_m.{name}" not in found}
+    return found | moments
+
+
+def keeps_muon(ranks: Iterable[Entries]) -> bool:
+    """Return whether any of these metadata lists a moment of Muon."""
+    return any(name.startswith(MUON_MOMENT) for entries in ranks for name in entries)
 
 
 def copied_like(layout: Any) -> Any:
@@ -51,13 +73,16 @@ def enable() -> None:
 
     of_all, of_this = sharded_tensor.get_strategy_metadata, sharded_tensor.get_current_strategy_metadata
 
-    def all_ranks(network: Any, rank_id: int | None = None) -> dict[int, Entries] | None:
-        found = of_all(network, rank_id)
+    def added(found: dict[int, Entries] | None, network: Any) -> dict[int, Entries] | None:
+        if found and keeps_muon(found.values()):
+            found = {rank: with_muon(each) for rank, each in found.items()}
         return found and {rank: add_router_state(each, network.get_parameters()) for rank, each in found.items()}
 
+    def all_ranks(network: Any, rank_id: int | None = None) -> dict[int, Entries] | None:
+        return added(of_all(network, rank_id), network)
+
     def this_rank(network: Any) -> dict[int, Entries] | None:
-        found = of_this(network)
-        return found and {rank: add_router_state(each, network.get_parameters()) for rank, each in found.items()}
+        return added(of_this(network), network)
 
     replace(sharded_tensor, "get_strategy_metadata", ".get_rank_layout(rank_id)", all_ranks)
     replace(sharded_tensor, "get_current_strategy_metadata", ".get_local_rank_layout()", this_rank)

@@ -31,6 +31,7 @@ def check_arithmetic(view: View, built: Built, found: Findings) -> None:
     _dataset(view, built, found)
     _schedule(view, found)
     _tied(view, found)
+    _not_computed(view, found)
     if view.parallel:
         _divisions(view, built, found)
         _nodes(view, built, found)
@@ -89,6 +90,24 @@ def _tied(view: View, found: Findings) -> None:
     for key, tied in (("tie_word_embeddings", True), ("untie_embeddings_and_output_weights", False)):
         if view.get((*MODEL, key)) is tied:
             found.warning((*MODEL, key), "does not reach the training model, so nothing is tied", f"{not tied}")
+
+
+def _not_computed(view: View, found: Findings) -> None:
+    """What a public config.json may say, and MindFormers' training graph takes and does not compute."""
+    every = "every token attends to all tokens before it"
+    if view.flag((*MODEL, "use_sliding_window")):
+        found.error((*MODEL, "use_sliding_window"), f"MindFormers drops this key: {every}", "False")
+    elif view.get((*MODEL, "sliding_window")) is not None and not view.has((*MODEL, "use_sliding_window")):
+        right = "leave it out, or write use_sliding_window: False beside it"
+        found.error((*MODEL, "sliding_window"), f"MindFormers drops this key: {every}", right)
+    types = view.get((*MODEL, "layer_types"))
+    if types and any(kind != "full_attention" for kind in (types if isinstance(types, list) else [types])):
+        found.error((*MODEL, "layer_types"), f"MindFormers drops this key: {every}", "leave it out")
+    if view.get((*MODEL, "softmax_scale")) is not None:
+        wrong = "nothing that trains reads it: scores are divided by the root of a head's size"
+        found.error((*MODEL, "softmax_scale"), wrong, "leave it out")
+    if view.get((*MODEL, "partial_rotary_factor")) not in (None, 1):
+        found.error((*MODEL, "partial_rotary_factor"), "nothing that trains reads it", "1.0, or leave it out")
 
 
 def _divisions(view: View, built: Built, found: Findings) -> None:

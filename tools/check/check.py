@@ -146,12 +146,13 @@ def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[
             return None
         if layers is not None and sum(map(sum, layers)) != model.layers:
             layers = None
-        tokens = view.global_batch * built.fields["seq_length"]
+        tokens = view.global_batch * built.fields["seq_length"]  # of a step of the largest batch
         flops = flops_per_token(model, built.fields["seq_length"])
         adapters = adapters_of(view, built.fields)
     except (RecipeError, TypeError, KeyError, ValueError):
         return None
-    budget = token_budget or _own_budget(view, tokens)
+    length = built.fields["seq_length"]
+    budget = token_budget or _own_budget(view, length)
     return {
         "parameters_total": total,
         "parameters_active": active_parameters(model),
@@ -159,6 +160,7 @@ def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[
         "devices": view.devices,
         "layout": {"dp": view.dp, "tp": view.tp, "pp": view.pp, "cp": view.cp, "ep": view.ep, "chunks": view.chunks},
         "global_batch_samples": view.global_batch,
+        "batch_ramp": [list(stage) for stage in view.ramp.stages],
         "tokens_per_step": tokens,
         "stage_layers": [sum(rows) for rows in zip(*layers, strict=True)] if layers else None,
         "stage_chunk_layers": layers,
@@ -167,7 +169,7 @@ def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[
         "flops_formula": FORMULA,
         "flops_per_step": flops * tokens,
         "token_budget": budget,
-        "steps": -(-budget // tokens) if budget else None,
+        "steps": _steps(view, length, budget) if budget else None,
     }
 
 
@@ -180,13 +182,20 @@ def _stage_parameters(view: View, built: Built, model: Model) -> list[int]:
     return [down + up for down, up in zip(chunks[: view.pp], reversed(chunks[view.pp :]), strict=True)]
 
 
-def _own_budget(view: View, tokens: int) -> int | None:
+def _own_budget(view: View, length: int) -> int | None:
     """Tokens that the recipe itself asks for: its samples, or its schedule."""
     epochs = view.number(("runner_config", "epochs"), 1)
-    if view.samples and view.global_batch:
-        return epochs * (view.samples // view.global_batch) * tokens or None
+    if view.samples:
+        return epochs * view.ramp.samples_until(view.ramp.steps_of(view.samples)) * length or None
     steps = view.get(("lr_schedule", "total_steps"))
-    return steps * tokens if type(steps) is int and steps > 0 else None
+    return view.ramp.samples_until(steps) * length if type(steps) is int and steps > 0 else None
+
+
+def _steps(view: View, length: int, budget: int) -> int:
+    """Steps that train at least `budget` tokens."""
+    samples = -(-budget // length)
+    whole = view.ramp.steps_of(samples)
+    return whole + (view.ramp.samples_until(whole) < samples)
 
 
 def side_by_side(tables: list[tuple[str, dict[str, Any]]]) -> Table:
@@ -201,6 +210,12 @@ def side_by_side(tables: list[tuple[str, dict[str, Any]]]) -> Table:
     return shown
 
 
+def _samples(table: dict[str, Any]) -> str:
+    """The samples of a step, of each stage where they grow."""
+    stages = [f"{batch:,} until step {end:,}" for end, batch in table["batch_ramp"]]
+    return ", ".join([*stages, f"{table['global_batch_samples']:,}"])
+
+
 def _rows(table: dict[str, Any]) -> list[tuple[str, str]]:
     layout = " ".join(f"{name}{size}" for name, size in table["layout"].items() if size > 1) or "one device"
     adapters = table["parameters_trained"] if table["parameters_trained"] != table["parameters_total"] else 0
@@ -210,7 +225,7 @@ def _rows(table: dict[str, Any]) -> list[tuple[str, str]]:
         ("parameters", f"{table['parameters_total']:,}{trained}"),
         ("active parameters per token", f"{table['parameters_active']:,}"),
         ("devices", f"{table['devices']:,} ({layout})"),
-        ("samples per step", f"{table['global_batch_samples']:,}"),
+        ("samples per step", _samples(table)),
         ("tokens per step", f"{table['tokens_per_step']:,}"),
         ("layers by stage", " ".join(map(str, table["stage_layers"] or ["unknown"]))),
         ("parameters by stage", " ".join(map(_short, table["stage_parameters"] or [])) or "unknown"),

@@ -14,7 +14,7 @@ from rich.console import Console
 from tools.check.build import check_built
 from tools.check.check import FORMULA, check_recipe, is_fragment, side_by_side
 from tools.process.waiting import saying
-from tools.ranges import Tokens
+from tools.ranges import Tokens, overrides_option
 from tools.recipe.findings import ERROR, NOTE, WARNING, Report
 from tools.recipe.load import Recipe, read_recipe
 from tools.recipe.override import apply_overrides
@@ -34,7 +34,7 @@ LAYOUT = ".layout.yaml"  # what `offset: auto` of the recipe beside it stands fo
     is_flag=True,
     help="Print the JSON Schema with which editors complete and check recipes, and check nothing.",
 )
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@overrides_option
 @click.option(
     "--token-budget",
     type=Tokens(),

@@ -8,10 +8,16 @@ experts to a wrong place.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from plugins.errors import RecipeError
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
 from plugins.yarn import plan as yarn
+from tools.estimate.configuration import weight_copies, weight_shards
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.memory.model import counted_weights
+from tools.estimate.muon import orthogonal
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath
 from tools.recipe.view import LOADER, MODEL, PARALLEL, RUNNER, View
@@ -44,6 +50,8 @@ def check_conflicts(view: View, built: Built, found: Findings) -> None:
         _sequence(view, built, found)
     _callbacks(view, built, found)
     _trainer(view, found)
+    if view.get(_KIND) == "Muon":
+        _muon(view, built, found)
     if view.on_cpu:
         _on_cpu(view, built, found)
 
@@ -255,7 +263,7 @@ def _trainer(view: View, found: Findings) -> None:
         found.error(
             (*RUNNER, "sink_mode"), f"dataset_broadcast_opt_level {level} needs it", "True", rule="broadcast_sink"
         )
-    if view.parallel and view.megatron and not view.on_cpu:
+    if view.parallel and view.megatron and not view.on_cpu and not view.ramp.stages:  # which has a rule of its own
         if type(level) is int and level < 3:
             path = ("context", "dataset_broadcast_opt_level")
             found.error(path, f"{level}: the Megatron loader needs 3", "3", rule="broadcast_level")
@@ -330,7 +338,71 @@ def _data_parallel(view: View, built: Built) -> list[Rule]:
 
 
 KEYS = ("print_expert_load", "enable_expert_relocation")
+_KIND = ("optimizer", "type")
+
+
+def _muon(view: View, built: Built, found: Findings) -> None:
+    """What Muon refuses when it is built, after the launch, and what a CPU cannot compute of it."""
+    if built.fields.get("multi_latent_attention") is not True:
+        wrong = "Muon knows only the weights of multi-latent attention"
+        found.error(_KIND, wrong, "AdamW, or a model with multi_latent_attention: True", rule="muon_latent")
+    if built.fields.get("mla_qkv_concat"):
+        wrong = "Muon would make fused projections orthogonal as one matrix, and QK-clip would not find them"
+        found.error(_m("mla_qkv_concat"), wrong, "False", rule="muon_parts")
+    if view.flag(("optimizer", "swap")):
+        found.error(("optimizer", "swap"), "Muon keeps its state on the device", "False", rule="muon_swap")
+    if view.get(("optimizer", "ns_steps"), 5) != 5:
+        wrong = "nothing reads the key: Muon takes five Newton-Schulz steps"
+        found.error(("optimizer", "ns_steps"), wrong, "leave it out", rule="muon_steps")
+    threshold = view.get(("optimizer", "qk_clip_threshold"), 100)
+    if type(threshold) in (int, float) and threshold <= 0:
+        wrong = "QK-clip would scale the weights of each head to nothing"
+        found.error(("optimizer", "qk_clip_threshold"), wrong, "a logit, such as 100", rule="muon_clip")
+    if view.parallel and view.flag(_SHARDED):
+        path = (*_SHARDS, "optimizer_weight_shard_size")
+        size = view.get(path, -1)
+        if type(size) is int and size <= 1:  # MindSpore ignores 1
+            wrong = "Muon gathers whole matrices and must be told over how many ranks they are cut"
+            right = f"a divisor of data_parallel {view.dp} that is more than 1, or enable_parallel_optimizer: False"
+            found.error(path, wrong, right, rule="muon_shard_size")
+        elif type(size) is int and size > view.dp:
+            wrong = f"Muon cuts a matrix over data-parallel ranks, of which there are {view.dp}, not over {size}"
+            found.error(path, wrong, f"at most {view.dp}", rule="muon_shard_ranks")
+        else:
+            _muon_shards(view, found)
+    if view.cpu_classes:
+        wrong = "Muon asks for groups of ranks and computes in bfloat16: on CPU it needs the sharded graph"
+        found.error(_KIND, wrong, "AdamW, or use_parallel: True and parallel.parallel_mode: 1")
+
+
+def _muon_shards(view: View, found: Findings) -> None:
+    """What Muon gathers or takes for whole although MindSpore does not cut it so."""
+    try:
+        config = from_recipe(view.recipe)
+    except RecipeError:
+        return  # other rules say why
+    every = replace(config, shard_threshold=0)
+    held = (weight for stage in range(config.pp) for weight, _ in counted_weights(config, stage))
+    for weight in dict.fromkeys(each for each in held if orthogonal(each, config)):
+        if weight.split == "experts":
+            sharing = min(config.shard_size, weight_copies(weight, config))
+            if config.model.experts % (config.ep * sharing):
+                own = config.model.experts // config.ep
+                wrong = f"{sharing} shards of the {own} experts of a rank would cut experts"
+                found.error(
+                    (*_SHARDS, "optimizer_weight_shard_size"), wrong, f"a divisor of {own}", rule="muon_experts"
+                )
+        elif weight_shards(weight, every) > weight_shards(weight, config):
+            wrong = (
+                f"MindSpore leaves the matrix {weight.name} [{weight.rows}, {weight.columns}] whole, because it is "
+                "smaller, but Muon takes it for a shard: it would stack equal copies, and change it by less"
+            )
+            found.error((*_SHARDS, "parallel_optimizer_threshold"), wrong, "0", rule="muon_threshold")
+            return
+
+
 _SHARDED = ("parallel", "enable_parallel_optimizer")
+_SHARDS = ("parallel", "parallel_optimizer_config")
 _OURS = "leave it out; plugins.expert_balance does this"
 # mindformers 1.9.0, moe_layer.py: the rows that a rank sends are sorted by np.argsort, which keeps no order among the
 # experts that go to one device, and the slots that the router's map gives them are popped from a set

@@ -26,7 +26,7 @@ def modelled(recipe: Recipe) -> str:
 
 
 def check_differences(view: View, built: Built, found: Findings) -> None:
-    """Note every difference that this recipe has."""
+    """Note every case in which MindFormers computes something else than one may expect for this recipe."""
     if said := modelled(view.recipe):  # what would be trained is another model, or nothing
         found.note(("model",), said, "see card.yaml")
     _shared_embedding(view, built, found)

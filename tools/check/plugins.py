@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from plugins.attention_balance import plan as attention_balance
+from plugins.batch_ramp import plan as batch_ramp
 from plugins.ep_overlap import plan as ep_overlap
 from plugins.ep_overlap.plan import FORWARD_STEPS, chunk_slices
 from plugins.errors import RecipeError
@@ -25,6 +26,7 @@ from plugins.hierarchical_ep import settings as hierarchical_ep
 from plugins.hierarchical_ep.plan import make_plan
 from plugins.hierarchical_ep.programs import check_groups, check_programs, creation_orders, programs_of
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
+from plugins.hyper_connections import plan as hyper_connections
 from plugins.lora import plan as lora
 from plugins.mtp_documents import plan as mtp_documents
 from plugins.operator_fusion import plan as operator_fusion
@@ -44,7 +46,8 @@ _EXPERTS, _GROUP_LOSS = ("plugins", "expert_balance"), ("plugins", "group_aux_lo
 _SPIKES, _PACKED = ("plugins", "spike_guard"), ("plugins", "packed_labels")
 _BALANCE, _HELD_OUT = ("plugins", "attention_balance"), ("plugins", "held_out_loss")
 _FUSION, _GRADIENT = ("plugins", "operator_fusion"), ("plugins", "grouped_gradient")
-_MTP = ("plugins", "mtp_documents")
+_MTP, _RAMP = ("plugins", "mtp_documents"), ("plugins", "batch_ramp")
+_STREAMS = ("plugins", "hyper_connections")
 _YARN, _LORA, _BIASES = ("plugins", "yarn"), ("plugins", "lora"), ("plugins", "output_biases")
 
 
@@ -72,6 +75,8 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
     if on(_HELD_OUT):
         _held_out_loss(view, found)
     _of_the_model(view, built, on, found)
+    if on(_RAMP):
+        _batch_ramp(view, found)
     if on(_SPIKES):
         with _refusals(_SPIKES, found):
             spike_guard.check(view.recipe)
@@ -100,9 +105,25 @@ def _of_the_model(view: View, built: Built, on: Callable[[KeyPath], bool], found
         with _refusals((), found):
             model = view.get(MODEL)
             output_biases.read(view.get(_BIASES), model if isinstance(model, dict) else {})
+    if on(_STREAMS):
+        with _refusals(_STREAMS, found):
+            hyper_connections.check(view.get(_STREAMS), view.recipe)
     if on(_LORA):
         with _refusals(_LORA, found):
             lora.check(view.get(_LORA), view.recipe, built.fields)
+
+
+def _batch_ramp(view: View, found: Findings) -> None:
+    """What the plugin refuses, and a run that ends before its batch has grown."""
+    with _refusals((), found):
+        batch_ramp.check(view.recipe)
+        last, steps = view.ramp.stages[-1][0], view.ramp.steps_of(view.samples)
+        if 0 < steps <= last:
+            wrong = f"the ramp lasts until step {last:,}, but the run ends with step {steps:,}"
+            right = f"stages that end earlier, or at least {view.ramp.samples_until(last + 1):,} samples"
+            found.warning(
+                (*_RAMP, "stages"), f"{wrong}: it never trains {view.global_batch:,} samples in a step", right
+            )
 
 
 def _held_out_loss(view: View, found: Findings) -> None:

@@ -204,8 +204,13 @@ class Configuration:
         return self.ulysses if self.cp % self.ulysses == 0 else 1
 
     @property
+    def muon(self) -> bool:
+        """Return whether Muon updates the matrices of layers."""
+        return self.matrix_state_item is not None
+
+    @property
     def item(self) -> int:
-        """Return the bytes of an element in the computing type; fp8 and fp4 are made from bf16."""
+        """Return the bytes of an element in the computing type; fp8 and fp4 values are made from bf16 values."""
         return 4 if self.dtype == "fp32" else 2
 
     @property
@@ -282,8 +287,8 @@ def _first_layers(layers: Table, schedule: str) -> Table:
 
 
 def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:
-    """Return numbers of layers [chunks][stages] that are as even as possible. If they cannot all be equal, the last
-    chunk of the model gets a layer less, then the first, then the last but one, and so on.
+    """Return numbers of layers [chunks][stages] that are as even as possible. If the layers cannot be divided equally,
+    the last chunk of the model gets one layer less, then the first chunk, then the last but one, and so on.
 
     The ends hold the embedding and the head, so frameworks leave them the fewer layers (Llama 3: 126 on 16 stages).
     With MTP the last chunk is emptied for the head, where that is possible, and then the one before for MTP; else all
@@ -396,7 +401,7 @@ def parts_of(option: str) -> tuple[str, ...]:
 
 
 def weight_cut(weight: Weight, config: Configuration) -> int:
-    """Return over how many ranks the weight itself is cut."""
+    """Return the number of ranks over which the weight itself is cut, before the optimizer shards it."""
     if weight.split == "experts":
         return config.ep * (config.tp if config.expert_tp else 1)
     return config.tp if weight.split else 1
@@ -407,17 +412,24 @@ def weight_copies(weight: Weight, config: Configuration) -> int:
     return config.dp * config.tp * config.cp // weight_cut(weight, config)
 
 
+ENDS = ("embedding", "output")  # matrices of no layer, which Muon leaves to AdamW
+# what MindFormers' Muon keeps whole on every copy (gpt_model.py, get_op_groups_info)
+_UNSHARDED = ("q", "q_up", "q_down", "kv_up", "kv_down", "projection")
+
+
 def shard_group(weight: Weight, config: Configuration) -> int:
-    """Return how many of these ranks share shards; MindSpore shards nothing if `shard_size` does not divide their
-    number.
+    """Return how many of the ranks with the same part of the weight share its shards; MindSpore shards nothing if
+    `shard_size` does not divide their number.
     """
+    if config.muon and weight.name in _UNSHARDED:
+        return 1
     held, size = weight_copies(weight, config), config.shard_size
     return held if not config.shard_optimizer or not size else 1 if held % size else size
 
 
 def weight_shards(weight: Weight, config: Configuration) -> int:
-    """Return over how many ranks the optimizer spreads the weight: its group, or 1 if it does not divide or is
-    small.
+    """Return over how many ranks the optimizer spreads the weight: the ranks of its group, or 1 if their number does
+    not divide the weight or the weight is small.
     """
     sharing = shard_group(weight, config)
     rows = weight.rows // (1 if weight.split == "columns" else weight_cut(weight, config))

@@ -1,5 +1,5 @@
-"""This module holds which share of its nominal figures a device type reaches, and the seconds of single operators and
-collectives that follow.
+"""This module holds the share of its nominal figures that a device type reaches, and computes from it the seconds of
+single operators and collectives.
 
 efficiencies.yaml has one set of parameters for each device type. With them an operator takes, as a roofline,
 
@@ -83,8 +83,8 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class KnownError:
-    """These are the errors of predicted step times on published runs; each run was predicted by a fit that left its
-    whole group out.
+    """These are the errors of predicted step times on published runs; each run was predicted by a fit that left out the
+    run's whole group.
 
     Args:
         groups: models on one cluster; each was predicted by a fit to all others.
@@ -111,7 +111,8 @@ class KnownError:
 
 @dataclass(frozen=True)
 class Newer:
-    """These are the errors of predicted step times on runs of software newer than the fit, over all device types.
+    """These are the errors of predicted step times, over all device types, on runs whose software is newer than that of
+    the fitted runs.
 
     Args:
         mean, worst: of |predicted / measured - 1|.
@@ -150,19 +151,21 @@ def _sets() -> dict[str, Any]:
 
 
 def clear_cache() -> None:
-    """Read efficiencies.yaml again."""
+    """Read the file efficiencies.yaml again."""
     _content.cache_clear()
 
 
 def newer_error(hardware: Hardware) -> Newer | None:
-    """Return how far step times are off on newer software; None where the file has efficiencies of its own, which
+    """Return how far step times are off on newer software; None if the cluster's file has its own efficiencies, which
     `calibrate` fitted to the software that was measured.
     """
     return None if hardware.efficiency else Newer(**_content()["newer"])
 
 
 def cluster_file(name: str) -> Path:
-    """Return the file of a cluster: that of a name or device of this repository, else `name` as a path."""
+    """Return the file of a cluster, given by its name or by a device of this repository; any other `name` is taken as a
+    path.
+    """
     word = name_of(name)
     places = (CLUSTERS / f"{word}.yaml", FOLDER / f"{word}.yaml")
     return next((place for place in places if place.is_file()), Path(name))

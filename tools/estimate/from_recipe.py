@@ -58,7 +58,7 @@ def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
 
 
 def table_of_numbers(numbers: Iterable[int], layers: Table, schedule: str) -> Table:
-    """Return a table [chunks][stages]: how many of the layers in `numbers` each chunk and stage holds.
+    """Return a table [chunks][stages] that says how many of the layers in `numbers` each chunk and stage holds.
 
     Raises:
         ValueError: one of them is not a layer of the model.
@@ -264,8 +264,8 @@ def recompute_of(view: View, layers: Table) -> Recompute:
 
 
 def reader_of(view: View) -> Reader:
-    """Return the function that reads recompute keys: as counts of layers or, if activations are swapped, as the numbers
-    of single layers.
+    """Return the function that reads recompute keys: as counts of layers, or as numbers of single layers if activations
+    are swapped.
     """
     if not swaps(view):
         return spread
@@ -273,7 +273,8 @@ def reader_of(view: View) -> Reader:
 
 
 def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
-    """Return in how many layers [chunks][stages] a `select_recompute` saves memory, which is where it recomputes norms.
+    """Return in how many layers [chunks][stages] a `select_recompute` saves memory; it saves memory where it recomputes
+    norms.
 
     A flag or numbers stand for MindFormers' default operators, the multiplication and the activation function of an
     MLP, which a fused SwiGLU has not: `tc3 dryrun` sees no byte less.
@@ -284,8 +285,8 @@ def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
 
 
 def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tuple[str, Table], ...]:
-    """Return the groups of operators that all patterns of a `select_recompute` name together, with the layers that have
-    them all.
+    """Return the groups of operators of which a `select_recompute` names all patterns, with the layers for which it
+    names them.
 
     A group of which a pattern is missing, or spelt otherwise, counts as none: it may free nothing.
     """
@@ -326,7 +327,9 @@ SELECTED = (r".*\.norm", r"mlp\.mul", r"mlp\.activation_func\.silu", r"mlp\.shar
 
 
 def table_of(key: str, value: Any, layers: Table, read: Reader = spread) -> Table | None:
-    """Return the layers by chunk and stage at a recompute key; None if it has none, () if its patterns disagree."""
+    """Return the layers by chunk and stage that a recompute key names; None if it names none, () if its patterns
+    disagree.
+    """
     if key == _SELECT and select_of(value, layers, read) is None:
         return None
     if isinstance(value, dict):
@@ -337,7 +340,7 @@ def table_of(key: str, value: Any, layers: Table, read: Reader = spread) -> Tabl
 
 def swapped_value(key: str, table: Table | None, config: Configuration, now: Any) -> Any:
     """Return the value to write to a recompute key of a recipe that swaps activations: the numbers of the layers, for
-    the operator patterns that the key has `now`.
+    each operator pattern in the key's present value `now`.
 
     Patterns stand in a mapping: MindFormers refuses a list of them then, and False for one of them.
     """
@@ -362,7 +365,9 @@ def not_empty(table: Table | None) -> Table | None:
 
 
 def has_counts(value: Any) -> bool:
-    """Return whether a recompute key holds numbers of layers, which fit only one number of stages and chunks."""
+    """Return whether a recompute key holds numbers of layers, which are valid only for one number of stages and
+    chunks.
+    """
     if isinstance(value, dict):
         return any(map(has_counts, value.values()))
     return isinstance(value, list) and not patterns_of(value)
@@ -378,8 +383,8 @@ def plain_value(table: Table | None, layers: Table) -> Any:
 
 
 def with_patterns(key: str, value: Any, now: Any) -> Any:
-    """Return the value to write to a recompute key: the plain `value`, given to each of the operator patterns that the
-    key has `now`.
+    """Return the value to write to a recompute key: `value`, for each operator pattern in the key's present value
+    `now`.
 
     A `select_recompute` whose patterns, or MindFormers' own, would save nothing gets those that do. Patterns of all
     layers stay, or become, a list where there is no mapping: a child cannot turn a plain value into one.
@@ -393,7 +398,7 @@ def with_patterns(key: str, value: Any, now: Any) -> Any:
 
 
 def with_groups(recompute: Recompute, layers: Table, now: Any) -> dict[str, Any] | None:
-    """Return the new value of `select_recompute` if groups of operators are named, or are there `now`; None if nothing
+    """Return the new value of `select_recompute` if it names groups of operators, now or afterwards; None if nothing
     changes.
 
     Every other pattern but those of the norms is switched off, not left out (a child's mapping is merged with its
@@ -421,8 +426,8 @@ def names_groups(value: Any) -> bool:
 
 
 def without_counts(value: Any) -> Any:
-    """Return a recompute key's value without numbers of layers, which were counted for other stages: its patterns, all
-    switched off.
+    """Return a recompute key's value without numbers of layers, which were counted for other stages: all of its
+    patterns are switched off.
     """
     return dict.fromkeys(patterns_of(value), False) if has_counts(value) else value
 
@@ -431,8 +436,8 @@ DEGREE = (*PARALLEL, "ulysses_degree_in_cp")
 
 
 def not_compiled(model: Model) -> tuple[str, str] | None:
-    """Return why a degree above 1 does not compile for a model, and the rule that names MindFormers' line; None if it
-    does.
+    """Return why a degree above 1 does not compile for a model, and the rule that cites MindFormers' line; None if it
+    compiles.
     """
     if not model.latent:
         return "MindFormers 1.9.0 cuts heads along the batch outside of MLA, and does not compile", "ulysses_grouped"

@@ -7,9 +7,10 @@ activations.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from plugins.hyper_connections import plan as hyper_connections
 from tools.estimate.configuration import ATTENTION, EXPERTS, MLP, Configuration
 from tools.model.weights import attention_weights
 
@@ -38,13 +39,13 @@ class Matmul:
 
     @property
     def flops(self) -> float:
-        """Return the FLOPs of all products, forward."""
+        """Return the FLOPs of all matrix products in the forward pass."""
         return 2 * self.rows * self.columns * self.depth * self.times
 
 
 @dataclass(frozen=True)
 class Part:
-    """This is what a part of a layer does in the forward pass: its matmuls, the bytes that its other operators move
+    """This is the work of a part of a layer in the forward pass: its matmuls, the bytes that its other operators move
     (`sorting` is the share of sorting in them), and the token copies that it sends to experts.
     """
 
@@ -81,7 +82,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Return the matmul and attention FLOPs."""
+        """Return the FLOPs of matmuls and attention in the forward pass."""
         return sum(matmul.flops for matmul in self.matmuls) + self.attention
 
 
@@ -99,7 +100,7 @@ def work(config: Configuration, kind: str) -> Work:
         logits = tokens * model.vocab / config.tp
         return Work(products, elementwise=_LOGIT_BYTES * logits, gathered=tokens * h * ITEM, collectives=1)
     if kind == "mtp":
-        layer = work(config, model.last_kind)
+        layer = work(replace(config, model=replace(model, streams=1)), model.last_kind)
         more = Matmul(held if config.shared_whole else tokens, h / (1 if config.shared_whole else config.tp), 2 * h)
         head = work(config, "head")
         products = (*layer.matmuls, more, *head.matmuls)
@@ -112,10 +113,11 @@ def work(config: Configuration, kind: str) -> Work:
     attention = _attention(config)
     if config.layer_only:
         return Work(mlp.matmuls, elementwise=mlp.elementwise, copies=mlp.copies, sorting=mlp.sorting)
+    mixing = mixing_part(config, held)
     return Work(
-        matmuls=(*_projections(config, tokens, held), *mlp.matmuls),
+        matmuls=(*_projections(config, tokens, held), *mlp.matmuls, *mixing.matmuls),
         attention=attention,
-        elementwise=rows * held * h + turned_bytes(config) + mlp.elementwise,
+        elementwise=rows * held * h + turned_bytes(config) + mlp.elementwise + mixing.elementwise,
         gathered=tokens * h * ITEM,
         collectives=2 if kind == "moe" and not config.expert_tp else 4,
         moved_keys=tokens * model.kv_heads * (model.qk_dim + model.v_dim) / config.tp * ITEM,
@@ -125,9 +127,29 @@ def work(config: Configuration, kind: str) -> Work:
     )
 
 
+def mixing_part(config: Configuration, held: float) -> Part:
+    """Return the work of both hyper-connections of a layer; nothing with one residual stream.
+
+    Counted by what each operator of `plugins/hyper_connections` reads and writes, none of them fused: to fp32, square,
+    mean, H_pre x, to the type of the residual, H_res x, H_post y, their sum and the cast of it; for each division of
+    Sinkhorn a sum, epsilon and the division. The products with the gates are narrow, and as fast as their bytes.
+    """
+    model, n = config.model, config.model.streams
+    if n == 1:
+        return Part(())
+    residual = 4 if config.fp32_residual else ITEM
+    cast = ITEM + 4 if config.fp32_residual else 0
+    wide = n * model.hidden * ((ITEM + 4) + (4 + 4) + 4 + ITEM + cast + 6 * residual + (residual + ITEM))
+    narrow = model.hidden * (2 * ITEM + residual)
+    divisions = 2 * model.sinkhorn * 4 * (3 * n * n + 4 * n)
+    sublayers, gates = len(hyper_connections.SUBLAYERS), hyper_connections.gates(n)
+    products = (Matmul(held, gates, n * model.hidden, sublayers), Matmul(held, gates, model.hidden, sublayers))
+    return Part(products, sublayers * held * (wide + narrow + divisions))
+
+
 def repeated_parts(config: Configuration, kind: str) -> dict[str, Part]:
-    """Return group of operators (`tools.estimate.configuration.PATTERNS`) -> what it computes and moves if a layer of
-    this kind recomputes it.
+    """Return, for each group of operators (`tools.estimate.configuration.PATTERNS`), what it computes and moves if a
+    layer of this kind recomputes the group.
     """
     model, tokens = config.model, config.rank_tokens
     up = [weight for weight in attention_weights(model) if weight.name in ("kv_up", "q_up", "q") and weight.multiplies]
@@ -145,8 +167,8 @@ def turned_bytes(config: Configuration) -> float:
 
 
 def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
-    """Return the bytes that casts of activations move, forward; backward casts gradients of results and moves twice
-    that.
+    """Return the bytes that casts of activations move in the forward pass; the backward pass casts the gradients of
+    results and moves twice as many.
 
     Weights are cast once a step, by the optimizer.
     """
@@ -156,8 +178,8 @@ def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
 
 
 def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
-    """Return the bytes that adding one micro-batch's gradient of a matmul's weights to the accumulated sum moves: the
-    sum is read and written.
+    """Return the bytes that are moved when one micro-batch's gradient of a matmul's weights is added to the accumulated
+    sum, which is read and written.
 
     FSDP reduces them as they come. Sets fitted to MindFormers' runs hold it in their other efficiencies.
     """
@@ -167,8 +189,8 @@ def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
 
 
 def sorted_once(config: Configuration, done: Work) -> float:
-    """Return the bytes by which backward moves less than twice the bytes of forward: gradients are sorted back only
-    once.
+    """Return by how many bytes the backward pass moves less than twice the bytes of the forward pass, because it sorts
+    gradients only once.
 
     Sets fitted to MindFormers' runs hold it in their other efficiencies.
     """
@@ -176,7 +198,9 @@ def sorted_once(config: Configuration, done: Work) -> float:
 
 
 def score_bytes(config: Configuration) -> float:
-    """Return the bytes that an unfused attention reads and writes for its scores beside its matmuls, forward."""
+    """Return the bytes that an unfused attention reads and writes in the forward pass for its scores, beside its
+    matmuls.
+    """
     if config.flash:
         return 0.0
     each = _SCORE_BYTES + (_DROPPED_SCORE_BYTES if config.model.dropout else 0)
@@ -184,8 +208,8 @@ def score_bytes(config: Configuration) -> float:
 
 
 def score_passes(config: Configuration) -> float:
-    """Return the bytes that backward moves for an unfused attention's scores beside its matmuls, divided by those of
-    forward.
+    """Return the bytes that an unfused attention moves in the backward pass for its scores, divided by those of the
+    forward pass.
 
     The gradients of dropout and softmax are read and written with what they kept.
     """
@@ -193,7 +217,8 @@ def score_passes(config: Configuration) -> float:
 
 
 def pairs(config: Configuration, causal: bool = True) -> float:
-    """Return the query-key pairs of a device's micro-batch and one head; windows count for every other layer.
+    """Return the number of query-key pairs of a device's micro-batch for one head; a window applies to every other
+    layer.
 
     What is masked between documents (`attended`) costs a causal kernel nothing.
     """
@@ -232,7 +257,7 @@ def _mlp_work(config: Configuration, kind: str, tokens: float, held: float) -> P
 
 
 def routed_part(config: Configuration, share: float = 1.0) -> Part:
-    """Return the work of the busiest device's routed experts, with the sorting of copies by expert and back.
+    """Return the work of the busiest device's routed experts, including the sorting of token copies by expert and back.
 
     Args:
         share: of a micro-batch's tokens; a chunk's matmuls have fewer rows.

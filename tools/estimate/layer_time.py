@@ -78,8 +78,8 @@ class ExpertTimes(DeviceTimes):
     """This predicts the time of dispatch, experts and combine on one cluster."""
 
     def dispatched(self, config: Configuration) -> Configuration:
-        """Return the run with the dispatch mode that is used on this cluster: an EP group inside one node uses the
-        global All-to-All, which every mode then equals.
+        """Return the run with the dispatch mode that it uses on this cluster: if an EP group lies inside one node,
+        every mode equals the global All-to-All, which is then used.
         """
         alone = config.ep * (config.tp if config.expert_tp else 1) <= self.hardware.devices_per_node
         return replace(config, ep_mode="global") if alone and config.ep_mode in MODES[1:] else config
@@ -260,7 +260,7 @@ class Parts:
 @dataclass(frozen=True)
 class LayerTime:
     """These are the times of a layer's forward and backward without recomputation, and the time that each recompute
-    option adds to backward.
+    option adds to the backward.
     """
 
     forward: Parts

@@ -51,7 +51,7 @@ _MOST = {"step": 1_000_000_000, "micro_batch": 100_000, "layer": 10_000, "expert
 
 
 class Counted(NamedTuple):
-    """These are the tokens of each expert that a log of expert loads has counted.
+    """These are the tokens of each expert in a log of expert loads.
 
     Args:
         tokens: [steps, layers, experts], the sums of the micro-batches, by logical expert.
@@ -64,7 +64,7 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class Loads:
-    """These are the loads of the devices of an expert-parallel group, over their mean.
+    """These are the loads of the devices of an expert-parallel group, divided by their mean.
 
     Args:
         shares: [steps, micro-batches, layers, devices]. The layers are the decoder's MoE layers in their order, then
@@ -83,7 +83,7 @@ class Loads:
 
     @property
     def ratios(self) -> np.ndarray:
-        """Return [steps, micro-batches, layers], the load of the fullest device, at least 1."""
+        """Return the load of the fullest device over the mean, at least 1, as [steps, micro-batches, layers]."""
         return np.maximum(self.shares.max(axis=-1), 1.0)
 
     @property
@@ -129,8 +129,8 @@ EVEN = uniform(1.0)
 
 
 def of_ratios(ratios: np.ndarray, steps: Iterable[int], source: str) -> Loads:
-    """Return loads of which only `ratios` [steps, layers] is known: the tokens of the fullest device over the mean. The
-    loads of the other devices are not described.
+    """Return loads of which only `ratios` [steps, layers] is known: the tokens of the fullest device over the mean.
+    Nothing is said about the loads of the other devices.
     """
     return Loads(np.asarray(ratios, float)[:, None, :, None], tuple(steps), source)
 

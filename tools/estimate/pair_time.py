@@ -1,5 +1,5 @@
-"""This module predicts the seconds of a pair, two passes through MoE layers whose communication hides under the other's
-computation.
+"""This module predicts the seconds of a pair: two passes through MoE layers, each of which hides its communication
+under the computation of the other.
 
 A pair is the forward of one micro-batch and the backward of another, run together through a chunk's layers.
 
@@ -59,7 +59,7 @@ class LayerSeconds:
 
 
 def pair_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
-    """Return the seconds of a pair of forward and backward through `layers` layers.
+    """Return the seconds of a pair, a forward and a backward that run together, through `layers` layers.
 
     At least the longer of both computations, both communications, and each of the two alone but for weight gradients;
     at most both one after the other.
@@ -92,8 +92,8 @@ def _chain(every: Sequence[LayerSeconds], chunk: int) -> list[Op]:
 
 
 def hidden_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: np.ndarray) -> np.ndarray:
-    """Return [chunks, chunks, stages] for `Durations.hidden`: the seconds that pairs save, for `layers` [chunks,
-    stages] MoE layers.
+    """Return the seconds that pairs save, [chunks, chunks, stages] as for `Durations.hidden`, where `layers` [chunks,
+    stages] are the numbers of MoE layers.
 
     Of two chunks with unequally many layers the fewer are paired.
     """

@@ -5,7 +5,8 @@ it.
 
 A stage's micro-batch is the sum over its layers (`layer_time`); the step is the slowest stage's work for all
 micro-batches, filling and draining by schedule, then gradients and weights as far as nothing hides them
-(below), and the optimizer. `simulated` replays the schedule instead. Data stalls are taken as zero.
+(below), and the optimizer, with Muon also its matmuls and AllGathers (`muon`). `simulated` replays the schedule
+instead. Data stalls are taken as zero.
 
 Devices of an expert-parallel group wait for each other in dispatch and combine of every MoE layer, so a layer takes as
 long as on its fullest device. `TimeModel.step` takes max/mean by micro-batch and layer, and `TimeModel.under` the mean
@@ -35,6 +36,7 @@ from tools.estimate.layer_time import LayerTime, LayerTimes, Parts
 from tools.estimate.loads import Loads, moe_layers
 from tools.estimate.memory.activations import mtp_option
 from tools.estimate.memory.model import counted_weights, layer_options
+from tools.estimate.muon import gathers, matrices
 from tools.estimate.pair_time import LayerSeconds, hidden_seconds, pair_of
 from tools.model.weights import Weight, flops_per_token
 from tools.pipeline.schedules import pairs_up
@@ -58,7 +60,7 @@ _EXPOSED = (*COMMUNICATION, "send", "data")
 
 @dataclass(frozen=True)
 class StepTime:
-    """These are the seconds of a step.
+    """These are the predicted seconds of a step, by part.
 
     Args:
         pipeline: all micro-batches through the pipeline.
@@ -85,7 +87,7 @@ class StepTime:
 
     @property
     def by_part(self) -> dict[str, float]:
-        """Return the step's seconds by `PARTS`, on the slowest stage; they add up to it."""
+        """Return the step's seconds by `PARTS`, on the slowest stage; these parts add up to the step."""
         waiting = self.pipeline - sum(self.parts.values())
         send = min(self.sending, waiting)
         return {
@@ -99,12 +101,12 @@ class StepTime:
 
     @property
     def exposed(self) -> float:
-        """Return the seconds of communication that nothing hides."""
+        """Return the seconds of communication that is not hidden."""
         return exposed_of(self.by_part)
 
 
 def exposed_of(parts: Mapping[str, float]) -> float:
-    """Return the seconds of a step's communication that nothing hides, by `PARTS`."""
+    """Return the seconds of a step's communication that is not hidden, by `PARTS`."""
     return sum(parts[name] for name in _EXPOSED)
 
 
@@ -115,8 +117,8 @@ class GradientTimes(LayerTimes):
     """This predicts the time of weights, gradients and the optimizer on one cluster."""
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
-        """Return the seconds of communicating a stage's weights and gradients: those that occur once in a step, and
-        those that occur for each micro-batch.
+        """Return the seconds in which a stage communicates its weights and gradients: once in a step, and for each
+        micro-batch.
 
         FSDP's weights, which travel for each pass, count to the first.
         """
@@ -139,7 +141,7 @@ class GradientTimes(LayerTimes):
         return once, each
 
     def waited(self, once: Any, each: Any, work: Any, micro_batches: Any, rounds: Any) -> Any:
-        """Return the seconds of `once_and_each` that are not hidden behind computation, as numbers or arrays.
+        """Return the seconds of `once_and_each` that computation does not hide, as numbers or arrays.
 
         Args:
             work: seconds of a micro-batch on the stage, beside which all this runs.
@@ -160,7 +162,9 @@ class GradientTimes(LayerTimes):
         return float(self.waited(once, each, work, config.micro_batches, rounds))
 
     def optimizer(self, config: Configuration, stage: int) -> float:
-        """Return the seconds of the optimizer's update: moving its bytes, and the host's time for each weight."""
+        """Return the seconds of the optimizer's update: the time to move its bytes, and the host's time for each
+        weight.
+        """
         counted = _counted(config, stage)
         held = sum(
             count * weight.size / weight_cut(weight, config) / weight_shards(weight, config)
@@ -168,7 +172,23 @@ class GradientTimes(LayerTimes):
             if not weight.frozen
         )
         speed = self.hardware.hbm_bytes_per_s * self.reached.memory * self.reached.update
-        return _OPTIMIZER_BYTES * held / speed + self.reached.weight_s * sum(count for _, count in counted)
+        every = _OPTIMIZER_BYTES * held / speed + self.reached.weight_s * sum(count for _, count in counted)
+        return every + self._orthogonalized(config, counted)
+
+    def _orthogonalized(self, config: Configuration, counted: Sequence[tuple[Weight, int]]) -> float:
+        """Return the seconds of Muon's Newton-Schulz steps, and of the AllGathers before them; 0 with AdamW.
+
+        The steps are in bfloat16 whatever the run computes in, and nothing runs beside them.
+        """
+        low = replace(config, dtype="bf16")
+        return sum(
+            count
+            * (
+                sum(self._matmul(low, matmul) for matrix in matrices(weight, config) for matmul in matrix.matmuls)
+                + sum(self._collective(*gather) for gather in gathers(weight, config))
+            )
+            for weight, count in (counted if config.muon else ())
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -216,7 +236,8 @@ class TimeModel(GradientTimes):
             return 0.0
         rows = config.rank_tokens / config.tp  # every rank of a tp group sends its part
         # in the compute dtype, also where the residual stream is wider (seen in compiled graphs)
-        return self.sending(rows * config.model.hidden * (4 if config.dtype == "fp32" else 2), config.devices)
+        width = config.model.hidden * config.model.streams
+        return self.sending(rows * width * (4 if config.dtype == "fp32" else 2), config.devices)
 
     def step(self, config: Configuration, simulated: bool = False, ratios: np.ndarray | None = None) -> StepTime:
         """Return the seconds of a step; `simulated` replays the schedule operation by operation.
@@ -274,7 +295,7 @@ class TimeModel(GradientTimes):
         )
 
     def under(self, config: Configuration, loads: Loads, simulated: bool = False) -> StepTime:
-        """Return the mean step under loads; `simulated` is as in `step`.
+        """Return the mean over the steps of the loads; `simulated` is as in `step`.
 
         Of many steps `_SAMPLED` are taken, at equal distances in the order of their max/mean, and each max/mean is
         rounded to a `_GRAIN`th, which is less than counting tokens is off: many layers then take equally long. One
@@ -289,8 +310,8 @@ class TimeModel(GradientTimes):
         return _mean([self.step(config, simulated, one) for one in taken])
 
     def weight_gradients(self, config: Configuration, ratios: Row = ()) -> np.ndarray:
-        """Return the seconds [chunks, stages] of a micro-batch's backward that are weight gradients: half of its
-        matmuls; `ratios` are as in `chunks`.
+        """Return the seconds [chunks, stages] that the weight gradients of a micro-batch's backward take, which are
+        half of the time of its matmuls; `ratios` are as in `chunks`.
         """
         found = np.zeros((config.chunks, config.pp))
         for (kind, ratio), options in _census(config, ratios).items():
@@ -333,15 +354,15 @@ class TimeModel(GradientTimes):
         return found
 
     def mfu(self, config: Configuration, seconds: float) -> float:
-        """Return model FLOPs (no recomputation, causal attention) of a step that takes the given seconds, divided by
-        the devices' peak.
+        """Return the model FLOPs (without recomputation, with causal attention) of a step that takes the given seconds,
+        divided by the devices' peak.
         """
         rate = flops_per_token(config.model, config.sequence) * config.tokens / seconds / config.devices
         return rate / self._peak(config.dtype)
 
     @property
     def fixed(self) -> float:
-        """Return the fitted seconds of a step beside all parts that this module computes."""
+        """Return the fitted seconds of a step that belong to no other part of this module."""
         return self.reached.step_s
 
 
@@ -414,7 +435,9 @@ def _census(config: Configuration, ratios: Row) -> dict[tuple[str, float], dict[
 
 
 def closed_form(forward: np.ndarray, backward: np.ndarray, micro_batches: int, sending: float = 0.0) -> float:
-    """Return the seconds of 1F1B, interleaved or not, of [chunks, stages] seconds; see `pipeline_of`."""
+    """Return the seconds of 1F1B (interleaved or not) for the seconds [chunks, stages] of a micro-batch; see
+    `pipeline_of`.
+    """
     return float(pipeline_of((forward + backward).sum(axis=0), len(forward), micro_batches, sending))
 
 
@@ -426,8 +449,8 @@ def has_closed_form(schedule: str) -> bool:
 def pipeline_of(
     work: np.ndarray, chunks: Any, micro_batches: Any, sending: Any = 0.0, transfers: int | None = None
 ) -> Any:
-    """Return the time of all micro-batches on the slowest stage plus the first and last one on the others; `work` is
-    [..., stages] for a micro-batch.
+    """Return the time of all micro-batches on the slowest stage plus that of the first and last micro-batch on the
+    other stages; `work` [..., stages] is the time of one micro-batch.
 
     (m + (p - 1) / v) (f + b) for equal stages, as Narayanan et al. (arXiv 2104.04473) have it. Each micro-batch and
     chunk is sent and received once each way; `transfers` are the chunks, where `chunks` are not, which divide the

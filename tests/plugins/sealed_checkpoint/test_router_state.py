@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from mindspore import Layout
 
-from plugins.sealed_checkpoint.router_state import add_router_state
+from plugins.sealed_checkpoint.router_state import add_router_state, keeps_muon, with_muon
 
 ROUTER = "decoder.layers.{}.mlp.router"
 
@@ -39,6 +39,18 @@ def test_where_experts_live_is_a_copy_beside_their_weights():
     copied, kind, shape = add_router_state(entries, placements)["decoder.layers.3.mlp.experts.placement"]
     assert (kind, shape, tuple(copied.to_dict()["tensor_map"])) == ("int32", (16,), (-1,))
     assert len(add_router_state(entries, placements)) == 2, "layer 2 is another stage's"
+
+
+def test_of_muons_moments_a_stage_lists_its_own():
+    """MindSpore lists them for a stage that does not have them. Of vectors and the embedding AdamW has moments."""
+    weight, other = "decoder.layers.3.mlp.linear_fc2.weight", "decoder.layers.2.mlp.linear_fc2.weight"
+    norm, embedding = "decoder.final_layernorm.weight", "embedding.word_embeddings.weight"
+    own = {weight: ["layout", "float32", (8, 4)], f"accu_grads.{weight}": ["layout", "float32", (8, 4)]}
+    for name, shape in ((norm, (4,)), (embedding, (8, 4))):
+        own |= {f"{prefix}{name}": ["layout", "float32", shape] for prefix in ("", "adam_m.", "adam_v.")}
+    wrong = {f"muon_m.{other}": ["other stage's", "float32", (8, 4)]}
+    assert keeps_muon([own, own | wrong]) and not keeps_muon([own])
+    assert with_muon(own | wrong) == with_muon(own) == own | {f"muon_m.{weight}": ["layout", "float32", (8, 4)]}
 
 
 def test_what_is_listed_stays():

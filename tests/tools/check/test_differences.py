@@ -5,7 +5,7 @@ import yaml
 from click.testing import CliRunner
 
 from tests.tools.check.mutations import MODEL, PARALLEL
-from tests.tools.check.test_mutations import RECIPES, ROOT, name
+from tests.tools.check.test_mutations import RECIPES, ROOT, name, plain
 from tests.tools.check.test_rules import INTERLEAVED, MINI, SEMI, ZBV, change, findings
 from tools.check.check import check_recipe
 from tools.check.cli import check
@@ -180,9 +180,10 @@ def test_a_modelled_recipe_says_what_it_lacks(path):
 
 def test_a_child_of_a_modelled_recipe_says_so_too(tmp_path):
     child = tmp_path / "child.yaml"
-    child.write_text(f"base_config: {ROOT / 'recipes' / 'xing4_29b' / 'pretrain_4k.yaml'}\noutput_dir: ./child\n")
+    parent = ROOT / "recipes" / "pangu_ultra_moe_718b" / "pretrain_4k.yaml"
+    child.write_text(f"base_config: {parent}\noutput_dir: ./child\n")
     (found,) = notes_of(child)
-    assert "hyper-connections" in found.wrong
+    assert "not to be trained" in found.wrong
 
 
 @pytest.mark.parametrize("text", ["- a list\n", "model: mine\n", "{", "recipes: 3\n"])
@@ -220,3 +221,22 @@ def test_samples_that_are_dealt_to_other_micro_batches(changes, words):
 
 def test_the_cpu_classes_take_the_auxiliary_loss_sample_by_sample():
     assert "plugins.attention_balance" not in findings(change(MINI, *BALANCED), "note")
+
+
+@pytest.mark.parametrize(
+    ("keys", "wrong"),
+    [
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"sliding_window": 4096, "use_sliding_window": False}, None),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"layer_types": ["full_attention"]}, None),
+        ({"softmax_scale": 0.1}, "softmax_scale"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 1.0}, None),
+    ],
+)
+def test_keys_of_a_public_model_that_the_training_graph_does_not_compute(keys, wrong):
+    dense = plain(ROOT / "recipes" / "telechat3_36b" / "pretrain_8k.yaml")
+    found = findings(change(dense, *(((*MODEL, key), value) for key, value in keys.items())))
+    assert (dotted((*MODEL, wrong)) in found) if wrong else not [key for key in keys if dotted((*MODEL, key)) in found]

@@ -85,6 +85,20 @@ def test_after_how_many_steps_that_are_not_finite_a_run_stops(settings, key, wor
     assert words in found[key] if key else found == {}, found
 
 
+def test_a_run_that_ends_before_its_batch_has_grown_is_warned_of():
+    recipe = load_recipe("recipes/mini/pretrain_ramp.yaml")
+    found = check_recipe(recipe)
+    assert not [item for item in found.findings if item.key == "plugins.batch_ramp.stages"]
+    recipe["train_dataset"]["data_loader"]["sizes"] = [600, 0, 0]
+    (item,) = [item for item in check_recipe(recipe).findings if item.key == "plugins.batch_ramp.stages"]
+    assert item not in check_recipe(recipe).errors
+    assert (
+        item.wrong
+        == "the ramp lasts until step 150, but the run ends with step 150: it never trains 8 samples in a step"
+    )
+    assert "at least 608 samples" in item.right
+
+
 @pytest.mark.parametrize(
     ("settings", "key", "words"),
     [
@@ -270,7 +284,7 @@ def test_the_shipped_recipe_passes():
     ("changes", "key", "words"),
     [
         ([f"{KEY}.method=swap"], f"{KEY}.method", "did you mean 'swaps'"),
-        (["optimizer.type=Muon"], f"{KEY}.every", "moves with an expert"),
+        (["optimizer.type=PmaAdamW"], f"{KEY}.every", "moves with an expert"),
         (["parallel_config.expert_parallel=1", "plugins.hierarchical_ep=False"], f"{KEY}.every", "experts cannot move"),
         (["model.model_config.moe_router_enable_expert_bias=False"], KEY, "counts its tokens only if"),
         ([f"{KEY}.spare=13"], f"{KEY}.spare", "write 12 at most"),

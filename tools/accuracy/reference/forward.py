@@ -1,4 +1,5 @@
-"""The forward pass written out in NumPy, float64: the slow oracle of both frameworks, with the trace's names.
+"""This module computes the forward pass in NumPy and float64: it is the slow oracle of both frameworks, and uses the
+trace's names.
 
 No cache, no fusion, no batching of experts. Equations: DeepSeek-V3 technical report, section 2.1; YaRN: Peng et al.,
 section 3.2, as DeepSeek-V3 applies it.
@@ -7,10 +8,13 @@ section 3.2, as DeepSeek-V3 applies it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from plugins.hyper_connections import reference as hyper_connections
+from plugins.hyper_connections.plan import WEIGHTS as HYPER_WEIGHTS
 from plugins.yarn import reference
 from plugins.yarn.plan import ROPE_TYPES, Yarn
 from tools.weights.hugging_face_names import Arrays
@@ -19,10 +23,11 @@ from tools.weights.hugging_face_sizes import Sizes
 PLAIN = {
     "rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 1, "beta_fast": 32.0, "beta_slow": 1.0
 }  # fmt: skip
+TIE = 1e-5  # of two scores; float32 has errors of 1e-7 to 1e-6 in them
 
 
 class Forward:
-    """One model. Override a method to make a mistake on purpose.
+    """One model. Tests override a method to make a mistake on purpose.
 
     Args:
         sizes: of the model. weights: Hugging Face name -> array.
@@ -32,13 +37,18 @@ class Forward:
         self.sizes, self.hf = sizes, sizes.hf
         self.weights = {name: array.astype(np.float64) for name, array in weights.items()}
         self.trace: Arrays = {}
+        self.ties: dict[str, int] = {}  # router -> tokens whose choice of experts rounding may decide
 
     def run(self, ids: np.ndarray) -> Arrays:
-        """Token ids [B, S] -> the trace: module -> output, and `logits` [B, S, v]."""
+        """Return the trace of token ids [B, S]: module -> output, and `logits` [B, S, v]."""
         self.trace = {}
         hidden = self._note("embedding", self.weights["model.embed_tokens.weight"][ids])
+        if self.sizes.streams > 1:
+            hidden = np.repeat(hidden[:, :, None], self.sizes.streams, axis=2)
         for layer in range(self.sizes.layers):
             hidden = self.layer(layer, hidden)
+        if self.sizes.streams > 1:
+            hidden = hidden.mean(axis=2)
         hidden = self._note("final_norm", self.norm("model.norm", hidden))
         self._note("logits", self.linear("lm_head", hidden))
         for number in range(self.sizes.layers, self.sizes.layers + self.sizes.mtp_layers):
@@ -47,23 +57,47 @@ class Forward:
         return self.trace
 
     def layer(self, layer: int, hidden: np.ndarray) -> np.ndarray:
-        """Return a transformer layer: [B, S, h] -> [B, S, h]."""
+        """Return the output of a transformer layer for an input [B, S, h], or residual streams [B, S, n, h]."""
         name, where = f"model.layers.{layer}", f"layers.{layer}"
-        normed = self._note(f"{where}.input_norm", self.norm(f"{name}.input_layernorm", hidden))
-        hidden = hidden + self._note(f"{where}.attention", self.attention(layer, normed))
-        normed = self._note(f"{where}.post_norm", self.norm(f"{name}.post_attention_layernorm", hidden))
+        if hidden.ndim == 4:
+            hidden = self.connected(f"{name}.attn_hc", hidden, lambda read: self.read(layer, read))
+            return self.connected(f"{name}.ffn_hc", hidden, lambda read: self.transform(layer, read))
+        hidden = hidden + self.read(layer, hidden)
+        return self._note(f"{where}.output", hidden + self.transform(layer, hidden))
+
+    def read(self, layer: int, x: np.ndarray) -> np.ndarray:
+        """Return attention of the norm of an input [B, S, h]."""
+        where = f"layers.{layer}"
+        normed = self._note(f"{where}.input_norm", self.norm(f"model.{where}.input_layernorm", x))
+        return self._note(f"{where}.attention", self.attention(layer, normed))
+
+    def transform(self, layer: int, x: np.ndarray) -> np.ndarray:
+        """Return the MLP or the experts of the norm of an input [B, S, h]."""
+        where = f"layers.{layer}"
+        normed = self._note(f"{where}.post_norm", self.norm(f"model.{where}.post_attention_layernorm", x))
         mlp = self.experts if self.sizes.is_moe(layer) else self.dense
-        return self._note(f"{where}.output", hidden + self._note(f"{where}.mlp", mlp(layer, normed)))
+        return self._note(f"{where}.mlp", mlp(layer, normed))
+
+    def connected(self, name: str, x: np.ndarray, sublayer: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return the residual streams [B, S, n, h] behind a sublayer (a function of [B, S, h]) for the streams before
+        it, with the hyper-connections of that name.
+        """
+        weights = hyper_connections.Weights(*(self.weights[f"{name}.{each}"] for each in HYPER_WEIGHTS))
+        one = lambda read: sublayer(read.reshape(*x.shape[:2], -1)).reshape(read.shape)  # noqa: E731
+        iterations, eps = self.hf["hc_sinkhorn_iters"], self.hf["rms_norm_eps"]
+        return hyper_connections.forward(x.reshape(-1, *x.shape[2:]), weights, one, iterations, eps).reshape(x.shape)
 
     def mtp(self, number: int, ids: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-        """Multi-token prediction: the next tokens' ids [B, S] and what the model made of these -> [B, S, h]."""
+        """Return the output [B, S, h] of a multi-token prediction layer, for the ids [B, S] of the next tokens and the
+        model's hidden states.
+        """
         name = f"model.layers.{number}"
         embedded = self.norm(f"{name}.enorm", self.weights["model.embed_tokens.weight"][ids])
         joined = np.concatenate([embedded, self.norm(f"{name}.hnorm", hidden)], axis=-1)
         return self.norm(f"{name}.shared_head.norm", self.layer(number, self.linear(f"{name}.eh_proj", joined)))
 
     def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Multi-head latent attention: [B, S, h] -> [B, S, h]."""
+        """Return the output [B, S, h] of multi-head latent attention for an input [B, S, h]."""
         name, where, hf = f"model.layers.{layer}.self_attn", f"layers.{layer}", self.hf
         heads, nope, rope = hf["num_attention_heads"], hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
         rank, shape, latent = hf["kv_lora_rank"], (*x.shape[:2], heads, -1), self.sizes.latent_eps
@@ -85,7 +119,7 @@ class Forward:
         return self.linear(f"{name}.o_proj", context)
 
     def attend(self, query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
-        """Causal softmax attention: [B, S, N, D], [B, S, N, D], [B, S, N, Dv] -> [B, S, N * Dv]."""
+        """Return causal softmax attention [B, S, N * Dv] of queries and keys [B, S, N, D] and values [B, S, N, Dv]."""
         scores = np.einsum("bqnd,bknd->bnqk", query, key) * self.scale()
         scores = np.where(np.tri(query.shape[1], dtype=bool), scores, -np.inf)
         shares = np.exp(scores - scores.max(-1, keepdims=True))
@@ -93,13 +127,15 @@ class Forward:
         return np.einsum("bnqk,bknd->bqnd", shares, value).reshape(*query.shape[:2], -1)
 
     def scale(self) -> float:
-        """Of the softmax: 1 / sqrt(head), times the square of YaRN's mscale."""
+        """Return the factor of the attention scores: 1 / sqrt(head size), times the square of YaRN's mscale."""
         scale = 1 / math.sqrt(self.hf["qk_nope_head_dim"] + self.hf["qk_rope_head_dim"])
         scaling = self.hf["rope_scaling"]
         return scale * _mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2 if scaling else scale
 
     def rotate(self, x: np.ndarray) -> np.ndarray:
-        """RoPE on pairs of neighbours, [B, S, N, D]; the result has all first members, then all second ones."""
+        """Return x [B, S, N, D] with RoPE applied to pairs of neighbouring elements; the result holds the first
+        elements of all pairs, then the second ones.
+        """
         angles = np.outer(self.positions(x.shape[1]), self.frequencies())[:, None]
         even, odd = x[..., 0::2], x[..., 1::2]
         cos, sin = np.cos(angles), np.sin(angles)
@@ -110,7 +146,9 @@ class Forward:
         return np.arange(length)
 
     def frequencies(self) -> np.ndarray:
-        """Radians a position, [D / 2]; between plain and interpolated ones under YaRN."""
+        """Return the angle of each pair of elements from one position to the next, in radians, [D / 2]; under YaRN the
+        angles are interpolated.
+        """
         size, base, scaling = self.hf["qk_rope_head_dim"], self.hf["rope_theta"], self.hf["rope_scaling"]
         plain = base ** -(np.arange(0, size, 2) / size)
         if not scaling:
@@ -126,11 +164,11 @@ class Forward:
         return plain / scaling["factor"] * ramp + plain * (1 - ramp)
 
     def dense(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return a dense layer's feed-forward network."""
+        """Return the output of a dense layer's feed-forward network."""
         return self.swiglu(f"model.layers.{layer}.mlp", x)
 
     def experts(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return each token through its experts, weighted, and through the shared expert."""
+        """Return for each token the weighted outputs of its experts plus the output of the shared expert."""
         name = f"model.layers.{layer}.mlp"
         weights = self._note(f"layers.{layer}.router", self.route(layer, x))
         shared = self._note(f"layers.{layer}.shared_expert", self.swiglu(f"{name}.shared_experts", x))
@@ -141,7 +179,9 @@ class Forward:
         return out + shared
 
     def route(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Weight of each expert for each token, [B, S, E]: sigmoid scores, chosen by score plus bias, normalised."""
+        """Return the weight of each expert for each token, [B, S, E]: the normalised sigmoid scores of the experts that
+        are chosen by score plus bias.
+        """
         name, topk, groups = f"model.layers.{layer}.mlp.gate", self.hf["num_experts_per_tok"], self.hf["n_group"]
         scores = 1 / (1 + np.exp(-self.linear(name, x)))
         choice = scores + self.weights[f"{name}.e_score_correction_bias"]
@@ -149,6 +189,8 @@ class Forward:
             members = np.sort(choice.reshape(*choice.shape[:2], groups, -1), axis=-1)[..., -2:].sum(-1)
             kept = members >= np.sort(members, axis=-1)[..., -self.hf["topk_group"], None]
             choice = np.where(np.repeat(kept, choice.shape[-1] // groups, axis=-1), choice, 0.0)
+        least = np.sort(choice, axis=-1)[..., -topk - 1 :]  # begins with the best that is not chosen
+        self.ties[f"layers.{layer}.router"] = int(np.sum(least[..., 1] - least[..., 0] < TIE))
         chosen = np.zeros_like(scores)
         np.put_along_axis(chosen, np.argsort(-choice, axis=-1, kind="stable")[..., :topk], 1.0, axis=-1)
         weights = scores * chosen
@@ -157,17 +199,17 @@ class Forward:
         return weights * self.hf["routed_scaling_factor"]
 
     def swiglu(self, name: str, x: np.ndarray) -> np.ndarray:
-        """down(silu(gate(x)) * up(x))."""
+        """Return down(silu(gate(x)) * up(x))."""
         gate = self.linear(f"{name}.gate_proj", x)
         return self.linear(f"{name}.down_proj", gate / (1 + np.exp(-gate)) * self.linear(f"{name}.up_proj", x))
 
     def norm(self, name: str, x: np.ndarray, eps: float | None = None) -> np.ndarray:
-        """RMSNorm over the last axis."""
+        """Return x after RMSNorm over the last axis."""
         eps = self.hf["rms_norm_eps"] if eps is None else eps
         return x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + eps) * self.weights[f"{name}.weight"]
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        """x @ weight.T."""
+        """Return x @ weight.T."""
         return x @ self.weights[f"{name}.weight"].T
 
     def _note(self, name: str, value: np.ndarray) -> np.ndarray:
@@ -181,10 +223,12 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 class Grouped(Forward):
-    """Llama, and the dense TeleChat3: query heads share keys and values; halves of a head are turned together."""
+    """This is Llama or the dense TeleChat3, in which query heads share keys and values, and the two halves of a head
+    are rotated together.
+    """
 
     def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Grouped-query attention: [B, S, h] -> [B, S, h]."""
+        """Return the output [B, S, h] of grouped-query attention for an input [B, S, h]."""
         name, shape = f"model.layers.{layer}.self_attn", (*x.shape[:2], -1, self.hf["head_dim"])
         query, key, value = (self.linear(f"{name}.{each}_proj", x).reshape(shape) for each in "qkv")
         shared = query.shape[2] // key.shape[2]
@@ -192,11 +236,13 @@ class Grouped(Forward):
         return self.linear(f"{name}.o_proj", self.attend(self.rotate(query), key, value))
 
     def scale(self) -> float:
-        """Of the softmax: 1 / sqrt(head); YaRN's factor is on cos and sin."""
+        """Return the factor of the attention scores, 1 / sqrt(head size); YaRN's factor is applied to cos and sin
+        instead.
+        """
         return 1 / math.sqrt(self.hf["head_dim"])
 
     def rotate(self, x: np.ndarray) -> np.ndarray:
-        """RoPE with YaRN, [B, S, N, D]."""
+        """Return x [B, S, N, D] with RoPE applied, stretched by YaRN."""
         scaling: dict[str, Any] = self.hf["rope_scaling"] or PLAIN
         kinds = {name: kind for kind, name in ROPE_TYPES.items()}
         lengths = scaling["factor"], scaling["original_max_position_embeddings"]
@@ -205,14 +251,15 @@ class Grouped(Forward):
 
 
 class TeleChat2(Grouped):
-    """Tele-AI's own class under its own names: a tensor of keys and values, and biases on outputs.
+    """This is Tele-AI's own class with its own names of weights: one tensor holds keys and values, and outputs have
+    biases.
 
     Written after modeling_telechat2.py, whose attention views `key_value` as [S, B, heads, 2 D] and splits it in the
     middle; within the length of training its RoPE is plain.
     """
 
     def run(self, ids: np.ndarray) -> Arrays:
-        """Token ids [B, S] -> the trace, of which only `logits` [B, S, v]."""
+        """Return for token ids [B, S] a trace that holds only `logits` [B, S, v]."""
         hidden = self.weights["transformer.word_embeddings.weight"][ids]
         for layer in range(self.sizes.layers):
             name = f"transformer.h.{layer}"
@@ -221,7 +268,7 @@ class TeleChat2(Grouped):
         return {"logits": self.linear("lm_head", self.norm("transformer.ln_f", hidden))}
 
     def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Grouped-query attention: [B, S, h] -> [B, S, h]."""
+        """Return the output [B, S, h] of grouped-query attention for an input [B, S, h]."""
         name, heads = f"transformer.h.{layer}.self_attention", self.hf["num_attention_heads"]
         width = self.hf["hidden_size"] // heads
         query = self.linear(f"{name}.query", x).reshape(*x.shape[:2], heads, width)
@@ -231,5 +278,5 @@ class TeleChat2(Grouped):
         return self.linear(f"{name}.dense", self.attend(self.rotate(query), key, value))
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        """x @ weight.T + bias, where there is one."""
+        """Return x @ weight.T, plus the bias if the layer has one."""
         return super().linear(name, x) + self.weights.get(f"{name}.bias", 0.0)

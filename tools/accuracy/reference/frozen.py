@@ -31,7 +31,7 @@ SEED = 5
 
 
 def tokens() -> np.ndarray:
-    """Return [B, S]: the first batch of the golden corpus, with which a run in MindFormers begins."""
+    """Return the first batch of the golden corpus, [B, S], with which a run in MindFormers begins."""
     return golden.load()["first_ids"]
 
 
@@ -49,14 +49,16 @@ def compute(folder: Path) -> np.ndarray:
 
 
 def sample(logits: np.ndarray) -> np.ndarray:
-    """Return the kept part of logits [B, S, v]: the first sample whole, and each fourth position and token of the
-    others.
+    """Return the part of logits [B, S, v] that is kept: the first sample whole, and every fourth position and token of
+    the other samples.
     """
     return np.concatenate([logits[0].ravel(), logits[1:, ::4, ::4].ravel()]).astype(np.float32)
 
 
 def summary(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Return names and shapes in short: names that differ only in numbers as one, and a checksum of all of them."""
+    """Return a summary of names and shapes: one line for names that differ only in numbers, and a checksum of all names
+    and shapes.
+    """
     groups: dict[str, int] = {}
     for name, shape in shapes.items():
         kind = f"{re.sub(r'[.][0-9]+[.]', '.*.', name)} {list(shape)}"

@@ -45,7 +45,9 @@ def write_corpus(prefix: Path, vocabulary: int) -> None:
 
 
 def summary(record: Record, sizes: Sizes) -> dict[str, np.ndarray]:
-    """Return the kept part of a record in Hugging Face's names: a few elements and the norm of every large tensor."""
+    """Return the part of a record that the golden file keeps, in Hugging Face's names: a few elements and the norm of
+    every large tensor.
+    """
     moved = {name: record.updated[name] - record.initial[name] for name in record.initial}
     kept = {
         "sizes": np.array(json.dumps(sizes.as_json(), sort_keys=True)),
@@ -65,7 +67,7 @@ def summary(record: Record, sizes: Sizes) -> dict[str, np.ndarray]:
 
 
 def samples(name: str, array: np.ndarray) -> np.ndarray:
-    """Return the same elements of an array each time; a small array is returned whole, padded with zeros."""
+    """Return a fixed selection of an array's elements; a small array is returned whole, padded with zeros."""
     places = np.random.default_rng(zlib.crc32(name.encode())).permutation(array.size)[:SAMPLES]
     return np.pad(array.ravel()[places], (0, SAMPLES - len(places)))
 

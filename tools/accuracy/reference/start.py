@@ -36,7 +36,7 @@ def initial_weights(sizes: Sizes, seed: int) -> Arrays:
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return one weight under Hugging Face's name, float32; it depends on name, shape and seed only."""
+    """Return one weight under Hugging Face's name, float32; it depends only on the name, the shape and the seed."""
     normal = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
     if name.endswith("e_score_correction_bias"):
         values = SMALL * normal
@@ -61,7 +61,7 @@ def nudged(weights: Arrays) -> Arrays:
 
 
 def checksum(arrays: Arrays) -> int:
-    """Return the CRC-32 over names, shapes and bits, in the order of names."""
+    """Return the CRC-32 of the names, shapes and bits of all weights, in the order of their names."""
     total = 0
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
@@ -72,8 +72,8 @@ def checksum(arrays: Arrays) -> int:
 
 @dataclass(frozen=True)
 class Hyper:
-    """This is AdamW with decoupled decay; rates holds the learning rate of each step, and clip the largest global norm,
-    0 for none.
+    """This is AdamW with decoupled decay; `rates` holds the learning rate of each step, and `clip` the largest allowed
+    global norm, or 0 for no clipping.
     """
 
     rates: list[float]

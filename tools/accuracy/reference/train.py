@@ -110,7 +110,7 @@ class Reference:
         return self.sizes.aux_coefficient * (frequency * share).sum(-1).mean()
 
     def counts(self, layer: int) -> torch.Tensor:
-        """Return [E], the number of tokens for which the last forward pass chose each expert of a layer."""
+        """Return for each expert of a layer the number of tokens for which the last forward pass chose it."""
         scores, chosen, _ = self.routed[layer]
         return torch.bincount(chosen.flatten(), minlength=scores.shape[-1])
 
@@ -190,7 +190,7 @@ def masked_mean(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) 
 
 
 def causal_mask(length: int) -> torch.Tensor:
-    """Return [1, 1, S, S]: 0 where a token may attend, and the smallest number elsewhere."""
+    """Return the attention mask [1, 1, S, S]: 0 where a token may attend, and the smallest number elsewhere."""
     smallest = torch.finfo(torch.float32).min
     return torch.full((length, length), smallest).triu(1)[None, None]
 

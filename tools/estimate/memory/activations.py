@@ -1,5 +1,5 @@
-"""This module counts the activations that a layer leaves for its backward, under every recompute option. Sizes are
-bytes of one micro-batch and device.
+"""This module counts the activations that a layer keeps for its backward, under every recompute option. All sizes are
+bytes of one micro-batch on one device.
 
 Counted tensor by tensor as Korthikanti et al. (arXiv 2205.05198) do; without gates, with dropout and unfused attention
 this is their s b h (10 / t + 24 / t + 5 a s / (h t)) with sequence parallelism, and 10 instead of 10 / t without it.
@@ -44,7 +44,9 @@ from tools.pipeline.schedules import is_v_shaped
 
 
 def spare_gradients(config: Configuration, every: Iterable[Weight]) -> float:
-    """Return the bytes of Transformer Engine's spare gradients of a stage's weights: each shape counts once."""
+    """Return the bytes of Transformer Engine's spare gradients of a stage's weights; weights of one shape count
+    once.
+    """
     if not config.spare_gradients:
         return 0.0
     shapes = {_shape(weight, config) for weight in every if weight.multiplies and not weight.wide}
@@ -52,7 +54,7 @@ def spare_gradients(config: Configuration, every: Iterable[Weight]) -> float:
 
 
 def megatron_layer_pass(config: Configuration, kind: str) -> float:
-    """Return the most bytes of gradients while a layer's backward runs."""
+    """Return the largest number of bytes of gradients while a layer's backward runs."""
     model, done, tokens = config.model, work(config, kind), config.rank_tokens
     held = tokens / config.tp if config.sequence_parallel else tokens
     gates = 2 if model.gated else 1
@@ -67,7 +69,9 @@ def megatron_layer_pass(config: Configuration, kind: str) -> float:
 
 
 def megatron_loss_pass(config: Configuration) -> float:
-    """Return the bytes of the logits, of the gradient of the output layer's input, and of that input gathered again."""
+    """Return the bytes of the logits, of the gradient of the output layer's input, and of that input after it is
+    gathered again.
+    """
     tokens, model = config.rank_tokens, config.model
     rows = ITEM * tokens * model.hidden * (2 if config.tp > 1 else 1)
     return config.logit_bytes * tokens * model.vocab / config.tp + rows + _made_anew(config, "head")
@@ -105,7 +109,9 @@ def saved(config: Configuration, kind: str, option: str = "none") -> float:
 
 
 def saved_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
-    """Return module of `tools.estimate.memory.training_graph` -> bytes that one layer keeps for it."""
+    """Return, for each part of a layer (`MODULES` of `tools.estimate.memory.training_graph`), the bytes of activations
+    that the layer keeps for its backward pass.
+    """
     if config.training_graph:
         return kept_parts(config, kind, option)
     model = config.model
@@ -194,8 +200,8 @@ def _gathered_gradients(config: Configuration, kind: str) -> float:
 
 
 def buffers(config: Configuration, kind: str) -> float:
-    """Return the bytes of communication buffers: a gathered activation, and the token copies of one micro-batch: those
-    that the device receives for its experts, and its own on the way back.
+    """Return the bytes of communication buffers: for a gathered activation, and for the token copies of one micro-batch
+    that the device receives for its experts and gets back.
 
     What is gathered and what is to be scattered are there at once unless the collective is part of the matmul.
     """
@@ -207,7 +213,7 @@ def buffers(config: Configuration, kind: str) -> float:
 
 
 def mtp_option(config: Configuration) -> str:
-    """Return what MTP layers recompute: "full" if the last layer does, else "none".
+    """Return what MTP layers recompute: "full" if the last decoder layer is recomputed fully, else "none".
 
     MindFormers sets them up as the last layer; the operators of a partial recomputation are none of an MTP layer's own.
     """
@@ -221,14 +227,14 @@ def mtp_option(config: Configuration) -> str:
 
 
 def working(config: Configuration, kinds: list[str]) -> float:
-    """Return the largest number of bytes that one pass of a chunk needs beside kept tensors: for a recomputed layer, or
+    """Return the largest number of bytes that one pass of a chunk needs beside kept tensors, for a recomputed layer or
     for the loss.
     """
     return fullest_pass(config, kinds)[1]
 
 
 def fullest_pass(config: Configuration, kinds: list[str]) -> tuple[str, float]:
-    """Return in words what needs the bytes of `working`, and these bytes."""
+    """Return in words which part of a pass needs the bytes of `working`, and these bytes."""
     found = [("", 0.0)]
     for kind in dict.fromkeys(kinds):
         again = bool(config.recompute.full) and (kind != "mtp" or mtp_option(config) == "full")

@@ -41,12 +41,12 @@ class Change:
 
     @property
     def peak(self) -> float:
-        """Return the bytes of the stage with the most."""
+        """Return the bytes of the stage that needs most."""
         return max(self.peaks)
 
 
 def single_changes(config: Configuration, limit: float) -> list[Change]:
-    """Return each change that this run can have and that makes its fullest stage smaller.
+    """Return each change that is possible for this run and that reduces the memory of its fullest stage.
 
     Args:
         limit: bytes that a stage may reach; lists of recomputation are as short as it allows.
@@ -198,8 +198,8 @@ def _move_layer(run: Configuration, _: float) -> Configuration | None:
     layers = _one_more(_one_more(run.layers, chunk, low), chunk, high, -1)
 
     def fitted(table: Table | None) -> Table | None:
-        """Return a recompute table that fits the new layers: a table of all layers stays one of all layers, and no
-        count exceeds the layers of its chunk and stage.
+        """Return a recompute table for the new layers: if all layers were recomputed, all still are, and no count
+        exceeds the layers of its chunk and stage.
         """
         if table is None or table == run.layers:
             return table and layers
@@ -222,8 +222,8 @@ _SHOWN = 3  # changes of each sort
 
 
 def checked_advice(recipe: Recipe, limit: int) -> str:
-    """Return one line that says which single changes that compile fit by the model, less its known error, and what the
-    others leave.
+    """Return one line that says with which single changes the run fits, according to the model and its known error, and
+    which peaks remain with the other changes.
     """
     try:
         require_known(recipe)

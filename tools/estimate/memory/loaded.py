@@ -116,8 +116,8 @@ def _even(config: Configuration, stage: int) -> tuple[StageMemory, np.ndarray, n
 
 
 def most_possible(config: Configuration) -> float:
-    """Return the largest max/mean that a router can reach: a token's experts are distinct, so a device gets at most as
-    many copies of a token as it has experts.
+    """Return the largest max/mean that a router can cause: the experts of a token are distinct, so a device gets at
+    most as many copies of a token as it has experts.
     """
     model = config.model
     return config.ep * min(model.top_k, model.experts // config.ep) / model.top_k if model.experts else 1.0
@@ -125,7 +125,7 @@ def most_possible(config: Configuration) -> float:
 
 @dataclass(frozen=True)
 class Even:
-    """These are the bytes of a device of a stage at even loads, where a compile counted them.
+    """These are the bytes of a stage's device at even loads, as a compile has counted them.
 
     Args:
         stage: its number. total: the bytes. least, most: what the total may be off at most.
@@ -138,7 +138,7 @@ class Even:
 
 
 class Needs(NamedTuple):
-    """These are the bytes of the fullest device in each step: [steps] the least possible, the expected and the largest
+    """These are the bytes of the fullest device in each step, [steps]: the least possible, the expected and the largest
     possible number.
     """
 
@@ -148,7 +148,7 @@ class Needs(NamedTuple):
 
 
 def needs_of(config: Configuration, stage: int, shares: np.ndarray, even: Even | None = None) -> Needs:
-    """Return what a stage needs under the loads `shares` (as in `peaks`).
+    """Return the memory that a stage needs under the loads `shares` (as in `peaks`).
 
     Args:
         even: bytes of a compile. Only what the loads add to them is modelled, and may be off by as much as modelled
@@ -162,7 +162,8 @@ def needs_of(config: Configuration, stage: int, shares: np.ndarray, even: Even |
 
 
 def limit_ratio(config: Configuration, stage: int, limit: float, even: Even | None = None) -> float:
-    """Return the largest max/mean, in every layer and micro-batch, at which a stage surely takes at most `limit` bytes.
+    """Return the largest max/mean, assumed in every layer and micro-batch, at which a stage surely needs at most
+    `limit` bytes.
 
     It is 0 if the stage does not surely fit at even loads, and `most_possible` if it fits whatever the router does.
     """
@@ -204,27 +205,29 @@ class Judged:
 
     @property
     def total(self) -> np.ndarray:
-        """Return [steps, stages], the expected bytes of the fullest device."""
+        """Return the expected bytes of the fullest device, [steps, stages]."""
         return np.stack([one.total for one in self.needs], axis=1)
 
     @property
     def over(self) -> np.ndarray:
-        """Return [steps], True where a step needs more than the limit."""
+        """Return for each step whether it needs more memory than the limit."""
         return np.max([one.least for one in self.needs], axis=0) > self.room.cap
 
     @property
     def open(self) -> np.ndarray:
-        """Return [steps], True where the model's known error leaves open whether a step fits."""
+        """Return for each step whether the model's known error leaves open if the step fits."""
         return (np.max([one.most for one in self.needs], axis=0) > self.room.bytes) & ~self.over
 
     @property
     def verdict(self) -> str:
-        """Return `FITS`, `UNKNOWN` or `DOES_NOT_FIT` under the loads that were asked for: by the fullest step."""
+        """Return `FITS`, `UNKNOWN` or `DOES_NOT_FIT` for the fullest step of the requested loads."""
         return DOES_NOT_FIT if self.over.any() else UNKNOWN if self.open.any() else FITS
 
     @property
     def lines(self) -> list[str]:
-        """Return one or two sentences: up to which max/mean it fits, and at how many steps of the loads it does not."""
+        """Return one or two sentences that say up to which max/mean the run fits, and at how many steps of the loads it
+        does not fit.
+        """
         if not self.fits:
             found = ["loads: it does not surely fit at even loads, and uneven loads need more"]
         elif self.up_to >= self.most:
@@ -257,8 +260,8 @@ class Judged:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result for `--json`; `steps` counts by verdict, and `stages` has the fullest step of each
-        stage.
+        """Return the result for `--json`; `steps` counts the steps of each verdict, and `stages` holds the fullest step
+        of each stage.
         """
         found: dict[str, Any] = {"fits_up_to": self.up_to, "full_first": self.full, "most_possible": self.most}
         if self.loads is None:

@@ -26,12 +26,12 @@ import numpy as np
 from tools.estimate.configuration import Configuration, joined, parts_of, weight_cut, weight_shards
 from tools.estimate.memory.activations import buffers, fullest_pass, mtp_option, saved_parts, spare_gradients
 from tools.estimate.memory.training_graph import SPARE, module_of_weight
+from tools.estimate.muon import orthogonal
 from tools.model.weights import Weight, weights, with_adapters
 from tools.pipeline.simulate import stage_peaks
 
 _STATIC = ("weights", "state", "accumulated", "gathered")
 _LOW, _WIDE = 2, 4  # bytes of a number in half precision and in fp32
-_ENDS = ("embedding", "output")  # matrices of no layer
 _BUCKET = 2  # layers whose weights are gathered at once where computing weights are sharded
 
 
@@ -80,7 +80,7 @@ def stage_weights(config: Configuration, stage: int) -> list[Weight]:
 
 
 def counted_weights(config: Configuration, stage: int) -> list[tuple[Weight, int]]:
-    """Return the weights of each kind of layer of a stage, with the number of its layers (`stage_weights`)."""
+    """Return the weights of each kind of layer on a stage, with the number of such layers (`stage_weights`)."""
     kinds = Counter(kind for chunk in config.stage_kinds(stage) for kind in chunk)
     if kinds["head"] and not kinds["embedding"] and (config.model.mtp or config.model.tied):
         kinds["embedding"] = 1
@@ -114,7 +114,9 @@ def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], f
 
 
 def exchanged(config: Configuration, stage: int) -> float:
-    """Return the bytes beside the model while `plugins.expert_balance` moves experts of a stage, between two steps."""
+    """Return the bytes that a stage holds beside the model while `plugins.expert_balance` moves its experts between two
+    steps.
+    """
     slices = [
         weight.size / weight_cut(weight, config) / weight_shards(weight, config)
         for weight in stage_weights(config, stage)
@@ -124,9 +126,9 @@ def exchanged(config: Configuration, stage: int) -> float:
 
 
 def exchange_of(slices: Iterable[float], item: int) -> float:
-    """Return the largest number of bytes that an exchange of experts needs on a device: what it sends and what arrives.
-    Tensors travel one by one, so this is twice the device's slice of the largest tensor; elements of the optimizer's
-    moments have four bytes.
+    """Return the largest number of bytes that an exchange of experts needs on a device, for the tensors that it sends
+    and receives. Tensors are exchanged one by one, so this is twice the device's slice of the largest tensor; the
+    moments of the optimizer have four bytes for each element.
 
     Args:
         slices: elements that the device holds of each tensor of experts. item: bytes of an element of a weight.
@@ -163,9 +165,9 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
 
 def _state(weight: Weight, config: Configuration) -> int:
     """Bytes of optimizer state for each element of a weight; Muon's matrices are those of layers."""
-    if config.matrix_state_item is None or weight.columns == 1 or weight.name in _ENDS:
-        return config.state_item
-    return config.matrix_state_item
+    if config.matrix_state_item is not None and orthogonal(weight, config):
+        return config.matrix_state_item
+    return config.state_item
 
 
 def _computing(weight: Weight, config: Configuration) -> float:
@@ -200,7 +202,9 @@ def _layer_weights(config: Configuration) -> float:
 
 
 def held_micro_batches(config: Configuration, stage: int) -> np.ndarray:
-    """Return [vectors, chunks]: the micro-batches in flight at the moments of the schedule with the most."""
+    """Return the micro-batches in flight, [vectors, chunks], at those moments of the schedule at which most are in
+    flight.
+    """
     if config.pp == 1:
         return np.ones((1, config.chunks), int)  # accumulation finishes one micro-batch before the next
     return stage_peaks(config.schedule, stage, config.pp, config.chunks, config.micro_batches)
@@ -230,7 +234,7 @@ def chunk_modules(config: Configuration, stage: int) -> list[dict[str, float]]:
 
 def layer_options(config: Configuration, chunk: int, stage: int, count: int) -> list[str]:
     """Return the recompute option of each of a chunk's layers: the first ones recompute fully, the next ones
-    selectively, then those that repeat only communication.
+    selectively, and then some repeat only communication.
 
     MindFormers counts each option from the chunk's first layer and lets the stronger one win. Groups of operators come
     beside what a layer has that does not recompute everything: "select+attention" (`tools.estimate.configuration`).
@@ -265,8 +269,8 @@ def stage_memory(config: Configuration, stage: int) -> StageMemory:
 
 
 def buffers_of(config: Configuration, kinds: Iterable[str]) -> float:
-    """Return the bytes of communication buffers of a stage with layers of these kinds; those of other software than
-    MindFormers are counted in the pass that needs them.
+    """Return the bytes of communication buffers of a stage with layers of these kinds; for other software than
+    MindFormers, the pass that needs the buffers counts them.
     """
     if not config.training_graph:
         return 0.0
@@ -284,5 +288,5 @@ def all_stages(config: Configuration) -> list[StageMemory]:
 
 
 def peak_memory(config: Configuration) -> float:
-    """Return the bytes of the stage with the most."""
+    """Return the bytes of the stage that needs most."""
     return max(memory.peak for memory in all_stages(config))

@@ -1,4 +1,4 @@
-"""This module says how many bytes a prediction may reach on a device: the limit of the recipe or of the device, less a
+"""This module says how many bytes a prediction may reach on a device: the limit of the recipe or of the device, minus a
 margin.
 
 The margin, and the number of known runs that would fit, follow from the errors of predicted memory on published runs.
@@ -42,7 +42,8 @@ FITS, UNKNOWN, DOES_NOT_FIT, NO_LIMIT = "fits", "unknown", "does not fit", "no l
 
 
 def fit_between(least: float, most: float, limit: float, proven: float | None = None) -> str:
-    """Return `FITS`, `UNKNOWN` or `DOES_NOT_FIT`: the one rule of `tc3 memory`, `dryrun` and `search --verify`.
+    """Return `FITS`, `UNKNOWN` or `DOES_NOT_FIT`, by the only rule that `tc3 memory`, `dryrun` and `search --verify`
+    use.
 
     Args:
         least, most: bytes on a device, as far as is known: both are the same number where one number is known.
@@ -77,17 +78,17 @@ class MemoryErrors:
         return max(LEFT_OUT, self.missed)
 
     def fitting(self, predicted: float, limit: float) -> int:
-        """Return how many known runs would fit: those with measured over predicted memory of at most `limit` over
-        `predicted`.
+        """Return how many known runs would fit: those whose measured memory over predicted memory is at most `limit`
+        over `predicted`.
         """
         return sum(predicted <= limit * (1 + error) * (1 + _ROUNDED) for error in self.errors.values())
 
     def fits(self, predicted: float, limit: float) -> str:
-        """Return how many of the known runs would fit as text, such as ``"15 of 24"``."""
+        """Return as text how many of the known runs would fit, such as ``"15 of 24"``."""
         return f"{self.fitting(predicted, limit)} of {len(self.errors)}"
 
     def differences(self, found: Mapping[str, float]) -> list[str]:
-        """Return a sentence for each run whose prediction error, `found` now, differs from the recorded one."""
+        """Return a sentence for each run whose prediction error `found` now differs from the recorded error."""
         return [
             f"{name}: its memory error is {found[name]:+.2%}, {FILE.name} has {error:+.2%}"
             for name, error in self.errors.items()
@@ -102,7 +103,7 @@ def known_errors() -> MemoryErrors:
 
 
 def write_errors(path: Path, errors: Mapping[str, float], rows: Path) -> None:
-    """Record errors in a file such as errors.yaml; they are rounded down, which makes a margin no smaller.
+    """Record errors in a file such as errors.yaml; they are rounded down so that no margin becomes smaller.
 
     Raises:
         DataError: it cannot be written.
@@ -133,7 +134,7 @@ class Room:
 
     @property
     def bytes(self) -> float:
-        """Return the bytes that a prediction may reach: the cap without its margin."""
+        """Return the bytes that a prediction may reach: the memory cap minus its margin."""
         return self.cap * (1 - self.margin)
 
     @property
@@ -146,7 +147,8 @@ class Room:
 def room_of(
     recipe: Mapping[str, Any], hardware: Hardware, memory_gib: float | None = None, margin: float | None = None
 ) -> Room:
-    """Return `memory_gib`, else the recipe's limit if the device has that much, else `USABLE` of the device.
+    """Return `memory_gib` if it is given, else the recipe's limit if the device has that much, else `USABLE` of the
+    device's memory.
 
     Args:
         margin: the estimator's known error by default.

@@ -39,8 +39,8 @@ PARTS = ("weights", "state", "accumulated", "gathered", KEPT, WORKING, BUFFERS)
 
 
 class Owner(NamedTuple):
-    """This names what owns some bytes: a part of `PARTS`, and a module of `tools.estimate.memory.training_graph` or a
-    pass in words.
+    """This names the owner of some bytes: a part of `PARTS`, and a module of `tools.estimate.memory.training_graph` or
+    a pass in words.
     """
 
     part: str
@@ -78,17 +78,17 @@ class TimeLine:
 
     @property
     def total(self) -> np.ndarray:
-        """Return [moments], the bytes of all owners together."""
+        """Return for each moment the bytes of all owners together, [moments]."""
         return self.live.sum(axis=1)
 
     @property
     def peak(self) -> float:
-        """Return the most bytes at one moment."""
+        """Return the largest number of bytes at one moment."""
         return float(self.total.max())
 
     @property
     def fullest(self) -> int:
-        """Return the moment with the most bytes, ignoring rounding: the first such moment in a backward, else the
+        """Return the moment with the most bytes (up to rounding): the first such moment in a backward, otherwise the
         first.
         """
         full = self.total >= self.peak * (1 - 1e-12)
@@ -96,7 +96,7 @@ class TimeLine:
         return int((behind if behind.any() else full).argmax())
 
     def at_peak(self) -> list[tuple[Owner, float]]:
-        """Return who holds how much at the peak, most first, without owners that hold nothing."""
+        """Return (owner, bytes) at the peak, the largest first, without owners that hold nothing."""
         found = zip(self.owners, map(float, self.live[self.fullest]), strict=True)
         return sorted(((owner, size) for owner, size in found if size), key=lambda pair: -pair[1])
 
@@ -183,7 +183,7 @@ def time_line(config: Configuration, stage: int, simulation: Simulation) -> Time
 
 
 def simulated(config: Configuration, forward: np.ndarray, backward: np.ndarray, transfer: float = 0.0) -> Simulation:
-    """Return the schedule with the fewest micro-batches that reach the same memory as all of them.
+    """Return the schedule with the fewest micro-batches that needs as much memory as the schedule with all of them.
 
     Args:
         forward, backward: [chunks, stages] seconds of a micro-batch.
@@ -271,7 +271,8 @@ def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
 
 
 def bands(line: TimeLine) -> list[tuple[str, str, np.ndarray]]:
-    """Return (label, colour, [moments] bytes) from the bottom: constant parts, kept activations by module, the pass.
+    """Return (label, colour, [moments] bytes) for each layer of the picture, from the bottom: constant parts, kept
+    activations by module, the running pass.
 
     Of the kept modules the largest have a band each and the rest share one, so that the bands add up to the line.
     """

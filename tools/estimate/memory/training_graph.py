@@ -1,4 +1,4 @@
-"""This module counts the activations that a layer of MindFormers' training_graph models leaves for its backward, under
+"""This module counts the activations that a layer of MindFormers' training_graph models keeps for its backward, under
 MindSpore 2.9.0.
 
 Counted in compiled graphs (`tc3 dryrun`: what a forward subgraph hands to its backward), for alltoall_deredundency and
@@ -32,18 +32,25 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from functools import lru_cache
 
+from plugins.hyper_connections import plan as hyper_connections
 from tools.estimate import configuration
 from tools.estimate.configuration import Configuration, joined, parts_of
 from tools.model.weights import Weight, weights
 
 ATTENTION, MLP, EXPERTS, SHARED, ROUTER = "attention", "dense MLP", "experts", "shared experts", "router"
 DISPATCH, NORMS, EMBEDDING, HEAD, MTP = "dispatch", "norms", "embedding", "head and logits", "MTP"
+STREAMS = "residual streams"
 LAYER_INPUT, SPARE, OTHER = "inputs of recomputed layers", "spare gradients", "other"
-MODULES = (ATTENTION, MLP, EXPERTS, SHARED, ROUTER, DISPATCH, NORMS, EMBEDDING, HEAD, MTP, LAYER_INPUT, SPARE, OTHER)
+MODULES = (
+    *(ATTENTION, MLP, EXPERTS, SHARED, ROUTER, DISPATCH, NORMS, STREAMS, EMBEDDING, HEAD, MTP),
+    *(LAYER_INPUT, SPARE, OTHER),
+)
 
 _WEIGHTS = (  # of `tools.model.weights`, first match
+    (r"_hc\.", STREAMS),
     (r"expert", EXPERTS),
     (r"shared", SHARED),
     (r"router", ROUTER),
@@ -54,6 +61,7 @@ _WEIGHTS = (  # of `tools.model.weights`, first match
     (r"mlp", MLP),
 )
 _PARAMETERS = (  # of MindFormers' names of parameters and paths of cells, first match
+    (r"(attn|ffn)_hc\b", STREAMS),
     (r"shared_expert", SHARED),
     (r"router", ROUTER),
     (r"token_dispatcher", DISPATCH),
@@ -90,14 +98,16 @@ _STATISTICS = 64  # bytes of a head and token that flash attention keeps beside 
 
 
 def kept(config: Configuration, kind: str, option: str = "none") -> float:
-    """Return the activation bytes that one layer keeps for backward, of one micro-batch on one device; kinds and
+    """Return the bytes of activations that one layer keeps for the backward of one micro-batch on one device; kinds and
     options are as in `tools.estimate.memory.activations.saved`.
     """
     return sum(kept_parts(config, kind, option).values())
 
 
 def kept_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
-    """Return module of `MODULES` -> activation bytes that one layer keeps for it, of one micro-batch on one device."""
+    """Return, for each of `MODULES`, the bytes of activations that one layer keeps for one micro-batch on one
+    device.
+    """
     parts = _activations(config, kind, option)
     # a layer that runs again copies its weights again; the head does not run again
     for weight in () if option == "full" and kind != "head" else _weights(config, kind):
@@ -132,13 +142,18 @@ def _activations(config: Configuration, kind: str, option: str) -> dict[str, flo
     if kind == "mtp":
         # two more norms and the rows that they give, side by side
         own = {MTP: (4 * _WIDE + 2 * item) * rows}
-        return _activations(config, model.last_kind, option) | _activations(config, "head", "none") | own
+        layer = replace(config, model=replace(model, streams=1))
+        return _activations(layer, model.last_kind, option) | _activations(config, "head", "none") | own
     if option == "full":
+        if model.streams > 1:  # streams are in the type that computes, also if their sum is made in fp32
+            return {LAYER_INPUT: item * rows * model.streams}
         return {LAYER_INPUT: (_WIDE if config.fp32_residual else item) * rows}
     again = parts_of(option)
     norms = (2 if configuration.NORMS in again else 4) * _WIDE * rows + _cast(config) * rows
     mlp = _routed(config, tokens, held) if kind == "moe" else {MLP: _dense(config, tokens)}
     every = {NORMS: norms, ATTENTION: _attention(config, tokens, held), **mlp}
+    if model.streams > 1:
+        every[STREAMS] = _streams(config, held)
     for group in set(again) & set(configuration.PATTERNS):
         for module, size in _freed(config, kind, group, tokens, held).items():
             every[module] -= size
@@ -171,8 +186,7 @@ def _freed(config: Configuration, kind: str, group: str, tokens: float, held: fl
 
 
 def layer_pass(config: Configuration, kind: str, again: bool) -> float:
-    """Return the most bytes that a layer's backward needs beside kept tensors, with or without running its forward
-    again.
+    """Return the most bytes that a layer's backward needs beside kept tensors, with or without a recomputed forward.
 
     What groups of operators make again is held meanwhile, too, whether this layer has all of the run's groups or not.
     """
@@ -199,15 +213,14 @@ def _own(config: Configuration, kind: str, option: str) -> float:
 
 
 def loss_pass(config: Configuration, mtp: bool) -> float:
-    """Return the most bytes that the loss needs beside kept tensors; the gradient of MTP's logits waits for it."""
+    """Return the most bytes that the loss needs beside kept tensors; meanwhile the gradient of MTP's logits is kept."""
     local = config.rank_tokens * config.model.vocab / config.tp
     moved = max((size for size, _, _ in logit_exchanges(config)), default=0.0)
     return max(3 * _WIDE * local, 2 * moved) + config.item * local * mtp
 
 
 def logit_exchanges(config: Configuration) -> list[tuple[float, int, int]]:
-    """Return (bytes of the result, ranks, stride) of every exchange of one micro-batch's logits on their way to the
-    loss.
+    """Return (bytes of the result, ranks, stride) of every exchange that one micro-batch's logits need before the loss.
 
     Logits come as [sequence, batch] and the loss takes [batch, sequence]. Where both are cut, MindSpore moves all of
     them to ranks in another order to turn them, and back: an AllGather or AlltoAll over every digit of the rank, twice,
@@ -233,6 +246,18 @@ def _attention(config: Configuration, tokens: float, held: float) -> float:
     ranks = model.latent.query_rank + model.latent.kv_rank if model.latent else 0
     gathered = tokens * (ranks if model.latent else model.hidden)
     return tokens / config.tp * sizes + 2 * _WIDE * held * ranks + item * gathered
+
+
+def _streams(config: Configuration, held: float) -> float:
+    """Of both sublayers: the streams in the type that computes and in fp32, what the sublayer gave, the gates, and each
+    division of Sinkhorn's iterations.
+    """
+    model, n = config.model, config.model.streams
+    residual = _WIDE if config.fp32_residual else config.item
+    wide = n * model.hidden * (config.item + (_WIDE if config.item != _WIDE else 0))
+    gates = _WIDE * hyper_connections.gates(n)
+    divisions = _WIDE * model.sinkhorn * 2 * (n * n + n)
+    return len(hyper_connections.SUBLAYERS) * held * (wide + residual * model.hidden + gates + divisions)
 
 
 def _dense(config: Configuration, tokens: float) -> float:

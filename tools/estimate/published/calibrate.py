@@ -108,7 +108,7 @@ FOLLOWS = {"matmul_fp8": "matmul"}
 
 
 def type_of(cluster: str) -> str:
-    """Return the device type of a cluster."""
+    """Return the device type that a cluster belongs to."""
     return next(name for name, kind in TYPES.items() if cluster in kind.clusters)
 
 
@@ -147,7 +147,7 @@ Bounds = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Calibration:
-    """This is the result of a fit.
+    """This is the result of fitting a cluster's efficiencies.
 
     Args:
         efficiency: fitted where `fitted` says so, else as it was.
@@ -164,7 +164,8 @@ class Calibration:
 
 
 def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibration:
-    """Fit `start` to the rows' step times on `cluster` (a name or file), whatever hardware the rows name.
+    """Return the efficiencies that fit the step times of `rows`, beginning with those of `start`; all rows count as
+    measured on `cluster` (a name or file), whatever hardware they name.
 
     Raises:
         DataError: no row has both a configuration and a step time, or one is not a step of such a cluster.
@@ -199,13 +200,15 @@ def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibrati
 
 
 def coordinates(values: Efficiency, names: Sequence[str]) -> np.ndarray:
-    """Return the fitted parameters in the form in which the fit changes them."""
+    """Return the fitted parameters as the logarithms or numbers that the fit changes."""
     plain = np.array([getattr(values, name) for name in names], float)
     return np.clip(np.where(_shares(names), plain, np.log(np.maximum(plain, 1e-12))), *limits(names))
 
 
 def with_coordinates(values: Efficiency, names: Sequence[str], where: np.ndarray) -> Efficiency:
-    """Return `values` with the parameters `names` set to `where`, a point as `coordinates` returns one."""
+    """Return `values` in which the parameters `names` are set to the point `where`, which has the form of the result of
+    `coordinates`.
+    """
     plain = np.where(_shares(names), where, np.exp(where))
     changed: dict[str, Any] = {name: float(value) for name, value in zip(names, plain, strict=True)}
     return replace(values, **changed)
@@ -216,7 +219,8 @@ def _shares(names: Sequence[str]) -> np.ndarray:
 
 
 def limits(names: Sequence[str], clusters: Sequence[str] = ()) -> tuple[np.ndarray, np.ndarray]:
-    """Return the range of each of the `coordinates`; no link of these clusters is faster than its nominal figure.
+    """Return the allowed range of each of the `coordinates`; no link of these clusters may be faster than its nominal
+    figure.
 
     Beyond that nothing moves (`DeviceTimes._speed`), so a search that went there would not find back.
     """
@@ -310,7 +314,7 @@ def _fit(
 
 
 def cluster_text(cluster: str, name: str, found: Calibration, source: str) -> str:
-    """Return the file of `cluster` (a name or file) under another `name`, with the fitted efficiencies.
+    """Return the content of the file of `cluster` (a name or file) under another `name`, with the fitted efficiencies.
 
     Args:
         source: of the measurements.

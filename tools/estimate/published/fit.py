@@ -1,5 +1,5 @@
-"""This module fits the efficiencies of all device types together to published step times, and judges them by groups
-left out.
+"""This module fits the efficiencies of all device types together to published step times, and measures the errors of
+the fit on groups that it leaves out.
 
 Minimised is, over the logarithms r of predicted over measured step time and the parameters x of all types,
 
@@ -50,7 +50,7 @@ from tools.model.architecture import Model
 
 
 class Group(NamedTuple):
-    """This is a group of published rows: those of one model, known by its sizes, on one cluster."""
+    """This identifies a group of published runs: those of one model, known by its sizes, on one cluster."""
 
     model: str
     cluster: str
@@ -60,7 +60,7 @@ class Group(NamedTuple):
 
 
 def sizes(model: Model) -> str:
-    """Return a text with the sizes by which models are distinguished; the number of layers is not among them."""
+    """Return a text with the sizes that distinguish models; the number of layers is not among these sizes."""
     attention = f"{model.heads}/{model.kv_heads} heads"
     if not model.experts:
         return f"{model.hidden} wide, {attention}, MLP {model.ffn}, vocabulary {model.vocab}"
@@ -94,9 +94,7 @@ Sets = dict[str, Efficiency]
 
 @dataclass(frozen=True)
 class Run:
-    """This is one configuration on one cluster, with the measured seconds of its step, measured once or several
-    times.
-    """
+    """This is one configuration on one cluster, with the seconds of its step as measured once or several times."""
 
     cluster: str
     config: Configuration
@@ -109,7 +107,7 @@ class Run:
 
 
 def usable(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that a fit reads: those with a configuration and a step time that are not for context only."""
+    """Return the rows that a fit uses: those that have a configuration and a step time and are not only context."""
     return [row for row in rows if row.use == "fit" and row.config and measured_seconds(row) is not None]
 
 
@@ -130,8 +128,8 @@ def predicted(run: Run, sets: Mapping[str, Efficiency]) -> float:
 
 @dataclass(frozen=True)
 class Point:
-    """This is the state of a fit: parameters, logarithms of predicted seconds there, and derivatives made there or
-    nearby.
+    """This is the state of a fit: its parameters, the logarithms of the seconds that they predict, and derivatives that
+    were computed at or near these parameters.
     """
 
     x: np.ndarray
@@ -140,8 +138,8 @@ class Point:
 
 
 class Problem:
-    """This is the least-squares problem of the fit: the runs' residuals as a function of one vector of parameters
-    [types x NAMES].
+    """This is the least-squares problem of the fit: the runs' residuals depend on one vector of parameters [types x
+    NAMES].
     """
 
     def __init__(self, runs: Sequence[Run], kinds: Sequence[str]):
@@ -196,8 +194,8 @@ class Problem:
         return np.log([predicted(run, sets) for run in self.runs])
 
     def slopes(self, x: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """Return the derivatives [measurements, parameters] of the logarithms, whose value is `at`; a run depends only
-        on its own type's parameters.
+        """Return the derivatives [measurements, parameters] of the logarithms whose values are `at`; a run depends only
+        on the parameters of its own type.
         """
         found, size = np.zeros((len(self.runs), len(x))), len(NAMES)
         moved = np.where(x + _STEP <= self.high, _STEP, -_STEP)
@@ -209,13 +207,13 @@ class Problem:
         return found[self.owner]
 
     def cost(self, logs: np.ndarray, x: np.ndarray, weight: np.ndarray) -> float:
-        """Return the cost to be minimised; `weight` is that of each measurement."""
+        """Return the cost that the fit minimises; `weight` holds the weight of each measurement."""
         off = np.abs(logs[self.owner] - self.measured) / NOISE
         huber = np.where(off <= OUTLIER, off**2, OUTLIER * (2 * off - OUTLIER))
         return float((weight * huber).sum() + ((self.pull @ x - self.home) ** 2).sum())
 
     def solve(self, at: Point, kept: np.ndarray) -> Point:
-        """Return the least cost of the measurements that are `kept`, starting at `at`."""
+        """Return the minimum of the cost over the measurements that are `kept`, starting at `at`."""
         weight, damping, made = self.weight * kept, 1e-3, at.logs
         for _ in range(_ROUNDS):
             if np.abs(at.logs - made).max(initial=0.0) > _FAR:
@@ -248,8 +246,8 @@ class Problem:
         return Point(x, logs, self.slopes(x, logs))
 
     def settled(self, sets: Mapping[str, Efficiency]) -> Point:
-        """Return the least cost of all measurements: the fit is repeated with new derivatives until it no longer
-        improves.
+        """Return the minimum of the cost over all measurements; the fit is repeated with new derivatives until it no
+        longer improves.
         """
         kept = np.ones(len(self.measured))
         at, before = self.begin(sets), np.inf
@@ -274,7 +272,7 @@ def fit(rows: Iterable[Row], start: Mapping[str, Efficiency] | None = None) -> S
 
 @dataclass(frozen=True)
 class Judged:
-    """This is a row that was not part of the fit that predicts it; `error` is predicted over measured - 1."""
+    """This is a row that was predicted by a fit that did not use it; `error` is predicted over measured - 1."""
 
     row: Row
     group: Group
@@ -289,7 +287,7 @@ def errors_of(rows: Iterable[Row], sets: Mapping[str, Efficiency]) -> list[float
 
 def folds(problem: Problem) -> Iterator[tuple[Group, np.ndarray]]:
     """Yield each group with an array that is 0 for the measurements of this group, which a fit must leave out, and 1
-    for all others.
+    for all other measurements.
     """
     groups = [Group(sizes(run.config.model), run.cluster) for run in problem.runs]
     for group in dict.fromkeys(groups):
@@ -342,7 +340,9 @@ class Contradiction:
 
 
 def same_configuration(rows: Iterable[Row]) -> list[Contradiction]:
-    """Return rows with a step time, grouped by configuration; a configuration measured once stands alone."""
+    """Return the rows with a step time, grouped by configuration; a configuration that was measured once is a group of
+    one row.
+    """
     found: dict[object, list[tuple[float, Row]]] = {}
     for row in rows:
         seconds = measured_seconds(row)
@@ -354,7 +354,7 @@ def same_configuration(rows: Iterable[Row]) -> list[Contradiction]:
 
 
 def contradictions(rows: Iterable[Row]) -> list[Contradiction]:
-    """Return the groups that differ by more than `TELLING`, the widest first."""
+    """Return the groups whose step times differ by more than `TELLING`, the widest first."""
     wide = [found for found in same_configuration(rows) if found.spread > TELLING]
     return sorted(wide, key=lambda found: -found.spread)
 

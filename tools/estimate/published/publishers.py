@@ -125,7 +125,7 @@ def _models() -> dict[str, Any]:
 
 
 def public_model(name: str) -> Model:
-    """Return a public model by the name that a row writes.
+    """Return the public model whose name a row states.
 
     Raises:
         Unexpressed: models.yaml has no such model, or it cannot be expressed.
@@ -155,7 +155,7 @@ def _model(entry: dict[str, Any]) -> Model:
 
 
 def micro_batch(samples: int, pp: int, micro_batches: int | None, assumed: list[str]) -> int:
-    """Return the samples of a micro-batch if the row gives none."""
+    """Return the number of samples in a micro-batch for a row that does not state it."""
     if micro_batches:
         return max(1, samples // micro_batches)
     batch = 1
@@ -166,7 +166,9 @@ def micro_batch(samples: int, pp: int, micro_batches: int | None, assumed: list[
 
 
 def interleaved(layers: int, pp: int, micro_batches: int, assumed: list[str]) -> int:
-    """Return the interleaved chunks if the row gives none: the fewest above 1 that divide a stage's layers."""
+    """Return the number of interleaved chunks for a row that does not state it: the smallest number above 1 that divide
+    a stage's layers.
+    """
     if pp == 1:
         return 1
     each = -(-layers // pp)
@@ -177,14 +179,14 @@ def interleaved(layers: int, pp: int, micro_batches: int, assumed: list[str]) ->
 
 
 def recomputation(words: str, layers: Table, selective: str) -> Recompute:
-    """Return the recomputation from words such as "full_recompute_no_sp"; unknown words mean none."""
+    """Return the kind of recomputation that words such as "full_recompute_no_sp" state; unknown words mean none."""
     if words.startswith("full"):
         return Recompute(full=layers)
     return Recompute(select=layers, selective=selective) if "selective" in words else Recompute()
 
 
 def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """Read torchtitan's columns: "FSDP32 TP8", samples of a data-parallel rank, technique."""
+    """Read torchtitan's columns: the layout ("FSDP32 TP8"), the samples of a data-parallel rank, and the technique."""
     degrees = {name: int(size) for name, size in re.findall(r"([A-Za-z]+)[ =]*(\d+)", config["parallel"])}
     unknown = sorted(set(degrees) - {"FSDP", "TP", "PP", "CP", "HSDP", "DP"})
     if unknown:
@@ -229,7 +231,7 @@ def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]
 
 
 def layer_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """Return a configuration of only one MoE layer's MLP, forward and backward."""
+    """Return a configuration that computes only one MoE layer's MLP, forward and backward."""
     model = Model(
         pattern=pattern_of(1, config["experts"]),
         hidden=config["hidden"],
@@ -270,7 +272,9 @@ def release(row: str) -> str:
 
 
 def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
-    """Return the configuration of a row of the tables with the settings of its recipe, which are added to `assumed`."""
+    """Return the configuration of a row of the tables, with the settings of its recipe; these settings are added to
+    `assumed`.
+    """
     if not config.model.experts:
         return config
     if cluster == "h100" and not config.model.latent and not config.model.biased:
@@ -322,7 +326,7 @@ def _gpt_oss(version: str, cluster: str, config: Configuration, assumed: list[st
 
 
 def mindformers_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """Return (configuration, samples of the row's step, assumptions).
+    """Return a row as (configuration, samples of a step, assumptions).
 
     Raises:
         Unexpressed: LoRA, or a model whose dimensions are not known.

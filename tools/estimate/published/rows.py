@@ -1,4 +1,4 @@
-"""This module reads a measurements file: each row as a `Configuration`, or the reason why it cannot be one.
+"""This module reads a measurements file, and makes of each row a `Configuration` or the reason why there is none.
 
 Three kinds of `config` blocks are understood: dimensions written out, the name of a public model (models.yaml), and
 what MindFormers model cards link (`model`, `parallel`, `recompute`). Rows leave many values out; these are chosen by
@@ -88,7 +88,7 @@ _NEGATIVE = Range(-10_000, 10_000, whole=False)
 
 
 def check_row(row: Mapping[str, Any], place: str) -> None:
-    """Refuse values that no row can hold.
+    """Refuse values that are not allowed in any row.
 
     Raises:
         DataError: no id, a block of the wrong kind, a number that is none; names the key.
@@ -155,7 +155,7 @@ _TELECHAT3_438B = {"seq": 4096, "tp": 2, "ep": 16}
 
 @dataclass(frozen=True)
 class Row:
-    """This is one measured run.
+    """This is one row of a measurements file, which describes a measured run.
 
     Args:
         samples: the step that the row speaks of, in samples; 0 when it does not say.

@@ -49,7 +49,7 @@ class Prediction:
     memory_error: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the prediction in the stable form for `--json`."""
+        """Return the prediction in the stable form that `--json` prints."""
         found: dict[str, Any] = {"id": self.row.id}
         found |= {name: getattr(self, name) for name in QUANTITIES}
         found |= {"reason": self.reason, "assumptions": list(self.row.assumptions)}
@@ -126,14 +126,14 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 
 
 def measured_seconds(row: Row) -> float | None:
-    """Return the seconds of the row's step; None if it has neither a configuration nor a time."""
+    """Return the seconds of the row's step; None if the row has no configuration, or no time."""
     if row.config is None:
         return None
     return measured_step(row, _step_flops(row) / row.config.global_batch)
 
 
 def measured_step(row: Row, flops_per_sample: float) -> float | None:
-    """Return the seconds of the row's step: measured, or from its throughput."""
+    """Return the seconds of the row's step, as measured or computed from the row's throughput."""
     measured, config = row.measured, row.config
     assert config is not None
     for name in ("step_time_s", "derived_step_time_s", "implied_step_time_s"):
@@ -155,7 +155,7 @@ def measured_step(row: Row, flops_per_sample: float) -> float | None:
 
 
 def measured_memory(row: Row) -> float | None:
-    """Return the bytes of the device with the most, if the row has them."""
+    """Return the bytes of the device that uses most, if the row states them."""
     measured, config = row.measured, row.config
     assert config is not None
     if _number(measured, "peak_memory_GiB"):
@@ -171,7 +171,9 @@ def _number(measured: Mapping[str, Any], name: str) -> bool:
 
 
 def summary(predictions: Iterable[Prediction], field: str = "step_error") -> dict[str, dict[str, float]]:
-    """Return {"all", each device and each group: {"rows", "mean", "worst"}} of absolute errors of the `fit` rows."""
+    """Return {"all", each device and each group: {"rows", "mean", "worst"}}: the absolute errors of the rows that are
+    used to `fit`.
+    """
     groups: dict[str, list[float]] = {"all": []}
     for prediction in predictions:
         error = getattr(prediction, field)

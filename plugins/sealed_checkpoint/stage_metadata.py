@@ -1,0 +1,77 @@
+"""This module lets the stages of a pipeline tell rank 0 which tensors they save, where a rank knows only its own stage.
+
+Rank 0 writes a checkpoint's metadata.json from what MindSpore tells it of all ranks. With AdamW each rank's optimizer
+has the weights of all stages before MindSpore cuts the pipeline, so it knows them all. With Muon MindFormers 1.9.0
+leaves the weights of other stages out of the optimizer (`filter_current_stage_parameters`), and MindSpore then tells a
+rank of its own stage only: metadata.json would list the tensors of stage 0, and no resume would find the others.
+
+The first rank of each stage therefore writes its stage's list into the folder where the checkpoint is being saved, and
+rank 0 reads and removes all of them. Each rank saves there, so the folder is one that all ranks share.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from plugins.private_hooks import replace
+from plugins.sealed_checkpoint.router_state import MUON_MOMENT
+
+Metas = dict[int, dict[str, Any] | None]  # rank -> name -> MindFormers' `ShardedTensor`
+_saving: list[Path] = []  # the folder in which a checkpoint is being saved, once there was one
+
+
+def saves_in(folder: Path) -> None:
+    """Say where the next checkpoint is being saved."""
+    _saving[:] = [folder]
+
+
+def of_all_stages(
+    folder: Path, found: Metas, rank: int, ranks: int, stages: int, wait: Callable[[], None]
+) -> dict[int, dict[str, Any] | None]:
+    """Return what each rank saves; ranks other than 0, which write no metadata, get their own stage's only.
+
+    Args:
+        folder: that all ranks share. found: right for the ranks of this rank's stage. ranks: of the run. wait: returns
+            when all ranks have called it.
+    """
+    each = ranks // stages
+    stage = rank // each
+    own = {one: found[one] for one in range(stage * each, (stage + 1) * each)}
+    files = [folder / f"stage_{number}.pickle" for number in range(stages)]
+    if rank % each == 0:
+        files[stage].write_bytes(pickle.dumps(own))
+    wait()
+    if rank:
+        return own
+    whole: Metas = {}
+    for file in files:
+        whole |= pickle.loads(file.read_bytes())
+        file.unlink()
+    return whole
+
+
+def enable() -> None:
+    """Let saves of a pipeline with Muon list the tensors of all stages."""
+    import mindspore as ms
+    from mindformers.core.callback import callback
+    from mindformers.tools.utils import get_real_group_size, get_real_rank
+    from mindformers.utils.parallel_utils import barrier_world
+
+    of_own_view = callback.get_all_sharded_tensor
+
+    def get_all_sharded_tensor(network: Any, filter_func: Any = None) -> Metas:
+        found = of_own_view(network=network, filter_func=filter_func)
+        stages = ms.get_auto_parallel_context("pipeline_stages")
+        if stages == 1 or not any(item.name.startswith(MUON_MOMENT) for item in network.get_parameters()):
+            return found
+
+        def wait() -> None:
+            barrier_world("All stages to list their tensors.")
+
+        return of_all_stages(_saving[0], found, get_real_rank(), get_real_group_size(), stages, wait)
+
+    line = "global_strategy_info = get_strategy_metadata(network)"
+    replace(callback, "get_all_sharded_tensor", line, get_all_sharded_tensor)

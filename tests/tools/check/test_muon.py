@@ -1,0 +1,79 @@
+"""What MindFormers' Muon refuses once it is built, after the launch, is refused before."""
+
+import re
+
+import pytest
+
+from tests.tools.check.mutations import MODEL, put
+from tests.tools.check.test_rules import MINI, SEMI, change, findings
+
+MUON = {"type": "Muon", "adamw_betas": [0.9, 0.95], "weight_decay": 0.1}
+SHARD_SIZE = ("parallel", "parallel_optimizer_config")
+WHOLE = {"optimizer_weight_shard_size": 4, "parallel_optimizer_threshold": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "words"),
+    [
+        ([], None, ""),
+        ([((*MODEL, "multi_latent_attention"), False)], "optimizer.type", "multi-latent attention"),
+        ([(("optimizer", "swap"), True)], "optimizer.swap", "keeps its state on the device"),
+        (
+            [(("parallel", "enable_parallel_optimizer"), True)],
+            "parallel.parallel_optimizer_config.optimizer_weight_shard_size",
+            "over how many ranks",
+        ),
+        (
+            [(("parallel", "enable_parallel_optimizer"), True), (SHARD_SIZE, {"optimizer_weight_shard_size": 8})],
+            "parallel.parallel_optimizer_config.optimizer_weight_shard_size",
+            "of which there are 4, not over 8",
+        ),
+        (
+            [(("parallel", "enable_parallel_optimizer"), True), (SHARD_SIZE, {"optimizer_weight_shard_size": 1})],
+            "parallel.parallel_optimizer_config.optimizer_weight_shard_size",
+            "over how many ranks",
+        ),
+        ([(("optimizer", "ns_steps"), 3)], "optimizer.ns_steps", "takes five"),
+        ([(("optimizer", "ns_steps"), 5)], None, ""),
+        ([(("optimizer", "qk_clip_threshold"), 0)], "optimizer.qk_clip_threshold", "to nothing"),
+        ([((*MODEL, "mla_qkv_concat"), True)], "model.model_config.mla_qkv_concat", "as one matrix"),
+        (
+            [(("parallel", "enable_parallel_optimizer"), True), (SHARD_SIZE, {"optimizer_weight_shard_size": 4})],
+            "parallel.parallel_optimizer_config.parallel_optimizer_threshold",
+            "stack equal copies",
+        ),
+        (
+            [(("parallel", "enable_parallel_optimizer"), True), (SHARD_SIZE, WHOLE)],
+            None,
+            "",
+        ),
+    ],
+)
+def test_what_muon_refuses_once_it_is_built_is_refused_before(changes, key, words):
+    found = findings(change(SEMI, (("optimizer",), MUON), *changes))
+    if key is None:
+        assert found == {}
+    else:
+        assert words in found[key].wrong and re.search(r"(muon|gpt_model)\.py:", found[key].source)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("betas", [0.9, 0.95], "no such key"),
+        ("use_fused", True, "no such key"),
+        ("eps", 1e-8, "no such key"),
+        ("momentum", 1.0, "below 1"),
+        ("adamw_betas", [0.9, 1.5], "below 1"),
+        ("matched_adamw_rms", -0.2, "at least 0"),
+    ],
+)
+def test_keys_of_adamw_and_numbers_that_make_no_sense_are_named(key, value, words):
+    found = findings(change(SEMI, (("optimizer",), {**MUON, key: value})))
+    (path, finding) = next(iter(found.items()))
+    assert path.startswith(f"optimizer.{key}") and words in str(finding), finding
+
+
+def test_muon_needs_a_sharded_graph_on_cpu():
+    assert "only" not in str(findings(MINI).get("optimizer.type"))
+    assert "bfloat16" in findings(put(MINI, ("optimizer",), MUON))["optimizer.type"].wrong

@@ -1,0 +1,89 @@
+"""This module counts what MindFormers' Muon computes and gathers in the update of a step (core/optim/muon.py of 1.9.0).
+
+Muon makes the momentum of each matrix of a layer nearly orthogonal, by five Newton-Schulz steps in bfloat16; embedding,
+output layer, norms and biases have AdamW. What is fused in one weight is taken apart first: the two parts of the latent
+projections, gate and up, and the experts, each of which is a matrix by itself.
+
+A rank that holds a part of a matrix gathers all of it, first over the optimizer's shards, then over tensor
+parallelism; each rank of the group then computes the whole matrix, and keeps its part. Experts are never gathered:
+tensor parallelism does not cut them in this model, and shards hold whole experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tools.estimate.configuration import ENDS, Configuration, weight_cut, weight_shards
+from tools.estimate.layer_model import Matmul
+from tools.model.weights import Weight
+
+STEPS = 5  # of Newton-Schulz, whatever optimizer.ns_steps says
+ITEM = 2  # bytes of a number that is gathered
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """This stands for `count` matrices [rows, columns] that are made orthogonal, each by itself."""
+
+    rows: int
+    columns: int
+    count: float = 1
+
+    @property
+    def matmuls(self) -> tuple[Matmul, ...]:
+        """Return the matmuls of all steps: X X^T, its square A A, and B X, with the shorter side of X first."""
+        short, long = sorted((self.rows, self.columns))
+        times = STEPS * self.count
+        return (
+            Matmul(short, short, long, times),
+            Matmul(short, short, short, times),
+            Matmul(short, long, short, times),
+        )
+
+    @property
+    def flops(self) -> float:
+        """Return the FLOPs of all steps: for each 4 m^2 n + 2 m^3, m being the shorter side."""
+        return sum(matmul.flops for matmul in self.matmuls)
+
+
+def orthogonal(weight: Weight, config: Configuration) -> bool:
+    """Return whether Muon, and not AdamW, updates a weight of this run."""
+    return config.muon and not weight.frozen and weight.columns > 1 and weight.name not in ENDS
+
+
+def matrices(weight: Weight, config: Configuration) -> tuple[Matrix, ...]:
+    """Return the matrices of a weight that a device computes; none where AdamW updates the weight."""
+    if not orthogonal(weight, config):
+        return ()
+    model, columns = config.model, weight.columns
+    mla = model.latent
+    assert mla is not None, "Muon refuses other attention"
+    if weight.split == "experts":
+        local = model.experts / weight_cut(weight, config) / weight_shards(weight, config)
+        rows = weight.rows // model.experts
+        halves = 2 if weight.name == "experts_1" and model.gated else 1
+        return (Matrix(rows, columns // halves, local * halves),)
+    heads = {
+        "q": (mla.nope, mla.rope),
+        "q_up": (mla.nope, mla.rope),
+        "kv_up": (mla.nope, mla.value),
+    }
+    if weight.name in heads:
+        return tuple(Matrix(model.heads * size, columns) for size in heads[weight.name])
+    if weight.name == "kv_down":
+        return Matrix(mla.kv_rank, columns), Matrix(mla.rope, columns)
+    if weight.name.endswith("_fc1") and model.gated:
+        return (Matrix(weight.rows // 2, columns, 2),)
+    return (Matrix(weight.rows, columns),)
+
+
+def gathers(weight: Weight, config: Configuration) -> Iterator[tuple[float, int, int]]:
+    """Return the AllGathers of a weight's momentum: (bytes of what is gathered, ranks, how far apart they are)."""
+    if not orthogonal(weight, config) or weight.split == "experts":
+        return
+    cut, shards = weight_cut(weight, config), weight_shards(weight, config)
+    if shards > 1:
+        yield ITEM * weight.size / cut, shards, cut
+    if cut > 1:
+        yield ITEM * weight.size, cut, 1
