@@ -1,5 +1,5 @@
-"""This module estimates activation memory from the graph, by layer: what the forward leaves for the backward, and what
-is alive.
+"""This module estimates activation memory from the graph, layer by layer: the tensors that the forward keeps for the
+backward, and the tensors in memory at one moment.
 
 MindSpore's forward subgraph passes a list of tensors to its backward: the tensors that are kept after recomputation and
 all other changes. Their bytes are exact, except for tensors that share memory. Tensors that are alive inside a subgraph
@@ -36,8 +36,8 @@ _FIRST, _LAST = -1, 1 << 30  # of `FRONT` and `BACK` among numbers of layers
 
 
 class Moment(NamedTuple):
-    """These are the bytes alive while an operator runs, and the bytes alive after it has freed the tensors that it read
-    last.
+    """This holds the bytes of memory in use while an operator runs, and the bytes in use after the tensors are freed
+    that no later operator reads.
     """
 
     most: int
@@ -45,13 +45,13 @@ class Moment(NamedTuple):
 
 
 def name_of(place: int) -> str:
-    """Return a part's key in a report."""
+    """Return the key under which a report lists a part."""
     return {_FIRST: FRONT, _LAST: BACK}.get(place, str(place))
 
 
 def places_of(nodes: list[Node]) -> list[int]:
-    """Return the layer of each operator of a forward: from its path of cells, or else the layer of the operator before
-    it.
+    """Return the layer of each operator of a forward, from its path of cells; an operator without a layer in its path
+    belongs to the layer of the operator before it.
     """
     found, current = [], _FIRST
     for node in nodes:
@@ -89,7 +89,7 @@ def owner_place(own: int, readers: Iterable[int]) -> str:
 
 
 def forward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
-    """Return (part, place after its last operator) in the order in which a forward runs the parts."""
+    """Return pairs (part, position after its last operator) in the order in which a forward runs the parts."""
     found: list[tuple[str, int]] = []
     current = _FIRST
     for number, node in enumerate(nodes):
@@ -101,7 +101,7 @@ def forward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
 
 
 def backward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
-    """Return (part, place after its last operator): a layer's backward ends with the last gradient that it
+    """Return pairs (part, position after its last operator); a layer's backward ends with the last gradient that it
     accumulates.
     """
     ends: dict[int, int] = {}
@@ -118,8 +118,8 @@ def backward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
 def parts_of(
     saved: Mapping[str, int], forward: list[Node], backward: list[Node], moments: Callable[[list[Node]], list[Moment]]
 ) -> dict[str, dict[str, int]]:
-    """Return part -> the bytes that it leaves ("saved"), the most alive in its "forward", above its start, and in its
-    "backward".
+    """Return for each part the bytes that it keeps ("saved"), and the most bytes in memory in its "forward" (above
+    those at its start) and in its "backward".
     """
     found = {name: {"saved": size, "forward": 0, "backward": 0} for name, size in saved.items()}
     for key, segments, seen in (
@@ -137,8 +137,8 @@ def parts_of(
 
 
 def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Return the most bytes alive in each part of a forward ("F") and, from the last part to the first, of a backward
-    ("B").
+    """Return the most bytes in memory in each part of a forward ("F") and, from the last part to the first, of a
+    backward ("B").
     """
     alive, forward = 0, []
     for part in parts:
@@ -166,8 +166,8 @@ VIEWS = frozenset(("Reshape", "TupleGetItem", "Depend", "ExpandDims", "Squeeze",
 
 
 def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
-    """Return for each chunk the bytes "saved" for a micro-batch's backward, and the most bytes alive in "forward" and
-    "backward".
+    """Return for each chunk the bytes "saved" for a micro-batch's backward, and the most bytes in memory in "forward"
+    and "backward".
 
     "parts" holds the same by layer (see `FRONT`), "modules" what is saved by module, and "curves" the most bytes
     alive in each of at most `POINTS` stretches of a pass. Without a pipeline the whole step counts as one "backward".
@@ -201,7 +201,7 @@ def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
 
 
 def added(modules: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return the sums of bytes by module."""
+    """Return for each module the sum of its bytes."""
     found: Counter[str] = Counter()
     for own in modules:
         found.update(own)
@@ -209,8 +209,8 @@ def added(modules: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def curve_of(nodes: list[Node], rows: int) -> list[int]:
-    """Return the most bytes alive in each of at most `POINTS` stretches with about equally many operators, in the order
-    of the text.
+    """Return the most bytes in memory in each of at most `POINTS` sections with about equally many operators, in the
+    order of the text.
     """
     most = [moment.most for moment in moments_of(nodes, rows)]
     ends = [len(most) * point // POINTS for point in range(POINTS + 1)]
@@ -218,7 +218,8 @@ def curve_of(nodes: list[Node], rows: int) -> list[int]:
 
 
 def routed_rows(graph: GraphText, even: int) -> int:
-    """Return the rows of a rank's dispatch: the padded number that it sends, if the graph knows it, else `even`.
+    """Return the number of rows that a rank dispatches: the padded number that it sends, if the graph states it, else
+    `even`.
 
     `even` is tokens x top-k of a rank: what each rank gets when routing is even.
     """
@@ -232,7 +233,7 @@ def routed_rows(graph: GraphText, even: int) -> int:
 
 
 def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, Counter[str]]:
-    """Return part -> module -> bytes that it hands from forward to backward; parameters are counted elsewhere."""
+    """Return part -> module -> bytes that the part keeps from forward to backward, without parameters."""
     bound = next((node for node in nodes if node.binds == backward), None)
     if bound is None:
         return {}
@@ -255,7 +256,7 @@ def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, Coun
 
 
 def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> dict[str, int]:
-    """Return part -> bytes that a chunk takes from the previous stage and hands to its backward unchanged.
+    """Return part -> bytes that a chunk receives from the previous stage and keeps unchanged for its backward.
 
     They are parameters of the forward subgraph, one of their own for each micro-batch: a layer that is recomputed
     starts from them.
@@ -307,12 +308,14 @@ def _weight(node: Node, nodes: list[Node]) -> str:
 
 
 def peak_bytes(nodes: list[Node], rows: int) -> int:
-    """Return the most bytes alive at once when the operators run in the order of the text; views cost nothing."""
+    """Return the most bytes in memory at once if the operators run in the order of the text; views cost nothing."""
     return max((moment.most for moment in moments_of(nodes, rows)), default=0)
 
 
 def moments_of(nodes: list[Node], rows: int) -> list[Moment]:
-    """Return the bytes alive while each operator runs and after it, in the order of the text; views cost nothing."""
+    """Return the bytes in memory while each operator runs and after it, in the order of the text; views cost
+    nothing.
+    """
     last = {
         owner: place
         for place, node in enumerate(nodes)
@@ -333,13 +336,13 @@ def moments_of(nodes: list[Node], rows: int) -> list[Moment]:
 
 
 def output_bytes(node: Node, rows: int) -> int:
-    """Return the bytes of an operator's results."""
+    """Return the number of bytes of an operator's results."""
     block = attributes_of(node.text).get("block_size", 1) if -1 in {d for t in node.outputs for d in t.shape} else 1
     return sum(tensor_bytes(item, rows * (block if isinstance(block, int) else 1)) for item in node.outputs)
 
 
 def tensor_bytes(item: TensorType, rows: int) -> int:
-    """Return the bytes of a tensor; -1 counts as `rows`."""
+    """Return the bytes of a tensor; a dimension of -1 counts as `rows`."""
     return BYTES.get(item.dtype, 4) * math.prod(rows if size < 0 else size for size in item.shape)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,21 @@ from tools.check.differences import modelled
 from tools.dryrun.compiles import compile_all, refusal_of
 from tools.dryrun.plan import plan_jobs, resized, without_files
 from tools.dryrun.quick import quick_plan
-from tools.dryrun.render import draw
+from tools.dryrun.render import draw, render
 from tools.dryrun.report import loads_asked, report_of
 from tools.estimate.loads import HELP
 from tools.estimate.memory.time_line import TimeLine, check_form, write_line
 from tools.files.atomic import check_writable
 from tools.files.figure import check_ending
 from tools.layout.resolve import resolve
+from tools.measured.bundle import require_memory
 from tools.process.waiting import saying
-from tools.ranges import Number
+from tools.prove.cli import proof_of, require_collectives
+from tools.prove.cli import render as render_proof
+from tools.ranges import Number, jobs_option, overrides_option
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
-from tools.recipe.view import View, limit_of
+from tools.recipe.view import View
 from tools.schema.versions import require_verified, unverified_option
 
 ALL = "all-stages"
@@ -71,12 +74,15 @@ class Ranks(click.ParamType):
 )
 @click.option("--quick", is_flag=True, help="Compile each kind of layer once and compose the stages from the results.")
 @click.option("--loads", metavar="LOADS", help=HELP)
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option(
-    "--jobs",
-    type=Number("workers"),
-    help="Number of compiles that run at the same time; by default as many as fit into memory.",
+    "--measured",
+    type=click.Path(path_type=Path),
+    metavar="BUNDLE.zip",
+    help="Leave free of the limit what tc3 firsthour measured with RECIPE beside the model.",
 )
+@overrides_option
+@jobs_option
+@click.option("--prove", is_flag=True, help="Also say what tc3 prove says; this compiles a rank more for each axis.")
 @click.option("--no-cache", is_flag=True, help="Compile everything again instead of reusing earlier compiles.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option(
@@ -99,8 +105,10 @@ def dryrun(
     micro_batches: int | None,
     quick: bool,
     loads: str | None,
+    measured: Path | None,
     overrides: tuple[str, ...],
     jobs: int | None,
+    prove: bool,
     no_cache: bool,
     as_json: bool,
     picture: Path | None,
@@ -115,16 +123,13 @@ def dryrun(
     The graph is of an even routing. What --loads add to its memory is modelled, as in tc3 memory.
 
     Exit codes: 0 it compiles, fits and runs through; 1 it does not, also only at some step of --loads, or it is not
-    known whether it fits; 2 a wrong input; 130 interrupted.
+    known whether it fits, or --prove finds a violation; 2 a wrong input; 130 interrupted.
     """
-    if picture:
-        check_ending(picture)
-        check_writable(picture)
-    if time_line:
-        check_form(time_line)
+    _check_outputs(picture, time_line)
     if quick and (ranks or micro_batches):
         raise click.UsageError("--quick chooses ranks and micro-batches itself: leave out --ranks and --micro-batches")
     require_verified()
+    reserve = require_memory(measured, recipe, partial(click.echo, err=True)).reserve_bytes if measured else 0
     loaded = without_files(resized(apply_overrides(load_recipe(recipe), overrides), devices))
     with saying("checking the recipe"):
         refused = [str(finding) for finding in check_recipe(loaded).errors]
@@ -136,26 +141,48 @@ def dryrun(
         plan = quick_plan(loaded) if quick else plan_jobs(loaded, ranks, micro_batches)
         if quick and plan.job_of:
             click.echo("--quick: the recipe has one stage, which is compiled whole", err=True)
-        results = compile_all(plan, jobs, not no_cache)
+        if prove:
+            require_collectives(loaded)
+        results = compile_all(plan, jobs, not no_cache, texts=prove)
         refused = [refusal_of(result, loaded) for result in results if "error" in result]
     if refused:
         _refuse(refused, as_json)
     lines: dict[int, TimeLine] = {}
-    report = report_of(loaded, plan, results, View(loaded).node, lines, asked)
+    report = report_of(loaded, plan, results, View(loaded).node, lines, asked, round(reserve))
     if picture:
         draw(report, picture)
     if time_line:
         fullest = max(lines, key=lambda stage: lines[stage].peak)
         title = f"{report['recipe']}, stage {fullest}, compiled{' (quick)' if quick else ''}"
-        write_line(lines[fullest], title, limit_of(loaded), time_line)
+        write_line(lines[fullest], title, report["stages"][0]["memory"]["limit"], time_line)
+    proof = partial(proof_of, loaded, plan, results, jobs, not no_cache) if prove else None
+    sys.exit(1 if _tell(report, proof, as_json) else 0)
+
+
+def _check_outputs(picture: Path | None, time_line: Path | None) -> None:
+    if picture:
+        check_ending(picture)
+        check_writable(picture)
+    if time_line:
+        check_form(time_line)
+
+
+def _tell(report: dict[str, Any], proof: Callable[[], dict[str, Any]] | None, as_json: bool) -> bool:
+    """Print the report, and the proof that is made then; return whether there is a problem."""
+    if not as_json:
+        _print(render, report)
+    if proof:
+        report["proof"] = proof()
+        if not as_json:
+            _print(render_proof, report["proof"])
     if as_json:
         click.echo(json.dumps(report))
-    else:
-        from tools.dryrun.render import render
+    return bool(report["problems"] or (proof and report["proof"]["problems"]))
 
-        console = Console(highlight=False)
-        render(report, console if console.is_terminal else Console(highlight=False, width=_WIDTH))
-    sys.exit(1 if report["problems"] else 0)
+
+def _print(render_it: Callable[[Mapping[str, Any], Console], None], report: Mapping[str, Any]) -> None:
+    console = Console(highlight=False)
+    render_it(report, console if console.is_terminal else Console(highlight=False, width=_WIDTH))
 
 
 def _refuse(lines: Sequence[str], as_json: bool) -> None:

@@ -181,7 +181,7 @@ class _Run:
         return True
 
     def result(self) -> dict[str, Any]:
-        """Return the result of the finished compile."""
+        """Return the result of a compile that has finished."""
         if self.out.exists():
             return json.loads(self.out.read_text(encoding="utf-8"))
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -210,7 +210,9 @@ def kept_result(job: Job) -> dict[str, Any] | None:
 
 
 def keep_result(job: Job, result: dict[str, Any]) -> None:
-    """Store a result completely or not at all; refusals are stored, too, except those caused by the host."""
+    """Store a compile's result completely or not at all; refusals by MindSpore are stored, too, except those that this
+    host caused.
+    """
     if result.get("of_the_host"):
         return
     with atomic_file(cache_folder() / _name(job)) as part:

@@ -33,7 +33,7 @@ class _Call:
 
     @property
     def kind(self) -> tuple:
-        """Return everything that must agree, except shapes."""
+        """Return all values of the call that must agree, except shapes."""
         return self.op, self.ranks, self.dtype, self.tag
 
     @property
@@ -42,7 +42,7 @@ class _Call:
         return self.op in ("Send", "Receive")
 
     def fits(self, executed: _Call) -> bool:
-        """Return whether the other call may be this one."""
+        """Return whether this call and the other call may be the same call."""
         return self.kind == executed.kind and self.shape in (None, executed.shape)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Return what differs, one line for each difference.
+    """Return one line for each difference between the reported and the executed collectives.
 
     Args:
         calls: calls that one side has not, or has more often.
@@ -74,7 +74,7 @@ def calls_file(run_dir: str | Path, rank: int) -> Path:
 
 
 def wrong_places(graph: Mapping[str, Any], rank: int, places: Mapping[str, int]) -> list[str]:
-    """Return a line for each group in which MindSpore gave a rank a wrong place; such a rank sliced weights wrongly.
+    """Return a line for each group in which MindSpore gave a rank a wrong index; such a rank sliced weights wrongly.
 
     Args:
         graph: "graph" of a compile's result, which has the ranks of each group. places: of `calls_file`.

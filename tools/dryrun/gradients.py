@@ -6,10 +6,8 @@ loss says so at once. `gradients_of` walks the graph back from the optimizer's u
 scaling and the sums over micro-batches, to the operators that make the gradient, and collects the collectives on the
 way. `judge` compares them with the ranks that the weight's layout names (`copies_of`).
 
-MindSpore seeds the backward pass with 1 / (number of devices of a stage) and then sums over all copies, also where the
-copies computed equal values (no sequence parallelism, for instance). Therefore the ranks of the sum follow from the
-weight's layout and not from that of its inputs. The factors on the way are read, too, and judged by
-`tools.dryrun.scale`. What this does not see: values that are partial sums inside the forward or backward pass.
+MindSpore seeds the backward pass with 1 / (devices of a stage) and then sums over all copies, even of equal values, so
+that the ranks of the sum follow from the weight's layout only. `tools.dryrun.scale` judges the factors on the way.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ _SUMMED = "accu_grads."
 
 
 class Way(NamedTuple):
-    """This is one path of a gradient from the operator that makes it to the optimizer.
+    """This is one path of a gradient from the operator that computes it to the optimizer.
 
     Args:
         collectives: (operator, ranks), the last one first.
@@ -87,8 +85,8 @@ def judge_gradients(
     copies: Mapping[str, Sequence[int]],
     rank: int,
 ) -> dict[str, dict[str, Any]]:
-    """Return for each weight that the optimizer of `rank` has: {"verdict", "why", "copies", "scales", "norm"}, or
-    {"copy_of": another rank, "summed", "norm"}. `tools.dryrun.scale.judge_scale` judges the "scales".
+    """Return for each weight that the optimizer of `rank` updates: {"verdict", "why", "copies", "scales", "norm"}, or
+    {"copy_of": another rank, "summed", "norm"}. `tools.dryrun.scale.judge_scale` judges the field "scales".
 
     A weight that two stages hold (the embedding, which MTP layers use again on the last stage) is sent from one to the
     other at the start of each step, and the gradient of the copy is sent back. What the optimizer makes of the copy is
@@ -132,7 +130,7 @@ def judge_gradients(
 
 
 def seeds_of(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]) -> list[Scale]:
-    """Return what the backward pass of a stage with losses starts with: `tools.dryrun.scale.Numbers.seeds`."""
+    """Return the seeds with which the backward pass of a stage with losses starts (`scale.Numbers.seeds`)."""
     return _Walk(graph, ranks_of).numbers.seeds()
 
 
@@ -156,8 +154,8 @@ def gradients_of(
 def last_sums(
     graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None], weights: Iterable[str]
 ) -> dict[str, list[tuple[str, int]]]:
-    """Return for each weight where its gradient is summed over ranks last, or where it is made if it is not summed:
-    (subgraph, operator), for each way to the optimizer.
+    """Return for each weight the operator that sums its gradient over ranks last, or the operator that computes the
+    gradient if it is not summed: (subgraph, operator) for each path to the optimizer.
     """
     walk = _Walk(graph, ranks_of)
     passing = _SAME | SCALED | _ADDED
@@ -191,7 +189,7 @@ class _Walk:
                     self.called[called].append((name, listed(inside.rpartition(")")[0])))
 
     def of_weight(self, name: str) -> frozenset[Way]:
-        """Return the paths of the gradient into the weight's first moment, which depends on the gradient linearly."""
+        """Return the paths of the gradient into the weight's first moment, which is linear in the gradient."""
         found: set[Way] = set()
         for graph, node in self.writers[_FIRST_MOMENT + name]:
             found |= self.value(graph, arguments_of(node.head)[1], ())
@@ -201,7 +199,7 @@ class _Walk:
         return frozenset(way._replace(scale=way.scale.over(taken)) for way in found if way.start not in ("", moment))
 
     def squares(self, name: str) -> list[tuple[str, int]]:
-        """The operators that square the gradient which the optimizer takes of a weight, behind its last sum."""
+        """Return the operators that square a weight's gradient after its last sum over ranks."""
         found: dict[tuple[str, int], None] = {}
         for graph, number in self.taken(name):
             users = self.users(graph, number)
@@ -209,9 +207,7 @@ class _Walk:
         return list(found)
 
     def taken(self, name: str) -> list[tuple[str, int]]:
-        """The operators between the optimizer's update of a weight and the last sum of its gradient over ranks, which
-        is among them.
-        """
+        """Return the operators from the last sum of a weight's gradient over ranks to the optimizer's update."""
         todo = [(graph, arguments_of(node.head)[1]) for graph, node in self.writers[_FIRST_MOMENT + name]]
         found: list[tuple[str, int]] = []
         seen: set[tuple[str, str]] = set()
@@ -243,7 +239,7 @@ class _Walk:
 
     def norm_of(self, name: str) -> list[dict[str, Any]]:
         """Return how the global norm counts a weight: for each square of its gradient, the "divisor" of the sum, and
-        the "ranks" over which this sum is then added, one group after the other.
+        the "ranks" over which this sum is then added, group by group.
         """
         found = []
         for graph, number in self.squares(name):
@@ -273,7 +269,7 @@ class _Walk:
         return [peer for peer, way in self.transfers("Receive") if way.start == name]
 
     def transfers(self, op: str) -> list[tuple[int, Way]]:
-        """Return (peer, path) for each Send or Receive of a parameter of the root graph; the path starts there."""
+        """Return (peer, path) for each Send or Receive of a parameter in the root graph."""
         nodes = self.graph.graphs[self.graph.root]
         found = []
         for node in nodes:
@@ -291,7 +287,9 @@ class _Walk:
         return found
 
     def value(self, graph: str, text: str, members: tuple[int, ...], reader: Node | None = None) -> frozenset[Way]:
-        """Return the paths into an argument of `reader`; `members`: places in nested tuples, innermost first."""
+        """Return the gradient's paths that end in an argument of the operator `reader`; `members` are positions in
+        nested tuples, innermost first.
+        """
         if number := re.fullmatch(r"%(\d+)", text):
             return self.node(graph, int(number[1]), members)
         if parameter := _PARAMETER.fullmatch(text):
@@ -302,7 +300,9 @@ class _Walk:
         return frozenset((Way((), "" if zero else _CONSTANT),))
 
     def parameter(self, graph: str, place: str, name: str, members: tuple[int, ...]) -> frozenset[Way]:
-        """Return the paths into a subgraph's parameter, through the callers of the subgraph."""
+        """Return the gradient's paths that end in a parameter of a subgraph; they go through the callers of the
+        subgraph.
+        """
         bound = [] if graph == self.graph.root else self.bound_to(graph, place)
         found = frozenset(way for at, text in bound for way in self.value(at, text, members))
         return found or frozenset((Way((), f"parameter {name}"),))
@@ -320,7 +320,8 @@ class _Walk:
         return found
 
     def summed(self, name: str, reader: Node | None) -> frozenset[Way]:
-        """Return the paths into the sum over micro-batches that `reader` reads; setting it to zero is no path.
+        """Return the gradient's paths that end in the sum over micro-batches that `reader` reads; the operator that
+        sets this sum to zero is left out.
 
         Without a sharded optimizer, its sum over ranks is assigned to it, and read again behind.
         """
@@ -337,7 +338,7 @@ class _Walk:
         return frozenset(found)
 
     def behind(self, node: Node, other: Node) -> bool:
-        """Return whether an operator of the root graph must run after another one."""
+        """Return whether one operator of the root graph must run after another one."""
         nodes = self.graph.graphs[self.graph.root]
         last = next(place for place, each in enumerate(nodes) if each is other)
         todo, seen = list(node.operands), set[int]()
@@ -348,7 +349,7 @@ class _Walk:
         return last in seen
 
     def node(self, graph: str, number: int, members: tuple[int, ...]) -> frozenset[Way]:
-        """Return the paths into the result of one operator."""
+        """Return the gradient's paths that end in the result of one operator."""
         key = graph, number, members
         if key not in self.known:
             self.known[key] = frozenset()  # a circle adds nothing
@@ -385,7 +386,7 @@ class _Walk:
         return frozenset((Way((), node.op),))
 
     def tuple_members(self, graph: str, text: str) -> frozenset[Way]:
-        """Return the paths into all members of a tuple."""
+        """Return the gradient's paths that end in any member of a tuple."""
         number = re.fullmatch(r"%(\d+)", text)
         made = self.graph.graphs[graph][int(number[1])] if number else None
         if made is None or made.op != "MakeTuple":
@@ -394,7 +395,9 @@ class _Walk:
         return frozenset(way for ways in parts for way in ways)
 
     def arithmetic(self, graph: str, node: Node, arguments: list[str]) -> frozenset[Way]:
-        """Return the paths through a product with a number, or a sum, into arguments as large as the result."""
+        """Return the gradient's paths through a sum, or through a product with a number, that end in arguments as large
+        as the result.
+        """
         if node.op in SCALED and any(re.search(r"value=0\)$", argument) for argument in arguments):
             return frozenset((Way((), ""),))
         whole = self.as_large(node, arguments)
@@ -409,7 +412,7 @@ class _Walk:
 
     @staticmethod
     def as_large(node: Node, arguments: list[str]) -> list[str]:
-        """Return the arguments with as many elements as the result; leave out constants if others have as many."""
+        """Return the arguments that are as large as the result; of several such arguments, leave out constants."""
         size = math.prod(node.outputs[0].shape)
         types = listed(node.types[0][1:-1], "<([{", ">)]}")
         sizes = [math.prod(found[0].shape) if (found := tensors(text)) else 0 for text in types]
@@ -476,8 +479,8 @@ def _judge_way(way: Way, copies: Sequence[int], rank: int, elsewhere: Sequence[i
 
 
 def reached_by(groups: Iterable[Sequence[int]], rank: int) -> list[int]:
-    """Return the ranks whose parts `rank` has after sums over groups, one after the other; a rank stands there twice if
-    its part is added twice.
+    """Return the ranks whose parts `rank` holds after sums over several groups; a rank is listed twice if its part was
+    added twice.
 
     Args:
         groups: each with `rank`. Other ranks add over groups of the same form, as on the axes of a mesh of devices.
@@ -489,7 +492,7 @@ def reached_by(groups: Iterable[Sequence[int]], rank: int) -> list[int]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return `4 ranks 0, 2, 4, 6`, or of more ranks their number, the first three and the last."""
+    """Return ranks as text, such as `4 ranks 0, 2, 4, 6`; of many ranks only some are listed."""
     ordered = sorted(ranks)
     if len(ordered) == 1:
         return f"rank {ordered[0]} only"

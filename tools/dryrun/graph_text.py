@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -129,7 +129,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def arguments_of(head: str) -> list[str]:
-    """Return the arguments of a call, as text: ``"call @f(%1, (1, 2))"`` gives ``["%1", "(1, 2)"]``."""
+    """Return the arguments of a call as text: ``"call @f(%1, (1, 2))"`` gives ``["%1", "(1, 2)"]``."""
     return listed(head.partition("(")[2].rpartition(")")[0])
 
 
@@ -145,6 +145,21 @@ def listed(text: str, opening: str = "([{", closing: str = ")]}") -> list[str]:
     return [part.strip() for part in found]
 
 
+def whole_lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a graph's text with their numbers; lines over which one constant is written out are joined
+    into one.
+    """
+    begun: list[str] = []
+    for number, line in enumerate(lines, 1):
+        if begun and line.startswith("      "):
+            yield number - len(begun), " ".join(part.strip("\n") for part in begun)
+            begun = []
+        if begun or (line.startswith("  %") and line.endswith("value=\n")):
+            begun.append(line)
+        else:
+            yield number, line
+
+
 def _parse(lines: Iterable[str]) -> tuple[str, dict[str, list[Node]], dict[str, list[str]]]:
     """Name of the root graph, the operators of each graph, and the parameters that each takes.
 
@@ -155,7 +170,7 @@ def _parse(lines: Iterable[str]) -> tuple[str, dict[str, list[Node]], dict[str, 
     graphs: dict[str, list[Node]] = {}
     parameters: dict[str, list[str]] = {}
     nodes: list[Node] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in whole_lines(lines):
         if match := _NODE.match(line):
             if int(match[1]) != len(nodes):
                 raise ValueError(
@@ -236,15 +251,15 @@ def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
 
 
 def most_saved(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
-    """Return the peak bytes of activations held for backwards, if a micro-batch leaves `sizes[chunk]` bytes in a
-    chunk.
+    """Return the most bytes of activations that wait for their backward, if a micro-batch leaves `sizes[chunk]` bytes
+    in a chunk.
     """
     own = ((sizes[item.chunk] if item.kind == "F" else 0) for item in passes)
     return max(map(sum, zip(waiting(passes, sizes), own, strict=True)), default=0)
 
 
 def waiting(passes: Sequence[Pass], sizes: Sequence[int]) -> list[int]:
-    """Return the bytes of activations that are held for backwards before each pass.
+    """Return the bytes of activations that wait for their backward before each pass.
 
     Where the gradients of weights are a pass of their own ("W"), they are the last to need what is kept.
     """

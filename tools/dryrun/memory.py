@@ -117,7 +117,7 @@ def total(held: Iterable[Held], kind: str) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """These are the bytes of memory on one device, by owner.
+    """These are the bytes of one device's memory, by what owns them.
 
     Args:
         weights: parameters in the type they are kept in, and buffers that no optimizer updates.
@@ -209,8 +209,8 @@ def under_loads(
 
 
 def hccl_buffers(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return what HCCL holds on a device beside `context.max_device_memory`: "communicators" of the compiled rank with
-    the most (its own of sends and receives are not counted), and their "bytes" by default.
+    """Return the memory that HCCL takes on a device beside `context.max_device_memory`: the "communicators" of the
+    compiled rank that has the most (those of its sends and receives are not counted), and their "bytes" by default.
     """
     every = [{tuple(group) for group in result.get("graph", {}).get("groups", ())} for result in results]
     most = max((len(groups) for groups in every), default=0)
@@ -218,7 +218,8 @@ def hccl_buffers(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def exchange(stages: Sequence[tuple[int, Sequence[Held]]], limit: int) -> dict[str, Any] | None:
-    """Return the stage on which moving experts between two steps takes most bytes, beside what is there then.
+    """Return the stage on which moving experts between two steps takes most bytes, beside the bytes that are there
+    then.
 
     Args:
         stages: (number, what it holds) of each. limit: as `memory_of`.
@@ -251,8 +252,8 @@ def unsure(stages: Sequence[Mapping[str, Any]], limit: int, error: float) -> lis
 
 
 def over_limit(stages: Sequence[Mapping[str, Any]], limit: int, error: float = 0.0) -> list[str]:
-    """Return the stages of a report that do not fit, with the keys that would mend this; stages with the same need
-    share a line.
+    """Return the stages of a report that do not fit, with the keys that would reduce their memory; stages with the same
+    advice share a line.
     """
     needs: dict[tuple[str, str, str], list[str]] = {}
     for stage in stages if limit else ():

@@ -27,7 +27,7 @@ _KEY = "parallel.pipeline_config.pipeline_scheduler"
 
 @dataclass(frozen=True)
 class Call:
-    """This is one collective of one rank.
+    """This is one collective that one rank calls.
 
     Args:
         op: "AllGather"...; "p2p" for a Send and its Receive.
@@ -68,8 +68,8 @@ def _tensor(item: Mapping) -> str:
 
 
 def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Return what would hang or mix up messages, one line for each error; empty if the compiled ranks can run
-    together.
+    """Return what would hang or mix up messages, one line for each error; the list is empty if the compiled ranks can
+    run together.
     """
     found: list[str] = []
     by_group: dict[tuple[str, tuple[int, ...]], dict[int, list[Call]]] = {}
@@ -86,8 +86,8 @@ def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
 
 
 def count_groups(programs: Mapping[int, Sequence[Call]]) -> dict[str, int]:
-    """Return the groups that the compiled ranks call ("all"), and those with several of them as members
-    ("compared").
+    """Return the groups that the compiled ranks call ("all"), and the groups of which several compiled ranks are
+    members ("compared").
     """
     groups = {call.members for program in programs.values() for call in program if call.op != "p2p"}
     return {"all": len(groups), "compared": sum(len(programs.keys() & set(members)) > 1 for members in groups)}
@@ -160,7 +160,7 @@ class Links:
     problems: list[str]
 
     def as_json(self) -> dict[str, int]:
-        """Return the numbers of pairs that were compared in each way."""
+        """Return for each way of comparing how many pairs of stages were compared in that way."""
         return {"exact": len(self.exact), "alike": len(self.alike), "unknown": len(self.unknown)}
 
 
@@ -177,7 +177,9 @@ class _Rank:
                 self.calls.setdefault(key, []).append(item)
 
     def stream(self, op: str, distance: int, with_chunk: bool) -> list[str]:
-        """Return the stage's Sends to, or Receives from, the stage at this distance, as text to compare."""
+        """Return one line of text for each Send (or Receive, by `op`) between this stage and the one `distance` stages
+        away, so that the two sides can be compared.
+        """
         return [_text(item, with_chunk) for item in self.calls.get((op, distance), ())]
 
 

@@ -201,8 +201,8 @@ def resized(recipe: Recipe, devices: int | None) -> Recipe:
     other = view.tp * view.pp * view.cp
     if devices % other:
         degrees = f"model_parallel x pipeline_stage x context_parallel = {other}"
-        near = devices // other * other or other
-        raise RecipeError(f"--devices {devices} is not a multiple of {degrees}; {near} is one")
+        least = devices // other * other or other
+        raise RecipeError(f"--devices {devices} is not a multiple of {degrees}; {least} would be a multiple")
     dp = devices // other
     changes = [f"parallel_config.data_parallel={dp}"]
     rows = view.get(("parallel", "dataset_strategy"))

@@ -34,7 +34,7 @@ _FULL: KeyPath = ("recompute_config", RECOMPUTE[0])
 
 @dataclass(frozen=True)
 class Setting:
-    """This is a setting that is not the same for all layers.
+    """This is a setting that differs between layers.
 
     Args:
         path: its keys, and places in lists.
@@ -63,7 +63,7 @@ class Kind:
 
 
 def settings_of(view: View, stages: Sequence[Stage]) -> list[Setting]:
-    """Return the settings that differ by layer."""
+    """Return the settings that differ between the recipe's layers."""
     found = []
     for key in (*RECOMPUTE, *EXCLUDE):
         numbered = swaps(view) and key in RECOMPUTE
@@ -120,8 +120,8 @@ def _counted(value: list[Any], stages: Sequence[Stage]) -> frozenset[int]:
 
 
 def groups_of(kinds: Sequence[Kind], numbered: bool) -> list[list[Kind]]:
-    """Return each kind once, in as few stages as a recipe can express: dense layers come first, and on a stage a
-    setting that is off for a layer is off for the layers after it.
+    """Return each kind of layer once, on as few stages as a recipe can express: dense layers come first, and if a
+    setting is off for a layer, it is off for the layers after it on that stage.
 
     Args:
         numbered: settings list numbers of layers, so that one stage can hold any of them.
@@ -147,7 +147,7 @@ def _falls(group: Sequence[Kind]) -> bool:
 
 
 def write_settings(recipe: Recipe, settings: Sequence[Setting], groups: Sequence[Sequence[Kind]]) -> None:
-    """Write the settings of the recipe's layers, which are now `groups` by stage."""
+    """Write into the recipe the settings of its layers, which are now `groups` by stage."""
     layers = [kind for group in groups for kind in group]
     for place, setting in enumerate(settings):
         value: list[int] = [sum(kind.on[place] for kind in group) for group in groups]
@@ -193,7 +193,9 @@ def quick_plan(recipe: Recipe) -> Plan:
 
 
 def small_of(recipe: Recipe) -> Small:
-    """Put a layer of each kind first, and then a layer like the last one, with the head; MTP layers are unchanged."""
+    """Return a recipe with fewer layers: one of each kind, and at the end one like the last layer, with the head. MTP
+    layers stay as they are.
+    """
     view = View(recipe)
     stages = stages_of(view)
     settings = settings_of(view, stages)
@@ -288,7 +290,7 @@ class _Compiled:
         return _Layer(held, kept, self._parts[job].get(str(number), _NOTHING))
 
     def of(self, kind: Kind) -> _Layer:
-        """Return the results of a kind of layer."""
+        """Return the compiled results for a kind of layer."""
         return self._layers[kind]
 
     def _common(self, kinds: Sequence[Kind], head: bool) -> Mapping[str, Any]:
@@ -299,7 +301,7 @@ class _Compiled:
         return max(found, key=lambda part: part["saved"], default=_NOTHING)
 
     def chunk(self, kinds: Sequence[Kind], embedding: bool, head: bool) -> dict[str, Any]:
-        """Return a micro-batch's passes through a chunk of these layers, with embedding and head where the chunk has
+        """Return the passes of a micro-batch through a chunk of these layers, with embedding and head if the chunk has
         them.
         """
         front, back = self._parts[0], self._parts[-1]

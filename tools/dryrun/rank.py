@@ -111,8 +111,8 @@ def of_the_host(error: Exception) -> bool:
 
 
 def parameters_of(cell: Any) -> dict[str, tuple[str, str, bool]]:
-    """Return kind and type of each parameter, and whether the optimizer updates it; compiling cuts shapes, not
-    types.
+    """Return kind and type of each parameter, and whether the optimizer updates it; call this before or after the
+    compile, which cuts shapes but keeps types.
     """
     trained = {item.name for item in cell.optimizer.parameters}
     kinds = kinds_of(cell)
@@ -171,13 +171,15 @@ def _shards(group: str, cluster: VirtualCluster, view: View) -> int:
 
 
 def even_rows(view: View) -> int:
-    """Return the tokens of a rank in one micro-batch, times the number of experts to which each token goes."""
+    """Return the number of tokens of a rank in one micro-batch, times the number of experts to which each token
+    goes.
+    """
     tokens = view.batch * model_number(view, "seq_length") // (view.tp * view.cp)
     return tokens * (model_number(view, "num_experts_per_tok") if model_default(view, "num_experts_per_tok") else 1)
 
 
-# they choose and read samples: nothing of them is in the graph
-_DATA_PLUGINS = ("attention_balance", "held_out_loss", "packed_labels", "spike_guard")
+# they choose and read samples: nothing of them is in the graph, which is that of the largest batch
+_DATA_PLUGINS = ("attention_balance", "batch_ramp", "held_out_loss", "packed_labels", "spike_guard")
 
 
 class _Reached(Exception):

@@ -53,7 +53,7 @@ NOTHING: dict[str, Any] = {  # of a recipe of the CPU, which is built and not co
 
 
 class Found(NamedTuple):
-    """These are the results for one stage.
+    """These are the results of a dry run for one stage.
 
     Args:
         rank: that was compiled for it; None where it is put together from layers.
@@ -74,6 +74,7 @@ def report_of(
     node: int,
     lines: dict[int, TimeLine] | None = None,
     loads: Loads | None = None,
+    reserve: int = 0,
 ) -> dict[str, Any]:
     """Return the whole report, in bytes and FLOPs of one device and step.
 
@@ -82,6 +83,7 @@ def report_of(
         node: devices of a node, for links inside and between nodes.
         lines: takes the time line of each stage.
         loads: of devices that share experts, as `loads_asked` returns them; None: no others than even ones.
+        reserve: bytes of the limit that a first hour measured beside the model.
     """
     view = View(recipe)
     quick = not plan.job_of
@@ -96,6 +98,7 @@ def report_of(
         if one.compiled
     )
     limit = limit_of(recipe)
+    limit = max(1, limit - reserve) if limit else 0
     lines = {} if lines is None else lines
     stages = [_stage(one, view, plan, limit, node, known, lines) for one in found]
     compiled = [result for result in results if "graph" in result]
@@ -191,8 +194,8 @@ def _beside(judged: Judged | None, moving: Mapping[str, Any] | None, limit: int)
 
 
 def gradients_report(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return {"weights", "right", "wrong", "unknown"} over the compiled ranks: the number of weights, that of those
-    whose gradient is summed over exactly the ranks that hold a copy, and a sentence for each other one.
+    """Return {"weights", "right", "wrong", "unknown"} over the compiled ranks: the number of weights, the number of
+    weights whose gradient is summed over exactly the ranks that hold a copy, and a sentence for each other weight.
     """
     right = 0
     wrong: list[str] = []
@@ -218,8 +221,9 @@ def gradients_report(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str, Any]:
-    """Return {"weights", "once", "otherwise"}: of how many weights the global norm, for clipping, counts each element
-    once, and a sentence for each other one. If a rank's graph computes no global norm, its weights are not counted.
+    """Return {"weights", "once", "otherwise"}: the number of weights, the number of weights of which the global norm
+    counts each element once, and a sentence for each other weight. If a rank's graph computes no global norm, its
+    weights are not counted.
 
     Args:
         devices: all ranks of the compiled recipe.
@@ -263,8 +267,8 @@ def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -
 
 
 def scale_report(results: Sequence[Mapping[str, Any]], micro_batches: int, devices: int) -> dict[str, Any]:
-    """Return {"weights", "right", "wrong", "unknown"}: of how many weights the gradient is the mean over micro-batches,
-    without the loss scale, and a sentence for each other one.
+    """Return {"weights", "right", "wrong", "unknown"}: the number of weights, the number of weights whose gradient is
+    the mean over micro-batches without the loss scale, and a sentence for each other weight.
 
     Args:
         micro_batches: of a step of the compiled recipe.
@@ -398,7 +402,7 @@ Stream = tuple[str, int, tuple[int, ...], str, int]  # operator, peer, shape, ty
 
 
 def traffic_of(graph: Mapping[str, Any], step: int, compiled: int, node: int) -> list[dict[str, Any]]:
-    """Return calls and bytes of a step, largest first, by operator, role, size of group and link.
+    """Return the calls and bytes of a step by operator, role, size of group and link, the largest first.
 
     "bytes" is what leaves the device, by the textbook volume of each operator: for a tensor of B bytes on its larger
     side and n ranks, AllGather and ReduceScatter B (n - 1) / n, AllReduce twice that, All-to-All B (n - 1) / n,

@@ -50,13 +50,13 @@ class Scale(NamedTuple):
         return Scale(self.by * other.by, self.senses + other.senses, self.unread or other.unread)
 
     def over(self, other: Scale) -> Scale:
-        """Return this factor divided by another."""
+        """Return this factor divided by another one."""
         by = self.by / other.by if other.by else math.inf
         return Scale(by, self.senses - other.senses, self.unread or other.unread)
 
 
 def number_of(text: str) -> float | None:
-    """Return the number that a constant of the graph's text holds, None for any other argument."""
+    """Return the number that a constant in the graph's text holds; None for any other argument."""
     found = _NUMBER.fullmatch(text)
     return float(found[1] or found[2]) if found else None
 
@@ -72,7 +72,7 @@ class Numbers:
         self.graph, self.bound_to = graph, bound_to
 
     def factor(self, graph: str, node: Node, whole: str) -> Scale:
-        """Return what a product or quotient multiplies its argument `whole` by.
+        """Return the factor by which a product or quotient multiplies its argument `whole`.
 
         The factor of clipping is one for all weights and depends on their gradients: it is left out.
         """
@@ -113,8 +113,8 @@ class Numbers:
         return Scale(unread=_named(node))
 
     def seeds(self) -> list[Scale]:
-        """Return what the backward pass starts with: for each micro-batch and loss where a pipeline calls the backward
-        of a micro-batch, for each loss otherwise. A stage without a loss has no such value.
+        """Return the values with which the backward pass starts: one for each micro-batch and loss if a pipeline calls
+        the backward of each micro-batch, otherwise one for each loss. A stage without a loss has no such value.
         """
         root, nodes = self.graph.root, self.graph.graphs[self.graph.root]
         passes = {backward for _, backward in chunks_of(self.graph) if backward}

@@ -40,7 +40,7 @@ class VirtualCluster(Ranks):
 
 @contextmanager
 def virtual_cluster(devices: int, rank: int, graphs: Path | None = None) -> Iterator[VirtualCluster]:
-    """Make MindSpore in this process rank `rank` of `devices` Ascend devices, in graph mode, front end only.
+    """Make this process rank `rank` of `devices` virtual Ascend devices, in graph mode, for MindSpore's front end only.
 
     Args:
         devices: size of the world.

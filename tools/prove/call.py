@@ -1,20 +1,20 @@
-"""This module defines what a rule of `tools.prove.rules` gets: an operator with the spreads of its arguments."""
+"""This module defines the argument of a rule of `tools.prove.rules`: an operator with the spreads of its inputs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.dryrun.graph_text import Node, TensorType, listed
 from tools.prove import moves
-from tools.prove.spread import NotKnown, Spread, Zeros, plain
+from tools.prove.spread import Alike, NotKnown, Spread, Zeros, plain
 
 
 @dataclass(frozen=True)
 class Part:
-    """This is one of the equal or unequal parts into which a rank splits a dimension."""
+    """This is one of the parts into which a rank splits a dimension; the parts may be equal or unequal."""
 
     whole: Spread
     axis: int
@@ -28,7 +28,19 @@ class Part:
         return moves.wherever(lambda x: moves.split(x, self.axis, self.sizes)[self.number], self.whole)
 
 
-Value = Any  # a Spread, a Part, a list of values (a tuple of the graph), or a number, text or tuple that is written out
+# a Spread, a Part, an Order, a list of values (a tuple of the graph), or a number, text or tuple that is written out
+Value = Any
+
+
+@dataclass(frozen=True)
+class Order:
+    """These are integers that routing decides: an order of rows, or the numbers of rows for each expert or rank.
+
+    Args:
+        key: where they come from, see `tools.prove.experts`; equal keys are equal integers on each rank.
+    """
+
+    key: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,7 @@ class Call:
 
     Args:
         node: of the graph.
-        number: its place there.
+        number: a name of what it computes: equal operators of equal arguments have the same.
         values: of its arguments.
         sizes: of the axes of the mesh.
         differs: (argument, place in its tuple or 0) -> the axes along which this constant has another value.
@@ -54,7 +66,7 @@ class Call:
     repeats: frozenset[str] = frozenset()
 
     def spread(self, place: int) -> Spread:
-        """Return the spread of an argument."""
+        """Return how an argument lies on the ranks (its spread)."""
         value = self.values[place]
         if isinstance(value, Part):
             return value.spread
@@ -66,33 +78,62 @@ class Call:
 
     @property
     def outputs(self) -> tuple[TensorType, ...]:
-        """Return the types of what it gives."""
+        """Return the types of the operator's results."""
         return self.node.outputs
 
     @property
     def counts(self) -> bool:
-        """Return whether it gives integers or truth values."""
+        """Return whether the operator returns integers or truth values."""
         return not self.outputs or not re.match(r"B?Float|Complex", self.outputs[0].dtype)
 
     def shifts(self) -> frozenset[str]:
-        """Return the axes along which any constant of it differs."""
+        """Return the axes along which any constant of the operator differs."""
         return frozenset().union(*self.differs.values())
 
 
 _NUMBER = re.compile(r"([IUF]\d+|BF16|Bool)\((\S+)\)")
 _TENSOR = re.compile(r"Tensor\(shape=\[([\d, ]*)\], dtype=\w+, value=\s*(.*)\)", re.DOTALL)
-_ZERO = re.compile(r"\[?\s*0(?:\.0*(?:e[+-]\d+)?)?\s*\]?")
+_ZERO = re.compile(r"(?:[\[\],\s]*0(?:\.0*(?:e[+-]\d+)?)?[\[\],\s]*)+")
+_ELEMENT = re.compile(r"[^\[\],\s]+")
 
 
 def literal(text: str) -> Value:
-    """Return what an argument that is written out in the graph stands for."""
+    """Return the value of an argument that is written as a literal in the text of the graph."""
     if number := _NUMBER.fullmatch(text):
         if number[1] == "Bool":
             return number[2] == "1"
         return int(number[2]) if number[1][0] in "IU" else float(number[2])
     if tensor := _TENSOR.fullmatch(text):
         found = plain(int(size) for size in re.findall(r"\d+", tensor[1]))
-        return Zeros(found.dims) if _ZERO.fullmatch(tensor[2]) else found
+        if _ZERO.fullmatch(tensor[2]):
+            return Zeros(found.dims)
+        return Alike(found.dims) if len(set(_ELEMENT.findall(tensor[2]))) == 1 and "..." not in tensor[2] else found
     if text[:1] in "([" and text:
         return tuple(literal(part) for part in listed(text[1:-1]) if part)
     return None
+
+
+class Rule(NamedTuple):
+    """This is the rule of some operators, and a sentence that says it."""
+
+    operators: tuple[str, ...]
+    says: str
+    of: Callable[[Call], Value]
+    takes_differing: bool
+
+
+TABLE: list[Rule] = []
+
+
+def rule(*operators: str, says: str, takes_differing: bool = False) -> Callable[[Callable[[Call], Value]], Any]:
+    """Return a decorator that enters a function into `TABLE`.
+
+    Args:
+        takes_differing: the function knows what constants mean that are not the same on all ranks.
+    """
+
+    def enter(of: Callable[[Call], Value]) -> Callable[[Call], Value]:
+        TABLE.append(Rule(operators, says, of, takes_differing))
+        return of
+
+    return enter

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from tools.dryrun.quick import quick_plan
 from tools.layout.resolve import resolve
 from tools.prove.report import PROVEN, mesh_for, prove_rank, report_of, scale_faults, type_stages, typing_of
 from tools.prove.spread import NotKnown
-from tools.ranges import Number
+from tools.ranges import jobs_option, overrides_option
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import View
@@ -41,12 +41,8 @@ _SHOWN = 10  # problems that are printed; --json has all
 @click.command("prove", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--quick", is_flag=True, help="Compile each kind of layer once instead of each kind of stage.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option(
-    "--jobs",
-    type=Number("workers"),
-    help="Number of compiles that run at the same time; by default as many as fit into memory.",
-)
+@overrides_option
+@jobs_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @unverified_option
 def prove(recipe: Path, quick: bool, overrides: tuple[str, ...], jobs: int | None, as_json: bool) -> None:
@@ -62,13 +58,9 @@ def prove(recipe: Path, quick: bool, overrides: tuple[str, ...], jobs: int | Non
     loaded = without_files(apply_overrides(load_recipe(recipe), overrides))
     require_sound(loaded)
     loaded = resolve(loaded, partial(click.echo, err=True))
-    if View(loaded).cpu_classes:
-        raise RecipeError(
-            f"{recipe}: this recipe is for CPU workers that share no graph, so that there is nothing to prove; give "
-            "the recipe of the full-size model, or a sharded one (parallel.parallel_mode: 1)"
-        )
+    require_collectives(loaded)
     plan = quick_plan(loaded) if quick else plan_jobs(loaded)
-    report = _prove(loaded, plan, jobs)
+    report = proof_of(loaded, plan, _compiled(loaded, plan, jobs), jobs)
     if as_json:
         click.echo(json.dumps(report))
     else:
@@ -77,9 +69,36 @@ def prove(recipe: Path, quick: bool, overrides: tuple[str, ...], jobs: int | Non
     sys.exit(1 if report["problems"] else 0)
 
 
-def _prove(recipe: Recipe, plan: Plan, at_once: int | None) -> dict[str, Any]:
-    """Compile the plan and the peers of its ranks, and type their graphs."""
-    results = _compiled(recipe, plan, at_once)
+def require_collectives(recipe: Recipe) -> None:
+    """Refuse a recipe whose compiled graphs hold no collectives.
+
+    Raises:
+        RecipeError: it trains on the CPU backend.
+    """
+    if View(recipe).cpu_classes:
+        raise RecipeError(
+            f"{recipe.source}: this recipe trains on the CPU backend, whose compiled graphs hold no collectives, so "
+            "there is nothing to prove; give the recipe of the full-size model, or a sharded one "
+            "(parallel.parallel_mode: 1)"
+        )
+
+
+def proof_of(
+    recipe: Recipe, plan: Plan, results: Sequence[dict[str, Any]], at_once: int | None, use_cache: bool = True
+) -> dict[str, Any]:
+    """Return the report on the gradients of a compiled plan, as plain data. The neighbours of the plan's ranks along
+    each axis of the mesh are compiled, and the graphs of all of them are typed.
+
+    Args:
+        recipe: that was compiled.
+        plan: its jobs, whose graphs were kept as text.
+        results: of the plan's jobs, in their order; none is a refusal.
+        at_once: compiles that run at the same time; None for as many as fit.
+        use_cache: whether neighbours that were compiled before are compiled again.
+
+    Raises:
+        RecipeError: the groups of the graphs lie on no mesh.
+    """
     graphs = [read_graph(text_of(job)) for job in plan.jobs]
     small = View(plan.jobs[0].recipe)
     degrees = [("tp", small.tp), ("cp", small.cp), ("dp", small.dp)]
@@ -91,7 +110,7 @@ def _prove(recipe: Recipe, plan: Plan, at_once: int | None) -> dict[str, Any]:
     beside = [
         {axis: replace(job, rank=job.rank + stride) for axis, stride in mesh.strides.items()} for job in plan.jobs
     ]
-    _compiled(recipe, replace(plan, jobs=[job for own in beside for job in own.values()]), at_once)
+    _compiled(recipe, replace(plan, jobs=[job for own in beside for job in own.values()]), at_once, use_cache)
     peers = [{axis: read_graph(text_of(job)) for axis, job in own.items()} for own in beside]
     make = [
         partial(typing_of, result, graph, mesh, own) for result, graph, own in zip(results, graphs, peers, strict=True)
@@ -105,9 +124,9 @@ def _prove(recipe: Recipe, plan: Plan, at_once: int | None) -> dict[str, Any]:
     return report_of(recipe.source, results, stages, differ, micro_batches, per, small.devices)
 
 
-def _compiled(recipe: Recipe, plan: Plan, at_once: int | None) -> list[dict[str, Any]]:
+def _compiled(recipe: Recipe, plan: Plan, at_once: int | None, use_cache: bool = True) -> list[dict[str, Any]]:
     """The results of a plan; end the command if a rank does not compile."""
-    results = compile_all(plan, at_once, True, texts=True)
+    results = compile_all(plan, at_once, use_cache, texts=True)
     refused = [refusal_of(result, recipe) for result in results if "error" in result]
     if refused:
         for line in refused:

@@ -1,5 +1,5 @@
-"""This module finds the axes of a stage's mesh of devices: the coarsest in which every group of the graph, and every
-layout, is a product of axes.
+"""This module finds the axes of a stage's device mesh: they are as coarse as possible, but every group of the graph and
+every layout is a product of axes.
 
 Redistribution sums or gathers over a part of data or tensor parallelism; therefore `dp` may be two axes, `dp.1` (along
 which the ranks lie closer) and `dp.2`.
@@ -31,24 +31,24 @@ class Mesh:
 
     @property
     def devices(self) -> int:
-        """Return the devices of the stage."""
+        """Return the number of devices of the stage."""
         return math.prod(self.sizes.values())
 
     def over(self, stride: int, count: int) -> tuple[str, ...]:
-        """Return the axes over which ranks lie that are `count` times `stride` apart, outermost first."""
+        """Return the axes along which `count` ranks lie at distances of `stride`, the outermost axis first."""
         found = [axis for axis, own in self.strides.items() if stride <= own < stride * count]
         if math.prod(self.sizes[axis] for axis in found) != count:
             raise NotKnown(f"{count} ranks at distances of {stride} are no product of the mesh's axes")
         return tuple(reversed(found))
 
     def of_group(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """Return the axes of a group, the one along which neighbouring ranks of the group lie last."""
+        """Return the axes of a group; the last one is the axis along which neighbouring ranks of the group lie."""
         if list(ranks) != sorted(ranks):
             raise NotKnown(f"the ranks of a group are not in order: {tuple(ranks)[:4]} ...")
         return tuple(axis for stride, count in reversed(runs(ranks)) for axis in self.over(stride, count))
 
     def of_layout(self, layout: Mapping[str, Any], sharded: Sequence[int] = ()) -> Spread:
-        """Return the spread of a parameter.
+        """Return how a parameter lies on the ranks (its spread).
 
         Args:
             layout: as `tools.dryrun.rank` reports it: the mesh of the stage's devices, for each dimension the axes that
@@ -71,7 +71,8 @@ class Mesh:
 
 
 def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
-    """Return a group as (distance, count), closest first: 0, 1, 4, 5 is 2 at a distance of 1, and 2 of these at 4.
+    """Return a group as pairs (distance, count), closest ranks first: ranks 0, 1, 4, 5 are 2 ranks at a distance of 1,
+    and 2 such pairs at a distance of 4.
 
     Raises:
         NotKnown: the group is no such product.
@@ -90,7 +91,7 @@ def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
 def mesh_of(
     degrees: Sequence[tuple[str, int]], groups: Iterable[Sequence[int]], meshes: Iterable[Sequence[int]] = ()
 ) -> Mesh:
-    """Return the mesh of one stage.
+    """Return the mesh of the devices of one stage.
 
     Args:
         degrees: (name, ranks) of the recipe, closest first.

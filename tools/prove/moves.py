@@ -1,10 +1,13 @@
-"""This module defines what shape operators, slices, look-ups and collectives make of a `tools.prove.spread.Spread`."""
+"""This module says which `tools.prove.spread.Spread` a value has after an operator that changes its shape, takes slices
+or looks up rows, and after a collective.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice, product
 
 from tools.prove.spread import (
     Atom,
@@ -12,9 +15,10 @@ from tools.prove.spread import (
     Contradiction,
     Dim,
     NotKnown,
+    Rows,
     Spread,
-    by_element,
-    checked,
+    alike,
+    as_partial,
     extent,
     joined,
     logical,
@@ -36,46 +40,77 @@ def _flat(x: Spread) -> list[tuple[int, Atom]]:
     return [(number, atom) for number, atom in plain_atoms if atom != 1]
 
 
-def reshape(x: Spread, shape: Sequence[int], firm: bool = False) -> Spread:
+_OF_SAMPLES = "dp"  # pieces over these axes are rather of the batch than of the sequence
+_TRIED = 1_000  # places of loose pieces; of many values, there are too many for all
+_BY_DATA = 1_000_003  # stands for a number of rows that the data decide; a prime, so that no reshape divides it
+
+
+def _count(atom: Atom) -> int:
+    """The elements of an atom on a rank, with a stand-in where the data decide."""
+    size = extent((atom,))
+    return _BY_DATA if size == -1 else size
+
+
+def reshape(x: Spread, shape: Sequence[int], firm: bool = False, ranks_first: bool = False) -> Spread:
     """Return the spread of the same elements in another shape on the rank.
 
     A piece stays between the extents around it. If these come into different dimensions, it stays in front of the
     extent behind it if both shared a dimension, because a layout cuts dimensions into whole pieces. Otherwise it goes
     to that dimension of one element between them which it had before, or to the end of the one before. Its place is a
-    guess (`loose`) where a dimension of one element could have it as well, unless the places are `firm`.
+    guess (`loose`) where a dimension of one element could have it as well, unless the places are `firm`. If dimension 0
+    is that of the ranks (`ranks_first`), pieces in front of all extents go there.
     """
     atoms = _flat(x)
+    if -1 not in shape:  # now it is known how many rows there are
+        others = math.prod(_count(atom) for _, atom in atoms if not isinstance(atom, Rows))
+        size = math.prod(shape) // others
+        atoms = [(n, replace(a, count=size) if isinstance(a, Rows) and a.count == -1 else a) for n, a in atoms]
+    total = math.prod(_count(atom) for _, atom in atoms)
+    rest = math.prod(size for size in shape if size != -1)
+    shape = [total // rest if size == -1 else size for size in shape]
     placed: list[tuple[int, Atom]] = []  # (new dimension, atom), -1 for pieces
-    shared: list[tuple[bool, bool, int, int]] = []  # of pieces: see `_with_pieces`
+    shared: list[tuple[bool, bool, int, int, int]] = []  # of pieces: see `_with_pieces`
     number, need = -1, 1
     for place, (own, atom) in enumerate(atoms):
         if isinstance(atom, str):
             sides = (atoms[:place][::-1], atoms[place + 1 :])
-            extents = [next((at for at, each in side if isinstance(each, int)), None) for side in sides]
+            extents = [next((at for at, each in side if not isinstance(each, str)), None) for side in sides]
             placed.append((-1, atom))
             before = -1 if extents[0] is None else extents[0]
             behind = len(x.dims) if extents[1] is None else extents[1]
-            shared.append((before == own, behind == own, own - before - 1, behind - before - 1))
+            shared.append((before == own, behind == own, own - before - 1, behind - before - 1, own))
             continue
-        assert isinstance(atom, int)
-        while atom > 1:
+        left = _count(atom)
+        while left > 1:
             while need == 1 and number + 1 < len(shape):
                 number, need = number + 1, shape[number + 1]
-            part = math.gcd(atom, need)
-            if part == 1 or part not in (atom, need):
+            part = math.gcd(left, need)
+            if part == 1 or part not in (left, need) or (isinstance(atom, Rows) and part != left):
                 raise NotKnown(f"{x}: reshape to {tuple(shape)} cuts across its extents")
-            placed.append((number, part))
-            shared.append((False, False, 0, 0))
-            atom, need = atom // part, need // part
-    if math.prod(size for _, size in placed if isinstance(size, int)) != math.prod(shape):
+            placed.append((number, atom if isinstance(atom, Rows) else part))
+            shared.append((False, False, 0, 0, 0))
+            left, need = left // part, need // part
+    if math.prod(_count(size) for _, size in placed) != math.prod(shape):
         raise NotKnown(f"{x}: reshape to {tuple(shape)} has another number of elements")
-    return _with_pieces(x, placed, shared, shape, firm)
+    found = _with_pieces(x, placed, shared, shape, firm)
+    return _ranks_in_front(found) if ranks_first and shape[0] == 1 else found
+
+
+def _ranks_in_front(x: Spread) -> Spread:
+    """The pieces in front of all extents in dimension 0, if nothing else is there."""
+    place = next((number for number, dim in enumerate(x.dims) if dim), 0)
+    if not place:
+        return x
+    first = next((at for at, atom in enumerate(x.dims[place]) if not isinstance(atom, str)), 0)
+    axes, rest = x.dims[place][:first], x.dims[place][first:]
+    dims = (axes, *x.dims[1:place], rest, *x.dims[place + 1 :])
+    return replace(x, dims=dims, loose=x.loose.difference(axis for axis in axes if isinstance(axis, str)))
 
 
 def _with_pieces(
     x: Spread,
     placed: list[tuple[int, Atom]],
-    shared: list[tuple[bool, bool, int, int]],
+    shared: list[tuple[bool, bool, int, int, int]],
     shape: Sequence[int],
     firm: bool,
 ) -> Spread:
@@ -83,7 +118,7 @@ def _with_pieces(
 
     Args:
         shared: of each piece whether the extents before and behind it stood in its dimension, and which one of how many
-            dimensions of one element between them it had.
+            dimensions of one element between them it had, and the number of its dimension.
     """
     found: list[list[Atom]] = [[] for _ in shape]
     loose = set(x.loose)
@@ -92,9 +127,21 @@ def _with_pieces(
         if isinstance(atom, str):
             behind = next((at for at, each in placed[place:] if not isinstance(each, str)), len(shape) - 1)
             between = [n for n in range(last, behind + 1) if shape[n] == 1]
-            before, after, which, units = shared[place]
-            number = behind if after else between[min(which, len(between) - 1)] if between else last
-            if last == behind:
+            before, after, which, units, own = shared[place]
+            number = behind if after else between[max(0, min(which, len(between) - 1))] if between else behind
+            if not after and not between and behind == len(shape) - 1:
+                number = last  # tokens become one dimension, and their width stays
+            of_samples = atom.startswith(_OF_SAMPLES)
+            if after and between and between[0] == 0 and of_samples:
+                number = 0
+            if not before and not after and 0 < len(between) < units and which == units - 1 and not of_samples:
+                number = behind  # groups of heads become heads, and the batch of one sample in front of them stays
+            if firm and len(shape) == 2 * len(x.dims):
+                number = 2 * own + 1
+            follows = next((each for _, each in placed[place:] if not isinstance(each, str)), None)
+            if isinstance(follows, Rows):  # grouped tokens: the ranks' dimension stands in front of theirs
+                number = between[0] if between else behind
+            if last == behind or isinstance(follows, Rows):
                 loose.discard(atom)
             elif not firm and (bool(between) if before or after else len(between) != units or not between):
                 loose.add(atom)
@@ -119,7 +166,7 @@ def expand(x: Spread, axis: int) -> Spread:
 
 
 def tile(x: Spread, counts: Sequence[int]) -> Spread:
-    """Return the spread of a value repeated along dimensions, which is a repeated value only along whole ones."""
+    """Return the spread after each rank has repeated the value along some dimensions, which must not be cut."""
     require_home(x)
     dims = ((),) * (len(counts) - len(x.dims)) + x.dims
     for dim, count in zip(dims, counts, strict=True):
@@ -129,14 +176,16 @@ def tile(x: Spread, counts: Sequence[int]) -> Spread:
 
 
 def broadcast(x: Spread, shape: Sequence[int]) -> Spread:
-    """Return the spread of a value repeated to a shape on the rank; -1 keeps a dimension."""
+    """Return the spread after each rank has repeated its part of the value until the part has this shape; a size of -1
+    keeps the dimension.
+    """
     dims = ((),) * (len(shape) - len(x.dims)) + x.dims
     counts = [1 if size in (-1, extent(dim)) else size for dim, size in zip(dims, shape, strict=True)]
     return tile(x, counts)
 
 
 def split(x: Spread, axis: int, sizes: Sequence[int]) -> list[Spread]:
-    """Return the spreads of parts of a dimension that is whole on each rank."""
+    """Return the spreads of the parts into which each rank splits a dimension, which must not be cut."""
     require_home(x)
     axis %= len(x.dims)
     if any(not isinstance(atom, int) for atom in x.dims[axis]):
@@ -145,9 +194,10 @@ def split(x: Spread, axis: int, sizes: Sequence[int]) -> list[Spread]:
 
 
 def rejoin(x: Spread, axis: int, parts: int, to: int) -> Spread:
-    """Return the spread of a value whose dimension was split into equal parts that were joined along another one.
+    """Return the spread after dimension `axis` was split into equal parts, and these were joined along dimension `to`.
 
-    By this, gathered pieces come to where they belong, or pieces go in front of where they will be scattered.
+    MindSpore moves pieces in this way: after a gather to the dimension to which they belong, and before a scatter to
+    the first dimension.
     """
     axis, to = axis % len(x.dims), to % len(x.dims)
     if axis == to:
@@ -166,6 +216,7 @@ def rejoin(x: Spread, axis: int, parts: int, to: int) -> Spread:
         dims[axis] = tidy((*rest[:first], outer // parts, *rest[first + 1 :]))
         dims[to] = (Block(axis, parts, first), *dims[to])
         return replace(x, dims=tuple(dims))
+    blocks = [_at_home(block, to) for block in blocks]
     home = list(dims[to])
     for block in blocks:
         home.insert(block.at, block)
@@ -181,11 +232,32 @@ def rejoin(x: Spread, axis: int, parts: int, to: int) -> Spread:
     return replace(x, dims=tuple(dims))
 
 
+def _at_home(block: Block, to: int) -> Block:
+    """Gathered pieces as of another dimension, if they may belong to it."""
+    at = dict(((block.home, block.at), *block.others)).get(to)
+    return block if at is None else Block(to, block.count, at)
+
+
 def concat(given: Sequence[Spread], axis: int) -> Spread:
     """Return the spread of values joined along a dimension that is whole on each rank."""
     require_home(*given)
-    first = given[0]
+    both = frozenset[str]().union(*(x.partial for x in given))
+    equal = [all(dict(x.powers).get(axis) == -1 for axis in both - x.partial) for x in given]
+    given = [as_partial(x, both) if parts else x for x, parts in zip(given, equal, strict=True)]
+    first = next((x for x in given if x.holes), given[0])
     axis %= len(first.dims)
+    given = [alike(x, replace(first, dims=(*first.dims[:axis], x.dims[axis], *first.dims[axis + 1 :]))) for x in given]
+    first = given[0]
+    plain_too = all(
+        (x.partial, x.powers) == (first.partial, first.powers) and not x.shifted | x.greatest for x in given
+    )
+    if (
+        any(isinstance(atom, str) for atom in first.dims[axis])
+        and all(x.dims == first.dims for x in given)
+        and plain_too
+    ):
+        stacked = tidy((len(given), *first.dims[axis]))  # each rank stacks its own pieces
+        return replace(first, dims=(*first.dims[:axis], stacked, *first.dims[axis + 1 :]))
     total = 0
     for x in given:
         if (x.partial, x.powers) != (first.partial, first.powers):
@@ -218,7 +290,7 @@ def all_largest(x: Spread, axes: Iterable[str]) -> Spread:
 
 
 def all_gather(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spread:
-    """Return the spread of a value whose pieces are put one behind the other in dimension 0.
+    """Return the spread of a value whose pieces from all ranks are concatenated along dimension 0.
 
     Args:
         axes: of the group, the one along which neighbouring ranks of the group lie last.
@@ -242,28 +314,54 @@ def all_gather(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spre
     return x
 
 
+def all_gather_loose(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spread:
+    """Return what `all_gather` makes of a value, with the other places of the gathered pieces if theirs was loose."""
+    first, *others = wherever_all(lambda given: all_gather(given, axes, sizes), x)
+    lead = [atom for atom in first.dims[0] if isinstance(atom, Block)]
+    same = [each for each in others if _without_blocks(each) == _without_blocks(first)]
+    if lead and same:
+        told = [[atom for atom in each.dims[0] if isinstance(atom, Block)] for each in same]
+        told = [each for each in told if [b.count for b in each] == [b.count for b in lead]]
+        blocks = [
+            replace(block, others=tuple(dict.fromkeys((each[n].home, each[n].at) for each in told)))
+            for n, block in enumerate(lead)
+        ]
+        first = replace(first, dims=((*blocks, *first.dims[0][len(lead) :]), *first.dims[1:]))
+    return first
+
+
+def _without_blocks(x: Spread) -> tuple[Dim, ...]:
+    return tuple(tuple(atom for atom in dim if not isinstance(atom, Block)) for dim in x.dims)
+
+
 def reduce_scatter(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spread:
-    """Return the spread of a sum over the ranks along axes, of which each keeps its piece of dimension 0.
+    """Return the spread of a sum over the ranks along axes, of which each rank keeps its own piece along dimension 0.
 
     Args:
         axes: as those of `all_gather`.
     """
     x = all_reduce(x, axes)
     for axis in axes:
-        count = sizes[axis]
-        dims = list(x.dims)
-        lead = dims[0][0] if dims[0] else None
-        if isinstance(lead, Block):
-            if lead.count % count:
-                raise NotKnown(f"{x}: {lead.count} parts in front of dimension 0 are scattered over {count} ranks")
-            left = (Block(lead.home, lead.count // count, lead.at + 1),) if lead.count > count else ()
-            home = dims[lead.home]
-            dims[0] = (*left, *dims[0][1:])
-            dims[lead.home] = (*home[: lead.at], axis, *home[lead.at :])
-        else:
-            dims[0] = _cut(x, dims[0], axis, count)
-        x = replace(x, dims=tuple(dims))
+        x = replace(x, dims=cut(x, 0, axis, sizes[axis]))
     return x
+
+
+def cut(x: Spread, number: int, axis: str, count: int) -> tuple[Dim, ...]:
+    """Return the dimensions of a value of which the ranks along an axis keep a piece each along dimension `number`:
+    gathered pieces in front of it become the pieces of the dimension to which they belong.
+    """
+    dims = list(x.dims)
+    lead = dims[number][0] if dims[number] else None
+    if not isinstance(lead, Block):
+        dims[number] = _cut(x, dims[number], axis, count)
+        return tuple(dims)
+    if lead.count % count:
+        raise NotKnown(f"{x}: {lead.count} parts in front of dimension {number} are scattered over {count} ranks")
+    left = (Block(lead.home, lead.count // count, lead.at + 1),) if lead.count > count else ()
+    home = dims[lead.home]
+    dims[number] = (*left, *dims[number][1:])
+    dims[lead.home] = (*home[: lead.at], axis, *home[lead.at :])
+    return tuple(dims)
 
 
 def _cut(x: Spread, dim: Dim, axis: str, count: int) -> Dim:
@@ -275,102 +373,49 @@ def _cut(x: Spread, dim: Dim, axis: str, count: int) -> Dim:
     return tidy((*dim[:first], axis, outer // count, *dim[first + 1 :]))
 
 
-def all_to_all(x: Spread, axis: str, cut: int, whole: int, sizes: Mapping[str, int]) -> Spread:
-    """Return the spread of a value that is cut along dimension `cut` instead of `whole`, over the ranks of an axis."""
+def all_to_all(x: Spread, axis: str, to: int, whole: int, sizes: Mapping[str, int]) -> Spread:
+    """Return the spread of a value that is cut along dimension `to` instead of `whole`, over the ranks of an axis."""
     require_home(x)
     dims = list(x.dims)
     if axis not in dims[whole]:
         raise refusal((x,), f"dimension {whole} is not cut over {axis}")
     at = dims[whole].index(axis)
-    if any(not isinstance(atom, str) for atom in dims[whole][:at]) or cut == whole:
+    if any(not isinstance(atom, str) for atom in dims[whole][:at]) or to == whole:
         raise NotKnown(f"{x}: pieces over {axis} are exchanged inside of others")
     dims[whole] = tidy(sizes[axis] if atom == axis else atom for atom in dims[whole])
-    dims[cut] = _cut(x, dims[cut], axis, sizes[axis])
+    dims[to] = _cut(x, dims[to], axis, sizes[axis])
     return replace(x, dims=tuple(dims), loose=x.loose - {axis})
 
 
 def wherever(move: Callable[[Spread], Spread], x: Spread) -> Spread:
     """Return what a move makes of a value, for the first places of its loose pieces for which the move is right."""
+    return next(wherever_all(move, x))
+
+
+def wherever_all(move: Callable[[Spread], Spread], x: Spread) -> Iterator[Spread]:
+    """Yield what a move makes of a value, for each of the places of its loose pieces for which the move is right."""
     first: Contradiction | None = None
+    right = False
     for given in placements(x):
         try:
-            return move(given)
+            found = move(given)
+        except Contradiction as error:
+            first = first or error
+            continue
+        right = True
+        yield found
+    if not right:
+        assert first
+        raise first
+
+
+def wherever_they_fit(move: Callable[[Sequence[Spread]], Spread], given: Sequence[Spread]) -> Spread:
+    """Return what a move makes of several values, for the first places of their loose pieces for which it is right."""
+    first: Contradiction | None = None
+    for each in islice(product(*map(placements, given)), _TRIED):
+        try:
+            return move(each)
         except Contradiction as error:
             first = first or error
     assert first
     raise first
-
-
-def take(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Spread:
-    """Return the spread of a slice of each dimension.
-
-    Args:
-        shape: of the slice on the rank.
-        by: dimension -> the axes along which the slice starts elsewhere on each rank, outermost first.
-    """
-    require_home(x)
-    dims = list(x.dims)
-    for number, size in enumerate(shape):
-        axes = by.get(number, ())
-        if not axes and extent(dims[number]) != size:
-            if any(not isinstance(atom, int) for atom in dims[number]):
-                raise refusal((x,), f"each rank takes the same part of dimension {number}, which is cut over them")
-            dims[number] = tidy((size,))
-        for axis in axes:
-            if axis in x.holes | x.partial:
-                raise refusal((x,), f"each rank along {axis} takes another part of a value that differs along it")
-            dims[number] = _cut(x, dims[number], axis, sizes[axis])
-        if axes and extent(dims[number]) != size:
-            raise NotKnown(f"{x}: {size} elements of dimension {number} are no piece over {', '.join(axes)}")
-    return replace(x, dims=tuple(dims))
-
-
-def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]]) -> Spread:
-    """Return the spread of zeros around a value: the gradient of `take`.
-
-    Args:
-        shape, by: of the padded value, as those of `take`.
-    """
-    require_home(x)
-    dims, partial = list(x.dims), set(x.partial)
-    for number, size in enumerate(shape):
-        axes = by.get(number, ())
-        if not axes and extent(dims[number]) != size and any(not isinstance(atom, int) for atom in dims[number]):
-            raise refusal((x,), f"each rank pads dimension {number} alike, which is cut over them")
-        if missing := [axis for axis in axes if axis not in dims[number]]:
-            raise refusal((x,), f"each rank along {missing[0]} pads another part, but is not cut along it")
-        if axes or extent(dims[number]) != size:
-            dims[number] = tidy((*(a for a in dims[number] if isinstance(a, str) and a not in axes), size))
-        partial |= set(axes)
-    return replace(x, dims=tuple(dims), partial=frozenset(partial), loose=x.loose - partial)
-
-
-def look_up(indices: Spread, table: Spread) -> Spread:
-    """Return the spread of rows of a table. Where the table's rows are cut, indices must count from the rank's own."""
-    require_home(indices, table)
-    by_element(table)
-    cut = frozenset(atom for atom in table.dims[0] if isinstance(atom, str))
-    if cut != indices.shifted:
-        raise refusal((indices, table), "the indices do not count from where the rank's rows of the table start")
-    dims = checked((*indices.dims, *table.dims[1:]), indices, table)
-    return Spread(dims, shifted=indices.shifted, loose=indices.loose)
-
-
-def add_rows(gradient: Spread, indices: Spread, rows: int) -> Spread:
-    """Return the spread of the gradient of `look_up`: a sum for each row of the table."""
-    require_home(gradient, indices)
-    if indices.shifted - gradient.shifted:
-        raise refusal((gradient, indices), "rows of other ranks are added to a rank's own: the gradient has no mask")
-    count = len(indices.dims)
-    if tuple(map(tidy, gradient.dims[:count])) != tuple(map(tidy, indices.dims)):
-        raise refusal((gradient, indices), "the gradient and the indices are not cut alike")
-    cut = frozenset(atom for dim in indices.dims for atom in dim if isinstance(atom, str))
-    dims = (tidy((*sorted(indices.shifted), rows)), *gradient.dims[count:])
-    return Spread(dims, gradient.partial | cut, gradient.powers)
-
-
-def one_hot(indices: Spread, classes: int) -> Spread:
-    """Return the spread of rows of zeros with a one at each index; shifted indices make pieces of the rows."""
-    require_home(indices)
-    by_element(indices)
-    return Spread((*indices.dims, tidy((*sorted(indices.shifted), classes))), loose=indices.loose)

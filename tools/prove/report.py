@@ -1,4 +1,4 @@
-"""This module puts the proof together: for each weight of each compiled rank, what is known of its gradient.
+"""This module puts the proof together: it says for each weight of each compiled rank what is known of its gradient.
 
 A weight is *proven* if the spread of its gradient behind the last sum over ranks, which follows operator by operator
 from the layouts of weights and inputs, is that of the weight (cut alike, neither partial nor scaled), and if the walk
@@ -22,6 +22,7 @@ from tools.dryrun.graph_text import GraphText
 from tools.dryrun.report import gradients_report, norm_report, scale_report
 from tools.dryrun.scale import Scale, judge_scale
 from tools.prove.mesh import Mesh, mesh_of
+from tools.prove.moves import reshape
 from tools.prove.spread import Contradiction, NotKnown, Spread, placements, tidy
 from tools.prove.typing import Direction, Failure, Peers, Typing
 
@@ -49,7 +50,7 @@ class Weight:
 
     @property
     def kind(self) -> str:
-        """Return the name with * for the numbers of layers and experts."""
+        """Return the name with * in place of the numbers of layers and experts."""
         return _LAYER.sub("*", self.name)
 
 
@@ -77,7 +78,7 @@ class Stage:
 
 
 def ranks_of(result: Mapping[str, Any], devices: int) -> Callable[[str], tuple[int, ...] | None]:
-    """Return the ranks of each group of a compiled rank; the world's name means the stage's devices.
+    """Return the ranks of each group of a compiled rank; the world's group consists of the stage's devices.
 
     Args:
         devices: those of one stage.
@@ -91,7 +92,7 @@ def ranks_of(result: Mapping[str, Any], devices: int) -> Callable[[str], tuple[i
 def mesh_for(
     results: Sequence[Mapping[str, Any]], graphs: Sequence[GraphText], degrees: Sequence[tuple[str, int]]
 ) -> Mesh:
-    """Return the mesh of the devices of a stage, of which all compiled stages have an equal one.
+    """Return the mesh of the devices of a stage; all compiled stages have the same mesh.
 
     Args:
         degrees: (name, ranks) of the recipe's tensor, context and data parallelism.
@@ -117,7 +118,7 @@ def typing_of(
     peers: Mapping[str, GraphText],
     received: Mapping[Direction, Spread] | None = None,
 ) -> Typing:
-    """Return what finds the spreads of one compiled rank.
+    """Return the object that finds the spreads of one compiled rank.
 
     Args:
         result: of its compile, as `tools.dryrun.rank` reports it.
@@ -140,7 +141,8 @@ def typing_of(
 
 
 def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) -> tuple[list[Typing], list[str]]:
-    """Return the spreads of all compiled stages, and a sentence for each direction in which stages send differently.
+    """Return the spreads of all compiled stages, and a sentence for each direction in which stages send values of
+    different spreads.
 
     What one stage sends is what another receives: the first stage's forward pass gives that of the others, and the last
     stage's backward pass that of those before. Every stage must then send what was assumed.
@@ -207,6 +209,8 @@ def _by_spread(typing: Typing, name: str, ends: Sequence[tuple[str, int]]) -> We
         try:
             found = typing.summed(name) if number < 0 else typing.of(number)
             wanted = typing.parameter(name)
+            if isinstance(found, Spread) and found.shape != wanted.shape:  # it is reshaped on the way to the optimizer
+                found = reshape(found, wanted.shape)
         except (Contradiction, NotKnown) as error:
             return Weight(name, WRONG if isinstance(error, Contradiction) else UNKNOWN, str(error))
         if isinstance(found, Failure):
@@ -222,7 +226,9 @@ def _by_spread(typing: Typing, name: str, ends: Sequence[tuple[str, int]]) -> We
 
 
 def against(found: Spread, wanted: Spread) -> str:
-    """Return what is wrong with the spread of a gradient behind its sums, and what would be right; "" if nothing is."""
+    """Return what is wrong with the spread of a gradient after its sums over ranks, and what would be right; "" if
+    nothing is wrong.
+    """
     if found.partial:
         return f"it must still be summed over {_told(found.partial)}"
     for axis, power in found.powers:
@@ -242,7 +248,7 @@ def _told(axes: frozenset[str]) -> str:
 
 
 def scale_faults(results: Sequence[Mapping[str, Any]], micro_batches: int, devices: int) -> dict[int, dict[str, str]]:
-    """Return rank -> weight -> what the dry run says against the divisors of its gradient, or does not know.
+    """Return rank -> weight -> why the dry run calls the divisors of the weight's gradient wrong or unknown.
 
     Args:
         micro_batches, devices: as those of `tools.dryrun.report.scale_report`.

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
-from typing import Any, NamedTuple
 
-from tools.prove import moves
-from tools.prove.call import Call, Part, Value
+from tools.prove import attention, experts, layers, moves, slices
+from tools.prove.call import TABLE, Call, Order, Part, Value, rule
 from tools.prove.spread import (
+    Alike,
+    Certain,
     Contradiction,
     NotKnown,
+    Rows,
     Spread,
+    Zeros,
     add,
     by_element,
     divide,
     extent,
     matmul,
     multiply,
-    placements,
-    plain,
     reduce_largest,
     reduce_mean,
     reduce_sum,
@@ -37,34 +36,8 @@ from tools.prove.spread import (
 )
 
 
-class Rule(NamedTuple):
-    """This is the rule of some operators, and a sentence that says it."""
-
-    operators: tuple[str, ...]
-    says: str
-    of: Callable[[Call], Value]
-    takes_differing: bool
-
-
-TABLE: list[Rule] = []
-
-
-def rule(*operators: str, says: str, takes_differing: bool = False) -> Callable[[Callable[[Call], Value]], Any]:
-    """Return a decorator that enters a function into `TABLE`.
-
-    Args:
-        takes_differing: the function knows what constants mean that are not the same on all ranks.
-    """
-
-    def enter(of: Callable[[Call], Value]) -> Callable[[Call], Value]:
-        TABLE.append(Rule(operators, says, of, takes_differing))
-        return of
-
-    return enter
-
-
 def apply(call: Call) -> Value:
-    """Return what an operator gives.
+    """Return the spreads of an operator's results.
 
     Raises:
         NotKnown: it has no rule, or the rule cannot say. Contradiction: the spreads of its arguments do not fit.
@@ -72,19 +45,32 @@ def apply(call: Call) -> Value:
     found = RULES.get(call.node.op)
     if found is None:
         raise NotKnown("there is no rule for this operator")
-    if call.differs and not found.takes_differing:
+    on_order = call.values and isinstance(call.values[0], Order) and call.node.op in experts.ON_ORDERS
+    if call.differs and not found.takes_differing and not on_order:
         raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
     try:
-        return found.of(call)
+        if on_order:
+            return experts.ON_ORDERS[call.node.op](call)
+        return _as_the_graph_says(call, found.of(call))
     except Contradiction as error:
-        spreads = [value.whole if isinstance(value, Part) else value for value in call.values]
+        given = [each for value in call.values for each in (value if isinstance(value, list) else [value])]
+        spreads = [value.whole if isinstance(value, Part) else value for value in given]
         loose = frozenset().union(*(each.loose for each in spreads if isinstance(each, Spread)))
-        if loose:  # another place of a piece might be right
+        if loose and not isinstance(error, Certain):  # another place of a piece might be right
             raise NotKnown(f"{error} (the place of the pieces over {', '.join(sorted(loose))} is not sure)") from None
         raise
 
 
-@rule("Depend", "Load", "TensorMove", says="the result is as the first argument")
+def _as_the_graph_says(call: Call, found: Value) -> Value:
+    """The result of a rule; of a tensor, if it has the shape that the graph states."""
+    if isinstance(found, Spread) and not isinstance(found, (Alike, Zeros)) and len(call.outputs) == 1:
+        own, told = found.shape, call.outputs[0].shape
+        if own != told and not {-1}.intersection((*own, *told)):
+            raise NotKnown(f"{found}: its rule gives the shape {own}, and the graph says {told}")
+    return found
+
+
+@rule("Depend", "Load", "TensorMove", "Send", says="the result is as the first argument")
 def _same(call: Call) -> Value:
     return call.values[0]
 
@@ -132,7 +118,7 @@ def _sum_of_members(call: Call) -> Value:
     return total
 
 
-@rule("Mul", says="a product: one partial factor stays partial; of integers: by element")
+@rule("Mul", says="a product: one partial factor stays partial; zero if a factor is; of integers: by element")
 def _product(call: Call) -> Value:
     x, y = call.spread(0), call.spread(1)
     return by_element(x, y) if call.counts else multiply(x, y)
@@ -143,12 +129,22 @@ def _product(call: Call) -> Value:
 )
 def _quotient(call: Call) -> Value:
     x, y = call.spread(0), call.spread(1)
+    over = [axis for axis, power in x.powers if power > 0]
+    forward = call.node.op == "RealDiv" and not re.search("Gradients/|Grad_", call.node.scope)
+    if forward and over and _divisor(call) == math.prod(call.sizes[axis] for axis in over):
+        return scaled(x, over, -1)  # of a mean over ranks, each of which divided by its own number of elements
     if "Grad__VirtualDiv" not in call.node.scope:
         return divide(x, y)
     devices = math.prod(call.sizes.values())
-    if f"value={devices}" not in re.sub(r"\s|\.0*(?=\D)", "", call.node.head):
+    if _divisor(call) != devices:
         raise Contradiction(f"the loss's gradient is not divided by the {devices} devices that share its sum")
     return scaled(x, call.sizes, -1)
+
+
+def _divisor(call: Call) -> float | None:
+    """The number by which an operator divides, if it is written out."""
+    found = re.search(r"value=\s*\[?\s*([\d.]+(?:e[+-]\d+)?)\s*\]?\)\)$", call.node.head)
+    return float(found[1]) if found else None
 
 
 @rule(
@@ -211,6 +207,10 @@ def _largest(call: Call) -> Value:
 
 def _axes(call: Call) -> tuple[int, ...] | None:
     given = call.values[1] if len(call.values) > 1 else None
+    if (
+        given == () and call.node.op == "ReduceSum" and tuple(call.values[3:]) == (True,)
+    ):  # no dimension, not all of them
+        return ()
     return (given,) if isinstance(given, int) else given or None
 
 
@@ -238,101 +238,24 @@ def _outer(call: Call) -> Value:
     return Spread(x.dims + y.dims)
 
 
-@rule("RmsNorm", says="not linear; the last dimension must be whole")
-def _norm(call: Call) -> Value:
-    x = by_element(call.spread(0))
-    whole_last(x)
-    scale = by_element(x, by_element(call.spread(1)))
-    return [scale, Spread((*x.dims[:-1], ()), loose=x.loose)]
-
-
-@rule("RmsNormGrad", says="linear in the gradient; the weight's gradient is a sum over all but the last dimension")
-def _norm_gradient(call: Call) -> Value:
-    gradient, x = call.spread(0), by_element(call.spread(1))
-    whole_last(x)
-    both = multiply(gradient, x)
-    return [both, reduce_sum(both, range(len(x.dims) - 1), False)]
-
-
-def whole_last(x: Spread) -> None:
-    """Refuse a value whose last dimension is cut."""
-    require_home(x)
-    if any(not isinstance(atom, int) for atom in x.dims[-1]):
-        raise refusal((x,), "the operator needs the whole last dimension, which is cut")
-
-
-@rule("Swiglu", says="not linear; the last dimension is halved on each rank, cut or whole")
-def _swiglu(call: Call) -> Value:
-    return _last(by_element(call.spread(0)), call.outputs[0].shape[-1])
-
-
-@rule("SwigluGrad", says="linear in the gradient; the last dimension is doubled on each rank")
-def _swiglu_gradient(call: Call) -> Value:
-    x = by_element(call.spread(1))
-    found = multiply(call.spread(0), _last(x, extent(x.dims[-1]) // 2))
-    return _last(found, call.outputs[0].shape[-1])
-
-
-def _last(x: Spread, size: int) -> Spread:
-    return replace(x, dims=(*x.dims[:-1], tidy((*(atom for atom in x.dims[-1] if isinstance(atom, str)), size))))
-
-
-@rule(
-    "FlashAttentionScore",
-    says="not linear; queries, keys and values cut alike by batch and heads, and nothing else cut",
-)
-def _attention(call: Call) -> Value:
-    query, _, value = _attended(call, *(by_element(call.spread(place)) for place in range(3)))
-    small = Spread((*query.dims[:3], (8,)))
-    return [small, small, plain((0,)), Spread((*query.dims[:3], value.dims[3]))]
-
-
-@rule("FlashAttentionScoreGrad", says="linear in the gradient; cut as the attention itself")
-def _attention_gradient(call: Call) -> Value:
-    given = (by_element(call.spread(place)) for place in range(3))
-    query, key, value, gradient = _attended(call, *given, call.spread(3))
-    if mixed := gradient.partial & query.holes:
-        raise refusal((gradient, query), f"the gradient is partial over {', '.join(sorted(mixed))}")
-    found = [Spread(x.dims, gradient.partial, gradient.powers, loose=x.loose) for x in (query, key, value)]
-    return [*found, plain((0,))]
-
-
-_LAYOUT = re.compile(r"(?:, I64\(-?\d+\)){3}, I64\((\d)\), I64\(\d+\)\)$")
-_BNSD = "1"
-
-
-def _attended(call: Call, *given: Spread) -> list[Spread]:
-    """Queries, keys, values and the gradient, with their loose pieces where they are cut alike."""
-    written = _LAYOUT.search(call.node.head)
-    if not written or written[1] != _BNSD:
-        raise NotKnown("only attention with the layout BNSD has a rule")
-    require_home(*given)
-    whole = [[each for each in placements(x) if not any(_cuts(each)[2:])] for x in given]
-    for x, places in zip(given, whole, strict=True):
-        if not places:
-            raise NotKnown(f"{x}: attention over a cut sequence has no rule")
-    found = next((list(each) for each in product(*whole) if all(_cuts(x) == _cuts(each[0]) for x in each)), None)
-    if found is None:
-        raise refusal(given, "batch or heads are not cut alike")
-    masks = [v for v in call.values[3:8] if isinstance(v, Spread) and len(v.dims) == 4 and v.dims != given[0].dims]
-    if masks and extent(masks[0].dims[0]) > 1 and _cuts(masks[0])[0] != _cuts(found[0])[0]:
-        raise refusal((found[0], masks[0]), "the mask's batch is not cut alike")
-    return found
-
-
-def _cuts(x: Spread) -> list[list[str]]:
-    return [[atom for atom in dim if isinstance(atom, str)] for dim in x.dims]
-
-
 @rule("Reshape", "Squeeze", says="the same elements: pieces keep their places between the extents around them")
 def _reshape(call: Call) -> Value:
+    x, shape = call.spread(0), call.outputs[0].shape
+    for way in (experts.grouped, experts.ungrouped):
+        if (found := way(x, shape)) is not None:
+            return found
     of_tile = "Grad_Tile" in call.node.scope  # it adds dimensions of one element in front of each
-    return moves.reshape(call.spread(0), call.outputs[0].shape, of_tile)
+    return moves.reshape(x, shape, of_tile, "-TopKRouter" in call.node.scope)  # its shapes are (ranks, tokens, ...)
 
 
 @rule("Transpose", says="the dimensions in another order")
 def _transpose(call: Call) -> Value:
-    return moves.transpose(call.spread(0), call.values[1])
+    x, order = call.spread(0), call.values[1]
+    if "-MoELayer" not in call.node.scope or order != (1, 0, 2):
+        return moves.transpose(x, order)
+    x = experts.ungrouped(x, x.shape) or x  # for one sample on a rank, there is no reshape that groups
+    found = moves.transpose(x, order)
+    return experts.grouped(found, found.shape) or found
 
 
 @rule("TransposeExtView", says="two dimensions change places")
@@ -349,9 +272,53 @@ def _expand(call: Call) -> Value:
     return moves.expand(call.spread(0), call.values[1])
 
 
+@rule("ExpandAs", says="the first argument, which must be as large as the second")
+def _expand_as(call: Call) -> Value:
+    x, like = call.spread(0), call.spread(1)
+    if x.dims != like.dims:
+        raise NotKnown("a value that is repeated until it is as large as another has no rule")
+    return x
+
+
+@rule("ShapeCalc", says="the dimensions over which the gradients of two factors are summed")
+def _broadcast_over(call: Call) -> Value:
+    if "ShapeCalc_BroadcastGradientArgs" not in call.node.text:
+        raise NotKnown("only the dimensions of a broadcast have a rule")
+    x, y = call.spread(0).dims, call.spread(1).dims
+    both = list(zip(x, y, strict=True))
+    if any(-1 in (extent(one), extent(two)) and one != two for one, two in both):
+        raise NotKnown("the data decide which dimensions are repeated")
+    large = [(extent(one), extent(two)) for one, two in both]
+    return [tuple(n for n, own in enumerate(large) if own[at] == 1 != own[1 - at]) for at in (0, 1)]
+
+
+@rule("CumSum", says="sums along a whole dimension")
+def _running_sum(call: Call) -> Value:
+    x = call.spread(0)
+    require_home(x)
+    if any(not isinstance(atom, int) for atom in x.dims[call.values[1]]):
+        raise refusal((x,), "each rank adds up its own piece of a dimension, which is cut")
+    return x
+
+
+@rule("NonZero", says="of a comparison of sorted experts: the rows of the own node's experts")
+def _non_zero(call: Call) -> Value:
+    raise NotKnown("only the rows of a node's experts are sought")
+
+
+@rule("TensorToTuple", says="the elements of a plain tensor of numbers, as a tuple: cut as the tensor is")
+def _elements(call: Call) -> Value:
+    return by_element(call.spread(0))
+
+
 @rule("Tile", says="repeated along whole dimensions")
 def _tile(call: Call) -> Value:
-    return moves.wherever(lambda x: moves.tile(x, call.values[1]), call.spread(0))
+    found = moves.wherever(lambda x: moves.tile(x, call.values[1]), call.spread(0))
+    of_flat = len(found.dims) == 1 and "CrossEntropyLoss/Grad_SumExt" in call.node.scope  # a gradient of a sum
+    if "Router" not in call.node.scope and not of_flat:
+        return found
+    own = [number for number, dim in enumerate(call.spread(0).dims) if not dim and call.values[1][number] > 1]
+    return experts.equal_rows(found, own)  # of a mean over tokens, or of a sum
 
 
 @rule("BroadcastTo", says="repeated along dimensions of one element")
@@ -364,18 +331,24 @@ def _split(call: Call) -> Value:
     axis = call.values[1 if call.node.op == "Split" else 2] % len(call.outputs[0].shape)
     sizes = tuple(out.shape[axis] for out in call.outputs)
     whole = call.spread(0)
+    if len(sizes) == 2 and any(isinstance(atom, Rows) for atom in whole.dims[axis]):
+        begin = [sizes[0] * (at == axis) for at in range(len(whole.dims))]
+        return [None, experts.unpadded(whole, begin, call.outputs[1].shape)]
     return [Part(whole, axis, sizes, number, call.number) for number in range(len(sizes))]
 
 
 @rule("Concat", says="joined along a whole dimension; gathered pieces come to where they belong")
 def _concat(call: Call) -> Value:
     members, axis = call.values[0], call.values[1]
+    if (padded := experts.padded(members, axis)) is not None:
+        return padded
     if all(isinstance(item, Part) for item in members):
         first = members[0]
         ordered = [item.number for item in members] == list(range(len(first.sizes)))
         if ordered and len({item.source for item in members}) == 1 and len(set(first.sizes)) == 1:
             return moves.rejoin(first.whole, first.axis, len(members), axis)
-    return moves.concat([item.spread if isinstance(item, Part) else item for item in members], axis)
+    spreads = [item.spread if isinstance(item, Part) else item for item in members]
+    return moves.wherever_they_fit(lambda given: moves.concat(given, axis), spreads)
 
 
 @rule("MakeTuple", says="a tuple")
@@ -391,18 +364,22 @@ def _member(call: Call) -> Value:
 @rule("StridedSlice", says="a part: where it starts elsewhere on each rank, the result is cut", takes_differing=True)
 def _take(call: Call) -> Value:
     by = _starts(call, 1)
+    if not by and (kept := experts.unpadded(call.spread(0), call.values[1], call.outputs[0].shape)) is not None:
+        return kept
     if "_MicroBatch" in call.node.scope and not by:  # which samples make a micro-batch does not matter
         x, wanted = call.spread(0), call.outputs[0].shape
         cuts = (tuple(atom for atom in dim if isinstance(atom, str)) for dim in x.dims)
         return replace(x, dims=tuple(tidy((*cut, size)) for cut, size in zip(cuts, wanted, strict=True)))
-    return moves.wherever(lambda x: moves.take(x, call.outputs[0].shape, by, call.sizes), call.spread(0))
+    return moves.wherever(lambda x: slices.take(x, call.outputs[0].shape, by, call.sizes), call.spread(0))
 
 
 @rule("StridedSliceGrad", says="zeros around: where they lie elsewhere on each rank, the result is partial",
       takes_differing=True)  # fmt: skip
 def _pad(call: Call) -> Value:
     by = _starts(call, 2)
-    return moves.wherever(lambda x: moves.pad(x, call.outputs[0].shape, by), call.spread(0))
+    if not by and (more := experts.padded_back(call.spread(0), call.values[2], call.outputs[0].shape)) is not None:
+        return more
+    return moves.wherever(lambda x: slices.pad(x, call.outputs[0].shape, by, call.sizes), call.spread(0))
 
 
 def _starts(call: Call, begin: int) -> dict[int, tuple[str, ...]]:
@@ -419,17 +396,20 @@ def _starts(call: Call, begin: int) -> dict[int, tuple[str, ...]]:
 
 @rule("Embedding", says="rows of a table: indices of a cut table count from the rank's own rows")
 def _look_up(call: Call) -> Value:
-    return moves.look_up(call.spread(0), call.spread(1))
+    return slices.look_up(call.spread(0), call.spread(1))
 
 
 @rule("EmbeddingDenseBackward", says="sums for each row of a table: partial where the tokens are cut")
 def _add_rows(call: Call) -> Value:
-    return moves.add_rows(call.spread(0), call.spread(1), call.values[2])
+    return slices.add_rows(call.spread(0), call.spread(1), call.values[2])
 
 
-@rule("OneHotExt", says="rows of zeros with a one: cut where the indices count from the rank's own classes")
+@rule("OneHotExt", "OneHot", says="rows of zeros with a one: cut where the indices count from the rank's own classes")
 def _one_hot(call: Call) -> Value:
-    return moves.one_hot(call.spread(0), call.values[1])
+    x = call.spread(0)
+    if call.values[4] != -1:
+        raise NotKnown("only one-hot rows along a new last dimension have a rule")
+    return experts.counts(x, call.number) or slices.one_hot(x, call.values[1])
 
 
 @rule("AllReduce", says="a sum over ranks: a partial value becomes the same everywhere, and what is the same "
@@ -448,13 +428,18 @@ def _check_sum(call: Call) -> None:
 
 @rule("AllGather", says="pieces put together, to be moved to where they belong")
 def _all_gather(call: Call) -> Value:
-    return moves.wherever(lambda x: moves.all_gather(x, call.axes, call.sizes), call.spread(0))
+    x = call.spread(0)
+    found = experts.gathered(x, call.axes, call.sizes)
+    return found or moves.all_gather_loose(experts.by_rank(x, call.axes), call.axes, call.sizes)
 
 
 @rule("ReduceScatter", says="a sum over ranks, cut into pieces")
 def _reduce_scatter(call: Call) -> Value:
     _check_sum(call)
-    return moves.reduce_scatter(call.spread(0), call.axes, call.sizes)
+    x = call.spread(0)
+    found = experts.scattered(x, call.axes)
+    return found or experts.by_place(moves.reduce_scatter(x, call.axes, call.sizes))
 
 
+assert attention and layers  # their rules are in the table, too
 RULES = {operator: each for each in TABLE for operator in each.operators}

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -30,25 +31,46 @@ class Contradiction(TC3Error):
     """The ranks' results are neither pieces nor parts of the result of one device."""
 
 
+class Certain(Contradiction):
+    """A contradiction that does not depend on the places of loose pieces."""
+
+
 class NotKnown(TC3Error):
-    """There is no rule that says how the result is spread."""
+    """No rule says how the result lies on the ranks."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """These are `count` pieces that were gathered in front of another dimension than theirs.
+    """These are `count` pieces of a dimension that a gather has placed in front of another dimension.
 
     Args:
         home: the dimension to which they belong.
         at: how many of its atoms stand in front of them there.
+        others: (home, at) of the other places to which they may belong, where the place of the pieces was loose.
     """
 
     home: int
     count: int
     at: int
+    others: tuple[tuple[int, int], ...] = ()
 
 
-Atom = int | str | Block
+@dataclass(frozen=True)
+class Rows:
+    """These are rows of tokens in an order of the rank's own, which routing decides.
+
+    Args:
+        origin: the dimension as it was before: its atoms. The axes in it stand in front of these rows.
+        path: what was done to the rows, in order: see `tools.prove.experts`.
+        count: of the rows on a rank; -1 where the data decide.
+    """
+
+    origin: tuple[Any, ...]
+    path: tuple[tuple[Any, ...], ...]
+    count: int
+
+
+Atom = int | str | Block | Rows
 Dim = tuple[Atom, ...]
 Powers = tuple[tuple[str, int], ...]
 
@@ -95,22 +117,24 @@ class Spread:
 
 
 def _told(atom: Atom) -> str:
-    return f"{atom.count} of dimension {atom.home}" if isinstance(atom, Block) else str(atom)
+    if isinstance(atom, Block):
+        return f"{atom.count} of dimension {atom.home}"
+    return f"rows({', '.join(str(step[0]) for step in atom.path)})" if isinstance(atom, Rows) else str(atom)
 
 
 def extent(dim: Iterable[Atom]) -> int:
-    """Return the elements of a dimension on one rank."""
+    """Return the number of elements of a dimension on one rank."""
     return math.prod(_size(atom, {}) for atom in dim)
 
 
 def _size(atom: Atom, sizes: Mapping[str, int]) -> int:
-    if isinstance(atom, Block):
+    if isinstance(atom, (Block, Rows)):
         return atom.count
     return atom if isinstance(atom, int) else sizes.get(atom, 1)
 
 
 def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
-    """The dimensions with each block where it belongs."""
+    """Return the dimensions with each block moved back to the dimension to which it belongs."""
     found: list[list[Atom]] = [[atom for atom in dim if not isinstance(atom, Block)] for dim in dims]
     for block in (atom for dim in dims for atom in dim if isinstance(atom, Block)):
         found[block.home].insert(block.at, block)
@@ -118,8 +142,8 @@ def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
 
 
 def piece(spread: Spread, value: np.ndarray, place: Mapping[str, int], sizes: Mapping[str, int]) -> np.ndarray:
-    """Return what the rank at `place` of the mesh holds of a whole value, apart from partial sums and powers: what the
-    atoms of a spread mean.
+    """Return the elements of a whole value that the rank at `place` of the mesh holds; partial sums and powers are left
+    out.
     """
     atoms = [(number, atom) for number, dim in enumerate(logical(spread.dims)) for atom in dim]
     apart = value.reshape([_size(atom, sizes) for _, atom in atoms])
@@ -137,7 +161,11 @@ def piece(spread: Spread, value: np.ndarray, place: Mapping[str, int], sizes: Ma
 
 
 class Zeros(Spread):
-    """These are zeros on all ranks: they can be added to every value."""
+    """This is the spread of zeros on all ranks, which can be added to a value of any spread."""
+
+
+class Alike(Spread):
+    """These are elements that are all equal, on all ranks: they can be pieces of any such value."""
 
 
 def plain(shape: Iterable[int]) -> Spread:
@@ -146,7 +174,7 @@ def plain(shape: Iterable[int]) -> Spread:
 
 
 def tidy(atoms: Iterable[Atom]) -> Dim:
-    """Return a dimension's atoms without extents of 1, and with neighbouring extents multiplied."""
+    """Return the parts of a dimension without extents of 1, and with neighbouring extents multiplied."""
     found: list[Atom] = []
     for atom in atoms:
         if atom == 1:
@@ -173,7 +201,7 @@ def scaled(x: Spread, axes: Iterable[str], power: int) -> Spread:
 
 
 def checked(dims: tuple[Dim, ...], *given: Spread) -> tuple[Dim, ...]:
-    """The dimensions, if no axis cuts two of them."""
+    """Return the dimensions; refuse them if one axis cuts two of them."""
     cuts = Counter(atom for dim in dims for atom in dim if isinstance(atom, str))
     if twice := [axis for axis, count in cuts.items() if count > 1]:
         raise refusal(given, f"{twice[0]} would cut two dimensions")
@@ -181,7 +209,7 @@ def checked(dims: tuple[Dim, ...], *given: Spread) -> tuple[Dim, ...]:
 
 
 def require_home(*given: Spread) -> None:
-    """Refuse to say anything of values whose gathered pieces are not yet where they belong.
+    """Refuse values with gathered pieces that are not yet in the dimension to which they belong.
 
     Raises:
         NotKnown: there are such pieces.
@@ -192,13 +220,14 @@ def require_home(*given: Spread) -> None:
 
 
 def refusal(given: Sequence[Spread], why: str) -> Contradiction:
-    """Return a contradiction that names the spreads."""
+    """Return a `Contradiction` whose message names the spreads."""
     return Contradiction(f"{' with '.join(map(str, given))}: {why}")
 
 
 def placements(x: Spread) -> Iterator[Spread]:
-    """Yield the spread as it is, then with its loose pieces in the other dimensions in which they may lie: between the
-    extents around them, in the same order; dimensions of one element first, the last of them before the others.
+    """Yield the spread unchanged, then every spread in which its loose pieces lie in other dimensions that are
+    possible: between the extents around them, in the same order; dimensions of one element come first, the last of them
+    before the others.
     """
     yield x
     atoms = [(number, atom) for number, dim in enumerate(x.dims) for atom in dim]
@@ -219,6 +248,35 @@ def placements(x: Spread) -> Iterator[Spread]:
             yield replace(x, dims=dims)
 
 
+def own_order(dim: Dim) -> Dim:
+    """Return a dimension, with grouped tokens in the order in which each rank has them: enough for a sum over them."""
+    rows = dim[-1] if dim else None
+    if not isinstance(rows, Rows) or rows.path != (("group",),):
+        return tidy(dim)
+    atoms = [atom for own in rows.origin for atom in own]
+    return tidy(atoms) if tuple(atom for atom in atoms if isinstance(atom, str)) == dim[:-1] else dim
+
+
+def check_rows(one: Dim, other: Dim) -> None:
+    """Refuse to compare rows that came the same way by orders of which it is not known whether they are the same.
+
+    Raises:
+        NotKnown: the rows are such.
+    """
+    both = [[atom for atom in dim if isinstance(atom, Rows)] for dim in (one, other)]
+    if not all(both) or [atom for atom in one if isinstance(atom, str)] != [a for a in other if isinstance(a, str)]:
+        return
+    ways = [[(step[0], step[1][0] if step[0] == "exchange" else ()) for step in rows[0].path] for rows in both]
+    if ways[0] == ways[1]:
+        raise NotKnown("it is not known whether the rows of two values are in the same order")
+
+
+def _of_equal_rows(one: Dim, other: Dim) -> bool:
+    """Whether the first dimension is of equal rows, as many as the second has on a rank."""
+    equal = len(one) == 1 and isinstance(one[0], Rows) and one[0].path == (("equal",),)
+    return equal and extent(one) == extent(other)
+
+
 def _settled(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spread) -> Spread:
     """The result of a rule for the first places of loose pieces for which there is one."""
     first: Contradiction | None = None
@@ -231,9 +289,18 @@ def _settled(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spread) -> 
     raise first
 
 
+def alike(x: Spread, other: Spread) -> Spread:
+    """Return a value of equal elements cut as another value of its shape is; other values as they are."""
+    if not isinstance(x, (Alike, Zeros)) or len(x.dims) != len(other.dims):
+        return x
+    fit = (two if extent(one) == extent(two) else one for one, two in zip(x.dims, other.dims, strict=True))
+    return replace(x, dims=tuple(fit))
+
+
 def joined(x: Spread, y: Spread) -> Spread:
-    """The dimensions of an operation by element, with broadcasting."""
+    """Return the spread of an elementwise operation on two values, with broadcasting."""
     count = max(len(x.dims), len(y.dims))
+    x, y = alike(x, y), alike(y, x)
     if x.dims != y.dims and any(x.dims) and any(y.dims):
         require_home(x, y)
     if either := x.greatest | y.greatest:
@@ -243,7 +310,12 @@ def joined(x: Spread, y: Spread) -> Spread:
         found = []
         pairs = zip(*(((),) * (count - len(v.dims)) + tuple(map(tidy, v.dims)) for v in (one, two)), strict=True)
         for number, (first, second) in enumerate(pairs):
+            if first != second and _of_equal_rows(first, second):
+                first = second
+            elif first != second and _of_equal_rows(second, first):
+                second = first
             if first != second and () not in (first, second):
+                check_rows(first, second)
                 raise Contradiction(f"{x} with {y}: dimension {number} is not cut alike")
             found.append(first or second)
         return Spread(checked(tuple(found), one, two))
@@ -253,7 +325,9 @@ def joined(x: Spread, y: Spread) -> Spread:
 
 
 def as_partial(x: Spread, axes: frozenset[str]) -> Spread:
-    """Return the value as a partial sum over more axes: equal parts, if it is replicated with the power -1."""
+    """Return the spread of the value as a partial sum over more axes, which is possible if the value is replicated with
+    the power -1.
+    """
     powers = dict(x.powers)
     for axis in sorted(axes - x.partial):
         if axis in x.holes or powers.get(axis) != -1:
@@ -265,7 +339,9 @@ def as_partial(x: Spread, axes: frozenset[str]) -> Spread:
 def add(x: Spread, y: Spread) -> Spread:
     """Return the spread of a sum or difference by element."""
     if isinstance(x, Zeros) or isinstance(y, Zeros):
-        return y if isinstance(x, Zeros) else x
+        zeros, other = (x, y) if isinstance(x, Zeros) else (y, x)
+        more = len(zeros.dims) - len(other.dims)
+        return replace(other, dims=(((),) * more + other.dims)) if more > 0 else other
     both = x.partial | y.partial
     one, two = as_partial(x, both), as_partial(y, both)
     if one.powers != two.powers:
@@ -274,18 +350,22 @@ def add(x: Spread, y: Spread) -> Spread:
     return replace(found, partial=both, powers=one.powers, shifted=x.shifted | y.shifted)
 
 
-def _check_linear(x: Spread, y: Spread) -> None:
+def check_linear(x: Spread, y: Spread) -> None:
     """Refuse two factors of which the products on the ranks are no parts of the product."""
     if both := x.partial & y.partial:
         raise refusal((x, y), f"both are partial over {', '.join(sorted(both))}")
+    if x.partial and y.partial:  # the parts of one may differ along the axes of the other
+        raise NotKnown(f"{x} with {y}: both are partial sums, over different axes")
     for one, two in ((x, y), (y, x)):
         if mixed := one.partial & two.holes:
             raise refusal((x, y), f"one is partial and the other is cut over {', '.join(sorted(mixed))}")
 
 
 def multiply(x: Spread, y: Spread) -> Spread:
-    """Return the spread of a product by element: linear in each factor."""
-    _check_linear(x, y)
+    """Return the spread of a product by element: linear in each factor, and zero if one factor is."""
+    if isinstance(x, Zeros) or isinstance(y, Zeros):
+        return Zeros(joined(Spread(x.dims), Spread(y.dims)).dims)
+    check_linear(x, y)
     both = x.shifted & y.shifted  # what a rank looked up times whether it could: the others add zeros
     partial, powers = x.partial | y.partial | both, times((x.powers, 1), (y.powers, 1))
     return replace(joined(x, y), partial=partial, powers=powers, shifted=(x.shifted | y.shifted) - both)
@@ -299,7 +379,7 @@ def divide(x: Spread, y: Spread) -> Spread:
 
 
 def by_element(*given: Spread) -> Spread:
-    """Return the spread of any other function by element: its arguments must be neither partial nor scaled."""
+    """Return the spread of any other elementwise function, whose arguments must be neither partial nor scaled."""
     for x in given:
         if x.partial or x.powers or x.greatest:
             raise refusal((x,), "the operator is not linear, and its argument is not a plain value")
@@ -327,22 +407,28 @@ def reduce_sum(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
 
 
 def reduce_mean(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
-    """Return the spread of a mean over dimensions: over a cut one, each rank divides by too few elements."""
+    """Return the spread of a mean over dimensions; if such a dimension is cut, each rank divides by too few
+    elements.
+    """
     found = reduce_sum(x, axes, keep)
     return scaled(found, found.partial - x.partial, 1)
 
 
 def reduce_largest(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
-    """Return the spread of the largest element over dimensions: over a cut one, that of each rank's piece."""
+    """Return the spread of the largest element over dimensions; if such a dimension is cut, each rank finds the largest
+    element of its piece.
+    """
     by_element(x)
     found = reduce_sum(x, axes, keep)
     return replace(found, partial=frozenset(), greatest=found.partial)
 
 
 def matmul(x: Spread, y: Spread, x_turned: bool = False, y_turned: bool = False) -> Spread:
-    """Return the spread of a product of matrices, the last two dimensions of each; those before are the batch."""
+    """Return the spread of a matrix product over the last two dimensions of both values; the other dimensions are the
+    batch.
+    """
     require_home(x, y)
-    _check_linear(x, y)
+    check_linear(x, y)
 
     if either := x.shifted | y.shifted:
         raise refusal((x, y), f"one is right only on one rank along {', '.join(sorted(either))}")
@@ -350,7 +436,8 @@ def matmul(x: Spread, y: Spread, x_turned: bool = False, y_turned: bool = False)
     def product_of(one: Spread, two: Spread) -> Spread:
         rows, inner = one.dims[-2:][::-1] if x_turned else one.dims[-2:]
         inner_too, columns = two.dims[-2:][::-1] if y_turned else two.dims[-2:]
-        if tidy(inner) != tidy(inner_too):
+        if own_order(inner) != own_order(inner_too):
+            check_rows(inner, inner_too)
             raise refusal((one, two), "the dimension over which the product sums is not cut alike")
         over = frozenset(atom for atom in inner if isinstance(atom, str))
         batch = joined(Spread(one.dims[:-2]), Spread(two.dims[:-2])).dims

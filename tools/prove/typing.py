@@ -24,18 +24,19 @@ from tools.prove.mesh import Mesh
 from tools.prove.rules import RULES, apply
 from tools.prove.spread import Contradiction, NotKnown, Spread, plain
 
-COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter")
+COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV")
 ADDED = "accu_grads."
 _WAITS = frozenset(("UpdateState",))  # operators without a value
 _PARAMETER = re.compile(r"%(para\d+)_(\S+)")
 _SUMMED = re.compile(r"ref_key=accu_grads\.([^,>]+)")
 _KEEPS = frozenset(("MakeTuple", "Partial", "TupleGetItem", "Depend", "Load"))  # they hand on what has no spread
+_ADDRESS = re.compile(r"ref_key=0x\w+")  # it is another one in each compile
 _OF_THE_LOSS = "_NLLLoss"  # its hand-written backward multiplies by the ranks of the forward's sum
 
 
 @dataclass(frozen=True)
 class Failure:
-    """This is a value that has no spread.
+    """The message says why this value has no spread.
 
     Args:
         contradicts: whether the spreads of an operator's arguments contradict it; else it is not known.
@@ -50,7 +51,7 @@ class Failure:
 
 
 class Peers:
-    """These are the graphs of one more rank for each axis, in step with that of the rank.
+    """These are the graphs of one additional rank for each axis, whose operators are matched with those of the rank.
 
     Args:
         graphs: axis -> the graph of the next rank along it.
@@ -63,7 +64,8 @@ class Peers:
         self.places: dict[tuple[str, int], dict[tuple[Any, ...], list[int]]] = {}
 
     def differs(self, name: str, number: int) -> dict[tuple[int, int], frozenset[str]]:
-        """Return (argument, place in its tuple) -> the axes along which a constant of an operator has another value.
+        """Return which constants of an operator have different values on different ranks: for each (argument, place in
+        the argument's tuple) the axes of the mesh along which the value differs.
 
         Raises:
             NotKnown: a peer has no such operator.
@@ -84,7 +86,9 @@ class Peers:
         return found
 
     def counterpart(self, axis: str, place: int, number: int, node: Node) -> Node:
-        """Return the operator of a peer that stands at the same place among those of the same kind, scope and types."""
+        """Return the operator of another rank's graph that has the same position among the operators of the same kind,
+        scope and types.
+        """
         own, other = (self._index(which, place)[_kind(node)] for which in ("", axis))
         if len(own) != len(other):
             raise NotKnown(
@@ -101,7 +105,7 @@ class Peers:
 
 
 def _kind(node: Node) -> tuple[Any, ...]:
-    return node.op, node.scope, node.types[1]
+    return node.op, node.scope, _ADDRESS.sub("", node.types[1])
 
 
 def _constants(head: str) -> dict[tuple[int, int], str]:
@@ -117,32 +121,56 @@ def _constants(head: str) -> dict[tuple[int, int], str]:
 
 @dataclass(frozen=True)
 class Closure:
-    """This is a subgraph with its first arguments."""
+    """This identifies a subgraph together with its first arguments."""
 
     graph: str
     values: tuple[Value, ...]
+    names: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Sum:
-    """This is what adds up a weight's gradient over micro-batches."""
+    """This is the variable that adds up a weight's gradient over micro-batches."""
 
     weight: str
 
 
 class Frame:
-    """This is one run of a subgraph: its arguments, and the spreads that were found in it."""
+    """This is one run of a subgraph: its arguments, and the spreads that were found in it.
 
-    def __init__(self, name: str, given: Mapping[str, Value]):
+    Equal operators of equal arguments have equal names: what is computed again in the backward pass is known again.
+    """
+
+    def __init__(self, name: str, given: Mapping[str, Value], names: Mapping[str, int] | None = None):
         self.name, self.given = name, given
         self.values: dict[int, Value] = {}
+        self.names: dict[int, int] = {}
+        self.given_names = names or {}
+
+    def named(self, text: str) -> int:
+        """Return the name of an argument."""
+        if number := re.fullmatch(r"%(\d+)", text):
+            return self.names.get(int(number[1]), hash((self.name, text)))
+        parameter = _PARAMETER.fullmatch(text)
+        return self.given_names.get(parameter[1] if parameter else "", hash(text))
+
+    def name_node(self, number: int, node: Node, arguments: Sequence[str]) -> int:
+        """Give an operator its name, and return it."""
+        if node.op in ("Depend", "Load", "TensorMove") and not node.calls:
+            self.names[number] = self.named(arguments[0])
+        elif node.calls or node.op == "Receive":
+            self.names[number] = hash((self.name, number, *self.given_names.values()))
+        else:
+            group = attributes_of(node.text).get("group", "") if node.op in COLLECTIVES else ""
+            self.names[number] = hash((node.op, str(group), *map(self.named, arguments)))
+        return self.names[number]
 
 
 Direction = tuple[str, tuple[int, ...]]  # "forward" or "backward", and the shape
 
 
 class Typing:
-    """It finds spreads in one graph.
+    """This finds the spreads of all values of one graph.
 
     Args:
         parameter: name -> the spread of a parameter of the root; it raises `NotKnown` for others.
@@ -186,6 +214,7 @@ class Typing:
 
     def _value(self, frame: Frame, number: int, node: Node) -> Value:
         arguments = arguments_of(node.head)
+        name = frame.name_node(number, node, arguments)
         try:
             if node.calls:
                 return self._call(frame, node)
@@ -206,10 +235,10 @@ class Typing:
                     return failed
                 values.append(value)
             if node.op == "Partial":
-                return Closure(node.binds, tuple(values[1:]))
+                return Closure(node.binds, tuple(values[1:]), tuple(map(frame.named, arguments[1:])))
             differs = self.peers.differs(frame.name, number) if node.op in RULES else {}
             axes = self.axes_of(node) if node.op in COLLECTIVES else ()
-            return apply(Call(node, number, values, self.mesh.sizes, differs, axes, self._repeats(node)))
+            return apply(Call(node, name, values, self.mesh.sizes, differs, axes, self._repeats(node)))
         except (Contradiction, NotKnown) as error:
             return Failure(isinstance(error, Contradiction), frame.name, number, str(error))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # a form that no rule expects
@@ -222,15 +251,19 @@ class Typing:
         direct = re.match(r"\s*call @", node.head)
         inside = node.head.partition("(")[2] if direct else node.head.rpartition("](")[2]
         target, bound = node.calls[0], ()
+        names: tuple[int, ...] = ()
         if not direct:
             closure = frame.values.get(node.operands[0])
             if isinstance(closure, Failure):
                 return closure
             if not isinstance(closure, Closure):
                 raise NotKnown("it is not known which graph this calls")
-            target, bound = closure.graph, closure.values
-        given = [self._argument(frame, text, "") for text in listed(inside.rpartition(")")[0]) if text]
-        inner = Frame(target, dict(zip(self.graph.parameters[target], [*bound, *given], strict=False)))
+            target, bound, names = closure.graph, closure.values, closure.names
+        texts = [text for text in listed(inside.rpartition(")")[0]) if text]
+        given = [self._argument(frame, text, "") for text in texts]
+        parameters = self.graph.parameters[target]
+        named = dict(zip(parameters, [*names, *map(frame.named, texts)], strict=False))
+        inner = Frame(target, dict(zip(parameters, [*bound, *given], strict=False)), named)
         self.frames.append(inner)
         nodes = self.graph.graphs[target]
         for each in nodes:
@@ -250,15 +283,24 @@ class Typing:
         return self.received[direction]
 
     def sent(self) -> dict[Direction, set[Spread]]:
-        """Return how the root sends values, by direction and shape, as far as it is known."""
+        """Return the spreads of the values that the root graph sends, by direction and shape; values without a spread
+        are left out.
+        """
         found: dict[Direction, set[Spread]] = defaultdict(set)
         for number, node in enumerate(self.graph.graphs[self.graph.root]):
-            if node.op == "Send" and node.value is not None and isinstance(value := self.of(node.value), Spread):
-                found[_direction(self.graph.graphs[self.graph.root][number])].add(value)
+            if node.op != "Send":
+                continue
+            try:  # a Send may take a parameter itself: a weight that two stages use
+                value = self.of(number if node.value is None else node.value)
+            except NotKnown:
+                continue
+            if isinstance(value, Spread):
+                found[_direction(node)].add(value)
         return found
 
     def summed(self, weight: str) -> Value:
-        """Return the spread of what adds up a weight's gradient over micro-batches, before any sum over ranks.
+        """Return the spread of the variable that adds up a weight's gradient over micro-batches, before any sum over
+        ranks.
 
         Raises:
             NotKnown: nothing adds to it. Contradiction: micro-batches add values that are spread differently.
@@ -291,7 +333,7 @@ class Typing:
 
     @property
     def asked(self) -> set[tuple[str, int]]:
-        """Return the operators for whose values a spread was sought."""
+        """Return the operators for whose results a spread was sought, found or not."""
         return {(frame.name, number) for frame in self.frames for number in frame.values}
 
     @property
@@ -301,21 +343,26 @@ class Typing:
         return {(name, number): value for name, number, value in found if isinstance(value, Failure)}
 
     def axes_of(self, node: Node) -> tuple[str, ...]:
-        """Return the axes over which a collective goes, the one along which neighbouring ranks lie last."""
+        """Return the axes of a collective; the last one is the axis along which neighbouring ranks lie."""
         group = str(attributes_of(node.text).get("group", ""))
         ranks = self.ranks_of(group) or self.generated.get(group)
         if ranks is None:
             raise NotKnown(f"it uses group {group!r}, whose ranks are not known")
-        return self.mesh.of_group(ranks)
+        if node.op != "AllReduce" and list(ranks) != sorted(ranks):
+            raise Contradiction(
+                f"its group has ranks {', '.join(map(str, ranks[:4]))} in this order, and pieces lie in the order of "
+                "their ranks"
+            )
+        return self.mesh.of_group(sorted(ranks))
 
     def sums_of(self, weight: str) -> list[int]:
-        """Return the collectives of the root that sum over ranks what a weight's micro-batches have added up."""
+        """Return the collectives of the root graph that sum a weight's accumulated gradient over ranks."""
         nodes = self.graph.graphs[self.graph.root]
         sums = (number for number, node in enumerate(nodes) if node.op in COLLECTIVES and node.value is not None)
         return [number for number in sums if f"ref_key={ADDED}{weight}," in nodes[nodes[number].value or 0].types[1]]
 
     def losses(self) -> list[Spread]:
-        """Return the spreads of losses that the step reports, where these are not the same on all ranks."""
+        """Return the spreads of the reported losses that are not the same on all ranks."""
         found = []
         for node in self.graph.graphs[self.graph.root]:
             number = re.match(r"AssignAdd\(%para\d+_\w*loss, %(\d+)", node.head.removeprefix("PrimFunc_"))
@@ -325,7 +372,9 @@ class Typing:
         return found
 
     def sums_before(self, number: int) -> set[int]:
-        """Return the collectives behind one another that end in a value of the root, and what hands on."""
+        """Return the collectives that follow each other on the way to a value of the root graph, and the operators that
+        pass the value on.
+        """
         nodes = self.graph.graphs[self.graph.root]
         found: set[int] = set()
         place: int | None = number
@@ -335,7 +384,9 @@ class Typing:
         return found
 
     def name_of(self, graph: str, number: int) -> str:
-        """Return an operator as a person finds it: its name, place, and the line of Python or the cell."""
+        """Return an operator in a form in which a person can find it: its name, its number, and the line of Python or
+        the cell.
+        """
         node = self.graph.graphs[graph][number]
         return f"{node.op or 'call'} %{number} ({node.source or node.scope.rpartition('/')[0] or 'no source is known'})"
 

@@ -2,15 +2,17 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 from benchmarks.planted_spreads import DOUBTED, ELSEWHERE, NAMED, copied, examine, faults, handed_on, root
 from tests.tools.prove.renew import HERE, read
+from tools.dryrun import cli as dryrun
 from tools.prove import cli
 from tools.prove.call import literal
-from tools.prove.report import against, prove_rank, typing_of
+from tools.prove.report import _by_spread, against, prove_rank, typing_of
 from tools.prove.rules import RULES
 from tools.prove.spread import Spread, Zeros, plain
 
@@ -22,7 +24,7 @@ FOUND = {  # kind of fault -> what is said of it at the first place
     "the vocabulary starts at 0 on every rank": ELSEWHERE,
     "every rank takes the same slice": ELSEWHERE,
     "backward: sum and scatter over another group": ELSEWHERE,
-    "backward: the own part instead of the sum": ELSEWHERE,
+    "backward: each rank keeps its own part instead of the sum": ELSEWHERE,
     "forward: pieces gathered over another group": ELSEWHERE,
     "pieces joined along another dimension": DOUBTED,
 }
@@ -43,7 +45,7 @@ def test_every_weight_of_the_sound_step_is_proven():
     assert spreads["decoder.final_layernorm.weight"] == "[128]"
 
 
-@pytest.mark.parametrize("kind", faults(GRAPH, PEERS))
+@pytest.mark.parametrize("kind", [kind for kind, (places, _) in faults(GRAPH, PEERS).items() if places])
 def test_planted_faults_are_found(kind, monkeypatch):
     places, plant = faults(GRAPH, PEERS)[kind]
     monkeypatch.setattr("benchmarks.planted_spreads.faults", lambda *_: {kind: (places, plant)})
@@ -97,6 +99,23 @@ def test_what_is_wrong_with_a_gradient(found, said):
     assert why.endswith(said) and bool(why) == bool(said)
 
 
+def test_a_gradient_without_a_sum_is_compared_in_the_shape_of_its_weight():
+    """Where each rank has experts of its own, the walk ends at GroupedMatmul, in front of a reshape."""
+
+    def verdict(weight):
+        typing = SimpleNamespace(
+            graph=SimpleNamespace(root="step"),
+            name_of=lambda graph, number: "GroupedMatmul",
+            of=lambda number: Spread((("dp", 8), (4,), (2,))),
+            parameter=lambda name: weight,
+        )
+        return _by_spread(typing, "weight1", [("step", 0)]).verdict
+
+    assert verdict(Spread((("dp", 32), (2,)))) == "proven"
+    assert verdict(Spread((("tp", 32), (2,)))) == "wrong"
+    assert verdict(plain((33, 2))) == "unknown"
+
+
 def test_arguments_that_are_written_out():
     assert literal("(I64(0), I64(-1))") == (0, -1)
     assert literal("Bool(1)") is True and literal("F32(0.5)") == 0.5 and literal("None") is None
@@ -109,7 +128,7 @@ def test_arguments_that_are_written_out():
 def compiled(monkeypatch):
     """`tc3 prove` finds the kept graphs instead of compiling."""
     graphs = dict(zip((0, 1, 2), (GRAPH, *PEERS.values()), strict=True))
-    monkeypatch.setattr(cli, "_compiled", lambda recipe, plan, at_once: [RESULT])
+    monkeypatch.setattr(cli, "_compiled", lambda recipe, plan, at_once, use_cache=True: [RESULT])
     monkeypatch.setattr(cli, "text_of", lambda job: job.rank)
     monkeypatch.setattr(cli, "read_graph", graphs.__getitem__)
     return graphs
@@ -131,6 +150,25 @@ def test_the_command_names_violations(compiled):
     report = json.loads(ended.stdout)
     assert report["proven"] == 24 and report["wrong"] == 1
     assert any("it must still be summed over dp" in problem for problem in report["problems"])
+
+
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_the_dry_run_says_the_same_with_prove(compiled, monkeypatch, as_json):
+    """Of the dry run's own report, which its tests cover, only the problems are used here."""
+    monkeypatch.setattr(dryrun, "compile_all", lambda *_, texts: [RESULT] if texts else [])
+    monkeypatch.setattr(dryrun, "report_of", lambda *_: {"problems": []})
+    monkeypatch.setattr(dryrun, "render", lambda report, console: console.print("memory of a device"))
+    command = [str(HERE / "dense.yaml"), "--prove", *as_json]
+    sound = CliRunner().invoke(dryrun.dryrun, command)
+    assert sound.exit_code == 0, sound.output
+    if as_json:
+        assert json.loads(sound.stdout)["proof"]["proven"] == 25
+    else:
+        assert sound.stdout.index("memory of a device") < sound.stdout.index("proven for 25 of 25 weights\n")
+    faulty = compiled[0] = copied(GRAPH)
+    handed_on([faulty], next(n for n, node in enumerate(root(GRAPH)) if "Mirror" in node.scope), lambda _: None)
+    found = CliRunner().invoke(dryrun.dryrun, command)
+    assert found.exit_code == 1 and "it must still be summed over dp" in found.stdout.replace("\n", " ")
 
 
 def test_the_page_has_every_rule():

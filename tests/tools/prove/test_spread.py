@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.prove import moves
+from tools.prove import moves, slices
 from tools.prove.spread import (
     Block,
     Contradiction,
@@ -345,46 +345,6 @@ def test_exchanged_pieces(random: Random) -> None:
 
 
 @anything
-def test_slices_that_start_elsewhere_on_each_rank(random: Random) -> None:
-    axis, number = random.choice(list(SIZES)), random.choice([0, 1])
-    given = some_spread(random, [6, 6])
-    whole = whole_of(given, random)
-    size = 6 // SIZES[axis]
-    wanted = [size if at == number else 6 for at in range(2)]
-    held = [
-        np.split(each, SIZES[axis], number)[place[axis]]
-        for each, place in zip(hold(given, whole, random), RANKS, strict=True)
-    ]
-    try:
-        found = moves.take(given, wanted, {number: (axis,)}, SIZES)
-    except Contradiction:
-        assert not any(describes(each, whole, held) for each in spreads_like(wanted, whole.shape))
-        return
-    assert describes(found, whole, held)
-
-
-@anything
-def test_zeros_around_pieces(random: Random) -> None:
-    axis = random.choice(list(SIZES))
-    other = next(each for each in SIZES if each != axis)
-    given = some_spread(random, [2, 3], partial=False)
-    whole = whole_of(given, random)
-    held = []
-    for each, place in zip(hold(given, whole, random), RANKS, strict=True):
-        padded = np.zeros((2 * SIZES[axis], 3))
-        padded[2 * place[axis] : 2 * place[axis] + 2] = each
-        held.append(padded)
-    try:
-        found = moves.pad(given, (2 * SIZES[axis], 3), {0: (axis,)})
-    except Contradiction:
-        assert given.dims[0] != (axis, 2) and given.dims[0] != (other, axis, 2)
-        return
-    if given.dims[0] == (axis, other, 2):
-        return  # padding goes around the pieces of the other axis, too
-    assert describes(found, whole, held)
-
-
-@anything
 def test_tables_of_which_each_rank_has_some_rows(random: Random) -> None:
     generator = np.random.default_rng(random.randrange(2**32))
     rows, tokens = 4, 5
@@ -403,21 +363,21 @@ def test_tables_of_which_each_rank_has_some_rows(random: Random) -> None:
         np.add.at(sums, near, gradient.reshape(2, tokens, 3)[place["a"]] * mask)
         grads.append(sums)
     shifted = Spread(ids_spread.dims, shifted=frozenset("b"))
-    found = moves.look_up(shifted, table_spread)
+    found = slices.look_up(shifted, table_spread)
     mask_spread = moves.expand(shifted, 1)
     whole = table[ids]
     assert describes(multiply(found, mask_spread), whole, [x * y for x, y in zip(looked, masks, strict=True)])
     with pytest.raises(Contradiction, match="what are not parts of a sum"):
         moves.all_reduce(found, ("b",))
     with pytest.raises(Contradiction, match="do not count"):
-        moves.look_up(ids_spread, table_spread)
-    assert describes(moves.one_hot(shifted, rows), (ids[:, None] == np.arange(3 * rows)).astype(float), hot)
+        slices.look_up(ids_spread, table_spread)
+    assert describes(slices.one_hot(shifted, rows), (ids[:, None] == np.arange(3 * rows)).astype(float), hot)
     total = np.zeros((3 * rows, 3))
     np.add.at(total, ids, gradient)
     cut = Spread((("a", tokens), (3,)))
-    assert describes(moves.add_rows(multiply(cut, mask_spread), shifted, rows), total, grads)
+    assert describes(slices.add_rows(multiply(cut, mask_spread), shifted, rows), total, grads)
     with pytest.raises(Contradiction, match="no mask"):
-        moves.add_rows(cut, shifted, rows)
+        slices.add_rows(cut, shifted, rows)
 
 
 def test_a_piece_next_to_a_dimension_of_one_element_may_lie_in_either() -> None:
@@ -433,6 +393,13 @@ def test_a_spread_says_what_it_is() -> None:
     assert str(given) == "[b*4, 2 of dimension 0*3] partial over a x b^-1"
 
 
+def test_values_are_joined_where_their_loose_pieces_fit() -> None:
+    given = [Spread(((4,), (), ("a", size)), loose=frozenset("a")) for size in (2, 3)]
+    with pytest.raises(Contradiction, match="joined on each rank"):
+        moves.concat(given, 2)
+    assert moves.wherever_they_fit(lambda each: moves.concat(each, 2), given).dims == ((4,), ("a",), (5,))
+
+
 def test_gathered_pieces_are_not_used_before_they_are_where_they_belong() -> None:
     given = moves.all_gather(Spread(((4,), ("a", 2))), ("a",), SIZES)
     assert given.dims == ((Block(1, 2, 0), 4), (2,))
@@ -441,7 +408,7 @@ def test_gathered_pieces_are_not_used_before_they_are_where_they_belong() -> Non
         lambda: add(given, plain((1, 2))),
         lambda: reduce_sum(given, (1,), False),
         lambda: matmul(given, plain((2, 3))),
-        lambda: moves.take(given, (8, 1), {}, SIZES),
+        lambda: slices.take(given, (8, 1), {}, SIZES),
         lambda: moves.concat([given, given], 1),
         lambda: moves.transpose(given, (1, 0)),
     ):

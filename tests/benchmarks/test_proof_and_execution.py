@@ -1,0 +1,77 @@
+"""Faults of executed runs are planted at the same call of the compiled graph that tests/tools/prove keeps."""
+
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.executed_faults import FAULTS, Fault
+from benchmarks.planted_spreads import ELSEWHERE, NAMED, SILENT, ranks_at, root, scoped
+from benchmarks.proof_and_execution import LAYOUTS, POSITIONS, UNDIVIDED, Draw, Proofs, draws, place_of
+from plugins.semi_auto_cpu.collectives import CallRecord
+from tests.tools.prove.renew import read
+from tools.dryrun.collectives import generated_groups
+from tools.prove.report import ranks_of
+
+RESULT, GRAPH, MESH, PEERS = STEP = read()
+GROUPS = generated_groups(GRAPH)
+TP2 = "executed_tp2_sp"
+
+
+@pytest.fixture
+def proofs(monkeypatch):
+    monkeypatch.setattr("benchmarks.proof_and_execution.compiled_step", lambda recipe: STEP)
+    monkeypatch.setattr("benchmarks.proof_and_execution.without_files", lambda recipe: recipe)
+    return Proofs(SimpleNamespace(recipe=lambda sharding: None, sharding=lambda name: None))
+
+
+def known(group):
+    return ranks_of(RESULT, MESH.devices)(group) or GROUPS.get(group)
+
+
+def executed(op):
+    """The calls of an operator as a run would record them, last ones first: a backend may change their order."""
+    nodes = [root(GRAPH)[place] for place in scoped(GRAPH, op, "")]
+    return [CallRecord(op, ranks_at(node, known), 0, node.inputs[0].shape, "float32") for node in nodes][::-1]
+
+
+@pytest.mark.parametrize("op", ["AllReduce", "ReduceScatter"])
+def test_a_call_is_found_by_its_ranks_shape_and_occurrence(op):
+    calls = executed(op)
+    places = [place_of(GRAPH, Draw(TP2, op, number), calls, known) for number in range(len(calls))]
+    assert sorted(places) == scoped(GRAPH, op, "")
+    for call, place in zip(calls, places, strict=True):
+        assert (call.ranks, call.shape) == (ranks_at(root(GRAPH)[place], known), root(GRAPH)[place].inputs[0].shape)
+
+
+def test_what_is_said_of_the_graph(proofs):
+    assert proofs.says(Draw(TP2), []) == SILENT
+    scatter = executed("ReduceScatter")
+    assert proofs.says(Draw(TP2, "ReduceScatter", 1), scatter) in (NAMED, ELSEWHERE)
+    assert proofs.says(Draw(TP2, kind=UNDIVIDED), []) in (NAMED, ELSEWHERE)
+    assert proofs.says_of_all(Fault("", TP2, "skip:AllReduce")) in (NAMED, ELSEWHERE)
+    assert proofs.says_of_all(Fault("", TP2, "reverse:AllGather")) in (NAMED, ELSEWHERE)
+    assert proofs.says(Draw(TP2), []) == SILENT, "the graph itself was not changed"
+
+
+def test_draws_are_the_same_each_time_and_begin_without_faults(proofs):
+    first, again = (list(draws(Random(0), 20, proofs)) for _ in range(2))
+    assert first == again and [draw.layout for draw in first[: len(LAYOUTS)]] == list(LAYOUTS)
+    assert all(draw.call < proofs.calls(draw.layout, draw.op) for draw in first if draw.op)
+    assert {draw.op for draw in first} == {"", "AllReduce", "ReduceScatter"}
+    drawn = Draw(TP2, "AllReduce", 3)
+    assert drawn.fault.words == "skip:AllReduce:3" and str(drawn) == "AllReduce 3 left out"
+    assert Draw(TP2, kind=UNDIVIDED).fault.kind == UNDIVIDED and not Draw(TP2).fault.words
+
+
+def test_rotary_positions_of_cut_sequences(monkeypatch):
+    ring = read("ring")
+    monkeypatch.setattr("benchmarks.proof_and_execution.compiled_step", lambda recipe: ring)
+    monkeypatch.setattr("benchmarks.proof_and_execution.without_files", lambda recipe: recipe)
+    proofs = Proofs(SimpleNamespace(recipe=lambda sharding: None, sharding=lambda name: None))
+    draw = Draw("executed_cp2", kind=POSITIONS)
+    assert draw.fault.kind == FAULTS["rope_offset"].kind and draw.layout == FAULTS["rope_offset"].strategy
+    assert proofs.says(draw, []) in (NAMED, ELSEWHERE)
+    assert proofs.says_of_all(FAULTS["rope_offset"]) in (NAMED, ELSEWHERE)
+    assert proofs.says(Draw("executed_cp2"), []) == SILENT
+    assert any(each.kind == POSITIONS for each in draws(Random(0), 40, proofs, ("executed_cp2",)))

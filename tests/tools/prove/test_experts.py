@@ -1,0 +1,175 @@
+"""The rules of routing: against NumPy on simulated ranks, and on a compiled step with experts (dp2 x tp2 x ep2)."""
+
+from collections import Counter
+from random import Random
+
+import numpy as np
+import pytest
+
+from benchmarks.planted_spreads import ELSEWHERE, NAMED, examine, faults
+from tests.tools.prove.renew import read
+from tests.tools.prove.test_spread import RANKS, SIZES, along, anything, check, describes, hold, some_spread, whole_of
+from tools.dryrun.graph_text import Node
+from tools.prove import experts, moves
+from tools.prove.call import Call, Order
+from tools.prove.report import prove_rank, typing_of
+from tools.prove.rules import RULES
+from tools.prove.spread import Alike, Contradiction, NotKnown, Rows, Spread, plain, reduce_mean
+
+STEP = read("experts")
+
+
+def result(op, *values, of=(), axes=(), number=0, scope=""):
+    """What an operator's rule gives, its output of the shape `of`."""
+    types = ("()", f"(<Tensor[Float32], ({', '.join(map(str, of))})>)")
+    head = f"{op}(%0, Tensor(shape=[1], dtype=Float32, value=[...]))"
+    return RULES[op].of(Call(Node(op, head, head, [], scope=scope, types=types), number, values, SIZES, axes=axes))
+
+
+def test_every_weight_of_a_step_with_experts_is_proven():
+    found = prove_rank(STEP[0], typing_of(*STEP), {})
+    assert not found.contradictions and not found.missing and found.typed == found.asked > 3000
+    assert Counter(weight.verdict for weight in found.weights) == {"proven": 60}
+    spreads = {weight.kind: weight.spread for weight in found.weights}
+    assert spreads["decoder.layers.*.mlp.experts.weight1"] == "[tp*1024, 128]"
+    assert spreads["decoder.layers.*.mlp.router.weight"] == "[16, 128]"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in faults(STEP[1], STEP[3]) if kind.startswith("rows ")])
+def test_faults_of_the_dispatch_are_found(kind, monkeypatch):
+    places, plant = faults(STEP[1], STEP[3])[kind]
+    monkeypatch.setattr("benchmarks.planted_spreads.faults", lambda *_: {kind: (places, plant)})
+    (told,) = examine(*STEP, 1)[kind]
+    assert told in (NAMED, ELSEWHERE)
+
+
+SENT, GOT = Order(("counts", 1)), Order(("counts", 1, ("b",)))
+EMPTY = (None,) * 5
+
+
+def dispatched(given: Spread) -> Spread:
+    """Tokens that were grouped, sorted by expert and exchanged over b."""
+    start = Spread((("a", "b", Rows((given.dims[0],), (("group",),), given.shape[0])), *given.dims[1:]))
+    flat = result("IndexSelect", start, 0, Order(("sort", 7)), of=given.shape)
+    return result("AlltoAllV", flat, SENT, GOT, axes=("b",))
+
+
+@anything
+def test_tokens_that_experts_on_other_ranks_compute(random: Random) -> None:
+    """Rows go by the steps of the rules to the ranks of their experts and back; b cuts the experts, a their tokens."""
+    tokens, width, own = 4, 2, 2  # of a rank, of a token, experts of a rank
+    spread = Spread((("a", "b", tokens), (width,)))
+    weights = Spread((("b", own), (width,), (width,)))
+    x, w, dy = (whole_of(each, random, place) for place, each in enumerate((spread, weights, spread)))
+    wanted = np.random.default_rng(random.randrange(2**32)).integers(0, 3 * own, 6 * tokens)
+    routed = hold(Spread((("a", "b", tokens),)), wanted, random)
+    order = [np.argsort(each, kind="stable") for each in routed]
+    held, back, w_held = (hold(s, v, random) for s, v in ((spread, x), (spread, dy), (weights, w)))
+    after, gradients = [None] * 6, []
+    for number, place in enumerate(RANKS):  # what comes to a rank: of all ranks along b, sorted by expert
+        arrived = [(at, row) for at in along("b", place) for row in order[at] if routed[at][row] // own == place["b"]]
+        arrived.sort(key=lambda item: routed[item[0]][item[1]])
+        local = [routed[at][row] % own for at, row in arrived]
+        total = np.zeros((own, width, width))
+        for (at, row), expert in zip(arrived, local, strict=True):
+            after[at] = np.zeros((tokens, width)) if after[at] is None else after[at]
+            after[at][row] = held[at][row] @ w_held[number][expert]
+            total[expert] += np.outer(held[at][row], back[at][row])
+        gradients.append(total)
+    there = dispatched(spread)
+    made = result("GroupedMatmul", [there], [weights], *EMPTY, GOT, 3, 0, of=(-1, width))[0]
+    home = result("AlltoAllV", made, GOT, SENT, axes=("b",))
+    home = result("IndexSelect", home, 0, Order(("unsort", 7)), of=(tokens, width))
+    assert home.dims[0] == ("a", "b", Rows(((("a", "b", tokens)),), (("group",),), tokens))
+    assert describes(spread, np.array([x[n] @ w[wanted[n]] for n in range(len(x))]), after)
+    turned = moves.transpose(there, (1, 0))
+    found = result("GroupedMatmul", [turned], [dispatched(spread)], *EMPTY, GOT, 3, 2, of=(own, width, width))[0]
+    whole = np.zeros((3 * own, width, width))
+    for n, expert in enumerate(wanted):
+        whole[expert] += np.outer(x[n], dy[n])
+    assert found == Spread((("b", own), (width,), (width,)), frozenset("a"))
+    assert describes(found, whole, gradients)
+
+
+def test_a_dispatch_that_is_not_undone_is_refused():
+    there = dispatched(Spread((("a", "b", 4), (2,))))
+    weights = Spread((("b", 2), (2,), (2,)))
+    made = result("GroupedMatmul", [there], [weights], *EMPTY, GOT, 3, 0, of=(-1, 2))[0]
+    with pytest.raises(Contradiction, match="experts are cut over a"):
+        result("GroupedMatmul", [there], [Spread((("a", 2), (2,), (2,)))], *EMPTY, GOT, 3, 0)
+    with pytest.raises(Contradiction, match="not those of the rows"):
+        result("GroupedMatmul", [there], [weights], *EMPTY, SENT, 3, 0)
+    with pytest.raises(Contradiction, match="another sort"):
+        result("IndexSelect", made, 0, Order(("unsort", 8)), of=(4, 2))
+    with pytest.raises(Contradiction, match="not those that the other ranks send"):
+        result("AlltoAllV", made, SENT, SENT, axes=("b",))
+    with pytest.raises(Contradiction, match="over which they are the same"):
+        result("AlltoAllV", made, GOT, SENT, axes=("c",))
+
+
+@anything
+def test_the_largest_and_what_lies_at_their_places(random: Random) -> None:
+    given = some_spread(random, [random.choice([1, 2]), 4], partial=False, powers=False)
+    check(lambda x: result("TopkExt", x, 2, -1, True, True)[0], lambda x: -np.sort(-x, -1)[..., :2], [given], random)
+    if given.dims[-1] != (4,):
+        return
+    x = Spread(given.dims, frozenset(axis for axis in SIZES if axis not in given.holes and random.random() < 0.5))
+    places = Spread((given.dims[0], (2,)))
+
+    def gathered(x: np.ndarray, by: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(x, np.argsort(by, -1)[..., :2], -1)
+
+    def spread_out(gradient: np.ndarray, by: np.ndarray) -> np.ndarray:
+        out = np.zeros((*by.shape[:-1], 4))
+        np.put_along_axis(out, np.argsort(by, -1)[..., :2], gradient, -1)
+        return out
+
+    assert check(lambda x, _: result("GatherD", x, -1, places), gathered, [x, given], random) == "found"
+    rule = lambda g, _: result("GatherDGradV2", given, -1, places, g)  # noqa: E731
+    gradient = Spread((x.dims[0], (2,)), x.partial)
+    assert check(rule, spread_out, [gradient, given], random) == "found"
+
+
+def test_tokens_are_grouped_by_rank_and_come_back():
+    given = Spread((("a", 4), ("b", 2), (5,)))
+    found = experts.grouped(given, (1, 8, 5))
+    assert found.dims == (("a", "b"), (Rows(given.dims[:2], (("group",),), 8),), (5,))
+    assert reduce_mean(found, (1,), False) == Spread((("a", "b"), (5,))), "each rank's mean is of its own group"
+    assert experts.ungrouped(found, (4, 2, 5)) == given
+    assert experts.ungrouped(found, (2, 4, 5)) is None and experts.grouped(given, (8, 1, 5)) is None
+    more = experts.padded([plain((1, 3, 5)), found], 1)
+    assert more.shape == (1, 11, 5)
+    assert experts.unpadded(more, (0, 3, 0), (1, 8, 5)) == found
+    assert experts.unpadded(found, (0, 0, 0), (1, 8, 5)) is None
+    assert experts.padded_back(found, (0, 3, 0), (1, 11, 5)) == more
+    with pytest.raises(Contradiction, match="other rows are left out"):
+        experts.unpadded(more, (0, 2, 0), (1, 9, 5))
+    with pytest.raises(NotKnown, match="not known what they are"):
+        experts.unpadded(found, (0, 2, 0), (1, 6, 5))
+
+
+def test_what_has_no_order_of_rows_is_unknown():
+    x = Spread((("a", 4), (2,)))
+    for op, values in (("IndexSelect", (x, 0, plain((4,)))), ("SortExt", (x, -1)), ("FmodScalar", (x, 4)),
+                       ("AlltoAll", (x,)), ("InplaceScatterSrc", (x, -1, x, x))):  # fmt: skip
+        with pytest.raises(NotKnown):
+            result(op, *values)
+
+
+@anything
+def test_pieces_that_each_rank_stacks(random: Random) -> None:
+    given = some_spread(random, [2, 3])
+    axis = random.choice([0, 1])
+    check(lambda *x: moves.concat(x, axis), lambda *x: np.concatenate(x, axis), [given, given], random)
+
+
+def test_gathered_pieces_may_belong_to_the_dimension_beside():
+    loose = Spread(((4,), (), ("a", 2), (3,)), loose=frozenset("a"))
+    found = moves.all_gather_loose(loose, ("a",), SIZES)
+    assert moves.rejoin(found, 0, 2, 1).dims == ((4,), (2,), (2,), (3,))
+    assert moves.rejoin(found, 0, 2, 2).dims == ((4,), (), (4,), (3,))
+
+
+def test_equal_elements_fit_every_cut():
+    x = Spread((("a", 4), (2,)))
+    assert moves.concat([x, Alike(((4,), ()))], 1).dims == (("a", 4), (3,))

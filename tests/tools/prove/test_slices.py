@@ -1,0 +1,140 @@
+"""Slices that start elsewhere on each rank, gathered pieces and flat values against NumPy on simulated ranks."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from tests.tools.prove.test_spread import (
+    RANKS,
+    SIZES,
+    anything,
+    describes,
+    gathered,
+    hold,
+    scattered,
+    some_spread,
+    spreads_like,
+    whole_of,
+)
+from tools.prove import experts, moves, slices
+from tools.prove.spread import Contradiction, NotKnown, Spread, multiply, piece, plain, reduce_sum
+
+
+@anything
+def test_slices_that_start_elsewhere_on_each_rank(random: Random) -> None:
+    axis, number = random.choice(list(SIZES)), random.choice([0, 1])
+    given = some_spread(random, [6, 6])
+    whole = whole_of(given, random)
+    size = 6 // SIZES[axis]
+    wanted = [size if at == number else 6 for at in range(2)]
+    held = [
+        np.split(each, SIZES[axis], number)[place[axis]]
+        for each, place in zip(hold(given, whole, random), RANKS, strict=True)
+    ]
+    try:
+        found = slices.take(given, wanted, {number: (axis,)}, SIZES)
+    except Contradiction:
+        assert not any(describes(each, whole, held) for each in spreads_like(wanted, whole.shape))
+        return
+    assert describes(found, whole, held)
+
+
+@anything
+def test_zeros_around_pieces(random: Random) -> None:
+    axis = random.choice(list(SIZES))
+    other = next(each for each in SIZES if each != axis)
+    given = some_spread(random, [2, 3], partial=False)
+    whole = whole_of(given, random)
+    held = []
+    for each, place in zip(hold(given, whole, random), RANKS, strict=True):
+        padded = np.zeros((2 * SIZES[axis], 3))
+        padded[2 * place[axis] : 2 * place[axis] + 2] = each
+        held.append(padded)
+    try:
+        found = slices.pad(given, (2 * SIZES[axis], 3), {0: (axis,)}, SIZES)
+    except Contradiction:
+        assert given.dims[0] != (axis, 2) and given.dims[0] != (other, axis, 2)
+        return
+    if given.dims[0] == (axis, other, 2):
+        return  # padding goes around the pieces of the other axis, too
+    assert describes(found, whole, held)
+
+
+@anything
+def test_gathered_pieces_that_other_ranks_take(random: Random) -> None:
+    """Redistribution gathers over one axis and lets the ranks along another take the pieces; the gradient goes back."""
+    over, by, home = random.choice([("a", "a", 1), ("b", "b", 1), ("b", "b", 2), ("a", "b", 1), ("b", "a", 2)])
+    dims: list[tuple] = [(), (2,), (4,)]
+    dims[home] = (over, *dims[home])
+    given = Spread(tuple(dims))
+    whole = whole_of(given, random)
+    held = gathered(hold(given, whole, random), (over,))
+    stacked = moves.all_gather(given, (over,), SIZES)
+    wanted = (1, *stacked.shape[1:])
+    if SIZES[over] != SIZES[by]:
+        with pytest.raises(NotKnown):
+            slices.take(stacked, wanted, {0: (by,)}, SIZES)
+        return
+    taken = slices.take(stacked, wanted, {0: (by,)}, SIZES)
+    own = [each[place[by]][None] for each, place in zip(held, RANKS, strict=True)]
+    assert taken == given and describes(taken, whole, own)
+    parts = []
+    for each, place in zip(own, RANKS, strict=True):
+        zeros = np.zeros(stacked.shape)
+        zeros[place[by]] = each[0]
+        parts.append(zeros)
+    found = slices.pad(taken, stacked.shape, {0: (by,)}, SIZES)
+    assert found.partial == {by} and describes(found, whole, parts)
+    back = moves.reduce_scatter(found, (by,), SIZES)
+    assert back == given and describes(back, whole, scattered(parts, (by,)))
+
+
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+@anything
+def test_pieces_gathered_over_one_axis_are_taken_along_another(order: tuple[str, str], random: Random) -> None:
+    """On a mesh of two ranks each way, the sequence that was cut over one axis is then cut over the other."""
+    sizes = {"a": 2, "b": 2}
+    places = [{"a": a, "b": b} for a in range(2) for b in range(2)]
+    over, by = order
+    given = Spread(((), (over, 2), (3,)))
+    whole = whole_of(given, random)[:, :4]
+    held = [piece(given, whole, place, sizes) for place in places]
+    stacked = moves.all_gather(given, (over,), sizes)
+    other = [next(at for at, p in enumerate(places) if p == {**place, over: 1}) for place in places]
+    first = [next(at for at, p in enumerate(places) if p == {**place, over: 0}) for place in places]
+    both = [np.concatenate([held[one], held[two]]) for one, two in zip(first, other, strict=True)]
+    taken = slices.take(stacked, (1, 2, 3), {0: (by,)}, sizes)
+    assert taken == Spread(((), (by, 2), (3,)))
+    own = [each[place[by]][None] for each, place in zip(both, places, strict=True)]
+    for each, place in zip(own, places, strict=True):
+        assert np.array_equal(piece(taken, whole, place, sizes), each)
+    found = slices.pad(taken, (2, 2, 3), {0: (by,)}, sizes)
+    assert found.partial == {by} and moves.reduce_scatter(found, (over,), sizes).partial == {by}
+
+
+@anything
+def test_flat_values_that_are_gathered_in_the_order_of_ranks(random: Random) -> None:
+    """The tokens of a loss, cut over a sequence inside of their samples: gathered, weighted alike, and scattered."""
+    given = Spread((("a", 2, "b", 2),), frozenset(), ((("a", -1),) if random.random() < 0.5 else ()))
+    whole = whole_of(given, random)
+    held = hold(given, whole, random)
+    assert experts.by_rank(given, ("c",)) == given and experts.by_rank(Spread((("a", 2),)), ("a",)).dims == (("a", 2),)
+    if random.random() < 0.5:
+        together, lie = gathered(held, ("a", "b")), moves.all_gather(experts.by_rank(given, ("b",)), ("a", "b"), SIZES)
+    else:
+        near = moves.all_gather(experts.by_rank(given, ("b",)), ("b",), SIZES)
+        assert str(near) == f"[a*3*rows(flat)]{' x a^-1' if given.powers else ''}"
+        together = gathered(gathered(held, ("b",)), ("a",))
+        lie = moves.all_gather(near, ("a",), SIZES)
+    total = reduce_sum(lie, None, False)
+    assert describes(total, np.array(whole.sum()), [each.sum() for each in together])
+    equal = experts.equal_rows(plain(lie.shape), (0,))
+    weighted = multiply(lie, equal)
+    back = experts.by_place(moves.reduce_scatter(weighted, ("a", "b"), SIZES))
+    assert back.dims == given.dims
+    assert describes(back, 3.0 * whole, scattered([3.0 * each for each in together], ("a", "b")))
+    with pytest.raises(Contradiction):
+        moves.all_gather(experts.by_rank(given, ("a",)), ("b", "a"), SIZES)
+    with pytest.raises(Contradiction):
+        multiply(lie, plain(lie.shape))

@@ -1,0 +1,76 @@
+"""This module cuts one pipeline stage out of a recipe: the layers of its fullest stage, at the recipe's own sizes, on
+as many devices as a stage has.
+
+A cluster's first hour trains the result to measure a real stage. The cut recipe has the embedding and the head around
+the stage's layers, and one micro-batch a step; tensor, context, data and expert parallelism and what is recomputed in
+these layers stay as they are. MTP layers and what belongs to the pipeline are left out.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from plugins.errors import RecipeError
+from tools.dryrun.plan import resized, stages_of
+from tools.model.architecture import DENSE
+from tools.recipe.load import Recipe
+from tools.recipe.view import View
+from tools.schema.stages import EXCLUDE, RECOMPUTE, swaps
+
+_SCHEDULE = ("pipeline_config",)
+
+
+def one_stage(recipe: Recipe, devices: int) -> Recipe:
+    """Return the recipe of one stage, for at most `devices` devices; fewer than a stage has are fewer data-parallel
+    ranks.
+
+    Args:
+        recipe: resolved, for Ascend.
+
+    Raises:
+        RecipeError: the recipe swaps layers by their numbers, or `devices` are fewer than its tensor, context and
+            expert parallelism needs.
+    """
+    view = View(recipe)
+    if swaps(view):
+        raise RecipeError(f"{recipe.source}: a stage cannot be cut out of a recipe that swaps layers by their numbers")
+    stages = stages_of(view)
+    stage = max(stages, key=lambda one: len(one.kinds))
+    found = copy.deepcopy(recipe)
+    model, parallel = found["model"]["model_config"], found["parallel"]
+    model.update(num_hidden_layers=len(stage.kinds), offset=0, pp_interleave_num=1)
+    if "first_k_dense_replace" in model:
+        model["first_k_dense_replace"] = sum(kind == DENSE for kind in stage.kinds)
+    if model.get("num_nextn_predict_layers"):
+        model["num_nextn_predict_layers"] = 0
+        (found.get("plugins") or {}).pop("mtp_documents", None)
+    found["parallel_config"].update(pipeline_stage=1, micro_batch_num=1)
+    for key in _SCHEDULE:
+        parallel.pop(key, None)
+    for key in (*RECOMPUTE, *EXCLUDE):
+        if key in (found.get("recompute_config") or {}):
+            found["recompute_config"][key] = _of_stage(found["recompute_config"][key], stage.number)
+    return _fitting(found, devices)
+
+
+def _fitting(recipe: Recipe, devices: int) -> Recipe:
+    """The recipe with so many data-parallel ranks that it fits the devices."""
+    view = View(recipe)
+    other = view.tp * view.cp
+    dp = min(view.dp, devices // other)
+    if dp < 1 or view.ep > dp * view.tp:
+        least = max(other, view.ep * view.cp)
+        raise RecipeError(f"{recipe.source}: a stage needs at least {least} devices, but {devices} are there")
+    return resized(recipe, dp * other)
+
+
+def _of_stage(value: Any, stage: int) -> Any:
+    """What a setting of recomputation says of one stage: lists of counts become a list of one count."""
+    if isinstance(value, dict):
+        return {key: _of_stage(inner, stage) for key, inner in value.items()}
+    if not isinstance(value, list) or not value or any(isinstance(item, str) for item in value):
+        return value
+    if any(isinstance(row, list) for row in value):
+        return [sum(row[stage] for row in value)]
+    return [value[stage]]

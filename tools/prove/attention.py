@@ -1,0 +1,156 @@
+"""This module holds the rules of attention, in each layout of its arguments.
+
+Ranks may share the batch, the heads, and the sequence of the queries; keys and values have the whole sequence. A rank
+that has a part of the queries must know where this part begins: MindSpore tells it by numbers that differ along the
+axes which cut the sequence (how many tokens before and behind a position are seen), and by the rows of the mask.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from tools.prove.call import Call, Value, rule
+from tools.prove.spread import (
+    Certain,
+    Dim,
+    NotKnown,
+    Spread,
+    by_element,
+    extent,
+    placements,
+    plain,
+    refusal,
+    require_home,
+    tidy,
+)
+
+
+class _Layout(NamedTuple):
+    """The dimensions of batch, sequence and heads; without a batch, the sequence holds the tokens of all samples."""
+
+    batch: int | None
+    sequence: int
+    heads: int
+
+
+_LAYOUTS = {"0": _Layout(0, 1, 2), "1": _Layout(0, 2, 1), "2": _Layout(1, 0, 2), "3": _Layout(0, 1, 2),
+            "4": _Layout(None, 0, 1)}  # fmt: skip
+_WRITTEN = re.compile(r"(?:, I64\(-?\d+\)){3}, I64\((\d)\), I64\(\d+\)\)$")
+_TOKENS_SEEN = {"FlashAttentionScore": (13, 14), "FlashAttentionScoreGrad": (18, 19)}
+_LENGTHS = {"FlashAttentionScore": (8, 9), "FlashAttentionScoreGrad": (13, 14)}
+_MASK = {"FlashAttentionScore": 6, "FlashAttentionScoreGrad": 7}
+
+
+@rule(
+    "FlashAttentionScore",
+    says="not linear; queries, keys and values cut alike by batch and heads; queries also by their sequence, where the "
+    "tokens that they see differ along the same axes",
+    takes_differing=True,
+)
+def _attention(call: Call) -> Value:
+    query, _, value = _attended(call, *(by_element(call.spread(place)) for place in range(3)))
+    at = _layout(call)
+    heads = tidy((*_cuts(query.dims[at.heads]), call.outputs[0].shape[1]))
+    front = (query.dims[0], heads) if at.batch is None else (query.dims[at.batch], heads, query.dims[at.sequence])
+    small = Spread((*front, (8,)))
+    wide = value.dims[-1]
+    if at.heads == len(query.dims) - 1:  # of as many heads as the queries have, and as wide as the values
+        wide = tidy((*_cuts(query.dims[-1]), call.outputs[3].shape[-1]))
+    return [small, small, plain((1,)), Spread((*query.dims[:-1], wide), loose=query.loose)]
+
+
+@rule(
+    "FlashAttentionScoreGrad",
+    says="linear in the gradient; cut as the attention itself; of keys and values partial where the queries' sequence "
+    "is cut",
+    takes_differing=True,
+)
+def _attention_gradient(call: Call) -> Value:
+    given = (by_element(call.spread(place)) for place in range(3))
+    query, key, value, gradient = _attended(call, *given, call.spread(3))
+    if mixed := gradient.partial & query.holes:
+        raise refusal((gradient, query), f"the gradient is partial over {', '.join(sorted(mixed))}")
+    over = query.holes - key.holes
+    found = [
+        Spread(x.dims, gradient.partial | more, gradient.powers, loose=x.loose)
+        for x, more in ((query, frozenset[str]()), (key, over), (value, over))
+    ]
+    return [*found, plain((0,))]
+
+
+def _layout(call: Call) -> _Layout:
+    written = _WRITTEN.search(call.node.head)
+    if not written or written[1] not in _LAYOUTS:
+        raise NotKnown("this layout of attention has no rule")
+    return _LAYOUTS[written[1]]
+
+
+def _attended(call: Call, *given: Spread) -> list[Spread]:
+    """Queries, keys, values and the gradient, with their loose pieces where they are cut alike."""
+    at = _layout(call)
+    require_home(*given)
+    found = next(_cut_alike(call, at, given), None)
+    if found is None:
+        raise refusal(given, "batch or heads are not cut alike, or something else is cut")
+    query, key = found[:2]
+    over = query.holes - key.holes
+    if over and at.batch is None:
+        raise NotKnown("how the lengths of documents follow from a cut sequence has no rule")
+    wanted = dict.fromkeys(((place, 0) for place in _TOKENS_SEEN[call.node.op]), over) if over else {}
+    if dict(call.differs) != wanted:
+        told = f"{', '.join(sorted(over))} cuts the queries' sequence" if over else "no axis cuts the queries' sequence"
+        differs = ", ".join(sorted(call.shifts())) or "no axis"
+        both = " with ".join(map(str, found[:2]))
+        raise Certain(f"{both}: {told}, and the number of tokens that are seen differs along {differs}")
+    mask = call.values[_MASK[call.node.op]]
+    if isinstance(mask, Spread):
+        _check_mask(by_element(mask), query, at, over)
+    for lengths in (call.values[place] for place in _LENGTHS[call.node.op]):
+        if isinstance(lengths, Spread) and _cuts(by_element(lengths).dims[0]) != _cuts(key.dims[at.sequence]):
+            raise refusal((key, lengths), "the lengths of sequences are not those of the rank's tokens")
+    return found
+
+
+def _cut_alike(call: Call, at: _Layout, given: Sequence[Spread]) -> Iterator[list[Spread]]:
+    """Yield the places of loose pieces for which queries, keys, values and the gradient of the result fit."""
+    for query, key, value, *rest in product(*map(placements, given)):
+        over = query.holes - key.holes
+        whole = tidy(call.sizes[atom] if atom in over else atom for atom in query.dims[at.sequence])
+        fits = all(
+            _cuts(x.dims[number]) == _cuts(query.dims[number])
+            for x in (key, value, *rest)
+            for number in range(len(query.dims))
+            if number != at.sequence
+        )
+        inner = all(not _cuts(dim) for n, dim in enumerate(query.dims) if n not in (at.batch, at.sequence, at.heads))
+        if at.batch is not None:
+            inner = inner and not _cuts(key.dims[at.sequence])
+        keys = all(x.dims[at.sequence] == whole for x in (key, value))
+        gradient = all(x.dims[at.sequence] == query.dims[at.sequence] for x in rest)
+        if fits and inner and keys and gradient:
+            yield [query, key, value, *rest]
+
+
+def _check_mask(mask: Spread, query: Spread, at: _Layout, over: frozenset[str]) -> None:
+    """Refuse a mask that is not of the batch and the rows of the queries.
+
+    Raises:
+        Contradiction: it is of others.
+    """
+    if len(mask.dims) != 4 or at.batch is None:
+        if mask.holes:
+            raise refusal((query, mask), "a mask for all ranks is cut")
+        return
+    batch, rows = _cuts(query.dims[at.batch]), tuple(axis for axis in _cuts(query.dims[at.sequence]) if axis in over)
+    for own in placements(mask):
+        alike = extent(own.dims[0]) == 1 or _cuts(own.dims[0]) == batch
+        if alike and (extent(own.dims[2]) == 1 or _cuts(own.dims[2]) == rows):
+            return
+    raise refusal((query, mask), "the mask's batch or rows are not cut as the queries are")
+
+
+def _cuts(dim: Dim) -> tuple[str, ...]:
+    return tuple(atom for atom in dim if isinstance(atom, str))

@@ -1,0 +1,496 @@
+"""This module holds the rules of routing: the router's operators, the exchange of tokens and the experts' products.
+
+Which token goes to which expert depends on the data, so that no spread says where a token lies. A dispatched dimension
+is `Rows`: all tokens of its axes, in an order that is not known, and the `path` by which they came there. Each step of
+the path must be undone by its counterpart, the last one first; the backward pass walks the same path the other way. A
+sum over rows, which is what the gradient of an expert's weight is, does not depend on their order.
+
+The steps are ("group",), ("pad", rows in front), ("sort", the operator that sorts, rows before) and ("exchange", (axes,
+the counts that are sent), -1). What is trusted: that a sort's indices are a permutation, and that the counts of an
+exchange fit the sorted rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tools.prove import moves
+from tools.prove.call import Call, Order, Part, Value, rule
+from tools.prove.spread import (
+    Dim,
+    NotKnown,
+    Rows,
+    Spread,
+    Zeros,
+    by_element,
+    check_linear,
+    check_rows,
+    extent,
+    multiply,
+    refusal,
+    require_home,
+    tidy,
+    times,
+)
+
+
+def rows_in(dim: Dim) -> tuple[int, Rows] | None:
+    """Return the position of the dispatched rows in a dimension, and the rows; return None if there are none."""
+    return next(((place, atom) for place, atom in enumerate(dim) if isinstance(atom, Rows)), None)
+
+
+def grouped(x: Spread, shape: Sequence[int]) -> Spread | None:
+    """Return tokens as MindFormers groups them for its router: [batch, sequence, width] becomes [ranks, tokens, width].
+
+    The reshape is of each rank's own tokens, so that they become other tokens of the whole value: only the way back
+    leads to where they belong. None if this is no such reshape.
+    """
+    if len(x.dims) != 3 or len(shape) != 3 or extent(x.dims[2]) != shape[2] or any(map(rows_in, x.dims)):
+        return None
+    own = x.dims[:2]
+    if shape[0] != 1 or extent(own[1]) == 1 or math.prod(map(extent, own)) != shape[1] or not x.holes:
+        return None
+    axes: Dim = tuple(atom for dim in own for atom in dim if isinstance(atom, str))
+    rows = Rows(own, (("group",),), shape[1])
+    return replace(x, dims=(axes, (rows,), x.dims[2]), loose=x.loose - set(axes))
+
+
+def by_rank(x: Spread, axes: Iterable[str]) -> Spread:
+    """Return a flat value with the elements of a rank as rows behind the axes, if these axes stand inside of it.
+
+    Ranks that gather it put their elements one after another, which is another order than that of the whole value.
+    """
+    if len(x.dims) != 1 or any(not isinstance(atom, (int, str)) for atom in x.dims[0]):
+        return x
+    own = tuple(atom for atom in x.dims[0] if isinstance(atom, str))
+    if x.dims[0][: len(own)] == own or not set(axes) <= set(own):
+        return x
+    return replace(x, dims=((*own, Rows((x.dims[0],), (("flat",),), extent(x.dims[0]))),))
+
+
+def by_place(x: Spread) -> Spread:
+    """Return the flat value that `by_rank` changed, if every rank has its own elements again."""
+    rows = x.dims[0][-1] if len(x.dims) == 1 and x.dims[0] else None
+    if not isinstance(rows, Rows) or rows.path != (("flat",),):
+        return x
+    own = tuple(atom for atom in rows.origin[0] if isinstance(atom, str))
+    return replace(x, dims=rows.origin) if x.dims[0][:-1] == own else x
+
+
+def _dispatched(dim: Dim) -> tuple[int, Rows] | None:
+    found = rows_in(dim)
+    return None if found is None or found[1].path == (("flat",),) else found
+
+
+def equal_rows(x: Spread, numbers: Iterable[int]) -> Spread:
+    """Return a value whose elements are equal along some dimensions; these dimensions then match rows in any order."""
+    dims = list(x.dims)
+    for number in numbers:
+        dims[number] = (Rows((), (("equal",),), extent(dims[number])),)
+    return replace(x, dims=tuple(dims))
+
+
+def ungrouped(x: Spread, shape: Sequence[int]) -> Spread | None:
+    """Return the tokens in the shape that they had before `grouped`; return None if this reshape does not undo it."""
+    if len(x.dims) != 3 or len(shape) != 3 or len(x.dims[1]) != 1 or not isinstance(rows := x.dims[1][0], Rows):
+        return None
+    if rows.path != (("group",),) or tuple(map(extent, rows.origin)) != tuple(shape[:2]):
+        return None
+    return replace(x, dims=(*rows.origin, x.dims[2]))
+
+
+def _counted_rows(x: Spread) -> bool:
+    return any(isinstance(atom, Rows) for dim in x.dims for atom in dim)
+
+
+def padded(members: Sequence[Value], axis: int) -> Spread | None:
+    """Return grouped tokens with constant rows in front of them; return None if the tokens are not grouped."""
+    if len(members) != 2 or not all(isinstance(each, Spread) for each in members):
+        return None
+    first, x = members
+    axis %= len(x.dims)
+    if first.holes or first.partial or first.powers or x.partial or x.powers or not rows_in(x.dims[axis]):
+        return None
+    return _with_pad(x, axis, extent(first.dims[axis]))
+
+
+def padded_back(x: Spread, begin: Sequence[int], shape: Sequence[int]) -> Spread | None:
+    """Return grouped tokens with zeros in front of them, which is the gradient of `unpadded`; return None if the tokens
+    are not grouped.
+    """
+    moved = [place for place, at in enumerate(begin) if at and rows_in(x.dims[place])]
+    if len(moved) != 1 or shape[moved[0]] != begin[moved[0]] + extent(x.dims[moved[0]]):
+        return None
+    return _with_pad(x, moved[0], begin[moved[0]])
+
+
+def _with_pad(x: Spread, axis: int, pad: int) -> Spread:
+    found = rows_in(x.dims[axis])
+    assert found
+    place, rows = found
+    return _with(x, axis, place, Rows(rows.origin, (*rows.path, ("pad", pad)), rows.count + pad))
+
+
+def _with(x: Spread, axis: int, place: int, rows: Rows) -> Spread:
+    dim = (*x.dims[axis][:place], rows, *x.dims[axis][place + 1 :])
+    return replace(x, dims=(*x.dims[:axis], dim, *x.dims[axis + 1 :]))
+
+
+def unpadded(x: Spread, begin: Sequence[int], shape: Sequence[int]) -> Spread | None:
+    """Return grouped tokens without the constant rows in front of them; return None if the tokens are not grouped."""
+    for place, dim in enumerate(x.dims):
+        found = rows_in(dim)
+        if found is None:
+            continue
+        at, rows = found
+        if not begin[place] and extent(dim) == shape[place]:
+            continue
+        if rows.path[-1][0] != "pad":
+            raise NotKnown(f"{x}: a part of rows is taken of which it is not known what they are")
+        if rows.path[-1] != ("pad", begin[place]) or rows.count != begin[place] + shape[place]:
+            raise refusal((x,), "other rows are left out than those that were put in front of the tokens")
+        return _with(x, place, at, Rows(rows.origin, rows.path[:-1], shape[place]))
+    return None
+
+
+def counts(x: Spread, number: int) -> Order | None:
+    """Return the numbers of rows for each expert, which MindFormers counts by adding up one-hot rows; return None if
+    the tokens stay on their ranks.
+    """
+    leave = any((found := rows_in(dim)) and found[1].path[-1][0] in ("pad", "gather") for dim in x.dims)
+    return Order(("counts", number)) if leave else None
+
+
+def _cut(dim: Dim) -> bool:
+    return any(isinstance(atom, str) for atom in dim)
+
+
+def _order(call: Call, place: int) -> Order:
+    value = call.values[place]
+    if not isinstance(value, Order):
+        raise NotKnown(f"its argument {place} is no order of rows")
+    return value
+
+
+def _rows(x: Spread) -> tuple[Dim, Rows, Dim]:
+    """The axes of dispatched rows in dimension 0, the rows, and what stands behind them there."""
+    found = rows_in(x.dims[0])
+    if found is None:
+        raise NotKnown(f"{x}: rows are taken that were not dispatched")
+    place, rows = found
+    return x.dims[0][:place], rows, x.dims[0][place + 1 :]
+
+
+def _stepped(x: Spread, rows: Rows, behind: Dim = ()) -> Spread:
+    axes = _rows(x)[0]
+    return replace(x, dims=((*axes, rows, *behind), *x.dims[1:]))
+
+
+def _push(x: Spread, kind: str, key: Any, count: int, behind: Dim) -> Spread:
+    _, rows, _ = _rows(x)
+    return _stepped(x, Rows(rows.origin, (*rows.path, (kind, key, rows.count)), count), behind)
+
+
+def _pop(x: Spread, kind: str, key: Any, why: str, count: int = 0) -> Spread:
+    """The rows before the last step, `count` of them: all copies of a token, or their sum."""
+    _, rows, behind = _rows(x)
+    if not rows.path or rows.path[-1][:2] != (kind, key):
+        raise refusal((x,), why)
+    before = rows.path[-1][2]
+    copies = count // before if count > 0 and before > 0 else 1
+    return _stepped(x, Rows(rows.origin, rows.path[:-1], before), tidy((copies, *behind)))
+
+
+def gathered(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spread | None:
+    """Return dispatched rows that every rank has gathered along axes; return None if dimension 0 has no such rows."""
+    if not x.dims or (found := _dispatched(x.dims[0])) is None or found[0] == 0:
+        return None
+    front, rows, behind = _rows(x)
+    if missing := set(axes).difference(front):
+        raise refusal((x,), f"rows are gathered over {_named(missing)}, over which they are not cut")
+    count = rows.count * math.prod(sizes[axis] for axis in axes) if rows.count > 0 else -1
+    own = Rows(rows.origin, (*rows.path, ("gather", (tuple(axes), front), rows.count)), count)
+    rest = tuple(axis for axis in front if axis not in axes)
+    return replace(x, dims=((*rest, own, *behind), *x.dims[1:]), loose=x.loose.difference(axes))
+
+
+def scattered(x: Spread, axes: Sequence[str]) -> Spread | None:
+    """Return the sum over ranks of gathered rows, of which each rank keeps its own; return None if dimension 0 has no
+    rows.
+    """
+    if not x.dims or _dispatched(x.dims[0]) is None:
+        return None
+    _, rows, behind = _rows(x)
+    if rows.path[-1][0] != "gather" or rows.path[-1][1][0] != tuple(axes):
+        raise refusal((x,), "the rows of a sum are not those that were gathered over the same ranks")
+    x = moves.all_reduce(x, axes)
+    front, own = rows.path[-1][1][1], Rows(rows.origin, rows.path[:-1], rows.path[-1][2])
+    return replace(x, dims=((*front, own, *behind), *x.dims[1:]))
+
+
+def _picked(x: Spread, axes: tuple[str, ...], key: Any) -> Spread:
+    """Gathered and sorted rows of which each rank keeps those of its node's experts."""
+    front, rows, behind = _rows(x)
+    step = next((step for step in rows.path[::-1] if step[0] == "gather"), None)
+    if step is None or step[1][0] != axes or set(axes) & x.partial or behind:
+        raise refusal((x,), f"rows are divided over {_named(axes)}, and were not gathered over these ranks")
+    whole = tuple(axis for axis in step[1][1] if axis in axes or axis in front)
+    own = Rows(rows.origin, (*rows.path, ("pick", (axes, key), -1)), -1)
+    return replace(x, dims=((*whole, own), *x.dims[1:]))
+
+
+def _put_back(x: Spread, axes: tuple[str, ...], key: Any, count: int) -> Spread:
+    """Rows among those of other nodes, for which this rank has zeros."""
+    front, rows, behind = _rows(x)
+    if rows.path[-1][:2] != ("pick", (axes, key)) or behind:
+        raise refusal((x,), "rows are put back among others than those from which they were taken")
+    rest = tuple(axis for axis in front if axis not in axes)
+    own = Rows(rows.origin, rows.path[:-1], count)
+    found = replace(x, dims=((*rest, own), *x.dims[1:]), partial=x.partial | set(axes))
+    return replace(found, loose=found.loose.difference(axes))
+
+
+@rule("IndexSelect", says="dispatched rows in the order of a sort, or back; or those of the own node's experts")
+def _select(call: Call) -> Value:
+    x, order = call.spread(0), _order(call, 2).key
+    if call.values[1] != 0:
+        raise NotKnown("only rows are dispatched")
+    count = call.outputs[0].shape[0]
+    if order[0] == "own":
+        return _picked(x, order[2], order[1])
+    if order[0] == "sorted own":
+        return _picked(_push(x, "sort", order[1], -1, ()), order[2], order[1])
+    if order[0] == "sort":
+        return _push(x, "sort", order[1], count, ())
+    if order[0] == "unsort":
+        return _pop(x, "sort", order[1], "rows are put back in the order of another sort", count)
+    raise NotKnown("rows are taken by something that is no order of rows")
+
+
+@rule(
+    "InplaceIndexAddExt",
+    says="the gradient of IndexSelect: dispatched rows go back, and copies of a token are added; rows of the own "
+    "node's experts are partial over the nodes",
+)
+def _add_back(call: Call) -> Value:
+    x, order = call.spread(3), _order(call, 2).key
+    if not isinstance(call.values[0], Zeros):
+        raise NotKnown("it does not add to zeros")
+    count = call.outputs[0].shape[0]
+    if order[0] == "own":
+        return _put_back(x, order[2], order[1], count)
+    if order[0] == "sorted own":
+        x = _put_back(x, order[2], order[1], -1)
+        return _pop(x, "sort", order[1], "rows are put back in the order of another sort")
+    if order[0] == "unsort":
+        return _push(x, "sort", order[1], count, ())
+    if order[0] == "sort":
+        return _pop(x, "sort", order[1], "rows are put back in the order of another sort", count)
+    raise NotKnown("rows are added by something that is no order of rows")
+
+
+@rule("AlltoAllV", says="dispatched rows go to the ranks of their experts, or back: the counts must be those that were "
+      "exchanged over the same ranks")  # fmt: skip
+def _exchange(call: Call) -> Value:
+    if isinstance(call.values[0], Order):
+        return _exchanged_order(call, call.values[0].key)
+    x, sent, received = call.spread(0), _order(call, 1).key, _order(call, 2).key
+    axes, rows, behind = _rows(x)
+    if missing := set(call.axes) - set(axes):
+        how = "partial" if missing & x.partial else "the same"
+        raise refusal((x,), f"rows are exchanged over {', '.join(sorted(missing))}, over which they are {how}")
+    if received == (*sent, call.axes):
+        return _stepped(x, Rows(rows.origin, (*rows.path, ("exchange", (call.axes, sent), -1)), -1), behind)
+    if sent == (*received, call.axes):
+        return _pop(x, "exchange", (call.axes, received), "rows come back in another way than they went")
+    raise refusal((x,), "the counts that are received are not those that the other ranks send")
+
+
+def _exchanged_order(call: Call, key: tuple[Any, ...]) -> Order:
+    """Integers of routing after an exchange over ranks: of rows, or as many counts from each rank."""
+    if key[0] != "counts":
+        return Order((*key, "exchanged", call.number))
+    sent, received = call.values[1:3]
+    if not isinstance(sent, tuple) or sent != received or len(set(sent)) != 1:
+        raise NotKnown("counts are exchanged in pieces of which it is not known whether they are equal")
+    if len(sent) != math.prod(call.sizes[axis] for axis in call.axes):
+        raise refusal((), f"counts are exchanged in {len(sent)} pieces over {_named(call.axes)}")
+    return Order((*key, call.axes))
+
+
+@rule("AlltoAll", says="counts of rows, exchanged over ranks")
+def _exchange_counts(call: Call) -> Value:
+    return Order((*_order(call, 0).key, call.axes))
+
+
+@rule("SortExt", "Sort", says="an order of rows; the order of an order is the way back")
+def _sort(call: Call) -> Value:
+    given = call.values[0]
+    if isinstance(given, Order) and given.key[0] == "sort":
+        return [Order(("sorted", call.number)), Order(("unsort", given.key[1]))]
+    if not isinstance(given, Order):
+        given = by_element(call.spread(0))
+        if not any(rows_in(dim) for dim in given.dims):
+            raise NotKnown("only dispatched rows are sorted")
+    return [Order(("sorted", call.number)), Order(("sort", call.number))]
+
+
+@rule("FmodScalar", "CumsumExt", "MoveTo", "Shape", says="of an order of rows, or of counts: the same order")
+def _counted(call: Call) -> Value:
+    if call.node.op == "Shape":
+        return Order(("shape",))
+    return _order(call, 0)
+
+
+@rule("Zeros", says="zeros")
+def _zeros(call: Call) -> Value:
+    shape = call.values[0]
+    return Zeros(tuple((size,) for size in shape) if isinstance(shape, tuple) else ())
+
+
+@rule("GroupedMatmul", says="a product of each expert's rows with its weight: rows must have gone to the ranks over "
+      "which the experts are cut; over all other axes of its rows a weight's gradient is partial")  # fmt: skip
+def _grouped(call: Call) -> Value:
+    (x,), (w,) = ([each.spread if isinstance(each, Part) else each for each in call.values[at]] for at in (0, 1))
+    check_linear(x, w)
+    partial, powers = x.partial | w.partial, times((x.powers, 1), (w.powers, 1))
+    exchanges = _ways(_rows(x if call.values[9] == 0 else w)[1])
+    if (counted := _order(call, 7).key)[0] != "counts" or counted[2:] != exchanges:
+        raise refusal((x, w), "the groups' numbers of rows are not those of the rows after their exchange")
+    if call.values[9] == 0:
+        _, rows, behind = _rows(x)
+        cut, went = tuple(atom for atom in w.dims[0] if isinstance(atom, str)), _exchanged(rows)
+        if cut != went or behind:
+            raise refusal((x, w), f"rows are exchanged over {_named(went)}, and experts are cut over {_named(cut)}")
+        if x.dims[1] != w.dims[1]:
+            raise refusal((x, w), "the dimension over which the product sums is not cut alike")
+        over = frozenset(atom for atom in x.dims[1] if isinstance(atom, str))
+        return [Spread((x.dims[0], w.dims[2]), partial | over, powers)]
+    if call.values[9] != 2:
+        raise NotKnown("only products of groups of rows have a rule")
+    if x.dims[1] != w.dims[0]:
+        check_rows(x.dims[1], w.dims[0])
+        raise refusal((x, w), "the rows over which the product sums are not the same")
+    own = _exchanged(_rows(w)[1])
+    dims = (tidy((*own, call.outputs[0].shape[0])), x.dims[0], w.dims[1])
+    return [Spread(dims, partial | w.holes.difference(own), powers)]
+
+
+def _ways(rows: Rows) -> tuple[tuple[str, ...], ...]:
+    """The axes over which rows have gone to the ranks of their experts, step by step."""
+    return tuple(step[1][0] for step in rows.path if step[0] in ("exchange", "pick"))
+
+
+def _exchanged(rows: Rows) -> tuple[str, ...]:
+    return tuple(axis for axes in _ways(rows) for axis in axes)
+
+
+def _named(axes: Iterable[str]) -> str:
+    return ", ".join(sorted(axes)) or "no ranks"
+
+
+@rule("TopkExt", says="the largest of the last dimension, which must be whole, and their places")
+def _top(call: Call) -> Value:
+    x = by_element(call.spread(0))
+    if call.values[2] not in (-1, len(x.dims) - 1):
+        raise NotKnown("only the last dimension has a rule")
+    found = replace(_last_whole(x), dims=(*x.dims[:-1], tidy((call.values[1],))))
+    return [found, found]
+
+
+@rule("GatherD", says="elements of the last dimension, which must be whole, at places of their own for each row")
+def _gather(call: Call) -> Value:
+    x, places = _last_whole(call.spread(0)), by_element(call.spread(2))
+    return multiply(replace(x, dims=(*x.dims[:-1], places.dims[-1])), places)
+
+
+@rule("GatherDGradV2", says="the gradient of GatherD")
+def _gather_gradient(call: Call) -> Value:
+    x, places = _last_whole(by_element(call.spread(0))), by_element(call.spread(2))
+    found = multiply(call.spread(3), places)
+    return replace(found, dims=(*found.dims[:-1], x.dims[-1]))
+
+
+@rule("InplaceScatterSrc", says="the gradient of what TopkExt takes: only of values that nobody uses, which is zero")
+def _scatter(call: Call) -> Value:
+    if not isinstance(call.values[0], Zeros) or "Grad_TopkExt" not in call.node.scope or "%" in call.node.head[-40:]:
+        raise NotKnown("only the zeros of unused values have a rule")
+    return call.values[0]
+
+
+def _last_whole(x: Spread) -> Spread:
+    require_home(x)
+    if _cut(x.dims[-1]):
+        raise refusal((x,), "the operator needs the whole last dimension, which is cut")
+    return x
+
+
+def _same_order(call: Call) -> Value:
+    if call.differs:
+        raise NotKnown(f"its constants differ along {_named(call.shifts())}")
+    return call.values[0]
+
+
+def _nodes(call: Call) -> tuple[str, ...]:
+    """The axes along which the experts of a rank's node start elsewhere, outermost first."""
+    order = list(call.sizes)[::-1]
+    return tuple(sorted(call.shifts(), key=order.index))
+
+
+def _bound(call: Call) -> Value:
+    """Whether the sorted experts are not below the first one of the node, or below the first one of the next node."""
+    given = _order(call, 0).key
+    if given[0] != "sorted" or len(given) != 2:
+        raise NotKnown("only sorted experts are compared")
+    return Order(("from" if call.node.op == "GreaterEqual" else "below", given[1], _nodes(call)))
+
+
+def _between(call: Call) -> Value:
+    one, two = _order(call, 0).key, _order(call, 1).key
+    if (one[0], two[0]) != ("from", "below"):
+        raise NotKnown("only the first and the last expert of a node are combined")
+    if one[1:] != two[1:]:
+        raise refusal((), "the first and the last expert of a node differ along other axes, or are of other rows")
+    return Order(("within", *one[1:]))
+
+
+def _places(call: Call) -> Value:
+    given = _order(call, 0).key
+    if given[0] != "within":
+        raise NotKnown("only the rows of a node's experts are sought")
+    return Order(("own", *given[1:]))
+
+
+def _chosen(call: Call) -> Value:
+    """An order of rows, or sorted experts, of which only those of the node's experts are left."""
+    given, own = _order(call, 0).key, _order(call, 2).key
+    if own[0] != "own" or given[0] not in ("sort", "sorted") or len(given) != 2:
+        raise NotKnown("only the rows of a node's experts are taken of an order")
+    # the sort returns both its order and the sorted experts: their names tell which sort it was
+    return Order(("sorted own" if given[0] == "sort" else "experts own", *own[1:]))
+
+
+def _of_node(call: Call) -> Value:
+    """The counts of the experts of a rank's node."""
+    given, axes = _order(call, 0).key, _nodes(call)
+    if given[0] != "counts" or len(given) != 2 or len(call.values[1]) != 1:
+        raise NotKnown("only the counts of a node's experts are taken")
+    whole, own = call.node.inputs[0].shape[0], call.outputs[0].shape[0]
+    if own * math.prod(call.sizes[axis] for axis in axes) != whole:
+        raise refusal((), f"counts of {own} of {whole} experts are taken on the ranks along {_named(axes)}")
+    return Order((*given, axes))
+
+
+# what only moves, counts or compares integers of routing
+ON_ORDERS: Mapping[str, Callable[[Call], Value]] = {
+    **dict.fromkeys(("Cast", "Reshape", "Transpose", "SumExt", "ReduceSum", "Depend", "Load"), _same_order),
+    **dict.fromkeys(("FloorDiv", "CumSum"), _same_order),
+    **dict.fromkeys(("GreaterEqual", "LessScalar"), _bound),
+    "LogicalAnd": _between,
+    "NonZero": _places,
+    "IndexSelect": _chosen,
+    "StridedSlice": _of_node,
+}

@@ -1,0 +1,61 @@
+"""This module holds the rules of the operators of which a layer is made: norms and gated activations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tools.prove.call import Call, Value, rule
+from tools.prove.spread import (
+    Spread,
+    by_element,
+    extent,
+    multiply,
+    reduce_sum,
+    refusal,
+    require_home,
+    tidy,
+)
+
+
+@rule("RmsNorm", says="not linear; the last dimension must be whole")
+def _norm(call: Call) -> Value:
+    x = by_element(call.spread(0))
+    whole_last(x)
+    scale = by_element(x, by_element(call.spread(1)))
+    return [scale, Spread((*x.dims[:-1], ()), loose=x.loose)]
+
+
+@rule("RmsNormGrad", says="linear in the gradient; the weight's gradient is a sum over all but the last dimension")
+def _norm_gradient(call: Call) -> Value:
+    gradient, x = call.spread(0), by_element(call.spread(1))
+    whole_last(x)
+    both = multiply(gradient, x)
+    return [both, reduce_sum(both, range(len(x.dims) - 1), False)]
+
+
+def whole_last(x: Spread) -> None:
+    """Refuse a value whose last dimension is cut."""
+    require_home(x)
+    if any(not isinstance(atom, int) for atom in x.dims[-1]):
+        raise refusal((x,), "the operator needs the whole last dimension, which is cut")
+
+
+@rule("Swiglu", says="not linear; a dimension is halved on each rank, cut or whole")
+def _swiglu(call: Call) -> Value:
+    x = by_element(call.spread(0))
+    axis = call.values[1] if len(call.values) > 1 and call.values[1] is not None else -1
+    return _resized(x, axis, call.outputs[0].shape[axis])
+
+
+@rule("SwigluGrad", says="linear in the gradient; a dimension is doubled on each rank")
+def _swiglu_gradient(call: Call) -> Value:
+    x = by_element(call.spread(1))
+    axis = call.values[2] if len(call.values) > 2 and call.values[2] is not None else -1
+    found = multiply(call.spread(0), _resized(x, axis, extent(x.dims[axis]) // 2))
+    return _resized(found, axis, call.outputs[0].shape[axis])
+
+
+def _resized(x: Spread, axis: int, size: int) -> Spread:
+    dims = list(x.dims)
+    dims[axis] = tidy((*(atom for atom in dims[axis] if isinstance(atom, str)), size))
+    return replace(x, dims=tuple(dims))

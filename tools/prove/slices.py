@@ -1,0 +1,137 @@
+"""This module says which `tools.prove.spread.Spread` a value has after each rank has taken its part of it, put zeros
+around its part, or looked up rows of a table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from tools.prove import moves
+from tools.prove.spread import (
+    Block,
+    NotKnown,
+    Spread,
+    by_element,
+    checked,
+    extent,
+    refusal,
+    require_home,
+    tidy,
+)
+
+
+def take(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Spread:
+    """Return the spread after each rank has taken a slice of its part of the value.
+
+    Args:
+        shape: of the slice on the rank.
+        by: dimension -> the axes along which the slice starts elsewhere on each rank, outermost first.
+    """
+    block = _taken_block(x, shape, by, sizes)
+    if block is None:
+        require_home(x)
+    elif block.others:  # the pieces may belong to another dimension
+        x = replace(x, loose=x.loose | set(by[0]))
+    for number, size in enumerate(shape):
+        axes = by.get(number, ())
+        if not axes and extent(x.dims[number]) != size:
+            if any(not isinstance(atom, int) for atom in x.dims[number]):
+                raise refusal((x,), f"each rank takes the same part of dimension {number}, which is cut over them")
+            x = replace(x, dims=(*x.dims[:number], tidy((size,)), *x.dims[number + 1 :]))
+        for axis in axes:
+            if axis in x.holes | x.partial:
+                raise refusal((x,), f"each rank along {axis} takes another part of a value that differs along it")
+            x = replace(x, dims=moves.cut(x, number, axis, sizes[axis]))
+        if axes and extent(x.dims[number]) != size:
+            raise NotKnown(
+                f"{x}: a slice of {size} elements of dimension {number} is not one rank's piece over {', '.join(axes)}"
+            )
+    return x
+
+
+def _taken_block(
+    x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]
+) -> Block | None:
+    """The gathered pieces in front of dimension 0, if a slice only divides them among the ranks along axes."""
+    lead, *rest = x.dims[0] or (1,)
+    inside = any(isinstance(atom, Block) for dim in (tuple(rest), *x.dims[1:]) for atom in dim)
+    parts = math.prod(sizes[axis] for axis in by.get(0, ()))
+    others = all(extent(dim) == size for dim, size in zip(x.dims[1:], shape[1:], strict=True))
+    whole = isinstance(lead, Block) and not inside and lead.count == parts and set(by) == {0} and others
+    return lead if whole and isinstance(lead, Block) else None
+
+
+def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Spread:
+    """Return the spread after each rank has put zeros around its part of the value, which is the gradient of `take`.
+
+    Args:
+        shape, by, sizes: of the padded value, as those of `take`.
+    """
+    require_home(x)
+    if (stacked := _stacked(x, shape, by, sizes)) is not None:
+        return stacked
+    dims, partial = list(x.dims), set(x.partial)
+    for number, size in enumerate(shape):
+        axes = by.get(number, ())
+        if not axes and extent(dims[number]) != size and any(not isinstance(atom, int) for atom in dims[number]):
+            raise refusal((x,), f"each rank pads dimension {number} alike, which is cut over them")
+        if missing := [axis for axis in axes if axis not in dims[number]]:
+            raise refusal((x,), f"each rank along {missing[0]} pads another part, but is not cut along it")
+        if axes or extent(dims[number]) != size:
+            dims[number] = tidy((*(a for a in dims[number] if isinstance(a, str) and a not in axes), size))
+        partial |= set(axes)
+    return replace(x, dims=tuple(dims), partial=frozenset(partial), loose=x.loose - partial)
+
+
+def _stacked(
+    x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]
+) -> Spread | None:
+    """Return the spread of a tensor in which each rank puts its piece into its own part of dimension 0, and zeros into
+    the other parts; return None if the pieces are not spread in this way.
+
+    This is the gradient of a slice that divides gathered pieces among ranks.
+    """
+    axes = by.get(0, ())
+    others = all(extent(dim) == size for dim, size in zip(x.dims[1:], shape[1:], strict=True))
+    only_first = set(by) == {0} and not x.dims[0] and others and shape[0] == math.prod(sizes[axis] for axis in axes)
+    if not only_first or not set(axes) <= x.holes:
+        return None
+    found = moves.all_gather(x, axes, sizes)
+    return replace(found, partial=x.partial | set(axes), loose=x.loose.difference(axes))
+
+
+def look_up(indices: Spread, table: Spread) -> Spread:
+    """Return the spread of rows of a table. If the table's rows are cut, the indices must count from the first row of
+    the rank's own piece.
+    """
+    require_home(indices, table)
+    by_element(table)
+    cut = frozenset(atom for atom in table.dims[0] if isinstance(atom, str))
+    if cut != indices.shifted:
+        raise refusal((indices, table), "the indices do not count from where the rank's rows of the table start")
+    dims = checked((*indices.dims, *table.dims[1:]), indices, table)
+    return Spread(dims, shifted=indices.shifted, loose=indices.loose)
+
+
+def add_rows(gradient: Spread, indices: Spread, rows: int) -> Spread:
+    """Return the spread of the gradient of `look_up`, which adds up the gradients of each row of the table."""
+    require_home(gradient, indices)
+    if indices.shifted - gradient.shifted:
+        raise refusal((gradient, indices), "rows of other ranks are added to a rank's own: the gradient has no mask")
+    count = len(indices.dims)
+    if tuple(map(tidy, gradient.dims[:count])) != tuple(map(tidy, indices.dims)):
+        raise refusal((gradient, indices), "the gradient and the indices are not cut alike")
+    cut = frozenset(atom for dim in indices.dims for atom in dim if isinstance(atom, str))
+    dims = (tidy((*sorted(indices.shifted), rows)), *gradient.dims[count:])
+    return Spread(dims, gradient.partial | cut, gradient.powers)
+
+
+def one_hot(indices: Spread, classes: int) -> Spread:
+    """Return the spread of one-hot rows (zeros, and a one at each index). If the ranks have shifted the indices by the
+    start of their own piece, the rows are cut.
+    """
+    require_home(indices)
+    by_element(indices)
+    return Spread((*indices.dims, tidy((*sorted(indices.shifted), classes))), loose=indices.loose)
