@@ -146,7 +146,7 @@ class Advice:
 
     @cached_property
     def written(self) -> Written:
-        """Return the recipe's own dispatch and chunks."""
+        """Return the dispatch mode and the chunks that the recipe writes."""
         modes, cuts, stride = left_open(self.recipe)
         if len(modes) == 1 and cuts:
             own = replace(from_recipe(self.recipe), skew=self.skew)
@@ -164,7 +164,7 @@ class Advice:
 
     @property
     def best(self) -> ModeReport:
-        """Return the recommended mode."""
+        """Return the recommended dispatch mode."""
         return self.modes[self.mode]
 
     @property
@@ -230,8 +230,8 @@ def advise(
 
 
 def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | None]:
-    """Return the modes, chunks and order that a recipe leaves to `auto`, in the form that `advise` takes. If the recipe
-    names a mode, only this mode is returned.
+    """Return the modes, numbers of chunks and orders that a recipe leaves to `auto`, as arguments of `advise`. If the
+    recipe names a mode, only this mode is returned.
 
     Raises:
         RecipeError: settings that cannot be.
@@ -266,8 +266,8 @@ def _report(
 
 
 def step_under(times: TimeModel, config: Configuration, loads: Loads = EVEN) -> StepTime:
-    """Return the step with its schedule simulated; of a schedule that has no model, as 1F1B, which compares modes as
-    well.
+    """Return the step from a simulation of the recipe's schedule; a schedule that cannot be simulated counts as 1F1B,
+    which compares modes equally well.
     """
     try:
         return times.under(config, loads, simulated=True)

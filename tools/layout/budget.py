@@ -1,5 +1,5 @@
-"""This module limits how long a search may run. Effort is counted in work, a deadline is a safety limit, and Ctrl-C
-asks the search to stop.
+"""This module limits how long a search may run. The effort of a search is counted in units of work; a deadline is only
+a safety limit, and Ctrl-C asks the search to stop.
 
 A unit of effort takes about a second of one quiet core, but it is counted in work: simulated operations, nodes of the
 solver's tree, simplex iterations. So the same effort gives the same plan on a fast and on a slow machine, with or
@@ -67,11 +67,13 @@ class Budget:
         return self.left <= 0
 
     def spend(self, units: float) -> None:
-        """Count units of work that were spent."""
+        """Count units of work as spent."""
         self.spent += units
 
     def part(self, share: float, seconds: float = math.inf) -> Budget:
-        """Return a budget with a share of the whole. Work that the part spends is also spent from this budget."""
+        """Return a budget with a share of the whole. Work that is spent from the returned part is also spent from this
+        budget.
+        """
         return _Part(self, min(self.left, share * self.effort), seconds)
 
     def units(self, units: float) -> Budget:

@@ -7,7 +7,7 @@ layers.
    each that take the least time together, with no stage over that time. The closed form of 1F1B chooses among them.
 2. `starts` divides a stage's layers among its chunks in several ways.
 3. `place_fast` moves single layers between chunks while the simulator says that this helps, and lets annealing
-   (`tools.layout.optimise`) look at what recomputes, for a fixed amount of work.
+   (`tools.layout.anneal`) look at what recomputes, for a fixed amount of work.
 
 With one chunk per stage and few layers everything but the closed form is exact; with more chunks the division among
 them is a search. The slow references are all plans of small instances (`tests/tools/layout/pipeline_instances.py`) and
@@ -21,10 +21,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from tools.layout.anneal import anneal
 from tools.layout.budget import Budget
 from tools.layout.ilp import Incumbent
 from tools.layout.instance import CAP_TOLERANCE, Instance
-from tools.layout.optimise import anneal
 from tools.layout.stage_costs import Stage, StageCosts, least_layers, least_sum
 
 _SLOWEST = 40  # times of the slowest stage, from the least that is possible
@@ -36,7 +36,8 @@ _FAR = 1.1  # times the time to beat: no more work is spent on what starts slowe
 
 
 def stage_sizes(costs: StageCosts, beat: float = np.inf) -> list[list[int]]:
-    """Return [stages] layers of each stage, the best by the closed form first; none can be over `beat` ms of a step.
+    """Return lists of the number of layers on each stage, [stages], the best by the closed form first; with each of
+    them a step may take less than `beat` ms.
 
     With several chunks the layers before a stage are taken as equally many in each chunk.
     """
@@ -87,7 +88,7 @@ def _even(costs: StageCosts, before: int, count: int) -> Stage:
 
 
 def starts(costs: StageCosts, beat: float = np.inf) -> list[tuple[int, ...]]:
-    """Return [C] layers of each chunk in model order, in several ways, to begin with."""
+    """Return several numbers of layers for each chunk, [C] in model order, with which a search begins."""
     instance, stages, chunks = costs.instance, costs.instance.stages, costs.instance.chunks
     every = stage_sizes(costs, beat)
     shapes: list[np.ndarray] = []  # [chunks, stages]
@@ -118,7 +119,9 @@ def starts(costs: StageCosts, beat: float = np.inf) -> list[tuple[int, ...]]:
 
 
 def moves(costs: StageCosts, counts: tuple[int, ...], slowest: int) -> Iterator[tuple[int, ...]]:
-    """Yield the counts with one layer in another chunk: any, or of many chunks near ones, and any from the slowest."""
+    """Yield the counts after one layer has moved to another chunk; if there are many chunks, a layer moves only to a
+    near chunk, or away from the slowest stage.
+    """
     least, stage_of = least_layers(costs.instance), costs.instance.stage_of
     for a, b in itertools.permutations(range(len(counts)), 2):
         near = len(counts) <= _ALL_MOVES or abs(a - b) <= 2 or stage_of[a] == stage_of[b] or stage_of[a] == slowest
@@ -127,12 +130,14 @@ def moves(costs: StageCosts, counts: tuple[int, ...], slowest: int) -> Iterator[
 
 
 def fitting(costs: StageCosts, begin: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return counts near those of `begin` that fit if every layer keeps as little as it can; [] if none were found."""
+    """Return counts near `begin` with which all stages fit if every layer keeps as little memory as it can; [] if none
+    were found.
+    """
     found, instance = [], costs.instance
     least = [instance.type_columns(t).start + int(held.argmin()) for t, held in enumerate(costs.held)]
 
     def excess(many: list[tuple[int, ...]]) -> np.ndarray:
-        """Return [N, stages], the memory by which each stage exceeds the cap."""
+        """Return the memory by which each stage exceeds the cap, [N, stages]."""
         plans = np.zeros((len(many), len(instance.columns), len(instance.stage_of)), int)
         for plan, counts in zip(plans, many, strict=True):
             first = 0
@@ -158,7 +163,7 @@ def fitting(costs: StageCosts, begin: list[tuple[int, ...]]) -> list[tuple[int, 
 
 
 def place_fast(instance: Instance, beat: float = np.inf) -> np.ndarray | None:
-    """Return a plan [K, C] that keeps every rule, or None if none was found.
+    """Return a plan [K, C] that obeys every rule; None if none was found.
 
     The amount of work is fixed by the instance and `beat`: no clock is asked.
 

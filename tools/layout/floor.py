@@ -1,4 +1,4 @@
-"""This module computes lower bounds of an instance: no plan has a faster step, or a faster slowest stage.
+"""This module computes lower bounds for an instance: on the time of a step, and on the time of the slowest stage.
 
 Layers are whole, the memory of every stage is kept by layers that may be divided in what they recompute, and with one
 chunk per stage what fills and drains the pipeline counts. It takes milliseconds; the solver's model
@@ -16,8 +16,8 @@ from tools.layout.stage_costs import StageCosts, least_layers, least_sum
 
 
 def floor_of(instance: Instance) -> tuple[float, float]:
-    """Return (ms of a step that no plan is under, ms of its slowest stage that no plan is under); infinite where no
-    plan can fit.
+    """Return lower bounds in ms: on the step time of any plan, and on the time of its slowest stage; both are infinite
+    if no plan can fit.
 
     A stage's own layers are whole. What they recompute may be divided, at the price of the convex hull of the options.
     Of several chunks each holds its least number of layers and the others are where the fewest are in flight.

@@ -90,25 +90,30 @@ class PathModel:
         self._limit_memory()
 
     def add_chain(self, visits: np.ndarray) -> None:
-        """Add the lower bound on T that a chain of operations gives; `visits` [rows, C] come from
-        `Instance.longest_chain`.
+        """Add the constraint that the step takes no less than a chain of operations that wait for each other.
+
+        Args:
+            visits: [rows, C] how often the chain runs each chunk's forward and backward, as `Instance.longest_chain`
+                returns it.
         """
         layer = np.einsum("ik,ic->kc", self.instance.rows, visits)
         self._add_row(float((visits * self.instance.fixed).sum()), INFINITE, -layer, {self._time: 1.0})
         self.chains += 1
 
     def relaxed(self, budget: Budget) -> Answer:
-        """Solve the model with layers that may be divided."""
+        """Solve the model under the assumption that layers may be divided."""
         return self._run(budget, self._time, whole=False)
 
     def best(
         self, budget: Budget, below: float = INFINITE, low: np.ndarray | None = None, high: np.ndarray | None = None
     ) -> Answer:
-        """Solve for whole layers, with T at most `below` and counts from `low` to `high` [K, C]."""
+        """Solve the model for whole layers, with T at most `below` and numbers of layers from `low` to `high` [K,
+        C].
+        """
         return self._run(budget, self._time, below, low, high)
 
     def least_excess(self, budget: Budget) -> Answer:
-        """Find whole layers that exceed the cap on no stage by more than `value`, which is the smallest possible."""
+        """Find whole layers such that the memory by which stages exceed the cap, `value`, is as small as possible."""
         self._solver.changeColBounds(self._excess, 0.0, INFINITE)
         answer = self._run(budget, self._excess)
         self._solver.changeColBounds(self._excess, 0.0, 0.0)
@@ -242,7 +247,9 @@ class Incumbent:
 
     @property
     def gap(self) -> float:
-        """Return (time - bound) / time, the relative gap that the bound leaves. The gap is infinite without a plan."""
+        """Return (time - bound) / time, the relative gap that the bound leaves. The gap is infinite if there is no plan
+        yet.
+        """
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else np.inf
 
     @property
@@ -271,7 +278,9 @@ class Incumbent:
         return True
 
     def prove(self, bound: float) -> None:
-        """Take a lower bound of all plans; a bound above the best plan's time proves that this plan is the best."""
+        """Record a lower bound for all plans; if it lies above the best plan's time, that plan is proven to be the
+        best.
+        """
         bound = min(bound, self.time)
         if np.isfinite(bound) and bound > self.bound:
             self.bound = bound
@@ -295,8 +304,8 @@ def work_bound(instance: Instance) -> float:
 
 
 def path_bound(instance: Instance, model: PathModel, budget: Budget) -> float:
-    """Return the bound, and leave the chains on which it rests in `model`. The bound is infinite if even divided
-    layers do not fit.
+    """Return a lower bound, and leave in `model` the chains of passes that prove it. The bound is infinite if no plan
+    fits even with layers that may be divided.
 
     Stops early when `budget` does or when chains outnumber the chunks by far (each makes every later solve slower):
     the bound is then weaker but still one.

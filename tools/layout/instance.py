@@ -87,12 +87,12 @@ class Instance:
 
     @cached_property
     def columns(self) -> tuple[tuple[int, int], ...]:
-        """Return (type, option) of each column."""
+        """Return the layer type and the option of each column."""
         return tuple((t, o) for t, kind in enumerate(self.types) for o in range(len(kind.options)))
 
     @cached_property
     def costs(self) -> np.ndarray:
-        """Return [4, K]: forward time, backward time (with recomputation), parameters and activation of one layer, for
+        """Return forward time, backward time (with recomputation), parameters and activation of one layer, [4, K], for
         each column, which is a layer type with one of its options.
         """
         pairs = [(self.types[t], self.types[t].options[o]) for t, o in self.columns]
@@ -101,20 +101,30 @@ class Instance:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Return [2, C]: forward and backward of the head and the tail."""
+        """Return the forward and backward times of the head and the tail, [2, C]."""
         fixed = np.zeros((2, self.chunks * self.stages))
         fixed[:, 0] += self.head
         fixed[:, -1] += self.tail
         return fixed
 
+    @property
+    def transfer(self) -> float:
+        """Return the time for which a stage is busy when it sends an activation or a gradient."""
+        return 0.0
+
+    @cached_property
+    def received(self) -> np.ndarray:
+        """Return the part of `ends` that is receiving, [stages]. It does not count when stages are compared."""
+        return np.zeros(self.stages)
+
     @cached_property
     def table(self) -> Timetable:
-        """Return the schedule's timetable."""
+        """Return the timetable of the instance's schedule."""
         return timetable(self.schedule, self.stages, self.chunks, self.micro_batches)
 
     @cached_property
     def peaks(self) -> tuple[np.ndarray, ...]:
-        """Return [vectors, chunks] for each stage: the most micro-batches in flight at one moment."""
+        """Return for each stage the most micro-batches in flight at one moment, [vectors, chunks]."""
         sizes = self.stages, self.chunks, self.micro_batches
         return tuple(stage_peaks(self.schedule, stage, *sizes) for stage in range(self.stages))
 
@@ -125,20 +135,22 @@ class Instance:
 
     @cached_property
     def kept_out(self) -> np.ndarray:
-        """Return [K]: whether no layer of the last chunk may be in a column, which `last_option` says."""
+        """Return for each column [K] whether `last_option` forbids it for the layers of the last chunk."""
         has = [any(option.name == self.last_option for option in kind.options) for kind in self.types]
         names = [(t, self.types[t].options[o].name) for t, o in self.columns]
         return np.array([has[t] and name != self.last_option for t, name in names])
 
     @cached_property
     def strengths(self) -> np.ndarray:
-        """Return [K]: the place of each column's option in `order`; all 0 where any order will do."""
+        """Return for each column [K] the position of its option in `order`; all positions are 0 if any order is
+        allowed.
+        """
         names = [self.types[t].options[o].name for t, o in self.columns]
         return np.array([self.order.index(name) if self.order else 0 for name in names])
 
     @cached_property
     def places(self) -> np.ndarray:
-        """Return [C]: the numbers v * P + s of all chunks (v, s), in the order in which the model runs them."""
+        """Return the numbers v * P + s of all chunks (v, s), in the order in which the model runs them."""
         numbers = np.arange(self.chunks * self.stages).reshape(self.chunks, self.stages)
         if is_v_shaped(self.schedule):
             numbers[1::2] = numbers[1::2, ::-1].copy()
@@ -146,7 +158,7 @@ class Instance:
 
     @cached_property
     def stage_of(self) -> np.ndarray:
-        """Return [C], the stage of each chunk."""
+        """Return the stage on which each chunk runs, [C]."""
         return self.places % self.stages
 
     def by_stage(self, values: np.ndarray) -> np.ndarray:
@@ -162,11 +174,13 @@ class Instance:
 
     @cached_property
     def fixed(self) -> np.ndarray:
-        """Return [rows, C]: the times that no layer causes. Weight gradients of `ends` are not split."""
+        """Return the times of the work that belongs to no layer, [rows, C]. The weight gradients of `ends` (head and
+        tail of the model) are not split off.
+        """
         return np.vstack([self.ends, np.zeros((len(self.rows) - 2, self.ends.shape[1]))])
 
     def times(self, plans: np.ndarray) -> np.ndarray:
-        """Return [..., rows, C]: the times of the chunks of plans [..., K, C], in the rows of `rows`."""
+        """Return the times of the chunks of plans [..., K, C], as [..., rows, C] with the rows of `rows`."""
         return np.einsum("ik,...kc->...ic", self.rows, plans) + self.fixed
 
     def step_times(self, plans: np.ndarray) -> np.ndarray:
@@ -181,8 +195,8 @@ class Instance:
         return replace(self, micro_batches=min(self.micro_batches, few)) if self.schedule in SCHEDULES else self
 
     def short_times(self, plans: np.ndarray) -> np.ndarray:
-        """Return nearly the step time [N] of plans [N, K, C], whatever the number of micro-batches is: a short run is
-        simulated, and each micro-batch that it lacks takes as long as on the slowest stage.
+        """Return approximate step times [N] of plans [N, K, C]: a step with few micro-batches is simulated, and each
+        further micro-batch is assumed to take as long as on the slowest stage.
         """
         short = self._short
         works = self.by_stage(self.times(plans)[:, :2].sum(axis=1)).reshape(len(plans), self.chunks, self.stages)
@@ -204,7 +218,7 @@ class Instance:
         return parameters + np.array(held).T
 
     def fits(self, plans: np.ndarray) -> np.ndarray:
-        """Return [N]: whether no stage of a plan exceeds the cap."""
+        """Return for each plan [N] whether no stage exceeds the memory cap."""
         return self.kept(self.peak_memory(plans)).all(axis=1)
 
     def kept(self, memory: np.ndarray) -> np.ndarray:
@@ -212,8 +226,8 @@ class Instance:
         return memory <= self.cap + CAP_TOLERANCE
 
     def well_formed(self, plans: np.ndarray) -> np.ndarray:
-        """Return [N]: whether every layer is placed once, the types keep the model's order, no inner chunk is empty,
-        and `last_layers`, `last_option` and `order` are kept.
+        """Return for each plan [N] whether every layer is placed once, the types keep the model's order, no inner chunk
+        is empty, and `last_layers`, `last_option` and `order` are obeyed.
         """
         layers = np.stack([plans[:, self.type_columns(t)].sum(axis=1) for t in range(len(self.types))], axis=1)
         counts = np.array([kind.count for kind in self.types])
@@ -231,7 +245,7 @@ class Instance:
         return good & self.in_order(plans) if self.order else good
 
     def in_order(self, plans: np.ndarray) -> np.ndarray:
-        """Return [N]: whether in no chunk a later type has an option that is stronger than one of an earlier type."""
+        """Return for each plan [N] whether no chunk holds a later type with a stronger option than an earlier type."""
         good, weakest = np.ones(len(plans), bool), np.full((len(plans), plans.shape[2]), -1)
         for index in range(len(self.types)):
             columns = self.type_columns(index)
@@ -246,7 +260,7 @@ class Instance:
         return slice(first, first + len(self.types[index].options))
 
     def from_solution(self, solution: list) -> np.ndarray:
-        """Return the plan [K, C] of n[type][v][s][option]."""
+        """Return the plan [K, C] for a solution n[type][v][s][option]."""
         size = self.chunks * self.stages
         return self.by_stage(np.concatenate([np.asarray(part).reshape(size, -1).T for part in solution]))
 

@@ -80,7 +80,9 @@ def digest_of(inputs: Mapping[str, Any]) -> str:
 
 
 def write_layout(layout: LayoutFile, path: Path, command: str) -> None:
-    """Write the layout file that `command` made. DataError is raised for a folder that cannot be written to."""
+    """Write a layout file; it records the `command` that made it. DataError is raised for a folder that cannot be
+    written to.
+    """
     head = f"{_HEAD} Made by `{command}`; read at every launch.\n"
     write_atomically(path, head + recipe_text(asdict(layout)))
 
@@ -110,6 +112,7 @@ _ANSWERS = ("layers", "recompute")  # what of a run is asked for
 _OF_DATA = ("attended",)  # what no recipe says: a corpus does
 # left out at these values, which layout files of before took for granted
 _TAKEN = {"weight_item": 4, "state_item": 8, "matrix_state_item": None, "adapters": None}
+_TAKEN |= {"model.streams": 1, "model.sinkhorn": 0}
 
 
 def put(recipe: Recipe, values: Values) -> None:
@@ -166,7 +169,9 @@ def even_values(recipe: Recipe) -> Values:
 
 
 def even_layout(recipe: Recipe) -> Recipe:
-    """Return a copy that can be read while its layout is open: spread evenly, without recomputation."""
+    """Return a copy of a recipe whose layout is `auto`, with values that can be read instead: the layers are spread
+    evenly, and nothing is recomputed.
+    """
     even = copy.deepcopy(recipe)
     put(even, even_values(recipe))
     return even
@@ -207,8 +212,11 @@ def inputs_of(recipe: Recipe) -> dict[str, Any]:
     """Return the inputs of the answer, without the cluster: all that the model reads, and its version."""
     config = from_recipe(even_layout(recipe))
     run = {name: value for name, value in asdict(config).items() if name not in (*_ANSWERS, *_OF_DATA, "model")}
-    run = {name: value for name, value in run.items() if name not in _TAKEN or value != _TAKEN[name]}
     sizes = {f"model.{name}": value for name, value in asdict(config.model).items() if name != "pattern"}
+    run, sizes = (
+        {name: value for name, value in each.items() if name not in _TAKEN or value != _TAKEN[name]}
+        for each in (run, sizes)
+    )
     sizes |= {"model.layers": config.model.layers, "model.pattern": words_of(config.model.pattern)}
     run |= {"chunks": config.chunks, "replay_tp": config.recompute.replay_tp}
     run["ep_cut"] = [list(config.ep_cut.chunks or ()), config.ep_cut.stride] if config.ep_cut else None

@@ -1,9 +1,11 @@
 """This module finds which layers go to which stage and chunk, and what each recomputes. The search looks for the
 fastest plan that keeps every stage's memory cap.
 
-1. A first plan at once, if evenly spread layers fit, or the one that is given.
+1. A first plan: the one that is given, or else the quick placement (`fast`); and, if they fit, evenly spread layers
+   that recompute as little as memory allows.
 2. What no plan can beat, and the chains that make the model exact where it matters. Without a plan
-   so far, one by the exact model (`ilp`), or the proof that none fits and what is missing.
+   so far, one by the exact model (`ilp`), or the proof that none fits and what is missing. If no plan was given, the
+   bound of weighted chains (`weighted`), too.
 3. The whole model, adding chains, which may prove its plan best.
 4. In rounds, each twice as long as the one before, annealing with the simulator, then the model around the best plan
    (`ilp`): where one is weak, the other has been strong. Each round ends with the whole model, for the bound. If stages
@@ -13,12 +15,6 @@ The amount of work in each of these does not depend on the budget, which only en
 with what a smaller one does, and is never worse.
 
 Every plan is judged by the simulator and by the exact peak memory; the model only proposes and bounds.
-
-The first plan spreads the layers evenly, then recomputes as little as memory allows. In annealing each of many chains
-holds a plan that keeps every rule. In a step each chain tries a change of one to three layers (another recompute
-option, another chunk); changes that break a rule are dropped before the simulation, which then runs for all chains at
-once. A chain takes what is faster, and what is slower by no more than a random share of a temperature that falls to
-nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +24,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tools.layout.anneal import anneal
 from tools.layout.budget import Budget
+from tools.layout.fast import place_fast
 from tools.layout.ilp import Answer, Incumbent, PathModel, add_plan, path_bound, search_near, work_bound
 from tools.layout.instance import Instance
 from tools.layout.patterns import pattern_bound
+from tools.layout.weighted import weighted_bound
 
 
 def recompute_less(instance: Instance, plan: np.ndarray) -> np.ndarray:
-    """Return `plan` [K, C] with less recomputation, as much as the cap allows. The layers stay on their stages."""
+    """Return `plan` [K, C] with less recomputation, as much as the cap allows. No layer moves to another stage."""
     # chunks near the model's end hold the fewest micro-batches: there memory buys most
     kinds = range(len(instance.types))
     for chunk in reversed(range(plan.shape[1])):
@@ -46,8 +45,8 @@ def recompute_less(instance: Instance, plan: np.ndarray) -> np.ndarray:
 
 
 def even_plan(instance: Instance) -> np.ndarray:
-    """Return a plan with layers in model order, equally many in each chunk, each with its type's smallest activation.
-    The returned plan may exceed the memory cap.
+    """Return a plan with the layers in model order, equally many in each chunk, each with the option of its type that
+    keeps the least activation memory. The returned plan may exceed the memory cap.
     """
     plan = np.zeros((len(instance.columns), instance.chunks * instance.stages), int)
     size = plan.shape[1]
@@ -84,109 +83,9 @@ def _ease(instance: Instance, plan: np.ndarray, chunk: int, index: int) -> np.nd
     return plan
 
 
-CHAINS = 64
-TRIES = 4  # changes drawn for a chain in a step, of which the first that keeps the rules is simulated
-HOT = 0.003  # of the best time: the first temperature
-_REPLACE_EVERY = 50
-_STEP, _OPERATION = 1e-3, 1e-8  # effort of a step of all chains, and of each simulated operation in it
-# chances of a change: a second and a third layer; a later layer on the first one's stage; where a layer goes
-_SECOND, _THIRD, _SAME_STAGE, _STAYS, _NEXT_CHUNK = 0.45, 0.2, 0.6, 0.45, 0.25
-
-
-def anneal(
-    incumbent: Incumbent,
-    starts: np.ndarray,
-    budget: Budget,
-    rng: np.random.Generator,
-    step_times: Callable[[np.ndarray], np.ndarray] | None = None,
-    planned: float | None = None,
-) -> None:
-    """Search from the legal plans `starts` [S, K, C] until `budget` is spent, and offer every better plan.
-
-    Args:
-        step_times: stands in for the instance's own.
-        planned: effort after which the temperature is nothing, where that is more than `budget` has.
-    """
-    instance = incumbent.instance
-    step_times = step_times or instance.step_times
-    changes = Changes(instance, rng)
-    plans = starts[np.arange(CHAINS) % len(starts)].copy()
-    times = step_times(plans)
-    step, operations = 0, 2 * instance.micro_batches * instance.chunks * instance.stages
-    while not budget.over:
-        done = budget.spent / (planned or budget.effort)
-        temperature = HOT * times.min() * (1 - done) ** 2
-        which, tried = _legal(instance, changes(np.repeat(plans, TRIES, axis=0)))
-        simulated = step_times(tried)
-        budget.spend(_STEP + _OPERATION * operations * len(which))
-        taken = simulated <= times[which] + temperature * rng.standard_exponential(len(which))
-        plans[which[taken]], times[which[taken]] = tried[taken], simulated[taken]
-        if times.min() < incumbent.time:
-            incumbent.offer(plans[times.argmin()])
-        step += 1
-        if step % _REPLACE_EVERY == 0:  # the best eighth of the chains take the place of the worst
-            ranked = times.argsort()
-            few = len(ranked) // 8
-            plans[ranked[-few:]], times[ranked[-few:]] = plans[ranked[:few]], times[ranked[:few]]
-
-
-def _legal(instance: Instance, tried: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The chains [n] that have a try within the rules, and the first such try [n, K, C] of each."""
-    legal = (instance.fits(tried) & instance.well_formed(tried)).reshape(-1, TRIES)
-    which = np.flatnonzero(legal.any(axis=1))
-    return which, tried[which * TRIES + legal[which].argmax(axis=1)]
-
-
-class Changes:
-    """A `Changes` draws random changes of plans. Every layer keeps its type, but a change may break other rules."""
-
-    def __init__(self, instance: Instance, rng: np.random.Generator):
-        self._rng = rng
-        self._stage_of = instance.stage_of
-        spans = [instance.type_columns(t) for t, _ in instance.columns]
-        self._first = np.array([span.start for span in spans])
-        self._options = np.array([span.stop - span.start for span in spans])
-
-    def __call__(self, plans: np.ndarray) -> np.ndarray:
-        """Return changed copies of plans [N, K, C]."""
-        rng, changed, count = self._rng, plans.copy(), len(plans)
-        moves = 1 + (rng.random(count) < _SECOND) + (rng.random(count) < _THIRD)
-        stage = np.full(count, -1)
-        for turn in range(3):
-            movers = np.flatnonzero(moves > turn)
-            only = np.where(rng.random(len(movers)) < _SAME_STAGE, stage[movers], -1)
-            movers, column, chunk = self._pick(changed, movers, only)
-            option, target = self._destination(column, chunk, changed.shape[2])
-            changed[movers, column, chunk] -= 1
-            changed[movers, option, target] += 1
-            if turn == 0:
-                stage[movers] = self._stage_of[np.where(rng.random(len(movers)) < 0.5, chunk, target)]
-        return changed
-
-    def _pick(
-        self, plans: np.ndarray, movers: np.ndarray, only: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """A layer of each mover, from any stage or `only` one: (movers that have one, its column, its chunk)."""
-        layers, size = plans[movers], plans.shape[2]
-        elsewhere = (only[:, None] >= 0) & (self._stage_of != only[:, None])
-        layers = np.where(elsewhere[:, None], 0, layers).reshape(len(movers), plans.shape[1] * size).cumsum(axis=1)
-        total = layers[:, -1]
-        drawn = (self._rng.random(len(movers)) * total).astype(int)
-        column, chunk = np.divmod((layers > drawn[:, None]).argmax(axis=1), size)
-        some = total > 0
-        return movers[some], column[some], chunk[some]
-
-    def _destination(self, column: np.ndarray, chunk: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-        rng, count = self._rng, len(column)
-        option = self._first[column] + (rng.random(count) * self._options[column]).astype(int)
-        beside = np.clip(chunk + rng.choice([-1, 1], count), 0, size - 1)
-        draw = rng.random(count)
-        moved = np.where(draw < _STAYS + _NEXT_CHUNK, beside, rng.integers(0, size, count))
-        return option, np.where(draw < _STAYS, chunk, moved)
-
-
 _RELAXED, _FIRST, _ROUND = 0.2, 0.2, 0.2  # effort of the bound, of the whole model and of the first round
 _ANNEAL, _NEAR = 0.6, 0.25  # of a round; the rest goes to the whole model
+_WEIGHTED = 2.0  # effort of the bound of weighted chains
 _PATTERNS = 2.0  # times a round's effort is spent on whole layers before it, if stages have several chunks
 
 
@@ -218,12 +117,14 @@ def optimise(
     report: Callable[[Incumbent], None] | None = None,
     start: np.ndarray | None = None,
 ) -> Outcome:
-    """Search until `budget` is spent or the best plan is proven. `report` is called with every improvement; the answer
-    is never worse than the plan `start` [K, C].
+    """Search until `budget` is spent or the best plan is proven to be the fastest. `report` is called with every
+    improvement; the answer is never worse than the plan `start` [K, C]. Who gives a `start` has placed the layers
+    quickly and knows the bound of weighted chains, so that neither is done again.
     """
     incumbent = Incumbent(instance, work_bound(instance), report)
-    if start is not None:
-        incumbent.offer(start)
+    first = place_fast(instance) if start is None else start
+    if first is not None:
+        incumbent.offer(first)
     even = even_plan(instance)
     if instance.fits(even[None])[0]:
         incumbent.offer(recompute_less(instance, even))
@@ -237,6 +138,9 @@ def optimise(
     rng = np.random.default_rng(seed)
     assert incumbent.plan is not None
     _whole(incumbent, model, budget.units(_FIRST))
+    if start is None and not incumbent.proven:
+        bound = weighted_bound(instance, incumbent.goal, budget.units(_WEIGHTED))
+        incumbent.prove(bound if bound < incumbent.goal else np.inf)
     units = _ROUND
     while not (incumbent.proven or budget.over):
         if instance.chunks > 1:

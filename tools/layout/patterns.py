@@ -1,11 +1,12 @@
-"""This module bounds an instance by whole layers in every chunk of every stage, and often solves it.
+"""This module computes a lower bound for an instance from whole layers in every chunk of every stage; often it also
+finds the best plan.
 
 A stage's pattern says how many layers of each type each of its chunks holds, and what these recompute. Only patterns
 count that keep the stage's memory, that recompute nothing in vain and whose work leaves the step under a goal. Stages
 are given patterns one after the other, the last stage first. Stages without a pattern run each chunk in the least time
-of all their patterns, so that the simulated step of some stages' patterns is a lower bound of all plans with these
-patterns. Whatever is not under the goal is left out. What is left when every stage has a pattern are all plans under
-the goal; if nothing is left there is none.
+of all their patterns with as many layers as must be there, so that the simulated step of some stages' patterns is a
+lower bound of all plans with these patterns. Whatever is not under the goal is left out. What is left when every stage
+has a pattern are all plans under the goal; if nothing is left there is none.
 
 The bound of `tools.layout.ilp.path_bound` divides layers. That is far too low where a chunk holds one or two layers,
 because stages then run their short chunks at different times. The slow reference is all plans of small instances
@@ -15,7 +16,7 @@ because stages then run their short chunks at different times. The slow referenc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,14 +26,13 @@ from tools.layout.instance import CAP_TOLERANCE, SCHEDULES, Instance
 from tools.layout.stage_costs import compositions, least_layers
 from tools.pipeline.simulate import makespans
 
-# effort of each simulated operation, and of each way to share out a stage's layers among its chunks
-_OPERATION, _COUNT = 4e-8, 5e-5
+# effort of each simulated operation, of each way to share out a stage's layers among its chunks, of each of these whose
+# ways to recompute are tried, and of each such way
+_OPERATION, _COUNT, _TRIED, _WAY = 4e-8, 1e-5, 5e-5, 1e-7
 _WAYS = 20_000  # ways to recompute of one stage's layers; beyond that none of its chunks recomputes more than it must
 _FRONT = 6  # patterns with the same layers; beyond that they count as one, with the least time of each chunk
-_ROWS, _CELLS = (
-    200_000,
-    8_000_000,
-)  # patterns of several stages that are looked at together; operations simulated at once
+_ROWS = 1_000_000  # patterns of several stages that are looked at together
+_CELLS = 8_000_000  # operations that are simulated at once
 _SLACK = 1e-9  # relative
 
 # (layers of each type of a chunk, whether it is the model's last) -> what `_choices` returns
@@ -41,34 +41,50 @@ Choices = dict[tuple[tuple[int, ...], bool], tuple[np.ndarray, np.ndarray, np.nd
 
 @dataclass(frozen=True)
 class Stage:
-    """This holds the patterns of one stage, each of N with V chunks, and after them the least of all."""
+    """This holds the N patterns of one stage: ways to give each of its V chunks layers and to recompute them. After the
+    patterns it holds rows of least values, one for each number of layers from 0 to the largest: the row of a number
+    has, in each column, the least value among the patterns with at least that number of layers.
+    """
 
-    layers: np.ndarray  # [N + 1, V]
-    early: np.ndarray  # [N + 1, V] layers of the first of two types
-    forward: np.ndarray  # [N + 1, V] ms
-    backward: np.ndarray  # [N + 1, V]
+    layers: np.ndarray  # [N + most + 1, V]
+    early: np.ndarray  # [N + most + 1, V] layers of the first of two types
+    forward: np.ndarray  # [N + most + 1, V] ms
+    backward: np.ndarray  # [N + most + 1, V]
     columns: list[np.ndarray | None]  # [N] of [V, K]; None where several patterns count as one
 
 
-def pattern_bound(instance: Instance, goal: float, budget: Budget) -> tuple[float, np.ndarray | None]:
+@dataclass(frozen=True)
+class After:
+    """This holds the time that a step takes after its pipeline has ended (gradients, weights and the optimizer), by its
+    slowest stage.
+    """
+
+    least: float  # ms of any plan
+    # ([N, stages] layers of the first of two types, other layers, [N] ms of a micro-batch on the slowest stage without
+    # receiving, [N] ms of the pipeline) -> [N, stages] ms that no plan with these layers, that recomputes as much or
+    # more, is under if this stage is the slowest; infinite where it cannot be
+    of: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+
+
+def pattern_bound(
+    instance: Instance, goal: float, budget: Budget, after: After | None = None
+) -> tuple[float, np.ndarray | None]:
     """Return (a time that no plan under `goal` is under, at most `goal`; a plan [K, C] of that time, if it was found).
 
     The bound is 0 where nothing is known: of schedules other than 1F1B, of more than two types of layers, and
     where the budget does not even pay for one stage.
+
+    Args:
+        after: what a step takes after its pipeline; it counts in `goal` and in the bound. None: nothing.
     """
-    if instance.schedule not in SCHEDULES or len(instance.types) > 2:
+    sure = after.least if after else 0.0
+    stages = patterns_of(instance, goal, budget, after)
+    if stages is None:
         return 0.0, None
-    known: Choices = {}
-    stages: list[Stage] = []
-    for number in range(instance.stages):
-        found = _patterns(instance, number, goal, known, budget)
-        if found is None:
-            return 0.0, None
-        stages.append(found)
     if any(len(stage.columns) == 0 for stage in stages):
         return goal, None
-    most = np.array([stage.layers[:-1].sum(axis=1).max() for stage in stages])
-    fewest = np.array([stage.layers[:-1].sum(axis=1).min() for stage in stages])
+    held = [stage.layers[: len(stage.columns)].sum(axis=1) for stage in stages]
+    most, fewest = (np.array([ends(one) for one in held]) for ends in (np.max, np.min))
     total = sum(kind.count for kind in instance.types)
     picks, times = np.full((1, instance.stages), -1), np.zeros(1)
     for stage in reversed(range(instance.stages)):
@@ -78,12 +94,17 @@ def pattern_bound(instance: Instance, goal: float, budget: Budget) -> tuple[floa
         new[:, stage] = np.tile(np.arange(len(stages[stage].columns)), len(picks))
         layers = _gather(stages, new, "layers").sum(axis=1)[:, stage:].sum(axis=1)
         good = (layers + most[:stage].sum() >= total) & (layers + fewest[:stage].sum() <= total)
-        new = new[good & _types_in_order(instance, stages, new, stage)]
+        good &= _types_in_order(instance, stages, new, stage)
+        new, left = new[good], total - layers[good]
+        for other in range(stage):  # it has what the others that have no pattern yet cannot hold
+            needed = left - (most[:stage].sum() - most[other])
+            new[:, other] = len(stages[other].columns) + np.clip(needed, 0, most[other])
         cost = _OPERATION * instance.table.work.size * len(new)
         if cost > budget.left:
             return min(goal, float(times.min())), None
         budget.spend(cost)
         took = _simulated(instance, stages, new)
+        took += sure if stage or after is None else _after(instance, stages, new, after, took)
         kept = took < goal * (1 - _SLACK)
         picks, times = new[kept], took[kept]
         if not len(picks):
@@ -95,9 +116,32 @@ def pattern_bound(instance: Instance, goal: float, budget: Budget) -> tuple[floa
     return float(times[best]), plan
 
 
+def patterns_of(instance: Instance, goal: float, budget: Budget, after: After | None = None) -> list[Stage] | None:
+    """Return the patterns of every stage with which a step can be under `goal` ms; None where nothing is known
+    (`pattern_bound`).
+    """
+    if instance.schedule not in SCHEDULES or len(instance.types) > 2:
+        return None
+    known: Choices = {}
+    stages: list[Stage] = []
+    for number in range(instance.stages):
+        found = _patterns(instance, number, goal - (after.least if after else 0.0), known, budget)
+        if found is None:
+            return None
+        stages.append(found)
+    return stages
+
+
 def _gather(stages: list[Stage], picks: np.ndarray, name: str) -> np.ndarray:
     """[N, V, stages] of the picked patterns, and the least of a stage that has none."""
     return np.stack([getattr(stage, name)[pick] for stage, pick in zip(stages, picks.T, strict=True)], axis=2)
+
+
+def _after(instance: Instance, stages: list[Stage], picks: np.ndarray, after: After, took: np.ndarray) -> np.ndarray:
+    """[N] ms after the pipeline."""
+    work = (_gather(stages, picks, "forward") + _gather(stages, picks, "backward")).sum(axis=1) - instance.received
+    early, layers = (_gather(stages, picks, name).sum(axis=1) for name in ("early", "layers"))
+    return after.of(early, layers - early, work.max(axis=1), took).min(axis=1)
 
 
 def _simulated(instance: Instance, stages: list[Stage], picks: np.ndarray) -> np.ndarray:
@@ -138,16 +182,20 @@ def _patterns(instance: Instance, stage: int, goal: float, known: Choices, budge
         base = both @ per_layer  # [V, 2]
         if base.sum() >= most:
             continue
+        budget.spend(_TRIED)
         early = tuple(map(int, both[:, 0])) if len(instance.types) > 1 else (0,) * len(both)
-        for extra, columns in _ways(instance, stage, both, most - float(base.sum()), known):
+        for extra, columns in _ways(instance, stage, both, most - float(base.sum()), known, budget):
             rows.append((tuple(map(int, both.sum(axis=1))), early, base[:, 0], base[:, 1] + extra, columns))
     if not rows:
         none = np.zeros((0, instance.chunks))
         return Stage(none, none, none, none, [])
-    layers, first, forward, backward = (
-        np.array([*values, np.min(values, axis=0)]) for values in list(zip(*rows, strict=True))[:4]
+    first_four = [np.array(values) for values in list(zip(*rows, strict=True))[:4]]
+    held = first_four[0].sum(axis=1)
+    layers, early_layers, forward, backward = (
+        np.array([*values, *(values[held >= number].min(axis=0) for number in range(held.max() + 1))])
+        for values in first_four
     )
-    return Stage(layers, first, forward + ends[0], backward + ends[1], [row[4] for row in rows])
+    return Stage(layers, early_layers, forward + ends[0], backward + ends[1], [row[4] for row in rows])
 
 
 def _counts(instance: Instance, stage: int, most: float) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -178,7 +226,7 @@ def _counts(instance: Instance, stage: int, most: float) -> Iterator[tuple[tuple
 
 
 def _ways(
-    instance: Instance, stage: int, counts: np.ndarray, most: float, known: Choices
+    instance: Instance, stage: int, counts: np.ndarray, most: float, known: Choices, budget: Budget
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
     """Yield ([V] ms of recomputation, [V, K] layers of each column) that keep the memory and are under `most` ms: of
     those with the same layers none takes more in every chunk than another one.
@@ -210,6 +258,7 @@ def _ways(
     if ways > _WAYS:
         yield lows, None
         return
+    budget.spend(_WAY * ways)
     picks = np.indices([len(extra) for extra, _, _ in small]).reshape(len(small), -1)
     held = np.stack([one[1][pick] for one, pick in zip(small, picks, strict=True)])
     extras = np.stack([one[0][pick] for one, pick in zip(small, picks, strict=True)], axis=1)  # [ways, V]

@@ -1,5 +1,5 @@
-"""This module assigns a configuration's layers to stages and chunks and chooses what each layer recomputes. The module
-uses the pipeline optimiser.
+"""This module assigns a configuration's layers to stages and chunks and chooses what each layer recomputes. For this
+the module calls the pipeline optimiser.
 
 `place` makes a pipeline-balance instance of the configuration (`problem`), has it optimised and turns the
 plan back into tables of layers and recomputation as MindFormers reads them: each option counts from a chunk's first
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -34,9 +34,10 @@ from tools.layout.floor import floor_of
 from tools.layout.ilp import IMPROVEMENT, PathModel, path_bound
 from tools.layout.instance import Instance
 from tools.layout.optimise import Outcome, optimise
-from tools.layout.patterns import pattern_bound
+from tools.layout.patterns import After, pattern_bound
 from tools.layout.problem import ORDER, by_layers, by_price, pipeline_instance
 from tools.layout.stage_costs import StageCosts
+from tools.layout.weighted import weighted_bound
 from tools.pipeline.schedules import pairs_up
 
 
@@ -69,14 +70,14 @@ def _fewest(config: Configuration, name: str, chunk: int, stage: int, cap_bytes:
 
 
 def recomputed_table(config: Configuration, name: str) -> Table:
-    """Return the table of the layers that recompute a group of operators, or norms."""
+    """Return the table of the layers that recompute a given group of operators, or norms."""
     none: Table = tuple((0,) * config.pp for _ in config.layers)
     return (config.recompute.select if name == NORMS else dict(config.recompute.operators).get(name)) or none
 
 
 def with_table(config: Configuration, name: str, table: Table) -> Configuration:
-    """Return the configuration with another table for a group, or for norms. If the table has no layers, the group is
-    removed.
+    """Return the configuration with a new table of the layers that recompute a group of operators, or norms. If the
+    table has no layers, the group is removed.
     """
     some = table if any(map(any, table)) else None
     if name == NORMS:
@@ -87,9 +88,9 @@ def with_table(config: Configuration, name: str, table: Table) -> Configuration:
 
 
 def recomputing_least(config: Configuration, model: TimeModel, cap_bytes: float) -> list[Configuration]:
-    """Return `config` with its layers where they are and less recomputed, with whole layers among it and without. On
-    each stage the first layers have one option and the others a weaker one, so that the stage keeps `cap_bytes` and
-    takes the least time.
+    """Return several variants of `config` with its layers where they are and less recomputation; in some of them whole
+    layers are recomputed. On each stage the first layers have one option and the others a weaker one, so that the stage
+    keeps `cap_bytes` and takes the least time.
     """
     some = [_least(config, model, cap_bytes, options) for options in (ORDER, ORDER[1:])]
     return [one for one in some if one is not None]
@@ -130,7 +131,9 @@ def _recomputing(config: Configuration, tables: dict[str, np.ndarray]) -> Config
 
 _SHARE = 0.35  # of effort and time, for each instance but the last
 # of the bounds of a candidate at most: by the solver's model, by whole layers
-BOUND_EFFORT, WHOLE_EFFORT = 0.5, 3.0
+BOUND_EFFORT, WHOLE_EFFORT = 0.5, 5.0
+_EQUAL = 1e-6  # relative: stages are equally slow
+GOALS = (0.972, 0.986, 1.0)  # shares of the time to beat for which bounds by whole layers are proven in turn
 
 
 @dataclass(frozen=True)
@@ -217,29 +220,37 @@ def place(
 
 
 def screen(
-    config: Configuration, model: TimeModel, cap_bytes: float, beat: float = math.inf, groups: bool = False
+    config: Configuration,
+    model: TimeModel,
+    cap_bytes: float,
+    beat: float = math.inf,
+    groups: bool = False,
+    effort: float = WHOLE_EFFORT,
 ) -> Placement:
     """Return a placement of `config`'s layers that takes a fraction of a second (`tools.layout.fast`), with a lower
     bound for all placements. Layers are placed only if the bound is under `beat` seconds. The returned bound holds only
-    for plans under `beat` seconds.
+    for plans under `beat` seconds. At most `effort` goes to the bound by whole layers, and `Placement.spent` says how
+    much of it was used.
     """
     low, found, outside = math.inf, Placement(None, math.inf, 0.0, why="no placement was found quickly"), math.inf
     every = all_ways(config, model, groups)
     candidates = [] if every else recomputing_least(config, model, cap_bytes)
+    spent = 0.0
     for way in every:
         instance = pipeline_instance(config, model, cap_bytes, *way)
         bound, rest = _floor(config, model, instance, beat)
-        goal, plans = 1000 * (beat - rest - model.fixed), list[np.ndarray]()
-        if bound + rest + model.fixed < beat < math.inf and not pairs_up(config.schedule):
-            closer, plans = _closer(instance, goal, len(every))
-            bound = max(bound, closer / 1000)
-        low, outside = min(low, bound + rest), min(outside, rest)
-        if bound + rest + model.fixed < beat:
-            plan = place_fast(instance, goal)
+        total, plans = bound + rest + model.fixed, list[np.ndarray]()
+        if total < beat < math.inf and not pairs_up(config.schedule):
+            budget = Budget(effort / len(every))
+            closer, plans = _closer(config, model, instance, rest, beat, budget)
+            total, spent = max(total, closer), spent + budget.spent
+        low, outside = min(low, total), min(outside, rest)
+        if total < beat:
+            plan = place_fast(instance, 1000 * (beat - rest - model.fixed))
             laid = [configuration_of(config, instance, plan) for plan in [plan, *plans] if plan is not None]
             candidates += [eased(one, model, cap_bytes) for one in laid] if way.groups else laid
     dropped = []
-    for candidate in [*candidates, *([] if _at_least(config, model) >= min(beat, low + model.fixed) else [config])]:
+    for candidate in [*candidates, *([] if _at_least(config, model) >= min(beat, low) else [config])]:
         peaks = tuple(memory.peak for memory in all_stages(candidate))
         if max(peaks) > cap_bytes:
             dropped += [_exceeds(candidate, peaks, cap_bytes)] if candidate is not config else []
@@ -247,28 +258,42 @@ def screen(
         step = model.step(candidate, simulated=True)
         if step.total < found.step_s:
             found = Placement(candidate, step.total, 0.0, peaks)
-    least = 0.0 if not every or pairs_up(config.schedule) else min(found.step_s, low + model.fixed)
+    least = 0.0 if not every or pairs_up(config.schedule) else min(found.step_s, low)
     rest = outside if every else 0.0
-    return replace(found, bound_s=least, least_s=least, outside_s=rest, dropped=tuple(dropped))
+    return replace(found, bound_s=least, least_s=least, outside_s=rest, spent=spent, dropped=tuple(dropped))
 
 
-def _closer(instance: Instance, goal: float, ways: int) -> tuple[float, list[np.ndarray]]:
-    """Milliseconds that no plan of an instance under `goal` is under, by the solver's model with layers that may be
-    divided, and where that leaves some by whole layers; the fastest plan, if that proved one to be it.
+def _closer(
+    config: Configuration, model: TimeModel, instance: Instance, rest: float, beat: float, budget: Budget
+) -> tuple[float, list[np.ndarray]]:
+    """Seconds of a step that no plan of an instance under `beat` is under, by weighted chains (or the solver's model
+    with layers that may be divided), and where that leaves some by patterns; the fastest plan, if it was found to be
+    that.
+
+    A bound a little under `beat` takes a small share of the work of one at `beat`, so that they are proven in turn.
     """
-    bound = path_bound(instance, PathModel(instance), Budget(BOUND_EFFORT / ways))
-    if bound >= goal:
-        return bound, []
-    closer, plan = pattern_bound(instance, goal * (1 + IMPROVEMENT), Budget(WHOLE_EFFORT / ways))
-    return max(bound, closer), [] if plan is None else [plan]
+    known, after = rest + model.fixed, _after(config, model, instance, rest)
+    effort = budget.effort * BOUND_EFFORT / WHOLE_EFFORT
+    bound = weighted_bound(instance, 1000 * beat * (1 + IMPROVEMENT), budget.units(budget.effort / 2), after) / 1000
+    if not bound:  # too many patterns
+        bound = path_bound(instance, PathModel(instance), Budget(effort)) / 1000 + known
+    for share in GOALS:
+        if bound >= share * beat:
+            continue
+        goal = share * beat
+        closer, plan = pattern_bound(instance, 1000 * goal * (1 + IMPROVEMENT), budget, after)
+        bound = max(bound, closer / 1000)
+        if plan is not None or bound < goal:
+            return bound, [] if plan is None else [plan]
+    return bound, []
 
 
 def floor_seconds(
     config: Configuration, model: TimeModel, cap_bytes: float, beat: float = math.inf, groups: bool = False
 ) -> float:
-    """Return, within milliseconds, a lower bound on the seconds of a step. The bound holds for everything that `place`
-    and `screen` return for `config` and that is under `beat`; it is 0 if no layer is moved, and infinite if no
-    placement fits.
+    """Return, within milliseconds, a lower bound on the seconds of a step for all placements of `config`. The bound
+    holds for everything that `place` and `screen` return for `config` and that is under `beat`; it is 0 if no layer is
+    moved, and infinite if no placement fits.
     """
     every = all_ways(config, model, groups)
     if not every or pairs_up(config.schedule):
@@ -295,16 +320,12 @@ def _floor(config: Configuration, model: TimeModel, instance: Instance, beat: fl
 
 
 def outside_least(config: Configuration, model: TimeModel, instance: Instance, slowest: float, beat: float) -> float:
-    """Return the seconds that gradients, weights and the optimizer take at least, in a plan whose slowest stage takes
-    at least `slowest` seconds of a micro-batch and whose pipeline takes at most `beat`.
+    """Return the least time in seconds of gradients, weights and the optimizer, in a plan whose slowest stage takes at
+    least `slowest` seconds for a micro-batch and whose pipeline takes at most `beat` seconds.
 
     They count on the slowest stage. With everything recomputed so few layers take that long; it has no fewer.
     """
-    kinds = [kind.name for kind in instance.types]
-    ends, each = by_layers(
-        config, kinds, lambda laid, stage: np.array([*model.once_and_each(laid, stage), model.optimizer(laid, stage)])
-    )
-    costs = StageCosts(instance)
+    costs, kinds = StageCosts(instance), [kind.name for kind in instance.types]
     longest = max(base + extra.max() for base, extra in zip(costs.base, costs.extra, strict=True)) / 1000
     share = 1.0
     if config.skew != 1:  # the slowest stage is that of even loads
@@ -313,16 +334,53 @@ def outside_least(config: Configuration, model: TimeModel, instance: Instance, s
             (one.forward.total + one.backward.total) / (two.forward.total + two.backward.total)
             for one, two in ((model.layer(even, kind), model.layer(config, kind)) for kind in kinds)
         )
-    layers = np.maximum(0, np.ceil((share * slowest - costs.ends / 1000) / longest - 1e-9))
-    if config.pp == 1:
-        layers[:] = 0  # all of them are counted at the ends
-    once, again, optimizer = (ends + layers[:, None] * np.min(list(each.values()), axis=0)).T
-    data = once + again * config.micro_batches
-    if config.overlap_dp:
-        rounds = min(config.pp, config.micro_batches) if config.chunks > 1 else 1
-        rounds = config.micro_batches if config.shard_weights else rounds
-        data = model.waited(once, again, beat / config.micro_batches, config.micro_batches, rounds)
-    return float(np.min(np.maximum(0.0, data) + optimizer))
+    # what the slowest one takes counts without receiving
+    own, ends = slowest - instance.received.max() / 1000, (costs.ends - instance.received) / 1000
+    layers = np.maximum(0, np.ceil((share * own - ends) / longest - 1e-9))
+    return float(_outside(config, model, instance)(layers, 0 * layers, beat / config.micro_batches).min())
+
+
+def _outside(config: Configuration, model: TimeModel, instance: Instance) -> Callable[..., np.ndarray]:
+    """A function of layers [..., stages] of any type, of layers of the last type, and of seconds of a micro-batch: the
+    seconds [..., stages] that gradients, weights and the optimizer take at least, if that stage with these layers is
+    the slowest and takes at most so long.
+    """
+    ends, each = by_layers(
+        config,
+        [kind.name for kind in instance.types],
+        lambda laid, stage: np.array([*model.once_and_each(laid, stage), model.optimizer(laid, stage)]),
+    )
+    least, last, many = np.min(list(each.values()), axis=0), list(each.values())[-1], config.micro_batches
+    rounds = min(config.pp, many) if config.chunks > 1 else 1
+    rounds = many if config.shard_weights else rounds
+
+    def seconds(layers: np.ndarray, late: np.ndarray, work: Any) -> np.ndarray:
+        more = layers[..., None] * least + late[..., None] * last
+        once, again, optimizer = np.moveaxis(ends + (more if config.pp > 1 else 0 * more), -1, 0)  # else ends have all
+        data = model.waited(once, again, work, many, rounds) if config.overlap_dp else once + again * many
+        return np.maximum(0.0, data) + optimizer
+
+    return seconds
+
+
+def _after(config: Configuration, model: TimeModel, instance: Instance, rest: float) -> After:
+    """The same in ms with what is fixed, for plans whose slowest stage takes at least `rest` seconds of it. If layers
+    have uneven loads, the slowest stage of even ones counts, which may be any.
+
+    A stage that recomputes in vain can become the slowest: each that can take as long counts. A slower stage hides
+    more, until the pipeline takes longer by as much or more.
+    """
+    seconds, costs = _outside(config, model, instance), StageCosts(instance)
+    longest = [base + extra.max() for base, extra in zip(costs.base, costs.extra, strict=True)]
+
+    def after(early: np.ndarray, late: np.ndarray, slowest: np.ndarray, pipeline: np.ndarray) -> np.ndarray:
+        ends = costs.ends - instance.received
+        able = ends + early * longest[0] + late * longest[-1] >= slowest[:, None] * (1 - _EQUAL)
+        work = pipeline[:, None] / 1000 / config.micro_batches
+        every = seconds(early, late, work) if config.skew == 1 else np.zeros(able.shape)
+        return 1000 * (np.maximum(np.where(able, every, np.inf), rest) + model.fixed)
+
+    return After(1000 * (rest + model.fixed), after)
 
 
 class Way(NamedTuple):
@@ -334,7 +392,7 @@ class Way(NamedTuple):
 
 
 def ways(config: Configuration) -> list[Way]:
-    """Return the instances by which a configuration is placed; return [] if no layer can move.
+    """Return the instances from which placements of a configuration are computed; return [] if no layer can move.
 
     No layer recomputes everything; some do; the last one does, and MTP with it.
     """
@@ -356,7 +414,7 @@ def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
 
 
 def all_ways(config: Configuration, model: TimeModel, groups: bool) -> list[Way]:
-    """Return `ways`, and with `groups` also `group_ways`."""
+    """Return `ways`, and also `group_ways` if `groups` is True."""
     return [*ways(config), *(group_ways(config, model) if groups else [])]
 
 
@@ -397,7 +455,7 @@ def configuration_of(config: Configuration, instance: Instance, plan: np.ndarray
 
 
 def plan_of(config: Configuration, instance: Instance) -> np.ndarray | None:
-    """Return the plan [K, C] of a configuration's tables; None where the instance lacks an option of them."""
+    """Return the plan [K, C] that a configuration's tables describe; None if the instance lacks one of the options."""
     plan = np.zeros((len(instance.columns), len(instance.stage_of)), int)
     names = {
         (instance.types[t].name, instance.types[t].options[o].name): n for n, (t, o) in enumerate(instance.columns)

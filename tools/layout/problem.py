@@ -49,9 +49,20 @@ class PlacedInstance(Instance):
         found[2:, -1] += self.end_weights[1]
         return found
 
+    @property
+    def transfer(self) -> float:
+        """Return the time for which a stage is busy when it sends, which is as long as it is when it receives."""
+        return self.receiving
+
+    @cached_property
+    def received(self) -> np.ndarray:
+        """Return the part of `ends` that is receiving, [stages]."""
+        every = self.by_stage(self.ends.sum(axis=0) - super().ends.sum(axis=0))
+        return every.reshape(self.chunks, self.stages).sum(axis=0)
+
     @cached_property
     def ends(self) -> np.ndarray:
-        """Return [2, C]: forward and backward of all work that belongs to no layer."""
+        """Return the forward and backward times of all work that belongs to no layer, [2, C]."""
         fixed = np.full((2, self.chunks * self.stages), self.receiving)
         fixed[:, 0] += self.head
         fixed[:, -1] += self.tail
@@ -66,7 +77,8 @@ class PlacedInstance(Instance):
 def pipeline_instance(
     config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False, groups: Sequence[str] = ()
 ) -> PlacedInstance:
-    """Return the problem of placing `config`'s layers anew. The layers' present place and recomputation are not read.
+    """Return the problem of placing `config`'s layers anew. The present placement and recomputation of the layers in
+    `config` have no effect.
 
     Args:
         full: layers may recompute everything. MindFormers' recipes then have working memory for a whole layer's
@@ -135,7 +147,7 @@ def strongest_first(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def kind_count(config: Configuration, kind: str) -> int:
-    """Return the number of layers of a kind."""
+    """Return the number of layers of a kind that the model has."""
     return config.model.pattern.count(kind)
 
 
@@ -201,8 +213,9 @@ def _parameters(config: Configuration, kinds: list[str]) -> tuple[np.ndarray, di
 def by_layers(
     config: Configuration, kinds: Sequence[str], of_stage: Callable[[Configuration, int], np.ndarray]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return what a sum over a stage's weights is [stages, values] without any layer, and [values] for a layer of each
-    kind. If there is only one stage, its layers cannot move, so they count as part of the stage.
+    """Return two arrays for a sum over a stage's weights: its value without any layer, [stages, values], and the value
+    that a layer of each kind adds, [values]. If there is only one stage, its layers cannot move, so they count as part
+    of the stage.
     """
     if config.pp == 1:
         whole = of_stage(replace(config, layers=((config.model.layers,),)), 0)
@@ -250,8 +263,8 @@ def _last_stage(config: Configuration) -> int:
 
 
 def may_hold_first(config: Configuration, stage: int) -> bool:
-    """Return whether a stage can hold layers of the first kind. If it can, each stage before it must hold at least one
-    layer of this kind, too.
+    """Return whether a stage can hold layers of the first kind. If a stage can, each stage before it must hold at least
+    one layer of this kind, too.
     """
     model = config.model
     first = kind_count(config, model.pattern[0])

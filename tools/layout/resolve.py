@@ -64,8 +64,8 @@ SECTION = ("plugins", "attention_balance")
 
 
 def sample_cost(recipe: Recipe) -> Cost:
-    """Return the training FLOPs of a token, and the FLOPs of a pair of tokens of which one attends to the other. A
-    recomputed forward pass counts again.
+    """Return the training FLOPs of a token, and the FLOPs of a pair of tokens of which one attends to the other. If the
+    recipe recomputes the forward pass, its FLOPs count twice.
 
     Raises:
         RecipeError: the recipe's sizes make no model.
@@ -98,8 +98,8 @@ def write_sample_cost(recipe: Recipe) -> None:
 
 
 def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:
-    """Take over (in place) the cost with which the run of `first`, its effective recipe, began. Return a line of text
-    if the two costs differ.
+    """Write into the recipe (in place) the cost of a sample with which the run began; `first` is the effective recipe
+    of that beginning. Return a line of text if the two costs differ.
 
     A recipe that gives measured costs of its own keeps them, and one without the plugin stays without.
     """

@@ -1,4 +1,4 @@
-"""This module says how little work a pipeline stage can have with given layers, under its memory cap.
+"""This module computes the least work that a pipeline stage can have with given layers under its memory cap.
 
 A stage's work is the time of its layers and of what they recompute. A stage that holds given layers recomputes as
 little as its memory allows, whatever the other stages do: few layers are tried in all ways, of many the cheapest memory
@@ -26,7 +26,7 @@ _MOST = 20_000  # ways to recompute a stage's layers that are all tried; beyond 
 
 @lru_cache(maxsize=1024)
 def compositions(count: int, options: int) -> np.ndarray:
-    """Return [ways, options] all ways to give `count` layers one of the options each."""
+    """Return all ways to distribute `count` layers over the options, [ways, options]."""
     every = list(itertools.combinations(range(count + options - 1), options - 1))
     bars = np.array(every, int).reshape(len(every), options - 1)
     edges = np.column_stack([np.full(len(bars), -1), bars, np.full(len(bars), count + options - 1)])
@@ -54,11 +54,13 @@ class StageCosts:
         )
 
     def content(self, first: int, count: int) -> Chunk:
-        """Return the layers of each type among `count` layers of the model from `first` on."""
+        """Return the number of layers of each type among the `count` layers of the model from `first` on."""
         return tuple(int(n) for n in self._prefix[first + count] - self._prefix[first])
 
     def least(self, stage: int, layers: Stage) -> tuple[float, np.ndarray] | None:
-        """Return (work, [chunks, K] layers of each column) of a stage with `layers`; None where they do not fit."""
+        """Return (work, [chunks, K] layers of each column) of a stage with `layers`; None if these layers do not
+        fit.
+        """
         key = stage, layers
         if key not in self._known:
             self._known[key] = self._least(stage, layers)
@@ -193,7 +195,7 @@ class StageCosts:
         return extra, given
 
     def split(self, counts: Iterable[int]) -> list[Stage]:
-        """Return what each stage holds of [C] layers of each chunk in model order."""
+        """Return what each stage holds if the chunks have [C] layers, in model order."""
         rows: list[list[Chunk]] = [[] for _ in range(self.instance.stages)]
         first = 0
         for chunk, count in enumerate(counts):
@@ -202,13 +204,15 @@ class StageCosts:
         return [tuple(row) for row in rows]
 
     def works(self, counts: Iterable[int]) -> np.ndarray | None:
-        """Return [stages] least work with [C] layers of each chunk; None where a stage's layers do not fit."""
+        """Return the least work of each stage, [stages], if the chunks have [C] layers; None if a stage's layers do not
+        fit.
+        """
         found = [self.least(stage, layers) for stage, layers in enumerate(self.split(counts))]
         works = [one[0] for one in found if one]
         return np.array(works) if len(works) == len(found) else None
 
     def plan(self, counts: Iterable[int]) -> np.ndarray:
-        """Return the plan [K, C] with the least work of each stage, for counts that fit."""
+        """Return the plan [K, C] with the least work on each stage, for numbers of layers that fit."""
         plan = np.zeros((len(self.instance.columns), len(self.instance.stage_of)), int)
         for stage, layers in enumerate(self.split(counts)):
             one = self.least(stage, layers)
@@ -223,7 +227,7 @@ class StageCosts:
 
 
 def least_layers(instance: Instance) -> np.ndarray:
-    """Return [C] layers that each chunk must hold at least."""
+    """Return the least number of layers that each chunk must hold, [C]."""
     found = np.full(len(instance.stage_of), instance.least_layers)
     found[[0, -1]] = 0
     found[-1] = max(found[-1], instance.last_layers)
@@ -231,7 +235,9 @@ def least_layers(instance: Instance) -> np.ndarray:
 
 
 def least_sum(table: np.ndarray, slowest: float) -> tuple[float, list[int]] | None:
-    """Return (least sum of work, layers of each stage) with no stage over `slowest`, or None if this is impossible."""
+    """Return (the least sum of work, the layers of each stage) of plans in which no stage has more work than `slowest`;
+    None if there is no such plan.
+    """
     stages, size, _ = table.shape
     best, choices = np.where(np.arange(size) == 0, 0.0, np.inf), []
     for stage in range(stages):

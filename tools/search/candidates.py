@@ -1,5 +1,5 @@
-"""This module is the space of parallel strategies: every legal candidate, and the rule by which each other one was
-dropped.
+"""This module enumerates the space of parallel strategies: every legal candidate, and for each other candidate the rule
+that excludes it.
 
 A candidate is a mesh dp x tp x pp x cp of all devices, vpp chunks a stage (1 .. layers // pp), ep (a divisor of the
 experts), samples of a micro-batch (a divisor of the global batch; their number follows), a dispatch mode, what
@@ -42,7 +42,7 @@ class Funnel:
     dropped: dict[str, int] = field(default_factory=dict)
 
     def drop(self, reason: str, count: int) -> None:
-        """Count the candidates that a rule has dropped."""
+        """Count the candidates that a rule has excluded."""
         if count:
             self.dropped[reason] = self.dropped.get(reason, 0) + count
 
@@ -56,7 +56,9 @@ class Funnel:
         return [reason for reason in self.dropped if reason.startswith("--limit")]
 
     def lines(self) -> list[tuple[str, int]]:
-        """Return rows for a table: the whole, the candidates that each rule dropped (negative), and the rest."""
+        """Return the rows of a table: the number of all candidates, the numbers that each rule dropped (negative), and
+        the number that is left.
+        """
         return [("all", self.total), *((reason, -count) for reason, count in self.dropped.items()), ("left", self.left)]
 
 
@@ -117,13 +119,13 @@ class Candidate(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Return the strategy for a line of text."""
+        """Return the strategy as part of a line of text."""
         degrees = f"dp{self.dp} tp{self.tp} pp{self.pp} vpp{self.vpp} cp{self.cp} ep{self.ep}, {self.m} x {self.mbs}"
         return f"{degrees}, {self.mode}, sharded: {self.shard}, recompute: {self.recompute}"
 
 
 class Mesh(NamedTuple):
-    """These are degrees whose product is the number of devices."""
+    """These are parallel degrees whose product is the number of devices."""
 
     dp: int
     tp: int
@@ -133,8 +135,8 @@ class Mesh(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """These are the legal candidates of one pp and vpp: {column of `COLUMNS`: [rows] integers}, each with all of
-    `recompute`.
+    """These are the legal candidates with one value of pp and vpp, as {column of `COLUMNS`: [rows] integers}; each is
+    combined with every value of `recompute`.
     """
 
     pp: int
@@ -150,7 +152,7 @@ class Block:
         return replace(self, columns={name: column[rows] for name, column in self.columns.items()})
 
     def candidate(self, row: int, recompute: str) -> Candidate:
-        """Return the candidate in one row."""
+        """Return the candidate that one row describes."""
         values: dict[str, Any] = {name: int(column[row]) for name, column in self.columns.items()}
         values |= {"mode": MODES[values["mode"]], "shard": SHARDS[values["shard"]]}
         return Candidate(pp=self.pp, vpp=self.vpp, recompute=recompute, **values)
@@ -205,12 +207,12 @@ class _Axes:
         self.shape = tuple(len(values) for values in self.values.values())
 
     def along(self, name: str) -> np.ndarray:
-        """Return the values of an axis, in the shape that broadcasts along it."""
+        """Return the values of an axis in a shape that broadcasts along this axis."""
         place = list(self.values).index(name)
         return self.values[name].reshape([-1 if axis == place else 1 for axis in range(len(self.shape))])
 
     def survivors(self, request: Request, funnel: Funnel) -> np.ndarray | None:
-        """Return a mask of `shape`; None if no candidate of the mesh is left."""
+        """Return a mask of `shape` for the candidates of a mesh; None if no candidate is left."""
         size = int(np.prod(self.shape))
         funnel.total += size
         for reason, kept in mesh_rules(request, self.mesh):
@@ -250,6 +252,18 @@ class _Axes:
         accumulates = (request.global_batch // (dp * mbs) > 1) & np.bool_(pp == 1)
         all_weights, experts = without_copies(dp, tp, cp, ep, request.base.model.experts)
         yield words, (self.along("shard") == 0) | ~(accumulates & (experts | np.bool_(all_weights)))
+        if request.base.muon:
+            words = (
+                "shard: Muon cuts matrices over optimizer_weight_shard_size of the data-parallel ranks, and no expert"
+            )
+            yield words, (self.along("shard") == 0) | self._whole_experts(request)
+
+    def _whole_experts(self, request: Request) -> np.ndarray:
+        """Where the shards that Muon must be told of are at most the data-parallel ranks, and hold whole experts."""
+        size, ep = request.base.shard_size, self.along("ep")
+        sharing = np.minimum(size, self.mesh.dp * self.mesh.tp * self.mesh.cp // ep)
+        fits = 1 < size <= self.mesh.dp
+        return np.bool_(fits) & (request.base.model.experts % np.maximum(ep * sharing, 1) == 0)
 
     def _cuts(self, request: Request) -> np.ndarray:
         """Where the chunks that the recipe writes can be."""
@@ -292,7 +306,7 @@ class _Axes:
 
 
 def mesh_rules(request: Request, mesh: Mesh) -> Iterator[tuple[str, bool]]:
-    """Return (rule, whether the mesh satisfies it), in order."""
+    """Return pairs (rule, whether the mesh satisfies the rule), in the order in which the rules are checked."""
     model, sequence = request.base.model, request.base.sequence
     dp, tp, pp, cp = mesh
     size = request.base.shard_size
@@ -309,7 +323,7 @@ def mesh_rules(request: Request, mesh: Mesh) -> Iterator[tuple[str, bool]]:
 
 
 def schedule_of(request: Request, pp: int, vpp: int) -> str:
-    """Return the schedule that a candidate runs."""
+    """Return the pipeline schedule that a candidate runs."""
     if request.schedule and pp > 1:
         return request.schedule
     if vpp == 1:
@@ -319,7 +333,7 @@ def schedule_of(request: Request, pp: int, vpp: int) -> str:
 
 
 def configuration(request: Request, candidate: Candidate) -> Configuration:
-    """Return the run of a candidate with balanced layers; "planned" recomputes all of them until the layers are
+    """Return the run of a candidate with balanced layers; for "planned", all layers are recomputed until they are
     placed.
     """
     schedule = schedule_of(request, candidate.pp, candidate.vpp)
@@ -348,7 +362,9 @@ def configuration(request: Request, candidate: Candidate) -> Configuration:
 
 
 def candidate_of(config: Configuration) -> Candidate:
-    """Return the candidate nearest to a run: its degrees, and its recomputation if all layers do the same."""
+    """Return the candidate that is most like a run: it has the run's degrees, and its recomputation if all layers do
+    the same.
+    """
     given = {word: getattr(config.recompute, word) for word in POLICIES[1:]}
     same = [word for word, table in given.items() if table == config.layers]
     used = [word for word, table in given.items() if table] + [word for word, _ in config.recompute.operators]

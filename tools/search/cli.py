@@ -31,6 +31,7 @@ from tools.search.command import space_command
 from tools.search.measured import calibrate_command, explain, validate
 from tools.search.options import (
     PlanProgress,
+    RecipeOrCommand,
     effort_option,
     effort_within,
     json_option,
@@ -131,43 +132,13 @@ def _print(found: LayoutFile, text: str | None) -> None:
 _RESERVE = 3.0
 
 
-class RecipeOrCommand(click.Group):
-    """This is a group whose first word is one of its commands or a recipe, which goes to `tc3 search RECIPE`."""
+class SearchOrCommand(RecipeOrCommand):
+    """This is the group whose recipes go to `tc3 search RECIPE`."""
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command; if the first word is not a command, return the recipe's, including options before the
-        recipe.
-        """
-        if args[0] in self.commands:
-            return super().resolve_command(ctx, args)
-        return "", space_command, args
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as click does, but options that are not the group's belong to the recipe's command."""
-        if not args:
-            raise click.UsageError("give a RECIPE.yaml, or one of the commands that `tc3 search --help` lists", ctx)
-        ctx.ignore_unknown_options = True
-        return super().parse_args(ctx, args)
-
-    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Both forms."""
-        formatter.write_usage(ctx.command_path, "RECIPE [OPTIONS]")
-        formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...", "       ")
-
-    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the one help of `tc3 search`, also for `tc3 search RECIPE --help`: the help of the recipe's command,
-        then the commands.
-        """
-        self.format_usage(ctx, formatter)
-        recipe = click.Context(space_command, parent=ctx, info_name="")
-        space_command.format_help_text(recipe, formatter)
-        space_command.format_options(recipe, formatter)
-        self.format_commands(ctx, formatter)
+    of_recipe = space_command
 
 
-@click.group(cls=RecipeOrCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=SearchOrCommand, context_settings={"help_option_names": ["-h", "--help"]})
 def search() -> None:
     """Find parallel strategies for a recipe without a device."""
 

@@ -42,7 +42,7 @@ class OfGroup(click.Command):
     """This is the class of a command that has the same help as its group; the group writes this help."""
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the help as the group does."""
+        """Write the same help as the command's group."""
         assert ctx.parent
         ctx.parent.command.format_help(ctx.parent, formatter)
 
@@ -65,6 +65,16 @@ class OfGroup(click.Command):
     help=(
         "First fit the cluster's efficiencies, as tc3 search calibrate does: to a profile of a run of RECIPE (its "
         "folder, or the run's with the profile in it), or to measured steps. With --write the fitted cluster is saved "
+        "beside OVERLAY.yaml, as OVERLAY.cluster.yaml."
+    ),
+)
+@click.option(
+    "--measured",
+    "bundle",
+    type=click.Path(path_type=Path),
+    metavar="BUNDLE.zip",
+    help=(
+        "Search for the cluster that tc3 firsthour measured with RECIPE. With --write the measured cluster is saved "
         "beside OVERLAY.yaml, as OVERLAY.cluster.yaml."
     ),
 )
@@ -120,10 +130,10 @@ class OfGroup(click.Command):
     "--loads",
     metavar="LOADS",
     help=(
-        "Search once more under uneven expert loads, and rank the strategies of both searches by their expected step "
-        "time, with the chance that each runs out of memory. LOADS can be: even, published, trained, spread:NUMBER, "
-        "one max/mean such as 1.3, a run's folder or a routing log (docs/estimator.md). With this option, --write "
-        "writes the first strategy of this ranking."
+        "Search a second time under uneven expert loads, rank the strategies of the first and the second search by "
+        "their expected step time, and show the chance that each runs out of memory. LOADS can be: even, published, "
+        "trained, spread:NUMBER, one max/mean such as 1.3, a run's folder or a routing log (docs/estimator.md). With "
+        "this option, --write writes the first strategy of this ranking."
     ),
 )
 @click.option("--top", default=10, show_default=True, type=Number("rows"), help="Number of strategies to show.")
@@ -222,15 +232,26 @@ def space_command(
 
 
 def _cluster(recipe: Path, cluster_name: str | None, folder: Path, options: dict[str, Any]) -> str:
-    """The cluster's name or file; with --from that of a new file, in `folder` or beside the recipe to write."""
-    measured, overlay = options["measured"], options["write"]
-    if measured is None:
+    """The cluster's name or file; with --from or --measured that of a new file, in `folder` or beside the recipe to
+    write.
+    """
+    measured, bundle, overlay = options["measured"], options["bundle"], options["write"]
+    if bundle is not None and (measured is not None or cluster_name is not None):
+        raise click.UsageError(
+            "--measured brings its own cluster; leave out --cluster and --from, or leave out --measured"
+        )
+    if measured is None and bundle is None:
         return DEFAULT_HARDWARE if cluster_name is None else cluster_name
+    from tools.measured.bundle import measured_cluster, origin, read_bundle
     from tools.search.measured import cluster_from
 
     path = overlay.with_suffix(".cluster.yaml") if overlay else folder / "calibrated.yaml"
     keep_existing("--write", path, options["force"])
-    text, words = cluster_from(measured, recipe, cluster_name, path.name.split(".")[0])
+    if bundle is not None:
+        found = read_bundle(bundle, recipe)
+        text, words = measured_cluster(found), origin(found)
+    else:
+        text, words = cluster_from(measured, recipe, cluster_name, path.name.split(".")[0])
     write_atomically(path, text)
     click.echo(words, err=True)
     if overlay:

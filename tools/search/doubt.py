@@ -69,8 +69,8 @@ def perturbed(model: TimeModel, term: Term, factor: float) -> TimeModel:
 
 
 def slopes(model: TimeModel, configs: Sequence[Configuration]) -> np.ndarray:
-    """Return [configs, TERMS], the change of ln(step seconds) for a deviation of each term, by the closed form of the
-    pipeline.
+    """Return the change of ln(step seconds) if one term is off, by the closed form of the pipeline, [configs,
+    TERMS].
     """
     found = np.zeros((len(configs), len(TERMS)))
     for column, term in enumerate(TERMS):
@@ -81,7 +81,7 @@ def slopes(model: TimeModel, configs: Sequence[Configuration]) -> np.ndarray:
 
 
 def scaled(slope: np.ndarray, error: float) -> np.ndarray:
-    """Return `slopes` with all deviations multiplied by one factor, so that step times vary by `error` on average."""
+    """Return `slopes` multiplied by one factor, chosen so that step times vary by `error` on average."""
     wanted = _DEVIATION * error
     varies = float(np.sqrt((slope**2).sum(axis=1).mean()))
     return slope * (wanted / varies) if varies else slope
@@ -106,7 +106,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Doubt:
-    """This says how certain it is that the chosen layout is the fastest."""
+    """This says how certain it is that the chosen layout is the fastest one."""
 
     names: tuple[str, ...]  # of the layouts, the fastest first
     shares: tuple[float, ...]  # of the draws in which each is the fastest; they add up to 1

@@ -132,8 +132,8 @@ def _cells(found: Prediction) -> list[tuple[float | None, str]]:
     "cluster_name",
     metavar="NAME|FILE.yaml",
     help=(
-        f"Cluster with which the fit starts. The default is {DEFAULT_HARDWARE}; for the profile of a CPU, the fit "
-        "starts with a cluster that has the speed of the profile's fastest kernels."
+        f"Cluster whose efficiencies are the initial guess of the fit. The default is {DEFAULT_HARDWARE}; for the "
+        "profile of a CPU, the fit starts with a cluster that has the speed of the profile's fastest kernels."
     ),
 )
 @click.option(

@@ -1,5 +1,5 @@
-"""This module holds options that several commands of `tc3 search` have, and the progress that they show while they
-search.
+"""This module holds options that several commands of `tc3 search` have, the progress that they show while they search,
+and the group whose first word may be a recipe.
 """
 
 from __future__ import annotations
@@ -7,10 +7,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
+from plugins.errors import did_you_mean
 from tools.layout.budget import EFFORTS, LATE, Budget
 from tools.layout.ilp import Incumbent
 from tools.process.waiting import Progressing
@@ -72,10 +74,10 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
         type=Effort(),
         metavar="N|low|normal|high",
         help=(
-            "Units of work spent on one placement of layers; the same number gives the same answer on a slow and on a "
-            f"fast machine. A unit of work takes about a second on an idle core; low is {EFFORTS['low']:g} units, "
-            f"normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. The default is {default}, or less if "
-            "--time-limit is shorter."
+            "Work that may be spent on each placement of layers. More work never gives a slower layout, and the same "
+            "number gives the same answer on a slow and on a fast machine. A unit of work takes about a second on an "
+            f"idle core; low is {EFFORTS['low']:g} units, normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. "
+            f"The default is {default}, or less if --time-limit is shorter."
         ),
     )
 
@@ -94,10 +96,54 @@ def tell_end(cut: bool, stopped: bool, best: str) -> None:
         sys.exit(130)
 
 
+class RecipeOrCommand(click.Group):
+    """This is a group whose first word is one of its commands or a recipe, which goes to the command `of_recipe`."""
+
+    of_recipe: click.Command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command; if the first word is not a command, return the recipe's, including options before the
+        recipe.
+        """
+        if args[0] in self.commands:
+            return super().resolve_command(ctx, args)
+        close = did_you_mean(args[0], list(self.commands))
+        if close and not Path(args[0]).suffix and not Path(args[0]).exists():
+            raise click.UsageError(f"{args[0]!r} is neither a command nor a RECIPE.yaml{close}", ctx)
+        return "", self.of_recipe, args
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse as click does, but options that are not the group's belong to the recipe's command."""
+        if not args:
+            raise click.UsageError(
+                f"give a RECIPE.yaml, or one of the commands that `{ctx.command_path} --help` lists", ctx
+            )
+        ctx.ignore_unknown_options = True
+        return super().parse_args(ctx, args)
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Both forms."""
+        formatter.write_usage(ctx.command_path, "RECIPE [OPTIONS]")
+        formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...", "       ")
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the one help of the group, also for a recipe and `--help`: the help of the recipe's command,
+        then the commands.
+        """
+        self.format_usage(ctx, formatter)
+        recipe = click.Context(self.of_recipe, parent=ctx, info_name="")
+        self.of_recipe.format_help_text(recipe, formatter)
+        self.of_recipe.format_options(recipe, formatter)
+        self.format_commands(ctx, formatter)
+
+
 _WORDS = {
     "ranking": "ranking the space",
     "placing": "placing layers",
     "bounding": "bounding the others",
+    "proving": "proving that others are slower",
     "closing": "placing the best ones with the solver",
     "loading": "predicting under the loads",
 }

@@ -86,7 +86,9 @@ _SHOWN = 12  # pairs of pp and vpp
 
 
 def stage_rows(found: Found) -> list[list[str]]:
-    """Return the best of each number of stages and chunks, the fastest first; of many pairs the first ones."""
+    """Return the best layout of each number of stages and chunks, the fastest first; if there are many such pairs,
+    return only the first ones.
+    """
     return [
         [
             f"{row.pp} x {row.vpp}",
@@ -140,7 +142,7 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
 
 
 def placed_words(found: Found) -> str:
-    """Return how much of the space was placed, and what the bounds say about the rest."""
+    """Return lines that say how much of the space was placed, and what the bounds prove about the rest."""
     best = min(entry.seconds for entry in [*found.entries, *(entry for entry, _ in found.failed)])
     placed = (
         f"{found.placed:,} of {len(found.ranking.seconds):,} candidates that fit were placed, {found.solved} of them "
@@ -160,7 +162,7 @@ def placed_words(found: Found) -> str:
 
 
 def under_words(found: Found) -> list[str]:
-    """Return what the search with the mean of the loads found."""
+    """Return lines that say what the search with the mean of the loads found."""
     if found.under is None:
         return []
     words = "with the mean max/mean of the loads in every layer, at each expert_parallel"
@@ -267,7 +269,7 @@ def notes(found: Found) -> list[str]:
 
 
 def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
-    """Return the answer as values for JSON."""
+    """Return the answer of a search as values for JSON."""
     request, doubt = found.request, doubt_of(found, times)
     return {
         "devices": request.devices,

@@ -14,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tools.layout.pipeline_instances import CASE_438B, all_plans, instance
+from tools.layout.anneal import Changes, anneal
 from tools.layout.budget import LATE, Budget, interruptible
+from tools.layout.fast import place_fast
 from tools.layout.ilp import IMPROVEMENT, Incumbent, PathModel, path_bound, search_near, work_bound
 from tools.layout.instance import judge, read_instance
-from tools.layout.optimise import Changes, anneal, even_plan, optimise, recompute_less
+from tools.layout.optimise import even_plan, optimise, recompute_less
+from tools.layout.weighted import weighted_bound
 from tools.pipeline.timetable import critical_path
 from tools.search.cli import search
 
@@ -62,6 +65,18 @@ def compare(problem, seconds=20.0):
 @pytest.mark.parametrize("numbers", SMALL)
 def test_no_plan_is_better(tmp_path, numbers):
     assert compare(instance(tmp_path, **numbers)).plan is not None
+
+
+def test_without_a_start_the_quick_placement_and_the_bound_of_weighted_chains_come_first(tmp_path):
+    problem = instance(tmp_path, counts=(3, 30), stages=8, chunks=2, micro_batches=16, cap=90.0, options=3)
+    quick = problem.step_times(place_fast(problem)[None])[0]
+    outcome = optimise(problem, Budget(1.5))
+    assert not outcome.finished
+    assert outcome.time <= quick
+    assert weighted_bound(problem, outcome.time, Budget(2.0)) <= outcome.bound * (1 + 1e-9) < outcome.time * (1 + 1e-9)
+    # the plain bounds, which are all there is beside a start, are below
+    given = optimise(problem, Budget(0.4), start=place_fast(problem))
+    assert given.bound < outcome.bound
 
 
 @settings(max_examples=40, derandomize=True)

@@ -13,7 +13,7 @@ from tools.layout import patterns
 from tools.layout.budget import Budget
 from tools.layout.ilp import PathModel, path_bound
 from tools.layout.instance import read_instance
-from tools.layout.patterns import pattern_bound
+from tools.layout.patterns import After, pattern_bound
 
 FAR = 1e6  # a goal that every plan is under
 
@@ -69,6 +69,26 @@ def test_patterns_that_count_as_one_are_a_bound_too(made):
             assert plan is None or made.step_times(plan[None])[0] == pytest.approx(best)
     finally:
         patterns._WAYS, patterns._FRONT = few
+
+
+@settings(max_examples=20, derandomize=True)
+@given(small(), st.integers(0, 2**32 - 1))
+def test_what_follows_the_pipeline_counts_in_the_bound(made, seed):
+    best, layers = best_of(made), 1 + sum(kind.count for kind in made.types)
+    table = np.random.default_rng(seed).uniform(0, 3, (made.stages, layers))
+    after = After(table.min(), lambda early, late, *_: _of(table, early + late))
+    bound, _ = pattern_bound(made, FAR, Budget(100.0), after)
+    plans = all_plans(made)
+    plans = plans[made.well_formed(plans) & made.fits(plans)]
+    held = np.stack([plans.sum(axis=1)[:, made.stage_of == stage].sum(axis=1) for stage in range(made.stages)], axis=1)
+    every = made.step_times(plans) + _of(table, held).min(axis=1) if len(plans) else np.array([FAR])
+    assert bound == pytest.approx(min(every.min(), FAR))
+    same = After(1.0, lambda early, late, *_: np.ones(early.shape))
+    assert pattern_bound(made, FAR, Budget(100.0), same)[0] == pytest.approx(min(best + 1, FAR))
+
+
+def _of(table, layers):
+    return table[np.arange(len(table)), layers.astype(int)]
 
 
 def test_what_is_not_known_is_no_bound(tmp_path):

@@ -19,6 +19,7 @@ from tools.layout import place as layout_place
 from tools.layout.budget import Budget
 from tools.layout.optimise import optimise
 from tools.layout.place import (
+    GOALS,
     configuration_of,
     place,
     screen,
@@ -311,6 +312,20 @@ def test_layers_that_alternate_stay_and_recompute_the_least(chunks, share):
         assert found.configuration.layers == config.layers and max(found.peak_bytes) <= cap
         assert found.least_s <= found.step_s <= 1.005 * best
     assert (found.configuration.recompute == Recompute()) == (share == 1)
+
+
+@pytest.mark.parametrize(("pp", "chunks", "layers", "cap"), [(4, 2, 14, 0.9), (3, 2, 11, 0.85)])
+def test_bounds_by_whole_layers_rise_with_their_effort_and_stay_true(pp, chunks, layers, cap):
+    """A little effort proves a bound under the time to beat, more of it a closer one; none is over what is placed."""
+    model = replace(MOE, pattern=pattern_of(layers, 16, 1), vocab=16384)
+    config = configuration(model, pp, chunks, micro_batches=3 * pp)
+    room = cap * peak_memory(config)
+    best = place(config, TIMES, room, Budget(2)).step_s
+    found = [screen(config, TIMES, room, best * (1 + 1e-6), effort=effort) for effort in (0.001, 0.03, 0.1, 5.0)]
+    bounds = [one.least_s / best for one in found]
+    assert bounds == sorted(bounds) and bounds[-1] <= 1 + 1e-6
+    assert bounds[0] < GOALS[0] <= max(bounds[1:3]) < 1, "by divided layers, then a share of the time to beat"
+    assert all(one.spent <= 1.5 * effort for one, effort in zip(found[1:], (0.03, 0.1, 5.0), strict=True))
 
 
 def test_what_cannot_fit_says_what_is_missing():

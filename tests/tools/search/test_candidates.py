@@ -265,3 +265,19 @@ def test_ep_report_knows_the_parts_of_heads():
     recipe["parallel_config"]["ulysses_degree_in_cp"] = 2
     parts = advise(recipe).modes["global"]
     assert parts.whole.by_part["cp"] > whole.whole.by_part["cp"] and parts.exposed == whole.exposed
+
+
+def test_muon_is_told_of_shards_that_dp_has_and_that_hold_whole_experts():
+    """24 devices, 48 experts, pairs: what AdamW may shard over pairs, without dp 1 and without halves of experts."""
+    asked = request()
+    pairs, muon = (replace(asked, base=replace(asked.base, shard_size=2, matrix_state_item=item)) for item in (None, 4))
+    (every, _), (found, funnel) = enumerated(pairs), enumerated(muon)
+
+    def fits(each):
+        shards = min(2, each.dp * each.tp * each.cp // each.ep)
+        return each.shard == "none" or (each.dp >= 2 and 48 % (each.ep * shards) == 0)
+
+    assert set(found) == {each for each in every if fits(each)} < set(every)
+    assert any(each.shard != "none" for each in found) and any("Muon" in reason for reason in funnel.dropped)
+    untold = replace(muon, base=replace(muon.base, shard_size=0))
+    assert {each.shard for each in enumerated(untold)[0]} == {"none"}

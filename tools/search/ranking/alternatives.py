@@ -40,7 +40,7 @@ OF_EACH = 3  # candidates of a schedule that are placed
 
 @dataclass(frozen=True)
 class Scheduled:
-    """This is what one schedule would gain."""
+    """This says what one other schedule would gain."""
 
     schedule: str
     entry: Entry | None  # its fastest layout; None with `why` where it has none
@@ -63,8 +63,8 @@ class Scheduled:
 
 @dataclass
 class BySchedule:
-    """These are the answers, in the order of the request; `whole` says that none was interrupted, `cut` that a deadline
-    ended one.
+    """These are the answers in the order of the request; `whole` says that no search was interrupted, `cut` that a
+    deadline ended one.
     """
 
     every: list[Scheduled] = field(default_factory=list)
@@ -85,7 +85,7 @@ class BySchedule:
 
 
 def asked_schedules(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the schedules of `--schedule`, without those that are searched in any case.
+    """Return the schedules that `--schedule` names, without those that the search considers in any case.
 
     Raises:
         RecipeError: there is no such schedule, or it is not searched.
@@ -144,7 +144,7 @@ _LEAST = 2.0  # seconds, whatever the time limit says
 
 
 def swap_words(config: Configuration, times: TimeModel) -> list[str]:
-    """Return a line for each kind of layer, or one that says that the hardware file has no link to the host."""
+    """Return a line for each kind of layer, or one line that says that the hardware file has no link to the host."""
     lines = []
     for kind in dict.fromkeys(config.model.pattern):
         layer, whole = times.layer(config, kind), saved(config, kind)
@@ -164,7 +164,7 @@ def swap_words(config: Configuration, times: TimeModel) -> list[str]:
 
 
 def add_swapping(found: Found, times: TimeModel, budget: Budget) -> None:
-    """Place the first layout with swapping as a third choice, with twice a placement's effort."""
+    """Place the first layout again with swapping as a third choice, with twice the effort of one placement."""
     if found.whole and found.entries:
         twice, seconds = 2 * budget.effort, max(_LEAST, budget.seconds_left)
         room = found.request.room

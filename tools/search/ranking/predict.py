@@ -18,7 +18,7 @@ pipeline) of a candidate's configuration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -56,17 +56,19 @@ class Memo:
         return configuration(self.request, block.candidate(row, "none"))
 
     def of(self, key: Hashable, function: Callable[..., Value], block: Block, row: int, *more: Any) -> Value:
-        """Return the value of a key: a function of a row's configuration, which is made only if the key is new."""
+        """Return the value of a key; if the key is new, the value is computed from a row's configuration."""
         return self.get(key, lambda: function(self.config(block, row), *more))
 
 
 def degrees(block: Block, row: int, *names: str) -> tuple[int, ...]:
-    """Return columns of a row as whole numbers."""
+    """Return a row's values in the given columns as whole numbers."""
     return tuple(int(block.columns[name][row]) for name in names)
 
 
 def groups(block: Block, *names: str, **more: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (first row of each distinct combination of columns, [rows] index of its combination)."""
+    """Return the first row of each distinct combination of columns, and for each row the index of its combination,
+    [rows].
+    """
     columns = [block.columns[name] for name in names] + list(more.values())
     codes = np.zeros(len(block), np.int64)
     for column in columns:
@@ -77,7 +79,9 @@ def groups(block: Block, *names: str, **more: np.ndarray) -> tuple[np.ndarray, n
 
 
 def stage_keys(config: Configuration) -> list[tuple[str, ...]]:
-    """Return for each stage the kinds of its layers as a key; equal keys mean equal weights."""
+    """Return for each stage a key that stands for the kinds of its layers; stages with equal keys have equal
+    weights.
+    """
     return [tuple(sorted(kind for chunk in config.stage_kinds(stage) for kind in chunk)) for stage in range(config.pp)]
 
 
@@ -94,9 +98,7 @@ class MemoryTable:
         example, static = self._config(block, 0), self.static(block)
         first, place = groups(block, *_PASS, *self._loaded, spread=block.columns["ep"] > 1)
         buffers = np.array([self._buffers(block, row, stage_keys(example)) for row in first])[place]
-        more = ("shard",) if example.copies_weights else ()
-        first, place = groups(block, "tp", "cp", "ep", "mbs", "mode", *more)
-        work = self._working(block, first, example)[place]
+        work = self._working(block, example)
         return self._activations(block, example) + work + (static + buffers)[:, None, :]
 
     def static(self, block: Block) -> np.ndarray:
@@ -123,7 +125,8 @@ class MemoryTable:
 
     def _copies(self, block: Block, row: int) -> tuple[int, ...]:
         """What the copies of weights depend on that a micro-batch's passes make; nothing where they make none."""
-        return degrees(block, row, "dp", "ep", "shard") if self._config(block, row).copies_weights else ()
+        copies = self._memo.of(("copies", block.pp == 1), lambda config: config.copies_weights, block, row)
+        return degrees(block, row, "dp", "ep", "shard") if copies else ()
 
     def _activations(self, block: Block, example: Configuration) -> np.ndarray:
         """[rows, policies, stages] kept for backward."""
@@ -145,17 +148,28 @@ class MemoryTable:
         own = (*degrees(block, row, *_PASS, *self._loaded), block.pp == 1, *self._copies(block, row))
         return self._memo.of(("saved", *own), _saved, block, row)
 
-    def _working(self, block: Block, rows: np.ndarray, example: Configuration) -> np.ndarray:
-        """[rows, policies, stages] of the passes of each stage's chunks."""
-        stages = [{frozenset(kinds) for kinds in example.stage_kinds(stage)} for stage in range(block.pp)]
-        distinct = sorted(set().union(*stages), key=sorted)
-        found = np.empty((len(rows), len(POLICIES), block.pp))
-        for place, row in enumerate(rows):
-            own = (*degrees(block, row, *_PASS, "dp", "ep"), block.pp == 1, *self._copies(block, row))
-            each = [self._memo.of(("working", kinds, *own), _working, block, row, kinds) for kinds in distinct]
-            for stage, held in enumerate(stages):
-                found[place, :, stage] = np.max([each[distinct.index(kinds)] for kinds in held], axis=0)
-        return found
+    def _working(self, block: Block, example: Configuration) -> np.ndarray:
+        """[rows, policies, stages] of the passes of each stage's chunks: the fullest of its kinds."""
+        stages = [set().union(*map(_passes, example.stage_kinds(stage))) for stage in range(block.pp)]
+        each = {kinds: self._pass(block, kinds, example.copies_weights) for kinds in set().union(*stages)}
+        return np.stack([np.max([each[kinds] for kinds in held], axis=0) for held in stages], axis=-1)
+
+    def _pass(self, block: Block, kinds: tuple[str, ...], copies: bool) -> np.ndarray:
+        """[rows, policies] bytes of a pass of layers of these kinds."""
+        names = ["tp", "cp", "mbs"] + ["ep", "mode"] * bool({"moe", "mtp"} & set(kinds))
+        names += ["dp", "ep", "shard"] * copies
+        # the loss exchanges logits between data- and context-parallel ranks
+        ranks = np.where((block.columns["cp"] > 1) & np.bool_("head" in kinds), block.columns["dp"], 1)
+        first, place = groups(block, *names, ranks=ranks)
+        keys = (("working", kinds, block.pp == 1, *degrees(block, row, *names), int(ranks[row])) for row in first)
+        found = [self._memo.of(key, _working, block, row, kinds) for key, row in zip(keys, first, strict=True)]
+        return np.array(found)[place]
+
+
+def _passes(kinds: Iterable[str]) -> set[tuple[str, ...]]:
+    """The kinds of a chunk, each by itself, but the loss beside that of MTP layers."""
+    mtp = ("mtp",) if "mtp" in kinds else ()
+    return {(kind, *mtp) if kind == "head" else (kind,) for kind in kinds}
 
 
 def _saved(config: Configuration) -> np.ndarray:
@@ -170,12 +184,9 @@ def _saved(config: Configuration) -> np.ndarray:
     return rows
 
 
-def _working(config: Configuration, kinds: frozenset[str]) -> list[float]:
-    """[policies] bytes of a pass of a chunk."""
-    return [
-        working(_with_full(config) if policy == "full" else config, sorted(kinds, key=KINDS.index))
-        for policy in POLICIES
-    ]
+def _working(config: Configuration, kinds: tuple[str, ...]) -> list[float]:
+    """[policies] bytes of a pass of layers of these kinds."""
+    return [working(_with_full(config) if policy == "full" else config, list(kinds)) for policy in POLICIES]
 
 
 def _buffers(config: Configuration, kind: str) -> float:
@@ -191,7 +202,7 @@ def _with_full(config: Configuration) -> Configuration:
 
 
 def kind_counts(config: Configuration) -> np.ndarray:
-    """Return [chunks, stages, kinds], the layers of each kind."""
+    """Return the number of layers of each kind, [chunks, stages, kinds]."""
     counts = np.zeros((config.chunks, config.pp, len(KINDS)), int)
     for stage in range(config.pp):
         for chunk, kinds in enumerate(config.stage_kinds(stage)):
@@ -231,7 +242,7 @@ class TimeTable(TimeModel):
         self.kinds = [kind for kind in KINDS if kind not in without]
 
     def stages(self, block: Block) -> StageTimes:
-        """Return the times of the stages of each candidate and uniform policy."""
+        """Return the times of the stages of each candidate, for each policy that recomputes all layers alike."""
         example = self._config(block, 0)
         counts = kind_counts(example).sum(axis=0)
         layers = np.zeros_like(counts)
@@ -247,8 +258,8 @@ class TimeTable(TimeModel):
         return StageTimes(found[place], sending[place])
 
     def totals(self, block: Block, work: np.ndarray, sending: np.ndarray) -> np.ndarray:
-        """Return [rows], the seconds of a step. Under uneven loads this function treats waiting for the fullest device
-        as if it hid gradients, although it does not (`TimeModel.step`).
+        """Return the predicted seconds of a step for each row, [rows]. Under uneven loads this function assumes that
+        waiting for the fullest device hides gradients, although it does not (`TimeModel.step`).
 
         Args:
             work: [rows, stages] forward and backward of one micro-batch.
@@ -273,8 +284,8 @@ class TimeTable(TimeModel):
         return (block.pp - 1) / np.maximum(1e-9, [found[int(one)] for one in m])
 
     def least(self, block: Block, work: np.ndarray) -> np.ndarray:
-        """Return [rows], a lower bound in seconds for every layout of these candidates' layers, for any amount of
-        memory.
+        """Return lower bounds [rows] in seconds on the step of every layout of these candidates' layers, whatever
+        memory there is.
 
         Of a stage's own work and of what comes before its first and after its last pass, averaged over the stages so
         that each layer counts the same wherever it is: with one chunk a stage s needs at least m w_s + sum of w_j of

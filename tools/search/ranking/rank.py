@@ -33,7 +33,7 @@ _A_MESH = 2  # candidates of one tp, pp, cp, ep in a short list
 
 @dataclass(frozen=True)
 class Ranked:
-    """This is a candidate with its predicted step seconds and the bytes of the stage with the most."""
+    """This is a candidate with its predicted step seconds and the bytes of the stage that needs most."""
 
     candidate: Candidate
     seconds: float
@@ -42,8 +42,9 @@ class Ranked:
 
 @dataclass
 class Ranking:
-    """These are all candidates that fit: [candidates] step seconds, bytes of the stage with the most, and lower bounds
-    in seconds for their layouts (`TimeTable.least`); and [candidates, 3] block, row and index in `RECOMPUTE`.
+    """These are all candidates that fit, each with its step seconds, the bytes of the stage that needs most, and a
+    lower bound in seconds for its layouts (`TimeTable.least`); a table [candidates, 3] holds block, row and index in
+    `RECOMPUTE`.
     """
 
     blocks: list[Block]
@@ -145,7 +146,9 @@ def rank(request: Request, report: Report | None = None) -> Ranking:
 
 
 def fitting(peaks: np.ndarray, cap: float, recompute: tuple[str, ...]) -> np.ndarray:
-    """Return [rows, recompute]: whether a candidate fits, from the uniform policies' [rows, policies, stages]."""
+    """Return whether each candidate fits, [rows, recompute], computed from the bytes [rows, policies, stages] of the
+    policies that recompute all layers alike.
+    """
     uniform = (peaks <= cap).all(axis=2)
     planned = (peaks.min(axis=1) <= cap).all(axis=1)
     return np.column_stack([planned if word == PLANNED else uniform[:, POLICIES.index(word)] for word in recompute])
@@ -172,7 +175,7 @@ def _timed(block: Block, peaks: np.ndarray, times: TimeTable, cap: float) -> tup
 
 
 def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the cheapest mix of two policies under the cap, for each stage: ([rows, stages] seconds, bytes).
+    """Return for each stage the cheapest mix of two policies that fits under the cap: ([rows, stages] seconds, bytes).
 
     Args:
         peaks, works: [rows, policies, stages] of the uniform policies. Where none fits the stage gets the one that
@@ -196,7 +199,7 @@ def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, n
 
 
 class Chances:
-    """These are the bounds of the candidates that are placed; `best` is the seconds of the best layout so far."""
+    """These are the lower bounds of the candidates to be placed; `best` is the seconds of the best layout so far."""
 
     def __init__(self, ranking: Ranking, best: float):
         self.best = self.at_first = best
@@ -216,20 +219,22 @@ class Chances:
 
     @property
     def least(self) -> float:
-        """Return the lower bound in seconds for the space, or the best time if nothing can be faster."""
+        """Return a lower bound in seconds for the whole space, or the best time if no candidate can be faster."""
         return min([self.best, *(self.bound(one.candidate) for one in self.open)])
 
     @property
     def left(self) -> list[Ranked]:
-        """Return the candidates that could be faster by their bounds, the smallest first; those already placed, by
-        another placement.
+        """Return the candidates that could still be faster by their bounds, the smallest bound first; a candidate that
+        was placed could be faster in another placement.
         """
         some = [one for one in self.open if self.bound(one.candidate) < self.best]
         return sorted(some, key=lambda one: (self.bound(one.candidate), one.seconds))
 
 
 def layout_of(candidate: Candidate) -> tuple[int, ...]:
-    """Return the values by which layouts count as different; dispatch modes and sharding are not among them."""
+    """Return the values in which layouts must differ to count as different; dispatch modes and sharding are not among
+    them.
+    """
     return (candidate.tp, candidate.pp, candidate.cp, candidate.ep, candidate.vpp, candidate.mbs)
 
 
@@ -256,7 +261,7 @@ def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
 
 
 def more_memory(request: Request, least: Ranked) -> str:
-    """Return in words how much memory would be enough, if a device has that much."""
+    """Return in words how much memory would be enough, if a device has that much memory."""
     gib = -(-least.peak / (1 - request.margin) * 10 // GIB) / 10
     device = request.hardware.hbm_bytes / GIB
     if gib > device:

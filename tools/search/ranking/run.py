@@ -24,7 +24,7 @@ from tools.estimate.memory.room import Room
 from tools.estimate.time_model import PARTS, TimeModel, exposed_of
 from tools.hardware.units import GIB
 from tools.layout.budget import Budget
-from tools.layout.place import Placement
+from tools.layout.place import WHOLE_EFFORT, Placement
 from tools.process.children import terminate_as_interrupt
 from tools.search.candidates import RECOMPUTE, Candidate, candidate_of, configuration
 from tools.search.ranking.rank import Chances, Ranked, Ranking, layout_of, rank
@@ -48,7 +48,7 @@ class Entry:
 
     @property
     def candidate(self) -> Candidate:
-        """Return the entry's place in the space."""
+        """Return the candidate of the search's space that this entry is."""
         return candidate_of(self.config)
 
     @property
@@ -58,7 +58,7 @@ class Entry:
 
     @property
     def exposed(self) -> float:
-        """Return the seconds of communication that nothing hides."""
+        """Return the seconds of communication that is not hidden."""
         return exposed_of(self.parts)
 
     @property
@@ -84,7 +84,7 @@ class Entry:
         return f"{', '.join(words)} of {config.model.layers}" if words else "none"
 
     def as_json(self) -> dict[str, Any]:
-        """Return values for `--json`: degrees, tables, seconds, GiB."""
+        """Return values for `--json`: degrees, tables, seconds and GiB."""
         c, recompute = self.config, self.config.recompute
         return {
             "name": self.name,
@@ -105,7 +105,7 @@ class Entry:
 
 
 def entry_of(config: Configuration, times: TimeModel, name: str = "", bound: float = 0.0) -> Entry:
-    """Return the predictions for a run.
+    """Return the predicted times and memory of a run.
 
     Raises:
         RecipeError: its schedule has no model, or cannot run with these numbers.
@@ -135,7 +135,7 @@ Progress = Callable[[str, int, int, float], None]  # phase, done, of how many, b
 
 @dataclass(frozen=True)
 class ByStages:
-    """This is the best of the strategies with one number of stages and of chunks."""
+    """This is the best strategy with one number of stages and one number of chunks."""
 
     pp: int
     vpp: int
@@ -144,7 +144,7 @@ class ByStages:
     bound: float  # seconds that none of them is under
 
     def as_json(self) -> dict[str, Any]:
-        """Return values for `--json`."""
+        """Return the values of this strategy for `--json`."""
         words = {"pp": self.pp, "vpp": self.vpp, "strategies": self.strategies, "bound_s": self.bound}
         return {**words, "step_s": self.entry.seconds if self.entry else None}
 
@@ -184,13 +184,13 @@ class Found:
 
     @property
     def complete(self) -> bool:
-        """Return whether each candidate that fits was placed, or is proven not to be faster than the best."""
+        """Return whether each candidate that fits was placed or is proven not to be faster than the best layout."""
         return self.whole and not self.cut and self.least > 0 and not self.unplaced
 
     @property
     def gap(self) -> float:
-        """Return by which share of the fastest step found another layout could still be faster, as far as the bounds
-        say; 1 if there is no bound.
+        """Return by which share another layout's step could at most be shorter than the fastest step found. Without a
+        bound the share is 1.
 
         The fastest step found counts even if a dry run has dropped its layout since.
         """
@@ -199,8 +199,8 @@ class Found:
 
     @property
     def best(self) -> Entry:
-        """Return the fastest layout, under the loads if some were asked for; if dry runs proved that some fit, the
-        fastest of those.
+        """Return the fastest layout, under the requested loads if there are any; if dry runs proved that some layouts
+        fit, return the fastest of these.
         """
         if self.passed:
             return self.passed[0]
@@ -210,9 +210,7 @@ class Found:
 
     @property
     def unverified(self) -> str:
-        """Return why the best layout has not passed a dry run, if dry runs were requested; "" if it has or none were
-        requested.
-        """
+        """Return why the best layout has not passed a requested dry run; "" if it has, or if none was requested."""
         if not self.to_verify or not self.entries or self.passed:
             return ""
         doubts = next((lines for entry, lines in self.doubtful if entry is self.best), None)
@@ -237,8 +235,8 @@ def search(
 
 def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeModel, progress: Progress) -> None:
     """Search once more, with the mean max/mean of the loads of `--loads` in every layer, at each expert_parallel. The
-    best layouts of that search are added to the entries, with their predictions at even loads. If Ctrl-C ends this
-    second search, its layouts are left out, and the search counts as interrupted.
+    best layouts of this second search are added to the entries, with their predictions at even loads. If Ctrl-C ends
+    this second search, its layouts are left out, and the search counts as interrupted.
     """
     request, blocks = found.request, found.ranking.blocks
     sizes = sorted({int(ep) for block in blocks for ep in np.unique(block.columns["ep"])})
@@ -292,6 +290,7 @@ def renumber(found: Found) -> None:
 
 FLOORS = 32  # candidates of one job
 WAVE = 16  # candidates that are placed against one best time, however many processes there are
+PROVING = 4  # candidates that are proven slower against one best time
 CLOSING = 2  # candidates that the solver places at a time, however many processes there are
 
 
@@ -362,6 +361,7 @@ class _Placing:
             wave, self.of = left[:WAVE], len(self.placements) + len(left)
             self._quickly(wave, chances.best, results)
             self._learn(chances, wave)
+        self._prove(chances, results)
         chances.best = self._best
         self._close(chances, results)
         chances.best = self._best
@@ -396,14 +396,38 @@ class _Placing:
         for index, placement in results(screen_one, jobs):
             self._told(ranked[index], placement)
 
+    def _prove(self, chances: Chances, results: Results) -> None:
+        """Bound what is not proven slower again, the smallest bound first, by whole layers with more effort: as much
+        in all as the solver has.
+        """
+        spent, tried = 0.0, set[Ranked]()
+        more = self.budget.effort > WHOLE_EFFORT  # else it was all tried
+        while more and not self._late() and spent < self._most:
+            chances.best = self._best
+            left = [one for one in chances.left if one in self.placements and one not in tried]
+            wave = left[:PROVING]
+            if not wave:
+                break
+            tried.update(wave)
+            jobs = [(self.found.request, one.candidate, self.times, chances.best, self.budget.effort) for one in wave]
+            for index, placement in results(screen_one, jobs):
+                spent += placement.spent
+                self._told(wave[index], placement)
+            self._learn(chances, wave)
+            self.progress("proving", len(tried), len(tried) + len(left) - len(wave), self._best)
+
+    @property
+    def _most(self) -> float:
+        return max(1, self.top // 2) * self.budget.effort
+
     def _close(self, chances: Chances, results: Results) -> None:
         """Have the solver place what is not proven slower, with the effort of half the rows that are shown."""
-        spent, most = 0.0, max(1, self.top // 2) * self.budget.effort
+        spent = 0.0
         order = sorted(
             (one for one in chances.left if one in self.placements),
             key=lambda one: (self.placements[one].step_s, chances.bound(one.candidate), one.seconds),
         )
-        while not self._late() and spent < most:
+        while not self._late() and spent < self._most:
             chances.best = self._best
             wave = [one for one in order if chances.bound(one.candidate) < chances.best][:CLOSING]
             if not wave:
@@ -424,13 +448,14 @@ class _Placing:
         found.cut |= placement.cut
         known = [words for other, words in found.dropped if other == one]
         found.dropped += [(one, words) for words in placement.dropped if words not in known]
-        before = self.placements.get(one, placement)
+        first, before = one not in self.placements, self.placements.get(one, placement)
         if before.step_s < placement.step_s:  # it was placed against another time
             placement = replace(before, least_s=max(before.least_s, min(before.step_s, placement.least_s)))
         self.placements[one] = placement
         if placement.configuration is not None:
             self.done[one] = entry_of(placement.configuration, self.times, bound=placement.bound_s)
-        self.progress("placing", len(self.placements), self.of, self._best)
+        if first:
+            self.progress("placing", len(self.placements), self.of, self._best)
 
     def _by_stages(self, chances: Chances) -> list[ByStages]:
         """The best of each number of stages and chunks, the fastest first, then by bound."""

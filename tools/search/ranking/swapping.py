@@ -1,5 +1,5 @@
-"""This module places layers with three choices for each: keep, recompute or swap to the host. The module only simulates
-swapping.
+"""This module places layers with three choices for each: keep, recompute or swap to the host. Swapping is only
+simulated, never executed.
 
 MindFormers 1.9.0 swaps by `model.model_config.swap` with `layer_swap` (whole layers) or `op_swap` (operators by
 pattern); `swap_config` reaches no model. A layer's activations leave while the layers after it run, and come back,

@@ -35,7 +35,7 @@ HEADS = {  # column -> what it says
 
 @dataclass(frozen=True)
 class Uneven:
-    """This is a layout under uneven loads.
+    """This is a layout with its predictions under uneven loads.
 
     Args:
         name: its number at even loads, a schedule, or "recipe". layout: in words. config: of the run. even_s: seconds
@@ -81,7 +81,7 @@ class Uneven:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Return values for `--json`."""
+        """Return the values of this layout for `--json`."""
         return {
             "name": self.name,
             "layout": self.layout,
@@ -106,12 +106,16 @@ def under(
 
 
 def in_order(every: Sequence[Uneven]) -> list[Uneven]:
-    """Return layouts by expected seconds; those that run out of memory at some step stand last, by their chance."""
+    """Return layouts by expected seconds; layouts that run out of memory at some step come last, ordered by their
+    chance of doing so.
+    """
     return sorted(every, key=lambda one: (one.chance, one.seconds))
 
 
 def words(ranked: Sequence[Uneven]) -> list[str]:
-    """Return whether another layout wins under the loads than at even loads, and what the loads cost."""
+    """Return whether another layout wins under the loads than at even loads, and how much longer a step takes under the
+    loads.
+    """
     placed = [one for one in ranked if one.numbered]
     if not placed:
         return []

@@ -52,7 +52,7 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Verdict:
-    """This says what the result of a dry run means for a strategy."""
+    """This says what the outcome of a dry run means for a strategy."""
 
     problems: list[str]  # why it is none; [] where it compiles and nothing is over the limit
     doubts: list[str]  # why it is not proven to fit all the same
@@ -68,7 +68,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Wrong:
-    """This is a term of the search's memory that a dry run contradicts, on the stage where both differ most."""
+    """This is a term of the memory model whose prediction a dry run contradicts, with both values for the stage on
+    which they differ most.
+    """
 
     layout: str
     stage: int
@@ -78,7 +80,7 @@ class Wrong:
 
     @property
     def words(self) -> str:
-        """Return what is wrong."""
+        """Return what the dry run found wrong."""
         name = "weights, gradients and optimizer state" if self.static else "activations and buffers"
         return (
             f"the search counts {self.counted / GIB:.1f} GiB of {name} on stage {self.stage}, the dry run "
@@ -86,7 +88,9 @@ class Wrong:
         )
 
     def exceeds(self, entry: Entry, cap: float) -> str:
-        """Return why an entry is over the cap of bytes if the term is as much larger there; "" if it is not."""
+        """Return why a strategy exceeds the memory cap if the term is larger by the same factor; "" if it does not
+        exceed the cap.
+        """
         more = max(0.0, self.found / self.counted - 1) if self.counted else 0.0
         for stage, memory in enumerate(all_stages(entry.config)):
             need = memory.peak + more * (memory.static if self.static else memory.peak - memory.static)
@@ -123,7 +127,7 @@ Run = Callable[[Path, bool], DryRun]  # a recipe's file, whether every stage is 
 
 
 def dry_run(path: Path, full: bool) -> DryRun:
-    """Check and compile a recipe.
+    """Check and compile a recipe by a dry run.
 
     Raises KeyboardInterrupt on Ctrl-C; the compiles that were over are kept in the dry run's cache.
     """

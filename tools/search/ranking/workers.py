@@ -17,8 +17,8 @@ from typing import Any
 
 from tools.estimate.time_model import TimeModel
 from tools.layout.budget import Budget
-from tools.layout.place import Placement, floor_seconds, place, screen
-from tools.process.children import terminate_as_interrupt
+from tools.layout.place import WHOLE_EFFORT, Placement, floor_seconds, place, screen
+from tools.process.children import end_with_parent, terminate_as_interrupt
 from tools.search.candidates import Candidate, configuration
 from tools.search.ranking.rank import Ranked
 from tools.search.request import PLANNED, Request
@@ -30,7 +30,7 @@ Results = Callable[[Callable[..., Any], Sequence[Job]], Iterator[tuple[int, Any]
 
 
 def processes() -> int:
-    """Return the number of simultaneous placements: the solver uses one core for each."""
+    """Return how many placements run at the same time: the solver uses one core for each."""
     return max(1, len(os.sched_getaffinity(0)))
 
 
@@ -58,8 +58,8 @@ def place_all(
 
 @contextmanager
 def working(at_once: int | None) -> Iterator[Results]:
-    """Yield a function that yields (number of the job, its result) as they come, from processes that are kept until the
-    end, or from this one if one at a time is enough.
+    """Yield a function that yields (number of the job, its result) as results arrive from worker processes, or computes
+    the results in this process if one worker is enough.
     """
     at_once = at_once or processes()
     if at_once == 1:
@@ -90,13 +90,15 @@ def place_one(
     return replace(found, spent=budget.spent)
 
 
-def screen_one(request: Request, candidate: Candidate, times: TimeModel, beat: float) -> Placement:
-    """Return a candidate's quick placement."""
-    return screen(configuration(request, candidate), times, request.room, beat, request.groups)
+def screen_one(
+    request: Request, candidate: Candidate, times: TimeModel, beat: float, effort: float = WHOLE_EFFORT
+) -> Placement:
+    """Return a candidate's quick placement, with at most `effort` for its bound by whole layers."""
+    return screen(configuration(request, candidate), times, request.room, beat, request.groups, effort)
 
 
 def floors(request: Request, candidates: Sequence[Candidate], times: TimeModel, beat: float) -> list[float]:
-    """Return lower bounds of candidates in seconds."""
+    """Return for each candidate a lower bound in seconds."""
     every = (configuration(request, one) for one in candidates)
     return [floor_seconds(config, times, request.room, beat, request.groups) for config in every]
 
@@ -105,7 +107,7 @@ def floors(request: Request, candidates: Sequence[Candidate], times: TimeModel, 
 def _pool(at_once: int) -> Iterator[ProcessPoolExecutor]:
     """Processes that leave Ctrl-C to their parent, and end with it."""
     before = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"), initializer=_deaf)
+    pool = ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"), initializer=_follow)
     try:
         yield pool
     except BaseException:
@@ -116,6 +118,7 @@ def _pool(at_once: int) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _deaf() -> None:
+def _follow() -> None:
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

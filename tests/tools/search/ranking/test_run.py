@@ -12,10 +12,10 @@ from tools.hardware.units import GIB
 from tools.layout.budget import Budget
 from tools.model.architecture import pattern_of
 from tools.search.candidates import candidate_of
-from tools.search.ranking import workers
+from tools.search.ranking import run, workers
 from tools.search.ranking.rank import explain_infeasible, rank
 from tools.search.ranking.run import search_under
-from tools.search.ranking.workers import place_all
+from tools.search.ranking.workers import place_all, screen_one
 from tools.search.report import more_stages, reasons, stage_rows, table_rows
 from tools.search.request import PLANNED
 
@@ -62,6 +62,21 @@ def test_more_effort_is_never_worse_and_the_bound_only_rises():
     every = [searched(asked, effort, top=4) for effort in (0.1, 0.4, 1.0)]
     steps, bounds = [found.entries[0].seconds for found in every], [found.least for found in every]
     assert steps == sorted(steps, reverse=True) and max(bounds) <= steps[-1]
+
+
+def test_what_is_left_open_is_bounded_with_more_effort_before_the_solver(monkeypatch):
+    """Here the first bounds by whole layers get nearly no effort, and the solver does not run."""
+    little = 0.01
+    monkeypatch.setattr(run, "WHOLE_EFFORT", little)
+    monkeypatch.setattr(run, "screen_one", lambda *job: screen_one(*job, *[little] * (len(job) == 4)))
+    monkeypatch.setattr(run._Placing, "_close", lambda *_: None)
+    model = replace(MODEL, pattern=pattern_of(11, 8, 1), experts=8)
+    limits = ["pp=4", "vpp=2", "tp=1", "cp=1", "mbs=1", "shard=optimizer", "mode=global"]
+    asked = request(8, 16, limits, model)
+    asked = replace(asked, cap=1.2 * rank(asked).least.peak)
+    open_, more = (searched(asked, effort) for effort in (little, 1.0))
+    assert open_.least < more.least <= more.entries[0].seconds <= open_.entries[0].seconds
+    assert more.gap < 0.01 < open_.gap
 
 
 def test_the_own_mesh_is_placed_and_each_pair_of_stages_and_chunks_is_shown():
