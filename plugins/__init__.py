@@ -19,12 +19,14 @@ ADAPTERS = {
     "held_out_loss": "plugins.held_out_loss.adapter",
     "yarn": "plugins.yarn.adapter",
     "output_biases": "plugins.output_biases.adapter",
+    "hyper_connections": "plugins.hyper_connections.adapter",
     "lora": "plugins.lora.adapter",
     "hierarchical_ep": "plugins.hierarchical_ep.adapter",
     "ep_overlap": "plugins.ep_overlap.adapter",
     "group_aux_loss": "plugins.group_aux_loss.adapter",
     "expert_balance": "plugins.expert_balance.adapter",
     "attention_balance": "plugins.attention_balance.adapter",
+    "batch_ramp": "plugins.batch_ramp.adapter",
     "grouped_gradient": "plugins.grouped_gradient.adapter",
     "operator_fusion": "plugins.operator_fusion.adapter",  # flags of MindSpore, there before it was imported
     "spike_guard": "plugins.spike_guard.adapter",  # what it leaves out it counts in the order of attention_balance
@@ -32,7 +34,8 @@ ADAPTERS = {
     "straggler_probe": "plugins.straggler_probe.adapter",  # last: its callback sees the end of a step after all others
 }
 UNWRITTEN: dict[str, dict] = {"finite_loss": {}}  # what is on in a recipe that does not name it, with its settings
-OF_THE_MODEL = ("yarn", "output_biases", "lora")  # what a model computes: kept where a tool takes the others out
+# what a model computes: kept where a tool takes the others out
+OF_THE_MODEL = ("yarn", "output_biases", "hyper_connections", "lora")
 REPLACED = {"finite_loss": "spike_guard"}  # what is off where another one is on, which does its work
 
 

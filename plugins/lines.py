@@ -23,7 +23,7 @@ Kind = Literal["save", "evaluation"]
 
 
 class Stepped(Protocol):
-    """This is the record of a step."""
+    """This is the record of one training step."""
 
     @property
     def step(self) -> int:
@@ -34,7 +34,7 @@ Record = TypeVar("Record", bound=Stepped)
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append a line to a file. If a killed run left an incomplete line, that line is ended first.
+    """Append a line to a JSON-lines file. If a killed run left an incomplete line, that line is ended first.
 
     Everything that a run appends to goes through here (tests/plugins/test_lines.py): a record that is glued to half of
     another one is lost with it, and where it is the header of a resumed part, the steps before it count as this part's.
@@ -49,8 +49,8 @@ def append_line(path: Path, text: str) -> None:
 
 
 def write_whole(path: Path, content: Any) -> None:
-    """Write a file of JSON atomically: readers see the old file or the complete new one. Ranks of several hosts may
-    write at the same time.
+    """Write a file of JSON atomically: readers see the old file or the complete new one. Ranks on several hosts may
+    write the same file at the same time.
     """
     # open, not tempfile: the file is for whoever may read the folder, as the umask says
     part = path.with_name(f".{uuid.uuid4().hex}.{path.name}")

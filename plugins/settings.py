@@ -22,7 +22,7 @@ WATCHES = ("nothing", "watches, does not train")  # what a change means for trai
 
 
 def setting(default: Any, meaning: str, right: str = "", **limits: Any) -> Any:
-    """Return the field of a key.
+    """Return the dataclass field that defines a key.
 
     Args:
         default: where it is not written; `MISSING` for a key that must be.

@@ -2,13 +2,14 @@
 MindFormers' GPTModel before the model is built.
 
 The spec of a model without experts has dense layers only, as that of the dense TeleChat3. On Ascend only
-`plugins.yarn`, `plugins.output_biases` and `plugins.lora` edit those.
+`plugins.yarn`, `plugins.output_biases`, `plugins.lora` and `plugins.hyper_connections` edit those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from mindformers.models.telechat3.modeling_telechat3_train import TrainingTeleChat3ForCausalLM
@@ -39,6 +40,7 @@ DENSE = {"TeleChat3ForCausalLM": "EditedTeleChat3ForCausalLM"}
 _experts: list[Any] = []
 _edits: dict[str, Callable[[Any], None]] = {}
 _layer_edits: dict[str, Callable[[list[Any]], None]] = {}
+_layers: list[tuple[Any, dict[str, Any]]] = []
 _templates: list[Callable[[Any], Any]] = []
 _positions: list[Callable[[Any], AbstractContextManager[Callable[[Any], None]]]] = []
 
@@ -61,10 +63,17 @@ def edit_model(plugin: str, edit: Callable[[Any], None]) -> None:
 
 
 def edit_layers(plugin: str, edit: Callable[[list[Any]], None]) -> None:
-    """Call `edit` with the distinct layer specs (ModuleSpec) of each model that is built later, MTP's included; `edit`
-    changes them in place.
+    """Call `edit` with the distinct layer specs (ModuleSpec) of each model that is built later, including those of MTP;
+    `edit` changes them in place.
     """
     _layer_edits[plugin] = edit
+
+
+def use_layer(module: Any, **params: Any) -> None:
+    """Make `module` (a class, hook: the module of a layer's ModuleSpec) the decoder layer of models that are built
+    later, with `params` as further arguments. The layers of MTP remain MindFormers' TransformerLayer.
+    """
+    _layers[:] = [(module, params)]
 
 
 def edit_routers(plugin: str, edit: Callable[[Any], None]) -> None:
@@ -99,7 +108,9 @@ def use_template(make: Callable[[Any], Any]) -> None:
 
 
 def apply_template(model, config) -> None:
-    """Set what `use_template` asked for where MindFormers' `register_hf_weight_template` would set it."""
+    """Register the template that `use_template` asked for, where MindFormers' `register_hf_weight_template` would
+    register it.
+    """
     for make in _templates:
         model.template = make(config)
 
@@ -123,8 +134,18 @@ def use_edited_model(model_config, plugin: str, classes: Mapping[str, str] = ARC
     model_config.architectures = [known[name] for name in model_config.architectures]
 
 
+def after_input(hidden_states, rotary_pos_emb, actual_seq_len):
+    """Return positions and lengths of documents as tensors that wait for a layer's input, see `InTurn`."""
+    if rotary_pos_emb is not None:
+        angles, factor = rotary_pos_emb
+        rotary_pos_emb = (ops.depend(angles, hidden_states), factor)
+    if actual_seq_len is not None:
+        actual_seq_len = ops.depend(actual_seq_len, hidden_states)
+    return rotary_pos_emb, actual_seq_len
+
+
 class InTurn(TransformerLayer):
-    """This is a layer that runs its forward again without the layers above it, where a graph has all layers in one.
+    """This is a layer that is recomputed without the layers above it, also if one graph holds all layers.
 
     MindSpore's pass `InsertRecomputedNodes` lets connected operators run again together, all after the first gradient
     that one of them needs. Layers are connected by what each computes for itself from the same tensors, and MindSpore
@@ -147,12 +168,8 @@ class InTurn(TransformerLayer):
         sharded_value=None,
         attention_loss=0.0,
     ):
-        """Return what TransformerLayer returns."""
-        if rotary_pos_emb is not None:
-            angles, factor = rotary_pos_emb
-            rotary_pos_emb = (ops.depend(angles, hidden_states), factor)
-        if actual_seq_len is not None:
-            actual_seq_len = ops.depend(actual_seq_len, hidden_states)
+        """Return the same values as MindFormers' TransformerLayer."""
+        rotary_pos_emb, actual_seq_len = after_input(hidden_states, rotary_pos_emb, actual_seq_len)
         return super().construct(
             hidden_states,
             attention_mask,
@@ -169,9 +186,9 @@ class InTurn(TransformerLayer):
 
 
 def recomputes_at_once(config) -> bool:
-    """Return whether MindSpore would run all layers again at once: in the sharded graph of a step without a pipeline
-    and without accumulated gradients, for which MindFormers sets `disable_lazy_inline` (`base_trainer.py`). Otherwise
-    the model is a subgraph of its own, whose layers MindSpore takes one by one.
+    """Return whether MindSpore would recompute all layers at once: it does so in the sharded graph of a step without a
+    pipeline and without accumulated gradients, for which MindFormers sets `disable_lazy_inline` (`base_trainer.py`).
+    Otherwise the model is a separate subgraph, whose layers MindSpore recomputes one by one.
     """
     return config.disable_lazy_inline and _get_parallel_mode() == ParallelMode.SEMI_AUTO_PARALLEL
 
@@ -196,6 +213,10 @@ def gpt_model(config, edit_layer=None) -> GPTModel:
     if recomputes_at_once(config):
         for layer in layers:
             layer.module = InTurn
+    mtp = get_gpt_mtp_block_spec(config, block) if config.mtp_num_layers else None
+    if _layers:
+        module, params = _layers[0]
+        block.layer_specs = [replace(spec, module=module, params=params) for spec in block.layer_specs]
     with _positions[0](config) if _positions else nullcontext(lambda model: None) as set_positions:
         model = GPTModel(
             config=config,
@@ -206,7 +227,7 @@ def gpt_model(config, edit_layer=None) -> GPTModel:
             rotary_percent=1.0,
             rotary_base=config.rotary_base,
             rope_scaling=False,
-            mtp_block_spec=get_gpt_mtp_block_spec(config, block) if config.mtp_num_layers else None,
+            mtp_block_spec=mtp,
         )
     set_positions(model)
     return model

@@ -63,7 +63,7 @@ def deal(costs: np.ndarray, unit: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Layout:
-    """This says how the samples of a step are divided over ranks, micro-batches and slots.
+    """This says how the samples of a step are divided among ranks, micro-batches and slots.
 
     ranks: data-parallel ranks; micro_batches: of a step on each rank; slots: samples of a rank's micro-batch;
     objective: where ranks wait; window: global batches whose samples may change places (1: none, the default).

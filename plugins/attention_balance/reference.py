@@ -25,8 +25,8 @@ Scheduler = Callable[[np.ndarray, int, int, int], np.ndarray]
 
 
 def segments_of_tokens(tokens: list[int], end_of_document: int) -> list[int]:
-    """Return the segment lengths of one sample by walking its tokens: a segment ends after each end-of-document
-    token.
+    """Return the lengths of the documents in one sample by walking through its tokens: a document ends after each
+    end-of-document token.
     """
     lengths = [0]
     for token in tokens:
@@ -37,7 +37,7 @@ def segments_of_tokens(tokens: list[int], end_of_document: int) -> list[int]:
 
 
 def sample_tokens(index: GPTIndex, documents: list[list[int]], item: int) -> list[int]:
-    """Return the tokens of the dataset's item by joining all documents in the order of `document_index`."""
+    """Return the tokens of one item of the dataset by joining all documents in the order of `document_index`."""
     stream = [token for document in index.document_index for token in documents[document]]
     start = int(index.shuffle_index[item]) * index.sequence_length
     return stream[start : start + index.sequence_length]

@@ -147,7 +147,7 @@ def _sample_starts(lengths: np.ndarray, document_index: np.ndarray, sequence_len
 
 @dataclass(frozen=True)
 class Segments:
-    """These are the segment lengths of several samples in CSR form.
+    """These are the lengths of the documents (segments) in several samples, in CSR form.
 
     values: int64 [segments], tokens of each, sample after sample; all at least 1;
     offsets: int64 [samples + 1]: sample i has values[offsets[i] : offsets[i + 1]].
@@ -167,7 +167,7 @@ class Segments:
         return self.values[self.offsets[sample] : self.offsets[sample + 1]]
 
     def counts(self) -> np.ndarray:
-        """Return int64 [samples], the number of segments of each.
+        """Return the number of segments (documents) of each sample, int64 [samples].
 
         The compressed mask needs `counts <= eod_pad_length`. MindFormers itself raises only at eod_pad_length + 2:
         with exactly one too many its mask lacks the end of the last document.
@@ -176,7 +176,7 @@ class Segments:
 
 
 def segments_of(index: GPTIndex, start: int, stop: int) -> Segments:
-    """Return the segments of the items [start, stop) of the dataset, in the dataset's order.
+    """Return the segments (documents) of the items [start, stop) of the dataset, in the dataset's order.
 
     Memory: some 50 bytes a segment of that range.
 
@@ -187,8 +187,8 @@ def segments_of(index: GPTIndex, start: int, stop: int) -> Segments:
 
 
 def segments_in_stream_order(index: GPTIndex):
-    """Yield (number of the first sample, `Segments`) for consecutive chunks of the samples before shuffling; each chunk
-    has a bounded number of segments.
+    """Yield (number of the first sample, `Segments`) for consecutive groups of the samples before shuffling; each group
+    has a limited number of segments.
 
     Sequential in the indices, so a memory-mapped corpus of 10^8 documents is read once.
     """
@@ -243,7 +243,9 @@ UNITS = MEASURED, COMPUTED = "s", "FLOP"
 
 
 def causal_pairs(segments: Segments) -> np.ndarray:
-    """Return int64 [samples], the pairs of tokens that attend: the sum of n * (n + 1) / 2 over a sample's segments."""
+    """Return the number of pairs of tokens that attend to each other in each sample, int64 [samples]: the sum of n * (n
+    + 1) / 2 over the sample's segments.
+    """
     return np.add.reduceat(segments.values * (segments.values + 1) // 2, segments.offsets[:-1])
 
 
@@ -259,7 +261,7 @@ class Cost:
     unit: str = COMPUTED
 
     def of(self, segments: Segments) -> np.ndarray:
-        """Return the cost float64 [samples], in `unit`."""
+        """Return the training cost of each sample, float64 [samples], in `unit`."""
         tokens = np.add.reduceat(segments.values, segments.offsets[:-1])
         return self.per_pair * causal_pairs(segments) + self.per_token * tokens
 

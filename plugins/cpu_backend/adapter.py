@@ -36,7 +36,7 @@ def before_mindformers(distributed: bool) -> None:
     from mindspore.communication import comm_func
 
     def barrier(group=None):
-        """Wait until every rank has called this; MindFormers only ever passes the world group."""
+        """Wait until every rank has called this function; MindFormers passes only the group of all ranks."""
         ops.AllReduce()(Tensor([0.0], mstype.float32)).asnumpy()
 
     replace(comm_func, "barrier", "_get_cache_prim(P.Barrier)(group)", barrier)

@@ -285,7 +285,7 @@ class WithinDocuments(nn.Cell):
         return self.attend(query, key, value, breaks)
 
     def bprop(self, query, key, value, breaks, out, dout):
-        """Return the gradients, by `document_gradients`."""
+        """Return the gradients of the attention, which `document_gradients` computes."""
         gradients = self.gradients(query, key, value, breaks, out[0], out[1], dout[0])
         return gradients[0], gradients[1], gradients[2], ops.zeros_like(breaks)
 

@@ -85,8 +85,8 @@ class AllToAllV(nn.Cell):
         self.there, self.back = _moving(group), _moving(group)
 
     def construct(self, rows, send, receive, room):
-        """Return [room, w] for rows [C, w]; send and receive are int32 [n], and room is the number of rows of the
-        result.
+        """Return the received rows [room, w] for the sent rows [C, w]; send and receive are int32 [n], and room is the
+        number of rows of the result.
         """
         return self.there(rows, send, receive, ops.zeros((room, rows.shape[1]), rows.dtype))
 
@@ -96,8 +96,8 @@ class AllToAllV(nn.Cell):
 
 
 class Linear(nn.Cell):
-    """This is a linear collective operator over rows of tokens; in the backward pass, the operator `back` computes the
-    gradient.
+    """This collective operator is a linear function of rows of tokens; in the backward pass, the operator `back`
+    computes the gradient.
     """
 
     def __init__(self, there, back):
@@ -114,7 +114,7 @@ class Linear(nn.Cell):
 
 
 class ExchangeCounts(nn.Cell):
-    """This operator tells each member of a group how many rows it sends to, and receives from, each other member."""
+    """This operator tells each member of a group how many rows it will get from each other member and send to it."""
 
     def __init__(self, group):
         super().__init__(auto_prefix=False)
@@ -177,8 +177,8 @@ class Rows(nn.Cell):
 
     @staticmethod
     def numbers(kinds, count):
-        """Return how many different values the unique keys inside `sort` can have, for `count` keys of `kinds`
-        values.
+        """Return how many different values the keys inside `sort` can have, for `count` elements of `kinds` values; the
+        keys are unique.
         """
         return kinds * count
 
@@ -212,11 +212,11 @@ class Rows(nn.Cell):
         return self.gather(values, index, 0)
 
     def add(self, values, index, count):
-        """Return [count, ...]: the sums of rows [m, ...] that have the same index."""
+        """Return the sums [count, ...] of those rows [m, ...] that have the same index."""
         return self.scatter(values, index, count)
 
     def cumulate(self, counts, padded):
-        """Return int32 [E], the cumulative sums of counts int32 [E]; if `padded`, each expert counts one more row."""
+        """Return the cumulative sums of counts, both int32 [E]; if `padded`, each expert counts one more row."""
         counts = ops.cast(counts, ms.float32) + (1.0 if padded else 0.0)
         return ops.cast(self.cumsum(counts, 0), ms.int32)
 
@@ -249,7 +249,7 @@ class SparseGroupedMatmul(nn.Cell):
         return self.forward(rows, weight, ends)
 
     def bprop(self, rows, weight, ends, out, dout):
-        """Return the gradients of rows and weight."""
+        """Return the gradients of the rows and of the weight."""
         return self.dx(dout, weight, ends), self.dw(dout, rows, ends), ops.zeros_like(ends)
 
 
@@ -298,8 +298,8 @@ class CpuRoutedExperts(RoutedExperts):
         return self.routed(tokens, probs, routing_map, self.share(w1), self.share(w2))
 
     def experts_forward(self, permuted_local_hidden_states, tokens_per_expert, w1, w2):
-        """Return [R, h], the SwiGLU of rows [R, h] sorted by expert, with cumulative counts [E], w1 [E, h, 2H] and w2
-        [E, H, h].
+        """Return the SwiGLU [R, h] of rows [R, h] that are sorted by expert, with cumulative counts [E], w1 [E, h, 2H]
+        and w2 [E, H, h].
         """
         gate, up = ops.chunk(self.matmul(permuted_local_hidden_states, w1, tokens_per_expert), 2, -1)
         return self.matmul(gate * ops.sigmoid(gate) * up, w2, tokens_per_expert)

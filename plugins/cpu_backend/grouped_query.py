@@ -17,17 +17,17 @@ def _grouped(x: np.ndarray, groups: int) -> np.ndarray:
 
 
 def with_keys(x: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return [heads, rows, columns]: [heads, rows, d] times the transpose of [groups, columns, d]."""
+    """Return the products [heads, rows, columns] of [heads, rows, d] and the transpose of [groups, columns, d]."""
     return np.matmul(_grouped(x, len(keys)), keys.swapaxes(-1, -2)).reshape(*x.shape[:2], -1)
 
 
 def from_keys(weights: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return [heads, rows, d]: [heads, rows, columns] times [groups, columns, d]."""
+    """Return the products [heads, rows, d] of [heads, rows, columns] and [groups, columns, d]."""
     return np.matmul(_grouped(weights, len(keys)), keys).reshape(*weights.shape[:2], -1)
 
 
 def to_keys(weights: np.ndarray, x: np.ndarray, groups: int) -> np.ndarray:
-    """Return [groups, columns, d]: the transpose of [heads, rows, columns] times [heads, rows, d], summed over a
-    group's heads.
+    """Return the products [groups, columns, d] of the transpose of [heads, rows, columns] and [heads, rows, d], summed
+    over a group's heads.
     """
     return np.matmul(_grouped(weights, groups).swapaxes(-1, -2), _grouped(x, groups))

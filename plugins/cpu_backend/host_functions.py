@@ -55,7 +55,7 @@ def operator(function, shape, dtype):
 
 
 def register(function: Callable[..., Any]) -> int:
-    """Make a function known to this process, and return the number by which graphs call it.
+    """Register a function in this process, and return the number by which graphs call it.
 
     Functions of one name and one code share a number, as they compute the same.
 

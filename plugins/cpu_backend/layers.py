@@ -67,7 +67,7 @@ class EmbeddingLookup(PrimitiveLike):
         self.gather = P.Gather()
 
     def construct(self, input_ids, weight):
-        """Return [B, S, h] for input_ids int [B, S] and weight [v, h]."""
+        """Return the embeddings [B, S, h] of input_ids int [B, S], which are rows of weight [v, h]."""
         return self.gather(weight, input_ids, 0)
 
 
@@ -106,8 +106,8 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
         return rows, ends, (probs, inverse, tokens.shape)
 
     def token_unpermutation(self, tokens, ctx):
-        """Put the experts' outputs [N * k, h] back in the order of tokens. Return [1, N, h]: for each token the sum of
-        its k outputs, weighted by the router's probabilities.
+        """Put the experts' outputs [N * k, h] back in the order of tokens. Return for each token the sum of its k
+        outputs, weighted by the router's probabilities, [1, N, h].
         """
         probs, inverse, shape = ctx
         rows = self.gather(ops.reshape(tokens, (-1, self.hidden_size)), inverse, 0)
@@ -150,8 +150,8 @@ class GroupedMatMul(PrimitiveLike):
         return self.gather(x, source, 0)
 
     def construct(self, packed, weight, expert_of_block):
-        """Return [blocks, block, H]: each block of `packed` [blocks, block, h] times its expert's weight of [E, h,
-        H].
+        """Return the product of each block of `packed` [blocks, block, h] and its expert's weight of [E, h, H], as
+        [blocks, block, H].
         """
         return self.matmul(packed, self.gather(weight, expert_of_block, 0))
 

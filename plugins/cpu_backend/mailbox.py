@@ -113,8 +113,8 @@ def greet(connection: socket.socket, rank: int, size: int) -> None:
 
 
 def greeting(connection: socket.socket) -> tuple[int, int]:
-    """Read the greeting of the other side; return (its rank, the number of ranks). This raises what `receive`
-    raises.
+    """Read the greeting of the other side; return (its rank, the number of ranks). The function raises the errors that
+    `receive` raises.
     """
     hello = bytearray(HELLO.size)
     fill(connection, memoryview(hello))
@@ -135,7 +135,7 @@ def fill(connection: socket.socket, buffer: memoryview) -> None:
 
 @dataclass
 class Call:
-    """This records what one call of an exchange on this rank still waits for.
+    """This records which frames one call of an exchange on this rank still waits for.
 
     Attributes:
         where: how messages name it; tag: its conversation; named: whether it has a name that others understand;
@@ -178,7 +178,7 @@ class Mailbox:
         self.buffered: defaultdict[int, int] = defaultdict(int)
 
     def put(self, peer: int, frame: Frame) -> None:
-        """Keep a frame that has arrived."""
+        """Keep a frame that has arrived from a peer."""
         with self.changed:
             if frame.tag == STATUS:
                 self._said[peer] = frame.note
@@ -196,8 +196,8 @@ class Mailbox:
             self.changed.notify_all()
 
     def lose(self, peer: int, error: OSError) -> None:
-        """Record that this peer sends nothing more. A process that ends before it has read everything resets its
-        connections, so a reset is treated like an orderly end.
+        """Record that this peer will send no further frames. A process that ends before it has read everything resets
+        its connections, so a reset is treated like an orderly end.
         """
         with self.changed:
             error = self.unreachable.get(peer, error)
@@ -213,7 +213,7 @@ class Mailbox:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Let every waiting call raise ClusterError, and wait a few seconds for buffered frames to be sent."""
+        """Make every waiting call raise ClusterError, and wait a few seconds for buffered frames to be sent."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()
@@ -223,7 +223,7 @@ class Mailbox:
         return not any(count for peer, count in self.buffered.items() if peer not in self.unreachable)
 
     def wait(self, call: Call) -> None:
-        """Return when all frames of the call have been sent and received.
+        """Wait until all frames of the call have been sent and received, then return.
 
         Raises:
             ClusterError: when one of them cannot, or not in time.

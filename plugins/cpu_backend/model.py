@@ -49,7 +49,7 @@ def on_cpu(layer) -> None:
 
 
 def build_gpt(config):
-    """Return the GPTModel of a TransformerConfig.
+    """Return the GPTModel for CPU that a TransformerConfig describes.
 
     It is built in stand-alone mode: in data-parallel mode GPTModel would create process groups from
     `data_parallel_size`, which MindFormers' trainer has reset to 1 by then. Data parallelism on CPU lives in
@@ -78,14 +78,22 @@ def replace_hard_coded(model, config):
         embedding.embedding_morph = EmbeddingLookup()
     for router in cells_of(model, TopKRouter):
         router.topk = router.afb_topk = router.tc_topk = TopK()
-        # the auxiliary loss is taken sample by sample, so that it does not depend on how a batch is split
-        router.dp = config.batch_size
         if config.moe_router_load_balancing_type == "gbs_aux_loss":  # built for one rank's samples together
-            router.ones_dp = Tensor(np.ones((1, config.batch_size, 1), np.float32))
             router.reduce_mean_dp = MeanOfSamples(get_group_size() if train_step.distributed() else 1)
+    set_rows(model, config.batch_size)
     if train_step.distributed():
         for loss in cells_of(model, CrossEntropyLoss):  # of the last layer, and of MTP's, which has a mask of its own
             loss.add2 = TokensOfARank(get_group_size())
+
+
+def set_rows(model, rows):
+    """Tell each router how many samples a rank's batch has, before a graph for that batch is compiled.
+
+    The auxiliary loss is taken sample by sample, so that it does not depend on how a batch is split.
+    """
+    for router in cells_of(model, TopKRouter):
+        router.dp = rows
+        router.ones_dp = Tensor(np.ones((1, rows, 1), np.float32))
 
 
 def cells_of(model, kind):

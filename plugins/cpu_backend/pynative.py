@@ -72,7 +72,9 @@ def pynative():
 
 @contextmanager
 def counters_kept(network):
-    """Put back afterwards what a forward pass counts in the parameters that are not trained, such as experts' loads."""
+    """Restore afterwards the parameters that a forward pass changes without training, such as the counters of experts'
+    loads.
+    """
     counters = [(param, param.asnumpy().copy()) for param in network.get_parameters() if not param.requires_grad]
     try:
         yield
@@ -121,7 +123,7 @@ class Trace:
                 self.handles.append(layer.mlp.router.register_forward_hook(self._router(where, experts)))
 
     def close(self):
-        """Remove the hooks."""
+        """Remove the hooks from the modules."""
         for handle in self.handles:
             handle.remove()
 

@@ -33,7 +33,7 @@ def distributed() -> bool:
 
 
 def register_train_step(cell: nn.Cell) -> None:
-    """Remember the train step, which owns every parameter, including the optimizer's."""
+    """Keep a reference to the train step, which owns every parameter, including those of the optimizer."""
     _train_step[:] = [cell]
 
 
@@ -73,7 +73,7 @@ class MeanOfSamples(nn.Cell):
         self.sum = ops.AllReduce() if ranks > 1 else None
 
     def construct(self, shares, axis):
-        """Return [experts] for [samples, experts]; `axis` is 0."""
+        """Return the mean over all samples for each expert, [experts], of values [samples, experts]; `axis` is 0."""
         mean = ops.reduce_mean(ops.stop_gradient(shares), axis)
         return mean if self.sum is None else self.sum(mean) / self.ranks
 
@@ -116,8 +116,8 @@ def strategy_of_all_ranks(network, rank_id=None) -> dict[int, dict[str, list]]:
 
 
 def strategy_of_this_rank(network) -> dict[int, dict[str, list]]:
-    """Return this rank's metadata in the form of `mindspore.parallel.get_current_strategy_metadata`, whose only key is
-    always 0.
+    """Return this rank's metadata in the form of `mindspore.parallel.get_current_strategy_metadata`: a dictionary whose
+    only key is 0.
     """
     return {0: strategy_of_all_ranks(network, 0)[0]}
 

@@ -177,7 +177,9 @@ class Mesh:
         self._outboxes[peer].put((None, mailbox.pack(tag, number, copied, note)))
 
     def receive(self, peer: int, tag: int, where: str) -> Frame:
-        """Return the next frame of this tag that a peer sent or will send; this raises the errors of `exchange`."""
+        """Return the next frame with this tag from a peer, and wait for it if necessary; this raises the errors of
+        `exchange`.
+        """
         with self._mail.changed:
             number = self._taken[peer, tag]
             self._taken[peer, tag] += 1
@@ -186,8 +188,8 @@ class Mesh:
         return call.arrived[peer]
 
     def tell(self, text: str) -> None:
-        """Tell all other ranks in which call this rank waits, so that their error messages can name it; "" means in
-        none.
+        """Tell all other ranks in which call this rank waits, so that their error messages can name the call; "" means
+        that it waits in none.
         """
         for peer, outbox in self._outboxes.items():
             with self._mail.changed:

@@ -121,8 +121,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Choice:
-    """This is the cut and order that was chosen for a layer, with the expected times. The times are in seconds, for one
-    layer and one micro-batch.
+    """This is the division into chunks and the order that were chosen for a layer, with the expected times. The times
+    are in seconds, for one layer and one micro-batch.
 
     Args:
         chunks: (b, s) parts of batch and sequence.
@@ -203,7 +203,7 @@ def _check(batch: int, sequence: int, chunks: Chunks) -> None:
 
 
 def candidates(batch: int, sequence: int) -> list[Chunks]:
-    """Return the cuts that `choose` tries, fewest chunks first."""
+    """Return the pairs of numbers of chunks that `choose` tries, those with the fewest chunks first."""
     pairs = product(BATCH_CHUNKS, SEQUENCE_CHUNKS)
     fitting = [(b, s) for b, s in pairs if b <= batch and s <= sequence and b * s <= MOST_CHUNKS]
     return sorted(fitting, key=lambda pair: (pair[0] * pair[1], pair[1]))
@@ -229,8 +229,8 @@ def issue_order(chunks: int, steps: Sequence[str] = FORWARD_STEPS, stride: int =
 
 
 def layer_ops(chains: Sequence[Chain], shares: Sequence[float], stride: int, shared: float = 0.0) -> list[Op]:
-    """Return the operators of one pass of a layer in chunks, in order of issue; the shared expert comes first, because
-    it depends on no other operator.
+    """Return the operators of one pass of a layer in chunks, in the order in which they are issued; the shared expert
+    comes first, because it depends on no other operator.
 
     Args:
         chains: the steps of a chunk (`Layer.passes`).
@@ -258,8 +258,8 @@ def uncut_ops(chains: Sequence[Chain], shared: float = 0.0, shared_beside: bool 
 
 
 def choose(layer: Layer, batch: int, sequence: int, cuts: Sequence[Chunks] = (), stride: int | None = None) -> Choice:
-    """Return the cut and order for which the layer's forward plus backward time is shortest; the backward pass repeats
-    the forward pass if the layer is recomputed.
+    """Return the division into chunks and the order for which the layer's forward plus backward time is shortest; if
+    the layer is recomputed, the backward pass repeats the forward pass.
 
     Args:
         batch, sequence: samples and tokens of a sequence that a rank holds of a micro-batch.
@@ -289,7 +289,7 @@ def choose(layer: Layer, batch: int, sequence: int, cuts: Sequence[Chunks] = (),
 
 
 def cut_layer(layer: Layer, chunks: Chunks, stride: int, shares: Sequence[float]) -> Choice:
-    """Return the modelled times of a layer for one cut and one order of issue, which all passes use."""
+    """Return the predicted times of a layer for one number of chunks and one order of issue, which all passes use."""
     passes = layer.passes
     each = (passes.forward, passes.backward, passes.replayed)
     compute, communication = [], []
@@ -315,8 +315,8 @@ def _timeline(layer: Layer, one: tuple[Sequence[Chain], float], shares: Sequence
 
 
 def read(settings: Any) -> tuple[Any, int]:
-    """Return (chunks, stride) of `plugins.ep_overlap`, see `Settings`; this raises the errors that `Settings.read`
-    raises.
+    """Return (chunks, stride) of `plugins.ep_overlap`, as `Settings` describes them; this raises the errors that
+    `Settings.read` raises.
     """
     ours = Settings.read(settings)
     return ours.chunks, ours.stride

@@ -1,5 +1,5 @@
-"""This module computes when each operator runs on a device's in-order streams. The module needs only the standard
-library. The streams are those of figure 5 of the technical report.
+"""This module computes when each operator runs on a device's streams, which run operators in order. The module needs
+only the standard library. The streams are those of figure 5 of the technical report.
 
 A device has three streams: `compute`, and one for each class of links, `inter` (between nodes, RoCE) and `intra`
 (inside a node, HCCS). A stream runs what was issued to it strictly in the order of issue. An operator starts when it is
@@ -33,7 +33,7 @@ class Op:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Return the streams that the operator occupies."""
+        """Return the streams on which the operator runs."""
         return ("inter", "intra") if self.stream == "both" else (self.stream,)
 
 
@@ -54,7 +54,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Return the seconds until the last operator ends."""
+        """Return the seconds until the last operator of the timeline ends."""
         return max((span.end for span in self.spans), default=0.0)
 
     def busy(self, stream: str) -> float:
@@ -62,7 +62,7 @@ class Timeline:
         return sum(span.op.seconds for span in self.on(stream))
 
     def on(self, stream: str) -> list[Span]:
-        """Return the spans on `stream`, in order."""
+        """Return the spans of operators on `stream`, in order."""
         return [span for span in self.spans if stream in span.op.streams]
 
 
@@ -105,7 +105,7 @@ def _check(ops: Iterable[Op]) -> None:
     for op in ops:
         if not set(op.streams) <= set(STREAMS):
             raise ValueError(
-                f"{op.key}: stream {op.stream!r} does not exist; the streams are {', '.join(STREAMS)} and both"
+                f"{op.key}: stream {op.stream!r} does not exist; the streams are {', '.join(STREAMS)} and 'both'"
             )
         if op.key in keys:
             raise ValueError(f"{op.key}: the operation is issued twice")

@@ -31,12 +31,12 @@ from plugins.private_hooks import relies_on
 # its place in MindFormers' list is why the callback is a subclass; the router adds up the shares of micro-batches
 relies_on(base_trainer.BaseTrainer.sort_callbacks, "for index, callback_ in enumerate(CALLBACK_HAS_SORT):")
 relies_on(TopKRouter, "self.assign_add(self.expert_load, expert_load_data)")
-_MOMENTS = ("adam_m", "adam_v")
+_MOMENTS = ("adam_m", "adam_v", "muon_m")
 
 
 @dataclass(frozen=True)
 class Experts:
-    """This holds what the callback needs of one MoE layer of a network.
+    """This holds the parameters of one MoE layer that the callback needs.
 
     Attributes:
         number: of the layer in the model; router: counts its tokens; placement: the parameter, see `Layer`.
@@ -51,12 +51,12 @@ class Experts:
 
 
 class Alone:
-    """This is the communication of a run on one rank, which has no other rank to exchange with."""
+    """This stands for the communication of a run that consists of only one rank."""
 
     rank, size = 0, 1
 
     def all_to_all_v(self, group, tag, parts, rows=None):
-        """Return the part of this only rank unchanged."""
+        """Return this rank's part unchanged, because there is no other rank."""
         return parts
 
 
@@ -111,7 +111,7 @@ class ExpertBalance(ExpertMigrateCallback):
         self._record(step, tokens, slots, copies, batches, self._move(step, slots) if due(step, every) else None)
 
     def connect(self):
-        """Return all ranks of the run."""
+        """Return the ranks object that connects all ranks of the run."""
         from plugins.cpu_backend import transport
 
         return transport.mesh() if get_real_group_size() > 1 else Alone()
@@ -231,13 +231,15 @@ def layers_of(network, optimizer, decoder):
             assert place, name
             number = int(place[1]) + decoder * (".mtp." in name)
             weights = [cell.experts.weight1, cell.experts.weight2]
-            tensors = [each for weight in weights for each in (weight, *_moments(states, weight.name))]
+            tensors = [each for weight in weights for each in (weight, *_moments(states, weight))]
             found.append(Experts(number, cell.router, cell.experts.placement, tensors, cell.experts))
     return sorted(found, key=lambda layer: layer.number)
 
 
 def _moments(states, weight):
-    return [states[f"{moment}.{weight}"] for moment in _MOMENTS if f"{moment}.{weight}" in states]
+    """The optimizer's state of a weight. Muon also has moments of AdamW, of one number each, which nothing reads."""
+    named = [states[name] for moment in _MOMENTS if (name := f"{moment}.{weight.name}") in states]
+    return [state for state in named if state.ndim == weight.ndim]
 
 
 def take_copies(cell, slots, copies):
@@ -246,7 +248,7 @@ def take_copies(cell, slots, copies):
 
 
 def assign(parameter, value):
-    """Overwrite a parameter between two steps.
+    """Overwrite the values of a parameter between two steps.
 
     Not `Parameter.set_data`: the compiled graph goes on with an Adam moment's old numbers after it, in silence. Not
     `ops.assign`: it has no kernel for bfloat16 on CPU.

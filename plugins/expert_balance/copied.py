@@ -97,7 +97,9 @@ class Choose(nn.Cell):
         self.slots = host_functions.operator(choose, same, _first)
 
     def construct(self, homes):
-        """Return the chosen slots, int32, for the home slots of the tokens' experts, int32, in the same shape."""
+        """Return the chosen slots, int32, for the own slots (those that are not copies) of the tokens' experts, int32,
+        in the same shape.
+        """
         return self.slots(homes)
 
     def bprop(self, homes, out, dout):
@@ -122,7 +124,7 @@ class CopiedRoutedExperts(CpuRoutedExperts):
         self.take_copies(np.arange(config.num_moe_experts), none(1, devices, spare)[0])
 
     def take_copies(self, slots, copies):
-        """Use these copies from the next step on.
+        """Use these copies of experts from the next step on.
 
         Args:
             slots: int [E], the placement. copies: int [D x spare], as in `plugins.expert_balance.copies`.
@@ -130,7 +132,9 @@ class CopiedRoutedExperts(CpuRoutedExperts):
         _tables[self.layer_number] = Table(slots, copies, self.devices)
 
     def construct(self, tokens, probs, routing_map):
-        """Return [1, N, h] for tokens [1, N, h], probs [1, N, k] and routing_map int32 [1, N, k] of logical experts."""
+        """Return the experts' outputs [1, N, h] for tokens [1, N, h], probs [1, N, k] and routing_map int32 [1, N, k]
+        of logical experts.
+        """
         homes = ops.cast(self.slot_of(self.placement, routing_map, 0), ms.int32)
         return super().construct(tokens, probs, self.choose(homes))
 

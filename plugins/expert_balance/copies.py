@@ -30,7 +30,7 @@ NOTHING = -1  # in a spare slot
 
 
 def none(layers: int, devices: int, spare: int) -> np.ndarray:
-    """Return int64 [layers, D x spare], the spare slots of each layer, all of them empty (`NOTHING`)."""
+    """Return the spare slots of each layer, int64 [layers, D x spare], all of them empty (`NOTHING`)."""
     return np.full((layers, devices * spare), NOTHING, np.int64)
 
 
@@ -42,7 +42,7 @@ def share(loads: np.ndarray, parts: int | np.ndarray) -> np.ndarray:
 
 
 def planned(loads: np.ndarray, slots: np.ndarray, devices: int, spare: int, least: float = 0.0) -> np.ndarray:
-    """Return int64 [D x spare]: the expert of one layer that each spare slot copies, or `NOTHING`.
+    """Return the expert of one layer that each spare slot copies, int64 [D x spare], or `NOTHING` for an empty slot.
 
     1. Take the fullest device.
     2. Of its experts and of the other devices with a slot left, take the pair after which the fuller of the two devices
@@ -82,7 +82,7 @@ def planned(loads: np.ndarray, slots: np.ndarray, devices: int, spare: int, leas
 
 def fullest(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices: int) -> int:
     """Return the number of tokens on the fullest device if each expert's tokens are dealt equally, in whole tokens, to
-    its home and its copies.
+    its own slot and its copies.
     """
     filled = np.flatnonzero(copies != NOTHING)
     parts = share(loads, 1 + np.bincount(copies[filled], minlength=len(loads)))
@@ -92,8 +92,8 @@ def fullest(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices: i
 
 
 def loads_with(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices: int) -> np.ndarray:
-    """Return float [layers, D], the tokens of each device if each expert's tokens are dealt equally to its home and its
-    copies.
+    """Return the tokens of each device, float [layers, D], if each expert's tokens are dealt equally to its own slot
+    and its copies.
 
     Args:
         loads: [layers, E]. slots: int [layers, E]. copies: int [layers, D x spare].
@@ -108,8 +108,8 @@ def loads_with(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices
 
 
 def imbalance_with(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices: int) -> np.ndarray:
-    """Return [layers], the tokens of the fullest device divided by the mean of all devices, with copies; the arguments
-    are those of `loads_with`.
+    """Return for each layer the tokens of the fullest device divided by the mean of all devices, with copies; the
+    arguments are those of `loads_with`.
     """
     on = loads_with(loads, slots, copies, devices)
     mean = on.mean(-1)
@@ -197,9 +197,9 @@ def next_state(
 
 
 def divided(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
-    """Return integers [E]: the tokens that each expert's home would keep if all D x spare copies were made one by one,
-    each of the expert whose home then has the most tokens. This is EPLB's rule, except that an expert gets at most one
-    slot on each device.
+    """Return the tokens that each expert's own slot would keep, integers [E], if all D x spare copies were made one by
+    one, each of the expert whose own slot has the most tokens at that moment. This is EPLB's rule, except that an
+    expert gets at most one slot on each device.
     """
     count = np.ones(len(loads), np.int64)
     for _ in range(devices * spare):
@@ -219,7 +219,8 @@ def _shuffled(slots: np.ndarray, devices: int, spare: int, seed: list[int]) -> n
 
 
 class Table:
-    """This table says which slots of the devices hold each expert; experts are numbered by their home slots.
+    """This table says which slots of the devices hold each expert; an expert is numbered by its own slot, the one that
+    is not a copy.
 
     Slots are numbered through the devices as a dispatch has them: those of a device are its E / D homes, then its spare
     slots.
@@ -268,8 +269,8 @@ class Table:
         return found.astype(np.int32).reshape(homes.shape)
 
     def sent(self, rank: int) -> list[np.ndarray]:
-        """Return for each device which of this rank's experts (0 to E / D - 1) the device holds copies of, in the order
-        of the device's spare slots.
+        """Return for each device the experts of this rank (0 to E / D - 1) of which the device holds copies, in the
+        order of the device's spare slots.
         """
         mine = [row[(row != NOTHING) & (row // self.each == rank)] for row in self.source]
         return [row % self.each for row in mine]
@@ -300,8 +301,8 @@ def with_copies(own: np.ndarray, table: Table, ranks: Ranks, group: Sequence[int
 
 
 def added_up(gradient: np.ndarray, table: Table, ranks: Ranks, group: Sequence[int], tag: int) -> np.ndarray:
-    """Return the gradients [E / D x rows, width] of a rank's experts: of the home, then those of its copies, added in
-    the order of devices and slots.
+    """Return the gradients [E / D x rows, width] of a rank's experts: the gradient of each expert's own slot plus those
+    of its copies, added in the order of devices and slots.
 
     Args:
         gradient: [(E / D + spare) x rows, width] of all of the rank's slots. The others are as in `with_copies`.

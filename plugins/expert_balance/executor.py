@@ -31,7 +31,7 @@ from plugins.errors import ClusterError
 
 
 def holders(mesh: Sequence[int], cuts: Sequence[int], slices: int) -> np.ndarray:
-    """Return int [sets, slices]: the ranks of a pipeline stage that hold the slices of a tensor along axis 0.
+    """Return the ranks of a pipeline stage that hold the slices of a tensor along axis 0, int [sets, slices].
 
     The ranks of a row hold each slice once, in the order of the slices; all ranks of the stage are in one row each.
 
@@ -50,8 +50,8 @@ def holders(mesh: Sequence[int], cuts: Sequence[int], slices: int) -> np.ndarray
 
 
 def routes(old: np.ndarray, new: np.ndarray, devices: int, rank: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return which experts `rank` sends to each rank and receives from it when the placement changes, including those
-    that stay on `rank`.
+    """Return which experts `rank` sends to each rank and receives from it when the placement changes; experts that stay
+    on `rank` are included.
 
     Both ends count the experts between two ranks in the order of their new slots.
 
@@ -76,8 +76,8 @@ _DIGESTS, _ROWS, _LOADS = range(1 << 40, (1 << 40) + 3)
 
 
 class Ranks(Protocol):
-    """These are some ranks of a run, such as a `plugins.cpu_backend.transport.Mesh`; `rank` is the place of this rank
-    among them.
+    """These are some ranks of a run, such as those of a `plugins.cpu_backend.transport.Mesh`; `rank` is the index of
+    this rank among them.
     """
 
     rank: int
@@ -86,7 +86,7 @@ class Ranks(Protocol):
     def all_to_all_v(
         self, group: Sequence[int], tag: int, parts: Sequence[np.ndarray], rows: Sequence[int] | None = None
     ) -> list[np.ndarray]:
-        """Send each rank its part, of [size] parts; return what each rank sent to this one."""
+        """Send each rank its part of the list; return what each rank sent to this one."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Layer:
-    """This holds what changes on this rank when the experts of one MoE layer move.
+    """This holds the tensors that change on this rank when the experts of one MoE layer move.
 
     Attributes:
         row: of the layer in a plan; number: of the layer in the model.
@@ -128,7 +128,7 @@ def total(ranks: Ranks, own: np.ndarray) -> np.ndarray:
 
 
 def from_first(ranks: Ranks, own: np.ndarray) -> np.ndarray:
-    """Return rank 0's array [n, ...] on every rank; the `own` of the other ranks has no rows, and the same further
+    """Return rank 0's array [n, ...] on every rank; the array `own` of each other rank has no rows and the same further
     dimensions.
     """
     return _from_all(ranks, _LOADS, own)[0]

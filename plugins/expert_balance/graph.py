@@ -41,7 +41,7 @@ from plugins.private_hooks import relies_on
 
 # axis 0 of the experts' weights is cut over the EP group, and no other axis is
 relies_on(FFNGroupedGEMM.shard, "layout(inner_dp, mp0),  # w1")
-_MOMENT = re.compile(r"^adam_[mv]\.")
+_MOMENT = re.compile(r"^(adam_[mv]|muon_m)\.")
 _WORD = 4  # bytes
 CALLBACK = "ShardedExpertBalance"
 
@@ -75,7 +75,9 @@ class Exchange(nn.Cell):
         self.to_host = ops.MoveTo()
 
     def construct(self, words, send, receive):
-        """Return int32 [sum(receive)] for words int32 [sum(send)]; send and receive are int64 [ranks]."""
+        """Return the received words int32 [sum(receive)] for the sent words int32 [sum(send)]; send and receive are
+        int64 [ranks].
+        """
         return self.move(words, self.to_host(send, "CPU", True), self.to_host(receive, "CPU", True))
 
 
@@ -98,7 +100,7 @@ class CollectiveRanks:
     def all_to_all_v(
         self, group: Sequence[int], tag: int, parts: Sequence[np.ndarray], rows: Sequence[int] | None = None
     ) -> list[np.ndarray]:
-        """Send each rank its part, of [size] parts [rows, ...] that differ only in their number of rows; return what
+        """Send each rank its part of the list, whose parts [rows, ...] differ only in their number of rows; return what
         each rank sent to this one.
 
         Args:
@@ -158,7 +160,9 @@ class PlacedGroupedGEMM(FFNGroupedGEMM):
         place(self, config)
 
     def construct(self, tokens, probs, routing_map):
-        """Return [ranks, N, h] for tokens [ranks, N, h], probs [ranks, N, k] and routing_map int32 [ranks, N, k]."""
+        """Return the experts' outputs [ranks, N, h] for tokens [ranks, N, h], probs [ranks, N, k] and routing_map int32
+        [ranks, N, k].
+        """
         return super().construct(tokens, probs, self.slot_of(self.placement, routing_map, 0))
 
 
@@ -177,8 +181,8 @@ class PlacedDispatch(RoutedExperts):
 
 
 def place(cell, config) -> None:
-    """Add to `cell` the `placement` parameter and the Gather that looks experts up in it, split over the ranks of a
-    stage.
+    """Add to `cell` the parameter `placement` and a Gather that looks experts up in it; the Gather is split over the
+    ranks of a stage.
     """
     identity = Tensor(np.arange(config.num_moe_experts), ms.int32)
     cell.placement = Parameter(identity, name="placement", requires_grad=False, parallel_optimizer=False)
@@ -205,8 +209,8 @@ class ShardedExpertBalance(ExpertBalance):
         return self._among(range(devices))
 
     def of_all(self, shares, slots):
-        """Return the loads of all ranks as `ExpertBalance.of_all` does. The counts of all EP groups of a stage are
-        added up.
+        """Return the experts' loads of all ranks, in the form that `ExpertBalance.of_all` returns. The token counts of
+        all EP groups of a stage are added up.
         """
         batches = np.rint(shares.sum(1)) * (self.stage.size // self.devices)
         own = np.column_stack([np.rint(shares * self.copies), slots, batches]).astype(np.int64)

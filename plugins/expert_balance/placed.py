@@ -31,7 +31,9 @@ class PlacedRoutedExperts(CpuRoutedExperts):
         self.slot_of = ops.Gather()
 
     def construct(self, tokens, probs, routing_map):
-        """Return [1, N, h] for tokens [1, N, h], probs [1, N, k] and routing_map int32 [1, N, k] of logical experts."""
+        """Return the experts' outputs [1, N, h] for tokens [1, N, h], probs [1, N, k] and routing_map int32 [1, N, k]
+        of logical experts.
+        """
         return super().construct(tokens, probs, self.slot_of(self.placement, routing_map, 0))
 
 

@@ -48,8 +48,8 @@ def improved(
     aligned: bool = False,
     nodes: int = 1,
 ) -> np.ndarray:
-    """Return the placement int64 [E] that swaps of experts between the fullest device and another device lead to. Each
-    swap is chosen so that afterwards the fuller of its two devices has the lowest load.
+    """Return the placement int64 [E] that results from swaps of experts between the fullest device and another device.
+    Each swap is chosen so that afterwards the fuller of its two devices has the lowest load.
 
     Where no swap of two experts helps and devices hold few, two are swapped with two. A device that nothing helps is
     set aside and the next one looked at: the fullest device is often one large expert, and what the others carry counts
@@ -143,7 +143,7 @@ def _best_swap(held: np.ndarray, on: np.ndarray, fullest: int, places: np.ndarra
 
 
 def device_loads(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarray:
-    """Return [..., D], the tokens of each device, for `loads` (tokens of each expert) and `slots` (the placement), both
+    """Return the tokens of each device, [..., D], for `loads` (tokens of each expert) and `slots` (the placement), both
     [..., E].
     """
     by_slot = np.empty_like(loads)
@@ -152,8 +152,8 @@ def device_loads(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarr
 
 
 def imbalance(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarray:
-    """Return [...], the tokens of the fullest device divided by the mean, for loads and slots [..., E]. 1 means
-    balanced; a layer without tokens also gives 1.
+    """Return the tokens of the fullest device divided by the mean, for loads and slots [..., E]. 1 means balanced; a
+    layer without tokens also gives 1.
     """
     on = device_loads(loads, slots, devices)
     mean = on.mean(-1)
@@ -274,13 +274,13 @@ class Prediction:
         self.loads: np.ndarray | None = None
 
     def see(self, loads: np.ndarray) -> None:
-        """Add the loads [layers, E] of a step."""
+        """Add the loads [layers, E] of a step to the average."""
         seen = np.asarray(loads, np.float64)
         self.loads = seen.copy() if self.loads is None else self.decay * self.loads + (1 - self.decay) * seen
 
 
 def due(step: int, every: int) -> bool:
-    """Return whether a new placement is planned after this step; that never happens if `every` is 0."""
+    """Return whether a new placement is planned after this step; if `every` is 0, none ever is."""
     return every > 0 and step % every == 0
 
 

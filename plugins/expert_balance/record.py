@@ -71,8 +71,8 @@ class Record:
 
     @property
     def on_devices(self) -> np.ndarray:
-        """Return [layers, D], the tokens of each device; the tokens of an expert are dealt equally to its home and its
-        copies.
+        """Return the tokens of each device, [layers, D]; the tokens of an expert are dealt equally to its own slot and
+        its copies.
         """
         return loads_with(self.tokens, self.slots, self.held, self.devices)
 
@@ -87,7 +87,7 @@ class Record:
 
 
 def load_file(run_dir: str | Path) -> Path:
-    """Return where a run records its expert loads."""
+    """Return the path of the file in which a run records its expert loads."""
     return Path(run_dir) / "metrics" / "expert_load.jsonl"
 
 
@@ -97,7 +97,7 @@ def append(path: Path, record: Record) -> None:
 
 
 def line(record: Record) -> str:
-    """Return the record as JSON."""
+    """Return the record as one line of JSON."""
     moved = record.moved
     copies = {} if record.copies is None else {"copies": record.copies.tolist()}
     new = {} if moved is None or moved.copies is None else {"copies": moved.copies.tolist()}
@@ -122,7 +122,7 @@ def line(record: Record) -> str:
 
 
 def read(path: Path, until: int | None = None, say: Callable[[str], None] | None = None) -> list[Record]:
-    """Return the records of a file by step. A resumed run replaces the steps that it repeats.
+    """Return the records in a file, by step. A resumed run replaces the steps that it repeats.
 
     Args:
         until: the last step wanted, such as the one a run is resumed from; None: all.
@@ -238,7 +238,7 @@ def _check(record: Record, place: str) -> None:
     elif record.moved and min(record.moved.experts, record.moved.sent_bytes) < 0:
         wrong = f"moved: {record.moved.experts} experts and {record.moved.sent_bytes} bytes: there must be 0 or more"
     elif any(slots.shape != shape or (np.sort(slots, axis=1) != np.arange(shape[1])).any() for slots in placements):
-        wrong = "the slots are not a placement: each layer needs every slot once"
+        wrong = "the slots do not form a placement, which has every slot of a layer exactly once"
     else:
         held = [(record.slots, record.copies)]
         held += [(record.moved.slots, record.moved.copies)] if record.moved else []
@@ -300,7 +300,7 @@ def carry_over(source: Path, own: Path, step: int, form: tuple[int, int, int]) -
 
 
 def loads(records: list[Record], form: tuple[int, int, int]) -> np.ndarray:
-    """Return int64 [steps, layers, E], the tokens of logical experts."""
+    """Return the tokens of each logical expert in each step and layer, int64 [steps, layers, E]."""
     return np.array([record.tokens for record in records], np.int64).reshape(-1, *form[1:])
 
 

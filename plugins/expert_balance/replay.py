@@ -1,5 +1,5 @@
-"""This module computes what a policy would have done with recorded loads, step by step; the policy may be this plugin's
-or another planner's.
+"""This module computes step by step what a policy would have done with recorded loads; the policy may be that of this
+plugin or of another planner.
 
 The decision of a replay is the live run's own. `eplb` (DeepSeek; MindFormers packs alike) and `eplb_with_copies` plan
 from scratch at every plan; they are here for reports and benchmarks.
@@ -25,7 +25,8 @@ State = tuple[np.ndarray, np.ndarray]  # placements [layers, E], and copies [lay
 
 @dataclass(frozen=True)
 class Replay:
-    """This is what a policy would have done over the recorded steps, and how well the devices would have been balanced.
+    """This says what a policy would have done over the recorded steps, and how well the devices would have been
+    balanced.
 
     Args:
         ratios: [steps, layers] max/mean of each step under its placement.
@@ -44,7 +45,7 @@ class Replay:
 
     @property
     def made(self) -> np.ndarray:
-        """Return int64 [steps, layers], the number of copies of experts after each step."""
+        """Return the number of copies of experts after each step, int64 [steps, layers]."""
         return (self.copies != NOTHING).sum(axis=2)
 
 
@@ -139,8 +140,8 @@ def eplb_with_copies(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
 
 
 def eplb_ratios(records: Sequence[Record], every: int, decay: float, spare: int) -> np.ndarray:
-    """Return [steps, layers], the tokens of the fullest device divided by the mean, if `eplb_with_copies` plans at
-    every step at which a plan is due.
+    """Return for each step and layer the tokens of the fullest device divided by the mean, if `eplb_with_copies` plans
+    at every step at which a plan is due.
     """
     devices, prediction, ratios = records[0].devices, Prediction(decay), []
     held: np.ndarray | None = None  # [layers, D, slots], after the first plan
@@ -155,8 +156,8 @@ def eplb_ratios(records: Sequence[Record], every: int, decay: float, spare: int)
 
 
 def of_slots(loads: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Return [layers], the tokens of the fullest device divided by the mean, if an expert's tokens are dealt equally to
-    all slots that hold it.
+    """Return for each layer the tokens of the fullest device divided by the mean, if an expert's tokens are dealt
+    equally to all slots that hold it.
 
     Args:
         loads: [layers, E]. held: int [layers, D, slots], the expert of each slot.

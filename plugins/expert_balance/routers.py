@@ -1,5 +1,5 @@
-"""This module measures a run's routers after each step and says which of them need a look, from the tokens that each
-expert got. Pure.
+"""This module measures a run's routers after each step from the tokens that each expert got, and says which routers
+need attention. Pure.
 
 Rank 0 writes what is measured to `RUN/metrics/routers.jsonl`, one line of a few kilobytes for each step, so that a
 month of training can be watched (`tc3 runs watch`) and drawn (TensorBoard). Each line has lists with one value for each
@@ -52,7 +52,7 @@ def routers_file(run_dir: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class Alarm:
-    """This says that a router needs a look.
+    """This says that a router needs attention, and why.
 
     Args:
         layer: number of the MoE layer in the model. rule: fullest, entropy, similarity, idle or bias.
@@ -90,8 +90,8 @@ class Measures:
 
 
 class Watcher:
-    """This measures step after step. Steps that a resumed run makes again replace nothing here: a new run has a new
-    `Watcher`, which can be shown the recorded loads of the steps before.
+    """This measures the routers step after step. A resumed run uses a new `Watcher`, to which the recorded loads of the
+    earlier steps can be shown; measures that were written before are not replaced.
 
     Args:
         layers: numbers of the MoE layers in the model.
@@ -106,7 +106,7 @@ class Watcher:
         self.raised: dict[tuple[int, str], Alarm] = {}
 
     def see(self, step: int, tokens: np.ndarray) -> Measures:
-        """Return the measures of a step.
+        """Return the measures of the routers in a step.
 
         Args:
             tokens: int64 [layers, E] that each expert got, of all ranks and micro-batches.

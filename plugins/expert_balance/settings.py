@@ -15,7 +15,7 @@ from plugins.settings import WATCHES, Section, setting
 KEY = "plugins.expert_balance"
 METHODS = ("swaps", "aligned", "greedy", "random")
 _BUDGETED = ("swaps", "aligned")  # plan from the placement there is, and may stop anywhere
-_OPTIMIZER = "AdamW"  # two moments of each weight, which the executor knows; Muon's state and PMA's averages are others
+_OPTIMIZERS = ("AdamW", "Muon")  # the executor knows their moments of a weight, and not PMA's averages
 
 
 _SHARE = "write a share from 0 to below 1, such as "
@@ -138,10 +138,10 @@ def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str,
             "0 to only record loads",
             every,
         )
-    if ours.every and optimizer != _OPTIMIZER:
+    if ours.every and optimizer not in _OPTIMIZERS:
         raise RecipeError(
-            f"only the state of {_OPTIMIZER} moves with an expert, and not that of optimizer.type: {optimizer}; "
-            f"write optimizer.type: {_OPTIMIZER}, or every: 0 to only record loads",
+            f"only the state of {' and '.join(_OPTIMIZERS)} moves with an expert, and not that of optimizer.type: "
+            f"{optimizer}; write optimizer.type: {_OPTIMIZERS[0]}, or every: 0 to only record loads",
             every,
         )
     if ours.spare and sharded:

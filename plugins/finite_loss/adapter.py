@@ -58,7 +58,7 @@ def undefined_of(config) -> tuple[str, ...]:
 
 
 def put_in(config, watch: Watch, end: Callable[[Any, int, str], None]) -> None:
-    """Let `watch` judge the steps of `config`, and keep steps that it refuses out of checkpoints.
+    """Let `watch` judge the steps of `config`, and save no checkpoint of steps that it refuses.
 
     Args:
         end: raises what ends the run; called with the monitor that saves (or None), the step, and what was wrong.
@@ -82,8 +82,8 @@ def _watching(monitor: Any, watch, end):
 
         def print_output_info(self, cb_params, cur_epoch_num, origin_epochs, throughput, cur_step_num, steps_per_epoch,
                               *more):  # fmt: skip
-            """Store the values that only this callback receives: the step count, the logged loss, and the parts of the
-            loss (the last four arguments).
+            """Store the values that only this callback gets: the step count, the logged loss, and the parts of the loss
+            (the last four arguments).
             """
             self.parts, self.logged = more[-4:], more[0]
             self.done_before = (cur_epoch_num - 1) * steps_per_epoch + cur_step_num - cb_params.cur_step_num
@@ -92,7 +92,7 @@ def _watching(monitor: Any, watch, end):
             )
 
         def on_train_step_end(self, run_context):
-            """Log the step, then judge it."""
+            """Log the step as MindFormers does, then judge whether its values are finite."""
             self.parts = self.logged = None  # steps that are not printed show their sum alone
             super().on_train_step_end(run_context)
             params = run_context.original_args()

@@ -1,4 +1,6 @@
-"""This module reads `plugins.group_aux_loss`, and refuses recipes for which this loss cannot be computed. Pure."""
+"""This module reads `plugins.group_aux_loss`, and refuses recipes for which the auxiliary loss of a group cannot be
+computed. Pure.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ DEFAULT_KIND = "sub_seq_aux_loss"  # MindFormers', where a recipe names none
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """The loss has no settings: the section is `True`."""
+    """This plugin has no settings: its section is `True`."""
 
     KEY = KEY
     RIGHT = "write True, or False to leave the loss to MindFormers"
@@ -30,7 +32,7 @@ class Settings(Section):
 
 
 def check(kind: Any, coefficient: float | None, expert_parallel: int, tensor_parallel: int) -> None:
-    """Refuse recipes for which the loss cannot be computed.
+    """Refuse recipes for which the auxiliary loss of a group cannot be computed.
 
     Args:
         kind: `moe_router_load_balancing_type`; coefficient: `moe_aux_loss_coeff`; expert_parallel: ranks of an EP

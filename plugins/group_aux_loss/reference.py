@@ -1,4 +1,6 @@
-"""This module computes the loss and its gradient in NumPy, from the tokens of all ranks of a group together."""
+"""This module computes the auxiliary loss and its gradient in NumPy, from the tokens of all ranks of a group
+together.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ def loss(scores: np.ndarray, chosen: np.ndarray, coefficient: float) -> float:
 
 
 def gradient(scores: np.ndarray, chosen: np.ndarray, coefficient: float) -> np.ndarray:
-    """Return the gradient of `loss` by the scores, [N, E]; a small step does not change which experts are chosen."""
+    """Return the gradient [N, E] of the auxiliary loss with respect to the scores; a small change of the scores does
+    not change which experts are chosen.
+    """
     tokens, experts = scores.shape
     return np.broadcast_to(coefficient * experts * shares(chosen, experts) / tokens, scores.shape).copy()
 
 
 def shares(chosen: np.ndarray, experts: int) -> np.ndarray:
-    """Return [E], the share of all choices that falls on each expert."""
+    """Return for each expert its share of all choices, [E]."""
     return np.bincount(chosen.reshape(-1), minlength=experts) / chosen.size

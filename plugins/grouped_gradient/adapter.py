@@ -33,7 +33,8 @@ def enable(config, settings) -> None:
 
 
 def add_pass() -> None:
-    """Compile the pass if needed, and register it for this process; a compile fails if the pass cannot do its work.
+    """Compile the C++ pass if needed, and register it for this process. Later, compiling a model fails if the pass
+    cannot do its work.
 
     Raises:
         ClusterError: it cannot be compiled, or MindSpore does not take it.

@@ -12,7 +12,7 @@ Chunk = tuple[np.ndarray, np.ndarray, Sequence[int]]
 
 
 def summed(batches: Iterable[Sequence[Chunk]], kind: np.dtype, rounded: bool) -> np.ndarray:
-    """Return float32 [groups * k, n], the gradient of grouped weights summed over micro-batches.
+    """Return the gradient of grouped weights summed over micro-batches, float32 [groups * k, n].
 
     Args:
         batches: of each micro-batch its chunks of rows, in the order in which their gradients are added. A chunk is the

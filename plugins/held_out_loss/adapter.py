@@ -75,7 +75,7 @@ class Forward(nn.Cell):
         self.network = network
 
     def construct(self, *inputs):
-        """Return what the network returns for these inputs."""
+        """Return what the wrapped network returns for these inputs."""
         return self.network(*inputs)
 
 
@@ -118,7 +118,7 @@ class HeldOutLoss(Callback):
         return [tuple(np.array(column) for column in batch) for batch in read]
 
     def on_train_begin(self, run_context):
-        """Evaluate the loss before the first step."""
+        """Evaluate the held-out loss before the first step."""
         params = run_context.original_args()
         self.forward = Forward(train_step(params).network).set_train()
         monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
@@ -126,13 +126,13 @@ class HeldOutLoss(Callback):
         self._record(params)
 
     def on_train_step_end(self, run_context):
-        """Evaluate the loss if an evaluation is due after this step."""
+        """Evaluate the held-out loss if an evaluation is due after this step."""
         params = run_context.original_args()
         if due(self.done + params.cur_step_num, self.every):
             self._record(params)
 
     def on_train_end(self, run_context):
-        """Evaluate the loss after the last step."""
+        """Evaluate the held-out loss after the last step."""
         self._record(run_context.original_args())
 
     def _record(self, params):

@@ -131,7 +131,7 @@ class Batches:
         together = bool(recipe.get("use_parallel"))
         degrees = (recipe.get("parallel_config") or {}) if together else {}
         context = (recipe.get("parallel") or {}) if together else {}
-        stages, micro = _stages_and_micro_batches(recipe)
+        stages, micro = stages_and_micro_batches(recipe)
         ranks = degrees.get("data_parallel") or 1
         own = recipe["runner_config"]["batch_size"] * micro
         return cls(
@@ -147,8 +147,10 @@ class Batches:
         return self.stages / ranks if has_loss(rank, ranks, self.stages, self.scheduler) else 0.0
 
 
-def _stages_and_micro_batches(recipe: Mapping[str, Any]) -> tuple[int, int]:
-    """Those of a rank's step; 1 where a recipe, which may be a wrong one, has no such number."""
+def stages_and_micro_batches(recipe: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the stages of the pipeline and the micro-batches of a rank's step; 1 where a recipe, which may be a wrong
+    one, has no such number.
+    """
 
     def count(path: str) -> int:
         value = value_at(recipe, path)
@@ -177,7 +179,8 @@ def counted(batch: Mapping[str, np.ndarray]) -> int:
 
 
 def weigh(tokens: Sequence[Sequence[float]]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return the weight of each batch in the mean of its corpus, and of each corpus in the mean over all tokens.
+    """Return the weight of each batch in the mean over its corpus, and the weight of each corpus in the mean over all
+    tokens.
 
     Args:
         tokens: of each corpus and batch, those that count.
@@ -241,7 +244,7 @@ def check_step(recipe: Mapping[str, Any]) -> None:
     """Raise RecipeError if the train step would not return the language model's loss separately from the other parts of
     the loss.
     """
-    if _stages_and_micro_batches(recipe)[1] > 1 and recipe.get("print_separate_loss") is False:
+    if stages_and_micro_batches(recipe)[1] > 1 and recipe.get("print_separate_loss") is False:
         raise RecipeError(
             f"with micro-batches {KEY} reads the language model's loss, which MindFormers reports separately from the "
             "other losses only if this key is True; write True",

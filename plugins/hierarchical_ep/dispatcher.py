@@ -84,8 +84,8 @@ class _Pass(nn.Cell):
 
 
 class InTurn(nn.Cell):
-    """This wraps a collective so that it starts only after the collective before it, in the forward and in the backward
-    pass.
+    """This wraps a collective so that, in the forward and in the backward pass, it starts only after the collective
+    before it.
     """
 
     def __init__(self, collective):
@@ -94,7 +94,7 @@ class InTurn(nn.Cell):
         self.enter, self.leave = _Enter(), _Leave()
 
     def construct(self, rows, turn, *rest):
-        """Return the collective's result for (rows, *rest), and the turn for the next collective."""
+        """Return the collective's result for (rows, *rest), and a value on which the next collective depends."""
         return self.leave(self.collective(self.enter(rows, turn), *rest), turn)
 
 
@@ -109,27 +109,27 @@ class InTurnOnce(nn.Cell):
         self.through = _Pass()
 
     def construct(self, rows, turn, *rest):
-        """Return the collective's result for (rows, *rest), and the turn for the next collective."""
+        """Return the collective's result for (rows, *rest), and a value on which the next collective depends."""
         waiting = ops.stop_gradient(turn)
         out = ops.stop_gradient(self.collective(ops.depend(ops.stop_gradient(rows), waiting), *rest))
         return out, self.through(turn, ops.depend(waiting, out))
 
 
 def first_turn(rows):
-    """Return the value on which the first collective of a layer depends: a scalar that the compiler cannot fold
-    away.
+    """Return the value on which the first collective of a layer depends: a scalar that the compiler cannot replace by a
+    constant.
     """
     return ops.stop_gradient(ops.cast(ops.reshape(rows, (-1,))[0], mstype.float32))
 
 
 class Stay(nn.Cell):
-    """This is the first leg of the global mode, which does nothing."""
+    """This is the first step of the dispatch in the global mode, which does nothing."""
 
     def __init__(self):
         super().__init__(auto_prefix=False)
 
     def construct(self, rows, meta, turn):
-        """Return rows [N, h] and meta [N, 2k] unchanged, with nothing to remember."""
+        """Return rows [N, h] and meta [N, 2k] unchanged; nothing has to be remembered for the way back."""
         return rows, meta, (), turn
 
     def back(self, rows, route, turn):
@@ -138,8 +138,8 @@ class Stay(nn.Cell):
 
 
 class Gather(nn.Cell):
-    """This is the first leg of the hierarchical mode: an AllGather between nodes on the way to the experts, and a
-    ReduceScatter on the way back.
+    """This is the first step of the dispatch in the hierarchical mode: an AllGather between nodes on the way to the
+    experts, and a ReduceScatter on the way back.
     """
 
     def __init__(self, group, net):
@@ -149,19 +149,21 @@ class Gather(nn.Cell):
         self.scatter = InTurn(net.reduce_scatter(group))
 
     def construct(self, rows, meta, turn):
-        """Send rows [N, h] and meta [N, 2k]; return [nodes * N, h] and [nodes * N, 2k]."""
+        """Send rows [N, h] and their metadata [N, 2k] to all nodes; return the gathered rows [nodes * N, h] and
+        metadata [nodes * N, 2k].
+        """
         meta, turn = self.gather_meta(meta, turn)
         rows, turn = self.gather(rows, turn)
         return rows, meta, (), turn
 
     def back(self, rows, route, turn):
-        """Reduce partial sums [nodes * N, h] to [N, h]."""
+        """Sum the partial results [nodes * N, h] of all nodes to [N, h]."""
         return self.scatter(rows, turn)
 
 
 class Select(nn.Cell):
-    """This is the first leg of the deduplicated mode: an All-to-All between nodes that sends each row once to every
-    node that needs it.
+    """This is the first step of the dispatch in the deduplicated mode: an All-to-All between nodes that sends each row
+    once to every node that needs it.
     """
 
     def __init__(self, topology: Topology, rank, hidden, top_k, net, rows):
@@ -179,8 +181,8 @@ class Select(nn.Cell):
         self.rows = rows
 
     def construct(self, rows, meta, turn):
-        """Send rows [N, h] and meta [N, 2k]; return the rows [R, h] and meta [R, 2k] that arrive, including those from
-        this rank's node.
+        """Send rows [N, h] and their metadata [N, 2k]; return the rows [R, h] and metadata [R, 2k] that arrive,
+        including those from this rank's node.
         """
         tokens = rows.shape[0]
         ids = ops.cast(ops.stop_gradient(meta[:, : self.top_k]), ms.int32) - 1
@@ -201,7 +203,7 @@ class Select(nn.Cell):
         return rows, meta, (source, send, receive, tokens), turn
 
     def back(self, rows, route, turn):
-        """Reduce partial sums [R, h] to [N, h]."""
+        """Sum the partial results [R, h] to [N, h]."""
         source, send, receive, tokens = route
         returned, turn = self.return_rows(rows, turn, receive, send, self.nodes * tokens)
         return self.rows.add(returned, source, tokens), turn
@@ -218,17 +220,17 @@ class Beside(nn.Cell):
         super().__init__(auto_prefix=False)
 
     def construct(self, first, second):
-        """Return [n, 2] for two vectors [n]."""
+        """Return two vectors [n] as the columns of [n, 2]."""
         return ops.concat((ops.reshape(first, (-1, 1)), ops.reshape(second, (-1, 1))), 1)
 
     def bprop(self, first, second, out, dout):
-        """Return the gradient of the second vector only."""
+        """Return the gradient of the second vector; the first vector has none."""
         return ops.zeros_like(first), dout[:, 1]
 
 
 class Exchange(nn.Cell):
-    """This is the second leg of every mode: it sends (token, expert) pairs to the ranks of `group` that own the
-    experts, and the results back.
+    """This is the second step of the dispatch in every mode: it sends (token, expert) pairs to the ranks of `group`
+    that own the experts, and the results back.
 
     Args:
         group: ranks, in the order of their experts.
@@ -293,7 +295,7 @@ class Exchange(nn.Cell):
         return self.rows.take(copies, by_expert), ends, (source, inverse, weights, send, receive, count), turn
 
     def back(self, copies, route, turn):
-        """Return for [R, h], sorted by expert, the weighted sums of each row's pairs [M, h]."""
+        """Return for rows [R, h], sorted by expert, the weighted sum over each row's (token, expert) pairs, [M, h]."""
         source, inverse, weights, send, receive, count = route
         copies = ops.cast(ops.cast(copies, ms.float32) * weights, copies.dtype)
         # the index is cut, not the rows, for the same reason
@@ -303,7 +305,7 @@ class Exchange(nn.Cell):
 
 
 class Dispatcher(nn.Cell):
-    """This runs both legs of one dispatch mode, to the experts and back.
+    """This runs both steps of the dispatch in one mode, to the experts and back.
 
     Args:
         mode: "global", "hierarchical" or "deduplicated".
@@ -327,19 +329,27 @@ class Dispatcher(nn.Cell):
         self.second = Exchange(group, rank, experts, hidden, top_k, net, rows, pad)
 
     def to_nodes(self, rows, meta, turn):
-        """Run the first leg of [N, h] and [N, 2k]; return rows [M, h], meta [M, 2k], route and turn."""
+        """Run the first step of the dispatch for rows [N, h] and metadata [N, 2k]; return rows [M, h], metadata [M,
+        2k], the route, and a value on which the next collective depends.
+        """
         return self.first(rows, meta, turn)
 
     def to_experts(self, rows, meta, turn):
-        """Run the second leg; return copies sorted by expert [R, h], cumulative counts [E_local], route and turn."""
+        """Run the second step of the dispatch; return copies sorted by expert [R, h], cumulative counts [E_local], the
+        route, and a value on which the next collective depends.
+        """
         return self.second(rows, meta, turn)
 
     def from_experts(self, copies, route, turn):
-        """Run the second leg back: [R, h] -> [M, h], turn."""
+        """Run the second step in reverse: it takes rows [R, h], and returns rows [M, h] and a value on which the next
+        collective depends.
+        """
         return self.second.back(copies, route, turn)
 
     def from_nodes(self, rows, route, turn):
-        """Run the first leg back: [M, h] -> [N, h], turn."""
+        """Run the first step in reverse: it takes rows [M, h], and returns rows [N, h] and a value on which the next
+        collective depends.
+        """
         return self.first.back(rows, route, turn)
 
 
@@ -377,7 +387,9 @@ class RoutedLayer(nn.Cell):
         self.join = ops.Concat(0).add_prim_attr("parallel_branch", 1)
 
     def construct(self, tokens, probs, ids, w1, w2):
-        """Return [N, h] for tokens [N, h], probs and ids [N, k], and the weights of this rank's experts."""
+        """Return the experts' outputs [N, h] for tokens [N, h], probs and ids [N, k], and the weights of this rank's
+        experts.
+        """
         meta = pack(probs, ids)
         start = first_turn(tokens)
         turns = (start, start)
@@ -406,7 +418,7 @@ class RoutedLayer(nn.Cell):
 
     def start(self, tokens, meta):
         """Return for each chunk the tuple with which it starts: its rows, its metadata (replaced later by counts), and
-        empty records of what the two legs must remember.
+        empty records of what the two steps of its dispatch must remember for the way back.
         """
         if self.count == 1:
             return ((tokens, meta, (), ()),)

@@ -77,7 +77,7 @@ class Transfer:
     weight: str
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """Return the group in which `rank` takes part."""
+        """Return the group of this step in which `rank` takes part."""
         return next(group for group in self.groups if rank in group)
 
     def adjoint(self) -> Transfer:
@@ -116,11 +116,11 @@ class StepBytes:
     intra: np.ndarray
 
     def sent(self, link: str) -> np.ndarray:
-        """Return [ep], the bytes that each rank sends over `link` ("inter" or "intra")."""
+        """Return the bytes that each rank sends over `link` ("inter" or "intra"), [ep]."""
         return getattr(self, link).sum(1)
 
     def received(self, link: str) -> np.ndarray:
-        """Return [ep], the bytes that each rank receives over `link`."""
+        """Return the bytes that each rank receives over `link`, [ep]."""
         return getattr(self, link).sum(0)
 
     def busiest(self, link: str) -> float:
@@ -167,8 +167,8 @@ def _count_bytes(topology: Topology, transfer: Transfer) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """These index arrays say what one rank sends, holds and computes. The rank has N tokens of its own and sends S
-    rows; it then holds G rows, sends C copies of these rows, and computes M copies.
+    """These index arrays say what one rank sends, holds and computes. The rank has N tokens of its own, sends S rows in
+    the first step, holds G rows after it, sends C copies of these rows in the second step, and computes M copies.
 
     Attributes:
         send_token: [S] own token of each row, in the order the rows enter the inter-node step (by destination node in
@@ -194,7 +194,7 @@ class RankPlan:
 
     @property
     def ends(self) -> np.ndarray:
-        """Return [local experts], the cumulative counts: the group list of a grouped matmul."""
+        """Return the cumulative counts of rows by local expert, which are the group list of a grouped matmul."""
         return np.cumsum(self.counts)
 
 
@@ -222,7 +222,7 @@ class Plan:
 
     @property
     def forward(self) -> tuple[Transfer, ...]:
-        """Return the dispatch and combine steps."""
+        """Return the steps of the dispatch and of the combine."""
         return self.dispatch + self.combine
 
     @property
@@ -231,11 +231,11 @@ class Plan:
         return tuple(step.adjoint() for step in reversed(self.forward))
 
     def send_counts(self, step: Transfer, rank: int) -> np.ndarray:
-        """Return [group], the rows that `rank` sends to each member of its group (its own entry stays)."""
+        """Return the number of rows that `rank` sends to each member of its group (those for itself stay)."""
         return step.rows[rank, list(step.group_of(rank))]
 
     def recv_counts(self, step: Transfer, rank: int) -> np.ndarray:
-        """Return [group], the rows that `rank` receives from each member of its group."""
+        """Return the number of rows that `rank` receives from each member of its group."""
         return step.rows[list(step.group_of(rank)), rank]
 
 

@@ -18,7 +18,7 @@ from plugins.hierarchical_ep.topology import Topology
 
 @dataclass(frozen=True)
 class Call:
-    """This is one collective call of one rank.
+    """This is one call of a collective by one rank.
 
     Attributes:
         op: "all_gather", "all_to_all", "all_to_all_v", "reduce_scatter", "create_group".

@@ -21,7 +21,7 @@ def swiglu_backward(gate_up: np.ndarray, d_out: np.ndarray) -> np.ndarray:
 
 
 def expert(rows: np.ndarray, w1: np.ndarray, w2: np.ndarray) -> np.ndarray:
-    """Compute one SwiGLU expert: rows [M, h], w1 [h, 2H] (gate, then up), w2 [H, h] -> [M, h]."""
+    """Return the output [M, h] of one SwiGLU expert for rows [M, h], w1 [h, 2H] (gate, then up) and w2 [H, h]."""
     return swiglu(rows @ w1) @ w2
 
 

@@ -1,5 +1,5 @@
 """This module reads `plugins.hierarchical_ep` of a recipe. The module returns the values with which a rank's experts
-are built, and checks that the device can sort as many rows as could meet on a rank. The module is pure Python.
+are built, and checks that the device can sort as many rows as a rank may receive. The module is pure Python.
 
 `Part` is topology, mode and chunks. `largest_sorts` says how many rows can meet at one rank, and `check_room`
 refuses more than its device can sort.
@@ -39,7 +39,7 @@ def _no_order(chunks: int):
 
 @dataclass
 class Part:
-    """This is one rank's part in expert parallelism.
+    """This holds the values with which one rank's routed experts are built.
 
     Attributes:
         mode: one of `plan.MODES`; topology: of its EP group; rank: its index there; ranks: the group's global ranks;

@@ -44,7 +44,7 @@ class Topology:
 
     @property
     def expert_bounds(self) -> np.ndarray:
-        """Return [ep + 1]: rank r owns experts bounds[r] .. bounds[r + 1] - 1.
+        """Return bounds, [ep + 1]: rank r owns experts bounds[r] to bounds[r + 1] - 1.
 
         Blocks are contiguous. The first `experts % ep` ranks own one expert more; with fewer experts than ranks the
         last ranks own none.
@@ -55,12 +55,12 @@ class Topology:
 
     @property
     def experts_per_rank(self) -> np.ndarray:
-        """Return [ep], the number of experts that each rank owns."""
+        """Return the number of experts that each rank owns, [ep]."""
         return np.diff(self.expert_bounds)
 
     @property
     def experts_per_node(self) -> np.ndarray:
-        """Return [nodes], the number of experts that each node owns."""
+        """Return the number of experts that each node owns, [nodes]."""
         return self.experts_per_rank.reshape(self.nodes, -1).sum(1)
 
     def owner(self, experts: np.ndarray) -> np.ndarray:
@@ -68,7 +68,7 @@ class Topology:
         return np.searchsorted(self.expert_bounds, experts, side="right") - 1
 
     def node_of(self, ranks: np.ndarray | int) -> np.ndarray:
-        """Return the node of each rank."""
+        """Return the number of the node on which each rank lies."""
         return np.asarray(ranks) // self.devices_per_node
 
     def local_of(self, ranks: np.ndarray | int) -> np.ndarray:
@@ -106,7 +106,7 @@ class Topology:
 
     @property
     def same_node(self) -> np.ndarray:
-        """Return [ep, ep]: True where two ranks share a machine."""
+        """Return for each two ranks whether they share a machine, [ep, ep]."""
         node = self.node_of(np.arange(self.ep))
         return node[:, None] == node[None, :]
 

@@ -24,6 +24,7 @@ from mindformers.checkpoint.converter.template import WeightTemplate
 from plugins import telechat3_moe
 from plugins.errors import CheckpointError, RecipeError
 from plugins.hugging_face_weights.plan import Model, copies, rows
+from plugins.hyper_connections import plan as hyper_connections
 from plugins.private_hooks import relies_on
 from plugins.semi_auto_cpu.chosen import chosen
 
@@ -55,6 +56,7 @@ class TeleChat3MoeTemplate(WeightTemplate):
             dense=config.first_k_dense_replace,
             experts=config.num_moe_experts,
             latent_query=config.q_lora_rank is not None,
+            hyper_connected=bool(hyper_connections.active),
         )
         found = rows(self.model)
         self.parameters = {part: row.mindformers for row in found for part in (*row.parts, *row.stacks)}

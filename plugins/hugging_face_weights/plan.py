@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plugins.hyper_connections.plan import SUBLAYERS, WEIGHTS
+
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 STACKED = "stack"  # in the place of an expert's number: what MindFormers calls all of them, one over the other
 _GROUPED = (("linear_proj", "o_proj"),)
@@ -65,7 +67,8 @@ class Model:
     `dense` (the number of first layers that have no experts).
 
     latent_query: whether latent attention has it; grouped: grouped-query attention in its place; telechat2: TeleChat2's
-    names and biases, of a grouped model without experts.
+    names and biases, of a grouped model without experts; hyper_connected: Xing4.0's residual streams, in all layers but
+    those of MTP.
     """
 
     layers: int
@@ -75,6 +78,7 @@ class Model:
     latent_query: bool
     grouped: bool = False
     telechat2: bool = False
+    hyper_connected: bool = False
 
     @property
     def embedding(self) -> str:
@@ -101,8 +105,8 @@ def rows(model: Model) -> list[Row]:
 
 
 def copies(model: Model) -> dict[str, str]:
-    """Return each tensor that DeepSeek's MTP layers repeat -> the tensor that it repeats; MindFormers has only one of
-    each.
+    """Return (tensor -> the tensor that it repeats) for the tensors that DeepSeek's MTP layers repeat; MindFormers has
+    only one of each.
     """
     ends = (("embed_tokens.weight", EMBEDDING), ("shared_head.head.weight", HEAD))
     layers = range(model.layers, model.layers + model.mtp_layers)
@@ -112,6 +116,9 @@ def copies(model: Model) -> dict[str, str]:
 def _layer(model: Model, ours: str, number: int) -> list[Row]:
     theirs = f"model.layers.{number}"
     found = [Row(f"{ours}.input_layernorm.weight", (f"{theirs}.input_layernorm.weight",))]
+    if model.hyper_connected and number < model.layers:  # Xing4.0's names are those of plugins.hyper_connections
+        gates = [f"{part}.{name}" for part in SUBLAYERS for name in WEIGHTS]
+        found += [Row(f"{ours}.{name}", (f"{theirs}.{name}",)) for name in gates]
     if model.grouped:
         heads = tuple(f"{theirs}.self_attn.{kind}_proj.weight" for kind in "qkv")
         found.append(Row(f"{ours}.self_attention.linear_qkv.weight", heads, "qkv"))

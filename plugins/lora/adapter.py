@@ -88,7 +88,8 @@ def add_adapter(cell: Any, lora_rank: int, lora_scale: float) -> None:
 
 
 class Adapted:
-    """This adds an adapter to the linear layer that stands behind it among a class's bases.
+    """This class adds an adapter to a linear layer; the linear layer's class must follow it in the list of base
+    classes.
 
     `plain` is that layer's `construct`: of `super().construct` in a class with two bases MindSpore's compiler makes an
     endless recursion.
@@ -131,7 +132,9 @@ class WholeAdapted(Adapted, LinearNoTP):
 
 
 class SequenceAdapted(Adapted, SequenceParallelLinear):
-    """This is a linear layer that is whole on each device, which computes a part of the sequence, with an adapter."""
+    """This is a linear layer with an adapter that every device holds whole; each device computes it for a part of the
+    sequence.
+    """
 
     plain = SequenceParallelLinear.construct
 

@@ -58,8 +58,8 @@ class Settings(Section):
 
 
 def layers_of(fields: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the linear layers of a transformer layer that may get adapters, with the names that their weights have in
-    `tools.model.weights`: several where MindFormers stores them as one matrix.
+    """Return the linear layers of a transformer layer that may get adapters, each with the names of its weights in
+    `tools.model.weights`; a layer has several names if MindFormers stores several weights as one matrix.
 
     Routers, experts (routed and shared), embedding and output layer stay frozen.
 
@@ -86,7 +86,7 @@ def layers_of(fields: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def chosen(settings: Settings, names: Iterable[str]) -> list[str]:
-    """Return the layers of `names` that `targets` names, in order.
+    """Return the layers in `names` that `targets` selects, in order.
 
     Raises:
         RecipeError: a pattern names none of them.
@@ -103,7 +103,7 @@ def chosen(settings: Settings, names: Iterable[str]) -> list[str]:
 
 
 def check(written: Any, recipe: Mapping[str, Any], fields: Mapping[str, Any]) -> Settings:
-    """Return the settings of a recipe.
+    """Return the settings of `plugins.lora` in a recipe.
 
     Args:
         written: the recipe's `plugins.lora`. fields: of the TransformerConfig that MindFormers makes of it.

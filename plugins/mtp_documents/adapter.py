@@ -1,4 +1,4 @@
-"""This module keeps MTP within documents: `plugins.mtp_documents`.
+"""This module enables `plugins.mtp_documents`, with which MTP predicts no token of the next document.
 
 GPTModel builds its `MultiTokenPredictionBlock` by name, so the class of the built block is changed. What the block
 shifts (tokens, labels, loss mask) is set to 0 where a document begins, before it is shifted: shifted by one place, the

@@ -34,8 +34,9 @@ def pack_examples(dataset, config):
 
 
 def process_source(process_name, dataset, **kwargs):
-    """Replace HFDataLoader's function: apply a method of `datasets.Dataset`; an error says in words if `take` asks for
-    too many samples.
+    """Return the data set after a processing step of MindFormers' HFDataLoader (the method `process_name` of
+    `datasets.Dataset`). This replaces HFDataLoader's own function, and raises a clear error if `take` asks for more
+    samples than there are.
     """
     if process_name == "take":
         enough(kwargs.get("n", 0), len(dataset))

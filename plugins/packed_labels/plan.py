@@ -115,7 +115,7 @@ def pack(
 
 
 def enough(wanted: int, made: int) -> None:
-    """Refuse to take more samples than exist.
+    """Refuse a recipe that takes more samples than its conversations make.
 
     Raises:
         DataError: `wanted` samples are requested, `made` samples exist.

@@ -142,8 +142,8 @@ def text_count(chunks: list[str], letter: str) -> int:
 
 
 def offset_of(counts: Counts) -> int | list[int] | Counts:
-    """Return MindFormers' `offset` for numbers of decoder layers [chunks][stages]: one row if each stage has one chunk,
-    and 0 if there is only one chunk in all.
+    """Return MindFormers' `offset` for numbers of decoder layers [chunks][stages]: one list if each stage has one
+    chunk, and 0 if there is only one chunk in all.
     """
     size = len(counts) * len(counts[0])
     if size == 1:

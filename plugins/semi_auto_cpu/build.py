@@ -47,8 +47,8 @@ WITHOUT = "until then recipes with `device_target: CPU` and `parallel_mode: semi
 
 
 def ensure(sources: Path | None = None, without: str = WITHOUT) -> Path:
-    """Return the library, which is compiled now if it does not exist; if several processes call this at once, one
-    compiles.
+    """Return the library, which is compiled now if it does not exist; if several processes call this function at once,
+    only one of them compiles it.
 
     Args:
         sources: folder `csrc` of the plugin that the library is of; this plugin's where none is given.

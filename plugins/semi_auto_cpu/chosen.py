@@ -18,7 +18,7 @@ def is_semi_auto(mode: Any) -> bool:
 
 
 def splits_model(mode: Any) -> bool:
-    """Return whether MindSpore splits the model over devices in this mode; other modes split the data only."""
+    """Return whether MindSpore splits the model over devices in this mode; all other modes split only the data."""
     return _plain(mode) in (*SEMI_AUTO, *AUTO)
 
 

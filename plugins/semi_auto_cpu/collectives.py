@@ -81,7 +81,7 @@ class Calls:
         self._on = False
 
     def begin(self) -> None:
-        """Start to record the calls of collectives."""
+        """Start to record calls of collectives from now on."""
         self._calls, self._on = [], True
 
     def add(
@@ -93,7 +93,7 @@ class Calls:
         peer: int | None = None,
         sr_tag: int | None = None,
     ) -> None:
-        """Record one call if recording has begun."""
+        """Record one call of a collective if recording has begun."""
         if not self._on:
             return
         side = outputs if op in _FROM_OUTPUT else inputs
@@ -281,7 +281,7 @@ def _micro(attrs: Attrs) -> str:
 
 
 class Collectives:
-    """This runs the collectives of one rank.
+    """This runs the collectives of the sharded graph on one rank.
 
     Args:
         mesh: connected to all ranks.
@@ -302,7 +302,7 @@ class Collectives:
         self._locks: dict[tuple[int, ...], threading.Lock] = {}
 
     def run(self, name: str, attrs: Attrs, inputs: Arrays, outputs: Arrays, record: bool = True) -> None:
-        """Take part in one collective as this rank.
+        """Run one collective as this rank, together with the other ranks of its group.
 
         Args:
             name: one of `NAMES`.
@@ -335,7 +335,7 @@ class Collectives:
         self._calls.begin()
 
     def end_recording(self) -> list[CallRecord]:
-        """Return the calls since `begin_recording`, in order."""
+        """Return the recorded calls of collectives since `begin_recording`, in order."""
         return self._calls.end()
 
     def _meet(self, name: str, attrs: Attrs, inputs: Arrays, outputs: Arrays, record: bool) -> None:

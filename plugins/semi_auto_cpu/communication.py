@@ -22,32 +22,32 @@ class CollectiveManager:
         self.ranks = ranks
 
     def get_instance(self) -> CollectiveManager:
-        """Return the manager, which is a singleton."""
+        """Return the only manager of this process."""
         return self
 
     def initialized(self) -> bool:
-        """Return True: communication counts as initialised."""
+        """Return True, because communication counts as initialised."""
         return True
 
     def get_rank_id(self, group: str) -> int:
-        """Return this rank's place in a group."""
+        """Return this rank's index in a communication group."""
         return self.ranks.rank_in(group)
 
     def get_group_size(self, group: str) -> int:
-        """Return the size of a group."""
+        """Return the number of ranks in a communication group."""
         return self.ranks.size_of(group)
 
     def create_group(self, group: str, ranks: list[int], options: Any = None) -> bool:
-        """Create a group and report success."""
+        """Create a communication group, and report success."""
         self.ranks.create(group, ranks)
         return True
 
     def get_group_ranks(self, group: str) -> list[int]:
-        """Return the global ranks of a group."""
+        """Return the global ranks of a communication group."""
         return list(self.ranks.known(group))
 
     def get_group_map(self) -> dict[str, list[int]]:
-        """Return all created groups."""
+        """Return all communication groups that were created."""
         return {group: list(ranks) for group, ranks in self.ranks.groups.items()}
 
     def get_world_rank_from_group_rank(self, group: str, rank: int) -> int:

@@ -24,7 +24,7 @@ SHARDED = ("semi_auto_parallel", "auto_parallel")
 
 @dataclass
 class Turn:
-    """This is one call of MindSpore's compile, which returns at once for a graph that it already has.
+    """This is one call of MindSpore's compile, which returns at once if MindSpore already has the graph.
 
     Attributes:
         what: of what it is; None: nothing was compiled, nor loaded.
@@ -78,6 +78,9 @@ class FrontEnd:
             turn = self._turn = Turn(cell, args, str(settings.get("phase")))
             try:
                 result = compile_graph(executor, cell, *args, **settings)
+            except RuntimeError as error:
+                refuse_compiling(turn, error)
+                raise
             finally:
                 self._turn = None
                 self._back_to_cpu()
@@ -113,11 +116,7 @@ class FrontEnd:
         if turn.what is None:
             return
         if self.kept.folder is not None and turn.passed != (turn.entry is None):
-            did, told = ("compiled", "loaded") if turn.passed else ("loaded", "compiled")
-            raise ClusterError(
-                f"MindSpore {did} the graph of {type(turn.cell).__name__}, although by the compile cache it should "
-                f"have {told} it; {REMEDY}"
-            )
+            raise ClusterError(_contrary(turn, *(("compiled", "loaded") if turn.passed else ("loaded", "compiled"))))
         if turn.entry is None:
             self.kept.keep(turn.cell, turn.what)
         else:
@@ -135,6 +134,19 @@ class FrontEnd:
         if self.running:
             self.running = False
             target_cpu()
+
+
+def refuse_compiling(turn: Turn, error: RuntimeError) -> None:
+    """Raise ClusterError if MindSpore did not take a graph of the compile cache, and failed to compile the graph for
+    the CPU, because no front end has split it.
+    """
+    if turn.entry is not None and "Invalid backend" in str(error):
+        raise ClusterError(_contrary(turn, "compiled", "loaded")) from error
+
+
+def _contrary(turn: Turn, did: str, told: str) -> str:
+    what = f"MindSpore {did} the graph of {type(turn.cell).__name__}"
+    return f"{what}, although by the compile cache it should have {told} it; {REMEDY}"
 
 
 def initialise_by_name(cell: Any) -> None:

@@ -115,8 +115,8 @@ class Meeting:
         return f"{self.operator}, call {self.number} of {name_ranks(self.members)}"
 
     def swap(self, parts: Sequence[np.ndarray], what: str) -> list[np.ndarray]:
-        """Give part j to member j; return what each member gave, in the order of the group. This rank's own part is not
-        copied.
+        """Give part j to member j; return the parts that the members gave to this one, in the order of the group. This
+        rank's own part is not copied.
 
         Args:
             parts: [size] arrays of one dtype and one axis.
@@ -221,7 +221,9 @@ def all_to_all_v(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays
 
 
 def broadcast(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Return the tensors of root_rank, which is a global rank, or a place in the group if it is not a member's rank."""
+    """Return the tensors of root_rank, which is a global rank or, if it is not the rank of a member, an index in the
+    group.
+    """
     root = int(attrs.get("root_rank", 0))
     place = meeting.members.index(root) if root in meeting.members else root
     if not 0 <= place < meeting.size:

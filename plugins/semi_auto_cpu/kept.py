@@ -63,8 +63,8 @@ class KeptGraphs:
         self._loads = bool(self._there)
 
     def to_load(self, what: Entry) -> Entry | None:
-        """Return what an earlier process kept for the next compile, if that was also a compile of `what` (see
-        `described`); None means that MindSpore must compile.
+        """Return the information that an earlier process kept for the next compile if that compile was also described
+        by `what` (see `described`); None means that MindSpore must compile.
         """
         number = len(self._entries)
         there = self._there[number]["cell"] if number < len(self._there) else {}

@@ -75,7 +75,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Call:
-    """This is one operator with its shapes.
+    """This is one operator of MindSpore's graph, with the shapes of its inputs and outputs.
 
     Attributes:
         name: the operator as MindSpore's front end knows it;
@@ -99,7 +99,7 @@ class Call:
         return [_argument(argument, inputs) for argument in self.arguments]
 
     def results(self, addresses: Sequence[int | None]) -> list[np.ndarray]:
-        """Return the arrays of the operator's outputs."""
+        """Return the operator's outputs as NumPy arrays."""
         return [_at(place, address) for place, address in zip(self.outputs, addresses, strict=False)]
 
 

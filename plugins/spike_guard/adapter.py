@@ -27,6 +27,7 @@ from mindformers.trainer import base_trainer
 from mindspore.dataset import GeneratorDataset
 
 from plugins.all_ranks import has_loss
+from plugins.batch_ramp.plan import Ramp, Stages, ramp_of
 from plugins.errors import DataError, StoppedError
 from plugins.finite_loss import adapter as finite_loss
 from plugins.finite_loss.plan import NORM, Watch
@@ -53,7 +54,9 @@ def enable(config, settings) -> None:
     finite_loss.put_in(config, guard, guard.end)
     callback_type, loader_type = MindFormerModuleType.CALLBACK, MindFormerModuleType.DATASET_LOADER
     losses = MindFormerRegister.get_cls(callback_type, "MFLossMonitor")
-    MindFormerRegister.register_cls(_beginning(losses, guard), callback_type, alias="MFLossMonitor")
+    MindFormerRegister.register_cls(
+        _beginning(losses, guard, ramp_of(config, 1).stages), callback_type, alias="MFLossMonitor"
+    )
     config.train_dataset.data_loader.guarded = True  # other data sets are read by the same class
     loader = MindFormerRegister.get_cls(loader_type, LOADER)
     MindFormerRegister.register_cls(_skipping(loader, guard), loader_type, alias=LOADER)
@@ -79,16 +82,16 @@ class Guard(Watch):
         self.settings, self.run_dir, self.has_loss = settings, run_dir, has_loss
         self.window = Window(settings.window, settings.threshold)
         self.before = read_ledger(run_dir)
-        self.batch = 0
+        self.ramp = Ramp((), 0)
         self.spare: Callable[[int], int] | None = None  # see `spare_of`; None on a rank that reads no data
 
-    def begin(self, batch: int, done: int) -> None:
-        """Record that training begins after `done` steps, with `batch` samples in each step.
+    def begin(self, ramp: Ramp, done: int) -> None:
+        """Record that training begins after `done` steps; `ramp` says how many samples each step has.
 
         Raises:
             DataError: the data has too few samples to go back as often as the settings say.
         """
-        self.batch = batch
+        self.ramp, batch = ramp, ramp.full
         needed = 0 if self.before else self.settings.rollbacks * self.settings.skip * batch
         spare = self.spare(needed) if self.spare else needed
         if spare < needed:
@@ -115,20 +118,24 @@ class Guard(Watch):
 
     def end(self, saver, step: int, wrong: str) -> None:
         """Write `RUN/skipped.json` if the run is to go back, and end the run with StoppedError."""
-        entry, words = what_follows(step, wrong, self.before, self.settings, self.batch, self.settings.skipped)
+        entry, words = what_follows(
+            step, wrong, self.before, self.settings, self.ramp.samples_until, self.settings.skipped
+        )
         if entry is None:
             raise StoppedError(f"{words}; {finite_loss.way_on(saver)}")
         add_entry(self.run_dir, entry)
         raise StoppedError(words)
 
 
-def _beginning(monitor: type[MFLossMonitor], guard: Guard):
-    """A subclass of the loss monitor class `monitor` that tells `guard` when training begins."""
+def _beginning(monitor: type[MFLossMonitor], guard: Guard, stages: Stages = ()):
+    """A subclass of the loss monitor class `monitor` that tells `guard` when training begins; `stages` are those of
+    plugins.batch_ramp.
+    """
 
     class GuardedLossMonitor(monitor):
         def on_train_begin(self, run_context):
             super().on_train_begin(run_context)
-            guard.begin(self.global_batch_size, self.initial_step or 0)
+            guard.begin(Ramp(stages, self.global_batch_size), self.initial_step or 0)
 
     return GuardedLossMonitor
 
@@ -152,8 +159,8 @@ def _skipping(loader: Any, guard: Guard):
 
 
 class Skipping:
-    """This is a view of a random-access dataset without the samples of `skipped`; samples after its last one fill the
-    end.
+    """This is a view of a random-access dataset without the samples in `skipped`; samples from beyond its usual end
+    take their place at the end.
     """
 
     def __init__(self, source: Any, skipped: Ranges):

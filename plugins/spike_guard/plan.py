@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,14 +207,19 @@ def good_steps(lines: Iterable[str], done: int, size: int) -> list[dict[str, flo
 
 
 def what_follows(
-    step: int, wrong: str, before: Sequence[Entry], settings: Settings, batch: int, skipped: Ranges
+    step: int,
+    wrong: str,
+    before: Sequence[Entry],
+    settings: Settings,
+    trained: Callable[[int], int],
+    skipped: Ranges,
 ) -> tuple[Entry | None, str]:
     """Return what a run does after a spike at `step`: the entry with the samples to leave out, and a sentence that says
     so.
 
     Args:
-        wrong: what was seen; before: the spikes for which this run has gone back; batch: samples of a step;
-        skipped: samples that are left out already.
+        wrong: what was seen; before: the spikes for which this run has gone back; trained: the samples of the first
+        steps, by their number; skipped: samples that are left out already.
 
     Returns:
         None and why, where it is not to go back.
@@ -226,7 +231,7 @@ def what_follows(
         often = f"{near} time{'s' * (near > 1)} within {settings.window} steps"
         return None, f"{SPIKE}{wrong}{other}; the run has gone back {often}, and {NO_MORE}"
     first = max(step - settings.skip + 1, 1)
-    samples = originals((first - 1) * batch, step * batch, skipped)
+    samples = originals(trained(first - 1), trained(step), skipped)
     steps = f"step {step}" if first == step else f"steps {first} to {step}"
     return (
         Entry(step, first, wrong + other, samples),

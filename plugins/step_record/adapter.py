@@ -21,6 +21,7 @@ from plugins.lines import append_line
 from plugins.private_hooks import train_step
 from plugins.step_record.plan import (
     BIAS,
+    END,
     LOAD,
     MOMENTS,
     SMALL,
@@ -36,7 +37,7 @@ from plugins.step_record.plan import (
 
 
 def enable(config, settings) -> None:
-    """Record the first steps of `config` (a MindFormerConfig).
+    """Record the first steps of the run of `config` (a MindFormerConfig).
 
     Raises:
         RecipeError: an unknown or impossible setting.
@@ -48,8 +49,8 @@ def enable(config, settings) -> None:
 
 
 class Record:
-    """This writes the record of one rank. The file has a line for the start of the run and a line for each recorded
-    step.
+    """This callback writes the step record of one rank. The file has a line for the start of the run and a line for
+    each recorded step.
 
     Args:
         config: of the run. steps: how many of this part of the run are recorded.
@@ -65,11 +66,12 @@ class Record:
         self.line: dict[str, Any] | None = None
         self.columns = tuple((config.train_dataset or {}).get("input_columns") or ())
         self.traced = not config.use_parallel and ms.get_context("device_target") == "CPU"
+        self.passed = False  # the first step's outputs were taken
         self.modules: dict[str, Any] | None = None
         self.first = 1  # step of this part of the run
 
     def begin(self, params, done_before: int) -> None:
-        """Record what the run starts from."""
+        """Record the state from which the run starts."""
         self.before, self.first = _arrays(params), done_before + 1
         line = {"step": done_before, "start": True, "biases": _biases(self.before), "state": state_of(self.before)}
         append_line(self.file, json.dumps({**line, "effective": _effective(train_step(params))}))
@@ -79,23 +81,32 @@ class Record:
 
         Once only: after a second pass in PyNative MindSpore compiles the train step again.
         """
-        if not self.traced:
-            return
-        self.traced = False
+        if self.traced and not self.passed:
+            self.passed = True
+            self.modules = self._outputs(params, START, self.before, self.first)
+
+    def finish(self, params, step: int) -> None:
+        """Record the same of the last step's batch, for the weights that the training leaves."""
+        if self.traced and self.passed and (modules := self._outputs(params, END, _arrays(params), step)):
+            append_line(self.file, json.dumps({"step": step, "end": True, "state": {}, "modules": modules}))
+
+    def _outputs(self, params, kept: str, arrays: dict[str, np.ndarray], step: int) -> dict[str, Any] | None:
+        """Module -> sketch of its output for the batch in `params`; weights and batch are kept in the file `kept`."""
         from plugins.cpu_backend.pynative import counters_kept, module_outputs
 
         network, batch = train_step(params).network, params.train_dataset_element
         if sum(each.nbytes for each in network.get_parameters()) <= SMALL:
-            kept = dict(zip(self.columns, (each.asnumpy() for each in batch), strict=False))
-            weights = {f"weight/{name}": value for name, value in self.before.items() if not name.startswith(MOMENTS)}
-            rows = {f"batch/{name}": value for name, value in kept.items()}
-            np.savez(self.file.with_name(START), step=self.first, **weights, **rows)
+            rows = dict(zip(self.columns, (each.asnumpy() for each in batch), strict=False))
+            weights = {f"weight/{name}": value for name, value in arrays.items() if not name.startswith(MOMENTS)}
+            named = {f"batch/{name}": value for name, value in rows.items()}
+            np.savez(self.file.with_name(kept), step=step, **weights, **named)
         with counters_kept(network):
             network.set_train(False)
             try:
-                self.modules = {name: sketch_of(value) for name, value in module_outputs(network, batch)[1].items()}
+                return {name: sketch_of(value) for name, value in module_outputs(network, batch)[1].items()}
             except Exception as error:  # not every model runs in PyNative, and what only watches ends no training
                 logger.warning(f"step_record: the outputs of modules are not recorded: {error}")
+                return None
             finally:
                 network.set_train(True)
 
@@ -150,13 +161,13 @@ def _recording(monitor: Any, record: Record):
             record.begin(params, self._done_before(params))
 
         def on_train_step_begin(self, run_context):
-            """Complete the line of the previous step."""
+            """Complete the line of the previous step with the values that are known only now."""
             record.complete(run_context.original_args())
             record.forward(run_context.original_args())
             super().on_train_step_begin(run_context)
 
         def on_train_step_end(self, run_context):
-            """Log the step, then record what it changed."""
+            """Log the step as MindFormers does, then record what the step changed."""
             super().on_train_step_end(run_context)
             params = run_context.original_args()
             rate = getattr(self, "learning_rate", None)
@@ -168,8 +179,10 @@ def _recording(monitor: Any, record: Record):
             return params.get("initial_step") or self.initial_step
 
         def on_train_end(self, run_context):
-            """Complete the line of the last step."""
-            record.complete(run_context.original_args())
+            """Complete the line of the last step, and record the outputs of modules once more."""
+            params = run_context.original_args()
+            record.complete(params)
+            record.finish(params, params.cur_step_num + self._done_before(params))
             super().on_train_end(run_context)
 
     return StepRecordMonitor

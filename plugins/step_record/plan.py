@@ -3,6 +3,8 @@ sizes of weights, gradients, optimizer and routers. The module uses only Python 
 
 In one CPU process the first recorded step also has a sketch of every module's output, computed in PyNative from the
 step's batch, and, of a small model, the weights and the batch themselves, from which anybody can compute them again.
+The same is recorded when the training ends: then routers' biases are not 0 and norms' weights not 1 any more, so that a
+forward pass that uses them wrongly shows. Between steps it would make MindSpore compile the train step again.
 
 Every run records its samples, if the step's data pass through the process (not in sink mode). The rest costs a copy of
 the weights and of the first moments in the host's memory, and time for each recorded step; therefore a recipe asks for
@@ -30,6 +32,7 @@ IDS = "input_ids"  # the column whose rows are the samples
 MOMENTS = ("adam_m.", "adam_v.")
 LOAD, BIAS = ".expert_load", ".expert_bias"  # ends of the names of a router's state
 START = "start_rank_0.npz"  # beside the record: weights and batch of the first step, of a model that is small enough
+END = "end_rank_0.npz"  # the same of the end: weights after the last step, and its batch
 SMALL = 256 * 2**20  # bytes of weights that are kept there
 _DIGITS = 16  # of a digest
 _PROJECTIONS = 4
@@ -76,7 +79,7 @@ def digest(array: np.ndarray) -> str:
 
 
 def samples_of(columns: Iterable[str], batch: Iterable[np.ndarray]) -> dict[str, list[str] | str]:
-    """Return column -> digest of each row of a batch, in order, or one digest where all rows are the same.
+    """Return, for each column of a batch, the digest of each row in order, or one digest if all rows are the same.
 
     Rows of `input_ids` are the samples.
     """
@@ -88,7 +91,7 @@ def samples_of(columns: Iterable[str], batch: Iterable[np.ndarray]) -> dict[str,
 
 
 def sum_of_squares(array: np.ndarray) -> float:
-    """Return the sum of squares, in float64."""
+    """Return the sum of the squares of an array's elements, in float64."""
     flat = array.reshape(-1).astype(np.float64)
     return float(flat @ flat)
 
@@ -112,8 +115,8 @@ def sketch_of(array: np.ndarray) -> list[Any]:
 
 
 def apart(one: Iterable[Any], two: Iterable[Any]) -> float:
-    """Return how far two outputs are apart, relative to the first one's norm; estimated from their sketches, right to
-    a factor of about two.
+    """Return how far two outputs are apart relative to the norm of the first one; the estimate from their sketches is
+    right to a factor of about two.
     """
     (_, square, mine), (_, _, others) = one, two
     return float(np.sqrt(np.mean(np.square(np.subtract(mine, others))) / max(square, 1e-30)))

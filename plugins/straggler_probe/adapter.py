@@ -59,7 +59,7 @@ class StragglerProbe(Callback):
 
 
 def enable(config, settings) -> None:
-    """Add the callback to `config` (a MindFormerConfig).
+    """Add the callback that probes this rank to `config` (a MindFormerConfig).
 
     Raises:
         RecipeError: an unknown or impossible setting.

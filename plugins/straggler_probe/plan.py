@@ -115,8 +115,8 @@ def ratios(values: np.ndarray, limit: float, level: Level) -> np.ndarray:
 
 
 def evidence(values: np.ndarray, limits: Sequence[float]) -> np.ndarray:
-    """Return ln R [K, N], the evidence that a rank is slow at each probe, for `values` [K, N]. R is the mean over
-    `LEVELS`; `limits` has the limit of each level.
+    """Return ln R [K, N], the evidence that a rank is slow at each probe, for `values` [K, N]. R is the mean of the
+    likelihood ratios over `LEVELS`; `limits` has the limit of each level.
     """
     parts = []
     for level, limit in zip(LEVELS, limits, strict=True):
@@ -165,7 +165,7 @@ class SlowRank:
 
 @dataclass(frozen=True)
 class Unknown:
-    """These are ranks of which one measure cannot say whether they are slow, with the reason."""
+    """These are ranks for which one measure cannot tell whether they are slow, with the reason."""
 
     kind: Kind
     ranks: tuple[int, ...]
@@ -287,8 +287,8 @@ def _of_group(kind: Kind, floor: float, series: Series, enough: float) -> list[S
 
 
 def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray, float, np.ndarray]:
-    """Compute steps 1 to 4: how far `values` [K, N] are above the others', the lowest limit, and where the evidence is
-    enough.
+    """Compute steps 1 to 4 of the test: how far `values` [K, N] lie above those of the other ranks, the lowest limit,
+    and at which probes the evidence is enough.
 
     Args:
         floor: no limit is below it. enough: see `threshold`.

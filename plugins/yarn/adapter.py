@@ -54,7 +54,7 @@ class Scaled(nn.Cell):
             self.multiply.shard(in_strategy=(layout("None", "None", "None", "None"),))
 
     def construct(self, angles):
-        """Return float [S, B or 1, 1, D] for the angles of that shape."""
+        """Return cos or sin of angles [S, B or 1, 1, D] times the factor, in the same shape."""
         return self.multiply(self.operator(angles), self.factor)
 
 

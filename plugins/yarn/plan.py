@@ -28,7 +28,7 @@ NUMBERS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """This setting chooses the attention factor; frequencies are described by `model.model_config.rope_scaling`."""
+    """This setting chooses the attention factor; `model.model_config.rope_scaling` describes the frequencies."""
 
     KEY = KEY
     RIGHT = "write {attention_factor: standard} or {attention_factor: telechat3}, or False"
@@ -44,7 +44,7 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Yarn:
-    """A `Yarn` holds what `model.model_config.rope_scaling` and the plugin's setting say together.
+    """This holds what `model.model_config.rope_scaling` and the plugin's setting say together.
 
     Args:
         factor: how many times as many tokens as before the extension, at least 1.
@@ -68,7 +68,7 @@ class Yarn:
 
 
 def attention_factor(kind: str, factor: float, mscale: float = 1.0) -> float:
-    """Return rate x mscale x ln(factor) + 1, with the rate of `kind`; 1 if nothing is stretched.
+    """Return rate x mscale x ln(factor) + 1, with the rate of `kind`; return 1 if RoPE is not stretched.
 
     Both queries and keys are multiplied by it, so scores are multiplied by its square. Sources: YaRN, section 3.4;
     of `telechat3`, `_yarn_get_mscale` and `FreqsMgr` in github.com/Tele-AI/TeleChat3 at 8a4b6d2

@@ -41,6 +41,8 @@ class Model:
             this form of MLA has biases.
         dropout: masks are kept for backward (GPT-2 and GPT-3).
         biased: experts have biases and a clamped activation, which no kernel fuses (GPT-OSS).
+        streams, sinkhorn: residual streams of each layer but MTP's (`plugins.hyper_connections`), and the iterations of
+            their mapping; 1 is an ordinary residual.
         node_limit: most nodes that a token's experts lie on; 0: any (DeepSeek-V3: 4).
     """
 
@@ -70,6 +72,8 @@ class Model:
     dropout: bool = False
     biased: bool = False
     node_limit: int = 0
+    streams: int = 1
+    sinkhorn: int = 0
 
     @property
     def layers(self) -> int:
@@ -171,5 +175,7 @@ def model_of(fields: Mapping[str, Any]) -> Model:
         bias=bool(fields.get("add_bias_linear")),
         qkv_bias=bool(fields.get("add_qkv_bias")),
         only_outputs=bool(fields.get("biases_of_outputs_only")),
+        streams=number("residual_streams") or 1,
+        sinkhorn=number("sinkhorn_iterations"),
         joint_latent=mla and bool(fields.get("mla_qkv_concat")),
     )

@@ -19,8 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from plugins.hyper_connections import plan as hyper_connections
 from tools.model.architecture import MOE, Model
 
+CONNECTIONS = "hyper-connections"
 KINDS = ("embedding", "dense", "moe", "mtp", "head")
 
 
@@ -65,9 +67,20 @@ def weights(model: Model, kind: str, shared_whole: bool = False) -> tuple[Weight
     if kind == "mtp":
         extra = Weight("projection", h, 2 * h, "" if shared_whole else "rows")
         norms = [norm for index in range(3) for norm in _norm(model, f"mtp_norm_{index}", h)]
-        return (*weights(model, model.last_kind, shared_whole), extra, *norms)
+        return (*weights(replace(model, streams=1), model.last_kind, shared_whole), extra, *norms)
     mlp = _moe(model, shared_whole) if kind == MOE else _mlp(model, "mlp", model.ffn, "rows", "columns", model.bias)
-    return (*attention_weights(model), *mlp, *_norm(model, "norm_1", h), *_norm(model, "norm_2", h))
+    both = (*_norm(model, "norm_1", h), *_norm(model, "norm_2", h))
+    return (*attention_weights(model), *mlp, *both, *connection_weights(model))
+
+
+def connection_weights(model: Model) -> tuple[Weight, ...]:
+    """Return the weights of a layer's hyper-connections, before attention and before the MLP; none with one stream."""
+    mixing = []
+    for sublayer in hyper_connections.SUBLAYERS if model.streams > 1 else ():
+        for name, shape in hyper_connections.shapes(model.streams, model.hidden).items():
+            rows, columns = (*shape, 1)[:2]
+            mixing.append(Weight(f"{sublayer}.{name}", rows, columns, wide=columns == 1, multiplies=columns > 1))
+    return tuple(mixing)
 
 
 @lru_cache(maxsize=256)
@@ -196,8 +209,8 @@ def parameters(model: Model) -> int:
 
 
 def active_parameters(model: Model) -> int:
-    """Return the number of elements that one token passes through, with the embedding and without MTP. A model's name
-    such as 105B-A4.7B states this number after the A.
+    """Return the number of elements that one token passes through, with the embedding and without MTP. The name of a
+    model, such as 105B-A4.7B, states this number of elements after the A.
     """
     return sum(used_size(model, kind) for kind in ("embedding", "head", *model.pattern))
 
@@ -220,16 +233,20 @@ def stage_parameters(model: Model, layers: Sequence[Sequence[int]]) -> list[int]
 
 
 PASSES = 3  # forward, and backward at twice its cost
-FORMULA = "6 x (weights that multiply a token) + 3 x seq x heads x (d_qk + d_v) x (layers + MTP layers)"
+FORMULA = "6 x (weights and gates that multiply a token) + 3 x seq x heads x (d_qk + d_v) x (layers + MTP layers)"
 
 
 def multiplied(model: Model) -> dict[str, int]:
     """Return the number of elements that multiply one token, by module: "attention", "mlp", "experts", "router", "mtp"
-    and "head".
+    and "head"; with several residual streams also "hyper-connections", which count the gates of a token as well as the
+    weights that make them.
 
     Of the routed experts the top-k. An MTP layer counts as "mtp" but for its prediction, which is another head.
     """
     found = dict.fromkeys(("attention", "mlp", "experts", "router", "mtp", "head"), 0)
+    if model.streams > 1:
+        sublayers = len(hyper_connections.SUBLAYERS) * model.layers
+        found[CONNECTIONS] = sublayers * hyper_connections.mixing_flops(model.streams, model.hidden) // 2
     for kind in model.pattern:
         for weight in weights(model, kind):
             found[_module(weight)] += _used(model, weight)
@@ -269,6 +286,8 @@ def _used(model: Model, weight: Weight) -> int:
 def _module(weight: Weight) -> str:
     if weight.split == "experts":
         return "experts"
+    if "_hc." in weight.name:
+        return CONNECTIONS
     if weight.name in ("router", "shared_gate"):
         return "router"
     return "mlp" if weight.name.startswith(("mlp_", "shared_")) else "attention"

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from plugins.errors import CheckpointError
 from tools.process.waiting import Progressing
-from tools.ranges import Number
+from tools.ranges import Number, overrides_option
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.weights.average import average, check_average
@@ -242,7 +242,7 @@ def convert_command(
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("target", metavar="TO", type=click.Path(path_type=Path))
 @click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Write TO in the layout of this recipe.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@overrides_option
 @click.option(
     "--workers",
     default=1,

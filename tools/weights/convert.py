@@ -131,7 +131,7 @@ def _pieces(source: Source, plan: Plan, known: dict[str, int], entry: Entry) -> 
         for copy, original in plan.copies.items():
             if original == name and source.bits(copy)[0].tobytes() != bits.tobytes():
                 raise CheckpointError(
-                    f"{source.path}: {copy} differs from {name}, but MindFormers keeps only one weight for both"
+                    f"{source.path}: {copy} differs from {name}, but the model has only one weight for both"
                 )
         return _as_type(bits, source.headers[stands_for].dtype, plan, entry)
 

@@ -50,7 +50,7 @@ class Plan:
     Args:
         dtype: safetensors' type of trained weights; None: each as it is. The routers' biases keep theirs.
         copies: Hugging Face tensor -> the one whose bits it must have: DeepSeek's MTP layer repeats embedding and head.
-        stands_for: Hugging Face tensor that is not there -> the one that it is tied to.
+        stands_for: Hugging Face tensor that is not read -> the one that it is tied to.
         left_out: what of the source has no place in the target -> how many tensors.
     """
 
@@ -80,7 +80,7 @@ def plan_conversion(
 
     Args:
         headers: of the source's tensors; dtype: see `Plan`; limit: bytes of a file, which a single tensor may exceed.
-        tied: whether a Hugging Face source has no head of its own.
+        tied: whether the head of a Hugging Face source is its embedding, whatever its files hold.
 
     Raises:
         CheckpointError: tensors are missing, unknown, of another shape or of a type that no weights have.
@@ -105,8 +105,10 @@ def plan_conversion(
         repeated = {name: original for name, original in copies(names_of(sizes)).items() if name in given}
         given = {name: header for name, header in given.items() if name not in repeated}
         embedding = names_of(sizes).embedding
-        if tied and HEAD not in given and embedding in given:
+        if tied and embedding in given:
             stands_for = {HEAD: embedding}
+            if HEAD in given:  # the class would not read it
+                repeated[HEAD] = embedding
             given[HEAD] = given[embedding]
     _check(given, wanted)
     types = {entry.mindformers: _type(entry, to, given, dtype) for entry in entries}
@@ -170,7 +172,7 @@ def _shards(entries: list[Entry], types: Mapping[str, str], to: Target, limit: i
 
 
 def file_of(to: Target, number: int, count: int) -> str:
-    """Return a file's name: for MindFormers, which counts files by ranks, that of one of `count` ranks."""
+    """Return a file's name; for MindFormers, which numbers files by ranks, it is the name of one of `count` ranks."""
     if to == "MindFormers":
         return f"weights-model-{number:07d}-{count:07d}.safetensors"
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE
@@ -229,7 +231,7 @@ class Conversion:
         return found
 
     def as_dict(self, source: Path, target: Path) -> dict[str, Any]:
-        """Return the same facts as `lines` for programs."""
+        """Return the facts of `lines` as values for programs."""
         plan = self.plan
         return {
             "from": str(source),

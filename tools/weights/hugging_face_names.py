@@ -16,12 +16,13 @@ import numpy as np
 
 from plugins.errors import CheckpointError
 from plugins.hugging_face_weights.plan import Model, Row, rows
+from plugins.hyper_connections import plan as hyper_connections
 from tools.weights.hugging_face_sizes import Sizes
 
 Arrays = dict[str, np.ndarray]
 
-# state of the run in MindFormers' routers; not weights, and not in Hugging Face
-STATE = (".router.expert_load", ".router.fi_accu")
+# state of the run in MindFormers' routers and, with Muon, its attention; not weights, and not in Hugging Face
+STATE = (".router.expert_load", ".router.fi_accu", ".core_attention.max_logits_val")
 _BLOCK, _APART = 512, 8  # numbers: of the square that is turned at a time, and between its rows
 
 
@@ -121,7 +122,8 @@ def names_of(sizes: Sizes) -> Model:
     if sizes.is_dense:
         return Model(sizes.layers, 0, sizes.layers, 0, latent_query=False, grouped=True, telechat2=sizes.telechat2)
     dense, experts = hf["first_k_dense_replace"], hf["n_routed_experts"]
-    return Model(sizes.layers, sizes.mtp_layers, dense, experts, latent_query=hf["q_lora_rank"] is not None)
+    latent_query, streams = hf["q_lora_rank"] is not None, sizes.streams > 1
+    return Model(sizes.layers, sizes.mtp_layers, dense, experts, latent_query, hyper_connected=streams)
 
 
 def to_hugging_face(arrays: Mapping[str, np.ndarray], sizes: Sizes) -> Arrays:
@@ -203,8 +205,10 @@ def _shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     norms = ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "enorm", "hnorm")
     vocabulary = dict.fromkeys(("word_embeddings.weight", "output_layer.weight"), (hf["vocab_size"], hidden))
     attention = _grouped_query(hf) if sizes.is_dense else {**_latent_attention(hf), **_experts(hf)}
+    gates = hyper_connections.shapes(sizes.streams, hidden)
     return {
         **vocabulary,
+        **{f"{part}.{name}": shape for part in hyper_connections.SUBLAYERS for name, shape in gates.items()},
         **{f"{norm}.weight": (hidden,) for norm in norms},
         "eh_proj.weight": (hidden, 2 * hidden),
         "mlp.linear_fc1.weight": (2 * dense, hidden),

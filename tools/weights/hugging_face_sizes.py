@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from plugins.errors import RecipeError
+from plugins.hyper_connections import plan as hyper_connections
 from plugins.output_biases import plan as output_biases
 from plugins.yarn import plan as yarn_plan
 from plugins.yarn.plan import Yarn
-from tools.schema.converter import ONLY_OUTPUTS
+from tools.schema.converter import ONLY_OUTPUTS, SINKHORN, STREAMS
 
 MODEL = "model.model_config"
 LATENT_EPS = 1e-6  # of the two norms inside latent attention in Hugging Face, whatever DeepseekV3Config says
@@ -60,6 +61,11 @@ class Sizes:
         return not self.is_dense and layer >= int(self.hf["first_k_dense_replace"])
 
     @property
+    def streams(self) -> int:
+        """Return the number of residual streams, in Xing4.0 several."""
+        return int(self.hf.get("hc_mult", 1))
+
+    @property
     def is_dense(self) -> bool:
         """Return whether the model is Llama: without experts, and with grouped queries."""
         return "n_routed_experts" not in self.hf
@@ -90,7 +96,7 @@ _SAME = {
 
 
 def sizes_of(fields: Mapping[str, Any], bias_updated: bool) -> Sizes:
-    """Return the sizes of the reference for a TransformerConfig.
+    """Return the sizes of Hugging Face's model that corresponds to a TransformerConfig.
 
     Args:
         fields: of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
@@ -103,7 +109,7 @@ def sizes_of(fields: Mapping[str, Any], bias_updated: bool) -> Sizes:
         if not holds:
             raise RecipeError(f"{MODEL}.{key}: this value cannot be used, because Hugging Face's DeepseekV3 {right}")
     groups = fields["moe_router_num_groups"] or 1
-    hf = {name: fields[field] for field, name in _SAME.items()}
+    hf = {name: fields[field] for field, name in _SAME.items()} | _streams(fields)
     hf.update(
         num_key_value_heads=fields["num_attention_heads"],
         n_group=groups,
@@ -150,6 +156,31 @@ def _rope_scaling(fields: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
+def one_stream(fields: Mapping[str, Any], what: str) -> None:
+    """Refuse several residual streams where `what`, a model of Hugging Face, has one.
+
+    Raises:
+        RecipeError: the recipe has several.
+    """
+    if (streams := fields.get(STREAMS, 1)) > 1:
+        raise RecipeError(
+            f"plugins.hyper_connections.streams: {streams} residual streams cannot be used, because {what} has one"
+        )
+
+
+def _streams(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of Xing4.0's configuration for its residual streams; none for one stream."""
+    if fields.get(STREAMS, 1) == 1:
+        return {}
+    return {
+        "hc_mult": fields[STREAMS],
+        "hc_sinkhorn_iters": fields[SINKHORN],
+        "hc_eps": hyper_connections.EPSILON,
+        "mhc_h_res_clamp_min": -hyper_connections.CLIP,
+        "mhc_h_res_clamp_max": hyper_connections.CLIP,
+    }
+
+
 def _rules(fields: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
     """(holds, key of model_config, what the reference does)."""
     shared = (fields["shared_expert_num"] or 0) * (fields["moe_ffn_hidden_size"] or 0)
@@ -176,6 +207,21 @@ def _rules(fields: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
         (not plain or fields["rotary_scaling_factor"] in (None, 1, 1.0), "rotary_scaling_factor",
          "scales nothing without YaRN: 1 (MindFormers would scale the softmax)"),
         (not fields["calculate_per_token_loss"], "calculate_per_token_loss", "means over all tokens: False"),
+        *_attention_rules(fields),
+    ]  # fmt: skip
+
+
+def _attention_rules(fields: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
+    """(holds, key of model_config, what every class of Hugging Face here does): what leaves no trace in the weights."""
+    return [
+        (not fields["window_size"], "window_size", "attends to all tokens: leave it out"),
+        (not fields["nope_layer_interval"], "nope_layer_interval", "has RoPE in every layer: leave it out"),
+        (not fields["use_alibi_mask"], "use_alibi_mask", "has RoPE only: False"),
+        (not fields["rotary_interleaved"], "rotary_interleaved", "has no such layout: False"),
+        (not fields["apply_residual_connection_post_layernorm"], "apply_residual_connection_post_layernorm",
+         "adds what came before the norm: False"),
+        (fields["rotary_seq_len_interpolation_factor"] in (None, 1), "rotary_seq_len_interpolation_factor",
+         "is converted without: leave it out"),
     ]  # fmt: skip
 
 
@@ -214,6 +260,7 @@ def dense_sizes_of(fields: Mapping[str, Any], yarn: Yarn | None) -> Sizes:
     """
     telechat2 = bool(fields["add_bias_linear"] and fields[ONLY_OUTPUTS])
     named = "TeleChat2" if telechat2 else "Llama, which TeleChat3's dense models are,"
+    one_stream(fields, "Hugging Face's Llama")
     for holds, key, right in [*_dense_rules(fields, yarn), *(_telechat2_rules(fields, yarn) if telechat2 else ())]:
         if not holds:
             raise RecipeError(f"{MODEL}.{key}: this value cannot be converted, because Hugging Face's {named} {right}")
@@ -265,6 +312,7 @@ def _dense_rules(fields: Mapping[str, Any], yarn: Yarn | None) -> list[tuple[boo
         (not fields["use_contiguous_weight_layout_attention"], "use_contiguous_weight_layout_attention",
          "is converted from a group's query, key and value side by side: False"),
         (not fields["hidden_dropout"] and not fields["attention_dropout"], "hidden_dropout", "is run without: 0.0"),
+        *_attention_rules(fields),
     ]  # fmt: skip
 
 

@@ -123,7 +123,7 @@ Item = tuple[str, str, Kind, Lying, Layout]  # name, type, kind, how it lies, ho
 
 
 def plan_moves(items: Iterable[Item], world: int) -> tuple[Move, ...]:
-    """Return for every tensor which slices it moves between which ranks. Among the ranks that hold a new slice, the
+    """Return for every tensor which slices go from which rank to which rank. Among the ranks that hold a new slice, the
     rank with the fewest bytes to write so far writes it.
     """
     load = np.zeros(world, np.int64)
@@ -159,7 +159,7 @@ def _alone(holders: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, tuple[int,
 
 
 def numbers(plan: Plan) -> Numbers:
-    """Return the cost of a plan in bytes."""
+    """Return how many bytes a plan reads, writes and moves."""
     written, online, loading = (np.zeros(plan.world, np.int64) for _ in range(3))
     stays = largest = 0
     for move in plan.moves:
@@ -261,7 +261,7 @@ class Resharding:
         return found
 
     def as_dict(self, given: Path, written: Path, recipe: Path) -> dict[str, Any]:
-        """Return the same facts as `lines` for programs."""
+        """Return the facts of `lines` as values for programs."""
         return {
             "from": str(given),
             "to": str(written),

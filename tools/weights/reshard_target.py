@@ -1,5 +1,5 @@
-"""This module describes how a recipe lays out each tensor. The module gives the estimator's cuts and shards under
-MindFormers' names.
+"""This module describes how a recipe lays out each tensor: over how many tensor- or expert-parallel ranks the weight is
+divided, and over how many data-parallel ranks its optimizer state is. Tensors have MindFormers' parameter names.
 
 `tools.estimate.configuration` says over how many ranks a weight is cut and its optimizer's state spread. This module
 says which ranks those are, as MindSpore 2.9.0 orders them: a stage's ranks are a matrix dp x cp x tp, for experts one
@@ -18,7 +18,7 @@ import numpy as np
 
 from plugins.errors import RecipeError
 from plugins.sealed_checkpoint.router_state import STATE
-from tools.checkpoint.stored import ADAM
+from tools.checkpoint.stored import moments_of
 from tools.estimate import configuration
 from tools.estimate.configuration import Configuration
 from tools.estimate.from_recipe import from_recipe
@@ -46,12 +46,12 @@ class Lying:
 
     @property
     def part(self) -> Shape:
-        """Return the shape of a slice."""
+        """Return the shape of one slice of the tensor."""
         return tuple(length // count for length, count in zip(self.shape, self.cuts, strict=True))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return all ranks that hold a slice."""
+        """Return all ranks that hold a given slice."""
         return tuple(sorted({rank for ranks in self.holders for rank in ranks}))
 
 
@@ -148,7 +148,7 @@ class Placed:
 
     @property
     def lying(self) -> Lying:
-        """Return how the tensor is cut into slices."""
+        """Return how a tensor of the new checkpoint is cut into slices."""
         return self.layout.lying(self.shape)
 
 
@@ -205,9 +205,12 @@ def target_of(recipe: Recipe) -> Target:
 
 def saved_by(recipe: Recipe) -> dict[str, tuple[str, Placed]]:
     """Return what a run of `recipe` would save: name -> type and layout. Weights and moments are kept in fp32."""
-    target = target_of(recipe)
-    names = ["", *ADAM]  # all recipes train with AdamW
-    found = {f"{prefix}{name}": ("F32", item) for name, item in target.weights.items() for prefix in names}
+    target, optimizer = target_of(recipe), str((recipe.get("optimizer") or {}).get("type"))
+    found = {
+        each: ("F32", item)
+        for name, item in target.weights.items()
+        for each in (name, *moments_of(optimizer, name, len(item.shape)))
+    }
     biases = {name: item for name, item in target.states.items() if name.endswith(_EXPERTS_BIAS)}
     return found | {name: ("F32", item) for name, item in biases.items()}
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,8 @@ from tools.files.atomic import what_is
 
 INDEX = "model.safetensors.index.json"
 CHECKSUMS = "checksums.json"  # of a Hugging Face folder: files by sha256, tensors by CRC-32
+_PICKLES = ("bin", "pt", "pth")  # endings of torch's older files
+_PART = re.compile(r"(.*-)(\d{1,6})-of-(\d{1,6})\.safetensors")
 SINGLE = "model.safetensors"  # where one file holds all of it: transformers writes no index then
 Form = Literal["MindFormers", "Hugging Face", "one file"]
 
@@ -86,7 +89,7 @@ class Source:
 
     @cached_property
     def sealed(self) -> bool:
-        """Return whether a rank has sealed its part."""
+        """Return whether any rank has sealed its part of the checkpoint."""
         return self.form == "MindFormers" and is_sealed(self.stored.folder)
 
     def read(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
@@ -117,7 +120,7 @@ class Source:
 
 
 def open_source(path: Path) -> Source:
-    """Return the weights at `path`.
+    """Return the weights that lie at `path`.
 
     Raises:
         CheckpointError: nothing there, nothing of a known form, a damaged file, or files that are not as their index
@@ -129,6 +132,14 @@ def open_source(path: Path) -> Source:
         raise CheckpointError(f"{path}: {what_is(path)}")
     if (path / INDEX).exists() or (path / SINGLE).exists():
         return Source(path, "Hugging Face", _hugging_face(path))
+    described = (path / "config.json").exists()  # no iteration of a run has one
+    if parts := sorted(path.glob("*.safetensors" if described else "*-of-*.safetensors")):
+        return Source(path, "Hugging Face", _without_index(path, parts))
+    if pickles := sorted(file for kind in _PICKLES for file in path.glob(f"*.{kind}")):
+        raise CheckpointError(
+            f"{path}: {pickles[0].name} is a pickle, which is not read because it can run code; write safetensors: "
+            "transformers' save_pretrained(TO, safe_serialization=True)"
+        )
     if inside := [*iterations(path), *iterations(path / "checkpoint")]:
         raise CheckpointError(f"{path}: the folder holds several checkpoints; name one of them, such as {inside[0]}")
     return Source(path, "MindFormers", open_stored(path))
@@ -160,6 +171,28 @@ def require_room(folder: Path, target: Path, size: int, written: int = 0) -> Non
         raise DataError(
             f"{target}: {wanted / 1e9:,.3f} GB are to be written, but only {free / 1e9:,.3f} GB are free on its disk"
         )
+
+
+def _without_index(folder: Path, parts: Sequence[Path]) -> Stored:
+    """The files of a Hugging Face folder that lacks its index: each tensor where a file's header has it."""
+    for part in parts:
+        if found := _PART.fullmatch(part.name):
+            before, number, count = found.groups()
+            expected = [f"{before}{each:0{len(number)}d}-of-{count}.safetensors" for each in range(1, int(count) + 1)]
+            if absent := [name for name in expected if not (folder / name).exists()]:
+                raise CheckpointError(
+                    f"{folder / absent[0]}: the file is missing beside {part.name}; copy the folder again"
+                )
+    files = {part.name: read_headers(part) for part in parts}
+    where: dict[str, str] = {}
+    for file, headers in files.items():
+        for name in headers:
+            if (first := where.setdefault(name, file)) != file:
+                raise CheckpointError(
+                    f"{folder / file}: the file holds {name}, which {first} holds, too, and {INDEX} is missing, which "
+                    "says where to read it; copy the index beside the files"
+                )
+    return Stored(folder, files)
 
 
 def _hugging_face(folder: Path) -> Stored:

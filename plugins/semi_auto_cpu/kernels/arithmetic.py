@@ -51,7 +51,7 @@ def Swiglu(attrs: Attrs, x: np.ndarray, dim: int = -1) -> np.ndarray:
 
 @kernel()
 def SwigluGrad(attrs: Attrs, dout: np.ndarray, x: np.ndarray, dim: int = -1) -> np.ndarray:
-    """Return the gradient of Swiglu."""
+    """Return the gradient of the operator Swiglu."""
     a, b = np.split(x, 2, dim)
     return np.concatenate([silu_gradient(dout * b, a), dout * silu(a)], dim)
 
@@ -73,7 +73,7 @@ def AssignAdd(attrs: Attrs, variable: np.ndarray, value: np.ndarray) -> np.ndarr
 
 @kernel(LOW_PRECISION, widen=False, updates=0)
 def Assign(attrs: Attrs, variable: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Return the value, which replaces the variable."""
+    """Return the new value of a variable, which replaces the old one."""
     return value
 
 
@@ -110,7 +110,7 @@ def RmsNorm(attrs: Attrs, x: np.ndarray, gamma: np.ndarray, epsilon: float = 1e-
 def RmsNormGrad(
     attrs: Attrs, dy: np.ndarray, x: np.ndarray, rstd: np.ndarray, gamma: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the gradients of x and gamma."""
+    """Return the gradients of x and gamma of the RMS norm."""
     leading = x.ndim - gamma.ndim
     axes = tuple(range(leading, x.ndim))
     normed = x * rstd
@@ -191,6 +191,7 @@ enter(KERNELS, {
 enter(LOW_PRECISION, {
     "Equal": lambda attrs, a, b: a == b,  # how gradients are asked whether they are finite
     "Square": lambda attrs, x: x * x,
+    "Sqrt": lambda attrs, x: np.sqrt(x),  # of the norm by which Muon divides a momentum
     "Sub": lambda attrs, a, b: a - b,
     # of matrices, the last two dimensions of each tensor
     "BatchMatMul": lambda attrs, a, b, transpose_a=False, transpose_b=False: _product(a, b, transpose_a, transpose_b),

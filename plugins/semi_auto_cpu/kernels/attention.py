@@ -1,4 +1,4 @@
-"""This module computes FlashAttentionScore and its gradient.
+"""This module computes the operator FlashAttentionScore and its gradient in NumPy.
 
 Sources: the class in `mindspore/ops/auto_generate/gen_ops_prim.py` (inputs, layouts, sparse modes) and `op_enum.h`'s
 FASInputLayoutMode. The first part of the file brings the arguments into one form for all layouts (`Call`), the second
@@ -111,13 +111,15 @@ class Call:
         return np.empty((*self.query.shape[:-1], width), np.float32)
 
     def empty_statistics(self, repeated: int) -> np.ndarray:
-        """Return [B, heads, S1, repeated], or [T, heads, repeated] for the layout TND."""
+        """Return the shape of the softmax statistics: [B, heads, S1, repeated], or [T, heads, repeated] for the layout
+        TND.
+        """
         batch, heads, rows, _ = self.queries.shape
         shape = (rows, heads, repeated) if self.layout == "TND" else (batch, heads, rows, repeated)
         return np.empty(shape, np.float32)
 
     def statistics_view(self, x: np.ndarray) -> np.ndarray:
-        """Return a tensor as [B, heads, S1, repeated]."""
+        """Return a tensor of one value for each query as [B, heads, S1, repeated]."""
         return x.transpose(1, 0, 2)[None] if self.layout == "TND" else x
 
 
@@ -131,7 +133,7 @@ def heads_first(x: np.ndarray, layout: str, heads: int) -> np.ndarray:
 
 
 def forward_call(inputs: tuple[Any, ...]) -> Call:
-    """Return the inputs of FlashAttentionScore.
+    """Return the inputs and attributes of the operator FlashAttentionScore.
 
     Args:
         inputs: query, key, value, real_shift, drop_mask, padding_mask, attn_mask, prefix, actual_seq_qlen,
@@ -143,7 +145,7 @@ def forward_call(inputs: tuple[Any, ...]) -> Call:
 
 
 def backward_call(inputs: tuple[Any, ...]) -> tuple[Call, Saved]:
-    """Return the inputs of FlashAttentionScoreGrad.
+    """Return the inputs and attributes of the operator FlashAttentionScoreGrad.
 
     Args:
         inputs: query, key, value, dy, pse_shift, drop_mask, padding_mask, atten_mask, softmax_max, softmax_sum,
@@ -241,7 +243,7 @@ class _Part(NamedTuple):
 
 
 def blocks_of(call: Call) -> Iterator[Block]:
-    """Yield blocks that together hold each row once.
+    """Yield blocks of rows; together they hold each row once.
 
     Raises:
         NotImplementedError, ValueError: see `FlashAttentionScore`.

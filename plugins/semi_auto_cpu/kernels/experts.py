@@ -39,7 +39,7 @@ def GroupedMatmul(
     transpose_a: bool = False,
     transpose_b: bool = False,
 ) -> np.ndarray:
-    """Return one tensor with the groups' products.
+    """Return the products of all groups' rows with their weights, as one tensor.
 
     Args:
         x: one tensor; [m, k] after `transpose_a`.

@@ -16,7 +16,7 @@ _AT_ONCE = 2**20  # numbers that are added by one call: a place of 8 bytes is ma
 
 
 def add_rows(target: np.ndarray, index: np.ndarray, rows: np.ndarray) -> None:
-    """Compute target[index[i]] += rows[i] in the order of i; an index may occur more than once.
+    """Add rows[i] to target[index[i]] for each i in order; an index may occur more than once.
 
     Number by number because `np.add.at` is three times slower with rows.
 
@@ -56,7 +56,7 @@ def Embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
 ) -> np.ndarray:
-    """Return the rows of a table."""
+    """Return the rows of a table at the given indices."""
     if max_norm is not None:
         raise NotImplementedError(f"Embedding: max_norm {max_norm}")
     return weight[_within("Embedding", index, len(weight))]
@@ -128,6 +128,13 @@ def SplitWithSize(attrs: Attrs, x: np.ndarray, sizes: tuple[int, ...], dim: int 
     return tuple(np.split(x, np.cumsum(sizes)[:-1], dim))
 
 
+@kernel(widen=False)
+def Chunk(attrs: Attrs, x: np.ndarray, chunks: int, dim: int = 0) -> tuple[np.ndarray, ...]:
+    """Return at most that many parts along a dimension, of which only the last may be smaller than the others."""
+    size = -(-x.shape[dim] // chunks)
+    return tuple(np.split(x, range(size, x.shape[dim], size), dim))
+
+
 @kernel(LOW_PRECISION, widen=False)
 def BroadcastTo(attrs: Attrs, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Return a tensor repeated to a shape, in which -1 keeps the tensor's own size."""
@@ -194,7 +201,7 @@ def _order(x: np.ndarray, dim: int, descending: bool) -> np.ndarray:
 def SortExt(
     attrs: Attrs, x: np.ndarray, dim: int = -1, descending: bool = False, stable: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return sorted values and their indices."""
+    """Return the values sorted along a dimension, and their original indices."""
     order = _order(x, dim, descending)
     return np.take_along_axis(x, order, dim), order
 

@@ -1,23 +1,13 @@
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-from launch.run.msrun import free_port
 
 WORKER = Path(__file__).with_name("exchange_worker.py")
 
 
 @pytest.mark.slow
-def test_every_collective_on_three_workers(tmp_path):
-    msrun = Path(sys.executable).with_name("msrun")
-    command = [msrun, "--worker_num=3", "--local_worker_num=3", f"--master_port={free_port()}", "--join=True"]
-    command += [f"--log_dir={tmp_path}", WORKER]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{msrun.parent}:{os.environ['PATH']}"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
-    logs = {path.name: path.read_text() for path in tmp_path.glob("worker_*.log")}
-    for rank in range(3):
-        assert "all collectives agree" in logs[f"worker_{rank}.log"], logs[f"worker_{rank}.log"][-3000:]
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_every_collective_on_three_workers(workers, tmp_path):
+    codes, logs = workers.cluster(3, [WORKER], tmp_path)
+    for log in logs[1:]:
+        assert "all collectives agree" in log, log[-3000:]
+    assert not any(codes), codes

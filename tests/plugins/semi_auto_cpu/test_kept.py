@@ -11,7 +11,7 @@ from mindspore.parallel import strategy
 
 from plugins.errors import ClusterError
 from plugins.semi_auto_cpu import kept
-from plugins.semi_auto_cpu.compile import FrontEnd, Turn
+from plugins.semi_auto_cpu.compile import FrontEnd, Turn, refuse_compiling
 from plugins.semi_auto_cpu.kept import FILE, KeptGraphs, described
 from plugins.semi_auto_cpu.ranks import Ranks
 
@@ -213,6 +213,16 @@ def test_a_graph_that_mindspore_compiles_instead_of_loading_ends_the_run(start, 
     words = r"compiled the graph.*have loaded" if loads else r"loaded the graph.*have compiled"
     with pytest.raises(ClusterError, match=words):
         front_end._end(Turn(Step(), INPUTS, "train", what, entry, passed))
+
+
+def test_a_kept_graph_that_mindspore_does_not_load_is_named(start, folder):
+    """MindSpore then fails to compile it for the CPU. Other errors, and those without a kept graph, pass unchanged."""
+    what, error = described(Step(), INPUTS, "train"), RuntimeError("Invalid backend: CPU")
+    turn = Turn(Step(), INPUTS, "train", what, start().to_load(what))
+    with pytest.raises(ClusterError, match=r"compiled the graph of Step, .* should have loaded it"):
+        refuse_compiling(turn, error)
+    refuse_compiling(turn, RuntimeError("out of memory"))
+    refuse_compiling(Turn(Step(), INPUTS, "train", what), error)
 
 
 def test_the_file_says_what_was_compiled(folder):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plugins.batch_ramp.plan import Ramp
 from plugins.errors import DataError, RecipeError
 from plugins.finite_loss.plan import NORM
 from plugins.spike_guard import reference
@@ -79,35 +80,42 @@ def test_the_good_steps_before_a_resume_are_those_of_the_parts_that_count():
     assert good_steps([], 3, 2) == []
 
 
+def of_fours(steps):
+    """The samples of so many steps of four."""
+    return 4 * steps
+
+
 def test_a_spike_leaves_out_the_samples_that_its_step_had():
-    entry, words = what_follows(5, "step 5: loss is NaN", [], Settings(), 4, ())
+    entry, words = what_follows(5, "step 5: loss is NaN", [], Settings(), of_fours, ())
     assert entry == Entry(5, 5, "step 5: loss is NaN", ((16, 20),))
     assert words == "spike: step 5: loss is NaN; going back to before step 5, without the samples of step 5"
-    second, _ = what_follows(6, "step 6: loss is NaN", [entry], Settings(), 4, ((16, 20),))
+    second, _ = what_follows(6, "step 6: loss is NaN", [entry], Settings(), of_fours, ((16, 20),))
     assert second.samples == ((24, 28),), "they moved up by a step"
+    grown, _ = what_follows(5, "step 5: loss is NaN", [], Settings(skip=2), Ramp(((4, 2),), 4).samples_until, ())
+    assert grown.samples == ((6, 12),), "two samples of step 4 and four of step 5"
 
 
 def test_with_more_steps_to_skip_those_before_it_are_guilty_too():
-    entry, words = what_follows(5, "step 5: loss is NaN", [], Settings(skip=3), 4, ((12, 16),))
+    entry, words = what_follows(5, "step 5: loss is NaN", [], Settings(skip=3), of_fours, ((12, 16),))
     assert (entry.first, entry.samples) == (3, ((8, 12), (16, 24)))
     assert words.endswith("going back to before step 3, without the samples of steps 3 to 5")
-    assert what_follows(2, "", [], Settings(skip=3), 4, ())[0].samples == ((0, 8),)
+    assert what_follows(2, "", [], Settings(skip=3), of_fours, ())[0].samples == ((0, 8),)
 
 
 def test_the_same_step_again_is_told_and_the_run_does_not_go_back_for_ever():
     before = [Entry(5, 5, "", ((16, 20),))]
-    entry, words = what_follows(5, "step 5: loss is NaN", before, Settings(), 4, ((16, 20),))
+    entry, words = what_follows(5, "step 5: loss is NaN", before, Settings(), of_fours, ((16, 20),))
     assert entry.samples == ((20, 24),) and "step 5 spiked before, with other samples: they are not the cause" in words
-    entry, words = what_follows(5, "step 5: loss is NaN", before, Settings(rollbacks=1), 4, ((16, 20),))
+    entry, words = what_follows(5, "step 5: loss is NaN", before, Settings(rollbacks=1), of_fours, ((16, 20),))
     assert entry is None and words.endswith(f"the run has gone back 1 time within 64 steps, and {NO_MORE}")
 
 
 def test_a_long_run_may_go_back_any_number_of_times_but_not_at_one_place():
     before = [Entry(step, step, "", ((4 * step - 4, 4 * step),)) for step in (5, 500, 510)]
     rare, often = (Settings(window=20, rollbacks=count) for count in (3, 2))
-    assert what_follows(520, "", before, rare, 4, ())[0] is not None
-    assert what_follows(520, "", before, often, 4, ())[0] is None
-    assert what_follows(900, "", before, often, 4, ())[0] is not None
+    assert what_follows(520, "", before, rare, of_fours, ())[0] is not None
+    assert what_follows(520, "", before, often, of_fours, ())[0] is None
+    assert what_follows(900, "", before, often, of_fours, ())[0] is not None
 
 
 def test_the_ledger_is_read_as_it_was_written(tmp_path):

@@ -1,6 +1,7 @@
 """Weights under two sets of names: nothing lost, nothing doubled, every cut where it belongs."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.errors import CheckpointError
+from plugins.hugging_face_weights.plan import copies
 from tests.tools.accuracy.align.cases import sizes
 from tools.accuracy.reference import frozen
 from tools.accuracy.reference.start import checksum, initial_weights, nudged
 from tools.recipe.load import load_recipe
 from tools.weights.convert_plan import model_of
-from tools.weights.hugging_face_names import STATE, hugging_face_shapes, table, to_hugging_face, to_mindformers
+from tools.weights.hugging_face_names import (
+    STATE,
+    hugging_face_shapes,
+    names_of,
+    table,
+    to_hugging_face,
+    to_mindformers,
+)
 from tools.weights.hugging_face_sizes import Sizes
 
 
@@ -34,6 +43,7 @@ models = st.builds(
     mtp=st.integers(0, 2),
     interleaved=st.booleans(),
     num_hidden_layers=st.integers(1, 3),
+    hc_mult=st.sampled_from([1, 2]),
     first_k_dense_replace=st.integers(0, 2),
     n_routed_experts=st.integers(1, 5),
     n_shared_experts=st.integers(1, 3),
@@ -151,6 +161,17 @@ def test_every_name_and_shape(recipe):
     found, kept = frozen.summary(hugging_face_shapes(model)), json.loads(frozen.NAMES.read_text())[recipe]
     assert found["groups"] == kept["groups"]
     assert found["sha256"] == kept["sha256"]
+
+
+def test_xing4_has_the_tensors_of_the_public_index():
+    """8,307 tensors in its safetensors index, 31,215,031,088 numbers in all (recipes/xing4_29b/card.yaml)."""
+    model = model_of(load_recipe(frozen.RECIPES / "xing4_29b/pretrain_4k.yaml"))
+    shapes, repeated = hugging_face_shapes(model), copies(names_of(model))
+    assert len(shapes) + len(repeated) == 8307
+    sizes = [*map(math.prod, shapes.values()), *(math.prod(shapes[name]) for name in repeated.values())]
+    assert sum(sizes) == 31_215_031_088
+    assert shapes["model.layers.39.ffn_hc.hc_fn"] == (24, 14336)
+    assert not [name for name in shapes if name.startswith("model.layers.40.") and "_hc." in name], "MTP has one stream"
 
 
 def test_the_checksum_sees_a_number():

@@ -123,6 +123,16 @@ def test_a_recipe_with_plain_positions_says_what_to_write(tmp_path, scaling, say
     assert says in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "config", [{}, {"rope_scaling": {"rope_type": "default"}}, {"rope_parameters": {"rope_type": "default"}}]
+)
+def test_plain_positions_have_three_words(tmp_path, config):
+    plain = recipe_of(tmp_path / "recipe", PLAIN)
+    assert check_config(public(tmp_path / "hf", plain, None, **config), model_of(load_recipe(plain)))
+    with pytest.raises(CheckpointError, match="rope_scaling is None, the recipe's"):
+        check_config(tmp_path / "hf", model_of(load_recipe(recipe_of(tmp_path / "other"))))
+
+
 def test_a_factor_that_config_json_cannot_say_is_refused(tmp_path):
     change = {"model": {"model_config": {"rope_scaling": {"mscale": 0.7}}}}
     with pytest.raises(RecipeError, match=r"rope_scaling\.mscale: .* has no word for it"):

@@ -106,6 +106,12 @@ def test_equal_and_square_as_gradients_in_bfloat16_need_them():
     np.testing.assert_array_equal(run("Square", x[2:]), [9])
 
 
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_a_root_in_low_precision_is_that_of_float32(rng, dtype):
+    x = rounded(rng.uniform(0.1, 9.0, size=8), dtype)
+    np.testing.assert_array_equal(run("Sqrt", x), np.sqrt(x.astype(np.float32)))
+
+
 def rms_norm(x, gamma):
     axes = tuple(range(x.ndim - gamma.ndim, x.ndim))
     return x / np.sqrt(np.mean(x**2, axes, keepdims=True) + 1e-3) * gamma

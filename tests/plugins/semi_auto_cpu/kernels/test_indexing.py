@@ -132,6 +132,9 @@ def test_parts_and_dimensions():
     np.testing.assert_array_equal(run("ExpandAs", x[:, :1], x), np.broadcast_to(x[:, :1], x.shape))
     assert run("Reshape", x, (24,)) is x and run("Squeeze", x, ()) is x
     assert all(run(name, x, *more).dtype == BFLOAT16 for name, more in (("Tile", ((1, 1, 1),)), ("ExpandDims", (0,))))
+    pieces = run("Chunk", x, 3, 2)
+    assert [piece.shape for piece in pieces] == [(2, 3, 2), (2, 3, 2)], "of four columns each part has two"
+    np.testing.assert_array_equal(np.concatenate(run("Chunk", x, 2), 0), x)
     with pytest.raises(ValueError, match="SplitWithSize: sizes"):
         run("SplitWithSize", x, (1, 2), -1)
 
