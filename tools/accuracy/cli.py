@@ -10,10 +10,11 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from rich.console import Console
@@ -30,7 +31,7 @@ from tools.accuracy.pages import check_out, check_page
 from tools.files.atomic import write_atomically
 from tools.process.children import terminate_as_interrupt
 from tools.process.waiting import Progressing
-from tools.ranges import Number
+from tools.ranges import Number, jobs_option, overrides_option
 from tools.schema.versions import require_verified, unverified_option
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "run" / "accuracy_dump.py"
@@ -58,7 +59,7 @@ _SHOWN = 10  # differences of a rank
     help="statistics writes max, min, mean and norm of each tensor; tensor also writes all its values.  [default: "
     "statistics; tensor at L2]",
 )
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@overrides_option
 @unverified_option
 def dump(
     recipe: Path, out: Path, mini: bool, steps: int, level: str, task: str | None, overrides: tuple[str, ...]
@@ -136,17 +137,14 @@ def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bo
 
 if TYPE_CHECKING:
     from tools.accuracy.collectives import Verdict
+    from tools.accuracy.operators.spec import Spec
 
 
 @click.command("collectives")
 @click.argument("recipe", metavar="RECIPE|RUN", type=click.Path(path_type=Path))
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@overrides_option
 @click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep the run's files in this folder.")
-@click.option(
-    "--jobs",
-    type=Number("workers"),
-    help="Number of compiles that run at the same time; by default as many as fit into memory.",
-)
+@jobs_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @unverified_option
 def collectives_command(
@@ -244,6 +242,11 @@ for each in (align, dump, compare, equivalence_command, collectives_command, fus
     help="Number of runs of each operator; their results must be bit-identical.",
 )
 @click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the random inputs.")
+@click.option(
+    "--shipped",
+    is_flag=True,
+    help="Also compare the golden results that this host computes with those that another CPU computed.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option(
     "--html",
@@ -258,6 +261,7 @@ def ops(
     dtypes: tuple[str, ...],
     reruns: int,
     seed: int,
+    shipped: bool,
     as_json: bool,
     page: Path | None,
     list_only: bool,
@@ -295,14 +299,28 @@ def ops(
     if page:
         write_atomically(page, html(report))
         click.echo(f"written: {page}", err=True)
+    found = _shipped(pairs) if shipped else {}
     if as_json:
-        click.echo(json.dumps(report.as_json()))
+        click.echo(json.dumps({**report.as_json(), **found}))
     else:
         print_report(report, Console(highlight=False))
-    sys.exit(0 if report.passed else 1)
+        for one in found.values():
+            click.echo("\n".join([one["says"], *one["differences"]]))
+    wrong = any(one["differences"] for one in found.values())
+    sys.exit(0 if report.passed and not wrong else 1)
 
 
-def _pairs(names: tuple[str, ...], dtypes: tuple[str, ...]):
+def _shipped(pairs: Sequence[tuple[Spec, str]]) -> dict[str, Any]:
+    """ "shipped" -> what the comparison with the shipped golden results says."""
+    from tools.accuracy.operators.shipped import differences, read_shipped
+
+    content = read_shipped()
+    compared, lines = differences(pairs, content)
+    says = f"golden results of this host: {compared - len(lines)} of {compared} as shipped on {content['made']}"
+    return {"shipped": {"made": content["made"], "compared": compared, "differences": lines, "says": says}}
+
+
+def _pairs(names: tuple[str, ...], dtypes: tuple[str, ...]) -> list[tuple[Spec, str]]:
     """(spec, data type) to run: those of `names` or all, in the order of the table."""
     from tools.accuracy.operators.report import SPECS
 

@@ -23,14 +23,14 @@ class CountedBias(TopkBiasBalanceCallback):
     loads: ClassVar[list[dict[str, np.ndarray]]] = []
 
     def on_train_step_end(self, run_context: Any) -> None:
-        """Record the counters, then move the biases."""
+        """Record the experts' counters, then move the routers' biases."""
         self.loads.append(of_routers(run_context, LOAD_END))
         super().on_train_step_end(run_context)
 
 
 def of_routers(run_context: Any, end: str) -> dict[str, np.ndarray]:
-    """Return router -> copy of its parameter whose name ends in this way, because `asnumpy` returns a view of a
-    buffer.
+    """Return for each router a copy of the parameter whose name ends with the given text; a copy is needed, because
+    `asnumpy` returns a view of a buffer.
     """
     parameters = run_context.original_args().train_network.network.get_parameters()
     return {item.name.removesuffix(end): np.array(item.asnumpy()) for item in parameters if item.name.endswith(end)}

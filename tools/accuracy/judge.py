@@ -85,7 +85,7 @@ def table() -> dict[str, Any]:
 
 
 def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
-    """Return the largest error allowed, as `judge.errors` measures it.
+    """Return the largest allowed error, as `judge.errors` measures it.
 
     Args:
         dtype: of the operator's inputs: float32, float16, bfloat16 or hfloat32.
@@ -101,14 +101,16 @@ def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
 
 
 def systematic(dtype: str) -> tuple[float, float]:
-    """Return (floor, sigmas) for the factor that all elements of a tensor share: see tools/accuracy/dumps/errors.py."""
+    """Return the tolerance of a factor by which all elements of a tensor differ: a distance from 1 that is always
+    allowed, and the number of standard deviations that is allowed beyond it (tools/accuracy/dumps/errors.py).
+    """
     content = table()
     found = content["systematic"]
     return found["floor"][content["alias"].get(dtype, dtype)], found["sigmas"]
 
 
 def lower_bound() -> float:
-    """Return the smallest magnitude of a test input."""
+    """Return the smallest magnitude that a test input may have."""
     return table()["lower_bound"]
 
 

@@ -1,5 +1,5 @@
 """This module finds which plugins work with each other and with which kinds of parallelism. For every pair the module
-says whether it can be combined, and which check or run has shown this.
+says whether both can be combined, and which check or run has shown this.
 
     python -m tools.accuracy.together          # rewrite docs/together.md
 
@@ -57,6 +57,7 @@ _NOT_IN = {
         "packed_labels",
         "held_out_loss",
         "attention_balance",
+        "batch_ramp",
         "spike_guard",
         "step_record",
         "straggler_probe",
@@ -66,12 +67,13 @@ _NOT_IN = {
 
 @dataclass(frozen=True)
 class Plugin:
-    """This says with which settings, and together with what else, a plugin is tried in a recipe.
+    """This holds the settings with which a plugin is tried in a recipe, and what else the recipe then needs.
 
     Args:
         settings: its section; needs: degrees of a `Sharding`; beside: other plugins that it works on; chats: whether
             it reads conversations; dense: whether it is for grouped-query attention, which the models without experts
-            have; model: keys of `model_config` that it needs.
+            have; model: keys of `model_config` that it needs; grows: whether it needs steps that can be halved, whose
+            data pass through the process.
     """
 
     settings: Any = field(default_factory=dict)
@@ -80,6 +82,7 @@ class Plugin:
     chats: bool = False
     dense: bool = False
     model: Mapping[str, Any] = field(default_factory=dict)
+    grows: bool = False
 
 
 PLUGINS: Mapping[str, Plugin] = {
@@ -88,6 +91,7 @@ PLUGINS: Mapping[str, Plugin] = {
     "mtp_documents": Plugin({}, {"mtp": True, "documents": True}),
     "yarn": Plugin({"attention_factor": "telechat3"}, dense=True),
     "output_biases": Plugin(dense=True, model={"add_bias_linear": True}),
+    "hyper_connections": Plugin({"streams": 4}),
     "lora": Plugin({"rank": 8}, beside=("yarn",), dense=True),
     "held_out_loss": Plugin({"data_path": "x", "samples": 64, "every": 5}),
     "hierarchical_ep": Plugin({"mode": "hierarchical"}, {"dp": 2, "ep": 2}),
@@ -95,6 +99,7 @@ PLUGINS: Mapping[str, Plugin] = {
     "group_aux_loss": Plugin(True, {"dp": 2, "ep": 2}),
     "expert_balance": Plugin({"every": 20}, {"dp": 2, "ep": 2}),
     "attention_balance": Plugin({"window": 1}, {"dp": 2, "documents": True}),
+    "batch_ramp": Plugin({"stages": [[1, 4]]}, grows=True),
     "grouped_gradient": Plugin({}, {"pp": 2, "micro": 2}),
     "operator_fusion": Plugin({"level": "vector"}),
     "spike_guard": Plugin({"rollbacks": 3}),
@@ -146,11 +151,18 @@ def recipe_of(*names: str) -> Recipe:
     chats = any(PLUGINS[name].chats for name in plugins)
     if chats:  # these are documents that do not see each other already
         sharding = replace(sharding, documents=False)
+    if grows := any(PLUGINS[name].grows for name in plugins):
+        part, least = ("micro", 2 * sharding.pp) if sharding.pp > 1 else ("accumulate", 2)
+        sharding = replace(sharding, **{part: max(getattr(sharding, part), least)})
     if dense := any(PLUGINS[name].dense for name in plugins):
         sharding = replace(sharding, moe=False, aux=False)
-    recipe = derive_sharded(_base(DENSE if dense else BASE), sharding, 4, "x")
-    recipe["context"].update(device_target="Ascend", jit_config={"jit_level": "O1"}, dataset_broadcast_opt_level=3)
-    recipe["runner_config"]["sink_mode"] = True
+    base = copy.deepcopy(_base(DENSE if dense else BASE))
+    if grows:
+        base["runner_config"]["batch_size"] = _base(BASE)["runner_config"]["batch_size"]
+    recipe = derive_sharded(base, sharding, 4, "x")
+    recipe["context"].update(device_target="Ascend", jit_config={"jit_level": "O1"})
+    recipe["runner_config"]["sink_mode"] = not grows
+    recipe["context"]["dataset_broadcast_opt_level"] = 0 if grows else 3
     model = recipe["model"]["model_config"]
     model.update(compute_dtype="bfloat16", npu_nums_per_device=max(sharding.ep // 2, 1))
     for name in plugins:
@@ -176,7 +188,7 @@ def _base(path: Path) -> Recipe:
 @cache
 def shown() -> tuple[tuple[str, str, frozenset[str]], ...]:
     """Return a tuple (how, by what it was shown, the plugins and kinds of parallelism in it) for each run or compile
-    that shows a combination, the strongest evidence first.
+    that shows that a combination works, the strongest evidence first.
     """
     rows = [(EQUAL, name, _of_sharding(sharding)) for name, _, sharding in EXECUTED_ROWS]
     rows += [(EQUAL, name, _of_variant(variant)) for name, _, variant in TRAINED_ROWS]
@@ -190,12 +202,13 @@ def shown() -> tuple[tuple[str, str, frozenset[str]], ...]:
 def _of_sharding(sharding: Sharding) -> set[str]:
     has = {"hierarchical_ep"} if sharding.mode else set()
     named = {"ep_overlap": sharding.chunks > 1, "held_out_loss": sharding.held_out, "expert_balance": sharding.moves}
+    named["hyper_connections"] = sharding.streams > 1
     has |= {name for name, on in named.items() if on}
     return has | kinds_of(sharding)
 
 
 def kinds_of(sharding: Sharding) -> set[str]:
-    """Return the kinds of parallelism of a layout."""
+    """Return the kinds of parallelism that a layout uses."""
     has = {name for name, need in KINDS.items() if _covers(sharding, need)}
     groups = sharding.dp * sharding.tp * sharding.cp // sharding.ep
     return (has | {"several expert groups"}) if sharding.ep > 1 and groups > 1 else has - {"several expert groups"}

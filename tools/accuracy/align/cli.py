@@ -1,5 +1,5 @@
-"""This module is `tc3 accuracy align`: its exit code is 0 if everything agrees, 1 if a rung fails or nothing ran, and 2
-for a wrong input.
+"""This module is `tc3 accuracy align`: its exit code is 0 if everything agrees, 1 if a stage of the comparison (a rung)
+fails or nothing ran, and 2 for a wrong input.
 """
 
 from __future__ import annotations

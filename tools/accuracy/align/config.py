@@ -1,5 +1,5 @@
-"""This module makes the first rung of `tc3 accuracy align`: before anything runs, it compares two configurations key by
-key, and sorts the differences by the report's classes (section 3.2.1).
+"""This module makes the first stage (rung) of `tc3 accuracy align`: before anything runs, it compares two
+configurations key by key, and sorts the differences by the report's classes (section 3.2.1).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _sums_gradients(recipe: Recipe) -> bool:
 
 
 def group_of(path: str) -> str:
-    """Return the report's class of a key path."""
+    """Return the report's class of difference for a key path."""
     return next((group for pattern, group in CLASSES if re.search(pattern, path)), "other")
 
 

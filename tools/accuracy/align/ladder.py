@@ -1,5 +1,5 @@
-"""This module compares two recipes step by step, as Figure 1 of the report does (section 3.2.1). The steps are called
-rungs: configuration, forward, backward, optimizer, training steps, more devices.
+"""This module compares two recipes stage by stage, as Figure 1 of the report does (section 3.2.1). The stages are
+called rungs: configuration, forward, backward, optimizer, training steps, more devices.
 
 `climb` runs both sides and stops at the first rung that fails. On the last rung each side trains with its own workers,
 and the losses of their steps are compared. Recipes that are only data parallel run on data-parallel CPU workers. Where
@@ -58,7 +58,7 @@ MOST = 8  # rows of a failed rung that are printed
 
 @dataclass(frozen=True)
 class Sides:
-    """This holds the recipes of the two sides that are trained; `about` says in one sentence how they differ from the
+    """This holds the recipes of the two sides that are trained; `about` says in one sentence how these differ from the
     given recipes, and is empty if they do not.
     """
 
@@ -120,7 +120,7 @@ def _sharded(recipe: Recipe) -> Recipe:
 
 
 def train_and_compare(sides: Sides, steps: int, folder: Path, say: Callable[[str], None]) -> Rung:
-    """Train both sides by `tc3 train` and return the rung that compares their losses.
+    """Train both sides by `tc3 train`, and return the rung (stage of the comparison) that compares their losses.
 
     Raises:
         SideFailedError: a side failed, or was refused: the five rungs before have run, and are not given up for that.
@@ -162,8 +162,8 @@ def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
 
 @dataclass
 class Ladder:
-    """This is the result of an alignment: its rungs, the differences of settings that rung 1 found, and in `about` what
-    ran, with versions.
+    """This is the result of an alignment: its stages (rungs), the differences of settings that the first of them found,
+    and in `about` what ran, with versions.
     """
 
     ours: str
@@ -174,7 +174,7 @@ class Ladder:
 
     @property
     def verdict(self) -> str:
-        """Return NOT_ALIGNED if a rung failed, and ALIGNED if something ran and no rung failed.
+        """Return NOT_ALIGNED if a stage of the comparison failed, and ALIGNED if at least one ran and none failed.
 
         Where nothing ran: SAME_NUMBERS when no setting differs that could change a number, NOT_COMPARED otherwise.
         """
@@ -187,14 +187,14 @@ class Ladder:
 
     @property
     def passed(self) -> bool:
-        """Return whether no rung failed and everything that had to be compared was compared. A rung that was not run is
-        reported but does not count as failed.
+        """Return whether no stage (rung) failed and everything that had to be compared was compared. A stage that was
+        not run is reported but does not count as failed.
         """
         return self.verdict in (ALIGNED, SAME_NUMBERS)
 
     @property
     def broken(self) -> bool:
-        """Return whether a run did not finish: its rung has no rows."""
+        """Return whether a run did not finish; its stage (rung) then has no rows."""
         return any(rung.state == FAILED for rung in self.rungs)
 
     def as_json(self) -> dict[str, Any]:
@@ -230,7 +230,7 @@ class Wanted:
 
 
 def climb(wanted: Wanted, say: Say) -> Ladder:
-    """Run the ladder; `say` is called with sentences about the progress.
+    """Run all stages (rungs) of the comparison; `say` is called with sentences about the progress.
 
     Raises:
         TC3Error: a wrong input. A run that breaks down is a failed rung.
@@ -314,7 +314,7 @@ def _configuration(ladder: Ladder, paths: tuple[Path, Path], wanted: Wanted) -> 
 def compare_records(
     ladder: Ladder, ours: Record, theirs: Record, floor: Record | None, hyper: Hyper, rope: int
 ) -> None:
-    """Run rungs 2 to 5, up to the first that fails."""
+    """Run the stages (rungs) 2 to 5 of the comparison, up to the first that fails."""
     for compare, explain in (
         (align_rungs.forward, lambda rung: align_rungs.explain_forward(rung, ours, theirs, rope)),
         (align_rungs.backward, lambda rung: align_rungs.explain_backward(rung, ours, theirs)),
@@ -338,8 +338,8 @@ def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say
 
 
 def failed_text(row: Row) -> str:
-    """Return one line about a failed row: the error of a value, the number of things that differ, or both sides' values
-    of a setting.
+    """Return one line about a failed row: the error of a value, the number of things that differ, or the values of a
+    setting on both sides.
     """
     if row.counted and row.detail:
         return f"{row.name}: {row.detail} ({row.measure})"
@@ -349,7 +349,7 @@ def failed_text(row: Row) -> str:
 
 
 def print_ladder(ladder: Ladder, console: Console) -> None:
-    """Write the whole result to `console`."""
+    """Write the whole result of the alignment to `console`."""
     console.print(f"{ladder.ours}  against  {ladder.theirs}", markup=False, soft_wrap=True)
     for key, value in ladder.about.items():
         console.print(f"{key}: {value}", style="dim", markup=False, soft_wrap=True)

@@ -37,7 +37,7 @@ class AlignRecorder(Callback):
         self.steps = 0
 
     def on_train_begin(self, run_context):
-        """Set the weights before anything is compiled."""
+        """Set the given weights before anything is compiled."""
         network = run_context.original_args().train_network.network
         parameters = {param.name: param for param in network.get_parameters()}
         if self.weights:

@@ -1,5 +1,5 @@
-"""This module defines what each rung of an alignment compares, and finds where a failed rung first goes wrong. NumPy
-only.
+"""This module defines what each stage (rung) of an alignment compares, and finds where a failed stage first goes wrong.
+NumPy only.
 
 Two records are compared rung by rung (report, Figure 1): forward, backward, one update, the curve. Each rung has a
 fixed tolerance. It is compared with the effect of rounding on the reference: the distance between two of its runs whose
@@ -69,8 +69,8 @@ class Row:
 
     @property
     def status(self) -> str:
-        """Return whether the rung passed within the tolerance, is undecided because rounding or the excuse explains the
-        error, or failed.
+        """Return whether the comparison passed within the tolerance, is undecided because rounding or the excuse
+        explains the error, or failed.
         """
         if not (np.isfinite(self.error) and np.isfinite(self.floor)):
             return FAILED
@@ -87,15 +87,15 @@ class Row:
 
     @property
     def rounding(self) -> bool:
-        """Return whether rounding explains the error: the reference's difference from itself, times `FLOOR_FACTOR`, is
-        at least as large.
+        """Return whether rounding explains the error: the error is at most `FLOOR_FACTOR` times the difference between
+        two runs of the reference.
         """
         return self.error <= FLOOR_FACTOR * self.floor
 
 
 @dataclass
 class Rung:
-    """This is one rung; reason says why it was not run, or what its failure indicates."""
+    """This is one stage (rung) of the comparison; `reason` says why it was not run, or what its failure indicates."""
 
     name: str
     rows: list[Row] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Rung:
 
     @property
     def status(self) -> str:
-        """Return `state` if it is set (not run), else the worst state of the rows."""
+        """Return `state` if it is set (the stage was not run), else the worst state of the rows."""
         if self.state:
             return self.state
         found = {row.status for row in self.rows}
@@ -112,7 +112,7 @@ class Rung:
 
     @property
     def worst(self) -> Row | None:
-        """Return the row with the largest error divided by its tolerance, among the rows with the rung's status; None
+        """Return the row whose error is largest relative to its tolerance, among the rows with the stage's status; None
         without rows.
         """
         rows = [row for row in self.rows if row.status == self.status] or self.rows
@@ -120,7 +120,7 @@ class Rung:
 
 
 def forward(ours: Record, theirs: Record, floor: Record | None) -> Rung:
-    """Compare for rung 2, with the same weights and tokens, the logits and then the first losses."""
+    """Compare the logits and then the first losses for the same weights and tokens (rung 2)."""
 
     def given(kind: str, one: Arrays, other: Arrays) -> list[Row]:
         return [Row(f"{kind} {name}", _different(array, other.get(name)), NONE, "elements that differ")
@@ -144,7 +144,7 @@ def _each(sides: Iterable[Record | None], part: Callable[..., np.ndarray | None]
 
 
 def backward(ours: Record, theirs: Record, floor: Record | None) -> Rung:
-    """Compare for rung 3 the gradient of every weight, and the global norm."""
+    """Compare the gradient of every weight, and the global norm (rung 3)."""
     sides = ours, theirs, floor
     rows = [
         _between("global norm", relative, _each(sides, lambda side: side.curve["global_norm"][:1]), NORM, "relative")
@@ -156,7 +156,7 @@ def backward(ours: Record, theirs: Record, floor: Record | None) -> Rung:
 
 
 def update(ours: Record, theirs: Record, floor: Record | None) -> Rung:
-    """Compare for rung 4 how the first step that moves weights changed each weight, relative to the size of the change.
+    """Compare how the first step that moves weights changed each weight, relative to the size of the change (rung 4).
 
     Adam divides a gradient by its own size: where that is rounding alone, an element moves by a full step either way. A
     weight that differs only in its last place does not count as different: a norm's weight near 1 moves by few such
@@ -174,7 +174,7 @@ def update(ours: Record, theirs: Record, floor: Record | None) -> Rung:
 
 
 def curve(ours: Record, theirs: Record, floor: Record | None) -> Rung:
-    """Compare for rung 5 every single step that the reference has made, the loss of every step, and the learning rates.
+    """Compare every single step of the reference, the loss of every step, and the learning rates (rung 5).
 
     In a mixture of experts a token at a tie goes to another expert for the last bit of a sum, and from there on two
     right runs drift apart. Such a curve is undecided, up to DRIFT, when every single step, taken from our own state,
@@ -221,7 +221,7 @@ def _single_steps(ours: Record, theirs: Record) -> list[Row]:
 
 
 def moved(record: Record) -> Arrays:
-    """Return weight -> updated minus initial, float64."""
+    """Return for each weight its updated minus its initial value, in float64."""
     return {
         name: record.updated[name].astype(np.float64) - record.initial[name]
         for name in record.initial
@@ -230,7 +230,7 @@ def moved(record: Record) -> Arrays:
 
 
 def largest(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the largest absolute difference; inf for NaN or another shape."""
+    """Return the largest absolute difference of two arrays; inf if it is NaN or the shapes differ."""
     if got.shape != want.shape:
         return float("inf")
     with np.errstate(invalid="ignore"):
@@ -239,7 +239,7 @@ def largest(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def relative(got: np.ndarray, want: np.ndarray) -> float:
-    """Return |got - want| / |want| in the L2 norm; 0 where both are zero, inf for NaN or another shape."""
+    """Return |got - want| / |want| in the L2 norm; 0 if both are zero, inf for NaN or different shapes."""
     if got.shape != want.shape:
         return float("inf")
     return _share(float(np.linalg.norm(got.astype(np.float64) - want)), want)
@@ -261,8 +261,8 @@ def _snapped(step: np.ndarray, want: np.ndarray, weight: np.ndarray) -> np.ndarr
 
 
 def trimmed(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the relative error as `relative` does, but leave out the worst thousandth of the elements; with fewer than
-    a thousand elements, all count.
+    """Return the relative error as `relative` does, but without the worst thousandth of the elements; of fewer than a
+    thousand elements none is left out.
     """
     if got.shape != want.shape or not np.isfinite(got).all():  # NaN would be among the worst, and left out
         return float("inf")
@@ -303,7 +303,7 @@ def _different(one: np.ndarray, other: np.ndarray | None) -> float:
 
 def first_difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], order: list[str]) -> list[Row]:
     """Return a row with the relative error of each traced module that both sides have, in the given order; these rows
-    explain a failed forward rung.
+    explain why the forward comparison failed.
     """
     both = [name for name in order if name in ours and name in theirs]
     return [Row(name, relative(ours[name], theirs[name]), GRADIENT, "relative L2") for name in both]

@@ -34,7 +34,7 @@ from tools.recipe.view import LOADER, MODEL, View, look
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.weights.hugging_face_names import table, to_hugging_face
-from tools.weights.hugging_face_sizes import Sizes, sizes_of
+from tools.weights.hugging_face_sizes import Sizes, one_stream, sizes_of
 
 Arrays = dict[str, np.ndarray]
 CURVES = ("loss", "lm_loss", "mtp_loss", "global_norm", "learning_rate")
@@ -51,8 +51,8 @@ _FIND = "import importlib.util as u, sys; sys.exit(0 if all(map(u.find_spec, ('t
 
 @dataclass
 class Record:
-    """This is one side's record, as the module describes it; `single` comes from `reference.train.single_steps`,
-    started from the other side's states, and `about` holds versions.
+    """This is one side's record in the form that the module describes; `single` is the result of
+    `reference.train.single_steps`, started from the other side's states, and `about` holds versions.
     """
 
     trace: Arrays
@@ -150,7 +150,7 @@ def written(path: Path, overrides: tuple[str, ...], data: str | None) -> Recipe:
 
 
 def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, workers: int | None = None) -> Recipe:
-    """Return `written`, or the CPU mini of it for a recipe for Ascend.
+    """Return the recipe as written, or its CPU mini if the recipe is for Ascend.
 
     Args:
         workers: of a mini that keeps its parallel strategy; None for one that does not.
@@ -218,11 +218,11 @@ def alone(recipe: Recipe, steps: int) -> dict[str, Any]:
 
 
 def shortened(recipe: Recipe, steps: int) -> dict[str, Any]:
-    """Return the recipe with its own workers and schedule, ended after `steps` steps."""
+    """Return the recipe with its own workers and schedule, but only `steps` steps."""
     short = copy.deepcopy(dict(recipe))
     look(short, LOADER)["sizes"] = [steps * View(recipe).global_batch, 0, 0]
     short["train_dataset_task"]["dataset_config"] = short["train_dataset"]
-    short["plugins"] = {**(short.get("plugins") or {}), "held_out_loss": False}
+    short["plugins"] = {**(short.get("plugins") or {}), "held_out_loss": False, "batch_ramp": False}
     return short
 
 
@@ -241,6 +241,7 @@ def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
         raise RecipeError(
             f"model.model_config.model_type: {wrong}; tc3 accuracy equivalence can compare layouts of this recipe"
         )
+    one_stream(built.fields, "the reference, Hugging Face's DeepseekV3,")
     moved = any(callback["type"] == BIAS for callback in recipe.get("callbacks") or [])
     return sizes_of(built.fields, bool(built.fields["moe_router_enable_expert_bias"]) and moved)
 
@@ -304,7 +305,7 @@ def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weigh
 def run_reference(
     python: str, folder: Path, sizes: Sizes, hyper: Hyper, weights: Arrays, batch: Arrays, other: Record | None = None
 ) -> Record:
-    """Run the reference on the other side's batches.
+    """Run the reference on the batches that the other side recorded.
 
     Args:
         weights: Hugging Face name -> array. batch: as a record's.
@@ -324,8 +325,8 @@ def run_reference(
 def reference_and_floor(
     python: str, folder: Path, sizes: Sizes, hyper: Hyper, weights: Arrays, other: Record
 ) -> tuple[Record, Record]:
-    """Return the reference, and the same from weights that differ in their last place, which shows the effect of
-    rounding only.
+    """Return the reference's record, and a second record from weights that differ in their last bit, which shows the
+    effect of rounding.
     """
     exact = run_reference(python, folder / "reference", sizes, hyper, weights, other.batch, other)
     return exact, run_reference(python, folder / "rounding", sizes, hyper, nudged(weights), other.batch)

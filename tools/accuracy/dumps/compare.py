@@ -44,7 +44,7 @@ THREADS = min(8, os.cpu_count() or 1)  # NumPy and the reads let go of the inter
 
 
 def first_findings(findings: Iterable[Row]) -> dict[str, Row | None]:
-    """Return phase -> its first finding; among several ranks, the finding that comes earliest in its rank's own
+    """Return for each phase its first finding; among several ranks, the finding that comes earliest in its rank's own
     order.
     """
     found: dict[str, Row | None] = dict.fromkeys(PHASES)
@@ -88,7 +88,7 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
 
 
 def origin(row: Row) -> str:
-    """Return a phrase that names the call or update that made a row's tensor, as far as the dump says so."""
+    """Return a phrase that names the call or update from which a row's tensor came, as far as the dump shows it."""
     if row.kind == UPDATE:
         return f"the update of {row.place}"
     if row.role == "input":
@@ -232,7 +232,7 @@ class Report:
 
     @cached_property
     def findings(self) -> list[Row]:
-        """Return the rows that did not pass."""
+        """Return the rows that did not pass the comparison."""
         return [row for row in self.rows if row.kind]
 
     @property
@@ -242,8 +242,8 @@ class Report:
 
     @cached_property
     def first(self) -> dict[str, Row | None]:
-        """Return phase -> its first finding; among several ranks, the finding that comes earliest in its rank's own
-        order.
+        """Return for each phase its first finding; among several ranks, the finding that comes earliest in its rank's
+        own order.
         """
         return first_findings(self.findings)
 
@@ -360,7 +360,7 @@ def check_alike(golden: Dump, bench: Dump) -> None:
     for name, ours, theirs in (("level", golden.level, bench.level), ("task", golden.task, bench.task)):
         if ours != theirs:
             raise DataError(
-                f"{golden.folder} is a dump of {name} {ours}, but {bench.folder} is one of {name} {theirs}: dump "
+                f"{golden.folder} was dumped with --{name} {ours}, but {bench.folder} with --{name} {theirs}: dump "
                 f"both with --{name} {ours}"
             )
     if len(golden.ranks) != len(bench.ranks):

@@ -64,8 +64,8 @@ ErrorOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Scale:
-    """This is a common factor between a tensor and the golden one, found by least squares. `error` is the distance of 1
-    from the interval [low, high] of possible factors; `allowed` is the tolerance for this distance.
+    """This is a factor by which a whole tensor differs from the golden one, found by least squares. `error` is the
+    distance of 1 from the interval [low, high] of possible factors; `allowed` is the tolerance for this distance.
     """
 
     factor: float
@@ -74,7 +74,7 @@ class Scale:
 
 
 def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: str) -> Scale | None:
-    """Return the common factor between two .npy files of one shape if it differs from 1 by more than is allowed;
+    """Return the common factor between two .npy files of one shape if its distance from 1 is larger than allowed;
     otherwise None.
 
     Args:
@@ -90,8 +90,8 @@ def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: s
 
 
 def distance(sums: tuple[float, float, float]) -> float:
-    """Return how far 1 lies outside the interval of the possible factors, from the sums of want^2, want d and d^2,
-    where d is the difference of the tensors.
+    """Return how far 1 lies outside the interval of possible factors, from the sums of want^2, want d and d^2, where d
+    is the difference between the tensors.
     """
     want, along, apart = sums
     if want <= 0 or want + along <= 0:
@@ -117,7 +117,7 @@ def deviation(golden: Path, bench: Path) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """These are the differences of two arrays.
+    """These are the measured differences between two arrays.
 
     Args:
         error: the largest; inf where one is not finite and they differ, or for integers that differ.
@@ -246,7 +246,7 @@ def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
 
 
 def scaled_norm(golden: Item, bench: Item, tolerance: float, dtype: str) -> Scale | None:
-    """Return the factor between two tensors, if their norms determine one; `tolerance` is Table 2's."""
+    """Return the factor between two tensors if their norms determine it; `tolerance` is that of Table 2."""
     largest, smallest, _, norm = golden.statistics
     other = bench.statistics[3]
     if not norm or other is None or largest is None or smallest is None:

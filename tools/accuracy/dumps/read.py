@@ -76,14 +76,14 @@ class Name:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """Return the key for pairing with the other side: it has no class, because another framework names classes
-        differently.
+        """Return the key by which the entry is paired with the other side; it leaves out the class, because other
+        frameworks name classes differently.
         """
         return self.kind, self.path, self.phase, self.call
 
     @property
     def place(self) -> str:
-        """Return where a person would look: the path of the cell, or the function."""
+        """Return the path of the cell, or the name of the function, in which a person would look."""
         return f"{self.path} ({self.type})" if self.kind == "Cell" else f"{self.kind}.{self.path}"
 
 
@@ -171,8 +171,8 @@ def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 def pieces(*files: NpyFile) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield flat pieces of up to four files of one size, side by side; the pieces are views of buffers that this thread
-    reuses.
+    """Yield flat pieces of up to four files of one size at the same positions; the pieces are views of buffers that
+    this thread reuses.
     """
     if not hasattr(_own, "buffers"):
         _own.buffers = [np.empty(BUFFER, np.uint8) for _ in range(4)]
@@ -225,7 +225,7 @@ class Entry:
 
 
 def kernel_folders(folder: Path) -> dict[int, dict[int, Path]]:
-    """Return step -> rank -> the rank's folder."""
+    """Return for each step and rank the folder of its dump."""
     found: dict[int, dict[int, Path]] = {}
     for rank in folder.glob("rank_[0-9]*"):
         match = _KERNEL_RANK.match(rank.name)
@@ -300,12 +300,12 @@ class Dump:
 
     @property
     def steps(self) -> list[int]:
-        """Return all phases of which the dump has something."""
+        """Return all phases of which the dump holds entries."""
         return sorted({*self.folders, *self.weights})
 
     @property
     def ranks(self) -> list[int]:
-        """Return the ranks of the first step."""
+        """Return the ranks that dumped the first step."""
         return sorted(next(iter(self.folders.values())))
 
     def entries(self, step: int, rank: int) -> list[Entry]:

@@ -162,7 +162,7 @@ def _table(rows: list[Row]) -> str:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Write the findings to `console`."""
+    """Write the findings of a comparison to `console`."""
 
     def line(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False, soft_wrap=True)

@@ -118,7 +118,7 @@ def _counts(entry: Entry) -> tuple[int, int, int]:
 
 
 class Trained:
-    """This says which parameters a gradient trains, as far as the two dumps show it.
+    """This says which parameters a gradient trains, as far as the two dumps show that.
 
     Args:
         entries: all calls of both dumps.
@@ -192,7 +192,7 @@ class Pair:
 
     @property
     def sides(self) -> tuple[Entry, Item | None]:
-        """Return the golden side, or the only side."""
+        """Return the golden side of the pair, or its only side."""
         side = self.golden or self.bench
         assert side is not None
         return side
@@ -262,8 +262,8 @@ def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
 
 
 def phase_of(entry: Entry, item: Item | None, trained: Trained) -> str:
-    """Return the phase of a row: parameters have a phase of their own, apart from the pass that reads them, and so have
-    parameters that no gradient trains.
+    """Return the phase of a row; parameters have a separate phase from the pass that reads them, and so have parameters
+    that no gradient trains.
     """
     if item and item.role == "parameters":
         return WEIGHTS if trained.has(entry, item) else STATE

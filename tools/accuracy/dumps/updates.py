@@ -105,8 +105,8 @@ class Seen:
 
 
 def size_of(before: Item, after: Item) -> float:
-    """Return a lower bound of the size of an element's update, from the change of the statistics; 0 where there are
-    none.
+    """Return a lower bound on the size of an element's update, from the change of the statistics; 0 if there are no
+    statistics.
     """
     old, new = _numbers(before), _numbers(after)
     if old is None or new is None:
@@ -201,7 +201,7 @@ def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[
 
 @dataclass
 class Updates:
-    """This counts how many weight updates were judged, by what, and why others were not.
+    """This counts how many weight updates were judged, by which data, and why the others were not judged.
 
     Args:
         judged: how many; exact: of these, from all values.
@@ -345,7 +345,7 @@ def _decay(grown: float) -> str:
 @dataclass(frozen=True)
 class Moved:
     """This compares two updates of one weight, computed from all values. All values except the first two and the last
-    two are shares of |u|, see above.
+    two are relative to the norm |u| of the golden update u.
 
     Args:
         update, weight: |u|, |w|.
@@ -366,8 +366,8 @@ class Moved:
 
 
 def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Moved:
-    """Compare two updates of a weight, from four files of one shape: old and new of the first run, old and new of the
-    second. The shares are inf if only the second run has changed the weight.
+    """Compare two updates of a weight, from four files of one shape: old and new weight of the first run, old and new
+    weight of the second. The relative values are inf if only the second run has changed the weight.
     """
     sums = np.zeros((3, 3))  # of products of u, d, w
     squares = np.zeros((2, 2))  # of products of u d and w d

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     default=4,
     show_default=True,
     type=Number("workers"),
-    help="Draw only layouts of at most this many processes.",
+    help="Choose at random only among layouts of at most this many processes.",
 )
 @click.option(
     "--update",

@@ -27,7 +27,10 @@ from tools.accuracy.equivalence.runs import (
     LEAST,
     LOSSES,
     MOMENTS,
+    MUON,
+    MUON_MOMENT,
     START,
+    STATE,
     Runs,
     Trained,
     group_of,
@@ -66,6 +69,7 @@ from tools.runs.readings import read_held_out
 from tools.schema.stages import loss_rank
 
 LOSS = 1e-5  # absolute
+MOMENTUM, MUON_BETAS = 0.95, [0.95, 0.95]  # of MindFormers' Muon
 HELD_OUT = 1e-6  # relative
 NORM = 5e-5  # relative
 SURE = 4  # times what groups' norms are allowed: a wrong global norm that they would show
@@ -170,8 +174,8 @@ def _counted_twice(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 class ExecutedRuns(Runs):
-    """These are the runs of one recipe's shardings; each is run once, and its counterpart in one process is run when it
-    is first needed.
+    """These are the sharded runs of one recipe; each is made once, and the run of one process with which it is compared
+    is made when it is first needed.
     """
 
     word = "run"
@@ -219,7 +223,8 @@ def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
 def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
     """Return what a run did, from its metrics and from the checkpoint of every step.
 
-    A gradient is read off AdamW's first moment, m' = beta1 * m + (1 - beta1) * g: after reduction and clipping.
+    A gradient is read off AdamW's first moment, m' = beta1 * m + (1 - beta1) * g, or Muon's, m' = momentum * m + g:
+    after reduction and clipping.
 
     Raises:
         DataError: no metrics, or the first step moved the weights. CheckpointError: not one whole checkpoint a step.
@@ -239,7 +244,8 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
             f"{run_dir / 'checkpoint'}: the folder must hold one checkpoint for each of {len(steps)} steps, but does "
             "not"
         )
-    record = _Record(*_betas(recipe))
+    beta1, beta2 = _betas(recipe)
+    record = _Record(beta1, beta2, (recipe.get("optimizer") or {}).get("momentum", MOMENTUM))
     differing: dict[str, tuple[int, ...]] = {}
     for folder in folders:
         whole = _in_order(folder)
@@ -264,7 +270,10 @@ def _in_order(folder: Path) -> Whole:
 
 
 def _betas(recipe: Recipe) -> list[float]:
-    return (recipe.get("optimizer") or {}).get("betas") or BETAS
+    optimizer = recipe.get("optimizer") or {}
+    if optimizer.get("type") == MUON:
+        return optimizer.get("adamw_betas") or MUON_BETAS
+    return optimizer.get("betas") or BETAS
 
 
 def _shares(run_dir: Path, workers: int) -> list[float]:
@@ -291,15 +300,23 @@ def _others(copies: dict[int, np.ndarray]) -> tuple[int, ...]:
     return tuple(rank for rank, copy in others if copy.tobytes() != first.tobytes())
 
 
+def _updated(arrays: dict[str, np.ndarray], prefix: str) -> list[str]:
+    """Return the names of the weights that have a moment of this prefix in their own shape. For every other weight Muon
+    keeps a moment of a single element, which it never uses.
+    """
+    found = (name.removeprefix(prefix) for name in arrays if name.startswith(prefix))
+    return [name for name in found if name in arrays and arrays[prefix + name].shape == arrays[name].shape]
+
+
 class _Record:
     """Norms, and what the optimizer divided by, step by step.
 
     Args:
-        beta1, beta2: of AdamW.
+        beta1, beta2: of AdamW. momentum: of Muon, where it updates a layer's matrices.
     """
 
-    def __init__(self, beta1: float, beta2: float):
-        self.beta1, self.beta2 = beta1, beta2
+    def __init__(self, beta1: float, beta2: float, momentum: float = MOMENTUM):
+        self.beta1, self.beta2, self.momentum = beta1, beta2, momentum
         self.norms: list[dict[str, float]] = []
         self.start: dict[str, np.ndarray] = {}
         self.last: dict[str, np.ndarray] = {}
@@ -311,19 +328,26 @@ class _Record:
         self.biases.append(biases)
         first, second = MOMENTS
         norms = {}
-        for name in (name.removeprefix(first) for name in arrays if name.startswith(first)):
+        for name in _updated(arrays, first):
             norms[name] = square_of(arrays[first + name], self.last.get(first + name, 0.0), self.beta1) ** 0.5
             square = arrays[second + name] / (1 - self.beta2 ** (len(self.norms) + 1))
             self.least[LEAST + name] = least(square, self.least.get(LEAST + name))
         if not self.norms:
-            self.start = {START + name: arrays[name] for name in norms}
-            self.start |= {FIRST + name: arrays[first + name] / (1 - self.beta1) for name in norms}
+            self.start = {FIRST + name: arrays[first + name] / (1 - self.beta1) for name in norms}
+        for name in _updated(arrays, MUON_MOMENT):
+            gradient = arrays[MUON_MOMENT + name] - self.momentum * self.last.get(MUON_MOMENT + name, 0.0)
+            norms[name] = float(np.square(gradient, dtype=np.float64).sum()) ** 0.5
+            if not self.norms:
+                self.start[FIRST + name] = gradient
+        if not self.norms:
+            self.start |= {START + name: arrays[name] for name in norms}
         self.norms.append(norms)
         self.last = arrays
 
     def state(self) -> dict[str, np.ndarray]:
         """Return the state in the form that `Trained` has."""
         names = self.norms[0]
-        kept = {name: value for name, value in self.last.items() if name in names or name.startswith(MOMENTS)}
+        states = {prefix + name for prefix in STATE for name in _updated(self.last, prefix)}
+        kept = {name: value for name, value in self.last.items() if name in names or name in states}
         biases = {BIAS + name: np.stack([step[name] for step in self.biases]) for name in self.biases[0]}
         return {**self.start, **self.least, **kept, **biases}

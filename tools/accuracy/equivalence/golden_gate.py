@@ -43,7 +43,7 @@ def recorded(folder: Path, recipe: str) -> str:
 
 
 def owner(file: Path, recipe: str) -> str:
-    """Return the recipe whose numbers a golden file holds; "" if they are those of `recipe`.
+    """Return the recipe to which the numbers of a golden file belong; "" if it is `recipe`.
 
     Two recipes of one name in folders of one name have one file: anybody's mini/pretrain.yaml and this repository's.
 
@@ -109,7 +109,7 @@ def _numbers(run: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def read_golden(file: Path) -> dict[str, Any]:
-    """Return the runs of a golden file.
+    """Return the runs whose numbers a golden file holds.
 
     Raises:
         DataError: it is not a golden file.

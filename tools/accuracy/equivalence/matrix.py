@@ -48,7 +48,7 @@ NOT_TRAINED = "Nothing was trained, so nothing was compared with golden numbers.
 
 @dataclass(frozen=True)
 class Row:
-    """This is one row of the matrix.
+    """This is one row of the equivalence matrix: a strategy, and the result of its comparison.
 
     Args:
         status: PASS, FAIL, NONE (with a reason) or KNOWN: MindFormers itself differs, and all else passes.
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh by which ranks are described."""
+        """Return the mesh with which the message describes ranks."""
         if self.case.sharding:
             return self.case.sharding.mesh
         return Mesh(dp=self.case.variant.workers if self.case.variant else 1)
@@ -92,7 +92,7 @@ class Matrix:
     runs: dict[str, Trained] = field(default_factory=dict)
 
     def with_status(self, status: str) -> list[Row]:
-        """Return the rows that have this status."""
+        """Return the rows of the matrix that have this status."""
         return [row for row in self.rows if row.status == status]
 
     @property
@@ -111,7 +111,8 @@ class Matrix:
 
 
 def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int] | None = None) -> list[Case]:
-    """Return the cases with these names, or of these kinds ("trained", "executed"), and those that are drawn.
+    """Return the strategies with these names or of these kinds ("trained", "executed"), and those that were drawn at
+    random.
 
     Without any: all that is trained, and of the executed ones, each of which takes minutes, the usual.
 
@@ -155,7 +156,7 @@ def equivalence(
     drawn: tuple[int, int, int] | None = None,
     finished: Callable[[Row], None] = lambda row: None,
 ) -> Matrix:
-    """Run the chosen part of the matrix.
+    """Run the chosen strategies of the equivalence matrix.
 
     Args:
         path: of the recipe. names: as `choose` takes them. work: folder for the training runs. started: told the name
@@ -200,7 +201,7 @@ class _Runner(Runs):
         return []
 
     def row(self, case: Case) -> Row:
-        """Return the comparison of a case with its baseline."""
+        """Return the comparison of a strategy with its baseline."""
         variant = case.variant
         assert variant is not None, "a trained case"
         if batch_of(self.base) % variant.workers:
@@ -231,7 +232,7 @@ def _judged(case: Case, comparison: Comparison) -> Row:
 
 
 def failure_lines(row: Row, most: int = 3) -> list[str]:
-    """Return what failed, the first finding first."""
+    """Return a line for each of the row's first findings, or the reason why it failed."""
     if not row.findings:
         return [row.reason]
     lines = [finding_text(finding, row.mesh) for finding in row.findings[:most]]
@@ -239,7 +240,7 @@ def failure_lines(row: Row, most: int = 3) -> list[str]:
 
 
 def print_matrix(matrix: Matrix, golden: list[str], console: Console) -> None:
-    """Write the whole matrix to `console`."""
+    """Write the whole equivalence matrix to `console`."""
     table = _table("how", "compared", "used", "result")
     for row in matrix.rows:
         tensors, used = (str(row.tensors), share(row.used)) if row.tensors else ("-", "-")
@@ -260,7 +261,7 @@ def print_matrix(matrix: Matrix, golden: list[str], console: Console) -> None:
 
 
 def print_verdict(row: Row, console: Console) -> None:
-    """Print a row as soon as it is judged; a case that cannot be executed here is judged at once."""
+    """Print the row of each strategy when its verdict is known; strategies that cannot be executed here come first."""
     if row.status == NONE:
         return
     compared = f", {row.tensors} compared, {share(row.used)} of a tolerance used" if row.tensors else ""
@@ -280,12 +281,12 @@ def _table(*columns: str) -> Table:
 
 
 def share(used: float) -> str:
-    """Return a share of a tolerance as text: in per cent, or as a power of ten if it is tiny."""
+    """Return as text which share of a tolerance was used: in per cent, or as a power of ten if it is tiny."""
     return f"{used:.0%}" if used >= 0.005 else f"{used:.0e}"
 
 
 def print_list(console: Console) -> None:
-    """Print every strategy: how it is tried, what it is, and why it is not tried in another way."""
+    """Print every strategy with a description, how it is tested, and why it is not tested in another way."""
     table = _table("how", "what")
     for case in cases():
         table.add_row(case.name, case.how, case.what)

@@ -26,13 +26,15 @@ ROOT = Path(__file__).resolve().parents[3]
 CALLBACK = {"type": "EquivalenceRecord", "auto_register": "equivalence_record.EquivalenceRecord"}
 BETAS = [0.9, 0.999]  # of MindFormers' AdamW
 MOMENTS = ("adam_m.", "adam_v.")
+MUON, MUON_MOMENT = "Muon", "muon_m."  # the optimizer that has one moment of a layer's matrix, and that moment
 START = "start."  # of the names of the weights before training
 FIRST = "first."  # of the names of the gradients of the first step, of runs whose checkpoints have them
 LEAST = "least."  # of the names of the smallest mean squares of gradients that AdamW divided by in a step
 # of the names of routers: shares of the choices that each expert got [steps, experts], and the biases by which choices
 # are steered, at the start and after each step [steps + 1, experts]
 LOAD, BIAS = "load.", "bias."
-PREFIXES = (*MOMENTS, START, FIRST, LEAST, LOAD, BIAS)
+STATE = (*MOMENTS, MUON_MOMENT)
+PREFIXES = (*STATE, START, FIRST, LEAST, LOAD, BIAS)
 # the sum of the losses after its parts: where it alone is wrong, it is the sum
 LOSSES = ("lm_loss", "mtp_loss", "load_balancing_loss", "loss", "global_norm")
 DOCUMENT = (20, 200)  # tokens of a document of the corpus
@@ -103,8 +105,8 @@ class Runs:
         return self.runs[name]
 
     def corpus(self, length: int = 0) -> str:
-        """Return the prefix of a corpus of random tokens for samples of `length` tokens; 0 means the recipe's
-        length.
+        """Return the prefix of a corpus of random tokens for samples of `length` tokens; a length of 0 means the
+        recipe's length.
         """
         if length not in self.corpora:
             folder = self.work.absolute() / (f"corpus_{length}" if length else "corpus")
@@ -224,7 +226,7 @@ def read_steps(metrics: Path) -> list[dict[str, Any]]:
 
 
 def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
-    """Return the digests of each step's samples that any rank was given, sorted; the list is empty where a rank's
+    """Return the sorted digests of all samples that any rank was given, for each step; the list is empty if a rank's
     digests are unknown.
     """
     given = []
@@ -243,7 +245,7 @@ def square_of(moment: np.ndarray, before: np.ndarray | float, beta1: float) -> f
 
 
 def least(square: np.ndarray, known: np.ndarray | None) -> np.ndarray:
-    """Return the smallest values, other than 0, of the mean squares by which AdamW has divided."""
+    """Return the smallest values, other than 0, of the mean squares by which AdamW divided."""
     known = np.zeros_like(square) if known is None else known
     return np.where((square > 0) & ((known == 0) | (square < known)), square, known)
 

@@ -11,6 +11,7 @@ import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from tools.accuracy.equivalence.runs import MUON
 from tools.accuracy.equivalence.trained import Mesh
 from tools.recipe.load import Recipe
 from tools.recipe.mini import GROUPED
@@ -23,13 +24,15 @@ RATE = 1e-4
 BIAS_CALLBACK = "TopkBiasBalanceCallback"
 # MindFormers rounds float32 queries, keys and values of grouped-query attention to float16, and so their gradients
 # (docs/stock-differences.md). That would hide what a layout does: this callback leaves the rounding out, on both sides
-UNROUNDED = {"type": "UnroundedAttention", "auto_register": "unrounded_attention.UnroundedAttention"}
+UNROUNDED_MUON = {"type": "UnroundedMuon", "auto_register": "unrounded.UnroundedMuon"}
+UNROUNDED = {"type": "UnroundedAttention", "auto_register": "unrounded.UnroundedAttention"}
 NEVER_CLIPPED = 1e6  # a max_grad_norm
+SINKHORN = 5  # iterations, which are compiled one by one
 DOCUMENTS = 2048  # tokens of a sample from which MindSpore takes the compressed mask
 # fields of a `Sharding` that one process has in common with it
 MODEL = (
     *("moe", "sparse", "mtp", "layers", "aux", "documents"),
-    *("known", "groups", "shared", "length", "held_out"),
+    *("known", "groups", "shared", "length", "held_out", "streams"),
 )
 TWO_STAGES = "MindFormers counts MTP's share of the embedding's gradient twice (docs/stock-differences.md)"
 
@@ -53,6 +56,7 @@ class Sharding:
             in a layer, of the ep_overlap plugin; 1 is without it.
         documents: whether documents see themselves alone, by the compressed mask, in samples of `DOCUMENTS` tokens.
         held_out: whether the held_out_loss plugin evaluates after every step.
+        streams: residual streams of the hyper_connections plugin; 1 is without it.
         moves: whether the expert_balance plugin shuffles the experts after every step.
         known: the stock difference that this strategy has from one process, told and not judged.
     """
@@ -81,6 +85,7 @@ class Sharding:
     chunks: int = 1
     documents: bool = False
     held_out: bool = False
+    streams: int = 1
     moves: bool = False
     known: str = ""
 
@@ -91,7 +96,7 @@ class Sharding:
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh by which messages describe ranks."""
+        """Return the mesh with which messages describe ranks."""
         return Mesh(self.pp, self.dp, self.cp, self.tp)
 
     @property
@@ -102,13 +107,14 @@ class Sharding:
 
     @property
     def against(self) -> str:
-        """Return the name of the run of one process that this layout is compared with."""
+        """Return the name of the one-process run with which this layout is compared."""
         parts = ["moe" * self.moe, "mtp" * self.mtp, "without_auxiliary_loss" * (self.moe and not self.aux)]
         parts += [
             f"{self.layers}_layers" * (self.layers != 2),
             f"{self.sparse}_with_experts" * (self.sparse != 1),
             "documents" * self.documents,
             "held_out" * self.held_out,
+            f"{self.streams}_streams" * (self.streams > 1),
         ]
         sizes = {"groups": self.groups, "shared": self.shared, "tokens": self.length}
         parts += [f"{size}_{name}" for name, size in sizes.items() if size]
@@ -117,7 +123,7 @@ class Sharding:
 
     @property
     def sample(self) -> int:
-        """Return the tokens of a sample; 0 means the recipe's."""
+        """Return the tokens of a sample; 0 means that the recipe's length is used."""
         return DOCUMENTS if self.documents else self.length
 
     @property
@@ -134,7 +140,7 @@ class Sharding:
         return self.accumulate or max(batch // (self.dp * self.micro), 1)
 
     def misfit(self, batch: int) -> str:
-        """Return why a step of `batch` samples cannot be shared in this way; empty if it can."""
+        """Return the reason why a step of `batch` samples cannot be divided in this way; empty if it can."""
         parts = self.dp * self.micro * self.micro_steps(batch)
         return f"{batch} samples of a step cannot be cut into {parts}" if batch % parts else ""
 
@@ -195,6 +201,16 @@ EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
     ("executed_moves_vpp2", "the same, in all four chunks", replace(_MOVES_PP2, vpp=2, layers=4, sparse=4)),
     ("executed_moves_two_groups_zero", "two EP groups, the optimizer over both", replace(_MOVES, dp=4, zero=True)),
     ("executed_moves_accumulation_2", "between updates only", replace(_MOVES, accumulate=2)),
+    ("executed_mhc_tp2_sp", "four residual streams (hyper_connections)", Sharding(tp=2, sp=True, streams=4)),
+    ("executed_mhc_pp2_zero", "the same, streams sent between stages",
+     Sharding(dp=2, pp=2, micro=2, zero=True, streams=4)),
+    ("executed_mhc_ep2", "the same with experts", replace(_EP, streams=4)),
+    ("executed_mhc_pp2_recompute", "activations computed again", Sharding(pp=2, micro=2, recompute=True, streams=4)),
+    ("executed_mhc_tp2_sp_recompute", "activations computed again",
+     Sharding(tp=2, sp=True, recompute=True, streams=4)),
+    ("executed_mhc_cp2", "the same on halves of the sequence", Sharding(cp=2, streams=4)),
+    ("executed_mhc_mtp_vpp2", "two stages of two chunks, MTP of one stream",
+     replace(_CHUNKS, mtp=True, streams=4, known=TWO_STAGES)),
     ("executed_accumulation_2", "two micro-batches per step on one process", Sharding(accumulate=2)),
 )  # fmt: skip
 # what a run without --only executes: one strategy of each kind, as each takes a minute
@@ -236,6 +252,8 @@ def _model(recipe: Recipe, sharding: Sharding) -> None:
     model.update(num_hidden_layers=sharding.layers, num_nextn_predict_layers=int(sharding.mtp))
     if model.get("n_routed_experts"):
         _experts(model, sharding)
+    if sharding.streams > 1:
+        recipe["plugins"]["hyper_connections"] = {"streams": sharding.streams, "sinkhorn_iterations": SINKHORN}
     if sharding.length:
         loader = recipe["train_dataset"]["data_loader"]["config"]
         loader["seq_length"] = model["seq_length"] = model["max_position_embeddings"] = sharding.length
@@ -244,6 +262,8 @@ def _model(recipe: Recipe, sharding: Sharding) -> None:
         kept = [entry for entry in kept if entry["type"] != BIAS_CALLBACK]
     if model["model_type"] == GROUPED:
         kept.append(dict(UNROUNDED))
+    if recipe["optimizer"]["type"] == MUON:
+        kept.append(dict(UNROUNDED_MUON))
     recipe["callbacks"] = [*kept, {"type": "CheckpointMonitor", "checkpoint_format": "safetensors"}]
 
 
@@ -293,7 +313,10 @@ def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
         enable_parallel_optimizer=sharding.zero,
     )
     if sharding.zero:
-        recipe["parallel"]["parallel_optimizer_config"] = {"parallel_optimizer_threshold": 0}
+        config = {"parallel_optimizer_threshold": 0}
+        if recipe["optimizer"]["type"] == MUON:  # it wants the ranks of a group, at most those of data parallelism
+            config["optimizer_weight_shard_size"] = sharding.dp
+        recipe["parallel"]["parallel_optimizer_config"] = config
     if sharding.pp > 1:
         interleaved, row = sharding.vpp > 1, [0] * sharding.pp
         pipeline = {"pipeline_interleave": interleaved, "pipeline_scheduler": sharding.schedule}

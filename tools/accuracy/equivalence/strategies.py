@@ -18,6 +18,7 @@ from typing import Any
 from plugins import of_the_model
 from plugins.errors import RecipeError
 from plugins.semi_auto_cpu.chosen import chosen
+from tools.accuracy.equivalence.runs import MUON
 from tools.accuracy.equivalence.sharding import CLIP, EXECUTED_ROWS, TWO_STAGES, Sharding
 from tools.check.arithmetic import without_copies
 from tools.layout.resolve import resolve
@@ -32,6 +33,7 @@ _NEITHER = (
     ("auxiliary_loss_per_rank", "the router's auxiliary loss over several samples of a rank", _PER_RANK),
     ("bfloat16", "the data type of the full-size recipes", "its rounding would hide what these rows are to show"),
 )
+ONLY_SHARDED = "Muon asks for groups of ranks and computes in bfloat16, so on CPU it needs the sharded graph"
 NO_EXPERTS = "the recipe's model has no experts"
 NO_MTP = "MindFormers' TeleChat3 without latent attention takes no MTP layer from num_nextn_predict_layers"
 SCHEDULES = ("1f1b", "gpipe", "seqpipe", "zero_bubble_v")
@@ -60,7 +62,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """This is a row of the matrix: a training run, an executed sharding, or the reason why there is neither."""
+    """This is a row of the equivalence matrix: a training run, an executed sharding, or the reason why there is
+    neither.
+    """
 
     name: str
     what: str
@@ -68,8 +72,12 @@ class Case:
     reason: str = ""
     sharding: Sharding | None = None
 
-    def lacks(self, model: Mapping[str, Any]) -> str:
-        """Return which part the model of a `model_config` lacks for this case; empty if none."""
+    def lacks(self, model: Mapping[str, Any], optimizer: str = "AdamW") -> str:
+        """Return what this row needs and the recipe lacks: a part of the model of a `model_config`, or an optimizer
+        that the row's graph can compute; return an empty text if it lacks nothing.
+        """
+        if self.variant and optimizer == MUON:
+            return ONLY_SHARDED
         experts = bool((self.variant and self.variant.mode) or (self.sharding and self.sharding.moe))
         if experts and not model.get("n_routed_experts"):
             return NO_EXPERTS
@@ -79,7 +87,7 @@ class Case:
 
     @property
     def how(self) -> str:
-        """Return how the case is tried: TRAINED, EXECUTED or NOT_EXECUTABLE."""
+        """Return how the strategy is tested: TRAINED, EXECUTED or NOT_EXECUTABLE."""
         if self.variant:
             return TRAINED
         return EXECUTED if self.sharding else NOT_EXECUTABLE
@@ -108,16 +116,17 @@ def cases() -> list[Case]:
 
 
 def cases_of(recipe: Mapping[str, Any]) -> list[Case]:
-    """Return every row for a recipe from `one_worker`; a row that needs a part which the model lacks is not
-    executable.
+    """Return every row for a recipe from `one_worker`; a row is not executable if it needs a part that the model
+    lacks.
     """
     model = recipe["model"]["model_config"]
-    lacking = ((case, case.lacks(model)) for case in cases())
+    optimizer = (recipe.get("optimizer") or {}).get("type", "AdamW")
+    lacking = ((case, case.lacks(model, optimizer)) for case in cases())
     return [Case(case.name, case.what, reason=reason) if reason else case for case, reason in lacking]
 
 
 def baseline_variant(name: str) -> Variant:
-    """Return the run on one worker that others are compared with."""
+    """Return the run on one worker with which other runs are compared."""
     return Variant(apart=name == APART)
 
 

@@ -28,6 +28,7 @@ from tools.accuracy.equivalence.runs import (
     LOSSES,
     MOMENTS,
     START,
+    STATE,
     Trained,
     group_norms,
     group_of,
@@ -58,6 +59,8 @@ MEANINGS = (
     (OPTIMIZER, "change", "weight decay of the wrong group, or the learning rate"),
     (OPTIMIZER, "", "the optimizer's update"),
 )
+# how much larger Muon's five steps make the smallest directions of a momentum, and so the rounding of their numbers
+GROWTH = 3.4445**5
 # share of a step's choices that ties may move between experts: as what they do to the auxiliary loss
 MOVED = 2e-3
 AT_SHARE = 1e-5  # relative; a float32 mean of ones and zeros errs by less, one choice of a step weighs more
@@ -102,12 +105,12 @@ class Finding:
 
     @property
     def used(self) -> float:
-        """Return the error as a share of what is allowed."""
+        """Return the error as a share of its tolerance."""
         return self.error / self.allowed if self.allowed else math.inf if self.error else 0.0
 
     @property
     def meaning(self) -> str:
-        """Return the usual cause of a first difference at this place."""
+        """Return the usual cause of a difference if the tensor of this finding is the first that differs."""
         fitting = (text for phase, name, text in MEANINGS if phase == self.phase and self.tensor.startswith(name))
         return next(fitting, "this module's own computation")
 
@@ -122,7 +125,7 @@ class At(NamedTuple):
     def found(
         self, module: str, tensor: str, detail: str, error: float = np.inf, allowed: float = 0.0, ranks: Ranks = ()
     ) -> Finding:
-        """Return a finding about all ranks, unless some are named."""
+        """Return a finding about all ranks or, if ranks are given, about these."""
         ranks = ranks or tuple(range(self.run.workers))
         return Finding(self.step, self.phase, module, tensor, error, allowed, ranks, detail)
 
@@ -183,7 +186,7 @@ def _spans(numbers: list[int]) -> str:
 
 
 def finding_text(finding: Finding, mesh: Mesh) -> str:
-    """Return a finding in one line."""
+    """Return a finding as one line of text."""
     where = f"{finding.phase} of step {finding.step}, {finding.module}: {finding.tensor}"
     if finding.error > finding.allowed:
         numbers = f"error {finding.error:.3g}, allowed {finding.allowed:.3g}; {finding.detail}"
@@ -230,7 +233,7 @@ def _router(run: Trained, router: str, tensor: str, right: np.ndarray, what: str
 
 
 def compare_trained(run: Trained, reference: Trained) -> Comparison:
-    """Return the findings in the order above; `used` is the largest share of a tolerance."""
+    """Return the findings in the order above; `used` is the largest share of a tolerance that a difference uses."""
     data = (*samples(run, reference), *starts(run, reference))
     rows = list(_rows(run, reference))
     findings = [finding for finding in rows if not finding.error <= finding.allowed]
@@ -260,7 +263,7 @@ def starts(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def copies(run: Trained) -> Iterator[Finding]:
-    """Return the tensors of which a rank has another copy than rank 0."""
+    """Return the tensors of which some rank has a copy that differs from that of rank 0."""
     for name, ranks in run.differing.items():
         where = group_of(weight_of(name))
         yield At(run, len(run.steps), OPTIMIZER).found(where, name, "copies differ", ranks=ranks)
@@ -302,14 +305,14 @@ def phases(run: Trained, step: int) -> tuple[At, At]:
 
 
 def group_rows(at: At, reference: Trained, allowed: float) -> list[Finding]:
-    """Return possible findings about the norms of each group's gradients in a step."""
+    """Return a finding for each norm of a group's gradients in a step."""
     found, wanted = (group_norms(side.norms[at.step - 1]) for side in (at.run, reference))
     return [at.number(group, "gradient norm", found.get(group), want, allowed) for group, want in wanted.items()]
 
 
 def mean_tolerance(tokens: int) -> float:
-    """Return what is allowed for a loss: what Table 2 allows the sum over the tokens, reduced because the errors of the
-    tokens cancel in the mean.
+    """Return the tolerance of a loss: the tolerance that Table 2 states for the sum over the tokens, reduced because
+    the errors of single tokens cancel in the mean.
 
     Near the start of training a loss hardly depends on the model (it is the logarithm of the vocabulary), so that the
     whole of Table 2 would hide a wrong mask.
@@ -322,7 +325,7 @@ def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Findin
     tokens.
     """
     last, allowed = len(reference.steps), tolerance(DTYPE, tokens)
-    for name in (name for name in reference.state if name.startswith(MOMENTS)):
+    for name in (name for name in reference.state if name.startswith(STATE)):
         most = 2 * allowed if name.startswith(MOMENTS[1]) else allowed  # a square errs twice as much as its root
         weight = name.split(".", 1)[1]
         yield At(run, last, OPTIMIZER).judged(weight, name, run.state[name], reference.state[name], most)
@@ -330,9 +333,11 @@ def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Findin
     for name in (name.removeprefix(START) for name in reference.state if name.startswith(START)):
         got, want = (side.state[name].astype(np.float64) - side.state[START + name] for side in (run, reference))
         stored = last * 2 * ROUNDOFF[DTYPE] * np.abs(reference.state[name])
-        room = leeway(reference.state[LEAST + name], allowed, rate) + stored
+        squares = reference.state.get(LEAST + name)  # Muon divides by none
+        room = stored if squares is None else stored + leeway(squares, allowed, rate)
         over = np.sign(got - want) * np.maximum(np.abs(got - want) - room, 0)
-        yield At(run, last, OPTIMIZER).judged(name, f"change of {name}", want + over, want, allowed)
+        most = allowed + GROWTH * 2 * ROUNDOFF[DTYPE] * (squares is None)
+        yield At(run, last, OPTIMIZER).judged(name, f"change of {name}", want + over, want, most)
 
 
 def leeway(mean_square: np.ndarray, allowed: float, moved: float) -> np.ndarray:

@@ -14,7 +14,7 @@ import click
 
 from plugins.errors import ClusterError, DataError, RecipeError
 from tools.process.waiting import saying
-from tools.ranges import Number
+from tools.ranges import Number, overrides_option
 from tools.schema.versions import require_verified, unverified_option
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _SHOWN = 10  # kernels, the worst first
 
 @click.command("fusion")
 @click.argument("recipe", metavar="RECIPE|GRAPH", type=click.Path(path_type=Path))
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@overrides_option
 @click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the random inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @unverified_option

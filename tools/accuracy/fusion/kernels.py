@@ -51,7 +51,7 @@ class Step:
 
     @property
     def moves(self) -> bool:
-        """Return whether the kernel computes nothing."""
+        """Return whether the operator only moves or renames values."""
         return self.op in _MOVES
 
 
@@ -82,7 +82,9 @@ class Kernel:
 
     @property
     def key(self) -> str:
-        """Return the same value for kernels that compute the same in the same shapes, wherever they stand."""
+        """Return a value that is the same for all kernels that compute the same in the same shapes, whatever their
+        place in the graph.
+        """
         return repr((self.inputs, self.steps, self.outputs))
 
 
@@ -233,7 +235,7 @@ def shrunk(kernel: Kernel) -> Kernel:
 
 @dataclass
 class Found:
-    """This collects the kernels of graphs, each kind once, and the reasons why others cannot be computed again.
+    """This collects the kernels of graphs, one of each kind, and the reasons why others cannot be computed again.
 
     Args:
         kernels: each kind once, by `Kernel.key`. counts: how many there are of each.
@@ -261,7 +263,7 @@ OPENED = Fusion("vector", EXPANDED)  # composites are kept whole, because the te
 
 
 def predicted(graphs: Sequence[GraphText]) -> Found:
-    """Return the kernels that DVM would make, of two operators or more, at toy size."""
+    """Return the kernels of two operators or more that DVM would make, with their sizes reduced to toy size."""
     found = Found()
     for nodes in (nodes for text in graphs for nodes in text.graphs.values()):
         users = users_of(nodes)

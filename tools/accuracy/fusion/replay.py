@@ -130,7 +130,7 @@ def _summed(step: Step, kernel: Kernel) -> int:
 
 
 def verdict(got: np.ndarray, want: np.ndarray, allowance: Allowance, way: str) -> Verdict:
-    """Return the judgement of one result against the exact one by `judge`; booleans and integers must be equal."""
+    """Return the judgement of one result against the exact result by `judge`; booleans and integers must be equal."""
     if not np.issubdtype(want.dtype, np.floating):
         got, want = got.astype(np.float64), want.astype(np.float64)
     return judge(got.reshape(want.shape), want, allowance.tolerance(way), allowance.dtype)
@@ -138,7 +138,8 @@ def verdict(got: np.ndarray, want: np.ndarray, allowance: Allowance, way: str) -
 
 @dataclass(frozen=True)
 class Row:
-    """This is the judgement of one kind of kernel: fused, and one operator after the other.
+    """This is the judgement of one kind of kernel: computed as a fused kernel, and computed one operator after the
+    other.
 
     Args:
         name: its operators. where: the path of one. times: how many there are in the graphs.
@@ -161,7 +162,7 @@ class Row:
 
     @property
     def used(self) -> float:
-        """Return which share of its tolerance the error uses."""
+        """Return the share of its tolerance that the error uses."""
         return _share(self.fused, self.allowed)
 
 
@@ -183,7 +184,7 @@ class Report:
 
     @property
     def unknown(self) -> int:
-        """Return the kernels about which nothing is known."""
+        """Return the number of kernels that could not be computed."""
         return sum(self.skipped.values())
 
     @property

@@ -106,13 +106,13 @@ def gelu_grad(x: Array) -> Array:
 
 
 def swiglu(x: Array) -> Array:
-    """Return [..., H] for [..., 2H]: silu of the first half times the second."""
+    """Return silu of the first half of [..., 2H] times the second half, [..., H]."""
     gate, up = np.split(x, 2, -1)
     return silu(gate) * up
 
 
 def swiglu_grad(x: Array, dout: Array) -> Array:
-    """Return the gradient of the input x."""
+    """Return the gradient with respect to the input x."""
     gate, up = np.split(x, 2, -1)
     return np.concatenate([dout * up * silu_grad(gate), dout * silu(gate)], -1)
 
@@ -166,7 +166,9 @@ def clip_by_norm(*gradients: Array) -> tuple[Array, ...]:
 
 
 def from_mindformers(module: str) -> ModuleType:
-    """Import a module of MindFormers; what it logs to stdout and to ./output/log goes to stderr and elsewhere."""
+    """Import a module of MindFormers, and send its log to stderr instead of stdout, and to a temporary folder instead
+    of ./output/log.
+    """
     ours = "LOG_MF_PATH" not in os.environ
     if ours:
         os.environ["LOG_MF_PATH"] = os.path.join(tempfile.gettempdir(), "tc3_mindformers_log")

@@ -42,7 +42,7 @@ def grouped_golden(rows: Array, weight: Array, ends: Array) -> Array:
 
 
 def grouped_grad(rows, weight, ends, dout):
-    """Return the gradients of rows and weight; an idle expert's gradient is zero."""
+    """Return the gradients of rows and weight; the gradient of an idle expert is zero."""
     douts, parts = np.split(dout, ends[:-1]), np.split(rows, ends[:-1])
     drows = np.concatenate([d @ matrix.T for d, matrix in zip(douts, weight, strict=True)])
     return drows, np.stack([part.T @ d for part, d in zip(parts, douts, strict=True)])
@@ -159,7 +159,7 @@ def attention(q: Array, k: Array, v: Array) -> Array:
 
 
 def attention_grad(q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, Array, Array]:
-    """Return the gradients of q, k and v."""
+    """Return the gradients of the queries, keys and values."""
     p, scale = _probabilities(q, k), 1 / math.sqrt(q.shape[-1])
     dp = dout @ v.swapaxes(-1, -2)
     ds = p * (dp - (dp * p).sum(-1, keepdims=True)) * scale

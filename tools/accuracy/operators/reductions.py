@@ -33,8 +33,8 @@ def _distinct(rng, rows, n):
 
 
 def prod_grad(x: Array, dout: Array) -> tuple[Array]:
-    """Return dout times the product of the others, without dividing by x, which would magnify errors where x is
-    tiny.
+    """Return the gradient of a product over the last axis: for each element, dout times the product of the other
+    elements, computed without dividing by x, which would magnify errors where x is tiny.
     """
     others = np.stack([np.delete(x, i, -1).prod(-1) for i in range(x.shape[-1])], -1)
     return (dout[..., None] * others,)
@@ -147,7 +147,7 @@ def rms_norm(x: Array, gamma: Array) -> Array:
 
 
 def rms_norm_grad(x: Array, gamma: Array, dout: Array) -> tuple[Array, Array]:
-    """Return the gradients of x and gamma."""
+    """Return the gradients of x and gamma of the RMS norm."""
     r = _rms(x)
     unit, d = x * r, dout * gamma
     return r * (d - unit * (d * unit).mean(-1, keepdims=True)), (dout * unit).sum(0)
@@ -165,7 +165,7 @@ def layer_norm(x: Array, gamma: Array, beta: Array) -> Array:
 
 
 def layer_norm_grad(x: Array, gamma: Array, beta: Array, dout: Array) -> tuple[Array, Array, Array]:
-    """Return the gradients of x, gamma and beta."""
+    """Return the gradients of x, gamma and beta of the layer norm."""
     unit, r = _unit(x)
     d = dout * gamma
     dx = r * (d - d.mean(-1, keepdims=True) - unit * (d * unit).mean(-1, keepdims=True))
@@ -173,7 +173,9 @@ def layer_norm_grad(x: Array, gamma: Array, beta: Array, dout: Array) -> tuple[A
 
 
 def rms_norm_call(epsilon: float):
-    """Compute MindFormers' formula: statistics in float32, stored in the input's type (transformer/norm.py)."""
+    """Return the norm by MindFormers' formula, which computes statistics in float32 and stores them in the input's type
+    (transformer/norm.py).
+    """
 
     def make(ms):
         def call(x, gamma):
@@ -225,7 +227,7 @@ NORMALISE = (
 
 
 def cross_entropy(logits: Array, labels: Array) -> Array:
-    """Return the loss [N] for [N, V] and [N], not reduced."""
+    """Return the cross-entropy [N] of each row for logits [N, V] and labels [N], without a mean over the rows."""
     return -np.take_along_axis(log_softmax(logits), labels[:, None].astype(np.int64), -1)[:, 0]
 
 

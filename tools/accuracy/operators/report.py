@@ -47,7 +47,7 @@ CLASSES = {PASS: "pass", FAIL: "fail", NOT_RUNNABLE: "none"}
 
 @dataclass(frozen=True)
 class Report:
-    """This is the report of a run over operators: all of its rows.
+    """This is the report of `tc3 accuracy ops`, with a row for each comparison.
 
     Args:
         device: what the operators ran on.
@@ -67,7 +67,7 @@ class Report:
         return cells
 
     def with_status(self, status: str) -> list[Row]:
-        """Return the rows that have this status."""
+        """Return the rows of tests that have this status."""
         return [row for row in self.rows if row.status == status]
 
     @property
@@ -96,7 +96,7 @@ class Report:
 
 
 def status_of(rows: list[Row]) -> str:
-    """Return the status of an operator in a data type: a failure, else whether the forward ran at all."""
+    """Return the status of an operator in a data type: its failure if there is one, else whether its forward ran."""
     if any(row.status == FAIL for row in rows):
         return FAIL
     return NOT_RUNNABLE if rows[0].status == NOT_RUNNABLE else PASS
@@ -128,8 +128,8 @@ def failure_text(row: Row) -> str:
 
 
 def not_runnable_lines(rows: list[Row]) -> list[str]:
-    """Return one line for each operator and message: data types, phase if it is only the backward, and MindSpore's
-    message.
+    """Return one line for each operator and message: the data types, the phase if only the backward failed, and
+    MindSpore's message.
     """
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
@@ -141,7 +141,7 @@ def not_runnable_lines(rows: list[Row]) -> list[str]:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Write the whole report to `console`."""
+    """Write the whole report on the operators to `console`."""
     dtypes = list(dict.fromkeys(row.dtype for row in report.rows))
     table = Table("operator", *(SHORT[dtype] for dtype in dtypes))
     cells = report.cells()

@@ -58,8 +58,8 @@ def grid(dtype: str, inputs: int) -> list[np.ndarray]:
 
 
 def poke(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return a copy of [..., n] with at least 13 rows, with another special value in the middle of each of the first
-    rows.
+    """Return a copy of [..., n] with at least 13 rows, in which each of the first rows has another special value in its
+    middle.
     """
     poked = values.copy()
     rows = poked.reshape(-1, poked.shape[-1])
@@ -123,7 +123,7 @@ def forward(spec: Spec, inputs: tuple[np.ndarray, ...], dtype: str) -> tuple[np.
 def backward(
     spec: Spec, inputs: tuple[np.ndarray, ...], douts: tuple[np.ndarray, ...], dtype: str
 ) -> tuple[np.ndarray, ...]:
-    """Return the golden gradients of the inputs `spec.wrt`."""
+    """Return the golden gradients with respect to the inputs that `spec.wrt` lists."""
     assert spec.grad is not None
     grads = spec.grad(*(promoted(values, dtype) for values in (*inputs, *douts)))
     return tuple(np.asarray(grad) for grad in as_tuple(grads))
@@ -245,8 +245,8 @@ def _special(spec: Spec, dtype: str, device: MindSporeDevice, seed: int) -> Iter
 
 
 def special_inputs(spec: Spec, dtype: str, seed: int) -> tuple[Array, ...]:
-    """Return test inputs with special values: all combinations of them if `spec.special` is "each"; the first case with
-    one special value in each row if it is "row".
+    """Return test inputs with special values: if `spec.special` is "each", all combinations of them; if it is "row",
+    the first test input with one special value in each row.
     """
     case = make_case(spec, spec.shapes[0], dtype, seed)
     if spec.special == "each":

@@ -34,7 +34,7 @@ Counter = Callable[..., Counts]
 
 
 def elementwise(*_: np.ndarray) -> Counts:
-    """Return the count for one result from one element of each input."""
+    """Return the count for a result that is computed from one element of each input."""
     return Counts(1, 1)
 
 
@@ -62,15 +62,15 @@ def normalised(x: np.ndarray, *parameters: np.ndarray) -> Counts:
 
 
 def gathered(table: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the count for rows picked by index: they are moved forward; backward sums as many as the most frequent
-    index occurs.
+    """Return the count for rows that are picked by an index: forward they are only moved, and backward sums as many
+    terms as the most frequent index occurs.
     """
     return Counts(0, busiest(index))
 
 
 def added(x: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the count for rows added at indices: one element, and as many as the most frequent index occurs; they are
-    moved backward.
+    """Return the count for rows that are added at indices: a sum has at most one term more than the most frequent index
+    occurs; the backward pass only moves rows.
     """
     return Counts(1 + busiest(index), 0)
 
@@ -118,7 +118,7 @@ class Spec:
 
 
 def variant(spec: Spec, name: str, source: str, call: Callable[[Any], Callable[..., Any]], **other: Any) -> Spec:
-    """Return another kernel or formula for the same golden baseline."""
+    """Return the test of another kernel or formula with the golden baseline of `spec`."""
     return replace(spec, name=name, source=source, call=call, **other)
 
 
@@ -128,12 +128,13 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def normal(count: int = 1, scale: float = 1) -> Callable[..., tuple[Array, ...]]:
-    """Return the `make` for this number of tensors of one shape."""
+    """Return a function for `Spec.make` that draws `count` tensors of one shape."""
     return lambda rng, *shape: tuple(scale * rng.standard_normal(shape, np.float32) for _ in range(count))
 
 
 def kernel(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[..., Any]]:
-    """Return the `call` of one MindSpore primitive: that of `auto_generate`, or the older one of `mindspore.ops`.
+    """Return a function for `Spec.call` that calls one primitive of MindSpore: that of `auto_generate`, or else the
+    older one of `mindspore.ops`.
 
     Args:
         rest: arguments behind the tensors. settings: of the primitive itself.
@@ -147,7 +148,9 @@ def kernel(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[.
 
 
 def function(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[..., Any]]:
-    """Return the `call` of a function of `mindspore.ops`, with these arguments after the tensors."""
+    """Return a function for `Spec.call` that calls a function of `mindspore.ops`, with the arguments `rest` after the
+    tensors.
+    """
     return lambda ms: lambda *tensors: getattr(ms.ops, name)(*tensors, *rest, **settings)
 
 

@@ -113,8 +113,8 @@ def test_broken_dumps_exit_with_2(tmp_path, spoil, words):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"level": "L1"}, "is a dump of level L0, .* one of level L1: dump both with --level L0"),
-        ({"task": "statistics"}, "is a dump of task tensor, .* one of task statistics"),
+        ({"level": "L1"}, "was dumped with --level L0, .* with --level L1: dump both with --level L0"),
+        ({"task": "statistics"}, "was dumped with --task tensor, .* with --task statistics"),
         ({"ranks": 2}, "use `tc3 accuracy equivalence`"),
     ],
 )

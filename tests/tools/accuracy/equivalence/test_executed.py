@@ -287,3 +287,23 @@ def test_the_last_rank_notes_a_gradient_that_no_checkpoint_has(monkeypatch, tmp_
     (callback,) = seen["callbacks"]
     assert callback["auto_register"] == "own_gradient.OwnGradient" and callback["weight"] == EMBEDDING
     assert executed.execute(RECIPE | {"callbacks": []}, tmp_path / "two", EMBEDDING).shares == [0.02] * 3
+
+
+def test_a_gradient_of_muon_is_read_off_its_moment():
+    """Matrices of layers have Muon's moment, and of AdamW's a number of no use; embedding and router's norm AdamW's."""
+    matrix_name, vector = "decoder.layers.0.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"
+    rng, record, moments = np.random.default_rng(0), executed._Record(0.9, 0.95, 0.8), {}
+    for step in range(1, 4):
+        gradients = {matrix_name: rng.standard_normal((4, 3)), vector: rng.standard_normal(4)}
+        moments["matrix"] = 0.8 * moments.get("matrix", 0.0) + gradients[matrix_name]
+        moments["vector"] = 0.9 * moments.get("vector", 0.0) + 0.1 * gradients[vector]
+        arrays = {matrix_name: np.full((4, 3), step), vector: np.full(4, step)}
+        arrays |= {f"muon_m.{matrix_name}": moments["matrix"], f"muon_m.{vector}": np.zeros(1)}
+        arrays |= {f"{prefix}{matrix_name}": np.zeros(1) for prefix in ("adam_m.", "adam_v.")}
+        arrays |= {f"adam_m.{vector}": moments["vector"], f"adam_v.{vector}": np.ones(4)}
+        record.add(arrays, {"router": np.zeros(2)})
+        want = {name: np.linalg.norm(value) for name, value in gradients.items()}
+        assert record.norms[-1] == pytest.approx(want)
+    state = record.state()
+    assert set(state) >= {f"muon_m.{matrix_name}", f"start.{matrix_name}", f"first.{matrix_name}", f"least.{vector}"}
+    assert not {f"muon_m.{vector}", f"adam_m.{matrix_name}", f"least.{matrix_name}"} & set(state)
