@@ -1,4 +1,4 @@
-"""This module is `tc3`, the only command line.
+"""This module is `tc3`, the only command of this repository.
 
 Commands are imported only when they are called, so that `tc3 --help` is instant. Standard output fails as shells
 expect: if its reader has left, `tc3` ends quietly; if the disk is full, it ends with one line.
@@ -78,6 +78,10 @@ COMMANDS = {
         "Compare what expert parallelism costs a recipe, by dispatch mode and overlap.",
     ),
     "experts": ("tools.experts.cli:experts", "Report how unevenly experts load devices; restore moved experts."),
+    "firsthour": (
+        "launch.firsthour.cli:firsthour",
+        "Check and measure a new cluster; say whether to train.",
+    ),
     "fusion": ("tools.fusion.cli:fusion", "Predict which operators DVM fuses into one kernel, and what that saves."),
     "generate": ("launch.generate.command:generate", "Generate text with a trained mini, to see what it has learnt."),
     "memory": ("tools.memory.cli:memory", "Predict a device's memory without compiling, and what would free some."),
@@ -92,7 +96,7 @@ COMMANDS = {
 STAGES = {
     "Before a run: is the recipe right, does it fit, what is fastest": (
         *("check", "recipe", "data", "search", "memory", "dryrun", "prove", "ep-report", "fusion", "doctor"),
-        "affinity",
+        *("affinity", "firsthour"),
     ),
     "Run": ("train", "agent"),
     "During and after a run": ("runs", "experts", "weights", "generate"),
@@ -105,7 +109,7 @@ STACK = {"MindSpore": "mindspore", "MindFormers": "mindformers", "mindstudio-pro
 
 
 class LazyGroup(click.Group):
-    """This is a click group whose commands are listed in `COMMANDS`."""
+    """This is a click group of the commands that `COMMANDS` lists."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names, sorted."""
@@ -183,7 +187,7 @@ def _version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
     help="Print the versions of this package, MindSpore and MindFormers.",
 )
 def tc3() -> None:
-    """Training recipes, plugins and pre-flight tools for TeleChat3-MoE on MindSpore."""
+    """Check, plan, train and examine recipes for TeleChat3-MoE on MindSpore."""
 
 
 def main() -> None:

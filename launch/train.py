@@ -38,6 +38,7 @@ from plugins.operator_fusion import adapter as operator_fusion
 from plugins.sealed_checkpoint.plan import ATTEMPT
 from tools.layout.resolve import resolve
 from tools.process.children import import_light_nltk
+from tools.ranges import overrides_option
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
@@ -114,7 +115,7 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
 @click.option(
     "--resume", type=click.Path(path_type=Path), help="Folder of the checkpoint (one iteration) from which to continue."
 )
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@overrides_option
 @unverified_option
 def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides: tuple[str, ...]) -> None:
     """Train a recipe on this worker."""

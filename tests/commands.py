@@ -87,6 +87,7 @@ _TC3: dict[str, Way] = {
     **dict.fromkeys(("search", "search layout", "search pipeline"), START),
     **dict.fromkeys(("accuracy dump", "accuracy align"), START),
     **dict.fromkeys(("accuracy equivalence", "accuracy collectives"), START),
+    **dict.fromkeys(("firsthour", "firsthour read", "firsthour card"), Way("by", "tests/launch/firsthour")),
     "accuracy diagnose": Way("by", "tests/tools/accuracy/diagnose"),
     "accuracy ops": Way("by", "tests/tools/accuracy/operators"),
     "accuracy fusion": Way("by", "tests/tools/accuracy/fusion"),
@@ -98,6 +99,7 @@ _WORDS = {
     **dict.fromkeys(("--script", "--slurm", "--volcano"), RUN),
     **dict.fromkeys(("--dry-run", "--against"), RUN),
     "--probe": START,
+    "firsthour.zip": Way("by", "tests/launch/firsthour/test_cli.py"),
     "--bind-file": Way("by", "tests/tools/affinity"),  # wants NPUs
     "executed": Way("by", "tests/training/test_executed_equivalence.py"),
     "output/mine": Way("by", "tests/launch/run/test_effective.py"),  # wants enough conversations
@@ -124,6 +126,7 @@ _OTHERS = {
     r"python docs/pictures/schedules\.py": Way("by", "tests/tools/pipeline/test_simulate.py"),
     r"python -m launch\.run\.script$": Way("by", "tests/launch/run/test_script.py"),
     r"python -m tools\.accuracy\.reference\.golden --update$": Way("by", "tests/tools/accuracy/reference"),
+    r"python -m tools\.accuracy\.operators\.shipped --update$": Way("by", "tests/tools/accuracy/operators"),
     r"python -m tools\.schema\.extract": Way("by", "tests/tools/schema/test_schema.py"),
     r"python -m tools\.recipe\.catalogue": Way("by", "tests/recipes/test_cards.py"),
     r"python -m tools\.accuracy\.reference\.frozen": Way("by", "tests/tools/accuracy/reference/test_torch.py"),

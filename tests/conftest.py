@@ -5,9 +5,10 @@ import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from tests import timing
-from tests.forks import Forks
+from tests.forks import ALL_BUT_MINDFORMERS, Forks
 
 # tests/run draws the same examples each time, so that it is red for a change and never by chance; tests/explore draws
 # others. A busy machine is not a finding.
@@ -15,6 +16,10 @@ patient = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "p
 settings.register_profile("same", derandomize=True, **patient)
 settings.register_profile("fresh", derandomize=False, **patient)
 settings.load_profile("fresh" if os.environ.get("TC3_EXPLORE") else "same")
+if not os.environ.get("TC3_EXPLORE"):
+    # Hypothesis also draws constants from the sources of all modules that a process has imported, which depends on the
+    # tests that ran before in the same process; no setting leaves them out
+    providers._get_local_constants = lambda: providers._local_constants
 
 # quiet, and one thread a process: two cores are shared by up to three workers
 os.environ.setdefault("GLOG_v", "3")
@@ -39,6 +44,14 @@ def pytest_collection_modifyitems(items):
 def forks(tmp_path_factory):
     """Processes that have MindFormers imported, see tests/forks.py."""
     server = Forks(tmp_path_factory.mktemp("forks"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def workers(tmp_path_factory):
+    """Processes that have MindSpore imported, and all that MindFormers imports, but not MindFormers."""
+    server = Forks(tmp_path_factory.mktemp("workers"), ALL_BUT_MINDFORMERS)
     yield server
     server.close()
 

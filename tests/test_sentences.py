@@ -29,12 +29,15 @@ def test_the_same_seed_draws_the_same_sentences(program, monkeypatch):
     again = [f"{path.relative_to(ROOT)}:{line}: {words}" for path, line, words in program.draw(ROOT, 7, 12)]
     assert first == again and len(set(first)) == 12
     assert len(program.draw(ROOT, 8, 40)) == 40 and program.draw(ROOT, 8, 12) != program.draw(ROOT, 7, 12)
+    elsewhere = []
     for row in first:
         place, line, sentence = row.split(":", 2)
-        lines = (ROOT / place).read_text().splitlines()
-        texts = re.sub(r"{[^}]*}", "", sentence), sentence  # of some, all words are those of other messages
-        word = next(found[0] for text in texts if (found := re.search(r"[A-Za-z]{3,}", text)))
-        assert any(word in text for text in lines[int(line) - 1 : int(line) + 6]), row
+        text = " ".join((ROOT / place).read_text().splitlines()[max(0, int(line) - 12) : int(line) + 20])
+        examples = r"^ tc3: |recipe.yaml\S*|runs/a\S*|\(did you mean 'x'\?\)|Permission denied|<[^>]*>"
+        words = re.findall(r"[A-Za-z]{3,}", re.sub(examples, "", sentence))
+        elsewhere += [row] * (sum(word in text for word in words) <= len(words) / 2)
+    # one sentence of a hundred has its words from constants, such as keys, that stand elsewhere
+    assert len(elsewhere) <= 2, elsewhere
 
 
 def test_each_kind_of_sentence_is_found(program, tmp_path):
@@ -47,12 +50,16 @@ def test_each_kind_of_sentence_is_found(program, tmp_path):
 It is the first paragraph that counts.
 """
 SEED_HELP = "The seed of all draws."
-option("--jobs", help="How many at a time.")
+KEY = "plugins.size"
+option("--jobs", "-j", metavar="N", help=f"How many at {KEY}.")
+option("--seed", help=SEED_HELP)
 
 
 def public(size):
     """Return what was asked. Or nothing at all."""
-    raise DataError(f"{size}: is not a whole number" + ", so mend it")
+    if size:
+        raise RecipeError(f"{size} of {source.file} is not a whole number. Write {round(size)}", f"{KEY}.x")
+    raise DataError(f"{size.kind}: is not a whole number" + ", so mend it")
 
 
 def _private():
@@ -62,9 +69,10 @@ def _private():
     found = {kind: [(line, words) for _, line, words in rows] for kind, rows in program.collect(tmp_path).items()}
     assert found["pages"] == [(3, "The first is long."), (4, "The second is short."), (11, "An item is a sentence.")]
     assert found["docstrings"] == [
-        (1, "A module has one."), (10, "Return what was asked."), (10, "Or nothing at all."),
+        (1, "A module has one."), (12, "public: Return what was asked."), (12, "public: Or nothing at all."),
     ]  # fmt: skip
-    assert sorted(found["help"]) == [(5, "The seed of all draws."), (6, "How many at a time.")]
-    assert found["errors"] == [(11, "{size}: is not a whole number, so mend it")]
-    drawn = program.draw(tmp_path, 0, 5)
-    assert len(drawn) == 4 and len({path for path, _, _ in drawn}) == 2, "one of each kind, as long as all have one"
+    assert sorted(found["help"]) == [(5, "--seed: The seed of all draws."), (7, "--jobs N: How many at plugins.size.")]
+    shown = "tc3: recipe.yaml: plugins.size.x: 8 of runs/a/file is not a whole number. Write 6"
+    assert found["errors"] == [(14, shown), (15, "tc3: <kind>: is not a whole number, so mend it")]
+    drawn = program.draw(tmp_path, 0, 40)
+    assert len(drawn) == 8 and len({path for path, _, _ in drawn}) == 2, "one of each kind, as long as all have one"

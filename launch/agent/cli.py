@@ -37,7 +37,7 @@ from tools.checkpoint.scan import CheckpointInfo
 from tools.doctor.outliers import gate
 from tools.files.atomic import real_path
 from tools.process.host import read_hosts
-from tools.ranges import Number
+from tools.ranges import Number, overrides_option
 from tools.recipe.load import Recipe
 from tools.recipe.override import apply_overrides
 from tools.runs.attempts import Plan, numbers, read_attempt, read_attempts
@@ -77,7 +77,7 @@ class Start:
 
     @property
     def saves(self) -> Path:
-        """Return the folder in which checkpoints are saved."""
+        """Return the folder in which the run saves its checkpoints."""
         return checkpoints.save_path(self.recipe)
 
     def check(self, slots: int, port: int | None) -> None:
@@ -147,7 +147,7 @@ class Start:
     help="Give up when the run fails more than this number of times without a newer checkpoint in between.  "
     f"[{RESTARTS}]",
 )
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@overrides_option
 @click.option(
     "--steps",
     type=Number("steps"),
@@ -234,8 +234,8 @@ def agent(**given: Any) -> None:
 
 
 def resumed(given: Sequence[str]) -> tuple[str | None, str | None]:
-    """Return (the checkpoint to start from, the folder to use as long as `auto` finds no checkpoint) from --resume,
-    which may be given twice.
+    """Return two values from --resume, which may be given twice: the checkpoint to start from, and the folder to use as
+    long as `auto` finds no checkpoint.
 
     Raises:
         UsageError: it is empty, or names two folders.

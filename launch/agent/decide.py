@@ -63,8 +63,8 @@ _EARLY = ("start", "compile", "first step")  # phases in their order; those of a
 
 @dataclass(frozen=True)
 class Began:
-    """This names the `host` that caused the failure with its `end`; if `host` is None, no host can be blamed, and `why`
-    says what was seen.
+    """This names the `host` that caused a failure, and says in `end` how its part of the attempt ended; if `host` is
+    None, no host can be blamed, and `why` says what was seen.
     """
 
     why: str
@@ -91,7 +91,7 @@ def initiator(attempt: Attempt, now: float = math.inf) -> Began:
 
 
 def silent(attempt: Attempt, now: float) -> list[str]:
-    """Return the hosts of the plan that give no sign of life any more and have not written how their part ended."""
+    """Return the hosts of the plan that no longer give a sign of life and have not written how their part ended."""
     assert attempt.plan
     hosts = [host for host in attempt.plan.hosts if host not in attempt.ends]
     return [host for host in hosts if host not in attempt.beats or now - attempt.beats[host].time > SILENT]
@@ -129,7 +129,9 @@ def _killed(end: End) -> bool:
 
 
 def is_sure(end: End) -> bool:
-    """Return whether this end has its cause on its own host: no other host's end can lead to an end like this one."""
+    """Return whether the cause of this end lies on its own host, because no failure of another host can lead to such an
+    end.
+    """
     return end.cause in _SURE_CAUSES or end.cause == "hang" or _killed(end)
 
 
@@ -180,7 +182,9 @@ def _progress(end: End) -> tuple[int, int]:
 
 
 def words(end: End) -> str:
-    """Return an end as a clause: which host and worker, what happened, and in which phase."""
+    """Return a clause that says how a host's part of an attempt ended: on which host and worker, with what failure, and
+    in which phase.
+    """
     what = end.message or {"lost node": "no sign of life"}.get(end.cause or "", end.cause or "failed")
     return f"{end.host}: {what} ({_where(end)})"
 

@@ -67,8 +67,8 @@ class Found:
 
 
 class Disk:
-    """Through this object one agent reads and writes the shared disk. `bound` is the number of seconds after which a
-    disk that does not answer counts as lost.
+    """This object reads and writes the shared disk for one agent. `bound` is the number of seconds after which a disk
+    that does not answer counts as lost.
     """
 
     def __init__(self, bound: float):
@@ -90,8 +90,8 @@ class Disk:
         return self._bounded(path, lambda: _read(path))
 
     def replace(self, path: Path, text: str) -> None:
-        """Write the file at `path` completely, and replace an existing one. If the disk is full, the file keeps its
-        content, and only its time changes.
+        """Write the file at `path` completely, and replace an existing one. If the disk is full, the file keeps its old
+        content, and only its modification time changes.
         """
         self._bounded(path, lambda: self._replace(path, text))
 
@@ -116,7 +116,7 @@ class Disk:
         return self._bounded(folder, lambda: sorted(os.listdir(folder)))
 
     def folder(self, path: Path) -> None:
-        """Make a folder, unless it is there."""
+        """Make a folder on the shared disk, unless it exists."""
         self._bounded(path, lambda: path.mkdir(parents=True, exist_ok=True))
 
     def now(self, folder: Path) -> float:
@@ -136,7 +136,7 @@ class Disk:
         return time.monotonic()
 
     def pause(self, seconds: float) -> None:
-        """Wait for a number of seconds."""
+        """Wait for the given number of seconds."""
         time.sleep(seconds)
 
     def _keep_room(self, path: Path) -> None:
@@ -206,13 +206,13 @@ class Disk:
                 return self._ask(path, what, until)
             except OSError as error:
                 if self.ticks() + AGAIN > until:
-                    raise LostDiskError(f"{path}: the disk is lost ({error.strerror or error})") from None
+                    raise LostDiskError(f"{path}: the shared disk cannot be used ({error.strerror or error})") from None
             self.pause(AGAIN)
 
     def _ask(self, path: Path, what: Callable[[], Answer], until: float) -> Answer:
         """One call, by the thread that may hang; one after the other, whichever threads ask."""
         if not self._turn.acquire(timeout=max(0.0, until - self.ticks())):
-            raise LostDiskError(f"{path}: the disk is lost (an earlier call has not returned yet)")
+            raise LostDiskError(f"{path}: the shared disk does not respond (an earlier call has not returned yet)")
         try:
             return self._answer(path, what, until)
         finally:
@@ -220,14 +220,14 @@ class Disk:
 
     def _answer(self, path: Path, what: Callable[[], Answer], until: float) -> Answer:
         if self._last and not self._last.done.is_set():
-            raise LostDiskError(f"{path}: the disk is lost (an earlier call has not returned yet)")
+            raise LostDiskError(f"{path}: the shared disk does not respond (an earlier call has not returned yet)")
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="disk", daemon=True)
             self._thread.start()
         self._last = call = _Call(what)
         self._calls.put(call)
         if not call.done.wait(max(0.0, until - self.ticks())):
-            raise LostDiskError(f"{path}: the disk is lost (it did not answer in time)")
+            raise LostDiskError(f"{path}: the shared disk does not respond (the call took too long)")
         if call.error:
             raise call.error
         return call.answer
@@ -286,7 +286,7 @@ class Holder:
 
 
 class Claim:
-    """This is one claim, as one agent sees it.
+    """This is one claim (a file that only one agent can win), as one agent sees it.
 
     Args:
         disk: the shared one.
@@ -302,8 +302,8 @@ class Claim:
         self.holder: Holder | None = None  # as of the last look
 
     def hold(self) -> bool:
-        """Return whether the claim is ours now; take it if it is free, or if its holder is dead. Each call opens a few
-        files on the shared disk.
+        """Return whether the claim belongs to this agent now; take the claim if it is free, or if its holder is dead.
+        Each call opens a few files on the shared disk.
         """
         while True:
             file = self.folder / f"claim-{self.what}-{self.turn}"

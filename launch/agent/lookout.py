@@ -80,7 +80,7 @@ class Around:
         return None
 
     def began(self) -> End | None:
-        """Return how the part of the host that ended the attempt has ended."""
+        """Return how the part of that host ended whose failure ended the attempt."""
         number = self.plan.attempt
         first = self.meeting.over(number)
         return self.meeting.ended(number, first) if first else None
@@ -100,8 +100,8 @@ class Around:
 
 @dataclass(frozen=True)
 class Link:
-    """This node reaches the other nodes by the network interface `interface`; the interface is None if there are no
-    other nodes, or if the interface is not known.
+    """This is the network interface through which this node reaches the other nodes; it is None if there are no other
+    nodes, or if the interface is not known.
     """
 
     interface: str | None = None
@@ -115,7 +115,7 @@ class Link:
 
 
 def link_to(others: Iterable[str]) -> Link:
-    """Return the link to the first of `others` whose name or address is known.
+    """Return the network link to the first of `others` whose name or address is known.
 
     Only a few names are tried: a slow name service would hold the agent up for seconds with each.
     """
@@ -138,7 +138,7 @@ def _interface_of(address: str) -> str | None:
 
 @dataclass(frozen=True)
 class Place:
-    """This is the innermost Python call of a worker's main thread."""
+    """This is the innermost Python call of a worker's main thread, at which the worker hangs or waits."""
 
     file: str
     line: int
@@ -157,7 +157,7 @@ class Place:
 
 
 def workers() -> dict[int, psutil.Process]:
-    """Return rank -> process for the workers below this process."""
+    """Return rank -> process for the workers that descend from this process."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError, ValueError, KeyError):
@@ -177,7 +177,7 @@ def stopped_worker() -> int | None:
 
 
 def worker_places(logs: Path, ranks: Sequence[int]) -> dict[int, Place]:
-    """Return the places of the workers that answer within `ANSWER` seconds; all workers are asked at once."""
+    """Return the innermost calls of the workers that answer within `ANSWER` seconds; all workers are asked at once."""
     sizes = {}
     for rank, process in workers().items():
         log = logs / f"worker_{rank}.log"
@@ -198,7 +198,7 @@ def worker_places(logs: Path, ranks: Sequence[int]) -> dict[int, Place]:
 
 
 def place_of(said: bytes) -> Place | None:
-    """Return the place from the output of `faulthandler`, which ends with the main thread's stack."""
+    """Return the innermost call from the output of `faulthandler`, which ends with the main thread's stack."""
     starts = [match.end() for match in _STACK_THREAD.finditer(said)]
     frame = _STACK_FRAME.match(said[starts[-1] :].decode("utf-8", "replace")) if starts else None
     return Place(frame["file"], int(frame["line"]), frame["function"]) if frame else None
@@ -254,7 +254,7 @@ class Lookout(threading.Thread):
             self.show()
 
     def tick(self) -> Failure | None:
-        """Return why the workers have to end; this touches no disk."""
+        """Return the reason why the workers have to end, without a file operation on the shared disk."""
         if self._error:
             raise self._error
         silent = time.monotonic() - self._alive
@@ -303,8 +303,8 @@ class Lookout(threading.Thread):
             self._reason = self._own_fault() or self._hang(lasted, limit)
 
     def explain(self, failure: Failure) -> Failure:
-        """Return the failure of a worker with the fault that caused it, if that is known; call this before the workers
-        are ended.
+        """Return the failure of a worker, with the fault that caused it if that fault is known; call this before the
+        workers are ended.
         """
         end = End(self.around.host, 0.0, "failed", "step", cause=failure.cause or "exit", code=failure.code)
         if is_sure(end):

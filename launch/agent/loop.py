@@ -40,7 +40,7 @@ UNFIT = 60.0  # seconds until a node that was not fit is tried again
 
 
 class Interrupted(Exception):
-    """A signal has told this agent to leave the run."""
+    """A signal has asked this agent to leave the run."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)

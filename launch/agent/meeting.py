@@ -56,7 +56,7 @@ LONGEST = 180  # bytes of a host's name in a file's
 
 
 class Watch:
-    """A watch tells for how long each observed value has not changed. `most` is the largest number of seconds that one
+    """This records for how long each observed value has not changed. `most` is the largest number of seconds that one
     observation can add.
 
     A look after a long pause of this process (the disk stalled, the process was stopped, a clock was set) says little
@@ -80,7 +80,7 @@ class Watch:
 
 
 class Meeting:
-    """The agent of one host takes part in the meeting of a run through this object.
+    """The agent of one host communicates with the agents of other hosts through this object.
 
     Args:
         run_dir: the run's folder, on the shared disk.
@@ -142,16 +142,16 @@ class Meeting:
             self._say_there(number, gone=True)
 
     def there(self, number: int) -> list[str]:
-        """Return the hosts that came to attempt `number`, did not leave and are alive. Each call opens several files
-        for each host.
+        """Return the hosts that announced themselves for attempt `number`, did not leave it and are alive. Each call
+        opens several files for each host.
         """
         names = self.disk.names(folder_of(self.run_dir, number))
         hosts = [unquote(name.removeprefix(THERE).removesuffix(".json")) for name in names if name.startswith(THERE)]
         return [host for host in hosts if not self._gone_or_quiet(number, host)]
 
     def plan(self, number: int, wanted: Callable[[list[str]], Plan | None]) -> Plan | None:
-        """Return the plan of attempt `number`; None as long as there is none. Call `come` first, then call this
-        function in a loop.
+        """Return the plan of attempt `number`; None if it has not been written yet. Call the method `come` first, then
+        call this method repeatedly until it returns a plan.
 
         Args:
             number: the attempt.
@@ -195,14 +195,12 @@ class Meeting:
             self._publish(number, OVER, json.dumps({"host": stands.host, "time": stands.time}) + "\n")
 
     def ended(self, number: int, host: str) -> End | None:
-        """Return how a host's part ended; None as long as this was not written."""
+        """Return how a host's part ended; None if this has not been written yet."""
         found = self.disk.read(file_of(folder_of(self.run_dir, number), END, host))
         return parse(found.text, End) if found else None
 
     def lost(self, number: int, host: str, why: str) -> None:
-        """Write, for a host that cannot write any more, that its part has ended in the phase of its last sign of
-        life.
-        """
+        """Write for a host that cannot write any more that its part has ended in the phase of its last sign of life."""
         folder = folder_of(self.run_dir, number)
         found = self.disk.read(file_of(folder, BEAT, host))
         beat = (parse(found.text, Beat) if found else None) or Beat(host, 0.0, "start", 0.0)
@@ -229,7 +227,7 @@ class Meeting:
         return self._form(number, VERDICT, Verdict)
 
     def refuse(self, number: int, verdict: Verdict) -> None:
-        """Give the verdict on an attempt that cannot be planned."""
+        """Write the verdict on an attempt for which no plan can be made."""
         self._publish(number, VERDICT, text_of(verdict))
 
     def _settled(self, attempt: Attempt) -> bool:

@@ -50,7 +50,7 @@ class Command:
 
 
 def command_of(job: Job, plan: Plan) -> Command:
-    """Return the command of this node in `plan`."""
+    """Return the command with which this node starts its workers in `plan`."""
     recipe, logs = recipe_of(job, plan), own_logs(job, plan)
     several = len(plan.hosts) > 1
     cores = of_launch(recipe, plan.slots, logs / "cores.json") if job.bind else Cores()
@@ -73,7 +73,7 @@ def own_logs(job: Job, plan: Plan) -> Path:
 
 
 def own_ranks(job: Job, plan: Plan) -> range:
-    """Return the workers of this node, by their ranks in the whole run."""
+    """Return the ranks of this node's workers in the whole run."""
     first = plan.hosts.index(job.host) * plan.slots
     return range(first, first + plan.slots)
 

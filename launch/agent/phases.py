@@ -18,8 +18,8 @@ t**-a), it is LONGEST times the longest before with LONGEST**-a / (n + 1), in th
 5,400 steps; then it has to be above the other two bounds as well. A hang is seen after the limit: 10 steps, or the
 floor. benchmarks/RESULTS.md says what the rule makes of recorded steps.
 
-Phases have separate limits: the first step after a start compiles or warms up, and evaluations and saves stop the
-steps.
+Phases have separate limits: the first step after a start, or of a larger batch, compiles or warms up, and evaluations
+and saves stop the steps.
 
 `Phases` finds the phase from the files that the workers write: metrics, logs, checkpoints. It only reads, and decides
 nothing.
@@ -38,6 +38,7 @@ from typing import Any
 from plugins.held_out_loss.plan import due, held_out_file
 from plugins.sealed_checkpoint.plan import REMOVING, saving_folder, seal_file
 from tools.recipe.load import Recipe
+from tools.recipe.view import View
 from tools.runs.attempts import Phase
 from tools.runs.readings import Follower
 
@@ -69,11 +70,11 @@ class Limits:
     seen: dict[Phase, deque[float]] = field(default_factory=dict)
 
     def learn(self, phase: Phase, seconds: float) -> None:
-        """Learn that a phase (for the phase of steps: one step) has ended well after `seconds`."""
+        """Record that a phase, or one training step, has ended without failure after `seconds`."""
         self.seen.setdefault(phase, deque(maxlen=WINDOW)).append(seconds)
 
     def limit(self, phase: Phase) -> float:
-        """Return the seconds that `phase` may last."""
+        """Return the seconds that `phase` may last before it counts as a hang."""
         seen = self.seen.get(phase, ())
         longest = LONGEST * max(seen, default=0.0)
         if len(seen) < ENOUGH:
@@ -82,7 +83,9 @@ class Limits:
 
 
 def learn_steps(limits: Limits, records: Iterable[Mapping[str, Any]]) -> None:
-    """Learn durations from the lines of a metrics file, except for the first step of each attempt, which compiles."""
+    """Learn durations from the lines of a metrics file, except for the first step of each attempt and of each stage of
+    a batch that grows, which compiles.
+    """
     first = True
     for record in records:
         if "total_steps" in record:
@@ -141,7 +144,7 @@ class Phases:
         self.evaluated = -1
 
     def look(self) -> None:
-        """Read what was written since the last call."""
+        """Read what the workers have written into their metrics since the last call."""
         before = [worker.step for worker in self._workers]
         for worker in self._workers:
             self._read(worker)
@@ -186,7 +189,7 @@ class Phases:
         if self._evaluating():
             return "evaluation"
         done = all(worker.total and worker.step >= worker.total for worker in self._workers)
-        return "end" if done else "step"
+        return "end" if done else "first step" if self._growing() else "step"
 
     def _saving(self) -> bool:
         """Whether the checkpoint of the newest step is begun and a worker of ours has not sealed its part, or old ones
@@ -195,6 +198,11 @@ class Phases:
         folder = saving / f"iteration_{min(worker.step for worker in self._workers):08d}"
         begun = folder.is_dir() and not all(seal_file(folder, worker.rank).exists() for worker in self._workers)
         return begun or any(saving.glob(f"{REMOVING}*"))
+
+    def _growing(self) -> bool:
+        """Whether the next step is the first of another batch, whose graph is compiled first (plugins/batch_ramp)."""
+        ramp, step = View(self.recipe).ramp, min(worker.step for worker in self._workers)
+        return ramp.batch_at(step + 1) != ramp.batch_at(step)
 
     def _evaluating(self) -> bool:
         """Whether the held-out loss is due after the newest step and not on record."""

@@ -125,8 +125,8 @@ class Job:
 
 
 def next_number(run_dir: Path) -> int:
-    """Return the number of the attempt that a new launch begins with; logs from before attempts existed count as the
-    first attempt.
+    """Return the number of the attempt that a new launch begins with; logs of a version that did not number attempts
+    count as the first attempt.
     """
     known = numbers(run_dir)
     if known:
@@ -186,7 +186,7 @@ class Planning:
     came: dict[str, float] = field(default_factory=dict)
 
     def wanted(self, there: list[str]) -> Plan | None:
-        """Return the plan with the hosts that are present; None if they are too few, or others may still come.
+        """Return a plan with the hosts that are present; None if there are too few hosts, or if others may still come.
 
         Only the agent that plans the attempt calls this, because the plan's checkpoint is read completely to verify it.
         An agent that was held up meanwhile may have read the ledger before another one planned and trained on, and the
@@ -340,8 +340,8 @@ def under_way(run_dir: Path) -> bool:
 
 
 def history(job: Job, number: int) -> list[Attempt]:
-    """Return the attempts before `number` that belong to the same launch: those after the last attempt that ended a
-    run.
+    """Return the attempts before `number` that belong to the same launch, which are those after the last attempt that
+    ended a run.
     """
     found: list[Attempt] = []
     for earlier in reversed([each for each in numbers(job.run_dir) if job.first <= each < number]):

@@ -11,6 +11,7 @@ micro-batch is averaged over its own tokens, and then micro-batches contain othe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,11 +26,12 @@ from tools.recipe.view import MODEL, PARALLEL, RUNNER, View
 _BATCH, _ACCUMULATION = (*RUNNER, "batch_size"), (*RUNNER, "gradient_accumulation_steps")
 _MICRO, _DP = (*PARALLEL, "micro_batch_num"), (*PARALLEL, "data_parallel")
 _STRATEGY = ("parallel", "dataset_strategy")
+_SHARDS = ("parallel", "parallel_optimizer_config", "optimizer_weight_shard_size")
 
 
 def smaller(recipe: Recipe, hosts: int, slots: int, step: int) -> Smaller | str:
-    """Return how `recipe` goes on from `step` with at most `hosts` hosts of `slots` workers each; otherwise return why
-    it cannot.
+    """Return how `recipe` can continue from `step` with at most `hosts` hosts of `slots` workers each, or the reason
+    why it cannot.
 
     With as many hosts as the recipe wants, the result is the recipe itself.
 
@@ -100,6 +102,9 @@ def _all_keys(view: View, dp: int, path: KeyPath, value: int) -> Iterator[tuple[
     strategy = view.get(_STRATEGY)
     if isinstance(strategy, list):
         yield _STRATEGY, [[dp, *row[1:]] for row in strategy]
+    shards, ranks = view.get(_SHARDS), dp if view.get(("optimizer", "type")) == "Muon" else dp * view.cp
+    if type(shards) is int and shards > 1 and ranks % shards and (fewer := math.gcd(shards, ranks)) > 1:
+        yield _SHARDS, fewer
 
 
 def _refused(recipe: Recipe, overrides: list[str], step: int, dp: int) -> str:

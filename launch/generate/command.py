@@ -248,7 +248,7 @@ def _check_tokenizer(tokenizer: Tokenizer, chosen: Chosen) -> None:
 
 
 class Voice:
-    """This model continues texts with its tokenizer.
+    """This holds a running model and its tokenizer, and continues texts with them.
 
     Args:
         logits: of the model. window: tokens that it looks back. most: tokens of an answer. aloud: whether prompt and
@@ -278,7 +278,7 @@ class Voice:
         return Text(prompt, "".join(parts), ids, len(before), ended, time.monotonic() - began)
 
     def say(self, text: str, bold: bool = False) -> None:
-        """Print a piece of text at once."""
+        """Print a piece of text at once, without waiting for the end of the line."""
         if self.aloud and text:
             click.secho(harmless(text), nl=False, bold=bold)
             sys.stdout.flush()

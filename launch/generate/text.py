@@ -113,7 +113,8 @@ def _fast_tokenizer(folder: Path, end: str | None = None) -> Tokenizer:
 
 
 class Spoken:
-    """This makes text from ids that come one by one; the bytes of a character wait until the character is complete.
+    """This makes text from token ids that arrive one by one; the bytes of a character are kept until the character is
+    complete.
 
     Args:
         coder: the tokenizer of the ids. before: ids after which the text begins; they are not repeated.

@@ -39,7 +39,16 @@ from tools.checkpoint.scan import (
     scan_checkpoints,
     set_aside,
 )
-from tools.checkpoint.stored import ADAM, METADATA, TRACKER, Stored, kind_of, loaded_from, open_stored, refuse_moved
+from tools.checkpoint.stored import (
+    METADATA,
+    TRACKER,
+    Stored,
+    kind_of,
+    loaded_from,
+    moments_of,
+    open_stored,
+    refuse_moved,
+)
 from tools.checkpoint.tensor_files import read_headers
 from tools.files.atomic import real_path
 from tools.layout.resolve import keep_sample_cost
@@ -64,7 +73,8 @@ Shapes = dict[str, tuple[int, ...]]  # name -> shape of the whole tensor
 
 
 def check_model(recipe: Recipe, folder: Path) -> None:
-    """Raise CheckpointError if resuming `recipe` from `folder` would lose, mix up or invent a tensor.
+    """Raise CheckpointError if a resume of `recipe` from `folder` would lose tensors, mix them up or need tensors that
+    are not there.
 
     The error is raised if experts have moved and the recipe does not record placements; if a slice is missing, or a
     file is cut short; or if a weight, or its AdamW state, is missing, has another shape, or does not belong to the
@@ -82,8 +92,9 @@ def check_model(recipe: Recipe, folder: Path) -> None:
         held = _shapes_in(stored)
         _refuse_other_weights(folder, wanted, held)
         _say_lost_biases(stored)
-        if View(recipe).get(("optimizer", "type")) == "AdamW":
-            _refuse_fresh_moments(folder, wanted, held)
+        optimizer = View(recipe).get(("optimizer", "type"))
+        if optimizer in ("AdamW", "Muon"):
+            _refuse_fresh_moments(folder, wanted, held, optimizer)
         return
     if not is_sealed(folder):
         _shapes_in(open_stored(folder))
@@ -150,12 +161,12 @@ def _say_lost_biases(stored: Stored) -> None:
         )
 
 
-def _refuse_fresh_moments(folder: Path, wanted: Shapes, held: Shapes) -> None:
+def _refuse_fresh_moments(folder: Path, wanted: Shapes, held: Shapes, optimizer: str) -> None:
     """MindFormers would train on with moments of zero where it finds none."""
     weights = {name: shape for name, shape in wanted.items() if kind_of(name) == "weights"}
     if adapters := {name: shape for name, shape in weights.items() if is_adapter(name)}:
         weights = adapters  # the others are frozen
-    moments = {f"{prefix}{name}": shape for name, shape in weights.items() for prefix in ADAM}
+    moments = {each: shape for name, shape in weights.items() for each in moments_of(optimizer, name, len(shape))}
     wrong = [f"no {name}" for name in moments if name not in held]
     wrong += [
         f"{name} is {list(held[name])}, its weight {list(shape)}"
@@ -245,7 +256,9 @@ def find_checkpoint(
 
 
 def beginning(run_dir: Path, root: Path) -> str | None:
-    """Return the checkpoint of another run from which the run in `run_dir` began, by its attempts' plans; else None."""
+    """Return the checkpoint of another run from which the run in `run_dir` began, as the plans of its attempts say;
+    otherwise None.
+    """
     for attempt in reversed(read_attempts(run_dir)):
         resume = attempt.plan.resume if attempt.plan else None
         if resume and real_path(Path(resume).parent) != real_path(root):
@@ -362,8 +375,8 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
 
 
 def complete(recipe: Recipe, checkpoint: CheckpointInfo) -> str | None:
-    """Return in words that `checkpoint` leaves nothing to train; None if steps remain, or if this cannot be
-    determined.
+    """Return a sentence that says that no steps are left to train after `checkpoint`; None if steps are left, or if
+    this cannot be determined.
     """
     wanted, done = all_steps(recipe), checkpoint.step
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -443,8 +456,7 @@ def clear_save_path(root: Path) -> None:
 
 
 def leave_behind(root: Path, checkpoint: Path, attempt: int) -> None:
-    """Set aside the checkpoints that belong to another branch of the run than `checkpoint`, from which `attempt` goes
-    on.
+    """Set aside the checkpoints of earlier attempts that are newer than `checkpoint`, from which `attempt` goes on.
 
     Checkpoints of that attempt and of later ones stay, because several nodes may do this, one of them late.
     """

@@ -56,7 +56,7 @@ CONFIG = (*LOADER, "config")
 DATA_PATH = (*LOADER, "config", "data_path")
 SIZES = (*LOADER, "sizes")
 _DATA_FILES = (*LOADER, "data_files")
-_BALANCE = ("plugins", "attention_balance")
+_BALANCE, RAMP = ("plugins", "attention_balance"), ("plugins", "batch_ramp")
 _SLOW_INDEX = 2 << 30  # bytes of index that take seconds to read
 _BLEND_MARGIN = 1.005  # a weighted corpus is asked for this much more (_get_size_per_split_per_dataset)
 _WHOLE_EPOCH = 0.80  # GPTDataset shuffles the last epoch apart when less of it is used
@@ -104,8 +104,8 @@ def apply_ledger(recipe: Recipe, run_dir: Path, before: Ranges = ()) -> None:
 
 
 def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
-    """Return why the run must not go on from a checkpoint (its folder, its step): the run has trained samples that are
-    left out now.
+    """Return the reason why the run must not continue from a checkpoint (its folder and step): before the checkpoint,
+    the run trained samples that are left out now.
 
     A checkpoint's seals record which samples its run left out. For a checkpoint whose seals do not, the samples that
     RUN/recipe.yaml leaves out count, so call this before that file is written anew.
@@ -127,7 +127,7 @@ def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
 
 
 def put_guilty_aside(recipe: Recipe, run_dir: Path, root: Path) -> None:
-    """Rename the `guilty` checkpoints under `root`, so that no run resumes from them."""
+    """Rename the checkpoints under `root` that were trained on samples which the run now leaves out (`guilty`)."""
     why = guilty(recipe, run_dir)
     for folder in iterations(root):
         step = iteration(folder)
@@ -229,8 +229,8 @@ def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 class Shuffle(NamedTuple):
-    """These two values determine the order of one corpus, apart from its seed: the order depends on the number of
-    wanted samples only through them.
+    """These two values and the seed determine the order of one corpus; the number of wanted samples affects the order
+    only through these values.
     """
 
     epochs: int
@@ -285,13 +285,14 @@ def _training_tokens(prefix: str, share: float) -> int:
 
 
 def differences(before: Recipe, after: Recipe, step: int) -> list[str]:
-    """Return in words why the data of `after` has another order than that of `before`, of which `step` steps are
-    trained.
+    """Return in words why the order of the data in `after` differs from that in `before`, of which `step` steps have
+    been trained.
 
     Each difference says what it was and what it would be; none means that the run can go on.
     """
     found = list(_changed_keys(View(before), View(after)))
     return found or [
+        *_changed_ramp(View(before), View(after), step),
         *_cut_steps(View(before), View(after), step),
         *_changed_windows(View(before), View(after), step),
         *_changed_skips(before, after, step),
@@ -361,8 +362,22 @@ def _same_corpus(old: Path, new: Path) -> bool:
     return new.exists() and filecmp.cmp(old, new, shallow=False)
 
 
+def _changed_ramp(before: View, after: View, step: int) -> Iterator[str]:
+    """Where a batch grows, the next step begins with the sample that the same number of steps has led to."""
+    if not (before.ramp.stages or after.ramp.stages):
+        return
+    done, would = (view.ramp.samples_until(step) for view in (before, after))
+    if before.global_batch != after.global_batch:
+        batches = f"the samples of a step of the recipe's own batch were {before.global_batch}"
+        yield f"{batches}, would be {after.global_batch}: with {dotted(RAMP)} steps keep their numbers"
+    elif done != would:
+        yield f"{dotted(RAMP)}: until step {step:,} the samples were {done:,}, would be {would:,}"
+
+
 def _cut_steps(before: View, after: View, step: int) -> Iterator[str]:
     """MindFormers skips whole steps of the new size, and repeats what is over."""
+    if before.ramp.stages or after.ramp.stages:
+        return  # then the size does not change
     done = step * before.global_batch
     if done % after.global_batch:
         batches = f"the samples of a step were {before.global_batch}, would be {after.global_batch}"
@@ -374,7 +389,7 @@ def _changed_windows(before: View, after: View, step: int) -> Iterator[str]:
     *section, _ = path = (*_BALANCE, "window")
     windows = [view.number(path, 1) for view in (before, after)]
     blocks = [window * view.global_batch for window, view in zip(windows, (before, after), strict=True)]
-    done = reached(step * before.global_batch, left_out(before.recipe))
+    done = reached(before.ramp.samples_until(step), left_out(before.recipe))
     if max(windows) == 1 or not any(done % block for block in blocks):
         return
     sizes = {before.samples, after.samples}
@@ -393,7 +408,7 @@ def _changed_windows(before: View, after: View, step: int) -> Iterator[str]:
 
 def _changed_skips(before: Recipe, after: Recipe, step: int) -> Iterator[str]:
     """Samples that plugins.spike_guard leaves out: of those that are trained, the same ones."""
-    done = step * View(before).global_batch
+    done = View(before).ramp.samples_until(step)
     old, new = left_out(before), left_out(after)
     if not same_until(done, old, new):
         was, would = ([list(pair) for pair in pairs] or "none" for pairs in (old, new))
@@ -408,8 +423,8 @@ def _changed_samples(before: Recipe, after: Recipe, step: int) -> Iterator[str]:
     views = View(before), View(after)
     passes = [view.number((*RUNNER, "epochs"), 1) for view in views]
     old, new = (view.samples for view in views)
-    whole = [count // view.global_batch * view.global_batch for count, view in zip((old, new), views, strict=True)]
-    if max(passes) > 1 and whole[0] != whole[1] and step * views[0].global_batch > min(whole):
+    whole = [view.ramp.samples_until(view.ramp.steps_of(count)) for count, view in zip((old, new), views, strict=True)]
+    if max(passes) > 1 and whole[0] != whole[1] and views[0].ramp.samples_until(step) > min(whole):
         yield f"{dotted((*RUNNER, 'epochs'))} {passes[0]} of {old:,} samples would be {passes[1]} of {new:,}"
     if old == new or not views[1].megatron:
         return
@@ -436,21 +451,21 @@ def _shuffle_in_words(shuffle: Shuffle) -> str:
 def all_steps(recipe: Recipe) -> int:
     """Return the total number of steps that the recipe trains; 0 if it does not say."""
     view = View(recipe)
-    return view.number((*RUNNER, "epochs"), 1) * (view.samples // view.global_batch)
+    return view.number((*RUNNER, "epochs"), 1) * view.ramp.steps_of(view.samples)
 
 
 def most_steps(recipe: Recipe, wanted: int) -> int | None:
-    """Return for how many of `wanted` steps the recipe can train with unchanged order of its data; None if this cannot
+    """Return how many of `wanted` steps the recipe can train without a change of its data's order; None if this cannot
     be determined.
     """
     view = View(recipe)
-    own = view.samples // view.global_batch
+    own = view.ramp.steps_of(view.samples)
     if wanted <= own or not view.megatron or view.number((*RUNNER, "epochs"), 1) > 1:
         return wanted if wanted <= own else None
     try:
         order = shuffles(recipe, view.samples)
         anew = bisect_left(
-            range(own, wanted + 1), True, key=lambda steps: shuffles(recipe, steps * view.global_batch) != order
+            range(own, wanted + 1), True, key=lambda steps: shuffles(recipe, view.ramp.samples_until(steps)) != order
         )
     except DataError:
         return None

@@ -40,8 +40,8 @@ _MSPROBE_PATH = re.compile(r"[A-Za-z0-9_.:/-]+")  # others it refuses, after the
 
 
 def main() -> None:
-    """Make the dump for which argv asks, and return the exit code: 0 after a dump, 1 if a worker failed, 2 if the user
-    has to change something first.
+    """Make the dump that the command line `argv` asks for, and return the exit code: 0 after a dump, 1 if a worker
+    failed, 2 if the user has to change something first.
     """
     job = Job(**json.loads(sys.argv[1]))
     try:
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def run(job: Job) -> int:
-    """Check, run, and mark the dump as complete; return the exit code."""
+    """Check the request, run the recipe, and mark the dump as complete; return the exit code."""
     out = Path(job.out).absolute()
     check_folder(out)
     recipe = effective_recipe(Path(job.recipe), tuple(job.overrides), None, out, Size(job.mini))
@@ -91,7 +91,7 @@ def run(job: Job) -> int:
 
 
 def check_folder(out: Path) -> None:
-    """Raise DataError if `out` cannot take a new dump."""
+    """Raise DataError if no new dump can be written into `out`."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"--out {out}: the folder is not empty, but a dump needs a new folder")
     if not _MSPROBE_PATH.fullmatch(str(out)):

@@ -56,7 +56,7 @@ OF_ONE_LAUNCH = {  # differ from start to start, or between nodes: addresses, lo
 
 
 def parts(recipe: Recipe, world: int, on_this_node: int, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return everything that goes into the key, by subject; runs in which all of it is equal load the same graph.
+    """Return everything on which the key depends, by subject; runs for which all of it is equal load the same graph.
 
     Args:
         recipe: flat and effective, `auto` resolved.
@@ -90,7 +90,9 @@ def key_of(found: Mapping[str, Any]) -> str:
 
 
 def differences(found: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return in which parts two keys differ, with the names of the recipe's keys and of the variables."""
+    """Return the parts in which two keys differ, with the names of the recipe's keys and of the environment
+    variables.
+    """
     said = []
     for name in found:
         mine, yours = found[name], other.get(name)

@@ -33,7 +33,7 @@ from launch.run.supervise import Outcome
 from plugins.errors import TC3Error
 from plugins.operator_fusion import plan as operator_fusion
 from plugins.sealed_checkpoint.plan import adopt
-from tools.ranges import Number
+from tools.ranges import Number, overrides_option
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
 from tools.recipe.mini import WORKERS
@@ -87,7 +87,7 @@ class Asked:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@overrides_option
 @click.option(
     "--steps",
     type=Number("steps"),

@@ -52,8 +52,8 @@ def refuse_own(recipe: Mapping[str, Any], environ: Mapping[str, str] = os.enviro
         RecipeError: the recipe's `context` does.
     """
     instead = (
-        "MindSpore's cache does not know the recipe and trains the graph of an earlier one in silence; "
-        "take it out, and use tc3 train --compile-cache, which knows its graphs by all that they depend on"
+        "MindSpore's own cache does not compare recipes, so it may silently train the graph of another recipe; "
+        "take this setting out, and use tc3 train --compile-cache, which compares everything on which a graph depends"
     )
     named = [name for name in OWN if environ.get(name) and KEY not in environ]
     if named:
@@ -65,12 +65,14 @@ def refuse_own(recipe: Mapping[str, Any], environ: Mapping[str, str] = os.enviro
 
 
 def unfit(recipe: Recipe, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return why another process could not load the graph of a recipe, or could not distinguish it from other graphs;
+    """Return why another process could not load the graph of a recipe or could not distinguish it from other graphs;
     None if it can do both.
     """
     view = View(recipe)
     if not view.megatron and not view.instruction_files:
         return "how long data of this loader is, and so the schedule in the graph, is not known to the key"
+    if view.ramp.stages:
+        return "plugins.batch_ramp compiles a graph for each stage, of which a resume begins with another one"
     if environ.get("REGISTER_PATH") or _has_key(recipe, "auto_register"):
         return "auto_register brings code that the key does not know"
     return None
@@ -101,8 +103,8 @@ class CompileCache:
     _kept: set[int] = field(default_factory=set)
 
     def keep(self) -> None:
-        """Publish what a rank of this node has compiled once a later step was made with it; call this from time to
-        time.
+        """Publish the graphs that a rank of this node has compiled, once a later step has been trained with them; call
+        this from time to time.
 
         Each call publishes one rank, so that the caller can go on with its other work. This never raises an error: if a
         graph cannot be kept, the next start compiles again.

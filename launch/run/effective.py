@@ -14,6 +14,7 @@ import click
 
 from launch.run.preflight import check_sound
 from launch.run.script import outside
+from plugins.batch_ramp import plan as batch_ramp
 from plugins.errors import DataError, RecipeError
 from plugins.held_out_loss.plan import KEY as HELD_OUT
 from plugins.packed_labels.plan import KEY as PACKED
@@ -62,7 +63,7 @@ class Size:
         return Path("output") / f"{recipe.absolute().parent.name}-{recipe.stem}{kind}"
 
     def words(self) -> list[str]:
-        """Return the command-line options for this size."""
+        """Return the options of `tc3 train` that choose this size of the model."""
         workers = ["--workers", str(self.workers)] if self.workers not in (None, WORKERS) else []
         return ["--mini"] * self.mini + ["--parallel"] * bool(self.workers) + workers
 
@@ -138,12 +139,13 @@ def steps_overrides(recipe: Recipe, steps: int | None, given: tuple[str, ...] = 
             f"{recipe.source}: --steps needs the keys that it sets: runner_config.batch_size and "
             "train_dataset.data_loader.sizes (for HFDataLoader: a last handler of type `take`)"
         )
-    found = [f"{dotted(view.samples_key)}={steps * view.global_batch}"]  # stays the first
+    found = [f"{dotted(view.samples_key)}={view.ramp.samples_until(steps)}"]  # stays the first
     if view.number((*RUNNER, "epochs"), 1) > 1:
         found.append("runner_config.epochs=1")
     if view.number(("lr_schedule", "total_steps"), 0):
-        found.append(f"lr_schedule.total_steps={steps}")
-        found += _shorter_warmup(view, steps, given)
+        scheduled = batch_ramp.scheduled(recipe, view.ramp, steps)
+        found.append(f"lr_schedule.total_steps={scheduled}")
+        found += _shorter_warmup(view, scheduled, given)
     return found
 
 

@@ -81,7 +81,7 @@ def worker_failure(log: Path, rank: int | None, code: int | None) -> Failure:
 
 
 def how_it_ended(code: int | None) -> str:
-    """Return an exit code in words."""
+    """Return in words what an exit code of a worker means."""
     if code is None:
         return "ended, its exit code is not known"
     if code == -signal.SIGKILL:
@@ -137,12 +137,14 @@ def _for_users(lines: list[str]) -> list[str]:
 
 
 def error_of(shown: Sequence[str]) -> str:
-    """Return the line among `telling_lines` that is the error and not a call on the way to it; it may be empty."""
+    """Return the line among `telling_lines` that states the error, not a call that led to it; the line may be empty."""
     return next((line for line in shown if line.strip() and not line[0].isspace()), "")
 
 
 def ends_in_msrun_log(log: Path) -> dict[int, int]:
-    """Return pid -> exit code of the workers that msrun has logged as failed (it logs the first one that it sees)."""
+    """Return pid -> exit code of the workers that msrun has logged as failed (msrun logs only the first failure that it
+    sees).
+    """
     found = (_MSRUN_END.search(line) for line in last_lines(log))
     return {int(match[1]): int(match[2]) for match in found if match}
 

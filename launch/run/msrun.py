@@ -78,7 +78,7 @@ def msrun_command(
     """
     count = worker_count(recipe)
     command = [
-        str(_msrun()),
+        str(msrun_of()),
         f"--worker_num={count}",
         f"--local_worker_num={node.slots if node else count}",
         *([f"--node_rank={node.rank}"] if node else []),
@@ -98,8 +98,12 @@ def msrun_command(
     return [*command, *(["--resume", str(resume)] if resume else []), *unverified_words()]
 
 
-def _msrun() -> Path:
-    """The msrun of the environment we run in, whatever PATH says."""
+def msrun_of() -> Path:
+    """Return the msrun of the environment we run in, whatever PATH says.
+
+    Raises:
+        ClusterError: there is none.
+    """
     path = Path(sys.executable).parent / "msrun"
     if not path.exists():
         raise ClusterError(f"{path} does not exist: install mindspore into this Python environment")

@@ -72,7 +72,7 @@ def check_memory(recipe: Mapping[str, Any]) -> None:
 
 
 def check_sound(recipe: Recipe) -> None:
-    """Raise RecipeError with the errors of `tc3 check`: the run would fail, or would not be the one that the recipe
+    """Raise RecipeError with the errors of `tc3 check`, because the run would fail, or would not do what the recipe
     describes.
 
     Raise ClusterError if the ranks of an expert-parallel group would wait for each other for ever. A card's warning
@@ -152,7 +152,7 @@ def _fingerprint(prefix: str) -> str | None:
 
 
 def held_out(recipe: Mapping[str, Any]) -> list[str]:
-    """Return the prefixes, or the file, that plugins.held_out_loss reads, if that plugin is on."""
+    """Return the prefixes or the file that plugins.held_out_loss reads; the result is empty if the plugin is off."""
     settings = (recipe.get("plugins") or {}).get("held_out_loss")
     return list(paths_of(settings.get("data_path"))) if isinstance(settings, dict) else []
 

@@ -91,7 +91,7 @@ def _paths(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path 
 
 
 def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[int], None]:
-    """Check everything that all workers can see in the same way; return a check of the rest, to be called with each
+    """Check everything that is the same for all workers; return a function that checks the rest and is called with each
     worker's rank.
 
     The rest waits until all ranks are connected, because it may fail on only some ranks: each rank reads its share of a
@@ -126,8 +126,8 @@ def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[i
 
 @dataclass(frozen=True)
 class Cluster:
-    """These are the nodes of a run, the first one the master, with `slots` workers each; `names` is how bash writes
-    them.
+    """These are the nodes of a run, the master first, with `slots` workers on each; `names` is the list of nodes in
+    bash.
     """
 
     nodes: int
@@ -152,8 +152,8 @@ class Launch:
 
 
 def cluster_for(workers: int, hosts_file: Path | None = None) -> Cluster:
-    """Return the nodes of `hosts_file` (each line has a name and its number of workers, 8 by default), or names to be
-    edited.
+    """Return the nodes of `hosts_file` (each line has a name and its number of workers, 8 by default); without a file,
+    return names that the user has to edit.
 
     Raises:
         ClusterError: the file does not give exactly `workers` workers, the same number on each of its hosts.
@@ -316,7 +316,7 @@ def reference_scripts() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write all scripts in launch/scripts/ again."""
+    """Write the launch scripts of all recipes in launch/scripts/ again."""
     SCRIPTS.mkdir(exist_ok=True)
     wanted = reference_scripts()
     for path in set(SCRIPTS.glob("*.sh")) - set(wanted):

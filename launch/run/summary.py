@@ -40,8 +40,8 @@ ResumeCommand = Callable[[Path | None, str], list[str]]
 
 
 class TrainingProgress:
-    """This follows a run by its file `RUN/metrics/rank_N.jsonl`. Use it as a context, and call `tick` a few times a
-    second.
+    """This follows a run by its file `RUN/metrics/rank_N.jsonl`. Use the object as a context manager, and call its
+    method `tick` a few times a second.
     """
 
     def __init__(self, run_dir: Path, console: Console, rank: int = 0):
@@ -290,7 +290,7 @@ def _loss(value: float | None) -> str:
 
 
 def complain(failure: Failure, where: str = "") -> None:
-    """Print on stderr what failed and `where` in one line, then what to do, the log, and its most informative lines."""
+    """Print on stderr in one line what failed and `where`, then what to do, the log, and its most informative lines."""
     if failure.user_error:
         click.echo(f"tc3: {failure.message}", err=True)
         return
@@ -305,7 +305,7 @@ def complain(failure: Failure, where: str = "") -> None:
 
 
 def print_failure(run_dir: Path, outcome: Outcome, summary: dict[str, Any]) -> None:
-    """Print on stderr why a run ended early: what failed where, and what the user can do."""
+    """Print on stderr why a run ended early: what failed, where it failed, and what the user can do."""
     failure = outcome.failure
     if failure is None:
         name = signal.Signals(outcome.code - 128).name

@@ -95,11 +95,11 @@ class Family:
         return ended
 
     def workers(self) -> list[Member]:
-        """Return the workers that were seen so far."""
+        """Return the workers of msrun that were seen so far."""
         return [member for member in self.members.values() if member.rank is not None]
 
     def alive(self) -> list[psutil.Process]:
-        """Return every descendant that still runs."""
+        """Return every process of the family that still runs."""
         self.scan()
         self._reap()
         return [process for process in self.seen.values() if not has_ended(process)]
@@ -148,7 +148,7 @@ def _exit_code(pid: int) -> int | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """This is how a run ended: why, which processes could not be killed, and the exit code.
+    """This says how a run ended: the reason, the processes that could not be killed, and the exit code.
 
     The code is 0 for success, 1 for a failure, 2 for a user error, 128 + n for the end by signal n.
     """
@@ -231,7 +231,9 @@ class _Watch:
     all_done: float = 0.0
 
     def until_the_end(self) -> tuple[int, Failure | None]:
-        """Return (exit code, failure) at success, at the first failure, or at a signal."""
+        """Return (exit code, failure) when the run has succeeded, when the first failure occurs, or when a signal
+        arrives.
+        """
         while True:
             while self.received:
                 if self.ends(number := self.received.pop(0)):

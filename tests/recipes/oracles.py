@@ -63,6 +63,15 @@ def load(name: str) -> Recipe:
     return load_recipe(RECIPES / name)
 
 
+def count_connections(recipe: dict) -> int:
+    """Trainable parameters of several residual streams (docs/hyper-connections.md), from first principles."""
+    streams = recipe.get("plugins", {}).get("hyper_connections", {}).get("streams", 1)
+    model = recipe["model"]["model_config"]
+    gates = streams + streams + streams * streams  # into the sublayer, out of it, and among the streams
+    one = gates * streams * model["hidden_size"] + gates + 3  # weights, biases, scales
+    return 2 * model["num_hidden_layers"] * one if streams > 1 else 0  # before attention and FFN
+
+
 def count_parameters(model: dict) -> int:
     """Trainable parameters of a `model_config`, from first principles: no MindFormers, no sharding."""
     hidden = model["hidden_size"]

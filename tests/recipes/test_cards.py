@@ -206,6 +206,7 @@ def test_only_yaml_beside_the_catalogue():
     [
         ("claim: assumed", "claim: trained", "'trained' is not a claim"),
         ("claim: assumed", "claim: compiled-virtual-many", "is not a claim"),
+        ("claim: assumed", "claim: proven-virtual-", "is not a claim"),
         ("kind: full", "kind: ful", "did you mean 'full'"),
         ("sources:", "source:", "source: no such key (did you mean 'sources'?)"),
         ("        what:", "        on:", "no such key"),  # YAML reads a plain `on` as True
@@ -237,5 +238,7 @@ def test_a_wrong_card_is_refused_by_name(tmp_path, monkeypatch, old, new, messag
 def test_a_compiled_claim_names_its_devices(tmp_path):
     shutil.copytree(RECIPES / "telechat3_105b", tmp_path / "telechat3_105b")
     card = tmp_path / "telechat3_105b/card.yaml"
-    card.write_text(card.read_text().replace("claim: assumed", "claim: compiled-virtual-256", 1))
-    assert load_cards(tmp_path)[0].entries[0].status[0]["claim"] == "compiled-virtual-256"
+    text = card.read_text()
+    for claim in ("compiled-virtual-256", "proven-virtual-256"):
+        card.write_text(text.replace("claim: assumed", f"claim: {claim}", 1))
+        assert load_cards(tmp_path)[0].entries[0].status[0]["claim"] == claim

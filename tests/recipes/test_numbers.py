@@ -18,6 +18,7 @@ from tests.recipes.oracles import (
     TELECHAT3_MOE_KEYS,
     VOCABULARY,
     all_recipes,
+    count_connections,
     count_parameters,
     load,
 )
@@ -58,7 +59,7 @@ def test_tables_of_the_telechat2_report(name):
 
 @pytest.mark.parametrize("name", [name for name in all_recipes() if not name.startswith("mini")])
 def test_parameters_are_what_the_card_says(name):
-    assert count_parameters(model_of(name)) == ENTRIES[name].parameters
+    assert count_parameters(model_of(name)) + count_connections(load(name)) == ENTRIES[name].parameters
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -74,12 +75,11 @@ def test_pangu_is_named_without_its_mtp_layer():
 
 def test_xing4_counts_the_published_weights():
     """The tensors of the public GGUF, 31,215,031,088 parameters, to the last one: what MindFormers lacks, added."""
-    model = model_of("xing4_29b/pretrain_4k.yaml")
-    hidden, layers, streams = model["hidden_size"], model["num_hidden_layers"], 4
-    gates = streams + streams + streams * streams  # into the sublayer, out of it, and among the streams
-    connections = 2 * layers * (gates * streams * hidden + gates + 3)  # attention and FFN: weights, biases, scales
-    own = 2 * model["vocab_size"] * hidden  # embedding and head that the published MTP layer has of its own
-    biases = (layers - model["first_k_dense_replace"] + 1) * model["n_routed_experts"]
+    recipe = load("xing4_29b/pretrain_4k.yaml")
+    model, connections = recipe["model"]["model_config"], count_connections(recipe)
+    own = 2 * model["vocab_size"] * model["hidden_size"]  # embedding and head of the published MTP layer
+    biases = (model["num_hidden_layers"] - model["first_k_dense_replace"] + 1) * model["n_routed_experts"]
+    assert connections == 27_527_280
     assert count_parameters(model) + connections + own + biases == 31_215_031_088
     assert count_parameters({**model, "num_nextn_predict_layers": 0}) == pytest.approx(29e9, rel=0.02)
 

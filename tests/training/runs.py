@@ -23,12 +23,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TINY, TINY_DP2 = HERE / "tiny.yaml", HERE / "tiny_dp2.yaml"
 RECORDED = ("--set", "plugins.step_record.steps=12")  # all that `tc3 accuracy diagnose` compares
+DATA = "train_dataset.data_loader.config.data_path.1"
 PYTHON, TC3 = sys.executable, str(Path(sys.executable).with_name("tc3"))
 
 
 def arguments(recipe, run_dir, corpus, *more):
     """argv of `tc3 train`; `corpus` None: the recipe names its data."""
-    data = ["--set", f"train_dataset.data_loader.config.data_path.1={corpus}"] if corpus else []
+    data = ["--set", f"{DATA}={corpus}"] if corpus else []
     return [TC3, "train", str(recipe), "--run-dir", str(run_dir), *data, *more]
 
 

@@ -7,12 +7,14 @@ reference, with gradients and bytes, in tests/plugins/hierarchical_ep/test_dispa
 """
 
 import json
-import subprocess
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
-from tests.training import runs
+from launch.cli import tc3
+from tests.forks import forked_compiles
+from tests.training import forked, runs
 from tools.recipe.load import load_recipe
 
 pytestmark = pytest.mark.slow
@@ -34,20 +36,17 @@ def check_same_curve(one, several):
             assert several[step][key] == pytest.approx(expected[key], abs=tolerance), f"step {step}: {key}"
 
 
-def check_dry_run(run_dir):
+def test_global_dispatch_keeps_what_a_dry_run_says(whole_ep2, forks, tmp_path):
     """What `tc3 dryrun` says that a rank keeps is what each of the workers kept."""
-    done = subprocess.run(
-        [runs.TC3, "dryrun", str(run_dir / "recipe.yaml"), "--ranks", "1", "--json", "--no-cache"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    with forked_compiles(forks, tmp_path):
+        done = CliRunner(catch_exceptions=False).invoke(
+            tc3, ["dryrun", str(whole_ep2 / "recipe.yaml"), "--ranks", "1", "--json"]
+        )
+    assert done.exit_code == 0, done.output
     (rank,) = json.loads(done.stdout)["ranks"]
     for worker in (0, 1):
-        header = (run_dir / "metrics" / f"rank_{worker}.jsonl").read_text().splitlines()[0]
+        header = (whole_ep2 / "metrics" / f"rank_{worker}.jsonl").read_text().splitlines()[0]
         assert json.loads(header)["held_bytes"] == rank["held_bytes"], f"rank {worker}"
-
-
-def test_global_dispatch_keeps_what_a_dry_run_says(whole_ep2):
-    check_dry_run(whole_ep2)
 
 
 @pytest.mark.parametrize("section", ["parallel_config", "parallel"])
@@ -55,9 +54,9 @@ def test_the_mini_recipe_lays_its_experts_out_as_what_is_trained_here(section):
     assert load_recipe(TINY_EP4)[section] == load_recipe(MINI_EP4)[section]
 
 
-def test_deduplicated_dispatch_in_chunks_has_the_curve_of_two_workers(whole_ep2, corpus, tmp_path):
+def test_deduplicated_dispatch_in_chunks_has_the_curve_of_two_workers(whole_ep2, workers, corpus, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     plugins = {"hierarchical_ep": {"mode": "deduplicated"}, "ep_overlap": {"chunks": [1, 2], "stride": 2}}
     recipe.write_text(yaml.safe_dump({"base_config": str(TINY_EP4), "plugins": plugins}))
-    runs.train(recipe, tmp_path / "run", corpus, "--steps", str(STEPS))
+    forked.train(workers, recipe, tmp_path / "run", corpus, steps=STEPS)
     check_same_curve(whole_ep2, tmp_path / "run")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training import runs
+from tests.training import forked, runs
 from tests.training.conftest import shared
 from tests.training.test_other_layout import follows, saved
 from tests.training.test_sharded import STEPS
@@ -19,17 +19,17 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
-def base(corpus, tmp_path_factory):
+def base(workers, corpus, tmp_path_factory):
     """A run without adapters."""
-    return sharded("", corpus, tmp_path_factory)
+    return sharded("", workers, corpus, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def alone(base, corpus, tmp_path_factory):
+def alone(base, workers, corpus, tmp_path_factory):
     """Adapters on one process."""
 
     def make(folder):
-        runs.train(runs.HERE / "sharded_lora.yaml", folder / "run", corpus, "--set", path(base))
+        forked.train(workers, runs.HERE / "sharded_lora.yaml", folder / "run", corpus, path(base))
 
     return shared(tmp_path_factory, "sharded_lora", make) / "run"
 
@@ -56,15 +56,15 @@ def test_losses_are_those_of_the_loaded_weights_and_the_adapters_learn(alone, ba
 
 
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])
-def test_layouts_train_as_one_process_does(layout, alone, base, corpus, tmp_path):
-    runs.train(runs.HERE / f"sharded_lora_{layout}.yaml", tmp_path / "run", corpus, "--set", path(base))
+def test_layouts_train_as_one_process_does(layout, alone, base, workers, corpus, tmp_path):
+    forked.train(workers, runs.HERE / f"sharded_lora_{layout}.yaml", tmp_path / "run", corpus, path(base))
     follows(tmp_path / "run", alone, STEPS)
     keeps_frozen(tmp_path / "run", base)
 
 
-def test_a_pipeline_of_several_devices_goes_on_with_the_run_of_one_process(alone, base, corpus, tmp_path):
+def test_a_pipeline_of_several_devices_goes_on_with_the_run_of_one_process(alone, base, workers, corpus, tmp_path):
     """Data and expert parallel, the frozen weights and the optimizer's moments sharded."""
     recipe = runs.HERE / "sharded_lora_pp2_ep2.yaml"
-    runs.train(recipe, tmp_path / "run", corpus, "--resume", saved(alone, 3))
+    forked.train(workers, recipe, tmp_path / "run", corpus, resume=saved(alone, 3))
     follows(tmp_path / "run", alone, [4, 5, 6], rank=3)  # only the ranks of the last stage compute the loss
     keeps_frozen(tmp_path / "run", base)

@@ -31,8 +31,8 @@ def saved(run_dir, step):
     return str(run_dir / "checkpoint" / f"iteration_{step:08d}")
 
 
-def test_tensor_parallelism_becomes_a_pipeline(corpus, tmp_path_factory, tmp_path):
-    whole = sharded("_tp2", corpus, tmp_path_factory)
+def test_tensor_parallelism_becomes_a_pipeline(workers, corpus, tmp_path_factory, tmp_path):
+    whole = sharded("_tp2", workers, corpus, tmp_path_factory)
     recipe = evaluating("_pp2", tmp_path, corpus, alone=True)
     runs.train(recipe, tmp_path / "run", corpus, "--resume", saved(whole, 3))
     follows(tmp_path / "run", whole, [4, 5, 6], rank=1)  # the last stage knows the loss

@@ -5,19 +5,21 @@ benchmarks/RESULTS.md has further layouts; `tc3 accuracy equivalence` compares g
 
 import json
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from plugins.expert_balance.record import load_file
 from plugins.expert_balance.record import read as read_loads
 from plugins.expert_balance.replay import differences, replay
 from plugins.expert_balance.routers import Watcher, routers_file
 from plugins.expert_balance.settings import Settings
-from tests.training import runs
+from tests.forks import forked_compiles
+from tests.training import forked, runs
 from tests.training.conftest import shared
+from tools.accuracy.cli import accuracy
 from tools.accuracy.collectives import DIFFERS, compare_run
 from tools.data.index import write_corpus
 from tools.dryrun.executed import calls_file
@@ -43,7 +45,7 @@ def evaluating(layout, folder, corpus, alone=False):
     return folder / "evaluating.yaml"
 
 
-def run(layout, corpus, tmp_path_factory):
+def run(layout, workers, corpus, tmp_path_factory):
     """The folder of a run of tests/training/sharded<layout>.yaml to its end; each is trained once."""
     recipe = runs.HERE / f"sharded{layout}.yaml"
 
@@ -51,7 +53,7 @@ def run(layout, corpus, tmp_path_factory):
         if layout == KILLED:
             killed_and_resumed(evaluating(layout, folder, corpus), folder, corpus)
         else:
-            runs.train(recipe, folder / "run", corpus)
+            forked.train(workers, recipe, folder / "run", corpus)
 
     return shared(tmp_path_factory, f"sharded{layout}", make) / "run"
 
@@ -86,9 +88,9 @@ def calls_of(run_dir, rank):
 
 
 @pytest.fixture(scope="session")
-def alone(corpus, tmp_path_factory):
+def alone(workers, corpus, tmp_path_factory):
     """One process."""
-    return runs.steps(run("", corpus, tmp_path_factory))
+    return runs.steps(run("", workers, corpus, tmp_path_factory))
 
 
 def equal(sharded, alone):
@@ -101,12 +103,12 @@ def equal(sharded, alone):
         assert record["global_norm"] == pytest.approx(alone[step]["global_norm"], rel=5e-5), f"step {step}"
 
 
-def test_losses_and_norms_equal_those_of_one_process(alone, corpus, tmp_path_factory):
+def test_losses_and_norms_equal_those_of_one_process(alone, workers, corpus, tmp_path_factory):
     """A pipeline goes on with half of this run, and is compared with it, in test_other_layout.py."""
-    equal(runs.steps(run(KILLED, corpus, tmp_path_factory)), alone)
+    equal(runs.steps(run(KILLED, workers, corpus, tmp_path_factory)), alone)
 
 
-def test_experts_of_a_pipeline_that_change_places_leave_the_losses_alone(alone, corpus, tmp_path):
+def test_experts_of_a_pipeline_that_change_places_leave_the_losses_alone(alone, workers, corpus, tmp_path):
     """Two ranks of the last stage shuffle their experts after each other step, by the graph's own AlltoAllV.
 
     All four ranks plan for the last stage's layer, and rank 0, which has no experts, records it.
@@ -115,7 +117,7 @@ def test_experts_of_a_pipeline_that_change_places_leave_the_losses_alone(alone, 
     ours = Settings(every=2, method="random")
     plugins = {"expert_balance": {"every": ours.every, "method": ours.method}}
     recipe.write_text(yaml.safe_dump({"base_config": str(runs.HERE / "sharded_pp2_ep2.yaml"), "plugins": plugins}))
-    runs.train(recipe, tmp_path / "run", corpus)
+    forked.train(workers, recipe, tmp_path / "run", corpus)
     found = runs.steps(tmp_path / "run", rank=3)  # only the ranks of the last stage compute the loss
     equal(found, alone)
     assert [found[n]["loss"] for n in STEPS] == pytest.approx([alone[n]["loss"] for n in STEPS], rel=1e-6)
@@ -136,29 +138,30 @@ def test_experts_of_a_pipeline_that_change_places_leave_the_losses_alone(alone, 
     ]
 
 
-def test_the_collectives_of_a_run_are_those_of_its_dry_run(corpus, tmp_path_factory, tmp_path, monkeypatch):
+def test_the_collectives_of_a_run_are_those_of_its_dry_run(workers, forks, corpus, tmp_path_factory, tmp_path):
     """And where a rank's record lacks one, it is named: the compiles are not repeated for that."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run_dir = tmp_path / "run"
-    shutil.copytree(run("_tp2", corpus, tmp_path_factory), run_dir, ignore=shutil.ignore_patterns("checkpoint"))
-    command = [runs.TC3, "accuracy", "collectives", str(run_dir), "--json"]
-    done = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    whole = run(KILLED, workers, corpus, tmp_path_factory)
+    shutil.copytree(whole, run_dir, ignore=shutil.ignore_patterns("checkpoint"))
+    with forked_compiles(forks, tmp_path / "cache"):
+        done = CliRunner(catch_exceptions=False).invoke(accuracy, ["collectives", str(run_dir), "--json"])
+    assert done.exit_code == 0, done.output
     for rank in json.loads(done.stdout)["ranks"]:
         assert rank["calls"] > 50 and {"AllReduce", "AllGather", "ReduceScatter"} <= rank["by_name"].keys()
     file = calls_file(run_dir, 1)
     record = json.loads(file.read_text())
     lost = record["calls"].pop(len(record["calls"]) // 2)
     file.write_text(json.dumps(record))
-    verdict = compare_run(run_dir)
+    with forked_compiles(forks, tmp_path / "cache"):
+        verdict = compare_run(run_dir)
     one, other = (rank.differences for rank in verdict.ranks)
     assert verdict.word == DIFFERS and one == [] and len(other) == 1
     assert other[0].startswith(f"reported, not executed: {lost[0]} of "), other
 
 
-def test_a_killed_run_goes_on_to_the_same_bits(corpus, tmp_path_factory):
+def test_a_killed_run_goes_on_to_the_same_bits(workers, corpus, tmp_path_factory):
     """Steps 4 and 5 were made before the kill by the graph as it was compiled, and after it by the loaded one."""
-    run_dir = run(KILLED, corpus, tmp_path_factory)
+    run_dir = run(KILLED, workers, corpus, tmp_path_factory)
     before = json.loads((run_dir.parent / "killed.json").read_text())
     assert before["checkpoints"] == [3]
     killed = {record["step"]: record for record in before["steps"]}

@@ -181,6 +181,17 @@ def test_start_compile_step_end(run):
     assert [phase for phase, _ in run.learned] == ["start", "compile", "step", "step", "step"]
 
 
+def test_the_first_step_of_a_larger_batch_may_compile(run):
+    run.recipe = {**run.recipe, "plugins": {"batch_ramp": {"stages": [[6, 4]]}}, "runner_config": {"batch_size": 8}}
+    run.begin()
+    phases = []
+    for number in (5, 6, 7):
+        for rank in (0, 1):
+            run.step(rank, number)
+            phases.append(run.look())
+    assert phases[1:] == ["step", "step", "first step", "first step", "step"]
+
+
 def test_since_is_that_of_the_newest_step(run):
     run.begin()
     for rank in (0, 1):

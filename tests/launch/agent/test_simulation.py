@@ -132,7 +132,8 @@ def through(world):
     attempts = read_attempts(world.folder)
     assert attempts[-1].verdict.decision == "done", attempts[-1].verdict
     left_out = samples_of(read_ledger(world.folder))
-    assert world.trained == reference.samples(10 * STEPS * world.batch, left_out)[: STEPS * world.batch]
+    trained = world.ramp.samples_until(STEPS)
+    assert world.trained == reference.samples(10 * trained, left_out)[:trained]
     assert not world.bad & set(world.trained)
     spiked = [attempt for attempt in attempts if attempt.verdict.cause == "spike"]
     assert len(spiked) == len(read_ledger(world.folder)), "each was met once"
@@ -153,6 +154,17 @@ def test_two_agents_a_spike_and_kills_after_it_whoever_plans(folder, monkeypatch
         spiked = next(attempt.number for attempt in attempts if attempt.verdict.cause == "spike")
         orders |= set(zip(world.planners[spiked:], world.planners[spiked + 1 :], strict=False))
     assert orders == {("a", "a"), ("a", "b"), ("b", "a"), ("b", "b")}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_batch_that_grows_trains_each_sample_once_through_kills_and_a_spike_at_its_change(folder, monkeypatch, seed):
+    """The spike is in step 9, and the steps that are left out begin with step 6, the last one of two samples."""
+    world = Training(folder, monkeypatch, seed, STEPS, {20}, kills=0.12, naps=0.0, stages=[(6, 2), (12, 4)])
+    world.start("a", "b")
+    through(world)
+    assert world.ramp.samples_until(STEPS) == 6 * 2 + 6 * 4 + 8 * 8
+    (entry,) = read_ledger(folder)
+    assert (entry.step, entry.first, entry.samples) == (9, 6, ((10, 24),))
 
 
 @pytest.mark.parametrize("seed", [1, 4, 7, 16, 41])

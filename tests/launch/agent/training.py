@@ -36,7 +36,8 @@ NAP = 40.0  # seconds for which an agent is held up: ten times what it takes to 
 
 
 class Training(World):
-    """A run of `steps` steps on two of `hosts`, whose data has `bad` samples: each step that sees one is a spike.
+    """A run of `steps` steps on two of `hosts`, whose data has `bad` samples: each step that sees one is a spike. Its
+    batch grows by the `stages` of plugins.batch_ramp, if it has any.
 
     Attributes:
         kills, naps: how likely a worker dies in a step, and an agent is held up where that may hurt.
@@ -44,8 +45,11 @@ class Training(World):
         late: saves that rank 0 could not put in their place, after the last one that it could, which removes old ones.
     """
 
-    def __init__(self, folder: Path, monkeypatch, seed: int, steps: int, bad: set[int], kills: float, naps: float):
+    def __init__(
+        self, folder: Path, monkeypatch, seed: int, steps: int, bad: set[int], kills: float, naps: float, stages=()
+    ):
         super().__init__(folder, monkeypatch, seed=seed)
+        self.stages = [list(stage) for stage in stages]
         self.steps, self.bad, self.kills, self.naps = steps, bad, kills, naps
         self.attempts: dict[int, SimpleNamespace] = {}
         self.planners: list[str] = []
@@ -54,7 +58,8 @@ class Training(World):
         self.asleep = False
         self.settings = Settings(rollbacks=9, skip=SKIP)
         self.hosts: tuple[str, ...] = ()
-        self.batch = View(self._recipe()).global_batch
+        self.ramp = View(self._recipe()).ramp
+        assert len(self.ramp.stages) == len(stages)
         monkeypatch.setattr(planning, "meanwhile", lambda *_: nullcontext())
         monkeypatch.setattr(planning, "time", SimpleNamespace(monotonic=lambda: self.time))
         monkeypatch.setattr(planning, "free_port", lambda: 9000)
@@ -72,6 +77,8 @@ class Training(World):
         recipe["output_dir"] = str(self.folder)
         recipe["checkpoint"] = {**recipe["checkpoint"], "save_path": str(self.folder / "checkpoint")}
         recipe["plugins"] = {"spike_guard": {"rollbacks": 9, "skip": SKIP}}
+        if self.stages:
+            recipe["plugins"]["batch_ramp"] = {"stages": self.stages}
         return recipe
 
     def _held_up(self, does):
@@ -173,11 +180,12 @@ class Training(World):
         left_out, *others = run.there.values()
         assert all(each == left_out for each in others), "all ranks leave out the same"
         run.step += 1
-        positions = range((run.step - 1) * self.batch, run.step * self.batch)
+        positions = self.ramp.rows_at(run.step, 0, 1)
         run.samples = run.samples + [original(position, left_out) for position in positions]
-        if self.bad & set(run.samples[-self.batch :]):
+        if self.bad & set(run.samples[-len(positions) :]):
+            trained = self.ramp.samples_until
             entry, words = what_follows(
-                run.step, "loss is NaN", read_ledger(self.folder), self.settings, self.batch, left_out
+                run.step, "loss is NaN", read_ledger(self.folder), self.settings, trained, left_out
             )
             assert entry, words
             add_entry(self.folder, entry)
@@ -192,7 +200,7 @@ class Training(World):
         root = self.folder / "checkpoint"
         folder = saving_folder(root, plan.name) / f"iteration_{run.step:08d}"
         folder.mkdir(parents=True)
-        (folder / "common.json").write_text(json.dumps({"global_batch_size": self.batch}))
+        (folder / "common.json").write_text(json.dumps({"global_batch_size": self.ramp.full}))
         for rank in range(NODES):
             (folder / f"mini-model-{rank:07d}-{NODES:07d}.safetensors").write_text(json.dumps(run.samples))
             write_seal(folder, rank, NODES, run.step, made={"attempt": plan.name, "skipped": left_out})

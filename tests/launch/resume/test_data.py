@@ -163,6 +163,28 @@ def test_the_most_steps_are_those_of_the_present_shuffle():
     assert most_steps(recipe(runner=1) | {"runner_config": {"batch_size": 4, "epochs": 2}}, 50) is None
 
 
+def growing(*stages, batch=8, **more):
+    return recipe(steps=12, batch=batch, plugins={"batch_ramp": {"stages": [list(each) for each in stages]}}, **more)
+
+
+@pytest.mark.usefixtures("corpora")
+def test_a_batch_that_grows_may_change_as_long_as_the_trained_steps_keep_their_samples():
+    assert all_steps(growing((2, 2), (5, 4))) == 15, "4 + 12 + 80 samples"
+    before = growing((2, 2), (5, 4))
+    assert differences(before, before, 4) == differences(before, growing((2, 2), (9, 4)), 5) == []
+    (changed,) = differences(before, growing((2, 2), (9, 4)), 6)
+    assert changed == "plugins.batch_ramp: until step 6 the samples were 24, would be 20"
+    (other,) = differences(before, recipe(batch=8, steps=12), 1)
+    assert other == "plugins.batch_ramp: until step 1 the samples were 2, would be 8"
+    full, *_ = differences(before, growing((2, 2), (5, 4), batch=16), 1)
+    assert "own batch were 8, would be 16" in full
+
+
+@pytest.mark.usefixtures("corpora")
+def test_the_most_steps_of_a_batch_that_grows():
+    assert most_steps(growing((2, 2), (5, 4)), 50) == 5 + (100 - 16) // 8, "100 samples are an epoch"
+
+
 @pytest.mark.usefixtures("corpora")
 def test_what_cannot_be_told_is_a_difference_only_where_the_samples_change():
     gone = ["1", "nowhere"]

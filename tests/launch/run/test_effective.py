@@ -42,6 +42,13 @@ def test_a_warm_up_longer_than_all_steps_becomes_its_share_of_them(steps, warmup
     assert [line for line in check_recipe(flat).errors if "warmup" in str(line)] == []
 
 
+def test_steps_of_a_batch_that_grows_ask_for_their_samples():
+    recipe = load_recipe("recipes/mini/pretrain_ramp.yaml")  # 50 steps of 2, 4 and 6 samples, then of 8
+    assert steps_overrides(recipe, 60)[:2] == ["train_dataset.data_loader.sizes.0=140", "lr_schedule.total_steps=18"]
+    recipe["plugins"]["batch_ramp"]["learning_rate"] = "steps"
+    assert steps_overrides(recipe, 160)[:2] == ["train_dataset.data_loader.sizes.0=680", "lr_schedule.total_steps=160"]
+
+
 def test_a_warm_up_that_the_user_sets_stays():
     given = ("lr_schedule.warmup_steps=50",)
     recipe = apply_overrides(load_recipe("recipes/mini/pretrain.yaml"), given)

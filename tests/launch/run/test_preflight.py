@@ -261,7 +261,7 @@ def test_a_sound_recipe_passes(capsys):
 
 
 def test_a_launch_says_that_a_recipe_is_modelled(capsys):
-    preflight.check_sound(load_recipe(MINI.parents[1] / "xing4_29b/pretrain_4k.yaml"))
+    preflight.check_sound(load_recipe(MINI.parents[1] / "pangu_ultra_moe_718b/pretrain_4k.yaml"))
     assert "not to be trained" in capsys.readouterr().err
 
 

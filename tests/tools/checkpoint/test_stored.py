@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from plugins.errors import CheckpointError
 from tests.tools.checkpoint.saved import Saved, numbered
-from tools.checkpoint.stored import moved, open_stored, read_placements, read_whole, refuse_moved
+from tools.checkpoint.stored import kind_of, moments_of, moved, open_stored, read_placements, read_whole, refuse_moved
 
 
 @pytest.fixture
@@ -283,3 +283,13 @@ def test_a_file_that_is_cut_short_is_told(tmp_path):
     with pytest.raises(CheckpointError, match="not a complete safetensors"):
         read_placements(folder)
     refuse_moved(folder, balanced=False)
+
+
+def test_muon_keeps_one_moment_of_a_layers_matrix_and_adamws_of_the_rest():
+    matrix, vector = "decoder.layers.1.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"
+    assert moments_of("Muon", matrix, 2) == (f"muon_m.{matrix}",)
+    assert moments_of("AdamW", matrix, 2) == (f"adam_m.{matrix}", f"adam_v.{matrix}")
+    for name, axes in ((vector, 1), ("embedding.word_embeddings.weight", 2), ("output_layer.weight", 2)):
+        assert moments_of("Muon", name, axes) == moments_of("AdamW", name, axes) == (f"adam_m.{name}", f"adam_v.{name}")
+    assert {kind_of(each) for name in (matrix, vector) for each in moments_of("Muon", name, 2)} == {"optimizer"}
+    assert kind_of("decoder.layers.1.self_attention.core_attention.max_logits_val") == "other"

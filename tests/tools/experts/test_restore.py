@@ -146,3 +146,23 @@ def test_rows_that_are_no_experts_are_told(tmp_path):
     file = next(folder.glob("*-model-0000000-*")).name
     with pytest.raises(CheckpointError, match="cannot be divided among 3 experts"):
         restore._restored(file, {MODULE: np.arange(3)}, open_stored(folder))
+
+
+def test_muons_moment_comes_back_and_the_number_in_place_of_adams_stays(tmp_path):
+    slots = np.array([2, 0, 3, 1])
+    saved = Saved(tmp_path / "checkpoint" / "iteration_00000006", 2)
+    weight = numbered(8, 4)
+    for name in (WEIGHT, f"muon_m.{WEIGHT}"):
+        kind = "opt" if name.startswith("muon") else "model"
+        saved.put(name, in_slots(weight, slots), (2, 1), [[0], [1]], kind)
+    for rank in range(2):
+        saved.held[saved.file("model", rank)][f"{MODULE}.placement"] = slots.astype(np.int32)
+        saved.held[saved.file("opt", rank)][MOMENT] = np.full(1, 7, np.float32)
+    path = saved.write()
+    (path / "common.json").write_text("{}")
+    for rank in range(2):
+        write_seal(path, rank, 2, 6)
+    restore_order(path, target_of(path))
+    arrays = read_whole(target_of(path)).arrays
+    np.testing.assert_array_equal(arrays[f"muon_m.{WEIGHT}"], weight)
+    np.testing.assert_array_equal(open_stored(target_of(path)).read_from(saved.file("opt", 1), MOMENT), [7])

@@ -176,6 +176,23 @@ def test_the_longest_chain_goes_through_split_backwards_and_pairs(seed, schedule
     assert (visits * other).sum() <= critical_path(table, other)[0] * (1 + 1e-12)
 
 
+@many
+@given(st.integers(0, 10**6), st.sampled_from(["1f1b", "interleaved_1f1b"]), st.integers(1, 9))
+def test_sending_counts_in_a_chain_that_stays_on_its_stage(seed, schedule, transfer):
+    rng = np.random.default_rng(seed)
+    chunks = 1 if schedule == "1f1b" else 2
+    table, times = timetable(schedule, 4, chunks, 8), rng.integers(1, 9, (2, 4 * chunks)).astype(float)
+    received = np.full(times.shape, float(transfer))
+    received[0, 0] = received[1, -1] = 0
+    step = simulate(schedule, 8, Durations(*times.reshape(2, chunks, 4), None, transfer, "none")).makespan
+    time, visits = critical_path(table, times + received, transfer)
+    assert time == pytest.approx(step)
+    other = rng.integers(1, 9, times.shape)  # what is sent does not change with the times
+    sent = time - (visits * (times + received)).sum()
+    assert sent >= -1e-9
+    assert (visits * (other + received)).sum() + sent <= critical_path(table, other + received, transfer)[0] + 1e-9
+
+
 def test_orders_that_wait_for_each_other_are_named():
     first = [Op("B", 0, 0), Op("F", 0, 0)]
     with pytest.raises(RecipeError, match=r"stage 0 at \('B', 0, 0\); stage 1 at \('F', 0, 0\)"):

@@ -78,6 +78,8 @@ def test_workers_do_not_hear_ctrl_c_and_end_by_sigterm() -> None:
 
 
 HERE = Path(__file__).resolve()
+# for `python -c`: lets it import this module
+IMPORTABLE = f"import sys; sys.path[:0] = [{str(HERE.parent)!r}, {str(HERE.parents[3])!r}]\n"
 
 
 def squarer(naps: bool) -> Callable[[int], tuple[int, int]]:
@@ -134,7 +136,7 @@ def test_one_worker_works_in_this_process() -> None:
 
 def test_workers_end_when_their_parent_is_killed() -> None:
     code = (
-        f"import sys; sys.path[:0] = [{str(HERE.parent)!r}, {str(HERE.parents[3])!r}]\n"
+        f"{IMPORTABLE}"
         "from functools import partial; from itertools import count; import test_children as t\n"
         "if __name__ == '__main__':\n"
         "    for square, pid in t.ordered_map(partial(t.squarer, True), (n % 50 for n in count()), 2):\n"
@@ -149,3 +151,50 @@ def test_workers_end_when_their_parent_is_killed() -> None:
     parent.stdout.close()
     _, alive = psutil.wait_procs(workers, timeout=30)
     assert alive == []
+
+
+def test_workers_of_a_pool_end_when_their_parent_is_killed() -> None:
+    """Idle ones, which nothing else would tell; the pool is that of a search."""
+    code = (
+        f"import os, sys, time; sys.path.insert(0, {str(HERE.parents[3])!r})\n"
+        "from tools.search.ranking.workers import working\n"
+        "if __name__ == '__main__':\n"
+        "    with working(2) as results:\n"
+        "        print(*{pid for _, pid in results(os.getpid, [()] * 50)}, flush=True)\n"
+        "        time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout
+    assert parent.stdout.readline()
+    workers = [each for each in psutil.Process(parent.pid).children() if "resource_tracker" not in str(each.cmdline())]
+    assert len(workers) == 2
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert alive == []
+
+
+class Deserted:
+    """A connection whose other end is gone, which its reader has not found out."""
+
+    def __init__(self) -> None:
+        self.jobs = [[1]]
+
+    def recv(self) -> list[int]:
+        while not self.jobs:
+            time.sleep(1)
+        return self.jobs.pop()
+
+    def send(self, result: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_worker_that_cannot_answer_ends_without_a_word() -> None:
+    code = (
+        f"{IMPORTABLE}"
+        "import test_children as t; from tools.process import children\n"
+        "children._serve(t.Deserted(), t.echo)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

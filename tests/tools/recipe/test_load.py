@@ -296,11 +296,14 @@ def test_bases_that_double_at_each_level_are_read_once(tmp_path):
     assert len(load_recipe(tmp_path / "0.yaml")) == 41
 
 
-def test_a_circle_of_lists_of_bases_is_named(tmp_path):
+def test_a_circle_of_lists_of_bases_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the message names four files, and must not depend on where a test run writes
     (tmp_path / "a.yaml").write_text("base_config: b.yaml\n")
     (tmp_path / "b.yaml").write_text("base_config: [c.yaml]\n")
     (tmp_path / "c.yaml").write_text("base_config: a.yaml\n")
-    assert "the recipe names itself as its base" in refusal(tmp_path / "a.yaml")
+    refused = refusal(tmp_path / "a.yaml")
+    assert "the recipe names itself as its base" in refused
+    assert refused.endswith("a.yaml -> b.yaml -> c.yaml -> a.yaml")
 
 
 @pytest.mark.parametrize("ending", ["\r\n", "\n"])

@@ -261,8 +261,10 @@ def test_every_recipe_of_the_family_gives_a_sound_mini(path, workers):
     assert (view.chunks, view.scheduler) == (own.chunks, own.scheduler)
     assert mini["model"]["model_config"]["compute_dtype"] == own.get(("model", "model_config", "compute_dtype"))
     assert mini["model"]["model_config"]["num_hidden_layers"] >= view.pp * view.chunks
-    for key in ("enable_parallel_optimizer", "gradients_mean"):
-        assert view.flag(("parallel", key)) == own.flag(("parallel", key))
+    assert view.flag(("parallel", "gradients_mean")) == own.flag(("parallel", "gradients_mean"))
+    cut = own.flag(("parallel", "enable_parallel_optimizer"))
+    muon = own.get(("optimizer", "type")) == "Muon"  # refuses shards of one rank
+    assert view.flag(("parallel", "enable_parallel_optimizer")) == (cut and not (muon and view.dp == 1))
     written, made = (of.get(("recompute_config", "recompute")) for of in (own, view))
     if isinstance(written, list):  # layers of each stage, of which the mini has fewer, with fewer layers
         assert np.shape(made) == ((view.pp,) if view.chunks == 1 else (view.chunks, view.pp)) and np.any(made)
@@ -270,8 +272,20 @@ def test_every_recipe_of_the_family_gives_a_sound_mini(path, workers):
         assert made == written
 
 
+@pytest.mark.parametrize("workers", [None, 2, 4, 8, 16])
+def test_a_mini_of_muon_has_shards_that_muon_takes(workers):
+    mini = resolve(load_mini(ROOT / "recipes/telechat3_105b/pretrain_4k_muon.yaml", workers=workers))
+    view = View(mini)
+    assert [str(error) for error in check_recipe(mini).errors if "data_path" not in str(error)] == []
+    assert view.sharded_on_cpu and view.devices == (workers or 1)
+    shards = view.get(("parallel", "parallel_optimizer_config", "optimizer_weight_shard_size"))
+    assert shards == (min(4, view.dp) if view.dp > 1 else None)
+
+
 def test_a_recipe_that_splits_nothing_is_refused():
-    with pytest.raises(RecipeError, match="--parallel keeps the way in which a recipe splits its model, but this"):
+    with pytest.raises(
+        RecipeError, match="--parallel keeps the way in which a recipe splits its model; this recipe splits"
+    ):
         load_mini(ROOT / "recipes/mini/pretrain.yaml", workers=4)
     with pytest.raises(RecipeError, match="needs a parallel degree above 1 that fits 1 workers"):
         load_mini(ROOT / "recipes/telechat3_438b/pretrain_4k.yaml", workers=1)

@@ -2,7 +2,8 @@
 move of experts.
 
 TC3_TEST_KILL is `rank:n`: the n-th safetensors file (1 is the first) that rank writes.
-TC3_TEST_KILL_SEAL is `rank:n`: the n-th file that rank reads to seal it, when all of its save are written.
+TC3_TEST_KILL_SEAL is `rank:n`: the n-th file that rank reads to seal it, when all of its save are written, and rank 0
+has sealed its own.
 TC3_TEST_KILL_MOVE is `rank:n`: before the n-th tensor that rank writes when experts move, all of a layer at hand.
 TC3_TEST_KILL_COPIES is `rank:n`: before rank has the copies of experts that the n-th layer is given; a layer is given
 some when training begins, and at each plan when its tensors are written.
@@ -49,6 +50,8 @@ def _arm_seal():
     def checksum_or_die(path):
         read.append(path)
         if len(read) == number:
+            while not os.path.exists(os.path.join(os.path.dirname(path), "seal_rank_0.json")):
+                time.sleep(0.05)  # rank 0 writes its seal without waiting for this rank
             os.kill(os.getpid(), signal.SIGKILL)
         return checksum(path)
 

@@ -23,7 +23,7 @@ def main() -> int:
     """The exit code of the agent."""
     run_dir, host, hosts, nodes, *port = sys.argv[1:]
     launcher = run_dir_file(Path(run_dir))
-    msrun._msrun = lambda: launcher  # type: ignore[attr-defined]
+    msrun.msrun_of = lambda: launcher  # type: ignore[attr-defined]
     recipe = load_recipe(msrun.ROOT / "recipes/mini/pretrain_dp2.yaml")
     recipe["checkpoint"] = {**recipe["checkpoint"], "save_path": str(Path(run_dir) / "checkpoint")}
     names = tuple(hosts.split(","))
