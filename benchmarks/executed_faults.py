@@ -91,10 +91,9 @@ class Bench:
 
     def outcome(self, name: str, fault: Fault) -> Outcome:
         """Run a fault, and compare."""
-        sharding = SHARDINGS[fault.strategy]
-        sharding = replace(sharding, layers=self.layers or sharding.layers)
+        sharding = self.sharding(fault.strategy)
         reference = self._reference(sharding)
-        recipe = self._recipe(sharding)
+        recipe = self.recipe(sharding)
         if fault.kind:
             part = recipe["model"]["model_config"]["seq_length"] // sharding.cp
             callback = {"type": "LayoutFault", "auto_register": "layout_fault.LayoutFault", "kind": fault.kind}
@@ -107,17 +106,23 @@ class Bench:
         found = compare_executed(read_executed(run_dir, recipe), reference, sharding)
         return Outcome(code, seconds, found.findings)
 
+    def sharding(self, strategy: str) -> Sharding:
+        """Return a strategy with the layers of this bench."""
+        found = SHARDINGS[strategy]
+        return replace(found, layers=self.layers or found.layers)
+
     def _reference(self, sharding: Sharding) -> Trained:
         name = sharding.against
         if name not in self.references:
-            recipe = self._recipe(sharding.alone)
+            recipe = self.recipe(sharding.alone)
             code, run_dir = self._train(name, recipe)
             if code:
                 raise click.ClickException(f"{name}: {''.join(errors_of(run_dir))[-1500:]}")
             self.references[name] = read_executed(run_dir, recipe)
         return self.references[name]
 
-    def _recipe(self, sharding: Sharding) -> Recipe:
+    def recipe(self, sharding: Sharding) -> Recipe:
+        """Return the recipe of a strategy, on a corpus that is made once."""
         corpus = self.work / "corpus"
         if not corpus.exists():
             make_corpus(corpus, self.base, self.steps)
@@ -152,7 +157,12 @@ def told(outcome: Outcome, sharding: Sharding) -> list[str]:
 
 @click.command()
 @click.argument("faults", nargs=-1, type=click.Choice(list(FAULTS)))
-@click.option("--recipe", default="tests/training/tiny.yaml", show_default=True, help="A recipe of seconds.")
+@click.option(
+    "--recipe",
+    default="tests/training/tiny.yaml",
+    show_default=True,
+    help="Recipe to train; it must take only seconds.",
+)
 @click.option("--steps", default=2, type=click.IntRange(min=2), show_default=True, help="Steps of each run.")
 @click.option("--work", type=click.Path(path_type=Path), help="Folder for the runs; a temporary one by default.")
 def main(faults: tuple[str, ...], recipe: str, steps: int, work: Path | None) -> None:

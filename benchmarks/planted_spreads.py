@@ -29,7 +29,7 @@ from tools.layout.resolve import resolve
 from tools.prove.mesh import Mesh
 from tools.prove.report import PROVEN, mesh_for, prove_rank, ranks_of, typing_of
 from tools.prove.typing import Peers
-from tools.recipe.load import load_recipe
+from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import View
 
@@ -45,10 +45,12 @@ def root(graph: GraphText) -> list[Node]:
 
 
 def handed_on(graphs: list[GraphText], place: int, known: Known) -> None:
-    """The operator is left out: its first argument is handed on."""
+    """The operator is left out: its first argument that is as large as its result is handed on, or its first one."""
     for graph in graphs:
         node = root(graph)[place]
-        tensor = next(text for text in arguments_of(node.head) if text.startswith("%"))
+        given = [text for text in arguments_of(node.head) if text.startswith("%")]
+        large = [text for text, own in zip(given, node.inputs, strict=False) if own.shape == node.outputs[0].shape]
+        tensor = [*large, *given][0]
         node.op, node.head = "TensorMove", f"TensorMove({tensor})"
 
 
@@ -141,6 +143,24 @@ def other_dimension(graphs: list[GraphText], place: int, known: Known) -> None:
         node.head = re.sub(r"I64\((-?\d+)\)\)$", f"I64({len(shape) - 1}))", node.head)
 
 
+def counts_swapped(graphs: list[GraphText], place: int, known: Known) -> None:
+    """Rows are exchanged by the counts of the other direction."""
+    for graph in graphs:
+        node = root(graph)[place]
+        node.head = re.sub(r"\((%\d+), (%\d+), (%\d+)\)$", r"(\1, \3, \2)", node.head)
+
+
+def other_order(graphs: list[GraphText], place: int, known: Known) -> None:
+    """Rows are taken in the order by which the operator of the same kind before it took them."""
+    for graph in graphs:
+        nodes = root(graph)
+        before = next(node for node in reversed(nodes[:place]) if node.op == nodes[place].op)
+        order = arguments_of(before.head)[2]
+        arguments = arguments_of(nodes[place].head)
+        nodes[place].head = nodes[place].head.replace(arguments[2], order)
+        nodes[place].operands = [int(number) for number in re.findall(r"%(\d+)\b", nodes[place].head)]
+
+
 def own_part(graphs: list[GraphText], place: int, known: Known) -> None:
     """A ReduceScatter becomes a slice: every rank keeps its piece of its own part of the sum."""
     node = root(graphs[0])[place]
@@ -193,6 +213,8 @@ def faults(graph: GraphText, peers: Mapping[str, GraphText]) -> dict[str, tuple[
     masks = [n for n, node in enumerate(root(graph)) if node.op == "Mul" and _mask(graph, node)]
     joins = [n for n, node in enumerate(root(graph)) if node.op == "Concat" and re.search(r"I64\(1\)\)$", node.head)]
     gathers = [n for n in joins if _gathered(graph, root(graph)[n])]
+    exchanges = scoped(graph, "AlltoAllV", "")
+    by_data = [n for n in exchanges if len(re.findall(r"%\d+", root(graph)[n].head)) == 3]
     forward, back = "forward", "backward"
     found: dict[str, tuple[list[int], Plant]] = {
         "a gradient's sum left out": (mirrors, handed_on),
@@ -203,7 +225,10 @@ def faults(graph: GraphText, peers: Mapping[str, GraphText]) -> dict[str, tuple[
             list(collectives(graph, "ReduceScatter", False)),
             other_group,
         ),
-        f"{forward}: the own part instead of the sum": (list(collectives(graph, "ReduceScatter", False)), own_part),
+        f"{forward}: each rank keeps its own part instead of the sum": (
+            list(collectives(graph, "ReduceScatter", False)),
+            own_part,
+        ),
         f"{forward}: pieces gathered over another group": (list(collectives(graph, "AllGather", False)), other_group),
         f"{forward}: a sum over ranks left out": (list(collectives(graph, "AllReduce", False)), handed_on),
         f"{forward}: the largest instead of a sum, or the reverse": (
@@ -211,7 +236,10 @@ def faults(graph: GraphText, peers: Mapping[str, GraphText]) -> dict[str, tuple[
             largest,
         ),
         f"{back}: sum and scatter over another group": (list(collectives(graph, "ReduceScatter", True)), other_group),
-        f"{back}: the own part instead of the sum": (list(collectives(graph, "ReduceScatter", True)), own_part),
+        f"{back}: each rank keeps its own part instead of the sum": (
+            list(collectives(graph, "ReduceScatter", True)),
+            own_part,
+        ),
         f"{back}: pieces gathered over another group": (list(collectives(graph, "AllGather", True)), other_group),
         "the factor of the loss's ranks left out": (scoped(graph, "Muls", "_NLLLoss"), handed_on),
         "the loss's gradient divided by half the devices": (scoped(graph, "RealDiv", "VirtualDiv"), other_number),
@@ -222,6 +250,13 @@ def faults(graph: GraphText, peers: Mapping[str, GraphText]) -> dict[str, tuple[
         "slices taken along another axis": (differing(graph, peers, "StridedSlice"), along_another_axis),
         "zeros put around along another axis": (differing(graph, peers, "StridedSliceGrad"), along_another_axis),
         "pieces joined along another dimension": (gathers, other_dimension),
+        "rows exchanged over another group": (exchanges, other_group),
+        "rows exchanged by the counts of the way back": (by_data, counts_swapped),
+        "every rank keeps the rows of the first node": (
+            differing(graph, peers, "GreaterEqual") + differing(graph, peers, "LessScalar"),
+            same_everywhere,
+        ),
+        "rows taken in another order": (scoped(graph, "IndexSelect", "")[1:], other_order),
     }
     return found
 
@@ -292,9 +327,24 @@ def examine(
         tally = found[name] = Counter()
         for place in places[:: max(1, -(-len(places) // at_most))]:
             faulty, *others = (copied(each) for each in (graph, *peers.values()))
-            plant([faulty, *others], place, known)
+            try:
+                plant([faulty, *others], place, known)
+            except LookupError:  # the graph has no other group of this size
+                continue
             tally[outcome(result, faulty, mesh, dict(zip(peers, others, strict=True)), place)] += 1
     return found
+
+
+def compiled_step(recipe: Recipe) -> tuple[dict[str, Any], GraphText, Mesh, dict[str, GraphText]]:
+    """Return what `examine` needs of a recipe without a pipeline: rank 0 and its neighbours, compiled or cached."""
+    view = View(recipe)
+    plan = plan_jobs(recipe, (0,))
+    result = compile_all(plan, 1, True, texts=True)[0]
+    graph = read_graph(text_of(plan.jobs[0]))
+    mesh = mesh_for([result], [graph], [("tp", view.tp), ("cp", view.cp), ("dp", view.dp)])
+    beside = {axis: replace(plan.jobs[0], rank=stride) for axis, stride in mesh.strides.items()}
+    compile_all(replace(plan, jobs=list(beside.values())), 1, True, texts=True)
+    return result, graph, mesh, in_step(graph, {axis: read_graph(text_of(job)) for axis, job in beside.items()})
 
 
 @click.command()
@@ -306,16 +356,9 @@ def main(recipe: Path, at_most: int, overrides: tuple[str, ...]) -> None:
     loaded = resolve(
         without_files(apply_overrides(load_recipe(recipe), overrides)), lambda line: click.echo(line, err=True)
     )
-    view = View(loaded)
-    plan = plan_jobs(loaded, (0,))
-    result = compile_all(plan, 1, True, texts=True)[0]
-    graph = read_graph(text_of(plan.jobs[0]))
-    mesh = mesh_for([result], [graph], [("tp", view.tp), ("cp", view.cp), ("dp", view.dp)])
-    beside = {axis: replace(plan.jobs[0], rank=stride) for axis, stride in mesh.strides.items()}
-    compile_all(replace(plan, jobs=list(beside.values())), 1, True, texts=True)
-    peers = in_step(graph, {axis: read_graph(text_of(job)) for axis, job in beside.items()})
+    step = compiled_step(loaded)
     click.echo(f"| fault | {NAMED} | {ELSEWHERE} | {DOUBTED} | {SILENT} |\n|---|---|---|---|---|")
-    for name, tally in examine(result, graph, mesh, peers, at_most).items():
+    for name, tally in examine(*step, at_most).items():
         click.echo(f"| {name} | " + " | ".join(str(tally[each]) for each in (NAMED, ELSEWHERE, DOUBTED, SILENT)) + " |")
 
 

@@ -1,4 +1,5 @@
-"""This module defines sane ranges of numbers once, for options of commands and keys of recipes.
+"""This module defines sane ranges of numbers once, for options of commands and keys of recipes, and the options that
+many commands have.
 
 A number outside its range is a typing error or has a wrong unit (bytes for GiB), and some such numbers would keep a
 tool busy for hours or exhaust its memory. The ranges are wide: they allow ten times the largest cluster that anybody
@@ -234,3 +235,13 @@ def _parse(text: str) -> int | float:
         return int(text)
     except ValueError:
         return float(text)
+
+
+overrides_option = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has."
+)
+jobs_option = click.option(
+    "--jobs",
+    type=Number("workers"),
+    help="Number of compiles that run at the same time; by default as many as fit into memory.",
+)

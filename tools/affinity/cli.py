@@ -94,7 +94,7 @@ def affinity(recipe: Path | None, workers: int | None, root: Path, bind_file: Pa
 
 
 def as_dict(plan: Plan, numactl: bool) -> dict[str, Any]:
-    """Return the plan as JSON values. Cores are written as Linux writes lists of cores, such as 0-3,8."""
+    """Return the core plan as JSON values. Cores are written as Linux writes lists of cores, such as 0-3,8."""
     host, devices = plan.host, [worker.npu for worker in plan.workers]
     words = msrun.prefixes(plan, numactl) if plan.binds else [[] for _ in devices]
     theirs = msrun.own_plan(host, devices)

@@ -25,8 +25,8 @@ _VISIBLE = re.compile(r"\d+(?:,\d+)*")
 
 
 def bind_file(plan: Plan, numactl: bool) -> dict[str, Any]:
-    """Return the content of the file that `msrun --bind_numa FILE` reads. `context.affinity_config: FILE` reads the
-    same file and binds threads by module.
+    """Return the content of the file that `msrun --bind_numa FILE` reads. MindSpore reads the same content, if the
+    recipe has `context.affinity_config: FILE`, and binds the threads of its modules.
 
     msrun refuses a file that wants memory bound where `numactl` is not installed, so it is left out there.
     """

@@ -180,7 +180,8 @@ def _workers(host: Host, devices: list[int | None], homes: list[int], free: Mapp
 
 
 def roles(cores: list[int]) -> dict[str, list[int]]:
-    """Return a worker's cores by the names of MindSpore's modules. Within a module, near cores come before far ones.
+    """Return a worker's cores by the names of MindSpore's modules. Among the cores of a module, those near the worker's
+    NPU come first.
 
     `main` is wide, for msrun starts the process on it, and every thread that has no module of its own (the pool of CPU
     kernels, the communication library) stays on its cores. The first two of them are free of the runtime's fixed

@@ -40,7 +40,7 @@ def _status(root: Root, name: str) -> str:
 
 
 def msrun_sees(root: Root) -> list[int]:
-    """Return the cores that msrun may bind. Under control groups of version 2 msrun may bind no core."""
+    """Return the cores that msrun may bind. On a host with control groups of version 2, msrun cannot bind any core."""
     return sorted(set(expand(root.read(MSRUN_READS) or "")))
 
 
@@ -77,11 +77,11 @@ class Host:
     memory: frozenset[int] = frozenset()
 
     def free(self, node: int) -> list[int]:
-        """Return the allowed cores of a node."""
+        """Return the cores of a node that this process may use."""
         return [core for core in self.nodes[node] if core in self.allowed]
 
     def node_of(self, core: int) -> int:
-        """Return the node of a core."""
+        """Return the NUMA node of a core."""
         return next(node for node, cores in self.nodes.items() if core in cores)
 
 

@@ -1,5 +1,5 @@
-"""This module reads a checkpoint that many ranks wrote. The module returns every tensor uncut, and reads a tensor only
-when somebody asks for it.
+"""This module reads a checkpoint that many ranks wrote. The module puts the slices of each tensor together, and reads a
+tensor only when a caller asks for it.
 
 `open_stored` opens it by the headers of its files. MindFormers 1.9.0 (`checkpoint/metadata.py`, `sharded_tensor.py`)
 writes for every rank a safetensors file of weights and one of the optimizer's state, and a metadata.json:
@@ -41,9 +41,11 @@ BUFFERS = "accu_grads."  # of a step with micro-batches: MindFormers lists them,
 Kind = Literal["weights", "optimizer", "other"]
 KINDS: tuple[Kind, ...] = ("weights", "optimizer", "other")
 ADAM = ("adam_m.", "adam_v.")  # before a weight's name: what AdamW keeps of it
+MUON = ("muon_m.",)  # what Muon keeps of a matrix of a layer; of other weights it keeps what AdamW does
+_NO_LAYERS = ("word_embeddings", "output_layer")  # in names of matrices that Muon leaves to AdamW
 # how names of trained parameters end; others count, or balance
 _TRAINED_ENDINGS = ("weight", "weight1", "weight2", "bias")
-_OPTIMIZER_PREFIXES = ("adam_", "moment", "exp_avg", BUFFERS)  # of names that end with a parameter's name
+_OPTIMIZER_PREFIXES = ("adam_", "moment", "exp_avg", *MUON, BUFFERS)  # of names that end with a parameter's name
 
 
 @dataclass(frozen=True)
@@ -190,10 +192,10 @@ def open_stored(folder: Path) -> Stored:
     """
     files = {path.name: read_headers(path) for path in sorted(folder.glob("*.safetensors"))}
     if not files:
-        raise CheckpointError(
-            f"{folder}: the folder holds no safetensors files; give the folder of an iteration, such as "
-            "checkpoint/iteration_*"
-        )
+        wanted = "give the folder of an iteration, such as checkpoint/iteration_*"
+        if (folder / "config.json").exists():
+            wanted = "it has a config.json, so download the model's *.safetensors beside it as well"
+        raise CheckpointError(f"{folder}: the folder holds no safetensors files; {wanted}")
     return Stored(folder, files)
 
 
@@ -260,6 +262,14 @@ def kind_of(name: str) -> Kind:
     if name.startswith(_OPTIMIZER_PREFIXES):
         return "optimizer"
     return "weights" if name.rsplit(".", 1)[-1] in _TRAINED_ENDINGS else "other"
+
+
+def moments_of(optimizer: str, name: str, axes: int) -> tuple[str, ...]:
+    """Return the names of the tensors that an optimizer ("AdamW", "Muon") keeps of a weight of so many axes; each has
+    the weight's shape.
+    """
+    orthogonal = axes > 1 and not any(part in name for part in _NO_LAYERS)
+    return tuple(prefix + name for prefix in (MUON if optimizer == "Muon" and orthogonal else ADAM))
 
 
 @dataclass(frozen=True)

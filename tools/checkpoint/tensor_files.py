@@ -110,7 +110,7 @@ def _width(header: Header, file: Path, name: str) -> int:
 
 @dataclass(frozen=True)
 class Made:
-    """A `Made` tensor is to be written. The elements of the tensor come in row-major pieces."""
+    """A `Made` tensor is computed while its file is written. The elements of the tensor come in row-major pieces."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -198,7 +198,7 @@ class _Hash:
         self._thread.join()
 
     def update(self, piece: Any) -> None:
-        """Hash `piece`, whose bytes must not change meanwhile."""
+        """Add `piece` to the digest; its bytes must not change meanwhile."""
         self._pieces.put(piece)
 
     def hexdigest(self) -> str:

@@ -125,7 +125,8 @@ def _pointers(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarray]:
 
 
 def map_lengths(prefix: str | Path) -> np.ndarray:
-    """Return the document lengths of PREFIX.idx, int32 [documents], mapped read-only. PREFIX.bin need not exist.
+    """Return the document lengths of PREFIX.idx, int32 [documents], mapped read-only. The file PREFIX.bin need not
+    exist.
 
     For corpora whose offsets nobody asks for: costs no memory of this process but pages of the file, 4 bytes a
     document. The lengths themselves are not checked. Raises as `IndexReader`.

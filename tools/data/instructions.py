@@ -59,7 +59,7 @@ class Options:
     force: bool = False
 
     def files(self) -> dict[str, Path]:
-        """Return the path of each split's file.
+        """Return the path of the file of each split.
 
         Raises:
             DataError: the output is a folder.

@@ -162,7 +162,7 @@ def _is_cache(prefix: Path) -> bool:
 
 @contextmanager
 def staged(prefix: Path) -> Iterator[Path]:
-    """Yield a new hidden folder beside `prefix`, on the same file system. The folder is removed after the block.
+    """Yield a new hidden folder beside `prefix`, on the same file system. The folder is removed when the block ends.
 
     Creates the output folder when it is missing. Raises `DataError` when it cannot be written.
     """

@@ -133,7 +133,8 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A `Corpus` holds the inputs of one run, in order. Iterating twice gives the same documents in the same order.
+    """A `Corpus` holds the inputs of one run, in order. If a `Corpus` is iterated twice, it gives the same documents in
+    the same order.
 
     inputs: files, folders or "stdlib". jsonl_key: the field of a JSON line that holds the text.
     globs: file name patterns that a folder contributes (empty: `FOLDER_SUFFIXES`).

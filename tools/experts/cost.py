@@ -31,7 +31,7 @@ from tools.files.figure import check_ending, new_figure, save_figure
 from tools.hardware import DEFAULT_HARDWARE
 from tools.layout.advise import Advice, ModeReport, advise
 from tools.layout.resolve import resolve
-from tools.ranges import Number
+from tools.ranges import Number, overrides_option
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import PARALLEL, View
@@ -42,7 +42,7 @@ _SHARED_COLOUR = "0.75"  # grey: of the shared expert
 
 
 def content(advices: Sequence[Advice], source: str, asked: str = "even") -> dict[str, Any]:
-    """Return one object with bytes, seconds and shares; pairs are [without overlap, with overlap].
+    """Return one object with bytes, seconds and shares, in which pairs are [without overlap, with overlap].
 
     Args:
         asked: the text of `--loads`.
@@ -102,7 +102,9 @@ def _mode_content(report: ModeReport) -> dict[str, Any]:
 
 
 def print_text(advices: Sequence[Advice], source: str, console: Console, asked: str = "even") -> None:
-    """Print a table for each EP degree, the setting to write and why, and what would change it under uneven loads."""
+    """Print a table for each EP degree, the setting to write with the reason, and what changes would bring under uneven
+    loads.
+    """
     first = advices[0]
     console.print(f"{source} on {first.hardware.name} ({first.hardware.device}), {first.loads.words}")
     for advice in advices:
@@ -160,15 +162,15 @@ def arrow(shares: tuple[float, float]) -> str:
 
 
 def assumptions(advice: Advice) -> str:
-    """Return which of the used numbers are not published."""
+    """Return one line that names the assumed numbers of the cluster's file."""
     hardware, peak = advice.hardware, f"peak_flops.{advice.config.dtype}"
     used = [key for key in hardware.assumed if key == peak or not key.startswith("peak_flops")]
     return f"assumed in {hardware.name}: {', '.join(used) or 'nothing'}; efficiencies are fitted to published runs"
 
 
 def draw(advice: Advice, path: Path) -> Path:
-    """Draw the recommended mode's layer, without chunks above and with chunks below, forward then backward; return
-    `path`.
+    """Draw one layer in the recommended mode, without chunks above and with chunks below, forward and then backward;
+    return `path`.
 
     Raises:
         DataError: as `save_figure`.
@@ -249,7 +251,7 @@ class Degrees(click.ParamType):
     type=Degrees(),
     help=("Compare these EP degrees (expert_parallel); by default only the recipe's own degree is shown."),
 )
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@overrides_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option(
     "--picture",

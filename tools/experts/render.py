@@ -35,7 +35,7 @@ _POLICY_COLOURS = ("0.55", "black", "tab:orange", "tab:blue", "tab:cyan", "tab:g
 
 
 def draw(found: Study, path: Path) -> Path:
-    """Draw to an .svg or .png; return `path`.
+    """Draw the study to an .svg or .png; return `path`.
 
     Raises:
         DataError: as `save_figure`.
@@ -123,7 +123,7 @@ def _draw_devices(axes: Any, found: Study) -> None:
 
 
 def content(found: Study) -> dict[str, Any]:
-    """Return one object in which ratios are max/mean."""
+    """Return one object in which every ratio is max/mean."""
     records, seconds = found.source.records, found.seconds
     known = None if isinstance(seconds, str) else seconds
     return {
@@ -221,7 +221,7 @@ def policy_rows(found: Study) -> list[list[str]]:
 
 
 def head(found: Study) -> str:
-    """Return in one line what was recorded."""
+    """Return one line that says which steps, layers and experts were recorded."""
     records = found.source.records
     _, layers, experts = found.tokens.shape
     return (
@@ -257,7 +257,7 @@ def notes(found: Study) -> list[str]:
 
 
 def counting_noise(found: Study) -> float:
-    """Return max/mean of routing without preference: the mean over 20 multinomial draws of equally many tokens."""
+    """Return the max/mean of a router without preference: the mean over 20 multinomial draws of equally many tokens."""
     experts, devices = found.tokens.shape[2], found.source.records[0].devices
     tokens = int(found.tokens.sum(2).mean())
     draws = np.random.default_rng(0).multinomial(tokens, np.full(experts, 1 / experts), 20)
@@ -265,7 +265,7 @@ def counting_noise(found: Study) -> float:
 
 
 def print_text(found: Study, console: Console) -> None:
-    """Print two tables and the assumptions behind them."""
+    """Print two tables, and the assumptions on which they rest."""
     console.width = max(console.width, WIDTH)
     console.print(f"{found.source.file}: {head(found)}")
     console.print()

@@ -31,8 +31,8 @@ def target_of(folder: Path) -> Path:
 def restore_order(
     folder: Path, target: Path, progress: Callable[[str], None] = lambda name: None, salvage: bool = False
 ) -> tuple[int, Sequence[str]]:
-    """Write `folder` to `target` with every expert at the slot of its own number, sealed; return the number of restored
-    layers, and the damaged values of `folder` that were copied nevertheless.
+    """Write `folder` to `target`, sealed, with every expert in the slot of its own number; return the number of
+    restored layers, and the damaged values of `folder` that were copied nevertheless.
 
     A rank's file is written at a time, from the files that hold its experts: no more than one is in memory.
 
@@ -82,10 +82,10 @@ def _seal(folder: Path, part: Path) -> None:
 def _restored(file: str, placements: Mapping[str, np.ndarray], stored: Stored) -> dict[str, np.ndarray]:
     """All tensors of one file, the rows of experts in logical order."""
     arrays = {}
-    for name in stored.files[file]:
+    for name, header in stored.files[file].items():
         module, _, last = name.rpartition(".")
         there = next((each for each in placements if module == each or module.endswith("." + each)), None)
-        if there is None:
+        if there is None or header.shape == (1,):  # of no expert; what Muon leaves of AdamW's moments is one number
             arrays[name] = stored.read_from(file, name)
         elif last == PLACEMENT:
             arrays[name] = np.arange(len(placements[there]), dtype=stored.read_from(file, name).dtype)

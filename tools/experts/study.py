@@ -50,7 +50,7 @@ class Source:
 
 
 def open_run(place: Path, recipe: Path | None, say: Callable[[str], None]) -> Source:
-    """Return the log at `place`, a run's folder or the file itself, and the recipe beside it.
+    """Return the log at `place` (a run's folder or the file itself), with the recipe of the run.
 
     Args:
         recipe: to take instead of the run's own. say: told what `auto` became, and what was left out of the log.
@@ -101,7 +101,7 @@ class Seconds:
 
 
 def seconds_of(recipe: Recipe | None, records: list[Record], cluster_name: str) -> Seconds | str:
-    """Return predictions for a run, or why there are none.
+    """Return predictions for a run, or the reason why there are none.
 
     Raises:
         RecipeError: there is no such cluster.
@@ -125,7 +125,7 @@ def seconds_of(recipe: Recipe | None, records: list[Record], cluster_name: str) 
 
 @dataclass(frozen=True)
 class Policy:
-    """This is one way to place experts, with what it would have achieved over the recorded steps.
+    """This is one way to place experts, and the result that it would have had over the recorded steps.
 
     Args:
         every: steps between plans; 0: none. ratios: [steps, layers] max/mean.
@@ -178,7 +178,7 @@ class Study:
 
 
 def study(source: Source, cluster: str, every: int | None, spare: int | None = None) -> Study:
-    """Return the report on a log, with the policies replayed.
+    """Return the report on a log of expert loads, with what each policy would have achieved on it.
 
     Args:
         every: steps between plans; None: the recipe's. spare: slots of a device for copies of experts, in two more

@@ -110,8 +110,8 @@ def _records(counted: Counted, devices: int) -> list[Record]:
 
 
 def move_seconds(times: TimeModel, config: Configuration, first: np.ndarray, slots: np.ndarray, plans: int) -> float:
-    """Return the mean seconds of moving the experts of a plan: the stage and device that sends most, over the slowest
-    link of the group, one layer after the other.
+    """Return the mean seconds in which a plan moves experts: those of the stage and device that send most, over the
+    slowest link of the group, one layer after the other.
 
     Args:
         first: [layers, E] placement before the first step. slots: [steps, layers, E] after each step. plans: of them.

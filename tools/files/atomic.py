@@ -1,5 +1,5 @@
-"""This module reads and writes the files of commands. A file is written completely or not at all. The module also
-computes digests, and reads the ends of logs.
+"""This module holds functions with which all commands read and write files. A file is written completely or not at all.
+The module also computes digests, and reads the ends of logs.
 
 Therefore no reader takes an incomplete report, plan or picture for a complete one. `what_is` says what exists at a path
 that a user gave; it follows links, also those that form a cycle. Digests cover a whole file, or blocks spread over a

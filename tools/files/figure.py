@@ -1,4 +1,4 @@
-"""This module draws pictures with matplotlib, without a display. The same numbers give the same file."""
+"""This module draws pictures with matplotlib, without a display. The same numbers always give the same file."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""This module reads YAML that people write, within limits that no recipe reaches. An alias bomb is refused before it
-expands.
+"""This module reads YAML that people write, within limits that no recipe reaches. A file whose aliases would expand to
+far too many values is refused before they are expanded.
 
 A page of aliases of aliases can expand to more values than any memory holds, ten thousand brackets overflow the stack,
 and a file of 100 MB takes minutes in the parser. The composer counts the values that it has read, with aliases and

@@ -33,7 +33,7 @@ from tools.fusion.report import Pieces, quick_pieces, report_of, stage_pieces
 from tools.hardware import DEFAULT_HARDWARE
 from tools.layout.resolve import resolve
 from tools.process.waiting import saying
-from tools.ranges import Number
+from tools.ranges import Number, jobs_option, overrides_option
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import View
@@ -66,12 +66,8 @@ _OF_A_GRAPH = -1  # the stage of a graph that was handed over
     metavar="NAME|FILE",
     help="Cluster whose HBM bandwidth is assumed.",
 )
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option(
-    "--jobs",
-    type=Number("workers"),
-    help="Number of compiles that run at the same time; by default as many as fit into memory.",
-)
+@overrides_option
+@jobs_option
 @click.option("--no-cache", is_flag=True, help="Compile everything again instead of reusing earlier compiles.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option(
@@ -157,7 +153,7 @@ def _compiled(recipe: Recipe, chosen: Fusion, stage: int | None, at_once: int | 
 
 
 def level_of(recipe: Mapping[str, Any]) -> tuple[Fusion, str]:
-    """Return what is fused, and the reason.
+    """Return the fusion level that is assumed, and the reason.
 
     Raises:
         RecipeError: `plugins.operator_fusion` cannot be read, or does not go with the rest.

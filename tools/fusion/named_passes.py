@@ -47,7 +47,7 @@ class Found:
 
     @property
     def chain(self) -> str:
-        """Return the names of the product, the operators between and AssignAdd, in order, joined by "-"."""
+        """Return the names of the matrix product, of the operators behind it, and AssignAdd, joined by "-"."""
         return "-".join((self.product, *self.between, "AssignAdd"))
 
 

@@ -100,7 +100,7 @@ class Areas:
         return False
 
     def fuse(self, into: Area, taken: Area) -> None:
-        """Make `taken`, whose result `into` takes, a part of `into`."""
+        """Merge the area `taken` into the area `into`, which reads its result."""
         broadcasts = into.inputs.pop(taken.place)
         dominant = taken if into.pattern < taken.pattern else into
         into.operators = dominant.operators + (into if dominant is taken else taken).operators

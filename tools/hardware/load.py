@@ -79,7 +79,7 @@ class _Loader(SmallLoader):
 
 
 def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> Any:
-    """Return the content of a YAML file.
+    """Return the content of a cluster's YAML file.
 
     Args:
         error: to raise; shown: the file's name in it, `path` by default.
@@ -138,7 +138,8 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Link:
-    """A `Link` describes one class of links, as one device sees it in one direction.
+    """A `Link` describes one class of links (inside a node or between nodes) by what one device can send over it in one
+    direction.
 
     Args:
         bytes_per_s: nominal bandwidth.
@@ -160,8 +161,8 @@ class Link:
 
 @dataclass(frozen=True)
 class HostLink:
-    """A `HostLink` is the bandwidth from a device to its host's memory in one direction. `origin` says whether other
-    devices send at the same time.
+    """A `HostLink` is the bandwidth from a device to its host's memory in one direction. `origin` says whether the
+    bandwidth holds while other devices send at the same time.
     """
 
     bytes_per_s: float

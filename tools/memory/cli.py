@@ -24,16 +24,17 @@ from tools.estimate.efficiency import cluster as find_cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.loads import HELP, Loads, loads_of
 from tools.estimate.memory.loaded import judge
-from tools.estimate.memory.model import all_stages, exchanged
+from tools.estimate.memory.model import StageMemory, all_stages, exchanged
 from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, known_errors, room_of
 from tools.estimate.memory.time_line import TimeLine, check_form, simulated, time_line, write_line
 from tools.estimate.time_model import TimeModel
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB, MIB
 from tools.layout.resolve import resolve
+from tools.measured.bundle import AS_MODELLED, applied, require_memory
 from tools.memory.explain import explain, verdict
 from tools.process.waiting import saying
-from tools.ranges import Number
+from tools.ranges import Number, overrides_option
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import View
@@ -87,6 +88,8 @@ def print_stages(report: Mapping[str, Any], console: Console) -> None:
             soft_wrap=True,
         )
     peak = report["peak"]
+    if report["measured"]:
+        console.print("the table has the measured factors; what follows, over time and under loads, is as modelled")
     console.print(
         f"stage {peak['stage']} holds most in {pass_in_words(peak['pass'])}: {peak['bytes'] / unit:.1f} {name}"
     )
@@ -161,8 +164,14 @@ _WIDTH = 130  # of tables in a file or pipe
     metavar="NAME|FILE",
     help="Cluster whose device memory and step times are assumed.",
 )
+@click.option(
+    "--measured",
+    type=click.Path(path_type=Path),
+    metavar="BUNDLE.zip",
+    help="Bundle of `tc3 firsthour` for RECIPE. Its measured memory replaces the assumed memory of the same kinds.",
+)
 @click.option("--loads", metavar="LOADS", help=HELP)
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@overrides_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def memory(
     recipe: Path,
@@ -171,6 +180,7 @@ def memory(
     picture: Path | None,
     stage: int | None,
     cluster: str,
+    measured: Path | None,
     loads: str | None,
     overrides: tuple[str, ...],
     as_json: bool,
@@ -193,6 +203,7 @@ def memory(
     """
     if picture:
         check_form(picture)
+    terms = require_memory(measured, recipe, partial(click.echo, err=True)) if measured else AS_MODELLED
     changed = apply_overrides(load_recipe(recipe), overrides)
     loaded = resolve(changed, partial(click.echo, err=True), layout="file")
     require_sound(loaded)
@@ -202,9 +213,17 @@ def memory(
     room, times = room_of(loaded, hardware, limit), TimeModel(hardware)
     if limit is not None:
         room = dataclasses.replace(room, source="--limit")
-    report, line = _report(config, times, room, stage, loads_of(loads, config) if loads is not None else None)
+    if terms.reserve_bytes:
+        words = f"{room.source}, less {terms.reserve_bytes / GIB:.2f} GiB measured beside the model"
+        room = dataclasses.replace(room, cap=room.cap - terms.reserve_bytes, source=words)
+    every = [applied(one, terms) for one in all_stages(config)]
+    report, line = _report(config, times, room, stage, loads_of(loads, config) if loads is not None else None, every)
     moves = expert_balance.moves(View(loaded).get(("plugins", "expert_balance")))
-    report |= {"recipe": loaded.source, "exchange": _exchange(config, room) if moves else None}
+    report |= {
+        "recipe": loaded.source,
+        "measured": dataclasses.asdict(terms) if measured else None,
+        "exchange": _exchange(config, room) if moves else None,
+    }
     report["fit"] = _worst([report["fit"], *([report["exchange"]["fit"]] if report["exchange"] else [])])
     if explain_oom:
         with saying("changing the recipe"):
@@ -226,10 +245,14 @@ def memory(
 
 
 def _report(
-    config: Configuration, times: TimeModel, room: Room, stage: int | None, loads: Loads | None
+    config: Configuration,
+    times: TimeModel,
+    room: Room,
+    stage: int | None,
+    loads: Loads | None,
+    every: Sequence[StageMemory],
 ) -> tuple[dict[str, Any], TimeLine]:
     """Bytes by stage, the time line of a stage with its peak's owners, and what uneven loads need."""
-    every = all_stages(config)
     peaks = [memory.peak for memory in every]
     number = peaks.index(max(peaks)) if stage is None else stage
     forward, backward, _ = times.chunks(config)

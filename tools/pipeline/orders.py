@@ -79,7 +79,7 @@ class Op(NamedTuple):
 
 
 def as_table(order: Sequence[Op | Sequence[Op]]) -> np.ndarray:
-    """Return an order as numbers [operations, COLUMNS].
+    """Return the operations of an order as integers, [operations, COLUMNS].
 
     An item that holds two operations is a pair: a forward and a backward of another micro-batch (in this order) that
     run together. Its second row has a 1 in the last column.
@@ -116,7 +116,7 @@ def widened(table: np.ndarray) -> np.ndarray:
 
 
 def gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return all forwards, then all backwards."""
+    """Return an order of all forwards and then all backwards."""
     return np.concatenate(
         [_round("F", range(chunks), 0, micro_batches), _round("B", reversed(range(chunks)), 0, micro_batches)]
     )
@@ -176,9 +176,7 @@ def seqpipe(stage: int, stages: int, chunks: int, micro_batches: int, parts: int
 
 
 def seqvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return seqpipe with rounds of as many micro-batches as are needed so that their sequence parts fill all
-    stages.
-    """
+    """Return seqpipe in rounds of so many micro-batches that their sequence parts fill all stages."""
     return _by_parts(_rounds_extra_spread(stages // parts, micro_batches), chunks, 2 * (stages - 1 - stage), parts)
 
 
@@ -211,12 +209,12 @@ def _by_parts(rounds: list[int], chunks: int, after: int, parts: int) -> np.ndar
 
 
 def plain_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return 1F1B with one chunk a stage, the order of PipeDream-flush."""
+    """Return 1F1B with one chunk on each stage, in the order of PipeDream-flush."""
     return np.insert(one_forward_one_backward(stage, stages, micro_batches), 2, 0, axis=1)  # chunk 0
 
 
 def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the eight phases of MindSpore's `ZeroBubbleV`, which is DualPipeV with few splits."""
+    """Return the eight phases of MindSpore's `ZeroBubbleV`, which is a DualPipeV that splits few weight gradients."""
     after = stages - stage - 1
     half = (stage + 1) // 2
     split = {
@@ -275,8 +273,8 @@ _BLOCK = (("F", 0), ("F", 1), ("B", 1), ("B", 0))  # in the order in which a mic
 
 
 def v_min(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return V-Min: a stage runs one unit after its neighbour in both directions, and (p + 4) // 3 micro-batches are in
-    flight.
+    """Return V-Min, in which a stage runs one unit after its neighbour in both directions; (p + 4) // 3 micro-batches
+    are in flight.
     """
     turn = 2 if stages % 3 == 0 else 0  # without it two operations of a stage would fall on one time
     times = (stage, 2 * stages - 1 - stage, 2 * stages + turn + stage, 4 * stages + turn - 1 - stage)
@@ -284,8 +282,8 @@ def v_min(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarra
 
 
 def v_half(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return V-Half: a stage runs two units after its neighbour on the way forth and one on the way back, and (p + 2)
-    // 2 micro-batches are in flight.
+    """Return V-Half, in which a stage runs two units after its neighbour on the way from the first stage to the last
+    and one unit on the way back; (p + 2) // 2 micro-batches are in flight.
     """
     turn = 3 if stages % 2 == 0 else 0
     there, back = 3 * stages + turn - 1 + 2 * stage, 6 * stages + turn - 2 - stage
@@ -312,8 +310,8 @@ def _repeated(times: tuple[int, ...], micro_batches: int) -> np.ndarray:
 
 
 def zb_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return V-ZB: a stage runs four units after its neighbour on the way forth and two on the way back, idle places at
-    the beginning and end are filled, and p micro-batches are in flight.
+    """Return V-ZB, in which a stage runs four units after its neighbour on the way from the first stage to the last and
+    two units on the way back; idle places at the beginning and end are filled, and p micro-batches are in flight.
     """
     return _filled(stages, micro_batches)[stage]
 
@@ -384,8 +382,9 @@ def dual_pipe_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.
 
 
 def dual_pipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of DualPipe. A stage and its mirror, `stages` - 1 - `stage`, both run what a stage of DualPipeV
-    with half as many stages runs; on the second half of the stages, chunks 0 and 1 change places.
+    """Return the order in which a stage of DualPipe runs its work. A stage and its mirror, `stages` - 1 - `stage`, both
+    run what a stage of DualPipeV with half as many stages runs; on the second half of the stages, chunks 0 and 1 change
+    places.
     """
     near = stage < stages // 2
     half, mirror = micro_batches // 2, min(stage, stages - 1 - stage)
@@ -433,7 +432,7 @@ def _steps(stage: int, stages: int, micro_batches: int) -> list[Op | tuple[Op, O
 
 
 def interleaved_1f1b_pairs(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return interleaved 1F1B whose steady phase runs in pairs: a backward and the forward after it run together.
+    """Return interleaved 1F1B in whose steady phase a backward and the forward after it run together as a pair.
 
     The report (section 4.1) and Pangu Ultra MoE (arXiv 2505.04519) overlap the communication of adjacent forwards
     and backwards of different micro-batches; which of the two neighbours of a backward is its partner, they do not say.

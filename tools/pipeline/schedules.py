@@ -65,8 +65,8 @@ _PAIRS = ("dual_pipe", "dual_pipe_v", "interleaved_1f1b_pairs")
 
 
 def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> list[Op]:
-    """Return what `stage` of `stages` runs, in order. Each of chunks x micro_batches has one forward and one
-    backward.
+    """Return the operations that `stage` of `stages` runs, in order. Each of chunks x micro_batches has one forward and
+    one backward.
 
     `chunks` is how many pieces of the model a stage holds (MindFormers' `pp_interleave_num`), `parts` into how many
     a sequence is split (`seq_split_num`). Through each chunk of dual_pipe goes one half of the micro-batches.
@@ -106,7 +106,7 @@ def check_schedule(schedule: str, stages: int, chunks: int, micro_batches: int, 
 
 @lru_cache(maxsize=65536)
 def can_run(schedule: str, stages: int, chunks: int, micro_batches: int) -> bool:
-    """Return whether `check_schedule` accepts an existing schedule for whole sequences."""
+    """Return whether `check_schedule` accepts a known schedule with sequences that are not split."""
     return _needs(schedule, stages, chunks, micro_batches, 1)[0]
 
 
@@ -144,7 +144,7 @@ def _needs(schedule: str, stages: int, chunks: int, micro_batches: int, parts: i
 
 
 def schedule_of(scheduler: str, chunks: int) -> str:
-    """Return the schedule that MindFormers' `pipeline_scheduler` names; 1f1b may be the interleaved one."""
+    """Return the schedule that MindFormers' `pipeline_scheduler` names; 1f1b may be interleaved."""
     return "interleaved_1f1b" if scheduler == "1f1b" and chunks > 1 else scheduler
 
 
@@ -159,17 +159,19 @@ def shape_of(schedule: str) -> str:
 
 
 def splits_backward(schedule: str) -> bool:
-    """Return whether some weight gradients run apart from their backward."""
+    """Return whether a schedule runs some weight gradients apart from their backward."""
     return schedule in _ORDERS and _ORDERS[schedule].weights
 
 
 def pairs_up(schedule: str) -> bool:
-    """Return whether forwards and backwards run together as pairs."""
+    """Return whether a schedule runs forwards and backwards together as pairs."""
     return schedule in _PAIRS
 
 
 def is_v_shaped(schedule: str) -> bool:
-    """Return whether odd chunks run from the last stage to the first, so that the model's order forms a V."""
+    """Return whether odd chunks of a schedule run from the last stage to the first, so that the model's order forms a
+    V.
+    """
     return schedule in _ORDERS and shape_of(schedule) == V
 
 

@@ -72,7 +72,7 @@ class Simulation:
 
     @property
     def orders(self) -> tuple[tuple[Op, ...], ...]:
-        """Return the operations of each stage."""
+        """Return the simulated operations of each stage."""
         return self.table.orders
 
     @property
@@ -97,7 +97,8 @@ def simulate(
 
 
 def simulate_timetable(table: Timetable, durations: Durations | Sequence[Durations]) -> Simulation:
-    """Simulate one step of given orders (see `tools.pipeline.timetable.lay_out`). `durations` are as in `simulate`.
+    """Simulate one step of given orders (see `tools.pipeline.timetable.lay_out`). The argument `durations` is the same
+    as that of `simulate`.
 
     Raises:
         RecipeError: `overlap` is none of `OVERLAPS`.
@@ -154,8 +155,8 @@ def makespans(
 
 
 def duration_table(durations: Durations, parts: int = 1) -> np.ndarray:
-    """Return the durations as one vector that the numbers in `Timetable.work` index: first those of operations, then a
-    0 for idle places, then those of pairs.
+    """Return the durations as one vector, whose positions are the numbers in `Timetable.work`: first the durations of
+    operations, then a 0 for idle places, then those of pairs.
     """
     given = [durations.forward, durations.backward, 0 if durations.weight is None else durations.weight]
     of_parts = (parts, *np.shape(durations.forward)[-2:])
@@ -190,7 +191,7 @@ _IRREGULAR = ("gpipe", "seqpipe", "seqvpp", "seqsmartvpp")
 
 
 def in_flight(order: Sequence[Op], chunks: int) -> np.ndarray:
-    """Return [operations, chunks]: the number of micro-batches whose activations are held while each operation runs.
+    """Return the number of micro-batches whose activations are held while each operation runs, [operations, chunks].
 
     Of sequences in parts each part counts as its share of a micro-batch. A pair holds what both its operations do: its
     forward comes first.
@@ -223,7 +224,7 @@ def enough(schedule: str, stages: int, micro_batches: Any) -> Any:
 
 
 def peak_vectors(order: Sequence[Op], chunks: int) -> np.ndarray:
-    """Return [vectors, chunks]: the rows of `in_flight` that no other row exceeds in every chunk.
+    """Return the rows of `in_flight` that no other row exceeds in every chunk, [vectors, chunks].
 
     Whatever a chunk's activation takes, the stage's peak is at one of them: one memory row each makes a solver's
     memory exact.
@@ -248,8 +249,8 @@ def stage_peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batch
 def memory_over_time(
     simulation: Simulation, stage: int, static: float, activation: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (times, memory) of a stage. The amount memory[i] is held from times[i] to times[i + 1], or to the end of
-    the step.
+    """Return (times, memory): how much memory a stage holds over a step. The stage holds memory[i] from times[i] to
+    times[i + 1], or to the end of the step for the last i.
 
     `activation` is what one micro-batch of each chunk holds; the peak is ``memory.max()``.
     """

@@ -33,8 +33,8 @@ PAIR = 3  # in `Timetable.paired`
 
 @dataclass(frozen=True)
 class Timetable:
-    """A `Timetable` holds operations by level and stage. Idle places in the timetable take no time. In the shapes of
-    its arrays, C is parts x chunks x stages.
+    """A `Timetable` holds operations by level and stage. Places of the timetable without an operation take no time. In
+    the shapes of its arrays, C is parts x chunks x stages.
 
     A pair, a forward and a backward that run together, is one place.
 
@@ -69,7 +69,7 @@ class Timetable:
 
     @cached_property
     def micro_batches(self) -> np.ndarray:
-        """Return [levels, stages]: the micro-batch of each operation (of a forward-backward pair, the backward's); 0 if
+        """Return the micro-batch of each operation (of a forward-backward pair, the backward's), [levels, stages]; 0 if
         idle.
         """
         found = np.zeros(self.work.shape, int)
@@ -232,7 +232,7 @@ def _table(
 def play(
     table: Timetable, costs: Iterable[np.ndarray], plans: tuple[int, ...] = (), lags: Sequence[np.ndarray] = ()
 ) -> np.ndarray:
-    """Return [levels + 1, stages, *plans]: the time at which each stage is free again after that many levels.
+    """Return the time at which each stage is free again after each level, [levels + 1, stages, *plans].
 
     Args:
         costs: for each level [stages, *plans] how long its operations take.
@@ -253,28 +253,38 @@ def play(
     return free
 
 
-def critical_path(table: Timetable, times: np.ndarray) -> tuple[float, np.ndarray]:
+def critical_path(table: Timetable, times: np.ndarray, sending: float = 0.0) -> tuple[float, np.ndarray]:
     """Return (step time, visits) of the critical path. The visits, in the shape of `times`, say how often this longest
     chain of operations runs each chunk's forward and backward.
 
     `times` is [2, C], forward and backward of the chunks by chunk * stages + stage, or [3, C] with the weight gradients
     in the backward, which schedules with split backwards need. Their visits say how often the chain runs weight
     gradients, less how often a backward without them: (visits * times).sum() is the step time. A pair takes as long as
-    both its operations. Transfers are not counted. Of chains of one length it takes those that stay on a stage.
+    both its operations. Of chains of one length it takes those that stay on a stage.
+
+    Args:
+        sending: how long a stage is busy after an operation, of no pair, that sends its result, which is ready before.
+            It counts in the step time, and not in (visits * times).sum(). Receiving has to be a part of `times`.
     """
     size, stages = table.chunks * table.stages, table.stages
     meaning = _meaning(table.chunks, stages, len(times), table.also is not None)
-    free = play(table, (meaning @ times.ravel())[table.work])
+    busy = sending * table.sends
+    sent = np.where(table.moves, np.concatenate([np.zeros(stages), busy.ravel()])[table.needs], 0.0)
+    free = play(table, (meaning @ times.ravel())[table.work] + busy, lags=[-sent] if sending else ())
     work, values = table.work.ravel().tolist(), free.ravel().tolist()
-    needed = [table.needs.ravel().tolist(), *([] if table.also is None else [table.also[0].ravel().tolist()])]
+    needed = [(table.needs.ravel().tolist(), sent.ravel().tolist())]
+    if table.also is not None:
+        needed.append((table.also[0].ravel().tolist(), [0.0] * len(work)))
+    ends = [free[-1, stage] - busy[levels[-1], stage] for stage, levels in enumerate(table.places)]
     visits = np.zeros(len(meaning))
-    place = len(values) - stages + int(free[-1].argmax())
+    place = len(values) - stages + int(np.argmax(ends))
     while place >= stages:
         here = place - stages
         visits[work[here]] += 1
-        latest = max((needs[here] for needs in needed), key=lambda need: values[need] if need else 0.0)
-        place = latest if latest and values[latest] > values[here] else here
-    return float(free[-1].max()), (visits @ meaning).round().astype(int).reshape(len(times), size)
+        inputs = ((needs[here], values[needs[here]] - before[here]) for needs, before in needed if needs[here])
+        latest, ready = max(inputs, key=lambda pair: pair[1], default=(0, 0.0))
+        place = latest if latest and ready > values[here] else here
+    return float(max(ends)), (visits @ meaning).round().astype(int).reshape(len(times), size)
 
 
 @lru_cache(maxsize=16)

@@ -241,6 +241,22 @@ def ordered_map(make: Callable[[], Callable[[Job], Result]], jobs: Iterable[Job]
             yield pending.popleft().receive()
 
 
+def end_with_parent() -> None:
+    """End this process, one that `multiprocessing` started, as soon as its parent has ended, even by SIGKILL.
+
+    The workers of a `ProcessPoolExecutor` need this: each holds both ends of the queues, so that none of them notices
+    that nobody asks any more, and they would wait for ever.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+
+        def follow() -> None:
+            parent.join()
+            os._exit(INTERRUPTED)
+
+        threading.Thread(target=follow, daemon=True).start()
+
+
 class _Member:
     """The parent's side of one worker."""
 
@@ -304,7 +320,10 @@ def _serve(connection: Connection, make: Callable[[], Callable]) -> None:
             result = function(job)
         except Exception as error:
             result = error
-        connection.send(result)
+        try:
+            connection.send(result)
+        except OSError:  # the parent was killed; the thread that reads may find out later than this one
+            os._exit(0)
 
 
 def _fetch(connection: Connection, inbox: queue.SimpleQueue) -> None:

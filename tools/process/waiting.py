@@ -129,7 +129,7 @@ class Progressing(_OnStderr):
 
 
 class Reporter:
-    """A `Reporter` prints nothing. Callers of the library and tests use it."""
+    """A `Reporter` prints nothing. Programs that call the tools as a library, and tests, use this class."""
 
     def log(self, message: str) -> None:
         """Report one line of text."""
@@ -163,8 +163,8 @@ class _Stage:
 
 
 class TerminalReporter(_OnStderr, Reporter):
-    """A `TerminalReporter` prints lines on stderr. A terminal also shows a progress bar of rich; other outputs get a
-    line now and then during long work.
+    """A `TerminalReporter` prints lines on stderr. On a terminal a `TerminalReporter` also shows a progress bar (of the
+    library rich); elsewhere it prints a line now and then during long work.
     """
 
     COLUMNS = ("DownloadColumn", "TimeRemainingColumn")

@@ -177,8 +177,8 @@ def stage_of(config: Configuration, rank: int | None) -> int | None:
 
 
 def modelled(config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None) -> dict[str, float]:
-    """Return the predicted seconds of each of `TERMS`, which add up to the step. Recomputed work counts towards the
-    term that it repeats.
+    """Return the predicted seconds of each of `TERMS`, which add up to the step. The seconds of recomputed work belong
+    to the term of the work that is repeated.
 
     Args:
         stage: of the pipeline; None: the slowest.
@@ -219,8 +219,8 @@ def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
 
 
 def whole(config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None) -> dict[str, float]:
-    """Return term -> the predicted seconds of the layers' communication, including the part that computation hides, for
-    the terms that the model predicts.
+    """Return, for each term that the model predicts, the predicted seconds of the layers' communication, including the
+    part that computation hides.
 
     Not of gradients and weights: the model hides these beside waiting, too, where a profile sees nothing hidden.
     """
@@ -270,8 +270,8 @@ class Line:
 
 
 def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
-    """Return the terms of either side, the largest difference first. The terms of the host's time may be joined into
-    one.
+    """Return the terms that either side has, the largest difference first. If a profile cannot tell the host's terms
+    apart, they are joined into one term.
     """
     terms = dict(measured.terms)
     expected = {term: predicted.get(term, 0.0) for term in TERMS}
@@ -284,7 +284,7 @@ def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
 
 
 def gap_lines_of_total(predicted: Mapping[str, float], seconds: float) -> list[Line]:
-    """Return the predicted terms, the largest first, for a step of which only the total seconds were measured."""
+    """Return the predicted terms, the largest first, for a measured step of which only the total seconds are known."""
     gap = seconds - sum(predicted.values())
     found = []
     for term, part in predicted.items():
@@ -295,7 +295,7 @@ def gap_lines_of_total(predicted: Mapping[str, float], seconds: float) -> list[L
 
 
 def gap_table(rows: Sequence[Line], head: str = "predicted s") -> Table:
-    """Return the terms as a table, whose last row is their sum."""
+    """Return the terms as a table whose last row is their sum."""
     shown = Table(box=None, pad_edge=False)
     shown.add_column("term", no_wrap=True)
     known = all(line.measured is not None for line in rows)
@@ -319,7 +319,7 @@ def _cells(line: Line, every: float) -> list[str]:
 
 
 def gap_advice(rows: Sequence[Line], total: float) -> list[str]:
-    """Return the differences of more than a hundredth of the step, the largest first, and what to look at."""
+    """Return the differences of more than a hundredth of the step, the largest first, with advice where to look."""
     found = []
     for line in rows:
         if line.gap is not None and abs(line.gap) > 0.01 * total:

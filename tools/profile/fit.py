@@ -55,7 +55,7 @@ Numbers = Callable[[Efficiency], np.ndarray]
 
 @dataclass(frozen=True)
 class Fit:
-    """A `Fit` is the result of a fit.
+    """A `Fit` holds efficiencies that were fitted to a profile.
 
     Args:
         efficiency: fitted where `fitted` says so, else as it was.

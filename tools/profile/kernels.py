@@ -1,5 +1,5 @@
-"""This module represents a profiled run as MindSpore's profiler recorded it, on any device. The module also finds the
-estimator's term of each kernel.
+"""This module describes a profiled run in the same form for every device, as MindSpore's profiler recorded it. The
+module also finds the estimator's term of each kernel.
 
 All times are in seconds. Shapes are those of the profiler, one tuple for each tensor; () if it did not record them.
 
@@ -86,7 +86,8 @@ class Profile:
 
 
 def matmul_of(kernel: Kernel) -> Matmul | None:
-    """Return the product that a matmul kernel computes. Return None if its shapes do not determine it.
+    """Return the product that a matmul kernel computes. Return None if the kernel's shapes do not determine the
+    product.
 
     Grouped matmuls have [rows, depth] and [experts, depth, columns], rows taken as evenly spread.
     """
@@ -177,8 +178,8 @@ def term_of(kernel: Kernel, config: Configuration) -> str:
 
 
 def expanded(kernel: Kernel) -> bool:
-    """Return whether the graph compiler made the kernel when it expanded an operator into several. The scopes of these
-    kernels name no cell.
+    """Return whether the graph compiler made the kernel when it expanded an operator into several. The scope of such a
+    kernel does not name a cell.
     """
     return kernel.name.startswith("Expand/")
 

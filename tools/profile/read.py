@@ -50,7 +50,7 @@ _LONGER = 1.25  # usual steps over one of quiet operators
 
 
 def spread_notes(lengths: Sequence[float], quiet: float | None = None) -> tuple[str, ...]:
-    """Return notes about the lengths of steps; return () if the steps are alike, or if there are fewer than two.
+    """Return notes about unequal lengths of steps; return () if the steps are alike, or if there are fewer than two.
 
     Args:
         lengths: seconds of each step.

@@ -1,4 +1,4 @@
-"""This module matches a profile with its recipe, and refuses a profile that cannot come from that recipe's run.
+"""This module matches a profile with its recipe, and refuses a profile of another recipe's run.
 
 Layers, attention kernels and the FLOPs of matmuls must agree.
 """
@@ -33,7 +33,7 @@ _ALIKE = 2.0  # FLOPs of kernels over the model's: blocks of grouped matmuls mul
 
 
 def require_match(profile: Profile, config: Configuration, stage: int | None) -> None:
-    """Raise an error if the profile is of another run.
+    """Raise an error if the profile belongs to another run.
 
     Raises:
         DataError: it names other layers than the recipe's stage has, or holds too many or too few kernels for it.

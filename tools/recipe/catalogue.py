@@ -1,5 +1,5 @@
-"""This module writes the catalogue of recipes. The module makes one table in recipes/README.md from each folder's
-`card.yaml` and the recipes beside it.
+"""This module writes the catalogue of recipes. For each folder of recipes, the module writes one table into
+recipes/README.md, from the folder's `card.yaml` and its recipes.
 
     python -m tools.recipe.catalogue          # writes recipes/README.md; --check only says whether it is current
 
@@ -11,6 +11,7 @@ docs/doctor.md has the same as a table for people.
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -49,7 +50,9 @@ MEASURES = {
 
 CARD = "card.yaml"
 KINDS = ("full", "mini", "modelled")
-CLAIMS = ("trained-on-cpu-mini", "compiled-virtual-", "modelled", "assumed")  # a trailing dash wants a number
+# a trailing dash wants a number
+CLAIMS = ("trained-on-cpu-mini", "compiled-virtual-", "proven-virtual-", "modelled", "assumed")
+_MEASURED = re.compile(r"measured-[A-Za-z0-9._]+-[1-9]\d*")  # tc3 firsthour card writes it
 _CARD_KEYS = {"model", "name_billion", "kind", "summary", "recipes", "assumed", "sources"}
 _ENTRY_KEYS = {"stage", "devices", "layout", "global_batch_size", "status"}
 _OPTIONAL = {
@@ -116,7 +119,11 @@ def load_cards(recipes: Path) -> list[Card]:
     """
     cards = [load_card(path) for path in sorted(recipes.glob(f"*/{CARD}"))]
     cards.sort(key=lambda card: card.name_billion)
-    return sorted(cards, key=lambda card: (card.kind != "modelled", card.model.split()[0]), reverse=True)
+
+    def order(card: Card) -> tuple[bool, bool, str]:
+        return card.kind != "modelled", card.model.startswith("TeleChat"), card.model.split()[0]
+
+    return sorted(cards, key=order, reverse=True)
 
 
 def why_modelled(files: Iterable[str]) -> str:
@@ -216,11 +223,14 @@ def _check_choice(path: Path, where: str, kind: str) -> None:
 
 def _check_claim(path: Path, where: str, claim: str) -> None:
     for known in CLAIMS:
-        if claim == known or (known.endswith("-") and claim.startswith(known) and claim[len(known) :].isdigit()):
+        numbered = known.endswith("-")
+        if claim.startswith(known) and (claim[len(known) :].isdigit() if numbered else claim == known):
             return
+    if _MEASURED.fullmatch(claim):
+        return
     raise RecipeError(
         f"{path}: {where}: {claim!r} is not a claim that a card can make; write trained-on-cpu-mini, "
-        "compiled-virtual-<devices>, modelled or assumed"
+        "compiled-virtual-<devices>, proven-virtual-<devices>, measured-<device>-<devices>, modelled or assumed"
     )  # fmt: skip
 
 
@@ -237,7 +247,10 @@ Under `host_measures` stands which measures of the report's section 6 a launch a
 checks; what they gained there, and who acts, is in [doctor.md](../docs/doctor.md#section-6-of-the-report).
 
 What a status says: **trained-on-cpu-mini** was trained on CPU by the command given, at toy size where that has
-`--mini`; **compiled-virtual-N** compiled for N virtual devices; **modelled** serves search and comparison only,
+`--mini`; **compiled-virtual-N** compiled for N virtual devices; **proven-virtual-N** by the types of the compiled
+graphs, each gradient is summed once over the right ranks of N virtual devices, except for what the claim calls trusted
+([prove.md](../docs/prove.md)); **measured-DEVICE-N** was measured on N such devices by
+`tc3 firsthour`; **modelled** serves search and comparison only,
 MindFormers cannot run it as published; **assumed** has not been compiled or run in this form.
 """
 COLUMNS = ("Recipe", "Stage", "Devices", "Layout", "Global batch", "Status")

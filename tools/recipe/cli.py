@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from tools.layout.resolve import resolve
-from tools.ranges import Number
+from tools.ranges import Number, overrides_option
 from tools.recipe.diff import ABSENT, GROUPS, Batch, Change, Comparison, compare
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import Recipe, load_recipe
@@ -52,7 +52,9 @@ def recipe_as_text(
     as_written: bool = False,
     workers: int | None = None,
 ) -> str:
-    """Return the text of the `effective` recipe. YAML keeps the anchors of the recipe's author."""
+    """Return the text of the `effective` recipe. If the text is YAML, it keeps the anchors that the recipe's author
+    wrote.
+    """
     recipe = effective(path, overrides, mini, as_written, workers)
     if as_json:
         return json.dumps(recipe, indent=2, default=str) + "\n"  # YAML alone knows dates
@@ -80,7 +82,7 @@ def recipe() -> None:
 
 @recipe.command(context_settings=SETTINGS)
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@overrides_option
 @click.option(
     "--mini",
     is_flag=True,

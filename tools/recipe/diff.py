@@ -135,7 +135,9 @@ class _Pair(NamedTuple):
 
 
 def compare(before: Recipe, after: Recipe) -> Comparison:
-    """Return every difference between two flat recipes. A value shared by an anchor is one difference."""
+    """Return every difference between two flat recipes. A changed value that several keys share through a YAML anchor
+    counts as one difference.
+    """
     batches = batch_of(before), batch_of(after)
     found: dict[Any, Change] = {}
     for pair in _differences((), ((), ()), before, after):

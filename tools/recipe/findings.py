@@ -51,7 +51,9 @@ class Finding:
 
 @dataclass
 class Report:
-    """A `Report` holds the findings on one recipe, and its sizes. Sizes are None if the recipe is too broken."""
+    """A `Report` holds the findings on one recipe, and its sizes. The sizes are None if the recipe has errors that make
+    them impossible to compute.
+    """
 
     recipe: Recipe
     findings: list[Finding] = field(default_factory=list)
@@ -83,7 +85,9 @@ class Report:
 
 
 class Findings:
-    """A `Findings` collects the findings on one recipe. A value that is shared by an anchor gets one finding."""
+    """A `Findings` collects the findings on one recipe. A wrong value that several keys share through a YAML anchor
+    gets only one finding.
+    """
 
     def __init__(self, recipe: Recipe, line_of: Any):
         self.recipe = recipe
@@ -92,11 +96,11 @@ class Findings:
         self._seen: set[tuple[str, int, str]] = set()
 
     def error(self, path: KeyPath, wrong: str, right: str = "", rule: str = "", source: str = "") -> None:
-        """Add an error at a key path."""
+        """Add an error about the value at a key path."""
         self._add(ERROR, path, wrong, right, source or self.line_of(rule))
 
     def warning(self, path: KeyPath, wrong: str, right: str = "", rule: str = "", source: str = "") -> None:
-        """Add a warning at a key path."""
+        """Add a warning about the value at a key path."""
         self._add(WARNING, path, wrong, right, source or self.line_of(rule))
 
     def note(self, path: KeyPath, wrong: str, right: str = "", rule: str = "") -> None:
@@ -136,6 +140,6 @@ def refusal(recipe: Mapping[str, Any], path: KeyPath, text: str) -> RecipeError:
 
 
 def in_file(recipe: Mapping[str, Any], error: RecipeError) -> RecipeError:
-    """Return `error` with the recipe's file in its message, if the code that raised it did not know the file."""
+    """Return `error` with the recipe's file in its message, unless the message already names the file."""
     source, text = getattr(recipe, "source", ""), str(error)
     return error if not source or source in text else RecipeError(f"{source}: {text}")

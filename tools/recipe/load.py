@@ -37,7 +37,9 @@ _idents = itertools.count()
 
 
 class Mark(NamedTuple):
-    """A `Mark` says where a value was written. Key paths with one `ident` share a value by an anchor."""
+    """A `Mark` says where a value was written. Key paths whose marks have the same `ident` share one value through a
+    YAML anchor.
+    """
 
     file: str
     line: int
@@ -336,7 +338,8 @@ SECTIONS = (
 
 
 def refuse_sections(recipe: Mapping[str, Any]) -> None:
-    """Raise an error for the first section that is written and is not a mapping. `tc3 check` finds all such sections.
+    """Raise an error for the first section that is written and is not a mapping. (`tc3 check` lists all such sections
+    instead.)
 
     Raises:
         RecipeError: with file, line and key path.
@@ -468,8 +471,8 @@ def _text_problem(text: str, span: Range) -> tuple[str, str] | None:
 
 
 def as_yaml(text: str) -> str:
-    """Return how to write a number so that YAML 1.1 reads it: ``1e-8`` becomes ``1.0e-8``. For other texts the advice
-    is to leave out the quotes.
+    """Return how to write a number so that YAML 1.1 reads it: ``1e-8`` becomes ``1.0e-8``. If the text is not of this
+    form, the advice is to leave out its quotes.
     """
     text = text.strip()
     if not EXPONENT.fullmatch(text):

@@ -12,6 +12,7 @@ recomputation, optimizer sharding, dispatcher and precision.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import tempfile
 from dataclasses import dataclass
@@ -104,14 +105,18 @@ EXPERTS_ON_CPU: dict[str, Any] = {
     "moe_shared_expert_overlap": False,
     "moe_token_dispatcher_type": DEFAULT_DISPATCHER,
 }
+OPTIMIZER = ("optimizer", "type")
 LATENT, GROUPED = "telechat3_moe", "telechat3"  # model types: multi-latent and grouped-query attention
 
 
-def derive_mini(recipe: Recipe, data_path: str, steps: int = 10, workers: int | None = None) -> dict[str, Any]:
+def derive_mini(
+    recipe: Recipe, data_path: str, steps: int = 10, workers: int | None = None, length: int = SEQ_LENGTH
+) -> dict[str, Any]:
     """Return a flat recipe for CPU that trains `steps` steps on `data_path` (a Megatron prefix), or on the instructions
     beside it.
 
-    With a number of `workers` it keeps the recipe's parallel strategy, scaled to them (`keep_strategy`).
+    With a number of `workers` it keeps the recipe's parallel strategy, scaled to them (`keep_strategy`). A sample has
+    `length` tokens, but not one of packed conversations.
 
     Raises:
         RecipeError: the recipe's model or dataset has no CPU counterpart.
@@ -119,15 +124,13 @@ def derive_mini(recipe: Recipe, data_path: str, steps: int = 10, workers: int | 
     mini = copy.deepcopy(dict(recipe))
     model = mini.get("model", {}).get("model_config", {})
     if model.get("model_type") not in (LATENT, GROUPED):
-        raise RecipeError(
-            f"model.model_config.model_type: --mini shrinks {GROUPED!r} and {LATENT!r} recipes, "
-            f"not {model.get('model_type')!r}"
-        )
+        wrong = f"--mini shrinks {GROUPED!r} and {LATENT!r} recipes, not {model.get('model_type')!r}"
+        raise RecipeError(wrong, "model.model_config.model_type")
     packs = View(recipe).packs
     if packs and workers is not None:
         raise RecipeError(f"{recipe.source}: --parallel cannot read packed conversations; train them with --mini only")
     leave_ascend(mini)
-    shrink_model(model, CONVERSATIONS if packs else SEQ_LENGTH)
+    shrink_model(model, CONVERSATIONS if packs else length)
     if workers is None and model.get("n_routed_experts") and (mini.get("plugins") or {}).get("hierarchical_ep"):
         spread_experts(mini, model)
     shrink = shrink_instructions if packs else shrink_data
@@ -135,11 +138,16 @@ def derive_mini(recipe: Recipe, data_path: str, steps: int = 10, workers: int | 
     if evaluation := (mini.get("plugins") or {}).get("held_out_loss"):
         held_out = f"{data_path}_instructions_heldout.jsonl" if packs else f"{data_path}_heldout"
         evaluation.update(data_path=held_out, samples=2 * BATCH, every=steps)
+    (mini.get("plugins") or {}).pop("batch_ramp", None)  # its stages are longer than the mini
     shrink_schedules(mini, steps)
     mini["runner_config"].pop("gradient_accumulation_steps", None)  # 1: a step is one small batch
     shrink_callbacks(mini, model)
     if workers is not None:
         keep_strategy(mini, recipe, BATCH, workers)
+    elif View(recipe).get(OPTIMIZER) == "Muon":  # it asks for groups of ranks: on CPU only the sharded graph has them
+        mini["use_parallel"] = True
+        mini["parallel"].update(parallel_mode=1, search_mode="sharding_propagation")
+        mini["context"]["dataset_broadcast_opt_level"] = 0
     return mini
 
 
@@ -169,7 +177,9 @@ def load_mini(
 
 
 def leave_ascend(recipe: dict[str, Any]) -> None:
-    """Change a recipe (in place) into one for a single CPU process. `MODEL_ON_CPU` has the changes of the model."""
+    """Change a recipe (in place) into one for a single CPU process. The constant `MODEL_ON_CPU` holds the changes of
+    the model's keys.
+    """
     for name, section in ON_CPU.items():
         recipe[name] = {**recipe.get(name, {}), **copy.deepcopy(section)}
     for name in ("pipeline_config", "parallel_optimizer_config", "strategy_ckpt_config"):
@@ -180,7 +190,9 @@ def leave_ascend(recipe: dict[str, Any]) -> None:
 
 
 def shrink_model(model: dict[str, Any], length: int = SEQ_LENGTH) -> None:
-    """Scale a `model_config` down in place. Ratios that define the architecture are kept where they can be."""
+    """Scale a `model_config` down in place. Ratios of sizes that define the architecture, such as heads per group, are
+    kept where the small sizes allow it.
+    """
     hidden, seq_length = model["hidden_size"], model["seq_length"]
     dense = min(model.get("first_k_dense_replace") or 0, 1)
     model["num_hidden_layers"] = 2
@@ -295,8 +307,8 @@ def shrink_instructions(mini: dict[str, Any], model: dict[str, Any], data_path: 
 
 
 def shrink_schedules(mini: dict[str, Any], steps: int) -> None:
-    """Shorten every schedule to `steps`, with a warm-up in the first steps. The kind of each schedule stays the
-    same.
+    """Shorten every schedule to `steps`, with a warm-up in the first steps. The type of each learning-rate schedule
+    stays the same.
     """
     grouped = mini.get("grouped_lr_schedule") or {}
     schedules = [mini.get("lr_schedule"), grouped.get("default"), *(grouped.get("grouped") or [])]
@@ -380,26 +392,39 @@ def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int
     """
     view = View(recipe)
     if not view.parallel:
-        raise RecipeError(
-            f"{recipe.source}: --parallel keeps the way in which a recipe splits its model, but this recipe does not "
-            "split it"
-        )
+        wrong = "--parallel keeps the way in which a recipe splits its model; this recipe splits nothing"
+        raise RecipeError(f"{recipe.source}: {wrong}")
+    degrees = degrees_for(mini, view, workers)
+    if degrees.workers == 1:
+        wrong = f"--parallel needs a parallel degree above 1 that fits {workers} workers, and this recipe has none"
+        raise RecipeError(f"{recipe.source}: {wrong}")
+    give_strategy(mini, view, degrees, batch, degrees)
+
+
+def degrees_for(mini: dict[str, Any], view: View, workers: int) -> Degrees:
+    """Return a recipe's degrees (`view`), scaled down to at most `workers` processes that train its mini."""
     model = mini["model"]["model_config"]
     # tensor parallelism deals whole heads; those of keys and values, where query heads share them
     heads = model["num_key_value_heads" if model["model_type"] == GROUPED else "num_attention_heads"]
-    degrees = scale_degrees(Degrees(view.pp, min(view.tp, heads), view.dp, view.cp, view.ep), workers)
-    if degrees.workers == 1:
-        raise RecipeError(
-            f"{recipe.source}: --parallel needs a parallel degree above 1 that fits {workers} workers, and this recipe "
-            "has none"
-        )
+    experts = min(view.ep, model.get("n_routed_experts") or 1)
+    return scale_degrees(Degrees(view.pp, min(view.tp, heads), view.dp, view.cp, experts), workers)
+
+
+def give_strategy(mini: dict[str, Any], view: View, degrees: Degrees, batch: int, deepest: Degrees) -> None:
+    """Give the mini (in place) these degrees and the own operators of the recipe that `view` shows.
+
+    Args:
+        batch: samples of a step. deepest: the degrees whose pipeline the layers suffice for; minis with other degrees
+            then have the same weights.
+    """
+    model = mini["model"]["model_config"]
     for key in _OWN:
         if (value := view.get((*MODEL, key))) is None:
             model.pop(key, None)
         else:
             model[key] = value
     _degrees(mini, view, degrees, batch)
-    _layers(mini, model, view, degrees)
+    _layers(mini, model, view, degrees, deepest)
     _memory(mini, view, degrees)
 
 
@@ -431,15 +456,18 @@ def _degrees(mini: dict[str, Any], view: View, degrees: Degrees, batch: int) -> 
             callback["micro_batch_num"] = micro_batches
 
 
-def _layers(mini: dict[str, Any], model: dict[str, Any], view: View, degrees: Degrees) -> None:
-    """At least one layer for each chunk of each stage; no layer less than the mini has."""
+def _layers(
+    mini: dict[str, Any], model: dict[str, Any], view: View, degrees: Degrees, deepest: Degrees
+) -> None:  # fmt: skip
+    """At least one layer for each chunk of each stage of the deepest pipeline; no layer less than the mini has."""
     if model.get("n_routed_experts"):
         model["npu_nums_per_device"] = max(1, degrees.ep // 2)  # workers act as two nodes
+    chunks = view.chunks
+    if deepest.pp > 1:
+        model["num_hidden_layers"] = max(model["num_hidden_layers"], deepest.pp * chunks)
     if degrees.pp == 1:
         return
-    chunks = view.chunks
-    model["num_hidden_layers"] = max(model["num_hidden_layers"], degrees.pp * chunks)
-    first = model["num_hidden_layers"] - degrees.pp * chunks
+    first = model["num_hidden_layers"] % (degrees.pp * chunks)
     rows = [[first * (chunk == stage == 0) for stage in range(degrees.pp)] for chunk in range(chunks)]
     model.update(pp_interleave_num=chunks, offset=rows if chunks > 1 else rows[0])
     mini["parallel"]["pipeline_config"] = copy.deepcopy(view.get(("parallel", "pipeline_config"), {}))
@@ -451,9 +479,13 @@ def _memory(mini: dict[str, Any], view: View, degrees: Degrees) -> None:
     for key, value in (view.get(("recompute_config",)) or {}).items():
         mini["recompute_config"][key] = _recomputed(value, shape)
     sharding = view.get(("parallel", "parallel_optimizer_config"))
-    mini["parallel"]["enable_parallel_optimizer"] = view.flag(("parallel", "enable_parallel_optimizer"))
-    if sharding:
-        mini["parallel"]["parallel_optimizer_config"] = {**sharding, "parallel_optimizer_threshold": 0}  # toy weights
+    muon = view.get(OPTIMIZER) == "Muon"  # it refuses shards of one rank
+    cuts = view.flag(("parallel", "enable_parallel_optimizer")) and not (muon and degrees.dp == 1)
+    mini["parallel"]["enable_parallel_optimizer"] = cuts
+    if sharding and cuts:
+        own = mini["parallel"]["parallel_optimizer_config"] = {**sharding, "parallel_optimizer_threshold": 0}  # toys
+        if muon:
+            own["optimizer_weight_shard_size"] = math.gcd(own.get("optimizer_weight_shard_size") or 0, degrees.dp)
 
 
 def _recomputed(value: Any, shape: tuple[int, ...]) -> Any:

@@ -63,7 +63,9 @@ def apply_overrides(
 
 
 def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
-    """Return the key paths that hold the same value as `path` through a YAML anchor. The given `path` comes first."""
+    """Return the key paths that hold the same value as `path` through a YAML anchor. The given `path` is the first of
+    the returned paths.
+    """
     marks = getattr(recipe, "marks", {})
     if path not in marks:
         return [path]

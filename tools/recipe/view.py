@@ -1,5 +1,5 @@
-"""This module reads a recipe for arithmetic. The typed look-ups survive a broken recipe, and the view computes the
-sizes that rules use.
+"""This module reads a recipe for arithmetic. Its look-ups return a default for a value of the wrong type, so that rules
+can be checked on a broken recipe, and it computes the sizes that rules use.
 
 A recipe may leave values open that `tools.layout.resolve` fills in. MindFormers cannot read such a recipe, and no sizes
 can be computed from it, so `require_resolved` refuses it.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from plugins.batch_ramp.plan import Ramp, ramp_of
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from plugins.semi_auto_cpu.chosen import chosen, splits_model
@@ -119,13 +120,20 @@ class View:
 
     @cached_property
     def global_batch(self) -> int:
-        """Return the number of samples of a step, as the trainer computes it."""
+        """Return the number of samples of a step, as the trainer computes it; of the largest step, if the batch grows
+        (`ramp`).
+        """
         ranks = self.dp if self.parallel else self.devices
         return self.batch * ranks * self.micro_batches * self.accumulation
 
     @cached_property
+    def ramp(self) -> Ramp:
+        """Return what converts between steps and samples; it has no stages unless plugins.batch_ramp is on."""
+        return ramp_of(self.recipe, self.global_batch)
+
+    @cached_property
     def full_batch(self) -> bool:
-        """Return whether every rank reads the whole global batch. The trainer can set this key itself."""
+        """Return whether every rank reads the whole global batch. MindFormers' trainer can also turn this on itself."""
         strategy = self.get(("parallel", "dataset_strategy"))
         config = (*LOADER, "config") if self.megatron else LOADER
         masks = (self.flag((*config, f"create_{name}_mask")) for name in ("attention", "compressed_eod"))

@@ -11,12 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from plugins.hyper_connections import plan as hyper_connections
 from tools.recipe.load import KeyPath
 from tools.recipe.view import MODEL, View, look
 from tools.schema.schema import Schema, load_schema
 from tools.schema.values import SECTIONS
 
 ONLY_OUTPUTS = "biases_of_outputs_only"  # of the linear layers that add_bias_linear gives a bias
+STREAMS = "residual_streams"  # of plugins.hyper_connections; 1 without it
+SINKHORN = "sinkhorn_iterations"  # of its residual mappings
 _RECOMPUTE = tuple(SECTIONS["recompute_config"])
 _ALONE = ("data_parallel", "model_parallel", "context_parallel", "expert_parallel", "pipeline_stage", "micro_batch_num")
 
@@ -65,9 +68,19 @@ def convert(view: View, schema: Schema) -> Built:
     _derive(built)
     # no field of MindFormers, but what add_bias_linear means with the plugin
     built.fields[ONLY_OUTPUTS] = view.get(("plugins", "output_biases")) not in (None, False)
+    _streams(view, built)
     # the other training models have output weights of their own, whatever this says
     built.fields["tie_word_embeddings"] = built.fields.get("tie_word_embeddings") is True and described["ties"]
     return built
+
+
+def _streams(view: View, built: Built) -> None:
+    """Residual streams of plugins.hyper_connections; a section that the plugin refuses counts as none."""
+    written = view.get(("plugins", "hyper_connections"), False)
+    settings = None if written is None or written is False else hyper_connections.Settings.look(written)[0]
+    on = settings is not None and settings.streams > 1
+    built.fields[STREAMS] = settings.streams if settings is not None else 1
+    built.fields[SINKHORN] = settings.sinkhorn_iterations if on and settings is not None else 0
 
 
 def _parallel(view: View) -> list[tuple[KeyPath, str, Any]]:

@@ -33,6 +33,8 @@ _MOE = "mindformers/parallel_core/training_graph/transformer/moe/"
 _MLA = "mindformers/parallel_core/training_graph/transformer/multi_latent_attention.py"
 _ATTENTION = "mindformers/parallel_core/training_graph/transformer/attention.py"
 _TRAINER = "mindformers/trainer/base_trainer.py"
+_MUON = "mindformers/core/optim/muon.py"
+_GPT = "mindformers/parallel_core/training_graph/base_models/gpt/gpt_model.py"
 _FRONTEND = "mindspore/lib/libmindspore_frontend.so"
 _AUTO = "mindspore/parallel/_auto_parallel_context.py"
 
@@ -117,6 +119,15 @@ SNIPPETS: dict[str, tuple[str, str]] = {
     "relocation": (_MOE + "ffn.py", "if self.config.print_expert_load or self.config.enable_expert_relocation:"),
     "relocation_order": (_MOE + "moe_layer.py", "new_local_expert_sorted_indices = np.argsort("),
     "relocation_adamw": (_TRAINER, 'if config.optimizer.type != "AdamW":'),
+    "muon_latent": (_MUON, "if not config.multi_latent_attention:"),
+    "muon_parts": (_GPT, "*self_attention.linear_q_up_proj.weight*"),
+    "muon_threshold": (_GPT, "real_op_size, weight_sharded_size = compute_repeat_num_and_model_parallel_size("),
+    "muon_experts": (_GPT, "if num_moe_experts % (real_op_size * ep) != 0:"),
+    "muon_steps": (_MUON, "for _ in range(5):"),
+    "muon_clip": (_GPT, "mask = ops.greater_equal(logits_row, logit_threshold_f32)"),
+    "muon_swap": (_MUON, "Muon does not support swap."),
+    "muon_shard_size": (_MUON, "if self.op < 1:"),
+    "muon_shard_ranks": (_MUON, "if self.dp < self.op:"),
     "relocation_sharded": (_TRAINER, '"is currently not supported with Optimizer Parallelism. '),
     "relocation_groups": (_TRAINER, "if transformer_config.moe_router_num_groups > 1:"),
     "relocation_saves": (_TRAINER, '"is currently not supported with CheckpointMonitor. "'),
@@ -139,11 +150,11 @@ SNIPPETS: dict[str, tuple[str, str]] = {
     ),
     "async_save_ranks": ("mindformers/checkpoint/checkpoint.py", "ten = Tensor([is_alive], dtype=mstype.int8)"),
     "mtp_stage": (
-        "mindformers/parallel_core/training_graph/base_models/gpt/gpt_model.py",
+        _GPT,
         "self.mtp.pipeline_stage = pipeline_stage - 1",
     ),
     "yarn_mla": (
-        "mindformers/parallel_core/training_graph/base_models/gpt/gpt_model.py",
+        _GPT,
         "self.rotary_pos_emb = YarnRotaryEmbedding(",
     ),
     "heads_cp": (_MLA, "if self.num_attention_heads % (self.tp * self.cp_ds) != 0:"),
@@ -152,7 +163,7 @@ SNIPPETS: dict[str, tuple[str, str]] = {
     "ulysses_grouped": (_ATTENTION, "key = self._ulysses_kv_a2a(key)"),
     "v_head_dim": (_MLA, "if zero_pad_length < 0:"),
     "rotary_fp16": (
-        "mindformers/parallel_core/training_graph/base_models/gpt/gpt_model.py",
+        _GPT,
         "rotary_dtype `float16` is not supported now.",
     ),
     "cp_algo": (

@@ -48,7 +48,7 @@ class _Walk:
         self.mla = schema.models[schema.model_type(recipe)]["mla"]
 
     def visit(self, value: Any, shape: Shape, path: KeyPath) -> None:
-        """Check one value and the values below it."""
+        """Check one value of a recipe and the values below it."""
         if shape.section is not None:
             return self._plugin(value, shape, shape.section, path)
         if not self._value(value, shape.spec, path):

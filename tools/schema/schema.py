@@ -69,14 +69,14 @@ def _kinds(annotation: Any) -> set[str] | None:
 
 
 def kind(value: Any) -> str:
-    """Return the kind of a YAML value."""
+    """Return the kind of a YAML value, such as "int" or "list"."""
     if isinstance(value, dict):
         return "dict"
     return "null" if value is None else NAMES.get(type(value), type(value).__name__)
 
 
 def fits(value: Any, kinds: list[str]) -> bool:
-    """Return whether a value is of one of `kinds`. An integer is also a number."""
+    """Return whether a value is of one of `kinds`. An integer counts as a value of the kind "number", too."""
     found = kind(value)
     return found in kinds or (found == "int" and "float" in kinds)
 
@@ -298,7 +298,7 @@ _TYPES = {
 
 
 def json_schema(schema: Schema) -> str:
-    """Return the schema of every recipe as JSON text. `model_config` has the keys of all models."""
+    """Return the schema of every recipe as JSON text. In this schema, `model_config` may have the keys of any model."""
     writer = _Writer()
     body = writer.of(schema.recipe(DEFAULT_MODEL))
     config = body["properties"]["model"]["properties"]["model_config"]["properties"]

@@ -19,8 +19,8 @@ Layers = list[list[int]]
 
 
 def layers_of(view: View, built: Built) -> Layers | None:
-    """Return MindFormers' layer_list [chunk][stage], or None if the offset does not fit. Without a pipeline the list is
-    ``[[all layers]]``.
+    """Return MindFormers' layer_list [chunk][stage]; None if the offset is not valid for the recipe's layers and
+    stages. Without a pipeline the list is ``[[all layers]]``.
 
     Not always where layers run: see `stage_layers_of`.
     """
@@ -41,7 +41,7 @@ def layers_of(view: View, built: Built) -> Layers | None:
 
 
 def stage_layers_of(view: View, built: Built) -> Layers | None:
-    """Return the layers [chunk][stage] of the stages that run them; return None if `layers_of` does.
+    """Return the layers [chunk][stage] at the stages that run them; return None if `layers_of` returns None.
 
     In zero_bubble_v the second chunk runs back up the pipeline: `layers_of` counts it from the last stage on.
     """
@@ -57,7 +57,9 @@ def runs_back(view: View) -> bool:
 
 
 def loss_rank(view: View) -> int:
-    """Return a rank that knows the loss: one on the last stage, or on the first stage if the pipeline runs back."""
+    """Return a rank that has the loss: one on the last stage, or on the first stage if the second chunk runs from the
+    last stage to the first.
+    """
     return view.devices - 1 if view.parallel and view.pp > 1 and not runs_back(view) else 0
 
 

@@ -206,7 +206,12 @@ TYPED: dict[str, dict[str, Spec]] = {
         "eps": {"types": ["float"], "min": 0},
         "weight_decay": {"types": ["float"], "min": 0},
         "learning_rate": {"types": ["float", "null"], "min": 0},
-        **_bools("use_fused", "amsgrad", "maximize", "swap"),
+        **_bools("use_fused", "amsgrad", "maximize", "swap", "nesterov"),
+        "adamw_betas": {"types": ["list"], "items": ["float"], "length": 2, "min": 0, "below": 1},
+        "adamw_eps": {"types": ["float"], "min": 0},
+        "momentum": {"types": ["float"], "min": 0, "below": 1},
+        "matched_adamw_rms": {"types": ["float"], "min": 0},
+        "qk_clip_threshold": {"types": ["float"]},
     },
     "lr_schedule": {
         "learning_rate": {"types": ["float"], "min": 0},

@@ -63,8 +63,8 @@ def unverified_words() -> list[str]:
 
 
 def require_verified() -> None:
-    """Raise an error if MindSpore or MindFormers is installed in another version than the verified one. Print a warning
-    instead if the user asked to go on.
+    """Raise an error if MindSpore or MindFormers is installed in another version than the verified one. If the user
+    asked to go on (`--unverified`), print a warning instead.
 
     A package that is not installed is not an error here: who needs it says what is missing.
 
@@ -80,7 +80,7 @@ def require_verified() -> None:
 
 
 def unverified_option(command: Command) -> Command:
-    """Add `--unverified` to a command. The option applies to everything that the command starts."""
+    """Add `--unverified` to a command. The option also applies to every process that the command starts."""
     text = f"Continue although MindSpore or MindFormers is not the verified version (as {VARIABLE}=1 does)."
     return click.option("--unverified", is_flag=True, expose_value=False, callback=_remember, help=text)(command)
 

@@ -12,7 +12,7 @@ import click
 
 from tools.files.figure import check_ending
 from tools.hardware import DEFAULT_HARDWARE
-from tools.ranges import Number
+from tools.ranges import Number, overrides_option
 
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
 STEPS_HELP = (
@@ -32,7 +32,7 @@ WINDOW_HELP = (
     type=click.Path(path_type=Path),
     help="Take the parallel layout and the cost of a sample from this recipe.",
 )
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@overrides_option
 @click.option("--steps", type=Number("steps"), metavar="N", help=STEPS_HELP)
 @click.option("--window", type=Number("window"), metavar="W", help=WINDOW_HELP)
 @click.option(

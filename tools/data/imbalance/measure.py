@@ -99,8 +99,8 @@ _COUNTED = 1 << 20  # shorter documents are counted by length; of longer ones a 
 
 @dataclass(frozen=True)
 class Distribution:
-    """A `Distribution` holds values and how often each occurs: int64 [n] each, the values rising. A value is the
-    tokens of a document, or the documents of a sample.
+    """A `Distribution` holds values and how often each occurs: int64 [n] each, the values rising. A value is either the
+    number of tokens of a document or the number of documents of a sample.
     """
 
     values: np.ndarray
@@ -108,12 +108,12 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """Return how many values there are."""
+        """Return the number of counted values."""
         return int(self.counts.sum())
 
     @property
     def total(self) -> int:
-        """Return the sum of all values."""
+        """Return the sum of all counted values."""
         return int(self.values @ self.counts)
 
     def quantile(self, share: float) -> int:
@@ -149,7 +149,7 @@ class Counter:
         self._long: list[np.ndarray] = []
 
     def add(self, values: np.ndarray) -> None:
-        """Add values: int [n], at least 0."""
+        """Count further values: int [n], at least 0."""
         long = values >= _COUNTED
         if long.any():
             self._long.append(np.asarray(values[long], np.int64))
@@ -158,14 +158,15 @@ class Counter:
         self._short[: len(counts)] += counts
 
     def result(self) -> Distribution:
-        """Return the distribution of all added values."""
+        """Return the distribution of all counted values."""
         values = np.flatnonzero(self._short)
         long, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *self._long]), return_counts=True)
         return Distribution(np.concatenate((values, long)), np.concatenate((self._short[values], counts)))
 
 
 def count_lengths(lengths: np.ndarray, name: str, reporter: Reporter) -> Distribution:
-    """Count document lengths, int32 [documents], which may be memory-mapped. Error messages call the file `name`.
+    """Count document lengths, int32 [documents], which may be memory-mapped. `name` is the name of the file in error
+    messages.
 
     Raises:
         DataError: a document without tokens.
