@@ -11,7 +11,6 @@ micro-batch is averaged over its own tokens, and then micro-batches contain othe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,8 +102,10 @@ def _all_keys(view: View, dp: int, path: KeyPath, value: int) -> Iterator[tuple[
     if isinstance(strategy, list):
         yield _STRATEGY, [[dp, *row[1:]] for row in strategy]
     shards, ranks = view.get(_SHARDS), dp if view.get(("optimizer", "type")) == "Muon" else dp * view.cp
-    if type(shards) is int and shards > 1 and ranks % shards and (fewer := math.gcd(shards, ranks)) > 1:
-        yield _SHARDS, fewer
+    if type(shards) is int and shards > 1 and ranks % shards:
+        fewer = max(count for count in range(1, min(shards, ranks) + 1) if ranks % count == 0)
+        if fewer > 1:
+            yield _SHARDS, fewer
 
 
 def _refused(recipe: Recipe, overrides: list[str], step: int, dp: int) -> str:

@@ -373,6 +373,9 @@ def _muon(view: View, built: Built, found: Findings) -> None:
     if view.cpu_classes:
         wrong = "Muon asks for groups of ranks and computes in bfloat16: on CPU it needs the sharded graph"
         found.error(_KIND, wrong, "AdamW, or use_parallel: True and parallel.parallel_mode: 1")
+    elif not view.flag(("use_parallel",)):
+        wrong = "Muon asks for groups of ranks, also on one device, and MindSpore has none without use_parallel"
+        found.error(_KIND, wrong, "AdamW, or use_parallel: True")
 
 
 def _muon_shards(view: View, found: Findings) -> None:

@@ -61,14 +61,20 @@ def _on_cpu(mini: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
     found = copy.deepcopy(mini)
     model, wanted = found["model"]["model_config"], one["model"]["model_config"]
     found["parallel_config"].update(one["parallel_config"])
-    found["use_parallel"] = False
-    found["parallel"].update(parallel_mode=0)
+    if not _wants_groups(found):  # otherwise the mini is already one process of the sharded graph
+        found["use_parallel"] = False
+        found["parallel"].update(parallel_mode=0)
     found["runner_config"]["batch_size"] = model["batch_size"] = wanted["batch_size"]
     model["num_hidden_layers"] = wanted["num_hidden_layers"]
     if "npu_nums_per_device" in model:
         model["npu_nums_per_device"] = 1
     _leave_dispatch(found, inside_node=True)
     return found
+
+
+def _wants_groups(mini: dict[str, Any]) -> bool:
+    """Whether the optimizer asks for groups of ranks, also on one device: MindFormers' Muon does."""
+    return bool(mini["optimizer"]["type"] == "Muon")
 
 
 def _of(mini: dict[str, Any], view: View, degrees: Degrees, batch: int, deepest: Degrees) -> dict[str, Any]:
@@ -83,9 +89,11 @@ def _of(mini: dict[str, Any], view: View, degrees: Degrees, batch: int, deepest:
     found["context"].pop("device_id", None)  # msrun chooses it
     found["context"].update(_BROADCAST)
     found["runner_config"].update(_SINK)
-    found["use_parallel"] = degrees.workers > 1
+    found["use_parallel"] = degrees.workers > 1 or _wants_groups(found)
     if degrees.workers == 1:
-        found["parallel"].update(parallel_mode=0, enable_parallel_optimizer=False, enable_alltoall=False)
+        found["parallel"].update(
+            parallel_mode=int(found["use_parallel"]), enable_parallel_optimizer=False, enable_alltoall=False
+        )
         found["parallel"].pop("parallel_optimizer_config", None)
     node = view.number((*MODEL, "npu_nums_per_device"), 1)
     if "npu_nums_per_device" in model:

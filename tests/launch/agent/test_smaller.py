@@ -118,6 +118,24 @@ def test_an_anchor_that_would_change_another_size_is_refused(tmp_path):
     assert "expert group" in smaller(load_recipe(tmp_path / "shared.yaml"), 1, 1, 8)
 
 
+@pytest.mark.parametrize(("copies", "left", "shards"), [(4, 2, 2), (4, 3, 3), (8, 6, 3), (8, 4, 4)])
+def test_a_sharded_optimizer_has_as_many_shards_as_still_divide_the_copies(copies, left, shards):
+    path, key = ROOT / "recipes/mini/pretrain_3d.yaml", "parallel.parallel_optimizer_config.optimizer_weight_shard_size"
+    rows = [[copies, *[1] * (axes - 1)] for axes in (2, 2, 2, 2, 4)]
+    micro = f"parallel_config.micro_batch_num={24 // copies * 2}"
+    recipe = effective(path, [f"parallel_config.data_parallel={copies}", f"parallel.dataset_strategy={rows}", micro])
+    recipe["parallel"]["parallel_optimizer_config"]["optimizer_weight_shard_size"] = 4
+    for callback in recipe["callbacks"]:
+        if "micro_batch_num" in callback:
+            callback["micro_batch_num"] = 24 // copies * 2
+    view = View(recipe)
+    found = smaller(recipe, view.tp * view.pp * left, 1, 8)
+    now = apply_overrides(recipe, found.overrides)
+    assert View(now).dp == left and View(now).global_batch == view.global_batch
+    assert now["parallel"]["parallel_optimizer_config"]["optimizer_weight_shard_size"] == shards
+    assert (f"{key}={shards}" in found.overrides) == (shards != 4)
+
+
 def test_what_the_check_refuses_is_refused():
     recipe = effective(ROOT / "recipes/mini/pretrain_3d.yaml")
     recipe["parallel"]["parallel_optimizer_config"]["optimizer_weight_shard_size"] = 2

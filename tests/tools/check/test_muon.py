@@ -1,11 +1,16 @@
 """What MindFormers' Muon refuses once it is built, after the launch, is refused before."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.tools.check.mutations import MODEL, put
 from tests.tools.check.test_rules import MINI, SEMI, change, findings
+from tools.check.check import check_recipe
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import load_recipe
+from tools.recipe.mini_ascend import ascend_minis
 
 MUON = {"type": "Muon", "adamw_betas": [0.9, 0.95], "weight_decay": 0.1}
 SHARD_SIZE = ("parallel", "parallel_optimizer_config")
@@ -77,3 +82,14 @@ def test_keys_of_adamw_and_numbers_that_make_no_sense_are_named(key, value, word
 def test_muon_needs_a_sharded_graph_on_cpu():
     assert "only" not in str(findings(MINI).get("optimizer.type"))
     assert "bfloat16" in findings(put(MINI, ("optimizer",), MUON))["optimizer.type"].wrong
+
+
+def test_muon_needs_groups_of_ranks_on_one_device_too(tmp_path):
+    """A recipe of one device without use_parallel, for Ascend."""
+    path = Path(__file__).parents[3] / "recipes/telechat3_105b/pretrain_4k_muon.yaml"
+    one = ascend_minis(load_recipe(path), "corpus", 12, (2,))[1]
+    dump_recipe(one, tmp_path / "one.yaml")
+    assert [str(error) for error in check_recipe(load_recipe(tmp_path / "one.yaml")).errors] == []
+    dump_recipe({**one, "use_parallel": False}, tmp_path / "one.yaml")
+    (error,) = check_recipe(load_recipe(tmp_path / "one.yaml")).errors
+    assert "optimizer.type: Muon asks for groups of ranks" in str(error) and "use_parallel: True" in str(error)

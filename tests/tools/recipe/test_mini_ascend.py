@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[3]
 RECIPES = [
     "telechat3_105b/pretrain_4k_report", "telechat3_438b/pretrain_4k", "telechat3_1119b/pretrain_4k_ep_overlap",
     "telechat3_1119b/context_128k", "telechat3_36b/context_32k", "telechat2_115b/pretrain_8k",
+    "telechat3_105b/pretrain_4k_muon", "xing4_29b/pretrain_4k",
 ]  # fmt: skip
 SIZES = ("num_hidden_layers", "hidden_size", "n_routed_experts", "vocab_size", "seq_length", "num_attention_heads")
 
