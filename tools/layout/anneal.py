@@ -18,7 +18,7 @@ from tools.layout.instance import Instance
 
 CHAINS = 64
 TRIES = 4  # changes drawn for a chain in a step, of which the first that keeps the rules is simulated
-HOT = 0.003  # of the best time: the first temperature
+HOT = 0.0003  # of the best time: the first temperature
 _REPLACE_EVERY = 50
 _STEP, _OPERATION = 1e-3, 1e-8  # effort of a step of all chains, and of each simulated operation in it
 # chances of a change: a second and a third layer; a later layer on the first one's stage; where a layer goes
