@@ -71,7 +71,11 @@ def cells(name: str, entry: Entry, request: Request) -> list[str]:
 def table_rows(found: Found) -> list[list[str]]:
     """Return the best layouts, then the recipe's own mesh placed anew, then the recipe itself."""
     rows = [cells(str(number), entry, found.request) for number, entry in enumerate(found.entries, 1)]
-    rows += [cells("mesh", found.own_mesh, found.request)] if found.own_mesh else []
+    if found.own_mesh:
+        mesh = cells("mesh", found.own_mesh, found.request)
+        if any(entry.config == found.own_mesh.config for entry, _ in found.failed):
+            mesh[list(HEADS).index("fits")] += ", dropped by its dry run"
+        rows.append(mesh)
     return [*rows, *([cells("recipe", found.own, found.request)] if found.own else [])]
 
 
@@ -89,13 +93,14 @@ def stage_rows(found: Found) -> list[list[str]]:
     """Return the best layout of each number of stages and chunks, the fastest first; if there are many such pairs,
     return only the first ones.
     """
+    dropped = {id(entry.config) for entry, _ in found.failed}
     return [
         [
             f"{row.pp} x {row.vpp}",
             f"{row.strategies:,}",
             f"{row.entry.seconds:.2f}" if row.entry else "-",
             f"{row.bound:.2f}",
-            row.entry.layout if row.entry else "",
+            (row.entry.layout + " (dropped by its dry run)" * (id(row.entry.config) in dropped)) if row.entry else "",
         ]
         for row in found.stages[:_SHOWN]
     ]
@@ -143,7 +148,10 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
 
 def placed_words(found: Found) -> str:
     """Return lines that say how much of the space was placed, and what the bounds prove about the rest."""
-    best = min(entry.seconds for entry in [*found.entries, *(entry for entry, _ in found.failed)])
+    fastest = min([*found.entries, *(entry for entry, _ in found.failed)], key=lambda entry: entry.seconds)
+    best, whose = fastest.seconds, "the best one's"
+    if all(entry is not fastest for entry in found.entries):
+        whose = f"the step of {fastest.layout}, which was dropped by its dry run,"
     placed = (
         f"{found.placed:,} of {len(found.ranking.seconds):,} candidates that fit were placed, {found.solved} of them "
     )
@@ -154,7 +162,7 @@ def placed_words(found: Found) -> str:
         return f"proven within the estimator's model: no strategy is under {best:.2f} s ({placed})"
     proven = (
         f"proven within the estimator's model: no strategy is under {found.least:.2f} s, which is "
-        f"{100 * found.gap:.1f} % less than the best one's {best:.2f} s ({placed})"
+        f"{100 * found.gap:.1f} % less than {whose} {best:.2f} s ({placed})"
     )
     if found.unplaced:
         return f"{proven}; {found.unplaced:,} that were not placed could be faster by their bounds"

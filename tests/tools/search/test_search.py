@@ -39,10 +39,10 @@ from tools.search.ranking import rank as search_rank
 from tools.search.ranking import run as search_run
 from tools.search.ranking import workers
 from tools.search.ranking.rank import explain_infeasible, feasible, more_memory, rank
-from tools.search.ranking.run import Found, entry_of, renumber, why_faster
+from tools.search.ranking.run import ByStages, Found, entry_of, renumber, why_faster
 from tools.search.ranking.uneven import Uneven, in_order, under
 from tools.search.ranking.uneven import words as uneven_words
-from tools.search.report import placed_words
+from tools.search.report import placed_words, stage_rows
 from tools.search.request import read_limit, request_of
 
 RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
@@ -295,6 +295,19 @@ def test_a_choice_holds_of_a_space_only_where_nothing_was_left_unplaced(changes,
     assert found.complete == holds
     if words:
         assert words in placed_words(found)
+
+
+def test_the_bound_is_compared_with_a_layout_that_a_dry_run_dropped_by_its_name():
+    """ "The best one's 6.33 s" was said above a table whose first layout took 6.47 s."""
+    found = Found(None, SimpleNamespace(seconds=np.zeros(5)), placed=3, least=9.0, open=1)
+    fast, slow = (
+        SimpleNamespace(layout=layout, config=SimpleNamespace(), seconds=seconds)
+        for layout, seconds in (("dp4", 10.0), ("dp2 pp2", 12.0))
+    )
+    found.entries, found.failed = [slow], [(fast, ["stage 0 is full"])]
+    found.stages = [ByStages(1, 1, 3, fast, 9.0), ByStages(2, 1, 3, slow, 9.0)]
+    assert "less than the step of dp4, which was dropped by its dry run, 10.00 s" in placed_words(found)
+    assert [row[-1] for row in stage_rows(found)] == ["dp4 (dropped by its dry run)", "dp2 pp2"]
 
 
 @pytest.mark.usefixtures("alone")

@@ -163,6 +163,7 @@ def verify(
     loads: Sequence[Judged | None] = (),
 ) -> None:
     """Make dry runs of entries one after the other: the first `count`, and more until one of them compiles and fits.
+    What they say of the memory model is applied to all entries that follow.
 
     Args:
         request: what was asked for: its cap of bytes on a device, its margin, its machine.
@@ -174,11 +175,11 @@ def verify(
     passed = False
     learned: dict[tuple[object, ...], Wrong] = {}
     for number, entry in enumerate(entries):
-        if number >= count and passed:
-            return
         known = learned.get(_alike(entry))
         if known is not None and (words := known.exceeds(entry, request.cap)):
             told(number, Verdict([words], [], 0, compiled=False))
+            continue
+        if number >= count and passed:
             continue
         with tempfile.TemporaryDirectory(prefix="tc3-verify-") as folder:
             path = Path(folder) / "overlay.yaml"

@@ -158,6 +158,28 @@ def test_a_wrong_term_is_named_and_counts_in_strategies_that_are_alike(entries):
         assert all(problem.startswith(words) for problem in verdicts[1].problems)
 
 
+def test_what_a_dry_run_teaches_counts_in_rows_that_were_not_to_be_compiled(entries):
+    """Rows of the same kind stood in the table as fitting, at 55.4 GiB of 55.5, below one found to need 1.8 more."""
+    first, other = entries
+    own = candidate_of(first.config)
+    tighter = entry_of(configuration(asked(), own._replace(recompute="none")), TimeModel(cluster("atlas_800t_a2")))
+    cap = 1.02 * max(stage.peak for stage in all_stages(tighter.config))  # by the search it fits
+    told, compiled = [], []
+
+    def run(path, full):
+        compiled.append(path)
+        every = all_stages(first.config)
+        return DryRun(
+            [], [int(stage.static) for stage in every], [int(2 * stage.peak - stage.static) for stage in every]
+        )
+
+    rows = [first, other, tighter, first]
+    verify(load_recipe(RECIPE), rows, 1, with_cap(cap), lambda *words: told.append(words), run=run)
+    assert len(compiled) == 1
+    assert [(number, verdict.compiled) for number, verdict in told] == [(0, True), (2, False)]
+    assert told[1][1].problems[0].startswith("not compiled: stage")
+
+
 def test_within_its_error_a_dry_run_agrees_and_weights_can_be_wrong_too(entries):
     every = all_stages(entries[0].config)
     exact, peaks = [int(stage.static) for stage in every], [stage.peak for stage in every]
