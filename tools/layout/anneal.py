@@ -2,8 +2,8 @@
 
 Each of many chains holds a plan that keeps every rule. In a step each chain tries a change of one to three layers
 (another recompute option, another chunk); changes that break a rule are dropped before the simulation, which then runs
-for all chains at once. A chain takes what is faster, and what is slower by no more than a random share of a temperature
-that falls to nothing.
+for all chains at once. A chain takes what is faster, and what is slower by no more than a random share of its temperature,
+which falls to nothing. Some chains begin hot, to leave a valley; most gains come from those that begin cold.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tools.layout.instance import Instance
 
 CHAINS = 64
 TRIES = 4  # changes drawn for a chain in a step, of which the first that keeps the rules is simulated
-HOT = 0.0003  # of the best time: the first temperature
+COLD, HOT = 0.0001, 0.003  # of the best time: the first temperatures of the chains, from the one to the other
 _REPLACE_EVERY = 50
 _STEP, _OPERATION = 1e-3, 1e-8  # effort of a step of all chains, and of each simulated operation in it
 # chances of a change: a second and a third layer; a later layer on the first one's stage; where a layer goes
@@ -44,14 +44,15 @@ def anneal(
     changes = Changes(instance, rng)
     plans = starts[np.arange(CHAINS) % len(starts)].copy()
     times = step_times(plans)
+    hot = np.geomspace(COLD, HOT, CHAINS)
     step, operations = 0, 2 * instance.micro_batches * instance.chunks * instance.stages
     while not budget.over:
         done = budget.spent / (planned or budget.effort)
-        temperature = HOT * times.min() * (1 - done) ** 2
+        temperature = hot * times.min() * (1 - done) ** 2
         which, tried = _legal(instance, changes(np.repeat(plans, TRIES, axis=0)))
         simulated = step_times(tried)
         budget.spend(_STEP + _OPERATION * operations * len(which))
-        taken = simulated <= times[which] + temperature * rng.standard_exponential(len(which))
+        taken = simulated <= times[which] + temperature[which] * rng.standard_exponential(len(which))
         plans[which[taken]], times[which[taken]] = tried[taken], simulated[taken]
         if times.min() < incumbent.time:
             incumbent.offer(plans[times.argmin()])
