@@ -1,12 +1,13 @@
-"""This module holds the rules of the dispatch of `plugins.hierarchical_ep`, in all its modes and in chunks.
+"""This module holds the rules of the dispatch of `plugins.hierarchical_ep`, in its modes `global` and `deduplicated`,
+also in chunks.
 
-Where the rules of `tools.prove.experts` follow each step of a dispatch, these trust what a rank does to the rows that it
-holds: which it takes, in which order, how often, and with which other columns in one buffer. What they check is what
-happens between ranks. Dispatched rows have the step ("own", tokens of the rank) behind their grouping, and from there on
-only exchanges. The counts of an AlltoAllV must be those that were exchanged over the same ranks, the way back must take
-the exchanges in the opposite order, the experts must be cut over exactly the ranks to which their rows went, and rows
-that came to a node must be compared with that node's experts. All integers that routing decides for some rows are one
-`Order`: ("choice", the dimension of the rows, the axes along which its first expert differs).
+Where the rules of `tools.prove.experts` follow each step of a dispatch, these trust what a rank does to the rows that
+it holds: which it takes, in which order, how often, and with which other columns in one buffer. What they check is what
+happens between ranks. Dispatched rows have the step ("own", tokens of the rank) behind their grouping, and from there
+on only exchanges. The counts of an AlltoAllV must be those that were exchanged over the same ranks, the way back must
+take the exchanges in the opposite order, the experts must be cut over exactly the ranks to which their rows went, and
+rows that came to a node must be compared with that node's experts. All integers that routing decides for some rows are
+one `Order`: ("choice", the dimension of the rows, the axes along which its first expert differs).
 """
 
 from __future__ import annotations
@@ -16,9 +17,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tools.prove.call import Call, Order, Part, Value, rule
+from tools.prove.call import Call, Order, Value, rule
 from tools.prove.experts import rows_in, ways
-from tools.prove.spread import Dim, NotKnown, Rows, Spread, Zeros, by_element, check_linear, plain, reduce_sum, refusal, tidy
+from tools.prove.spread import (
+    Dim,
+    NotKnown,
+    Rows,
+    Spread,
+    Zeros,
+    by_element,
+    check_linear,
+    plain,
+    reduce_sum,
+    refusal,
+    tidy,
+)
 
 _GROUPED = (("group",),)
 
@@ -228,7 +241,7 @@ def _on_choices(call: Call) -> Value:
 
 
 def rule_of(call: Call) -> Callable[[Call], Value] | None:
-    """Return the rule of this module for an operator and its arguments; return None if it is no part of the dispatch."""
+    """Return the rule of this module for an operator with its arguments; return None outside of the dispatch."""
     op, values = call.node.op, list(_flat(call.values))
     if op in ("Depend", "Load", "TensorMove"):
         return None
@@ -288,5 +301,3 @@ def _filled(call: Call) -> Value:
     if call.node.op == "FillV2" and isinstance(call.values[0], Order):
         return Order(("filled",))
     raise NotKnown("only choices of the router have a rule")
-
-

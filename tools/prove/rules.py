@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import replace
 
-from tools.prove import attention, experts, layers, moves, slices, routed
+from tools.prove import attention, experts, layers, moves, routed, slices
 from tools.prove.call import TABLE, Call, Order, Part, Value, rule
 from tools.prove.spread import (
     Alike,
