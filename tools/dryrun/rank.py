@@ -302,7 +302,7 @@ def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
     length = model_number(view, "seq_length")
     known = dict.fromkeys(("input_ids", "labels", "position_ids"), ((batch, length), "int32")) | {
         "loss_mask": ((batch, length), "float32"),
-        "attention_mask": ((batch, 1, length, length), "int32"),
+        "attention_mask": ((batch, 1, length, length), "uint8"),
         "actual_seq_len": ((batch, view.mask_documents), "int32"),
     }
     columns = view.get(("train_dataset", "input_columns")) or columns_of(view)
