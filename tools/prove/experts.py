@@ -357,7 +357,7 @@ def _grouped(call: Call) -> Value:
     (x,), (w,) = ([each.spread if isinstance(each, Part) else each for each in call.values[at]] for at in (0, 1))
     check_linear(x, w)
     partial, powers = x.partial | w.partial, times((x.powers, 1), (w.powers, 1))
-    exchanges = _ways(_rows(x if call.values[9] == 0 else w)[1])
+    exchanges = ways(_rows(x if call.values[9] == 0 else w)[1])
     if (counted := _order(call, 7).key)[0] != "counts" or counted[2:] != exchanges:
         raise refusal((x, w), "the groups' numbers of rows are not those of the rows after their exchange")
     if call.values[9] == 0:
@@ -379,13 +379,13 @@ def _grouped(call: Call) -> Value:
     return [Spread(dims, partial | w.holes.difference(own), powers)]
 
 
-def _ways(rows: Rows) -> tuple[tuple[str, ...], ...]:
-    """The axes over which rows have gone to the ranks of their experts, step by step."""
+def ways(rows: Rows) -> tuple[tuple[str, ...], ...]:
+    """Return the axes over which rows have gone to the ranks of their experts, step by step."""
     return tuple(step[1][0] for step in rows.path if step[0] in ("exchange", "pick"))
 
 
 def _exchanged(rows: Rows) -> tuple[str, ...]:
-    return tuple(axis for axes in _ways(rows) for axis in axes)
+    return tuple(axis for axes in ways(rows) for axis in axes)
 
 
 def _named(axes: Iterable[str]) -> str:
@@ -487,7 +487,7 @@ def _of_node(call: Call) -> Value:
 # what only moves, counts or compares integers of routing
 ON_ORDERS: Mapping[str, Callable[[Call], Value]] = {
     **dict.fromkeys(("Cast", "Reshape", "Transpose", "SumExt", "ReduceSum", "Depend", "Load"), _same_order),
-    **dict.fromkeys(("FloorDiv", "CumSum"), _same_order),
+    **dict.fromkeys(("FloorDiv", "CumSum", "Add"), _same_order),
     **dict.fromkeys(("GreaterEqual", "LessScalar"), _bound),
     "LogicalAnd": _between,
     "NonZero": _places,

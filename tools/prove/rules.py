@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import replace
 
-from tools.prove import attention, experts, layers, moves, slices
+from tools.prove import attention, experts, layers, moves, routed, slices
 from tools.prove.call import TABLE, Call, Order, Part, Value, rule
 from tools.prove.spread import (
     Alike,
@@ -45,13 +45,14 @@ def apply(call: Call) -> Value:
     found = RULES.get(call.node.op)
     if found is None:
         raise NotKnown("there is no rule for this operator")
-    on_order = call.values and isinstance(call.values[0], Order) and call.node.op in experts.ON_ORDERS
-    if call.differs and not found.takes_differing and not on_order:
+    own = routed.rule_of(call)
+    on_order = call.values and isinstance(call.values[0], Order) and call.node.op in experts.ON_ORDERS and not own
+    if call.differs and not found.takes_differing and not on_order and not own:
         raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
     try:
         if on_order:
             return experts.ON_ORDERS[call.node.op](call)
-        return _as_the_graph_says(call, found.of(call))
+        return _as_the_graph_says(call, (own or found.of)(call))
     except Contradiction as error:
         given = [each for value in call.values for each in (value if isinstance(value, list) else [value])]
         spreads = [value.whole if isinstance(value, Part) else value for value in given]

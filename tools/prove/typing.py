@@ -238,7 +238,7 @@ class Typing:
                 return Closure(node.binds, tuple(values[1:]), tuple(map(frame.named, arguments[1:])))
             differs = self.peers.differs(frame.name, number) if node.op in RULES else {}
             axes = self.axes_of(node) if node.op in COLLECTIVES else ()
-            return apply(Call(node, name, values, self.mesh.sizes, differs, axes, self._repeats(node)))
+            return apply(Call(node, name, values, self.mesh.sizes, differs, axes, self._repeats(frame, node)))
         except (Contradiction, NotKnown) as error:
             return Failure(isinstance(error, Contradiction), frame.name, number, str(error))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # a form that no rule expects
@@ -398,10 +398,15 @@ class Typing:
                 found[node.scope.rpartition("/")[0]] = frozenset(self.axes_of(node))
         return found
 
-    def _repeats(self, node: Node) -> frozenset[str]:
-        if node.op != "Muls" or _OF_THE_LOSS not in node.scope:
+    def _repeats(self, frame: Frame, node: Node) -> frozenset[str]:
+        """The axes of the sum that a factor of the loss's backward pass stands for. The factor may have the name of an
+        equal one elsewhere, so that what it multiplies says whether it is of a loss.
+        """
+        if node.op != "Muls" or not node.operands:
             return frozenset()
-        return self.repeats.get(node.scope.rpartition("/")[0], frozenset())
+        factor = self.graph.graphs[frame.name][node.operands[0]]
+        scopes = [each.scope for each in (factor, node) if _OF_THE_LOSS in each.scope and each.op in ("Mul", "Muls")]
+        return self.repeats.get(scopes[0].rpartition("/")[0], frozenset()) if scopes else frozenset()
 
 
 def operands_of(node: Node) -> Sequence[int]:

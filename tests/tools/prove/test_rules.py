@@ -6,11 +6,12 @@ from random import Random
 import numpy as np
 import pytest
 
-from tests.tools.prove.test_spread import SIZES, anything, check, shape, some_spread
+from tests.tools.prove.test_spread import SIZES, anything, check, describes, hold, shape, some_spread, whole_of
 from tools.dryrun.graph_text import Node
+from tools.prove import moves
 from tools.prove.call import Call
 from tools.prove.rules import RULES, TABLE
-from tools.prove.spread import Spread, plain
+from tools.prove.spread import Contradiction, Spread, plain
 
 HEAD = "X(%0)"
 
@@ -91,3 +92,23 @@ def test_gated_activations(random: Random) -> None:
 def test_each_operator_has_one_rule() -> None:
     names = [operator for each in TABLE for operator in each.operators]
     assert len(names) == len(set(names)) == len(RULES)
+
+
+def test_the_elements_of_a_tensor_as_a_tuple() -> None:
+    assert result("TensorToTuple", 0, plain((2,)), of=(2,)) == plain((2,))
+    for partial in (Spread(((2,),), frozenset("a")), Spread(((2,),), powers=(("a", -1),))):
+        with pytest.raises(Contradiction):
+            result("TensorToTuple", 0, partial, of=(2,))
+
+
+@anything
+def test_the_reshape_of_a_router_puts_the_ranks_in_front(random: Random) -> None:
+    """Without `ranks_first` the outer piece may lie in either dimension, and is loose."""
+    given = Spread((("a", "b", random.choice((2, 6))), (4,)))
+    tokens = given.shape[0]
+    found = moves.reshape(given, (1, tokens, 4), ranks_first=True)
+    assert found == Spread((("a", "b"), (tokens,), (4,)))
+    value = whole_of(given, random)
+    held = [each.reshape(1, tokens, 4) for each in hold(given, value, random)]
+    assert describes(found, value.reshape(found.whole(SIZES)), held)
+    assert "a" in moves.reshape(given, (1, tokens, 4)).loose

@@ -1,0 +1,137 @@
+"""The dispatch of `plugins.hierarchical_ep` in its mode `deduplicated`: what ranks exchange must fit, step by step."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tools.dryrun.graph_text import Node
+from tools.prove import rules
+from tools.prove.call import Call, Order
+from tools.prove.spread import Contradiction, NotKnown, Rows, Spread, Zeros, plain
+
+SIZES = {"a": 2, "b": 3}
+NODES, INNER = ("a",), ("b",)
+TOKENS, WIDTH = 4, 2
+GROUPED = Spread((("a", "b", Rows(((("a", "b"), TOKENS),), (("group",),), TOKENS)), (WIDTH,)))
+PIECE = plain((TOKENS // 2,))  # the tokens of a chunk, written out in the graph
+EMPTY = (None,) * 5
+
+
+def result(op, *values, of=(), dtype="Float32", over=(), axes=(), number=0, text=""):
+    """What the rules give for an operator; its output has the shape `of`, and a constant differs along `over`."""
+    types = ("()", f"(<Tensor[{dtype}], ({', '.join(map(str, of))})>)")
+    node = Node(op, f"{op}(%0)", f"{op}(%0) {text}", [], scope="", types=types)
+    return rules.apply(Call(node, number, values, SIZES, {(1, 0): frozenset(over)} if over else {}, axes))
+
+
+def integers(op, *values, of=(-1,), **how):
+    return result(op, *values, of=of, dtype="Int32", **how)
+
+
+def counted(choice, axes, number):
+    """The counts that a rank sends by its choices, and those that it receives."""
+    sent = result("ReduceSum", choice, (0,), False, False, of=(3,), number=number)
+    return sent, result("AlltoAll", sent, axes=axes, of=(3, 1))
+
+
+def away(nodes=NODES, inner=INNER, first=NODES):
+    """A chunk's rows, from the tokens to the experts; a node's first expert differs along the axes `first`."""
+    chunk = result("IndexSelect", GROUPED, 0, PIECE, of=(TOKENS // 2, WIDTH))
+    start = integers("Cast", chunk, 34, of=(TOKENS // 2, WIDTH))
+    sent, got = counted(start, nodes, 1)
+    at_node = result("AlltoAllV", result("IndexSelect", chunk, 0, start, of=(-1, WIDTH)), sent, got, axes=nodes)
+    there = integers("Sub", integers("Cast", at_node, 34), 0, over=first)
+    sent_on, got_on = counted(there, inner, 2)
+    copies = result("AlltoAllV", result("IndexSelect", at_node, 0, there, of=(-1, WIDTH)), sent_on, got_on, axes=inner)
+    return SimpleNamespace(
+        chunk=chunk, start=start, there=there, copies=copies, out=(sent, got), on=(sent_on, got_on), inner=inner
+    )
+
+
+def product(way, weights):
+    return result("GroupedMatmul", [way.copies], [weights], *EMPTY, way.on[1], 3, 0, of=(-1, WIDTH))[0]
+
+
+def home(way, made):
+    """The chunk's rows behind their experts, on the rank of their tokens."""
+    (sent, got), (sent_on, got_on) = way.out, way.on
+    pairs = result("AlltoAllV", made, got_on, sent_on, axes=INNER)
+    summed = result("IndexAdd", Zeros(()), way.there, pairs, of=(-1, WIDTH))
+    back = result("AlltoAllV", summed, got, sent, axes=NODES)
+    return result("IndexAdd", Zeros(()), way.start, back, of=(TOKENS // 2, WIDTH))
+
+
+EXPERTS = Spread((("a", "b", 2), (WIDTH,), (WIDTH,)))
+
+
+def test_two_chunks_go_to_their_experts_and_come_back_as_the_tokens_that_they_were():
+    way = away()
+    chunk = home(way, product(way, EXPERTS))
+    assert chunk == way.chunk
+    whole = result("Concat", [chunk, chunk], 0, of=(TOKENS, WIDTH))
+    assert result("IndexSelect", whole, 0, plain((TOKENS,)), of=(TOKENS, WIDTH)) == GROUPED
+    (gradient,) = result("GroupedMatmul", [replaced(way)], [way.copies], *EMPTY, way.on[1], 3, 2, of=(2, WIDTH, WIDTH))
+    assert gradient == EXPERTS  # the ranks that share tokens are exactly those over which the experts are cut
+
+
+def replaced(way):
+    """The copies as the first argument of the product for a weight's gradient: turned."""
+    return Spread(((WIDTH,), way.copies.dims[0]))
+
+
+def test_a_nodes_first_expert_must_differ_along_the_nodes():
+    for first in ((), INNER, NODES + INNER):
+        with pytest.raises(Contradiction, match="first expert of a node"):
+            away(first=first)
+
+
+def test_experts_must_be_cut_over_the_ranks_to_which_rows_went():
+    for axes in (("b", "a"), ("b",), ()):
+        with pytest.raises(Contradiction, match="experts are cut over"):
+            product(away(), Spread(((*axes, 2), (WIDTH,), (WIDTH,))))
+
+
+def test_the_way_back_must_take_the_exchanges_in_the_opposite_order_over_the_same_ranks():
+    way = away()
+    made = product(way, EXPERTS)
+    with pytest.raises(Contradiction, match="in another way than they went"):
+        result("AlltoAllV", made, *way.out[::-1], axes=NODES)  # past the node
+    with pytest.raises(Contradiction, match="not those that the other ranks send"):
+        result("AlltoAllV", made, way.on[1], way.out[0], axes=INNER)
+    with pytest.raises(Contradiction, match="not those that the other ranks send"):
+        result("AlltoAllV", made, *way.on[::-1], axes=NODES)
+    again = result("AlltoAllV", made, *way.on, axes=INNER)  # as on the way to the experts
+    with pytest.raises(Contradiction):
+        home(way, again)
+
+
+def test_rows_are_not_taken_by_the_choices_of_other_rows():
+    way = away()
+    with pytest.raises(Contradiction, match="choices of other rows"):
+        result("IndexSelect", way.copies, 0, way.start, of=(-1, WIDTH))
+    with pytest.raises(Contradiction, match="different rows"):
+        integers("Maximum", way.start, way.there)
+
+
+def test_rows_that_came_in_different_ways_are_not_joined():
+    way = away()
+    with pytest.raises(Contradiction, match="different ways"):
+        result("Concat", [way.chunk, way.copies], 0, of=(-1, WIDTH))
+
+
+def test_what_is_no_part_of_the_dispatch_is_unknown():
+    way = away()
+    with pytest.raises(NotKnown):
+        result("ReduceSum", way.copies, (0,), False, False, of=(WIDTH,))
+    with pytest.raises(NotKnown):
+        result("Tile", way.copies, (2, 1), of=(-1, WIDTH))
+    with pytest.raises(NotKnown):
+        result("IndexAdd", way.chunk, way.start, way.chunk, of=(-1, WIDTH))
+
+
+def test_a_table_of_places_is_read_where_it_is_the_same_on_all_ranks():
+    ids = Spread((("a", 4), (2,)))
+    assert integers("Gather", plain((12,)), ids, 0, 0, of=(4, 2)) == ids
+    with pytest.raises(NotKnown):
+        integers("Gather", Spread((("b", 4),)), ids, 0, 0, of=(4, 2))
+    assert Order(("shape",)) == result("Shape", away().start)

@@ -1,0 +1,303 @@
+"""This module holds the rules of the dispatch of `plugins.hierarchical_ep`, in its modes `global` and `deduplicated`,
+also in chunks.
+
+Where the rules of `tools.prove.experts` follow each step of a dispatch, these trust what a rank does to the rows that
+it holds: which it takes, in which order, how often, and with which other columns in one buffer. What they check is what
+happens between ranks. Dispatched rows have the step ("own", tokens of the rank) behind their grouping, and from there
+on only exchanges. The counts of an AlltoAllV must be those that were exchanged over the same ranks, the way back must
+take the exchanges in the opposite order, the experts must be cut over exactly the ranks to which their rows went, and
+rows that came to a node must be compared with that node's experts. All integers that routing decides for some rows are
+one `Order`: ("choice", the dimension of the rows, the axes along which its first expert differs).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tools.prove.call import Call, Order, Value, rule
+from tools.prove.experts import rows_in, ways
+from tools.prove.spread import (
+    Dim,
+    NotKnown,
+    Rows,
+    Spread,
+    Zeros,
+    by_element,
+    check_linear,
+    plain,
+    reduce_sum,
+    refusal,
+    tidy,
+)
+
+_GROUPED = (("group",),)
+
+
+def _rows_of(x: Any) -> Rows | None:
+    """The rows of dimension 0 of a tensor, if their path is that of this module, or has not begun."""
+    if not isinstance(x, Spread) or not x.dims or (found := rows_in(x.dims[0])) is None:
+        return None
+    return found[1] if found[1].path[:1] == _GROUPED else None
+
+
+def _dispatched(x: Any) -> bool:
+    rows = _rows_of(x)
+    return rows is not None and len(rows.path) > 1 and rows.path[1][0] == "own"
+
+
+def _grouped(x: Any) -> bool:
+    rows = _rows_of(x)
+    return rows is not None and rows.path == _GROUPED
+
+
+def _chosen(value: Any) -> bool:
+    return isinstance(value, Order) and value.key[0] == "choice"
+
+
+def _flat(values: Sequence[Value]) -> Iterator[Value]:
+    for value in values:
+        if isinstance(value, list):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _axis_and_rows(x: Spread) -> tuple[Dim, Rows]:
+    found = rows_in(x.dims[0])
+    assert found
+    return tuple(atom for atom in x.dims[0] if isinstance(atom, str)), found[1]
+
+
+def _entered(x: Spread) -> Dim:
+    """The first dimension of the rows that a rank holds, in an order of its own."""
+    axes, rows = _axis_and_rows(x)
+    path = (*rows.path, ("own", rows.count)) if rows.path == _GROUPED else rows.path
+    return (*axes, Rows(rows.origin, path, -1))
+
+
+def held(x: Spread, shape: Sequence[int]) -> Spread:
+    """Return rows that a rank holds, as a tensor of `shape` on each rank.
+
+    Raises:
+        NotKnown: a dimension behind the rows is cut.
+    """
+    if any(isinstance(atom, str) for dim in x.dims[1:] for atom in dim):
+        raise NotKnown(f"{x}: the columns of dispatched rows are cut")
+    return replace(x, dims=(_entered(x), *(tidy((size,)) for size in shape[1:])))
+
+
+def _left(x: Spread, count: int) -> Spread:
+    """The tokens of the rank again, if these are as many, and no exchange is left on their way."""
+    axes, rows = _axis_and_rows(x)
+    if rows.path != (*_GROUPED, ("own", count)):
+        return x
+    return replace(x, dims=((*axes, Rows(rows.origin, _GROUPED, count)), *x.dims[1:]))
+
+
+def _choice(dim: Dim, first: frozenset[str] = frozenset()) -> Order:
+    return Order(("choice", dim, first))
+
+
+def _moved(x: Spread, index: Value, call: Call) -> Spread:
+    """Rows that the rank takes or adds by an index."""
+    found = held(x, call.outputs[0].shape)
+    if _chosen(index) and index.key[1] != found.dims[0]:
+        raise refusal((x,), "rows are taken by the choices of other rows")
+    return _left(found, call.outputs[0].shape[0])
+
+
+def _taken(call: Call) -> Value:
+    index = call.values[1 if call.node.op == "Gather" else 2]
+    if _chosen(call.values[0]):
+        return call.values[0]
+    return _moved(call.spread(0), index, call)
+
+
+def _added(call: Call) -> Value:
+    index, x = (1, 2) if call.node.op == "IndexAdd" else (2, 3)
+    if not isinstance(call.values[0], Zeros):
+        raise NotKnown("it does not add to zeros")
+    return _moved(call.spread(x), call.values[index], call)
+
+
+def _integers(call: Call) -> Value:
+    """Integers of routing for some rows, behind any operator of a rank."""
+    orders = [value for value in _flat(call.values) if _chosen(value)]
+    tensors = [value for value in _flat(call.values) if _dispatched(value)]
+    if len({order.key[1] for order in orders}) > 1 or any(x.dims[0] != orders[0].key[1] for x in tensors):
+        raise refusal((), "choices of different rows are combined")
+    if tensors and not call.counts:
+        return held(tensors[0], call.outputs[0].shape)
+    first = frozenset().union(*(order.key[2] for order in orders))
+    return _choice(orders[0].key[1], first | (call.shifts() if call.node.op == "Sub" else frozenset()))
+
+
+def _counts(call: Call) -> Value:
+    """How many rows a rank sends where: sums of choices over all rows."""
+    own = call.values[0]
+    if call.values[1] != (0,):
+        return _integers(call)
+    rows = next(atom for atom in own.key[1] if isinstance(atom, Rows))
+    came = ways(rows)
+    if own.key[2] != frozenset(axis for axes in came for axis in axes):
+        told = ", ".join(sorted(own.key[2])) or "no axis"
+        raise refusal((), f"the first expert of a node differs along {told}, and the node's rows came in other ways")
+    return Order(("counts", call.number, *came))
+
+
+def _joined(call: Call) -> Value:
+    members = call.values[0]
+    if any(map(_chosen, members)):
+        return _integers(call)
+    rows = [item for item in members if _rows_of(item)]
+    if len({(_entered(item), item.partial, item.powers) for item in rows}) > 1:
+        raise refusal(rows, "rows that came in different ways are joined")
+    if any(item.holes or item.partial or item.powers for item in members if item not in rows):
+        raise NotKnown("rows are joined with what is no constant")
+    return held(rows[0], call.outputs[0].shape)
+
+
+def _sliced(call: Call) -> Value:
+    return held(call.spread(0), call.outputs[0].shape)
+
+
+def _reshaped(call: Call) -> Value:
+    """The same elements; a flat buffer of what belongs to the rank's tokens becomes a tensor of tokens again."""
+    x, shape = held(call.spread(0), call.outputs[0].shape), call.outputs[0].shape
+    if shape[:1] != (1,) or len(shape) == 1:
+        return _left(x, shape[0]) if len(call.spread(0).dims) == 1 else x
+    axes, rows = _axis_and_rows(x)
+    if rows.path != (*_GROUPED, ("own", shape[1])):
+        return x
+    return replace(x, dims=(axes, (Rows(rows.origin, _GROUPED, shape[1]),), *x.dims[2:]))
+
+
+def _summed(call: Call) -> Value:
+    dims = call.values[1] if isinstance(call.values[1], tuple) else (call.values[1],)
+    if not dims and call.values[3]:  # over nothing
+        return call.spread(0)
+    if 0 in dims or not dims or -len(call.spread(0).dims) in dims:
+        raise NotKnown("dispatched rows are added up")
+    x = reduce_sum(call.spread(0), dims, bool(call.values[2]))
+    return held(x, x.shape)  # the graph may not state the columns
+
+
+def _to_integers(call: Call) -> Value:
+    x = call.spread(0)
+    if not call.counts:
+        return x
+    check_linear(x, plain(()))
+    if x.partial or x.powers:
+        raise refusal((x,), "numbers of experts are a partial sum")
+    return _choice(x.dims[0])
+
+
+def _split(call: Call) -> Value:
+    return [held(call.spread(0), out.shape) for out in call.outputs]
+
+
+def _tiled(call: Call) -> Value:
+    if call.values[1][0] != 1:
+        raise NotKnown("dispatched rows are repeated")
+    own = call.spread(0)
+    return held(own, [size * count for size, count in zip(own.shape, call.values[1], strict=True)])
+
+
+# operators on dispatched rows; the others have the rules that they have for any tensor
+ON_ROWS: Mapping[str, Callable[[Call], Value]] = {
+    **dict.fromkeys(("IndexSelect", "Gather"), _taken),
+    **dict.fromkeys(("InplaceIndexAddExt", "IndexAdd"), _added),
+    **dict.fromkeys(("StridedSlice", "StridedSliceGrad", "Slice"), _sliced),
+    **dict.fromkeys(("ReduceSum", "SumExt"), _summed),
+    **dict.fromkeys(("Split", "SplitWithSize"), _split),
+    "Concat": _joined,
+    "Reshape": _reshaped,
+    "Cast": _to_integers,
+    "Tile": _tiled,
+}
+
+
+def _places(call: Call) -> Value:
+    """Where the members of a Concat begin in its gradient."""
+    return [Order(("place", number)) for number, _ in enumerate(call.values[0])]
+
+
+def _on_choices(call: Call) -> Value:
+    op = call.node.op
+    if op in ("MakeTuple", "TupleGetItem"):
+        return list(call.values) if op == "MakeTuple" else call.values[0]
+    if op == "Shape":
+        return Order(("shape",))
+    if op in ("SortExt", "Sort"):
+        return [call.values[0], call.values[0]]
+    if op in ("ReduceSum", "SumExt"):
+        return _counts(call)
+    if op in ("IndexSelect", "InplaceIndexAddExt", "IndexAdd", "Gather"):
+        return ON_ROWS[op](call)
+    return _joined(call) if op == "Concat" else _integers(call)
+
+
+def rule_of(call: Call) -> Callable[[Call], Value] | None:
+    """Return the rule of this module for an operator with its arguments; return None outside of the dispatch."""
+    op, values = call.node.op, list(_flat(call.values))
+    if op in ("Depend", "Load", "TensorMove"):
+        return None
+    if "ShapeCalc_g_concat" in call.node.text:
+        return _places
+    if any(map(_chosen, values)):
+        return _on_choices
+    if any(map(_dispatched, values)):
+        return ON_ROWS.get(op)
+    if op == "TupleGetItem" and isinstance(call.values[0], Order):
+        return lambda call: call.values[0]
+    if op == "LogicalAnd" and call.differs and "%" not in call.node.head:
+        return lambda call: Order(("to itself",))
+    return _entering(call, values)
+
+
+def _entering(call: Call, values: Sequence[Value]) -> Callable[[Call], Value] | None:
+    """The rule of an operator by which tokens come into an order of the rank's own."""
+    rows = [value for value in values if _grouped(value)]
+    op = call.node.op
+    if not rows:
+        return None
+    constant = any(isinstance(value, Spread) and not value.holes and not _rows_of(value) for value in call.values[2:3])
+    if op in ("IndexSelect", "InplaceIndexAddExt") and constant and not isinstance(call.values[2], Order):
+        return ON_ROWS[op]
+    if op in ("Split", "SplitWithSize") and call.values[1 if op == "Split" else 2] == 0:
+        return _split
+    integers = call.counts
+    one = len(call.outputs[0].shape) == 1 if call.outputs else False
+    if op == "MakeTuple" and call.differs and len(values) == 2 and re.match(r"Int", call.outputs[-1].dtype):
+        return lambda call: list(call.values)
+    if op == "Concat" and one:
+        return (lambda call: _choice(_entered(rows[0]))) if integers else _joined
+    return None
+
+
+@rule("IndexAdd", says="dispatched rows that a rank adds up, by the choices of the router")
+def _by_choices(call: Call) -> Value:
+    raise NotKnown("only dispatched rows have a rule")
+
+
+@rule("Gather", says="dispatched rows by the choices of the router, or numbers of a plain table for each index")
+def _looked_up(call: Call) -> Value:
+    table = by_element(call.spread(0))
+    if len(table.dims) != 1 or table.holes or not call.counts or call.values[2] != 0:
+        raise NotKnown("only dispatched rows and a plain table of numbers have a rule")
+    return by_element(call.spread(1))
+
+
+@rule("Slice", says="the rows behind constant ones, as the gradient of Concat takes them")
+def _behind_constants(call: Call) -> Value:
+    raise NotKnown("only dispatched rows have a rule")
+
+
+@rule("FillV2", "RemainderTensorScalar", says="of the choices of the router: choices of the same rows")
+def _filled(call: Call) -> Value:
+    if call.node.op == "FillV2" and isinstance(call.values[0], Order):
+        return Order(("filled",))
+    raise NotKnown("only choices of the router have a rule")
