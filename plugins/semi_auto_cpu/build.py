@@ -77,8 +77,16 @@ def ensure(sources: Path | None = None, without: str = WITHOUT) -> Path:
 
 
 def cache_folder(sources: Path | None = None) -> Path:
-    """Return the folder in which the compiled libraries of a plugin are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / _owner(sources or SOURCES)
+    """Return the folder in which the compiled libraries of a plugin are kept.
+
+    Raises:
+        ClusterError: the user has no home folder, and no variable names another folder.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / _owner(sources or SOURCES)
+    except RuntimeError:
+        wrong = "this user has no home folder in which libraries could be kept; set HOME or XDG_CACHE_HOME to a folder"
+        raise ClusterError(wrong) from None
 
 
 def _owner(sources: Path) -> str:

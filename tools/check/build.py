@@ -134,16 +134,18 @@ def _compare(view: View, schema: Schema, result: dict[str, Any], found: Findings
 
 ROOT = Path(__file__).resolve().parents[2]
 _MARK = "tc3-built "  # MindFormers prints on stdout too
+_OF_A_JOB = ("RANK_ID", "RANK_SIZE", "DEVICE_ID")  # MindFormers reads them on import; they say nothing of a recipe
 
 
 def built_by_mindformers(recipes: list[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
     """Return for each recipe ``{"fields": ..., "layers": ...}`` or ``{"error": text}``; None without MindFormers."""
     command = [sys.executable, "-m", "tools.check.build"]
+    environ = {key: value for key, value in os.environ.items() if key not in _OF_A_JOB}
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             command, input=json.dumps([dict(recipe) for recipe in recipes]), text=True, cwd=folder,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3", "LOCAL_DEFAULT_PATH": folder},
+            env={**environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3", "LOCAL_DEFAULT_PATH": folder},
         )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     return json.loads(lines[-1].removeprefix(_MARK)) if lines else None

@@ -27,7 +27,7 @@ import click
 import psutil
 from rich.console import Console
 
-from plugins.errors import ClusterError
+from plugins.errors import ClusterError, DataError
 from tools.dryrun.plan import Job, Plan
 from tools.estimate.from_recipe import LEVEL
 from tools.files.atomic import atomic_file
@@ -197,8 +197,16 @@ class _Run:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the results: the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / "dryrun"
+    """Return the folder of the results: the user's cache folder.
+
+    Raises:
+        ClusterError: the user has none.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / "dryrun"
+    except RuntimeError:  # as in a container that is run under a number without a name
+        wrong = "this user has no home folder in which compiles could be kept; set HOME or XDG_CACHE_HOME to a folder"
+        raise ClusterError(wrong) from None
 
 
 def kept_result(job: Job) -> dict[str, Any] | None:
@@ -211,12 +219,15 @@ def kept_result(job: Job) -> dict[str, Any] | None:
 
 def keep_result(job: Job, result: dict[str, Any]) -> None:
     """Store a compile's result completely or not at all; refusals by MindSpore are stored, too, except those that this
-    host caused.
+    host caused. If the folder cannot be written, a line says so: the report needs the result, and not the file.
     """
     if result.get("of_the_host"):
         return
-    with atomic_file(cache_folder() / _name(job)) as part:
-        part.write_bytes(gzip.compress(json.dumps(result).encode()))
+    try:
+        with atomic_file(cache_folder() / _name(job)) as part:
+            part.write_bytes(gzip.compress(json.dumps(result).encode()))
+    except (DataError, OSError) as error:
+        click.echo(f"this compile is not kept for later: {error}; set XDG_CACHE_HOME to another folder", err=True)
 
 
 def text_of(job: Job) -> Path:

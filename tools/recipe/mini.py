@@ -106,6 +106,7 @@ EXPERTS_ON_CPU: dict[str, Any] = {
     "moe_token_dispatcher_type": DEFAULT_DISPATCHER,
 }
 OPTIMIZER = ("optimizer", "type")
+MOVES, SENDS = ("expert_balance",), ("hierarchical_ep", "ep_overlap")  # plugins that move experts, or send tokens
 LATENT, GROUPED = "telechat3_moe", "telechat3"  # model types: multi-latent and grouped-query attention
 
 
@@ -399,6 +400,8 @@ def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int
         wrong = f"--parallel needs a parallel degree above 1 that fits {workers} workers, and this recipe has none"
         raise RecipeError(f"{recipe.source}: {wrong}")
     give_strategy(mini, view, degrees, batch, degrees)
+    for name in (*MOVES, *SENDS) if degrees.ep == 1 else ():  # they need experts on other workers
+        (mini.get("plugins") or {}).pop(name, None)
 
 
 def degrees_for(mini: dict[str, Any], view: View, workers: int) -> Degrees:
@@ -456,9 +459,7 @@ def _degrees(mini: dict[str, Any], view: View, degrees: Degrees, batch: int) -> 
             callback["micro_batch_num"] = micro_batches
 
 
-def _layers(
-    mini: dict[str, Any], model: dict[str, Any], view: View, degrees: Degrees, deepest: Degrees
-) -> None:  # fmt: skip
+def _layers(mini: dict[str, Any], model: dict[str, Any], view: View, degrees: Degrees, deepest: Degrees) -> None:
     """At least one layer for each chunk of each stage of the deepest pipeline; no layer less than the mini has."""
     if model.get("n_routed_experts"):
         model["npu_nums_per_device"] = max(1, degrees.ep // 2)  # workers act as two nodes

@@ -16,10 +16,9 @@ from typing import Any
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER
 from tools.recipe.load import Recipe
-from tools.recipe.mini import BATCH, Degrees, degrees_for, derive_mini, give_strategy
+from tools.recipe.mini import BATCH, MOVES, SENDS, Degrees, degrees_for, derive_mini, give_strategy
 from tools.recipe.view import MODEL, View
 
-_MOVES, _SENDS = ("expert_balance",), ("hierarchical_ep", "ep_overlap")  # plugins
 LENGTH = 2048  # tokens of a sample: the least with which MindFormers compresses masks; it cannot shard a whole mask
 _MASKS = ("use_attn_mask_compression", "use_eod_attn_mask_compression")
 _CONTEXT = ("mode", "device_target", "max_call_depth", "jit_config", "jit_level", "memory_optimize_level")
@@ -121,5 +120,5 @@ def _leave_dispatch(mini: dict[str, Any], inside_node: bool) -> None:
     """Leave out (in place) the plugins that move experts, which would part the weights of one family, and those that
     send tokens between nodes, where the experts are shared inside a node.
     """
-    for name in (*_MOVES, *(_SENDS if inside_node else ())):
+    for name in (*MOVES, *(SENDS if inside_node else ())):
         (mini.get("plugins") or {}).pop(name, None)

@@ -13,7 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from launch.cli import tc3
-from plugins.errors import TC3Error
+from plugins.errors import ClusterError, TC3Error
+from plugins.semi_auto_cpu import build
 from tools.dryrun import compiles
 from tools.dryrun import rank as compiling
 from tools.dryrun.compiles import WORKER, compile_all
@@ -126,6 +127,27 @@ def test_results_are_kept_whole_and_by_content(tmp_path, monkeypatch):
     assert compiles.kept_result(job) is None
     compiles.keep_result(job, {"rank": 0})
     assert compiles.kept_result(job) == {"rank": 0}
+
+
+def test_a_result_that_cannot_be_kept_does_not_end_the_command(tmp_path, monkeypatch, capsys):
+    (tmp_path / "tc3").write_text("a file where the folder would be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    job = Job(Recipe({"a": 1}), 0, 0)
+    compiles.keep_result(job, {"rank": 0})
+    assert compiles.kept_result(job) is None
+    assert "this compile is not kept for later: " in capsys.readouterr().err
+
+
+def _no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", _no_home)
+    for folder in (compiles.cache_folder, build.cache_folder):
+        with pytest.raises(ClusterError, match=r"no home folder .* set HOME or XDG_CACHE_HOME"):
+            folder()
 
 
 @pytest.mark.parametrize(

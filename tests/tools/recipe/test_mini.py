@@ -251,7 +251,7 @@ def large_family():
             yield path
 
 
-@pytest.mark.parametrize("workers", [4, 8])
+@pytest.mark.parametrize("workers", [2, 4, 8])
 @pytest.mark.parametrize("path", list(large_family()), ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_recipe_of_the_family_gives_a_sound_mini(path, workers):
     own, mini = View(load_recipe(path)), resolve(load_mini(path, workers=workers))
