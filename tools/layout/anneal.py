@@ -2,8 +2,8 @@
 
 Each of many chains holds a plan that keeps every rule. In a step each chain tries a change of one to three layers
 (another recompute option, another chunk); changes that break a rule are dropped before the simulation, which then runs
-for all chains at once. A chain takes what is faster, and what is slower by no more than a random share of its temperature,
-which falls to nothing. Some chains begin hot, to leave a valley; most gains come from those that begin cold.
+for all chains at once. A chain takes what is faster, and what is slower by no more than a random share of a temperature
+that falls to nothing. Some chains begin hot, to leave a valley; most gains come from those that begin cold.
 """
 
 from __future__ import annotations
