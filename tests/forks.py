@@ -82,8 +82,9 @@ class Forks:
         """Run several processes at once; return the exit code of each.
 
         The others are killed `GRACE` seconds after one has failed, and all after `within` seconds, which is before
-        pytest's limit of a test: that would leave an answer that nobody has read. With a `port`, the others wait for
-        the first to listen there, or to end.
+        pytest's limit of a test: that would leave an answer that nobody has read. With a `port`, the first is a
+        scheduler: the others wait for it to listen there, or to end, and once all of them have ended well it is ended,
+        because it looks only each five seconds whether they have left.
         """
         jobs = [{**each._asdict(), "arguments": list(map(str, each.arguments)), "cwd": str(cwd)} for each in members]
         self.process.stdin.write(json.dumps([within, port, jobs]) + "\n")
@@ -181,6 +182,11 @@ def fork_all(within, port, jobs):
         seconds += used.ru_utime + used.ru_stime
         if code and running:
             signal.alarm(GRACE)
+        if port and list(running.values()) == [0] and not any(codes):
+            (scheduler,) = running
+            os.kill(scheduler, signal.SIGKILL)
+            seconds += sum(os.wait4(scheduler, 0)[2][:2])
+            del running[scheduler]
     signal.alarm(0)
     return codes, seconds
 
