@@ -1,15 +1,16 @@
 """Models with several residual streams: weights under the public names, and a layout against one process."""
 
-import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from safetensors.numpy import save_file
 
 from launch.generate.command import forward_recipe
 from tests.training import forked, runs
-from tools.accuracy.cli import accuracy
+from tools.accuracy.equivalence.executed import ExecutedRuns
+from tools.accuracy.equivalence.sharding import EXECUTED_ROWS
+from tools.accuracy.equivalence.strategies import one_worker
 from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.start import initial_weights
 from tools.recipe.dump import dump_recipe
@@ -29,7 +30,7 @@ model = worker.Model(folder / "forward.yaml", folder / "weights")
 np.save(folder / "logits.npy", np.array([model.logits(ids[:place].tolist()) for place in places]))
 """
 PLACES = [1, 9, 40, 64]
-ROWS = ["executed_mhc_tp2_sp"]
+ROW = "executed_mhc_tp2_sp"
 
 
 def test_weights_under_the_public_names_compute_the_logits_of_the_reference(workers, tmp_path):
@@ -57,10 +58,9 @@ def test_weights_under_the_public_names_compute_the_logits_of_the_reference(work
     assert np.abs(other - right).max() > 1e-4
 
 
-def test_layouts_equal_one_process(workers, tmp_path):
-    words = ["equivalence", str(runs.TINY), "--only", ",".join(ROWS), "--steps", "3", "--json"]
+def test_a_layout_equals_one_process(workers, tmp_path):
+    """Of one dense layer, whose feed-forward part has the streams that its attention has mixed."""
+    (sharding,) = (replace(each, layers=1) for name, _, each in EXECUTED_ROWS if name == ROW)
     with forked.launches(workers):
-        done = CliRunner(catch_exceptions=False).invoke(accuracy, [*words, "--work", str(tmp_path)])
-    assert done.exit_code == 0, done.output[-4000:]
-    for row in json.loads(done.stdout)["rows"]:
-        assert row["how"] == "executed" and row["findings"] == [] and row["used"] < 1, row
+        found = ExecutedRuns(one_worker(str(runs.TINY)), 3, tmp_path, print).compare(ROW, sharding)
+    assert not found.findings and 0 < found.used < 1 and found.tensors > 50, found
