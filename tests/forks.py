@@ -194,7 +194,10 @@ def fork_all(within, port, jobs):
 def wait_for_listener(pid, port):
     """Return once the process listens on the port, or has ended."""
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        sockets = [line.split()[1:4] for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        try:
+            sockets = [line.split()[1:4] for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        except OSError:
+            continue  # it has just ended, as the scheduler of a single process does at once
         if any(state == LISTENS and int(local.partition(":")[2], 16) == port for local, _, state in sockets):
             return
         time.sleep(0.02)
