@@ -82,8 +82,9 @@ class Forks:
         """Run several processes at once; return the exit code of each.
 
         The others are killed `GRACE` seconds after one has failed, and all after `within` seconds, which is before
-        pytest's limit of a test: that would leave an answer that nobody has read. With a `port`, the others wait for
-        the first to listen there, or to end.
+        pytest's limit of a test: that would leave an answer that nobody has read. With a `port`, the first is a
+        scheduler: the others wait for it to listen there, or to end, and once all of them have ended well it is ended,
+        because it looks only each five seconds whether they have left.
         """
         jobs = [{**each._asdict(), "arguments": list(map(str, each.arguments)), "cwd": str(cwd)} for each in members]
         self.process.stdin.write(json.dumps([within, port, jobs]) + "\n")
@@ -181,6 +182,11 @@ def fork_all(within, port, jobs):
         seconds += used.ru_utime + used.ru_stime
         if code and running:
             signal.alarm(GRACE)
+        if port and list(running.values()) == [0] and not any(codes):
+            (scheduler,) = running
+            os.kill(scheduler, signal.SIGKILL)
+            seconds += sum(os.wait4(scheduler, 0)[2][:2])
+            del running[scheduler]
     signal.alarm(0)
     return codes, seconds
 
@@ -188,7 +194,10 @@ def fork_all(within, port, jobs):
 def wait_for_listener(pid, port):
     """Return once the process listens on the port, or has ended."""
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        sockets = [line.split()[1:4] for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        try:
+            sockets = [line.split()[1:4] for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        except OSError:
+            continue  # it has just ended, as the scheduler of a single process does at once
         if any(state == LISTENS and int(local.partition(":")[2], 16) == port for local, _, state in sockets):
             return
         time.sleep(0.02)

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from tests.training import runs
+from tests.training import forked, runs
 
 
 def documents(count, rng):
@@ -110,10 +110,10 @@ def graph_dp2(tiny_dp2, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def whole_ep2(corpus, tmp_path_factory):
+def whole_ep2(workers, corpus, tmp_path_factory):
     """Ten steps of two workers that share the experts."""
 
     def make(folder):
-        runs.train(runs.HERE / "tiny_ep2.yaml", folder / "run", corpus, "--steps", "10")
+        forked.train(workers, runs.HERE / "tiny_ep2.yaml", folder / "run", corpus, steps=10)
 
     return shared(tmp_path_factory, "tiny_ep2", make) / "run"

@@ -6,13 +6,17 @@ a run by `tc3 train`; test_one_worker.py says so of msrun by hand. How workers a
 tested this way: test_one_worker.py, test_two_workers.py and others start `tc3 train` for that.
 """
 
+import contextlib
 import os
 from pathlib import Path
+from unittest import mock
 
 from launch.run.command import checks
 from launch.run.effective import Size, effective_recipe
 from launch.run.msrun import TRAIN, worker_count, worker_environment
 from tests.training import runs
+from tools.accuracy.equivalence import executed
+from tools.accuracy.equivalence import runs as compared
 from tools.recipe.dump import dump_recipe
 
 
@@ -35,3 +39,18 @@ def train(forks, recipe, run_dir, corpus, *overrides, steps=None, mini=False, re
     codes, said = forks.cluster(workers, arguments, logs, environment)
     assert not any(codes), "\n".join(text[-3000:] for text, code in zip(said, codes, strict=True) if code)
     return said[1]
+
+
+@contextlib.contextmanager
+def launches(forks):
+    """While the block runs, what `tc3 accuracy equivalence` in this process trains by `tc3 train` are forks."""
+
+    def launch(recipe, run_dir):
+        run_dir = run_dir.absolute()
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        file = run_dir.with_name(f"{run_dir.name}.yaml")
+        dump_recipe(recipe, file)
+        train(forks, file, run_dir, None, REGISTER_PATH=str(runs.ROOT / "launch" / "workers"))
+
+    with mock.patch.object(executed, "launch", launch), mock.patch.object(compared, "launch", launch):
+        yield

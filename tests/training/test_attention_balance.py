@@ -12,7 +12,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from tests.training import runs
+from tests.training import forked, runs
 
 pytestmark = pytest.mark.slow
 TINY_EOD, BALANCED = runs.HERE / "tiny_eod.yaml", runs.HERE / "tiny_eod_balanced.yaml"
@@ -50,12 +50,12 @@ def balanced(killed, resumed):
 
 
 @pytest.fixture(scope="module")
-def stock(corpus, tmp_path_factory):
+def stock(workers, corpus, tmp_path_factory):
     """The same global batches on one worker, without the plugin."""
     run_dir = tmp_path_factory.mktemp("stock") / "run"
     recipe = run_dir.with_name("alone.yaml")
     recipe.write_text(yaml.safe_dump({"base_config": str(TINY_EOD), **ALONE}))
-    runs.train(recipe, run_dir, corpus)
+    forked.train(workers, recipe, run_dir, corpus)
     return run_dir
 
 

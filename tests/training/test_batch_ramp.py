@@ -6,7 +6,7 @@ import pytest
 
 from plugins.batch_ramp import reference
 from plugins.sealed_checkpoint.plan import write_seal
-from tests.training import runs
+from tests.training import forked, runs
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
 from tools.runs.goodput import ledger
@@ -23,7 +23,7 @@ def lines(run_dir):
     return [record for record in written if "step" in record]
 
 
-def of_one_batch(folder, corpus, batch, samples, skip=0, resume=None):
+def of_one_batch(workers, folder, corpus, batch, samples, skip=0, resume=None):
     """The steps of a run whose batch does not grow, from a checkpoint of a run of another batch.
 
     The checkpoint is told that its batch was this one, so that MindFormers does not scale the optimizer's steps; its
@@ -36,25 +36,23 @@ def of_one_batch(folder, corpus, batch, samples, skip=0, resume=None):
     if skip:
         flat["data_skip_steps"] = skip
     dump_recipe(flat, folder / f"batch_{batch}.yaml")
-    more = []
     if resume:
         common = resume / "common.json"
         common.write_text(json.dumps({**json.loads(common.read_text()), "global_batch_size": batch}))
         write_seal(resume, 0, world_size=1, step=4)
-        more = ["--resume", str(resume)]
-    runs.train(folder / f"batch_{batch}.yaml", folder / f"run_{batch}", corpus, *more)
+    forked.train(workers, folder / f"batch_{batch}.yaml", folder / f"run_{batch}", corpus, resume=resume)
     return lines(folder / f"run_{batch}")
 
 
-def test_a_killed_ramp_equals_runs_joined_by_hand(corpus, tmp_path):
+def test_a_killed_ramp_equals_runs_joined_by_hand(workers, corpus, tmp_path):
     """Killed in the save of its last step, it goes on within its second stage."""
     grown = tmp_path / "run"
     text = runs.train(RAMP, grown, corpus, "--restarts", "1", **runs.dying(TC3_TEST_KILL="0:8"))
     assert "attempt 1 goes on from step 6" in text
     steps = [record for _, record in sorted(runs.steps(grown).items())]
-    first = of_one_batch(tmp_path, corpus, 2, 8)
+    first = of_one_batch(workers, tmp_path, corpus, 2, 8)
     saved = tmp_path / "run_2" / "checkpoint" / "iteration_00000004"
-    by_hand = first + of_one_batch(tmp_path, corpus, FULL, SAMPLES, skip=2, resume=saved)
+    by_hand = first + of_one_batch(workers, tmp_path, corpus, FULL, SAMPLES, skip=2, resume=saved)
     assert len(steps) == len(by_hand) == 8
     for number, (one, other) in enumerate(zip(steps, by_hand, strict=True), 1):
         runs.same(one, {**other, "step": number})

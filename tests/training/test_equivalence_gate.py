@@ -1,24 +1,27 @@
 """The gate of tests/golden/mini-pretrain.json as CI uses it: the mini recipe itself, and evaluating on the way.
 
 The held-out loss runs the training graph, which counts the load of experts: it must put the counts back. Two workers
-are compared with one in test_two_workers.py.
+are compared with one in test_two_workers.py; the command with trainings by `tc3 train` is a rung of the rehearsal in
+tests/launch/firsthour/test_cli.py.
 """
 
 import json
-import subprocess
 
 import pytest
+from click.testing import CliRunner
 
-from tests.training import runs
+from tests.training import forked, runs
+from tools.accuracy.cli import accuracy
 
 pytestmark = pytest.mark.slow
 
 
-def test_the_mini_recipe_reaches_its_golden_numbers_and_evaluating_changes_nothing(tmp_path):
-    command = [runs.TC3, "accuracy", "equivalence", "recipes/mini/pretrain.yaml"]
-    arguments = ["--only", "held_out_loss", "--json", "--work", str(tmp_path)]
-    done = subprocess.run([*command, *arguments], cwd=runs.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_the_mini_recipe_reaches_its_golden_numbers_and_evaluating_changes_nothing(workers, tmp_path, monkeypatch):
+    monkeypatch.chdir(runs.ROOT)
+    words = ["equivalence", "recipes/mini/pretrain.yaml", "--only", "held_out_loss", "--json", "--work", str(tmp_path)]
+    with forked.launches(workers):
+        done = CliRunner(catch_exceptions=False).invoke(accuracy, words)
+    assert done.exit_code == 0, done.output[-4000:]
     answer = json.loads(done.stdout)
     assert answer["golden"] == answer["without_golden_numbers"] == [] and answer["passed"]
     (row,) = answer["rows"]

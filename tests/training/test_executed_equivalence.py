@@ -1,20 +1,22 @@
 """A layout that splits the model, executed on two processes against one. Faults in it: test_executed_faults.py."""
 
 import json
-import subprocess
 
 import pytest
+from click.testing import CliRunner
 
-from tests.training import runs
+from tests.training import forked, runs
+from tools.accuracy.cli import accuracy
 
 NAME = "executed_tp2_sp"
-COMMAND = [runs.TC3, "accuracy", "equivalence", "tests/training/tiny.yaml", "--only", NAME, "--steps", "3", "--json"]
+WORDS = ["equivalence", str(runs.TINY), "--only", NAME, "--steps", "3", "--json"]
 
 
 @pytest.mark.slow
-def test_tensor_and_sequence_parallelism_equal_one_process(tmp_path):
-    done = subprocess.run([*COMMAND, "--work", str(tmp_path)], cwd=runs.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+def test_tensor_and_sequence_parallelism_equal_one_process(workers, tmp_path):
+    with forked.launches(workers):
+        done = CliRunner(catch_exceptions=False).invoke(accuracy, [*WORDS, "--work", str(tmp_path)])
+    assert done.exit_code == 0, done.output[-4000:]
     (row,) = json.loads(done.stdout)["rows"]
     assert (row["how"], row["status"]) == ("executed", "pass"), row
     assert row["tensors"] > 100 and row["used"] < 1 and row["findings"] == []

@@ -4,20 +4,39 @@ One in the forward pass and one that only gradients show; the others are in benc
 is placed in tests/tools/accuracy/equivalence/test_executed.py.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 
 from benchmarks.executed_faults import FAULTS, Bench, errors_of
-from tests.training import runs
+from plugins.semi_auto_cpu.collectives import VARIABLE
+from tests.training import forked, runs
 from tools.accuracy.equivalence.strategies import one_worker
+from tools.recipe.dump import dump_recipe
 
 STEPS = 2
 
 
+@dataclass
+class Forked(Bench):
+    """As its base, with workers that are forks."""
+
+    workers: Any = None
+
+    def _train(self, name, recipe, words=""):
+        file, run_dir = self.work / f"{name}.yaml", self.work / name
+        dump_recipe(recipe, file)
+        environment = {"REGISTER_PATH": str(runs.ROOT / "benchmarks"), VARIABLE: words}
+        forked.train(self.workers, file, run_dir, None, **environment)
+        return 0, run_dir
+
+
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory):
+def bench(workers, tmp_path_factory):
     """Of one dense layer, which has all that the faults disturb: five processes compile it."""
     folder = tmp_path_factory.mktemp("faults")
-    return Bench(one_worker(str(runs.TINY)), STEPS, folder, layers=1)
+    return Forked(one_worker(str(runs.TINY)), STEPS, folder, layers=1, workers=workers)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from plugins.expert_balance import record, settings
 from plugins.expert_balance.copies import NOTHING
 from plugins.expert_balance.replay import differences, replay
-from tests.training import runs
+from tests.training import forked, runs
 from tests.training.test_other_layout import follows
 from tools.recipe.load import load_recipe
 
@@ -63,14 +63,16 @@ def test_the_losses_are_those_of_experts_that_stay(resumed, whole_ep2):
             assert move[step][key] == pytest.approx(expected[key], rel=TOLERANCE), f"step {step}: {key}"
 
 
-def test_put_back_in_order_the_experts_of_two_workers_come_together_on_one(killed, whole_ep2, corpus, tmp_path):
+def test_put_back_in_order_the_experts_of_two_workers_come_together_on_one(
+    killed, whole_ep2, workers, corpus, tmp_path
+):
     """Without the plugin, and with another layout: both as if the experts had never moved.
 
     `plugins.group_aux_loss` takes the auxiliary loss over the tokens of all workers, be they two or one.
     """
     moved = killed[0] / "checkpoint" / f"iteration_{SAVED:08d}"
-    restored, more = tmp_path / "in_order" / moved.name, ("--steps", str(STEPS), "--resume")
-    refused = runs.train(runs.HERE / "tiny_ep2.yaml", tmp_path / "run", corpus, *more, str(moved), expect=2)
+    restored, more = tmp_path / "in_order" / moved.name, ("--steps", str(STEPS), "--resume", str(moved))
+    refused = runs.train(runs.HERE / "tiny_ep2.yaml", tmp_path / "run", corpus, *more, expect=2)
     assert "tc3 experts restore-order" in refused
     subprocess.run([runs.TC3, "experts", "restore-order", moved, "--to", restored], check=True)
     split = load_recipe(runs.HERE / "tiny_ep2.yaml")["model"]["model_config"]
@@ -78,7 +80,7 @@ def test_put_back_in_order_the_experts_of_two_workers_come_together_on_one(kille
     one = {"base_config": str(runs.TINY), "model": {"model_config": {key: split[key] for key in sizes}}}
     recipe = tmp_path / "one_worker.yaml"
     recipe.write_text(yaml.safe_dump(one | {"plugins": {"group_aux_loss": True}}))
-    runs.train(recipe, tmp_path / "run", corpus, *more, str(restored))
+    forked.train(workers, recipe, tmp_path / "run", corpus, steps=STEPS, resume=restored)
     follows(tmp_path / "run", whole_ep2, list(range(SAVED + 1, STEPS + 1)))
 
 

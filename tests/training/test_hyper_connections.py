@@ -1,14 +1,16 @@
 """Models with several residual streams: weights under the public names, and a layout against one process."""
 
-import json
-import subprocess
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from launch.generate.command import forward_recipe
-from tests.training import runs
+from tests.training import forked, runs
+from tools.accuracy.equivalence.executed import ExecutedRuns
+from tools.accuracy.equivalence.sharding import EXECUTED_ROWS
+from tools.accuracy.equivalence.strategies import one_worker
 from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.start import initial_weights
 from tools.recipe.dump import dump_recipe
@@ -28,10 +30,10 @@ model = worker.Model(folder / "forward.yaml", folder / "weights")
 np.save(folder / "logits.npy", np.array([model.logits(ids[:place].tolist()) for place in places]))
 """
 PLACES = [1, 9, 40, 64]
-ROWS = ["executed_mhc_tp2_sp"]
+ROW = "executed_mhc_tp2_sp"
 
 
-def test_weights_under_the_public_names_compute_the_logits_of_the_reference(tmp_path):
+def test_weights_under_the_public_names_compute_the_logits_of_the_reference(workers, tmp_path):
     sizes = model_of(load_recipe(RECIPE))
     weights = initial_weights(sizes, 3)
     rng = np.random.default_rng(5)
@@ -46,8 +48,7 @@ def test_weights_under_the_public_names_compute_the_logits_of_the_reference(tmp_
     ids = rng.integers(0, 512, 64)
     np.save(tmp_path / "ids.npy", ids)
     dump_recipe({**forward_recipe(load_recipe(RECIPE)), "output_dir": str(tmp_path)}, tmp_path / "forward.yaml")
-    command = [runs.PYTHON, "-c", LOGITS, str(tmp_path), str(tmp_path / "ids.npy"), str(PLACES)]
-    done = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True)
+    done = workers.python("-c", LOGITS, tmp_path, tmp_path / "ids.npy", PLACES)
     assert done.returncode == 0, done.stderr[-3000:]
     found = np.load(tmp_path / "logits.npy")
     right = Forward(sizes, weights).run(ids[None])["logits"][0][np.array(PLACES) - 1]
@@ -57,9 +58,9 @@ def test_weights_under_the_public_names_compute_the_logits_of_the_reference(tmp_
     assert np.abs(other - right).max() > 1e-4
 
 
-def test_layouts_equal_one_process(tmp_path):
-    command = [runs.TC3, "accuracy", "equivalence", str(runs.TINY), "--only", ",".join(ROWS), "--steps", "3", "--json"]
-    done = subprocess.run([*command, "--work", str(tmp_path)], cwd=runs.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    for row in json.loads(done.stdout)["rows"]:
-        assert row["how"] == "executed" and row["findings"] == [] and row["used"] < 1, row
+def test_a_layout_equals_one_process(workers, tmp_path):
+    """Of one dense layer, whose feed-forward part has the streams that its attention has mixed."""
+    (sharding,) = (replace(each, layers=1) for name, _, each in EXECUTED_ROWS if name == ROW)
+    with forked.launches(workers):
+        found = ExecutedRuns(one_worker(str(runs.TINY)), 3, tmp_path, print).compare(ROW, sharding)
+    assert not found.findings and 0 < found.used < 1 and found.tensors > 50, found

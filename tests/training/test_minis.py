@@ -11,9 +11,10 @@ import subprocess
 
 import pytest
 
-from tests.training import runs
+from tests.training import forked, runs
 from tools.accuracy.equivalence import golden_gate
 from tools.check.check import check_recipe
+from tools.checkpoint.stored import read_whole
 from tools.recipe.load import load_recipe
 from tools.recipe.mini import load_mini
 
@@ -65,12 +66,12 @@ def flat(section, path=""):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [*TRAINED.values(), DENSE], ids=name_of)
-def test_trains_ten_steps(recipe, corpus, tmp_path):
+def test_trains_ten_steps(recipe, workers, corpus, tmp_path):
     run_dir = tmp_path / "run"
     evaluates = load_mini(recipe).get("plugins", {}).get("held_out_loss")
     how = f".data_path={corpus}" if recipe.parent.name == "telechat3_105b" else "=False"  # one is enough: it compiles
-    more = ["--set", f"plugins.held_out_loss{how}"] if evaluates else []
-    text = runs.train(recipe, run_dir, corpus, "--mini", *more)
+    more = [f"plugins.held_out_loss{how}"] if evaluates else []
+    text = forked.train(workers, recipe, run_dir, corpus, *more, mini=True)
     steps = runs.steps(run_dir)
     assert sorted(steps) == list(range(1, 11)), text
     assert all(math.isfinite(step["loss"]) and not step["overflow"] for step in steps.values())
@@ -85,10 +86,18 @@ def test_trains_ten_steps(recipe, corpus, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", BIASED, ids=name_of)
-def test_biases_reach_their_golden_losses(recipe, corpus, tmp_path):
-    """They begin as zeros, and change the losses from the second step on."""
-    runs.train(recipe, tmp_path / "run", corpus, "--mini", "--steps", "3")
+def test_biases_reach_their_golden_losses(recipe, workers, corpus, tmp_path):
+    """They begin as zeros, and change the losses from the second step on.
+
+    One bias too many changes them by less than what is allowed, so that the checkpoint says which are trained.
+    """
+    forked.train(workers, recipe, tmp_path / "run", corpus, steps=3, mini=True)
     assert off_golden(recipe, tmp_path / "run") == []
+    saved = read_whole(tmp_path / "run" / "checkpoint" / "iteration_00000003").arrays
+    biases = {name for name in saved if name.startswith("decoder.layers.") and name.endswith(".bias")}
+    outputs = ("self_attention.linear_proj", "mlp.linear_fc2")
+    assert biases == {f"decoder.layers.{layer}.{output}.bias" for layer in range(2) for output in outputs}
+    assert all(saved[f"adam_m.{name}"].any() for name in biases)
 
 
 def off_golden(recipe, run_dir):

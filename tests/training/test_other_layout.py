@@ -6,7 +6,7 @@ test_smaller.py, and with experts in test_expert_balance.py.
 
 import pytest
 
-from tests.training import runs
+from tests.training import forked, runs
 from tests.training.test_sharded import evaluating
 from tests.training.test_sharded import run as sharded
 from tools.runs.readings import read_evaluations
@@ -34,7 +34,7 @@ def saved(run_dir, step):
 def test_tensor_parallelism_becomes_a_pipeline(workers, corpus, tmp_path_factory, tmp_path):
     whole = sharded("_tp2", workers, corpus, tmp_path_factory)
     recipe = evaluating("_pp2", tmp_path, corpus, alone=True)
-    runs.train(recipe, tmp_path / "run", corpus, "--resume", saved(whole, 3))
+    forked.train(workers, recipe, tmp_path / "run", corpus, resume=saved(whole, 3))
     follows(tmp_path / "run", whole, [4, 5, 6], rank=1)  # the last stage knows the loss
     held_out, expected = read_evaluations(tmp_path / "run"), read_evaluations(whole)
     assert sorted(held_out) == [3, 6] and sorted(expected) == [0, 3, 6]

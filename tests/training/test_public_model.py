@@ -48,7 +48,7 @@ def tc3(*words):
     return done.stdout
 
 
-def test_from_public_weights_to_served_weights(corpus, tmp_path):
+def test_from_public_weights_to_served_weights(workers, corpus, tmp_path):
     sizes = {"vocab_size": 512}
     change = {
         "plugins": {"lora": LORA, "held_out_loss": False},
@@ -79,8 +79,8 @@ def test_from_public_weights_to_served_weights(corpus, tmp_path):
     ids = np.random.default_rng(4).integers(0, sizes["vocab_size"], LENGTH)
     np.save(tmp_path / "ids.npy", ids)
     dump_recipe({**forward_recipe(load_recipe(recipe)), "output_dir": str(tmp_path)}, tmp_path / "forward.yaml")
-    command = [runs.PYTHON, "-c", LOGITS, tmp_path, tmp_path / "ids.npy", tmp_path / "run" / step, str(PLACES)]
-    subprocess.run(list(map(str, command)), cwd=runs.ROOT, check=True, capture_output=True)
+    done = workers.python("-c", LOGITS, tmp_path, tmp_path / "ids.npy", tmp_path / "run" / step, PLACES)
+    assert done.returncode == 0, done.stderr[-3000:]
     found = np.load(tmp_path / "logits.npz")
     most = np.abs(found["adapted"]).max()
     assert np.abs(found["merged"] - found["adapted"]).max() < 1e-6 * most, "a merge computes what its adapters did"

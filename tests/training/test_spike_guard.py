@@ -11,7 +11,7 @@ import pytest
 
 from plugins.attention_balance.samples import build_gpt_index
 from plugins.spike_guard.ledger import read_ledger
-from tests.training import runs
+from tests.training import forked, runs
 from tools.data.index import map_lengths
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
@@ -50,15 +50,15 @@ def guarded(folder, **settings):
     return folder / "guarded.yaml"
 
 
-def test_a_guarded_run_equals_one_that_never_saw_the_bad_batch(poisoned, tmp_path):
-    run_dir, other, graph = tmp_path / "run", tmp_path / "never", runs.compiled_once(tmp_path / "graph")
-    text = runs.train(guarded(tmp_path), run_dir, poisoned, **graph)
+def test_a_guarded_run_equals_one_that_never_saw_the_bad_batch(poisoned, workers, tmp_path):
+    run_dir, other = tmp_path / "run", tmp_path / "never"
+    text = runs.train(guarded(tmp_path), run_dir, poisoned, **runs.compiled_once(tmp_path / "graph"))
     (entry,) = read_ledger(run_dir)
     assert (entry.step, entry.first, entry.samples) == (BAD, BAD, (((BAD - 1) * BATCH, BAD * BATCH),)), text
     assert f"spike: {entry.why}; going back to before step {BAD}, without the samples of step {BAD}" in text
     assert runs.checkpoints(run_dir) == [4, 8, 12]
 
-    runs.train(guarded(tmp_path, skipped=[[36, 40]]), other, poisoned, **graph)
+    forked.train(workers, guarded(tmp_path, skipped=[[36, 40]]), other, poisoned)
     assert read_ledger(other) == [] and sorted(runs.steps(other)) == sorted(runs.steps(run_dir)) == [*range(1, 13)]
     for step, record in runs.steps(other).items():
         runs.same(record, runs.steps(run_dir)[step])

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from launch.cli import tc3
 from launch.firsthour.ladder import LADDER
 from launch.firsthour.rungs import Hour
+from launch.run.compile_cache import FOLDER
 from tools.files.page import BEGINS
 from tools.measured.bundle import CLUSTER, MEMORY, read_bundle, write_bundle
 from tools.recipe.catalogue import load_card
@@ -169,8 +170,12 @@ def test_the_small_recipe_trains_on_made_up_data_and_saves(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_rehearsal_runs_every_rung_on_this_cpu(tmp_path):
-    """With the smallest recipe; no limit of time is asserted, and the budget leaves room for a busy machine."""
+def test_the_rehearsal_runs_every_rung_on_this_cpu(tmp_path, monkeypatch):
+    """With the smallest recipe; no limit of time is asserted, and the budget leaves room for a busy machine.
+
+    Of the rung `resume`, the run that is killed and the run that goes on load the graph of the one that is not.
+    """
+    monkeypatch.setenv(FOLDER, str(tmp_path / "graphs"))
     tiny = ROOT / "tests" / "training" / "tiny.yaml"
     done = run(tiny, "--work", tmp_path / "w", "--out", tmp_path / "b.zip", "--budget", "90m", "--json")
     assert done.exit_code == 0, done.output

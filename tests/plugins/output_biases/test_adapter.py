@@ -1,5 +1,7 @@
 """The model that MindFormers builds, with the plugin and without it; what it computes: tests/tools/weights."""
 
+import operator
+
 import pytest
 from mindformers.parallel_core.training_graph.transformer import utils
 from mindformers.parallel_core.transformer_config import TransformerConfig
@@ -53,7 +55,11 @@ def built(monkeypatch):
 
 @pytest.mark.parametrize(("on", "expected"), [(False, ALL), (True, OUTPUTS)])
 def test_only_outputs_have_a_bias(built, on, expected):
-    assert biased(built({KEY: without_input_biases} if on else {})) == [expected, expected]
+    """A layer that says so describes its bias in checkpoints; whether it is added depends on the bias itself."""
+    model = built({KEY: without_input_biases} if on else {})
+    assert biased(model) == [expected, expected]
+    for layer in model.decoder.layers:
+        assert {name for name in ALL if operator.attrgetter(name)(layer).has_bias} == expected
 
 
 @pytest.mark.parametrize("first", [KEY, "lora"])

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from launch.cli import tc3
 from plugins.errors import ClusterError, TC3Error
 from plugins.semi_auto_cpu import build
+from tests.forks import forked_compiles
 from tools.dryrun import compiles
 from tools.dryrun import rank as compiling
 from tools.dryrun.compiles import WORKER, compile_all
@@ -264,11 +265,11 @@ def pipeline(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(pipeline, tmp_path_factory):
-    process = start(tmp_path_factory.mktemp("cache"), pipeline, "--json")
-    output = process.communicate(timeout=600)[0]
-    assert process.returncode == 0, output
-    return json.loads(output)
+def whole(pipeline, forks, tmp_path_factory):
+    with forked_compiles(forks, tmp_path_factory.mktemp("cache")):
+        done = run(pipeline, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
 
 
 @pytest.mark.slow
@@ -292,15 +293,15 @@ def test_a_pipeline_is_compiled_stage_by_stage(whole):
 
 
 @pytest.mark.slow
-def test_the_quick_run_puts_the_same_stages_together(whole, pipeline, tmp_path, monkeypatch):
+def test_the_quick_run_puts_the_same_stages_together(whole, pipeline, forks, tmp_path, monkeypatch):
     """Two chunks a stage, layers that are recomputed, that recompute their norms and that do neither, and an MTP layer.
 
     Other layouts: benchmarks/dryrun_quick_vs_full.py.
     """
-    process = start(tmp_path, pipeline, "--json", "--quick")
-    output = process.communicate(timeout=600)[0]
-    assert process.returncode == 0, output
-    quick = json.loads(output)
+    with forked_compiles(forks, tmp_path):
+        done = run(pipeline, "--json", "--quick")
+    assert done.exit_code == 0, done.output
+    quick = json.loads(done.stdout)
     assert quick["parameters"] == whole["parameters"]
     for ours, theirs in zip(quick["stages"], whole["stages"], strict=True):
         for part in ("weights", "state", "accumulated", "gathered"):
@@ -331,12 +332,12 @@ def _a_smaller_limit_is_told_by_stage(pipeline, quick, cache_folder, monkeypatch
 
 
 @pytest.mark.slow
-def test_what_mindspore_refuses_is_said_in_its_own_words(tmp_path):
+def test_what_mindspore_refuses_is_said_in_its_own_words(forks, tmp_path):
     """No rule of ours knows it."""
-    process = start(tmp_path, str(Path(__file__).with_name("refused.yaml")), "--quick", "--jobs", "1")
-    output = process.communicate(timeout=600)[0]
-    assert process.returncode == 1
-    for line in output.splitlines():
+    with forked_compiles(forks, tmp_path):
+        done = run(str(Path(__file__).with_name("refused.yaml")), "--quick", "--jobs", "1")
+    assert done.exit_code == 1 and done.stdout
+    for line in done.stdout.splitlines():
         assert (
             line.startswith("rank ") and "TypeError: For primitive[ReduceScatter]" in line and "Tensor[UInt8]" in line
         )

@@ -1,13 +1,14 @@
 """Small recipes for Ascend: one family has the same weights and batch, and each member is sound and compiles."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from launch.cli import tc3
 from plugins.errors import RecipeError
+from tests.forks import forked_compiles
 from tools.check.check import check_recipe
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
@@ -60,11 +61,11 @@ def test_a_recipe_for_a_cpu_has_no_small_recipe_for_ascend():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
-def test_small_recipes_compile_for_virtual_ascend_devices(tmp_path, count):
+def test_small_recipes_compile_for_virtual_ascend_devices(forks, tmp_path, count):
     file = tmp_path / "small.yaml"
     dump_recipe(family("telechat3_105b/pretrain_4k", (2,))[count], file)
-    words = ["from launch.cli import main; main()", "dryrun", str(file), "--json", "--ranks", "0"]
-    done = subprocess.run([sys.executable, "-c", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    with forked_compiles(forks, tmp_path / "cache"):
+        done = CliRunner(catch_exceptions=False).invoke(tc3, ["dryrun", str(file), "--json", "--ranks", "0"])
     report = json.loads(done.stdout)
     assert report["stages"][0]["memory"]["limit"] > 0, done.stderr
     assert "error" not in report and report["problems"] == []

@@ -7,6 +7,7 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,10 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.run import accuracy_dump
 from launch.run.accuracy_dump import dumped_bytes
+from launch.run.msrun import msrun_command, worker_count, worker_environment
+from launch.run.supervise import Outcome
 from tests.tools.accuracy.dumps import dump_writer
 from tests.tools.accuracy.dumps.dump_writer import run, write_dump
 from tests.tools.accuracy.dumps.little import Faults, train, write_little
@@ -23,6 +27,7 @@ from tests.training.conftest import corpus  # noqa: F401 (a fixture)
 from tools.accuracy.cli import accuracy
 from tools.accuracy.dumps.compare import compare_dumps
 from tools.accuracy.dumps.read import open_dump
+from tools.accuracy.dumps.write import Job
 
 
 def compared(tmp_path, golden, bench, **settings):
@@ -343,26 +348,48 @@ SMALL = (
 )
 
 
-def dump(corpus, out, fault=""):  # noqa: F811
-    """`tc3 accuracy dump` of the test recipe, optionally with a fault."""
+def overrides(corpus):  # noqa: F811
+    return [f"train_dataset.data_loader.config.data_path.1={corpus}", *SMALL]
+
+
+def dump(corpus, out):  # noqa: F811
+    """`tc3 accuracy dump` of the test recipe."""
     command = [runs.TC3, "accuracy", "dump", str(runs.TINY), "--out", str(out), "--task", "tensor"]
-    for setting in (f"train_dataset.data_loader.config.data_path.1={corpus}", *SMALL):
+    for setting in overrides(corpus):
         command += ["--set", setting]
-    path = os.pathsep.join(filter(None, [str(FOLDER_OF_FAULTS), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": path, "TC3_TEST_FAULT": fault}
-    done = subprocess.run(command, cwd=runs.ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return open_dump(out)
 
 
+def faulty_dump(workers, corpus, out, fault):  # noqa: F811
+    """The same with a fault, in this process and with a worker that is a fork."""
+
+    def supervised(recipe, folder, job):
+        count = worker_count(recipe)
+        words = msrun_command(recipe, folder, 0, worker=runs.ROOT / "launch" / "workers" / "accuracy_worker.py")
+        words = words[words.index(str(folder / "recipe.yaml")) - 2 :]  # the worker's file, and its arguments
+        arguments = [FOLDER_OF_FAULTS / "worker.py", *words, "--level", job.level, "--task", job.task]
+        (folder / "logs").mkdir()
+        environment = worker_environment(count, folder, {**os.environ, "TC3_TEST_FAULT": fault})
+        codes, logs = workers.cluster(count, arguments, folder / "logs", environment)
+        assert not any(codes), logs[-1][-3000:]
+        return Outcome(0)
+
+    with mock.patch.object(accuracy_dump, "_supervised", supervised):
+        assert accuracy_dump.run(Job(str(runs.TINY), str(out), False, 2, "L0", "tensor", overrides(corpus))) == 0
+    return open_dump(out)
+
+
 @pytest.mark.slow
-def test_a_rerun_is_clean_and_faults_are_placed(corpus, tmp_path):  # noqa: F811
+def test_a_rerun_is_clean_and_faults_are_placed(corpus, workers, tmp_path):  # noqa: F811
+    """A worker that is a fork without a fault computes the same bits: those of the other fault's first steps."""
     golden = dump(corpus, tmp_path / "golden")
     assert dumped_bytes(tmp_path / "golden") > 1e6
     assert (golden.level, golden.task, list(golden.folders)) == ("L0", "tensor", [0, 1, 2])
     check_layout(tmp_path / "golden")
 
-    report = compare_dumps(golden, dump(corpus, tmp_path / "softmax", "softmax"))
+    report = compare_dumps(golden, faulty_dump(workers, corpus, tmp_path / "softmax", "softmax"))
     first = report.first["forward"]
     assert (first.step, first.role, first.kind) == (0, "output", "value")
     assert first.place == "network.model.decoder.layers.1.self_attention.core_attention (CoreAttention)"
@@ -370,7 +397,7 @@ def test_a_rerun_is_clean_and_faults_are_placed(corpus, tmp_path):  # noqa: F811
     assert report.first["weights"] is None or report.first["weights"].step == 2
 
     # the first step's learning rate is 0: until the weights after the second, this is a rerun of the same
-    report = compare_dumps(golden, dump(corpus, tmp_path / "decay", "decay"))
+    report = compare_dumps(golden, faulty_dump(workers, corpus, tmp_path / "decay", "decay"))
     assert all(row.error == 0 for row in report.rows if row.step < 2) and len(report.rows) > 800
     assert {row.kind for row in report.findings} == {"update"} and report.first["backward"] is None
     assert report.first["weights"].step == 2 and "weight decay" in report.meaning()
