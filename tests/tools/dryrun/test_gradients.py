@@ -136,6 +136,26 @@ def test_the_way_of_a_gradient_is_found_through_closures_and_sums_over_micro_bat
     assert verdicts(read()) == {"norm": RIGHT, "proj": RIGHT}
 
 
+def with_muon(text, weight="proj"):
+    """A step in which Muon has the weight's moment: m' = momentum x m + g, and reads the moment further."""
+    text = text.replace(f"adam_m.{weight}", f"muon_m.{weight}")
+    return text.replace("PrimFunc_Mul(%para16_clip_x, F32(0.1))", "PrimFunc_Mul(%para16_clip_x, F32(1))")
+
+
+@pytest.mark.parametrize(
+    ("reduced", "verdict"),
+    [('ReduceScatter(%9) primitive_attrs: {group: "dp", op: "sum"}', RIGHT), ("TensorMove(%9)", WRONG)],
+)
+def test_muons_moment_takes_all_of_the_gradient(tmp_path, reduced, verdict):
+    file = tmp_path / "step.ir"
+    step = root(reduce_proj=reduced) + FORWARD + backward() + update()
+    file.write_text("# IR entry: @0_Step_construct_1\n" + with_muon(step), encoding="utf-8")
+    graph = read_graph(file)
+    assert verdicts(graph) == {"norm": RIGHT, "proj": verdict}
+    (way,) = gradients_of(graph, GROUPS.get, ["proj"])["proj"]
+    assert way.scale == Scale(pytest.approx(1)), "1 - momentum is AdamW's share"
+
+
 @pytest.mark.parametrize(
     ("reduced", "said"),
     [
