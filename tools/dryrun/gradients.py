@@ -34,6 +34,7 @@ _MOVES = ("AllGather", "AlltoAll", "AlltoAllV", "Broadcast")  # collectives that
 _SAME = frozenset(  # operators that hand on their first argument
     ("Cast", "Depend", "ExpandDims", "Load", "Neg", "Reshape", "Send", "Squeeze", "TensorMove", "Transpose")
 )
+_PADS = "StridedSliceGrad"  # puts zeros around its first argument: a rank's part of a slice is a part of the weight
 _ADDED = frozenset(("Add", "AddExt", "Sub", "SubExt"))
 _MAKES = frozenset(  # operators that make the gradient of a weight out of activations and their gradients
     ("BatchMatMul", "BatchMatMulExt", "BiasAddGrad", "Dense", "EmbeddingDenseBackward", "GroupedMatmul")
@@ -216,8 +217,7 @@ class _Walk:
 
     def taken(self, name: str) -> list[tuple[str, int]]:
         """Return the operators from the last sum of a weight's gradient over ranks to the optimizer's update."""
-        writers = [each for prefix in _MOMENTS for each in self.writers[prefix + name]]
-        todo = [(graph, arguments_of(node.head)[1]) for graph, node in writers]
+        todo = [(at, arguments_of(node.head)[1]) for prefix in _MOMENTS for at, node in self.writers[prefix + name]]
         found: list[tuple[str, int]] = []
         seen: set[tuple[str, str]] = set()
         while todo:
@@ -384,7 +384,7 @@ class _Walk:
             step = self.collective(node)
             ways = self.value(graph, arguments[0], members, node)
             return frozenset(way._replace(collectives=(step, *way.collectives)) for way in ways)
-        if node.op in _SAME:
+        if node.op in _SAME or node.op == _PADS:
             return self.value(graph, arguments[0], members, node)
         if node.op == "AddN":
             return self.tuple_members(graph, arguments[0])

@@ -199,6 +199,39 @@ def test_a_sum_that_is_assigned_back_counts_only_for_what_is_read_behind_it(read
     assert verdicts(graph) == {"norm": verdict, "proj": RIGHT}
 
 
+def sliced():
+    """Backward passes in which the first three and the last five numbers of "norm" each multiply tokens."""
+    half, whole = "(<Tensor[Float32], (3)>)", f"({F32}) -> ({F32})"
+    own = [
+        node(0, "PrimFunc_ReduceSum(%para12_dout)", f"({F32}) -> {half}"),
+        node(1, "StridedSliceGrad(%0, (I64(8)), (I64(0)), (I64(3)), (I64(1)))", f"({half}) -> ({F32})"),
+        node(2, "PrimFunc_MatMul(%para12_dout, %para12_dout, Bool(1), Bool(0))", whole),
+        node(3, "PrimFunc_ReduceSum(%2)", f"({F32}) -> (<Tensor[Float32], (5)>)"),
+        node(4, "StridedSliceGrad(%3, (I64(8)), (I64(3)), (I64(8)), (I64(1)))", f"({half}) -> ({F32})"),
+        node(5, "PrimFunc_Add(%1, %4)", f"({F32}, {F32}) -> ({F32})"),
+    ]
+    text = backward()
+    rest = text[text.index("  %3(x) =") :]  # what adds to the sums over micro-batches
+    for number in (5, 4, 3):
+        rest = rest.replace(f"%{number}(x)", f"%{number + 3}(x)").replace(f"%{number})", f"%{number + 3})")
+    rest = rest.replace("accu_grads.norm, %1)", "accu_grads.norm, %5)").replace("MakeTuple(%3,", "MakeTuple(%6,")
+    return text[: text.index("  %0(x) =")] + "".join(own) + rest
+
+
+@pytest.mark.parametrize("group", ["stage", "dp", "tp"])
+def test_gradients_of_slices_are_summed_as_those_of_the_weight(read, group):
+    """Against NumPy: each rank has tokens of its own, and puts zeros around what they give for a slice."""
+    graph = read(root(f'AllReduce(%5) primitive_attrs: {{group: "{group}", op: "sum"}}'), sliced())
+    ways = gradients_of(graph, GROUPS.get, ["norm"])["norm"]
+    assert [way.start for way in ways] == ["ReduceSum"]
+    tokens = np.random.default_rng(3).normal(size=(4, 6, 8))  # of each rank: what multiplies each number of the weight
+    first, last = np.zeros((4, 8)), np.zeros((4, 8))
+    first[:, :3], last[:, 3:] = tokens[..., :3].sum(axis=1), tokens[..., 3:].sum(axis=1)
+    summed = sum((first + last)[rank] for rank in GROUPS[group])
+    is_right = np.allclose(summed, tokens.sum(axis=(0, 1)))
+    assert judge_gradients(graph, GROUPS.get, COPIES, 0)["norm"]["verdict"] == (RIGHT if is_right else WRONG)
+
+
 def test_a_gradient_that_the_compiler_folded_away_is_wrong(read):
     """So MindSpore did with accumulated gradients of experts that have no copy."""
     found = judge_gradients(read(passes=backward("Tensor(shape=[8], dtype=Float32, value=1.5)")), GROUPS.get, COPIES, 0)
