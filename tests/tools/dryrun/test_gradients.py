@@ -348,6 +348,9 @@ def test_the_global_norm_counts_each_element_once(read, own, devices, otherwise)
 def test_the_norm_must_not_count_the_copy_of_another_stage(read):
     found = judge_gradients(read(copied("%9")), GROUPS.get, COPIES, 0)["proj"]
     assert judge_norm(found, 1, 4, 8) == ""
+    some = {"copies": [0, 1, 2, 3], "norm": [{"divisor": 2048.0, "ranks": [[0, 1, 2, 3]]}]}
+    assert judge_norm(some, 2, 0, 4).startswith("unknown: without devices"), "two of four copies share the weight"
+    assert "divided by 2048" in judge_norm(some, 1, 0, 4) and "divided by 2048" in judge_norm(some, 4, 0, 4)
     assert "is counted, too" in judge_norm(found | {"norm": [{"divisor": 1.0, "ranks": []}]}, 1, 4, 8)
     assert norm_report([{"rank": 0, "stage": 0, "held": []}], 4) == {"weights": 0, "once": 0, "otherwise": []}
 
