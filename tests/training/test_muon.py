@@ -1,5 +1,5 @@
-"""Muon in MindSpore's sharded graph: its steps are those of a NumPy reference, a resume repeats them to the bit, and
-other layouts go on with its state.
+"""Muon in MindSpore's sharded graph: its steps are those of a NumPy reference, a killed run goes on to the same bits,
+and other layouts go on with its state.
 
 `tc3 accuracy equivalence tests/training/tiny_muon.yaml` compares further layouts (docs/muon.md).
 """
@@ -74,11 +74,13 @@ def test_each_step_is_the_references(alone):
         assert min(each) < 1e-3 and max(each) < (0.35 if orthogonal(name, before[name].ndim) else 1e-3), (name, each)
 
 
-def test_a_resume_repeats_the_steps_to_the_bit(alone, corpus, tmp_path):
-    graph = runs.compiled_once(alone.parent / "graph")
-    runs.train(RECIPE, tmp_path / "run", corpus, "--resume", saved(alone, 3), **graph)
+def test_killed_in_a_save_it_comes_to_the_same_state_to_the_bit(alone, corpus, tmp_path):
+    """SIGKILL while the state of Muon of step 4 is written; the next attempt goes on from step 3, and writes less."""
+    killed = runs.dying(TC3_TEST_KILL="0:8") | runs.compiled_once(alone.parent / "graph")  # two files a checkpoint
+    text = runs.train(RECIPE, tmp_path / "run", corpus, "--restarts", "1", **killed)
+    assert "worker 0 was killed (SIGKILL)" in text and "attempt 1 goes on from step 3" in text
     before, after = runs.steps(alone), runs.steps(tmp_path / "run")
-    assert sorted(after) == [4, 5, 6]
+    assert sorted(after) == [1, 2, 3, 4, 5, 6]
     for step, each in after.items():
         assert (each["loss"], each["global_norm"]) == (before[step]["loss"], before[step]["global_norm"])
     known, found = state(alone, 6), state(tmp_path / "run", 6)
