@@ -21,6 +21,7 @@ from plugins.private_hooks import replace
 # what is not listed -> what is, of the same cell
 STATE = {"expert_bias": "weight", "expert_load": "weight", "placement": "weight1"}
 MUON_MOMENT = "muon_m."
+_NO_LAYERS = ("word_embeddings", "output_layer")  # in names of matrices that Muon leaves to AdamW
 _OF_WEIGHTS = ("adam_m.", "adam_v.", "accu_grads.")  # before a weight's name
 Entries = dict[str, list]  # name -> [layout, type, whole shape], as MindSpore lists a rank's parameters
 
@@ -38,6 +39,14 @@ def add_router_state(entries: Entries, parameters: Iterable[Any]) -> Entries:
         if weight is not None:  # otherwise the layer is another stage's
             added[item.name] = [copied_like(weight[0]), item.dtype, tuple(item.shape)]
     return {**entries, **added}
+
+
+def orthogonal(name: str, axes: int) -> bool:
+    """Return whether Muon, and not AdamW, updates a weight with this name of MindFormers and so many axes.
+
+    Source: gpt_model.py of MindFormers 1.9.0, get_muon_filter.
+    """
+    return axes in (2, 3) and not any(part in name for part in _NO_LAYERS)
 
 
 def with_muon(entries: Entries) -> Entries:

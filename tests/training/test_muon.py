@@ -1,5 +1,5 @@
-"""Muon in MindSpore's sharded graph: its steps are those of a NumPy reference, a resume repeats them to the bit, and
-other layouts go on with its state.
+"""Muon in MindSpore's sharded graph: its steps are those of a NumPy reference, a killed run goes on to the same bits,
+and other layouts go on with its state.
 
 `tc3 accuracy equivalence tests/training/tiny_muon.yaml` compares further layouts (docs/muon.md).
 """
@@ -7,10 +7,11 @@ other layouts go on with its state.
 import numpy as np
 import pytest
 
+from plugins.sealed_checkpoint.router_state import orthogonal
 from tests.training import forked, runs
 from tests.training.conftest import shared
 from tests.training.test_other_layout import saved
-from tools.accuracy.reference.muon import Muon, Parts, adamw, clip_logits, orthogonal, update
+from tools.accuracy.reference.muon import Muon, Parts, adamw, clip_logits, update
 from tools.checkpoint.stored import moments_of, read_whole
 from tools.recipe.load import load_recipe
 
@@ -37,7 +38,7 @@ def expected(name, before, after, step, rate, parts, muon):
     """A weight after a step, by the reference: from the state before it and the gradient that the moments tell."""
     held = moments_of("Muon", name, before[name].ndim)
     old, new = ([side[each] for each in held] for side in (before, after))
-    if not orthogonal(name, before[name].shape):
+    if not orthogonal(name, before[name].ndim):
         return adamw(before[name], old, (new[0] - muon.adamw_betas[0] * old[0]) / (1 - muon.adamw_betas[0]), rate,
                      step, muon)[0]  # fmt: skip
     found, moment = update(name, before[name], old[0], new[0] - np.float32(muon.momentum) * old[0], rate, parts, muon)
@@ -70,14 +71,16 @@ def test_each_step_is_the_references(alone):
         clipped += sum(int((after[each] >= 0.1).sum()) for each in after if each.endswith(LOGITS))
     assert len(found) > 20 and clipped > 5
     for name, each in found.items():
-        assert min(each) < 1e-3 and max(each) < (0.35 if orthogonal(name, before[name].shape) else 1e-3), (name, each)
+        assert min(each) < 1e-3 and max(each) < (0.35 if orthogonal(name, before[name].ndim) else 1e-3), (name, each)
 
 
-def test_a_resume_repeats_the_steps_to_the_bit(alone, corpus, tmp_path):
-    graph = runs.compiled_once(alone.parent / "graph")
-    runs.train(RECIPE, tmp_path / "run", corpus, "--resume", saved(alone, 3), **graph)
+def test_killed_in_a_save_it_comes_to_the_same_state_to_the_bit(alone, corpus, tmp_path):
+    """SIGKILL while the state of Muon of step 4 is written; the next attempt goes on from step 3, and writes less."""
+    killed = runs.dying(TC3_TEST_KILL="0:8") | runs.compiled_once(alone.parent / "graph")  # two files a checkpoint
+    text = runs.train(RECIPE, tmp_path / "run", corpus, "--restarts", "1", **killed)
+    assert "worker 0 was killed (SIGKILL)" in text and "attempt 1 goes on from step 3" in text
     before, after = runs.steps(alone), runs.steps(tmp_path / "run")
-    assert sorted(after) == [4, 5, 6]
+    assert sorted(after) == [1, 2, 3, 4, 5, 6]
     for step, each in after.items():
         assert (each["loss"], each["global_norm"]) == (before[step]["loss"], before[step]["global_norm"])
     known, found = state(alone, 6), state(tmp_path / "run", 6)

@@ -32,6 +32,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from plugins.errors import CheckpointError, not_json
+from plugins.sealed_checkpoint.router_state import MUON_MOMENT, orthogonal
 from tools.checkpoint.tensor_files import Header, read_headers
 
 PLACEMENT = "placement"  # how names of placements end
@@ -41,8 +42,7 @@ BUFFERS = "accu_grads."  # of a step with micro-batches: MindFormers lists them,
 Kind = Literal["weights", "optimizer", "other"]
 KINDS: tuple[Kind, ...] = ("weights", "optimizer", "other")
 ADAM = ("adam_m.", "adam_v.")  # before a weight's name: what AdamW keeps of it
-MUON = ("muon_m.",)  # what Muon keeps of a matrix of a layer; of other weights it keeps what AdamW does
-_NO_LAYERS = ("word_embeddings", "output_layer")  # in names of matrices that Muon leaves to AdamW
+MUON = (MUON_MOMENT,)  # what Muon keeps of a matrix of a layer; of other weights it keeps what AdamW does
 # how names of trained parameters end; others count, or balance
 _TRAINED_ENDINGS = ("weight", "weight1", "weight2", "bias")
 _OPTIMIZER_PREFIXES = ("adam_", "moment", "exp_avg", *MUON, BUFFERS)  # of names that end with a parameter's name
@@ -268,8 +268,7 @@ def moments_of(optimizer: str, name: str, axes: int) -> tuple[str, ...]:
     """Return the names of the tensors that an optimizer ("AdamW", "Muon") keeps of a weight of so many axes; each has
     the weight's shape.
     """
-    orthogonal = axes > 1 and not any(part in name for part in _NO_LAYERS)
-    return tuple(prefix + name for prefix in (MUON if optimizer == "Muon" and orthogonal else ADAM))
+    return tuple(prefix + name for prefix in (MUON if optimizer == "Muon" and orthogonal(name, axes) else ADAM))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
@@ -244,3 +244,12 @@ def _attention(node: Node) -> int:
 
 def _size(item: TensorType, rows: int) -> int:
     return math.prod(rows if size < 0 else size for size in item.shape)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text, such as `4 ranks 0, 2, 4, 6`; of many ranks only some are listed."""
+    ordered = sorted(ranks)
+    if len(ordered) == 1:
+        return f"rank {ordered[0]} only"
+    shown = [str(rank) for rank in (ordered if len(ordered) <= 4 else ordered[:3])]
+    return f"{len(ordered)} ranks {', '.join(shown)}" + (f" ... {ordered[-1]}" if len(ordered) > 4 else "")

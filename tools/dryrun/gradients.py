@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from plugins.errors import ClusterError
-from tools.dryrun.collectives import attributes_of, generated_groups
+from tools.checkpoint.stored import ADAM, MUON
+from tools.dryrun.collectives import attributes_of, generated_groups, name_ranks
 from tools.dryrun.graph_text import GraphText, Node, arguments_of, listed, tensors
 from tools.dryrun.scale import SCALED, Numbers, Scale, number_of
 
@@ -33,6 +34,7 @@ _MOVES = ("AllGather", "AlltoAll", "AlltoAllV", "Broadcast")  # collectives that
 _SAME = frozenset(  # operators that hand on their first argument
     ("Cast", "Depend", "ExpandDims", "Load", "Neg", "Reshape", "Send", "Squeeze", "TensorMove", "Transpose")
 )
+_PADS = "StridedSliceGrad"  # puts zeros around its first argument: a rank's part of a slice is a part of the weight
 _ADDED = frozenset(("Add", "AddExt", "Sub", "SubExt"))
 _MAKES = frozenset(  # operators that make the gradient of a weight out of activations and their gradients
     ("BatchMatMul", "BatchMatMulExt", "BiasAddGrad", "Dense", "EmbeddingDenseBackward", "GroupedMatmul")
@@ -46,7 +48,7 @@ _KEY = re.compile(r"ref_key=([^,>]+)")
 _RECEIVED = "received from rank "
 _CHECKED = "MatMul"  # what makes it is judged elsewhere
 _CONSTANT = "a constant"
-_FIRST_MOMENT = "adam_m."
+_MOMENTS = (*ADAM[:1], *MUON)  # before a weight's name: what an optimizer keeps that is linear in the gradient
 _SUMMED = "accu_grads."
 
 
@@ -189,14 +191,21 @@ class _Walk:
                     self.called[called].append((name, listed(inside.rpartition(")")[0])))
 
     def of_weight(self, name: str) -> frozenset[Way]:
-        """Return the paths of the gradient into the weight's first moment, which is linear in the gradient."""
+        """Return the paths of the gradient into the weight's first moment, which is linear in the gradient.
+
+        AdamW's moment takes 1 - beta of the gradient. Muon's takes all of it, before the moment is made orthogonal.
+        """
         found: set[Way] = set()
-        for graph, node in self.writers[_FIRST_MOMENT + name]:
-            found |= self.value(graph, arguments_of(node.head)[1], ())
-        moment = f"parameter {_FIRST_MOMENT}{name}"
-        decays = {way.scale.by for way in found if way.start == moment}  # beta; Adam takes 1 - beta of the gradient
-        taken = Scale(1 - decays.pop()) if len(decays) == 1 else Scale(unread="the optimizer's update")
-        return frozenset(way._replace(scale=way.scale.over(taken)) for way in found if way.start not in ("", moment))
+        for prefix in _MOMENTS:
+            into: set[Way] = set()
+            for graph, node in self.writers[prefix + name]:
+                into |= self.value(graph, arguments_of(node.head)[1], ())
+            moment = f"parameter {prefix}{name}"
+            decays = {way.scale.by for way in into if way.start == moment}
+            known = Scale(1.0 if prefix in MUON else 1 - min(decays)) if len(decays) == 1 else None
+            taken = known or Scale(unread="the optimizer's update")
+            found |= {way._replace(scale=way.scale.over(taken)) for way in into if way.start not in ("", moment)}
+        return frozenset(found)
 
     def squares(self, name: str) -> list[tuple[str, int]]:
         """Return the operators that square a weight's gradient after its last sum over ranks."""
@@ -208,7 +217,7 @@ class _Walk:
 
     def taken(self, name: str) -> list[tuple[str, int]]:
         """Return the operators from the last sum of a weight's gradient over ranks to the optimizer's update."""
-        todo = [(graph, arguments_of(node.head)[1]) for graph, node in self.writers[_FIRST_MOMENT + name]]
+        todo = [(at, arguments_of(node.head)[1]) for prefix in _MOMENTS for at, node in self.writers[prefix + name]]
         found: list[tuple[str, int]] = []
         seen: set[tuple[str, str]] = set()
         while todo:
@@ -375,7 +384,7 @@ class _Walk:
             step = self.collective(node)
             ways = self.value(graph, arguments[0], members, node)
             return frozenset(way._replace(collectives=(step, *way.collectives)) for way in ways)
-        if node.op in _SAME:
+        if node.op in _SAME or node.op == _PADS:
             return self.value(graph, arguments[0], members, node)
         if node.op == "AddN":
             return self.tuple_members(graph, arguments[0])
@@ -489,12 +498,3 @@ def reached_by(groups: Iterable[Sequence[int]], rank: int) -> list[int]:
     for ranks in groups:
         reached = [first + other - rank for first, other in product(reached, ranks)]
     return reached
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text, such as `4 ranks 0, 2, 4, 6`; of many ranks only some are listed."""
-    ordered = sorted(ranks)
-    if len(ordered) == 1:
-        return f"rank {ordered[0]} only"
-    shown = [str(rank) for rank in (ordered if len(ordered) <= 4 else ordered[:3])]
-    return f"{len(ordered)} ranks {', '.join(shown)}" + (f" ... {ordered[-1]}" if len(ordered) > 4 else "")

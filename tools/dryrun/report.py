@@ -220,6 +220,10 @@ def gradients_report(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"weights": count, "right": right, "wrong": wrong, "unknown": unknown}
 
 
+# the size of every group without devices; MindSpore asks for it where the optimizer shards over only some of the copies
+NO_SIZE = 2048
+
+
 def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str, Any]:
     """Return {"weights", "once", "otherwise"}: the number of weights, the number of weights of which the global norm
     counts each element once, and a sentence for each other weight. If a rank's graph computes no global norm, its
@@ -257,6 +261,10 @@ def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -
         return "the gradient of a copy on another stage is counted, too" if found["norm"] else ""
     holding = len(found["copies"]) // shards
     for square in found["norm"]:
+        if square["divisor"] == NO_SIZE != holding and 1 < holding < len(found["copies"]):
+            return (
+                f"unknown: without devices MindSpore reads {NO_SIZE} as the number of ranks that hold each of its parts"
+            )
         if square["divisor"] != holding:
             by = f"{square['divisor']:g}"
             return f"{holding} ranks hold each of its parts, but the sum of its squares is divided by {by}"

@@ -412,7 +412,6 @@ def weight_copies(weight: Weight, config: Configuration) -> int:
     return config.dp * config.tp * config.cp // weight_cut(weight, config)
 
 
-ENDS = ("embedding", "output")  # matrices of no layer, which Muon leaves to AdamW
 # what MindFormers' Muon keeps whole on every copy (gpt_model.py, get_op_groups_info)
 _UNSHARDED = ("q", "q_up", "q_down", "kv_up", "kv_down", "projection")
 

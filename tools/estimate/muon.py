@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tools.estimate.configuration import ENDS, Configuration, weight_cut, weight_shards
+from plugins.sealed_checkpoint import router_state
+from tools.estimate.configuration import Configuration, weight_cut, weight_shards
 from tools.estimate.layer_model import Matmul
-from tools.model.weights import Weight
+from tools.model.weights import ENDS, Weight
 
 STEPS = 5  # of Newton-Schulz, whatever optimizer.ns_steps says
 ITEM = 2  # bytes of a number that is gathered
@@ -49,7 +50,8 @@ class Matrix:
 
 def orthogonal(weight: Weight, config: Configuration) -> bool:
     """Return whether Muon, and not AdamW, updates a weight of this run."""
-    return config.muon and not weight.frozen and weight.columns > 1 and weight.name not in ENDS
+    name, axes = ENDS.get(weight.name, weight.name), 2 if weight.columns > 1 else 1
+    return config.muon and not weight.frozen and router_state.orthogonal(name, axes)
 
 
 def matrices(weight: Weight, config: Configuration) -> tuple[Matrix, ...]:

@@ -23,6 +23,8 @@ from plugins.hyper_connections import plan as hyper_connections
 from tools.model.architecture import MOE, Model
 
 CONNECTIONS = "hyper-connections"
+# weights of no layer -> MindFormers' names of them, without ".weight"
+ENDS = {"embedding": "embedding.word_embeddings", "output": "output_layer", "final_norm": "decoder.final_layernorm"}
 KINDS = ("embedding", "dense", "moe", "mtp", "head")
 
 

@@ -206,6 +206,13 @@ def _largest(call: Call) -> Value:
     return [found, found]
 
 
+@rule("ReduceMax", says="the largest over dimensions: over a cut one it is the largest of each rank's piece")
+def _largest_over(call: Call) -> Value:
+    if not (axes := _axes(call)):
+        raise NotKnown("only the largest over named dimensions has a rule")
+    return reduce_largest(call.spread(0), axes, _keeps(call))
+
+
 def _axes(call: Call) -> tuple[int, ...] | None:
     given = call.values[1] if len(call.values) > 1 else None
     if (
@@ -291,6 +298,14 @@ def _broadcast_over(call: Call) -> Value:
         raise NotKnown("the data decide which dimensions are repeated")
     large = [(extent(one), extent(two)) for one, two in both]
     return [tuple(n for n, own in enumerate(large) if own[at] == 1 != own[1 - at]) for at in (0, 1)]
+
+
+@rule("FillV2", says="a number repeated: zeros, or elements that are all equal")
+def _filled(call: Call) -> Value:
+    shape, value = call.values[:2]
+    if not isinstance(shape, tuple) or not isinstance(value, (Alike, Zeros)):
+        raise NotKnown("only a shape and a number that are written out have a rule")
+    return type(value)(tuple(tidy((size,)) for size in shape))
 
 
 @rule("CumSum", says="sums along a whole dimension")

@@ -364,7 +364,7 @@ def check_linear(x: Spread, y: Spread) -> None:
 def multiply(x: Spread, y: Spread) -> Spread:
     """Return the spread of a product by element: linear in each factor, and zero if one factor is."""
     if isinstance(x, Zeros) or isinstance(y, Zeros):
-        return Zeros(joined(Spread(x.dims), Spread(y.dims)).dims)
+        return Zeros(joined(Spread(alike(x, y).dims), Spread(alike(y, x).dims)).dims)
     check_linear(x, y)
     both = x.shifted & y.shifted  # what a rank looked up times whether it could: the others add zeros
     partial, powers = x.partial | y.partial | both, times((x.powers, 1), (y.powers, 1))

@@ -174,7 +174,8 @@ def _instead(word: Any, known: Any) -> str:
     """A close choice, or the list of choices when it is short."""
     names = [str(name) for name in known]
     close = get_close_matches(str(word), names, n=1, cutoff=0.6)
-    if close:
+    close = close or [name for name in names if name.endswith(f"_{word}")]
+    if len(close) == 1:
         return f"did you mean {close[0]!r}?"
     return f"the choices are {_listed(list(known))}" if len(names) <= _SHOWN else ""
 

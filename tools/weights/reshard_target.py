@@ -23,7 +23,7 @@ from tools.estimate import configuration
 from tools.estimate.configuration import Configuration
 from tools.estimate.from_recipe import from_recipe
 from tools.layout.resolve import resolve
-from tools.model.weights import Weight, weights
+from tools.model.weights import ENDS, Weight, weights
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 
@@ -117,7 +117,6 @@ def _holders(devices: Shape, axes: tuple[tuple[int, ...], ...], first: int) -> t
 
 _EXPERTS_BIAS = "expert_bias"
 # of tools.model.weights -> of MindFormers' training_graph models, without ".weight" and ".bias"
-_ENDS = {"embedding": "embedding.word_embeddings", "output": "output_layer", "final_norm": "decoder.final_layernorm"}
 _ATTENTION = ("kv_down", "kv_up", "q_down", "q_up", "q", "qkv")
 _LAYER = {name: f"self_attention.linear_{name}_proj" for name in _ATTENTION} | {
     "qkv": "self_attention.linear_qkv",
@@ -235,7 +234,7 @@ def _held(config: Configuration, stage: int) -> Iterator[tuple[str, Weight]]:
             )
             mtp += 1
         else:
-            path, names = "", _ENDS
+            path, names = "", ENDS
         for weight in weights(config.model, kind, config.shared_whole):
             yield path + _name(weight, names), weight
 

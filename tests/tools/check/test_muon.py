@@ -67,7 +67,7 @@ def test_what_muon_refuses_once_it_is_built_is_refused_before(changes, key, word
     [
         ("betas", [0.9, 0.95], "no such key"),
         ("use_fused", True, "no such key"),
-        ("eps", 1e-8, "no such key"),
+        ("eps", 1e-8, "did you mean 'adamw_eps'"),
         ("momentum", 1.0, "below 1"),
         ("adamw_betas", [0.9, 1.5], "below 1"),
         ("matched_adamw_rms", -0.2, "at least 0"),

@@ -136,6 +136,26 @@ def test_the_way_of_a_gradient_is_found_through_closures_and_sums_over_micro_bat
     assert verdicts(read()) == {"norm": RIGHT, "proj": RIGHT}
 
 
+def with_muon(text, weight="proj"):
+    """A step in which Muon has the weight's moment: m' = momentum x m + g, and reads the moment further."""
+    text = text.replace(f"adam_m.{weight}", f"muon_m.{weight}")
+    return text.replace("PrimFunc_Mul(%para16_clip_x, F32(0.1))", "PrimFunc_Mul(%para16_clip_x, F32(1))")
+
+
+@pytest.mark.parametrize(
+    ("reduced", "verdict"),
+    [('ReduceScatter(%9) primitive_attrs: {group: "dp", op: "sum"}', RIGHT), ("TensorMove(%9)", WRONG)],
+)
+def test_muons_moment_takes_all_of_the_gradient(tmp_path, reduced, verdict):
+    file = tmp_path / "step.ir"
+    step = root(reduce_proj=reduced) + FORWARD + backward() + update()
+    file.write_text("# IR entry: @0_Step_construct_1\n" + with_muon(step), encoding="utf-8")
+    graph = read_graph(file)
+    assert verdicts(graph) == {"norm": RIGHT, "proj": verdict}
+    (way,) = gradients_of(graph, GROUPS.get, ["proj"])["proj"]
+    assert way.scale == Scale(pytest.approx(1)), "1 - momentum is AdamW's share"
+
+
 @pytest.mark.parametrize(
     ("reduced", "said"),
     [
@@ -177,6 +197,39 @@ def test_a_sum_that_is_assigned_back_counts_only_for_what_is_read_behind_it(read
     text = root(reduced).removesuffix("}\n") + "".join(back) + "}\n"
     graph = read(text.replace("PrimFunc_Mul(%6,", "PrimFunc_Mul(%14,"))
     assert verdicts(graph) == {"norm": verdict, "proj": RIGHT}
+
+
+def sliced():
+    """Backward passes in which the first three and the last five numbers of "norm" each multiply tokens."""
+    half, whole = "(<Tensor[Float32], (3)>)", f"({F32}) -> ({F32})"
+    own = [
+        node(0, "PrimFunc_ReduceSum(%para12_dout)", f"({F32}) -> {half}"),
+        node(1, "StridedSliceGrad(%0, (I64(8)), (I64(0)), (I64(3)), (I64(1)))", f"({half}) -> ({F32})"),
+        node(2, "PrimFunc_MatMul(%para12_dout, %para12_dout, Bool(1), Bool(0))", whole),
+        node(3, "PrimFunc_ReduceSum(%2)", f"({F32}) -> (<Tensor[Float32], (5)>)"),
+        node(4, "StridedSliceGrad(%3, (I64(8)), (I64(3)), (I64(8)), (I64(1)))", f"({half}) -> ({F32})"),
+        node(5, "PrimFunc_Add(%1, %4)", f"({F32}, {F32}) -> ({F32})"),
+    ]
+    text = backward()
+    rest = text[text.index("  %3(x) =") :]  # what adds to the sums over micro-batches
+    for number in (5, 4, 3):
+        rest = rest.replace(f"%{number}(x)", f"%{number + 3}(x)").replace(f"%{number})", f"%{number + 3})")
+    rest = rest.replace("accu_grads.norm, %1)", "accu_grads.norm, %5)").replace("MakeTuple(%3,", "MakeTuple(%6,")
+    return text[: text.index("  %0(x) =")] + "".join(own) + rest
+
+
+@pytest.mark.parametrize("group", ["stage", "dp", "tp"])
+def test_gradients_of_slices_are_summed_as_those_of_the_weight(read, group):
+    """Against NumPy: each rank has tokens of its own, and puts zeros around what they give for a slice."""
+    graph = read(root(f'AllReduce(%5) primitive_attrs: {{group: "{group}", op: "sum"}}'), sliced())
+    ways = gradients_of(graph, GROUPS.get, ["norm"])["norm"]
+    assert [way.start for way in ways] == ["ReduceSum"]
+    tokens = np.random.default_rng(3).normal(size=(4, 6, 8))  # of each rank: what multiplies each number of the weight
+    first, last = np.zeros((4, 8)), np.zeros((4, 8))
+    first[:, :3], last[:, 3:] = tokens[..., :3].sum(axis=1), tokens[..., 3:].sum(axis=1)
+    summed = sum((first + last)[rank] for rank in GROUPS[group])
+    is_right = np.allclose(summed, tokens.sum(axis=(0, 1)))
+    assert judge_gradients(graph, GROUPS.get, COPIES, 0)["norm"]["verdict"] == (RIGHT if is_right else WRONG)
 
 
 def test_a_gradient_that_the_compiler_folded_away_is_wrong(read):
@@ -295,6 +348,9 @@ def test_the_global_norm_counts_each_element_once(read, own, devices, otherwise)
 def test_the_norm_must_not_count_the_copy_of_another_stage(read):
     found = judge_gradients(read(copied("%9")), GROUPS.get, COPIES, 0)["proj"]
     assert judge_norm(found, 1, 4, 8) == ""
+    some = {"copies": [0, 1, 2, 3], "norm": [{"divisor": 2048.0, "ranks": [[0, 1, 2, 3]]}]}
+    assert judge_norm(some, 2, 0, 4).startswith("unknown: without devices"), "two of four copies share the weight"
+    assert "divided by 2048" in judge_norm(some, 1, 0, 4) and "divided by 2048" in judge_norm(some, 4, 0, 4)
     assert "is counted, too" in judge_norm(found | {"norm": [{"divisor": 1.0, "ranks": []}]}, 1, 4, 8)
     assert norm_report([{"rank": 0, "stage": 0, "held": []}], 4) == {"weights": 0, "once": 0, "otherwise": []}
 

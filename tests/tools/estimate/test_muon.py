@@ -38,6 +38,7 @@ def test_matrices_are_those_that_the_reference_takes_apart(recipe):
     config, parts = from_recipe(recipe), Parts.of(recipe["model"]["model_config"])
     found = by_name(config)
     assert {name for name, weight in found.items() if matrices(weight, config)} == set(NAMES)
+    assert {"embedding", "output"} < found.keys() and not found["final_norm"].columns > 1
     for name, weight in found.items():
         if name in NAMES:
             split = parts.split(NAMES[name], np.zeros((weight.rows, weight.columns), np.float32))

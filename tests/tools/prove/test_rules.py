@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,14 +10,14 @@ import pytest
 from tests.tools.prove.test_spread import SIZES, anything, check, describes, hold, shape, some_spread, whole_of
 from tools.dryrun.graph_text import Node
 from tools.prove import moves
-from tools.prove.call import Call
+from tools.prove.call import Call, literal
 from tools.prove.rules import RULES, TABLE
 from tools.prove.spread import Contradiction, Spread, plain
 
 HEAD = "X(%0)"
 
 
-def result(op: str, place: int, *values: Spread, of: tuple[int, ...] = ()) -> Spread:
+def result(op: str, place: int, *values: Any, of: tuple[int, ...] = ()) -> Spread:
     """What an operator's rule gives, its output of the shape `of`."""
     types = ("()", f"(<Tensor[Float32], ({', '.join(map(str, of))})>)")
     found = RULES[op].of(Call(Node(op, HEAD, HEAD, [], types=types), 0, values, SIZES))
@@ -87,6 +88,33 @@ def test_gated_activations(random: Random) -> None:
         return np.concatenate([gradient * value * slope, gradient * silu(gate)], -1)
 
     check(lambda *given: result("SwigluGrad", 0, *given, of=(first, second, 8)), operation, [gradient, x], random)
+
+
+@anything
+def test_the_largest_of_a_row(random: Random) -> None:
+    sizes = shape(random, 2)
+    x = some_spread(random, sizes, powers=False)
+    x = Spread((*x.dims, (4,)), x.partial)
+    kept = check(
+        lambda x: result("ReduceMax", 0, x, (-1,), of=(*sizes, 1)), lambda x: x.max(-1, keepdims=True), [x], random
+    )
+    gone = check(lambda x: result("ReduceMax", 0, x, (-1,), of=tuple(sizes)), lambda x: x.max(-1), [x], random)
+    assert kept == gone == ("refused" if x.partial else "found")
+
+
+@anything
+def test_the_gradient_of_a_clip_is_zero_beyond_it(random: Random) -> None:
+    """Zeros of the shape that a rank has are a choice beside a gradient that is cut or partial."""
+    x = some_spread(random, shape(random, 3), partial=False, powers=False)
+
+    def rule(gradient: Spread, x: Spread) -> Spread:
+        zeros = result("FillV2", 0, x.shape, literal("Tensor(shape=[], dtype=Float32, value=0)"))
+        return result("Select", 0, result("Greater", 0, x, plain(())), zeros, gradient)
+
+    def operation(gradient: np.ndarray, x: np.ndarray) -> np.ndarray:
+        return np.where(x > 1.2, 0, gradient)
+
+    assert check(rule, operation, [gradient_like(random, x), x], random) == "found"
 
 
 def test_each_operator_has_one_rule() -> None:

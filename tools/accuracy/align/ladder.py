@@ -253,10 +253,10 @@ def climb(wanted: Wanted, say: Say) -> Ladder:
 def _against_reference(ladder: Ladder, wanted: Wanted, say: Say) -> None:
     """MindFormers and Hugging Face: the same recipe in two frameworks."""
     recipe = align_sides.load(wanted.path, wanted.overrides, wanted.data, wanted.steps)
-    align_sides.find_torch(wanted.python)
-    align_config.corpus_checksum(recipe)
     plain = align_sides.alone(recipe, wanted.steps)
     sizes, hyper = align_sides.reference_sizes(plain), hyper_of(plain, wanted.steps)
+    align_sides.find_torch(wanted.python)  # not for a recipe that the reference cannot express
+    align_config.corpus_checksum(recipe)
     expressed = [Row(key, 0, NONE, "as the recipe", detail=str(value)) for key, value in sizes.hf.items()]
     ladder.rungs.append(Rung(RUNGS[0], expressed))  # what cannot be expressed has been refused above
     ladder.about["reference"] = (

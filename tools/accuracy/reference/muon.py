@@ -24,7 +24,6 @@ import numpy as np
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _SMALL = 1e-7
-_NOT_ORTHOGONAL = ("word_embeddings", "output_layer")
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,6 @@ class Parts:
             "shared_experts.linear_fc1.": (1, 1),
         }
         return next((rows for part, rows in found.items() if part in name), (0, 0))
-
-
-def orthogonal(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether Muon, and not AdamW, updates a weight."""
-    return len(shape) in (2, 3) and not any(part in name for part in _NOT_ORTHOGONAL)
 
 
 def newton_schulz(x: np.ndarray, exact: bool = False) -> np.ndarray:
