@@ -296,8 +296,6 @@ def _behind_constants(call: Call) -> Value:
     raise NotKnown("only dispatched rows have a rule")
 
 
-@rule("FillV2", "RemainderTensorScalar", says="of the choices of the router: choices of the same rows")
-def _filled(call: Call) -> Value:
-    if call.node.op == "FillV2" and isinstance(call.values[0], Order):
-        return Order(("filled",))
+@rule("RemainderTensorScalar", says="of the choices of the router: choices of the same rows")
+def _remainder(call: Call) -> Value:
     raise NotKnown("only choices of the router have a rule")

@@ -300,9 +300,11 @@ def _broadcast_over(call: Call) -> Value:
     return [tuple(n for n, own in enumerate(large) if own[at] == 1 != own[1 - at]) for at in (0, 1)]
 
 
-@rule("FillV2", says="a number repeated: zeros, or elements that are all equal")
+@rule("FillV2", says="a number repeated: zeros, or elements that are all equal; as many as routing decides: choices")
 def _filled(call: Call) -> Value:
     shape, value = call.values[:2]
+    if isinstance(shape, Order):
+        return Order(("filled",))
     if not isinstance(shape, tuple) or not isinstance(value, (Alike, Zeros)):
         raise NotKnown("only a shape and a number that are written out have a rule")
     return type(value)(tuple(tidy((size,)) for size in shape))
