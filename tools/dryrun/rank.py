@@ -293,16 +293,16 @@ def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return column -> (shape, NumPy type) of the data that one rank reads for one step, in the order of the arguments.
 
     All micro-batches of the step come at once: the first dimension is batch size x micro-batches x accumulated steps,
-    and with full_batch those of all data-parallel ranks.
+    and with full_batch those of all data-parallel ranks. MindFormers gives every column as int32, masks as well
+    (gpt_dataset.py and causal_language_model_dataset.py of 1.9.0).
 
     Raises:
         RecipeError: a column of which the shape is not known here.
     """
     batch = view.batch * view.micro_batches * view.accumulation * (view.dp if view.full_batch else 1)
     length = model_number(view, "seq_length")
-    known = dict.fromkeys(("input_ids", "labels", "position_ids"), ((batch, length), "int32")) | {
-        "loss_mask": ((batch, length), "float32"),
-        "attention_mask": ((batch, 1, length, length), "uint8"),
+    known = dict.fromkeys(("input_ids", "labels", "position_ids", "loss_mask"), ((batch, length), "int32")) | {
+        "attention_mask": ((batch, 1, length, length), "int32"),
         "actual_seq_len": ((batch, view.mask_documents), "int32"),
     }
     columns = view.get(("train_dataset", "input_columns")) or columns_of(view)
