@@ -1,5 +1,6 @@
 """The order of the tests, and what all of them share."""
 
+import gc
 import os
 import signal
 
@@ -38,6 +39,9 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     timing.longest_first(items)
+    # thousands of tests live to the end: no collection of garbage needs to look at them again
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
