@@ -142,6 +142,8 @@ def _counts(call: Call) -> Value:
         return _integers(call)
     rows = next(atom for atom in own.key[1] if isinstance(atom, Rows))
     came = ways(rows)
+    if not came and own.key[2]:
+        raise NotKnown("rows came to a node by another way than an exchange, as in mode hierarchical")
     if own.key[2] != frozenset(axis for axes in came for axis in axes):
         told = ", ".join(sorted(own.key[2])) or "no axis"
         raise refusal((), f"the first expert of a node differs along {told}, and the node's rows came in other ways")

@@ -85,6 +85,14 @@ def test_a_nodes_first_expert_must_differ_along_the_nodes():
             away(first=first)
 
 
+def test_a_nodes_rows_that_came_without_an_exchange_are_unknown():
+    """Mode `hierarchical` gathers them: this was called a violation."""
+    chunk = result("IndexSelect", GROUPED, 0, PIECE, of=(TOKENS // 2, WIDTH))
+    there = integers("Sub", integers("Cast", chunk, 34, of=(TOKENS // 2, WIDTH)), 0, over=NODES)
+    with pytest.raises(NotKnown, match="another way than an exchange"):
+        counted(there, INNER, 1)
+
+
 def test_experts_must_be_cut_over_the_ranks_to_which_rows_went():
     for axes in (("b", "a"), ("b",), ()):
         with pytest.raises(Contradiction, match="experts are cut over"):
