@@ -76,7 +76,8 @@ def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes:
     for number, size in enumerate(shape):
         axes = by.get(number, ())
         if not axes and extent(dims[number]) != size and any(not isinstance(atom, int) for atom in dims[number]):
-            raise refusal((x,), f"each rank pads dimension {number} alike, which is cut over them")
+            # a gradient that was to be added up over a dimension of 1 on each rank looks cut over it, too
+            raise NotKnown(f"{x}: each rank pads dimension {number} alike, which is cut over them or not added up yet")
         if missing := [axis for axis in axes if axis not in dims[number]]:
             raise refusal((x,), f"each rank along {missing[0]} pads another part, but is not cut along it")
         if axes or extent(dims[number]) != size:
