@@ -138,3 +138,11 @@ def test_flat_values_that_are_gathered_in_the_order_of_ranks(random: Random) -> 
         moves.all_gather(experts.by_rank(given, ("a",)), ("b", "a"), SIZES)
     with pytest.raises(Contradiction):
         multiply(lie, plain(lie.shape))
+
+
+def test_a_gradient_that_looks_cut_where_it_is_not_added_up_yet_is_unknown():
+    """A rank's gradient of a slice: cut over "a", or still to be added up over it. It was called a violation."""
+    axis = next(iter(SIZES))
+    with pytest.raises(NotKnown, match="cut over them or not added up yet"):
+        slices.pad(Spread(((axis, 4),)), (12,), {}, SIZES)
+    assert slices.pad(plain((4,)), (12,), {}, SIZES).dims == ((12,),)
