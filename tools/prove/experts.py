@@ -253,7 +253,9 @@ def _put_back(x: Spread, axes: tuple[str, ...], key: Any, count: int) -> Spread:
     return replace(found, loose=found.loose.difference(axes))
 
 
-@rule("IndexSelect", says="dispatched rows in the order of a sort, or back; or those of the own node's experts")
+@rule(
+    "IndexSelect", says="the rows of a dispatch in the order of a sort, or back; or the rows for the own node's experts"
+)
 def _select(call: Call) -> Value:
     x, order = call.spread(0), _order(call, 2).key
     if call.values[1] != 0:
@@ -267,7 +269,7 @@ def _select(call: Call) -> Value:
         return _push(x, "sort", order[1], count, ())
     if order[0] == "unsort":
         return _pop(x, "sort", order[1], "rows are put back in the order of another sort", count)
-    raise NotKnown("rows are taken by something that is no order of rows")
+    raise NotKnown("the index by which rows are taken is not known to be an order of rows")
 
 
 @rule(
@@ -289,7 +291,7 @@ def _add_back(call: Call) -> Value:
         return _push(x, "sort", order[1], count, ())
     if order[0] == "sort":
         return _pop(x, "sort", order[1], "rows are put back in the order of another sort", count)
-    raise NotKnown("rows are added by something that is no order of rows")
+    raise NotKnown("the index by which rows are added is not known to be an order of rows")
 
 
 @rule("AlltoAllV", says="dispatched rows go to the ranks of their experts, or back: the counts must be those that were "

@@ -261,7 +261,7 @@ def _transpose(call: Call) -> Value:
     x, order = call.spread(0), call.values[1]
     if "-MoELayer" not in call.node.scope or order != (1, 0, 2):
         return moves.transpose(x, order)
-    x = experts.ungrouped(x, x.shape) or x  # for one sample on a rank, there is no reshape that groups
+    x = experts.ungrouped(x, x.shape) or x  # one sample on a rank needs no reshape to be grouped
     found = moves.transpose(x, order)
     return experts.grouped(found, found.shape) or found
 
