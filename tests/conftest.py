@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 from tests import timing
-from tests.forks import ALL_BUT_MINDFORMERS, Forks
+from tests.forks import Forks, start_server
 
 # tests/run draws the same examples each time, so that it is red for a change and never by chance; tests/explore draws
 # others. A busy machine is not a finding.
@@ -35,6 +35,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 def pytest_configure(config):
     timing.configure(config)
+    if not hasattr(config, "workerinput"):
+        config.add_cleanup(start_server())
 
 
 def pytest_collection_modifyitems(items):
@@ -42,6 +44,7 @@ def pytest_collection_modifyitems(items):
     # thousands of tests live to the end: no collection of garbage needs to look at them again
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000)
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +58,7 @@ def forks(tmp_path_factory):
 @pytest.fixture(scope="session")
 def workers(tmp_path_factory):
     """Processes that have MindSpore imported, and all that MindFormers imports, but not MindFormers."""
-    server = Forks(tmp_path_factory.mktemp("workers"), ALL_BUT_MINDFORMERS)
+    server = Forks(tmp_path_factory.mktemp("workers"), first="")
     yield server
     server.close()
 

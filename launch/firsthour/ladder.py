@@ -132,8 +132,8 @@ class Outcome:
         return self.verdict != "fail" and self.told
 
     def as_json(self) -> dict[str, Any]:
-        """Return the outcome as plain values."""
-        return asdict(self)
+        """Return the outcome as plain values; those of the evidence are not copied."""
+        return {**vars(self), "findings": [asdict(item) for item in self.findings]}
 
 
 def outcome_of(content: Mapping[str, Any]) -> Outcome:

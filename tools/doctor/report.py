@@ -173,10 +173,15 @@ def _is_probe(value: Any) -> bool:
     return ends <= set(range(len(value["workers"]))) and all(number > 0 for rounds in numbers for number in rounds)
 
 
+@lru_cache  # a cluster's report holds thousands of each form
+def _kinds(form: Any) -> dict[str, Any]:
+    return get_type_hints(form)
+
+
 def _has_form(value: Any, form: Any) -> bool:
     """Whether a value out of JSON has a form: a TypedDict or dataclass, a list, a choice of words, or a plain type."""
     if is_typeddict(form) or is_dataclass(form):
-        kinds = get_type_hints(form)
+        kinds = _kinds(form)
         return (
             isinstance(value, dict)
             and value.keys() == kinds.keys()

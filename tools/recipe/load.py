@@ -194,7 +194,7 @@ def _text(file: str) -> str:
         raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
 
 
-@functools.lru_cache(maxsize=64)  # recipes of a family have bases in common, and a search reads its recipe often
+@functools.lru_cache(maxsize=512)  # recipes of a family have bases in common, and a search reads its recipe often
 def _spots(file: str, text: str) -> _Spot:
     """The top-level mapping of one file, which nobody changes; raises RecipeError with file and line."""
     return _Reader(file, text).read()

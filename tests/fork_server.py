@@ -1,0 +1,157 @@
+"""The process that tests/forks.py asks for forks: one for all processes of pytest, which imports MindSpore once.
+
+It imports when the first of them connects. Each gets a fork of its own, which reads jobs from the connection, a line at
+a time, forks for the jobs of a line, and answers with a line of their exit codes and of the processor time that they
+took, in seconds.
+"""
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from launch.workers.lifetime import die_with_parent
+
+LISTENS = "0A"  # state of a socket in /proc/net/tcp
+GRACE = 30  # seconds that processes may outlast one of them that has failed
+# All that MindFormers imports from elsewhere. Backends of the CPU replace functions that MindFormers copies when it is
+# imported, so that each fork imports MindFormers itself, which takes a fifth of a second then.
+PREPARED = """
+import launch.train
+import mindspore
+launch.train.import_light_nltk()
+import aiohttp, astunparse, datasets, ftfy, google.protobuf, jieba, numpy, PIL.Image, psutil, pyarrow, regex
+import requests, safetensors.numpy, tokenizers, transformers, yaml
+import mindspore.dataset, mindspore.mint, mindspore.parallel, mindspore.profiler, mindspore.train
+"""
+
+
+def accept_all(listener, parent):
+    """Fork for each process of pytest that connects, until `parent` ends."""
+    die_with_parent(parent=parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's, and the forks'
+    os.dup2(2, 1)  # MindFormers logs to stdout
+    server, prepared = os.getpid(), False
+    while True:
+        connection, _ = listener.accept()
+        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user == os.getuid():
+            if not prepared:
+                exec(PREPARED, {})
+                gc.freeze()  # a fork that looks for cycles would copy every page
+                prepared = True
+            if not os.fork():
+                listener.close()
+                serve(connection, server)
+        connection.close()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def serve(connection, server):
+    """Greet a process of pytest with this one's pid, and work for it until it closes the connection."""
+    die_with_parent(parent=server)
+    lines, answers = connection.makefile(), connection.makefile("w")
+    greeting = json.loads(lines.readline())
+    os.environ["LOCAL_DEFAULT_PATH"] = greeting["folder"]  # of MindFormers' logs
+    os.chdir(greeting["folder"])
+    exec(greeting["first"], {})
+    gc.freeze()
+    answers.write(f"{os.getpid()}\n")
+    answers.flush()
+    for line in lines:
+        answers.write(json.dumps(fork_all(*json.loads(line))) + "\n")
+        answers.flush()
+    os._exit(0)  # there is nothing to tidy up
+
+
+def fork_all(within, port, jobs):
+    """Fork for each job, and wait for all; return (exit code of each, processor's seconds of all)."""
+    server, running, codes, seconds = os.getpid(), {}, [0] * len(jobs), 0.0
+
+    def kill_all(*_):
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, kill_all)
+    signal.alarm(within)
+    for number, job in enumerate(jobs):
+        pid = os.fork()
+        if not pid:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            die_with_parent(parent=server)
+            work(job)
+        running[pid] = number
+        if port and not number:
+            wait_for_listener(pid, port)
+    while running:
+        pid, status, used = os.wait4(-1, 0)
+        code = codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
+        seconds += used.ru_utime + used.ru_stime
+        if code and running:
+            signal.alarm(GRACE)
+        if port and list(running.values()) == [0] and not any(codes):
+            (scheduler,) = running
+            os.kill(scheduler, signal.SIGKILL)
+            seconds += sum(os.wait4(scheduler, 0)[2][:2])
+            del running[scheduler]
+    signal.alarm(0)
+    return codes, seconds
+
+
+def wait_for_listener(pid, port):
+    """Return once the process listens on the port, or has ended."""
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        try:
+            sockets = [line.split()[1:4] for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        except OSError:
+            continue  # it has just ended, as the scheduler of a single process does at once
+        if any(state == LISTENS and int(local.partition(":")[2], 16) == port for local, _, state in sockets):
+            return
+        time.sleep(0.02)
+
+
+def work(job):
+    """What `python` does with these arguments, then the end of this process."""
+    code = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for stream, path in enumerate(job["outputs"], 1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), stream)  # may be one file
+        os.chdir(job["cwd"])
+        os.environ.update(job["environment"])
+        how, *arguments = job["arguments"]
+        sys.argv = [how, *arguments[how in ("-c", "-m") :]]
+        if how == "-c":
+            exec(compile(arguments[0], "<forked>", "exec"), {"__name__": "__main__"})
+        elif how == "-m":
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(how, run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        if job["arguments"][0] not in ("-c", "-m"):
+            atexit._run_exitfuncs()  # of a worker: it leaves its cluster
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    accept_all(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
