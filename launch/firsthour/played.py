@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from tools.accuracy.equivalence.runs import LEAST, MOMENTS, START, Trained, least
+from plugins.step_record.plan import MOMENTS
+from tools.accuracy.equivalence.runs import LEAST, START, Trained, least
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 VOCABULARY, WIDTH, TOKENS = 64, 32, 1024  # of the model, and tokens of a step of all ranks

@@ -18,8 +18,9 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 from mindspore.train.callback import Callback
 
+from plugins.step_record.plan import MOMENTS
 from tools.accuracy.counted_bias import BIAS_END, CountedBias, of_routers
-from tools.accuracy.equivalence.runs import BIAS, LEAST, LOAD, MOMENTS, START, least, square_of
+from tools.accuracy.equivalence.runs import BIAS, LEAST, LOAD, START, least, square_of
 from tools.files.atomic import atomic_file, write_atomically
 
 MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK, alias="TopkBiasBalanceCallback")

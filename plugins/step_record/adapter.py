@@ -23,16 +23,15 @@ from plugins.step_record.plan import (
     BIAS,
     END,
     LOAD,
-    MOMENTS,
     SMALL,
     START,
-    Adam,
+    STATE,
     Settings,
-    gradient_square,
+    adam_of,
     record_file,
     sketch_of,
     state_of,
-    update_of,
+    weight_of,
 )
 
 
@@ -57,9 +56,7 @@ class Record:
     """
 
     def __init__(self, config, steps: int):
-        optimizer = config.optimizer or {}
-        self.betas = tuple(optimizer.get("betas") or (0.9, 0.999))
-        self.eps = float(optimizer.get("eps") or 1e-8)
+        self.optimizer = dict(config.optimizer or {})
         self.file: Path = record_file(config.output_dir, get_real_rank())
         self.left = steps
         self.before: dict[str, np.ndarray] = {}
@@ -97,7 +94,7 @@ class Record:
         network, batch = train_step(params).network, params.train_dataset_element
         if sum(each.nbytes for each in network.get_parameters()) <= SMALL:
             rows = dict(zip(self.columns, (each.asnumpy() for each in batch), strict=False))
-            weights = {f"weight/{name}": value for name, value in arrays.items() if not name.startswith(MOMENTS)}
+            weights = {f"weight/{name}": value for name, value in arrays.items() if not name.startswith(STATE)}
             named = {f"batch/{name}": value for name, value in rows.items()}
             np.savez(self.file.with_name(kept), step=step, **weights, **named)
         with counters_kept(network):
@@ -117,22 +114,11 @@ class Record:
         self.left -= 1
         now, optimizer = _arrays(params), train_step(params).optimizer
         count = int(np.asarray(optimizer.global_step.asnumpy()).reshape(-1)[0])
-        beta1, beta2 = self.betas
-        adam = Adam(learning_rate or 0.0, beta1, beta2, self.eps, count)
-        weights = {}
-        for weight in optimizer.parameters:
-            names = [weight.name, *(first + weight.name for first in MOMENTS)]
-            if any(name not in now for name in names):
-                continue
-            value, moment, square = (now[name] for name in names)
-            old, old_moment = self.before.get(names[0]), self.before.get(names[1])
-            told: dict[str, Any] = {"dimensions": value.ndim}
-            if old is not None and old_moment is not None and old.shape == old_moment.shape == value.shape:
-                told |= update_of(old, value, moment, square, adam)
-                told["gradient"] = gradient_square(moment, old_moment, adam.beta1)
-            elif count == 1:  # the graph has cut its weights since the start; before the first update moments are 0
-                told["gradient"] = gradient_square(moment, 0.0, adam.beta1)
-            weights[weight.name] = told
+        adam = adam_of(self.optimizer, learning_rate or 0.0, count)
+        told = {
+            each.name: weight_of(each.name, self.before, now, adam) for each in optimizer.parameters if each.name in now
+        }
+        weights = {name: each for name, each in told.items() if each is not None}
         loads = {name.removesuffix(LOAD): value.tolist() for name, value in now.items() if name.endswith(LOAD)}
         self.line = {"step": step, "learning_rate": learning_rate, "updates": count, "parts": _parts(params),
                      "weights": weights, "loads": loads}  # fmt: skip

@@ -10,9 +10,10 @@ Every run records its samples, if the step's data pass through the process (not 
 the weights and of the first moments in the host's memory, and time for each recorded step; therefore a recipe asks for
 it (`plugins.step_record`), and only the first steps of a (resumed) run are recorded.
 
-A gradient is computed from AdamW's first moment, m' = beta1 * m + (1 - beta1) * g, so it is the one after reduction and
-clipping. What AdamW did to a weight is fitted, not copied from the optimizer's groups: with u the normalised moment,
-``before - after = lr * u + lr * decay * before`` has two unknowns, and a weight has many elements.
+A gradient is computed from AdamW's first moment, m' = beta1 * m + (1 - beta1) * g, or from Muon's, m' = momentum * m +
+g, so it is the one after reduction and clipping. What AdamW did to a weight is fitted, not copied from the optimizer's
+groups: with u the normalised moment, ``before - after = lr * u + lr * decay * before`` has two unknowns, and a weight
+has many elements.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from typing import Any
 
 import numpy as np
 
+from plugins.sealed_checkpoint.router_state import MUON_MOMENT
 from plugins.settings import WATCHES, Section, setting
 
 KEY = "plugins.step_record"
 IDS = "input_ids"  # the column whose rows are the samples
 MOMENTS = ("adam_m.", "adam_v.")
+STATE = (*MOMENTS, MUON_MOMENT)
+BETAS, MUON_BETAS, MOMENTUM, EPS = (0.9, 0.999), (0.95, 0.95), 0.95, 1e-8  # MindFormers' defaults, of AdamW and Muon
 LOAD, BIAS = ".expert_load", ".expert_bias"  # ends of the names of a router's state
 START = "start_rank_0.npz"  # beside the record: weights and batch of the first step, of a model that is small enough
 END = "end_rank_0.npz"  # the same of the end: weights after the last step, and its batch
@@ -56,13 +60,24 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Adam:
-    """These are the optimizer's numbers for one step: the learning rate, and `count`, the number of its updates."""
+    """These are the optimizer's numbers for one step: the learning rate, and `count`, the number of its updates.
+    `momentum` is that of the matrices that Muon updates; Muon leaves the other weights to AdamW.
+    """
 
     lr: float
     beta1: float
     beta2: float
     eps: float
     count: int
+    momentum: float = MOMENTUM
+
+
+def adam_of(optimizer: Mapping[str, Any], lr: float = 0.0, count: int = 0) -> Adam:
+    """Return the numbers of a recipe's section `optimizer`."""
+    muon = "adamw_" if optimizer.get("type") == "Muon" else ""
+    beta1, beta2 = optimizer.get(f"{muon}betas") or (MUON_BETAS if muon else BETAS)
+    eps, momentum = optimizer.get(f"{muon}eps") or EPS, optimizer.get("momentum", MOMENTUM)
+    return Adam(lr, float(beta1), float(beta2), float(eps), count, float(momentum))
 
 
 def record_file(run_dir: str | Path, rank: int) -> Path:
@@ -125,6 +140,39 @@ def apart(one: Iterable[Any], two: Iterable[Any]) -> float:
 def gradient_square(moment: np.ndarray, before: np.ndarray | float, beta1: float) -> float:
     """Return the sum of squares of the (clipped) gradient by which the first moment moved."""
     return sum_of_squares((np.asarray(moment, np.float64) - beta1 * np.asarray(before, np.float64)) / (1 - beta1))
+
+
+def weight_of(
+    name: str, before: Mapping[str, np.ndarray], now: Mapping[str, np.ndarray], adam: Adam
+) -> dict[str, Any] | None:
+    """Return what is recorded of one rank's part of a weight in a step, None where the rank keeps no moment of it.
+
+    Args:
+        before, now: name -> weight or moment, before and after the step.
+
+    Returns:
+        "dimensions"; "gradient", the sum of squares of the gradient, where it can be told; what `update_of` returns. Of
+        a matrix that Muon updates, whose step no single factor explains, this is only "square".
+    """
+    value, old = now[name], before.get(name)
+    found: dict[str, Any] = {"dimensions": value.ndim}
+    muon = MUON_MOMENT + name
+    if muon in now and now[muon].shape == value.shape:
+        if old is not None and muon in before and old.shape == before[muon].shape == value.shape:
+            found |= dict.fromkeys(("rate", "decay", "rest")) | {"square": sum_of_squares(value - old)}
+            found["gradient"] = sum_of_squares(now[muon] - np.float64(adam.momentum) * before[muon])
+        elif adam.count == 1:
+            found["gradient"] = sum_of_squares(now[muon])
+        return found
+    first, second = (prefix + name for prefix in MOMENTS)
+    if first not in now or second not in now or now[first].size < value.size:  # Muon keeps one unused number
+        return None
+    if old is not None and first in before and old.shape == before[first].shape == value.shape:
+        found |= update_of(old, value, now[first], now[second], adam)
+        found["gradient"] = gradient_square(now[first], before[first], adam.beta1)
+    elif adam.count == 1:  # the graph has cut its weights since the start; before the first update moments are 0
+        found["gradient"] = gradient_square(now[first], 0.0, adam.beta1)
+    return found
 
 
 def update_of(

@@ -44,10 +44,10 @@ def corpus(tmp_path_factory):
     return shared(tmp_path_factory, "corpus", prepare) / "tiny"
 
 
-def prepare(folder):
+def prepare(folder, count=400):
     rng = random.Random(7)
     with (folder / "text.jsonl").open("w") as out:
-        for text in documents(400, rng):
+        for text in documents(count, rng):
             out.write(json.dumps({"text": text}) + "\n")
     command = [runs.TC3, "data", "prepare", "--input", folder / "text.jsonl", "--vocab-size", "512"]
     subprocess.run([*map(str, command), "--output", str(folder / "tiny")], check=True, capture_output=True)

@@ -37,7 +37,8 @@ def train(forks, recipe, run_dir, corpus, *overrides, steps=None, mini=False, re
     arguments = [TRAIN, "--config", run_dir / "given.yaml", "--run-dir", run_dir]
     arguments += ["--resume", resume] if resume else []
     codes, said = forks.cluster(workers, arguments, logs, environment)
-    assert not any(codes), "\n".join(text[-3000:] for text, code in zip(said, codes, strict=True) if code)
+    failed = [text[-3000:] for text, code in zip(said, codes, strict=True) if code]
+    assert not failed, "\n".join([f"exit codes {codes} of the scheduler and the workers", *failed])
     return said[1]
 
 

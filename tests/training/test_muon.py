@@ -4,13 +4,20 @@ and other layouts go on with its state.
 `tc3 accuracy equivalence tests/training/tiny_muon.yaml` compares further layouts (docs/muon.md).
 """
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 
 from plugins.sealed_checkpoint.router_state import orthogonal
+from plugins.step_record.plan import record_file
 from tests.training import forked, runs
 from tests.training.conftest import shared
 from tests.training.test_other_layout import saved
+from tools.accuracy.diagnose.evidence import read_side
+from tools.accuracy.diagnose.ladder import diagnose
+from tools.accuracy.diagnose.laws import module_of
 from tools.accuracy.reference.muon import Muon, Parts, adamw, clip_logits, update
 from tools.checkpoint.stored import moments_of, read_whole
 from tools.recipe.load import load_recipe
@@ -25,7 +32,8 @@ def alone(corpus, tmp_path_factory):
     """Six steps on one process, and the graph that was compiled."""
 
     def make(folder):
-        runs.train(RECIPE, folder / "run", corpus, **runs.compiled_once(folder / "graph"))
+        recorded = "--set", "plugins.step_record.steps=6"
+        runs.train(RECIPE, folder / "run", corpus, *recorded, **runs.compiled_once(folder / "graph"))
 
     return shared(tmp_path_factory, "sharded_muon", make) / "run"
 
@@ -72,6 +80,25 @@ def test_each_step_is_the_references(alone):
     assert len(found) > 20 and clipped > 5
     for name, each in found.items():
         assert min(each) < 1e-3 and max(each) < (0.35 if orthogonal(name, before[name].ndim) else 1e-3), (name, each)
+
+
+def test_a_diagnosis_knows_its_gradients_and_finds_a_wrong_one(alone, tmp_path):
+    """The global norm is that of the gradients which Muon's and AdamW's moments tell."""
+    found = diagnose(read_side(alone))
+    assert not found.findings and {"gradients", "norm and clipping", "update"} <= set(found.compared), found
+    spoilt = tmp_path / "run"
+    shutil.copytree(alone, spoilt, ignore=shutil.ignore_patterns("checkpoint"))
+    file = record_file(spoilt, 0)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    weights = lines[3]["weights"]
+    one, two, *_ = sorted(name for name in weights if orthogonal(name, weights[name]["dimensions"]))
+    weights[one]["gradient"], weights[two]["gradient"] = weights[two]["gradient"], weights[one]["gradient"]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    first = diagnose(read_side(alone), read_side(spoilt)).findings[0]
+    assert (first.step, first.rung, first.module) == (3, "gradients", module_of(one)) and one in first.detail, first
+    weights[one]["gradient"] *= 4
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert diagnose(read_side(spoilt)).findings[0].rung == "norm and clipping"
 
 
 def test_killed_in_a_save_it_comes_to_the_same_state_to_the_bit(alone, corpus, tmp_path):

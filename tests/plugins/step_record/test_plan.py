@@ -11,12 +11,14 @@ from plugins.errors import RecipeError
 from plugins.step_record.plan import (
     Adam,
     Settings,
+    adam_of,
     digest,
     gradient_square,
     record_file,
     samples_of,
     state_of,
     update_of,
+    weight_of,
 )
 from tests.tools.accuracy.diagnose.simulated import Run
 
@@ -53,6 +55,49 @@ def test_what_cannot_be_told_is_none():
 def test_a_gradient_is_found_in_the_first_moment():
     before, gradient = np.full(4, 0.5), np.array([1.0, -2.0, 3.0, 0.0])
     assert gradient_square(0.9 * before + 0.1 * gradient, before, 0.9) == pytest.approx(14.0)
+
+
+def test_of_muon_a_matrix_tells_its_gradient_by_its_own_moment_and_a_norm_is_adamws():
+    """As MindFormers' Muon keeps them: a matrix has one moment, and of AdamW's two a single unused number each."""
+    rng = np.random.default_rng(5)
+    optimizer = {"type": "Muon", "betas": [0.5, 0.5], "adamw_betas": [0.9, 0.95], "momentum": 0.8}
+    adam = adam_of(optimizer, lr=1e-2, count=3)
+    assert (adam.beta1, adam.beta2, adam.momentum) == (0.9, 0.95, 0.8)
+    before = {name: rng.normal(size=size).astype(np.float32) for name, size in
+              {"w": (4, 6), "muon_m.w": (4, 6), "n": 8, "adam_m.n": 8}.items()}  # fmt: skip
+    before |= {f"adam_{one}.w": np.zeros(1, np.float32) for one in "mv"} | {"muon_m.n": np.zeros(1, np.float32)}
+    before["adam_v.n"] = np.square(before["adam_m.n"]) + 0.1
+    gradients = {name: rng.normal(size=before[name].shape).astype(np.float32) for name in ("w", "n")}
+    now = dict(before)
+    now["muon_m.w"] = 0.8 * before["muon_m.w"] + gradients["w"]
+    now["w"] = before["w"] - 0.25
+    now["adam_m.n"] = 0.9 * before["adam_m.n"] + 0.1 * gradients["n"]
+    now["adam_v.n"] = 0.95 * before["adam_v.n"] + 0.05 * np.square(gradients["n"])
+    now["n"] = adamw(before["n"], now["adam_m.n"], now["adam_v.n"], 0.0, adam)
+    matrix, norm = (weight_of(name, before, now, adam) for name in ("w", "n"))
+    assert matrix["gradient"] == pytest.approx(np.square(gradients["w"]).sum(), rel=1e-5)
+    assert matrix["square"] == pytest.approx(24 * 0.0625, rel=1e-5)
+    assert (matrix["rate"], matrix["decay"], matrix["rest"]) == (None, None, None)
+    assert norm["gradient"] == pytest.approx(np.square(gradients["n"]).sum(), rel=1e-4)
+    assert norm["rate"] == pytest.approx(1e-2, rel=1e-3) and norm["rest"] < 1e-3
+
+    first = weight_of("w", {}, now, adam_of(optimizer, count=1))
+    assert first == {"dimensions": 2, "gradient": pytest.approx(np.square(now["muon_m.w"]).sum(), rel=1e-6)}
+    del now["muon_m.w"]
+    assert weight_of("w", before, now, adam) is None, "one unused number is no moment"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "wanted"),
+    [
+        ({}, (0.9, 0.999, 1e-8)),
+        ({"type": "AdamW", "betas": [0.9, 0.95], "eps": 1e-6}, (0.9, 0.95, 1e-6)),
+        ({"type": "Muon", "betas": [0.9, 0.9], "eps": 1.0}, (0.95, 0.95, 1e-8)),
+    ],
+)
+def test_defaults_are_those_of_mindformers(optimizer, wanted):
+    adam = adam_of(optimizer)
+    assert (adam.beta1, adam.beta2, adam.eps) == wanted and adam.momentum == 0.95
 
 
 def test_a_digest_knows_bits_shape_and_type():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plugins.finite_loss.plan import undefined_parts
-from plugins.step_record.plan import END, apart, sketch_of
+from plugins.step_record.plan import END, STATE, apart, sketch_of
 from plugins.step_record.plan import START as START_FILE
 from tools.accuracy.diagnose.evidence import COUNTERS, Side, State
 from tools.accuracy.diagnose.reference import built_of, outputs_of
@@ -179,9 +179,13 @@ def norm_law(side: Side, step: int) -> Iterator[Finding]:
 
 
 def _update_law(side: Side, step: int) -> Iterator[Finding]:
-    """Each weight moves by AdamW with the step's learning rate; weights of one dimension do not decay."""
+    """Each weight moves by AdamW with the step's learning rate; weights of one dimension do not decay.
+
+    Of Muon's steps of matrices nothing is fitted; it leaves the other weights to AdamW.
+    """
     optimizer = side.recipe.get("optimizer") or {}
-    if not str(optimizer.get("type", "")).endswith("AdamW") or optimizer.get("weight_decay") is None:
+    kind = str(optimizer.get("type", ""))
+    if not (kind.endswith("AdamW") or kind == "Muon") or optimizer.get("weight_decay") is None:
         return
     rate, grouped = side.steps.get(step, {}).get("learning_rate"), side.recipe.get("grouped_lr_schedule")
     for name, rank, told in side.updates(step):
@@ -291,7 +295,7 @@ def is_trained(name: str) -> bool:
 
 def module_of(name: str) -> str:
     """Return the part of the model to which a weight, a moment or a counter belongs."""
-    for prefix in ("adam_m.", "adam_v."):
+    for prefix in STATE:
         name = name.removeprefix(prefix)
     group = group_of(name) if "." in name else name
     inside = "self_attention" in name and group.endswith(".norms")  # such as that of the latent keys and values

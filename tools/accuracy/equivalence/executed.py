@@ -20,17 +20,14 @@ import numpy as np
 
 from plugins.errors import CheckpointError, DataError
 from plugins.finite_loss.plan import undefined_parts
+from plugins.sealed_checkpoint.router_state import MUON_MOMENT
+from plugins.step_record.plan import MOMENTS, STATE, Adam, adam_of
 from tools.accuracy.equivalence.runs import (
-    BETAS,
     BIAS,
     FIRST,
     LEAST,
     LOSSES,
-    MOMENTS,
-    MUON,
-    MUON_MOMENT,
     START,
-    STATE,
     Runs,
     Trained,
     group_of,
@@ -69,7 +66,6 @@ from tools.runs.readings import read_held_out
 from tools.schema.stages import loss_rank
 
 LOSS = 1e-5  # absolute
-MOMENTUM, MUON_BETAS = 0.95, [0.95, 0.95]  # of MindFormers' Muon
 HELD_OUT = 1e-6  # relative
 NORM = 5e-5  # relative
 SURE = 4  # times what groups' norms are allowed: a wrong global norm that they would show
@@ -210,7 +206,12 @@ def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
     shutil.rmtree(checkpoints, ignore_errors=True)
     shutil.rmtree(run_dir / NOTES, ignore_errors=True)
     if noted:
-        callback = {**NOTE, "weight": noted, "run_dir": str(run_dir.absolute()), "beta1": _betas(recipe)[0]}
+        callback = {
+            **NOTE,
+            "weight": noted,
+            "run_dir": str(run_dir.absolute()),
+            "beta1": adam_of(recipe.get("optimizer") or {}).beta1,
+        }
         recipe["callbacks"] = [callback, *recipe["callbacks"]]
     launch(recipe, run_dir)
     run = read_executed(run_dir, recipe)
@@ -244,8 +245,8 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
             f"{run_dir / 'checkpoint'}: the folder must hold one checkpoint for each of {len(steps)} steps, but does "
             "not"
         )
-    beta1, beta2 = _betas(recipe)
-    record = _Record(beta1, beta2, (recipe.get("optimizer") or {}).get("momentum", MOMENTUM))
+    adam = adam_of(recipe.get("optimizer") or {})
+    record = _Record(adam)
     differing: dict[str, tuple[int, ...]] = {}
     for folder in folders:
         whole = _in_order(folder)
@@ -267,13 +268,6 @@ def _in_order(folder: Path) -> Whole:
         target = Path(place) / folder.name
         restore_order(folder, target)
         return read_whole(target)
-
-
-def _betas(recipe: Recipe) -> list[float]:
-    optimizer = recipe.get("optimizer") or {}
-    if optimizer.get("type") == MUON:
-        return optimizer.get("adamw_betas") or MUON_BETAS
-    return optimizer.get("betas") or BETAS
 
 
 def _shares(run_dir: Path, workers: int) -> list[float]:
@@ -309,14 +303,10 @@ def _updated(arrays: dict[str, np.ndarray], prefix: str) -> list[str]:
 
 
 class _Record:
-    """Norms, and what the optimizer divided by, step by step.
+    """Norms, and what the optimizer divided by, step by step."""
 
-    Args:
-        beta1, beta2: of AdamW. momentum: of Muon, where it updates a layer's matrices.
-    """
-
-    def __init__(self, beta1: float, beta2: float, momentum: float = MOMENTUM):
-        self.beta1, self.beta2, self.momentum = beta1, beta2, momentum
+    def __init__(self, adam: Adam):
+        self.adam = adam
         self.norms: list[dict[str, float]] = []
         self.start: dict[str, np.ndarray] = {}
         self.last: dict[str, np.ndarray] = {}
@@ -329,13 +319,13 @@ class _Record:
         first, second = MOMENTS
         norms = {}
         for name in _updated(arrays, first):
-            norms[name] = square_of(arrays[first + name], self.last.get(first + name, 0.0), self.beta1) ** 0.5
-            square = arrays[second + name] / (1 - self.beta2 ** (len(self.norms) + 1))
+            norms[name] = square_of(arrays[first + name], self.last.get(first + name, 0.0), self.adam.beta1) ** 0.5
+            square = arrays[second + name] / (1 - self.adam.beta2 ** (len(self.norms) + 1))
             self.least[LEAST + name] = least(square, self.least.get(LEAST + name))
         if not self.norms:
-            self.start = {FIRST + name: arrays[first + name] / (1 - self.beta1) for name in norms}
+            self.start = {FIRST + name: arrays[first + name] / (1 - self.adam.beta1) for name in norms}
         for name in _updated(arrays, MUON_MOMENT):
-            gradient = arrays[MUON_MOMENT + name] - self.momentum * self.last.get(MUON_MOMENT + name, 0.0)
+            gradient = arrays[MUON_MOMENT + name] - self.adam.momentum * self.last.get(MUON_MOMENT + name, 0.0)
             norms[name] = float(np.square(gradient, dtype=np.float64).sum()) ** 0.5
             if not self.norms:
                 self.start[FIRST + name] = gradient

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import CheckpointError, DataError
-from plugins.step_record.plan import IDS
+from plugins.step_record.plan import IDS, STATE, adam_of
 from tools.data.index import write_corpus
 from tools.process import children
 from tools.recipe.dump import dump_recipe
@@ -24,16 +24,13 @@ from tools.recipe.load import Recipe
 
 ROOT = Path(__file__).resolve().parents[3]
 CALLBACK = {"type": "EquivalenceRecord", "auto_register": "equivalence_record.EquivalenceRecord"}
-BETAS = [0.9, 0.999]  # of MindFormers' AdamW
-MOMENTS = ("adam_m.", "adam_v.")
-MUON, MUON_MOMENT = "Muon", "muon_m."  # the optimizer that has one moment of a layer's matrix, and that moment
+MUON = "Muon"  # the optimizer that has one moment of a layer's matrix
 START = "start."  # of the names of the weights before training
 FIRST = "first."  # of the names of the gradients of the first step, of runs whose checkpoints have them
 LEAST = "least."  # of the names of the smallest mean squares of gradients that AdamW divided by in a step
 # of the names of routers: shares of the choices that each expert got [steps, experts], and the biases by which choices
 # are steered, at the start and after each step [steps + 1, experts]
 LOAD, BIAS = "load.", "bias."
-STATE = (*MOMENTS, MUON_MOMENT)
 PREFIXES = (*STATE, START, FIRST, LEAST, LOAD, BIAS)
 # the sum of the losses after its parts: where it alone is wrong, it is the sum
 LOSSES = ("lm_loss", "mtp_loss", "load_balancing_loss", "loss", "global_norm")
@@ -136,8 +133,8 @@ def train(recipe: Recipe, run_dir: Path) -> Trained:
         RunFailedError: the training failed. DataError: it left no whole record.
     """
     run_dir = run_dir.absolute()
-    optimizer = recipe.get("optimizer") or {}
-    record = {**CALLBACK, "run_dir": str(run_dir), "betas": optimizer.get("betas") or BETAS}
+    adam = adam_of(recipe.get("optimizer") or {})
+    record = {**CALLBACK, "run_dir": str(run_dir), "betas": [adam.beta1, adam.beta2]}
     recipe["callbacks"] = [record, *recipe["callbacks"]]
     for stale in (run_dir / "equivalence").glob("rank_*"):
         stale.unlink()

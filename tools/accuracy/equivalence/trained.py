@@ -21,14 +21,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from plugins.step_record.plan import MOMENTS, STATE
 from tools.accuracy.equivalence.runs import (
     BIAS,
     LEAST,
     LOAD,
     LOSSES,
-    MOMENTS,
     START,
-    STATE,
     Trained,
     group_norms,
     group_of,

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 
+from plugins.step_record.plan import MOMENTS
 from tools.accuracy.equivalence import runs
 
 
@@ -12,9 +13,9 @@ def record(folder, workers=1, change=None, steps=2):
     rng = np.random.default_rng(0)
     state = {name: rng.standard_normal((8, 4)).astype(np.float32) for name in WEIGHTS}
     state |= {f"{runs.START}{name}": value - 0.25 for name, value in state.items()}
-    for prefix in runs.MOMENTS:
+    for prefix in MOMENTS:
         state |= {f"{prefix}{name}": np.abs(rng.standard_normal((8, 4))).astype(np.float32) for name in WEIGHTS}
-    state |= {f"{runs.LEAST}{name}": state[f"{runs.MOMENTS[1]}{name}"] for name in WEIGHTS}
+    state |= {f"{runs.LEAST}{name}": state[f"{MOMENTS[1]}{name}"] for name in WEIGHTS}
     squares = [{name: float(step + 1) for name in WEIGHTS} for step in range(steps)]
     digests = [[f"{step}{sample}" for sample in range(4)] for step in range(steps)]
     losses = {"lm_loss": 2.5, "mtp_loss": None, "load_balancing_loss": 1.0, "global_norm": 5.0}

@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from plugins.errors import CheckpointError, DataError
+from plugins.step_record.plan import Adam
 from tests.tools.checkpoint.saved import Saved
 from tools.accuracy.equivalence import executed, matrix
 from tools.accuracy.equivalence.executed import compare_executed
@@ -292,7 +293,7 @@ def test_the_last_rank_notes_a_gradient_that_no_checkpoint_has(monkeypatch, tmp_
 def test_a_gradient_of_muon_is_read_off_its_moment():
     """Matrices of layers have Muon's moment, and of AdamW's a number of no use; embedding and router's norm AdamW's."""
     matrix_name, vector = "decoder.layers.0.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"
-    rng, record, moments = np.random.default_rng(0), executed._Record(0.9, 0.95, 0.8), {}
+    rng, record, moments = np.random.default_rng(0), executed._Record(Adam(0.0, 0.9, 0.95, 1e-8, 0, 0.8)), {}
     for step in range(1, 4):
         gradients = {matrix_name: rng.standard_normal((4, 3)), vector: rng.standard_normal(4)}
         moments["matrix"] = 0.8 * moments.get("matrix", 0.0) + gradients[matrix_name]

@@ -1,0 +1,140 @@
+"""Kill a run whose batch grows from 8 to 16 to 32 samples at random, and resume it: each sample once, to the same bits.
+
+    python -m benchmarks.ramp_kills [--kills 10] [--seed 0] [--work FOLDER]
+
+60 steps of tests/training/tiny_ramp.yaml on one CPU process, 20 of each batch, saved after each second step. Every
+process gets SIGKILL at once at a random moment behind each of the drawn steps, also within a save; `tc3 train --resume
+auto` then goes on. What the killed run has recorded is compared with a run that nobody kills, and with three runs of
+one batch each, which are joined by hand. pytest tests/training/test_batch_ramp.py does the same of one kill.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import click
+
+from plugins.batch_ramp import reference
+from plugins.sealed_checkpoint.plan import write_seal
+from tests.training import runs
+from tests.training.conftest import prepare
+from tests.training.test_batch_ramp import RAMP, lines
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import load_recipe
+
+BATCHES, EACH = (8, 16, 32), 20  # samples of a step; steps of each batch
+STEPS = EACH * len(BATCHES)
+STAGES = [(EACH * number, batch) for number, batch in enumerate(BATCHES[:-1], 1)]  # last step, batch
+SAMPLES = EACH * sum(BATCHES)
+
+
+def recipe_of(folder: Path, batch: int, samples: int, ramp: bool, skip: int = 0) -> Path:
+    """Write a recipe that trains `samples` samples with `batch` at last, or all the time; return its file."""
+    flat = load_recipe(RAMP)
+    flat["plugins"]["batch_ramp"] = {"stages": [list(stage) for stage in STAGES]} if ramp else False
+    flat["runner_config"]["batch_size"] = flat["model"]["model_config"]["batch_size"] = batch
+    flat["train_dataset"]["data_loader"]["sizes"] = [samples, 0, 0]
+    flat["lr_schedule"]["total_steps"] = STEPS
+    if skip:
+        flat["data_skip_steps"] = skip
+    file = folder / f"{'ramp' if ramp else batch}.yaml"
+    dump_recipe(flat, file)
+    return file
+
+
+def joined(folder: Path, corpus: Path) -> list[dict]:
+    """Train each batch by a run of its own, from the checkpoint of the one before; return the records of all steps.
+
+    The checkpoint is told that its batch was this one, so that MindFormers does not scale the optimizer's steps; its
+    own key `data_skip_steps` then skips the samples that were trained.
+    """
+    records, done = [], 0
+    for stage, batch in enumerate(BATCHES):
+        recipe, run, resume = (
+            recipe_of(folder, batch, done + EACH * batch, False, done // batch),
+            folder / f"{batch}",
+            (),
+        )
+        if stage:
+            saved = folder / f"{BATCHES[stage - 1]}" / "checkpoint" / f"iteration_{stage * EACH:08d}"
+            common = saved / "common.json"
+            common.write_text(json.dumps({**json.loads(common.read_text()), "global_batch_size": batch}))
+            write_seal(saved, 0, world_size=1, step=stage * EACH)
+            resume = ("--resume", str(saved))
+        runs.train(recipe, run, corpus, *resume)
+        records += lines(run)
+        done += EACH * batch
+    return records
+
+
+def killed(recipe: Path, run_dir: Path, corpus: Path, kills: list[int], rng: random.Random, **graph: str) -> list[int]:
+    """Train a run that is killed behind each step of `kills`; return the steps from which it went on."""
+    from_steps, resume = [], ()
+    for step in kills:
+        run = runs.start(recipe, run_dir, corpus, *resume, **graph)
+        runs.wait_for_step(run, run_dir, step)
+        time.sleep(rng.random() * 0.5)
+        runs.kill_all(run_dir)
+        text, _ = run.communicate(timeout=60)
+        from_steps.append(_resumed(text))
+        resume = ("--resume", "auto")
+        print(
+            f"killed behind step {step}; last whole checkpoint: step {(runs.checkpoints(run_dir) or [0])[-1]}",
+            flush=True,
+        )
+    from_steps.append(_resumed(runs.train(recipe, run_dir, corpus, *resume, **graph)))
+    return from_steps[1:]
+
+
+def _resumed(text: str) -> int:
+    """The step from which a run says that it goes on; 0 where it begins."""
+    words = text.partition("going on from step ")[2].split()
+    return int(words[0].strip(".,:;")) if words else 0
+
+
+def compare(found: list[dict], wanted: list[dict]) -> None:
+    """Hold the records of two runs against each other, by the bits of what training computes.
+
+    Raises:
+        AssertionError: they differ.
+    """
+    assert len(found) == len(wanted) == STEPS, (len(found), len(wanted))
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True), 1):
+        runs.same(one, {**other, "step": number})
+        assert one["samples"] == other["samples"] and one["learning_rate"] == other["learning_rate"], number
+
+
+@click.command()
+@click.option("--kills", default=10, show_default=True, help="How many times all processes are killed.")
+@click.option("--seed", default=0, show_default=True, help="Draws the moments.")
+@click.option("--work", type=click.Path(path_type=Path, file_okay=False), help="Keep the runs in this folder.")
+def main(kills: int, seed: int, work: Path | None) -> None:
+    """Compare the killed run with the others."""
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = work or Path(temporary)
+        (folder / "corpus").mkdir(parents=True)
+        prepare(folder / "corpus", 1000)  # documents, for one epoch
+        corpus, graph = folder / "corpus" / "tiny", runs.compiled_once(folder / "graph")
+        recipe = recipe_of(folder, BATCHES[-1], SAMPLES, ramp=True)
+        runs.train(recipe, folder / "whole", corpus, **graph)
+        whole = [record for _, record in sorted(runs.steps(folder / "whole").items())]
+        went_on = killed(recipe, folder / "killed", corpus, sorted(rng.sample(range(1, STEPS), kills)), rng, **graph)
+        found = [record for _, record in sorted(runs.steps(folder / "killed").items())]
+        compare(found, whole)
+        compare(found, joined(folder, corpus))
+        seen = [sample for record in found for sample in record["samples"]["input_ids"]]
+        assert len(seen) == len(set(seen)) == SAMPLES, "each sample once"
+        assert [len(record["samples"]["input_ids"]) for record in found] == [
+            len(step) for step in reference.batches(STAGES, BATCHES[-1], SAMPLES)
+        ]
+    print(f"{kills} kills, seed {seed}: it went on from the steps {', '.join(map(str, went_on))}")
+    print(f"{STEPS} steps and {SAMPLES:,} samples as without a kill, and as three runs joined by hand, to the bit")
+
+
+if __name__ == "__main__":
+    main()
