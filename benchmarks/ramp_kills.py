@@ -20,7 +20,8 @@ import click
 
 from plugins.batch_ramp import reference
 from plugins.sealed_checkpoint.plan import write_seal
-from tests.training import runs
+from tests.forks import Forks, start_server
+from tests.training import forked, runs
 from tests.training.conftest import prepare
 from tests.training.test_batch_ramp import RAMP, lines
 from tools.recipe.dump import dump_recipe
@@ -32,15 +33,13 @@ STAGES = [(EACH * number, batch) for number, batch in enumerate(BATCHES[:-1], 1)
 SAMPLES = EACH * sum(BATCHES)
 
 
-def recipe_of(folder: Path, batch: int, samples: int, ramp: bool, skip: int = 0) -> Path:
+def recipe_of(folder: Path, batch: int, samples: int, ramp: bool) -> Path:
     """Write a recipe that trains `samples` samples with `batch` at last, or all the time; return its file."""
     flat = load_recipe(RAMP)
     flat["plugins"]["batch_ramp"] = {"stages": [list(stage) for stage in STAGES]} if ramp else False
     flat["runner_config"]["batch_size"] = flat["model"]["model_config"]["batch_size"] = batch
     flat["train_dataset"]["data_loader"]["sizes"] = [samples, 0, 0]
     flat["lr_schedule"]["total_steps"] = STEPS
-    if skip:
-        flat["data_skip_steps"] = skip
     file = folder / f"{'ramp' if ramp else batch}.yaml"
     dump_recipe(flat, file)
     return file
@@ -49,30 +48,31 @@ def recipe_of(folder: Path, batch: int, samples: int, ramp: bool, skip: int = 0)
 def joined(folder: Path, corpus: Path) -> list[dict]:
     """Train each batch by a run of its own, from the checkpoint of the one before; return the records of all steps.
 
-    The checkpoint is told that its batch was this one, so that MindFormers does not scale the optimizer's steps; its
-    own key `data_skip_steps` then skips the samples that were trained.
+    The checkpoint is told that all samples so far were trained with the next batch, so that MindFormers skips them and
+    does not scale the optimizer's steps.
     """
     records, done = [], 0
+    end = start_server()
+    workers = Forks(folder, first="")
     for stage, batch in enumerate(BATCHES):
-        recipe, run, resume = (
-            recipe_of(folder, batch, done + EACH * batch, False, done // batch),
-            folder / f"{batch}",
-            (),
-        )
+        recipe, run, resume = recipe_of(folder, batch, done + EACH * batch, ramp=False), folder / f"{batch}", None
         if stage:
-            saved = folder / f"{BATCHES[stage - 1]}" / "checkpoint" / f"iteration_{stage * EACH:08d}"
-            common = saved / "common.json"
-            common.write_text(json.dumps({**json.loads(common.read_text()), "global_batch_size": batch}))
-            write_seal(saved, 0, world_size=1, step=stage * EACH)
-            resume = ("--resume", str(saved))
-        runs.train(recipe, run, corpus, *resume)
+            before, last = BATCHES[stage - 1], done // BATCHES[stage - 1]
+            resume = folder / f"{before}" / "checkpoint" / f"iteration_{last:08d}"
+            common = json.loads((resume / "common.json").read_text())
+            common |= {"global_batch_size": batch, "step_num": done // batch, "global_step": stage * EACH}
+            (resume / "common.json").write_text(json.dumps(common))
+            write_seal(resume, 0, world_size=1, step=last)
+        forked.train(workers, recipe, run, corpus, resume=resume)
         records += lines(run)
         done += EACH * batch
+    workers.close()
+    end()
     return records
 
 
-def killed(recipe: Path, run_dir: Path, corpus: Path, kills: list[int], rng: random.Random, **graph: str) -> list[int]:
-    """Train a run that is killed behind each step of `kills`; return the steps from which it went on."""
+def killed(recipe: Path, run_dir: Path, corpus: Path, kills: list[int], rng: random.Random, **graph: str) -> list[str]:
+    """Train a run that is killed behind each step of `kills`; return the steps from which it said that it went on."""
     from_steps, resume = [], ()
     for step in kills:
         run = runs.start(recipe, run_dir, corpus, *resume, **graph)
@@ -90,10 +90,10 @@ def killed(recipe: Path, run_dir: Path, corpus: Path, kills: list[int], rng: ran
     return from_steps[1:]
 
 
-def _resumed(text: str) -> int:
-    """The step from which a run says that it goes on; 0 where it begins."""
+def _resumed(text: str) -> str:
+    """The step from which a run says that it goes on, if it lived long enough."""
     words = text.partition("going on from step ")[2].split()
-    return int(words[0].strip(".,:;")) if words else 0
+    return words[0].strip(".,:;") if words else "unknown (killed before it said so)"
 
 
 def compare(found: list[dict], wanted: list[dict]) -> None:
@@ -132,7 +132,7 @@ def main(kills: int, seed: int, work: Path | None) -> None:
         assert [len(record["samples"]["input_ids"]) for record in found] == [
             len(step) for step in reference.batches(STAGES, BATCHES[-1], SAMPLES)
         ]
-    print(f"{kills} kills, seed {seed}: it went on from the steps {', '.join(map(str, went_on))}")
+    print(f"{kills} kills, seed {seed}: it went on from the steps {', '.join(went_on)}")
     print(f"{STEPS} steps and {SAMPLES:,} samples as without a kill, and as three runs joined by hand, to the bit")
 
 

@@ -96,6 +96,11 @@ def test_a_diagnosis_knows_its_gradients_and_finds_a_wrong_one(alone, tmp_path):
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     first = diagnose(read_side(alone), read_side(spoilt)).findings[0]
     assert (first.step, first.rung, first.module) == (3, "gradients", module_of(one)) and one in first.detail, first
+    weights[one]["gradient"], weights[two]["gradient"] = weights[two]["gradient"], weights[one]["gradient"]
+    weights[one]["square"] *= 4
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    first = diagnose(read_side(alone), read_side(spoilt)).findings[0]
+    assert (first.rung, first.module) == ("update", module_of(one)) and "2 times" in first.detail, first
     weights[one]["gradient"] *= 4
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert diagnose(read_side(spoilt)).findings[0].rung == "norm and clipping"

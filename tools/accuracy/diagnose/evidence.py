@@ -184,12 +184,20 @@ class Side:
 
     def gradients(self, step: int) -> dict[str, float]:
         """Return weight -> norm of its whole gradient, after clipping."""
+        return self._norms(step, "gradient")
+
+    def moves(self, step: int) -> dict[str, float]:
+        """Return weight -> norm of its whole step."""
+        return self._norms(step, "square")
+
+    def _norms(self, step: int, key: str) -> dict[str, float]:
+        """Weight -> root of what its parts add up to, where each part is recorded."""
         squares: dict[str, float] = {}
         unknown = set()
         for name, _, told in self.updates(step):
-            if told.get("gradient") is None:
+            if told.get(key) is None:
                 unknown.add(name)
-            squares[name] = squares.get(name, 0.0) + (told.get("gradient") or 0.0)
+            squares[name] = squares.get(name, 0.0) + (told.get(key) or 0.0)
         return {name: square**0.5 for name, square in squares.items() if name not in unknown}
 
 

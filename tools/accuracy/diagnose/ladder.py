@@ -53,6 +53,7 @@ from tools.recipe.diff import Change, compare
 from tools.recipe.view import MODEL, View
 
 FACTOR = 1e-3  # relative; gradients of all weights that differ by one factor to this have another scale
+MOVED = 0.1  # relative; norms of a step of Muon in other layouts, whose Newton-Schulz rounds in another order
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "n_routed_experts",
          "moe_intermediate_size", "intermediate_size", "model_type")  # fmt: skip
 
@@ -377,6 +378,13 @@ class _Pair:
                 if one is not None and two is not None and abs(one - two) > max(2 * RATE * abs(one), noise_of(key)):
                     detail = f"{what} of {name}: {one:.4g} and {two:.4g}"
                     yield Finding(step, UPDATE, module_of(name), detail, abs(one - two), (rank,))
+        fitted = {name for name, told in mine.items() if told.get("rate") is not None}
+        moves = self.a.moves(step), self.b.moves(step)
+        for name in sorted((moves[0].keys() & moves[1].keys()) - fitted):  # of Muon's matrices
+            one, two = moves[0][name], moves[1][name]
+            if abs(one - two) > (1e-6 if self.bits else MOVED) * max(one, two):
+                detail = f"norm of the step of {name}: {one:.7g} and {two:.7g} ({ratio_of(one, two)})"
+                yield Finding(step, UPDATE, module_of(name), detail, abs(one - two) / max(one, two))
 
     def _routers(self, step: int) -> Iterator[Finding]:
         for router, one in loads_of(self.a, step).items():
