@@ -76,8 +76,8 @@ def adam_of(optimizer: Mapping[str, Any], lr: float = 0.0, count: int = 0) -> Ad
     """Return the numbers of a recipe's section `optimizer`."""
     muon = "adamw_" if optimizer.get("type") == "Muon" else ""
     beta1, beta2 = optimizer.get(f"{muon}betas") or (MUON_BETAS if muon else BETAS)
-    eps, momentum = optimizer.get(f"{muon}eps") or EPS, optimizer.get("momentum", MOMENTUM)
-    return Adam(lr, float(beta1), float(beta2), float(eps), count, float(momentum))
+    eps, momentum = optimizer.get(f"{muon}eps") or EPS, optimizer.get("momentum")
+    return Adam(lr, float(beta1), float(beta2), float(eps), count, MOMENTUM if momentum is None else float(momentum))
 
 
 def record_file(run_dir: str | Path, rank: int) -> Path:

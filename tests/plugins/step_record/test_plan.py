@@ -92,7 +92,7 @@ def test_of_muon_a_matrix_tells_its_gradient_by_its_own_moment_and_a_norm_is_ada
     [
         ({}, (0.9, 0.999, 1e-8)),
         ({"type": "AdamW", "betas": [0.9, 0.95], "eps": 1e-6}, (0.9, 0.95, 1e-6)),
-        ({"type": "Muon", "betas": [0.9, 0.9], "eps": 1.0}, (0.95, 0.95, 1e-8)),
+        ({"type": "Muon", "betas": [0.9, 0.9], "eps": 1.0, "momentum": None}, (0.95, 0.95, 1e-8)),
     ],
 )
 def test_defaults_are_those_of_mindformers(optimizer, wanted):
