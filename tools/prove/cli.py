@@ -145,8 +145,9 @@ def render(report: Mapping[str, Any], console: Console) -> None:
         told += f"; {report['unknown']} unknown" + (f" (operators {names})" if names else "")
     console.print(told)
     for stage in report["stages"]:
+        mesh = f"mesh {stage['mesh']}" if stage["mesh"] else "one device"
         console.print(
-            f"rank {stage['rank']} (stage {stage['stage']}), mesh {stage['mesh']}: {stage['typed']} of "
+            f"rank {stage['rank']} (stage {stage['stage']}), {mesh}: {stage['typed']} of "
             f"{stage['operators']} operators on the way to its gradients have a type"
         )
     kinds: dict[str, list[Mapping[str, Any]]] = {}

@@ -238,13 +238,26 @@ class Typing:
                 return Closure(node.binds, tuple(values[1:]), tuple(map(frame.named, arguments[1:])))
             differs = self.peers.differs(frame.name, number) if node.op in RULES else {}
             axes = self.axes_of(node) if node.op in COLLECTIVES else ()
-            return apply(Call(node, name, values, self.mesh.sizes, differs, axes, self._repeats(frame, node)))
+            call = Call(node, name, values, self.mesh.sizes, differs, axes, self._repeats(frame, node))
+            return apply(call) if self.mesh.sizes else self._undivided(call)
         except (Contradiction, NotKnown) as error:
             return Failure(isinstance(error, Contradiction), frame.name, number, str(error))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # a form that no rule expects
             return Failure(
                 False, frame.name, number, f"its rule does not know this form ({type(error).__name__}: {error})"
             )
+
+    def _undivided(self, call: Call) -> Value:
+        """The result in a stage of one device, where no value can be cut or partial: where the rule of an operator does
+        not know a form, the result is whole, in its stated shape. Collectives of other ranks have failed before.
+        """
+        try:
+            return apply(call)
+        except (NotKnown, KeyError, IndexError, TypeError, ValueError, AttributeError):
+            found: list[Value] = [plain(each.shape) for each in call.node.outputs]
+            if not found:
+                raise
+            return found[0] if len(found) == 1 else found
 
     def _call(self, frame: Frame, node: Node) -> Value:
         """What a subgraph returns that the operator calls, by name or as a closure."""

@@ -209,7 +209,9 @@ def _fit(old: Any, value: Any, text: str, path: KeyPath, where: str) -> Any:
         return value
     if isinstance(value, (list, int)) and isinstance(old, (list, int)) and path[-1] in _SCALAR_OR_LIST:
         return value
-    given = "no value is given" if value is None else f"{value!r} is {_kind(value)}{_right(old, value)}"
+    given = f"{value!r} is {_kind(value)}{_right(old, value)}"
+    if value is None:
+        given = f"{text} means no value" if text.strip() else "no value is given"
     raise RecipeError(f"{where}: {name} must be {_kind(old)} (now {old!r}), but {given}")
 
 

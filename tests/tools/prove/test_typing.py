@@ -102,3 +102,21 @@ def test_micro_batches_must_add_alike(tmp_path):
         own.summed("w")
     with pytest.raises(NotKnown, match="nothing is known to add"):
         own.summed("v")
+
+
+@pytest.mark.parametrize(("ranks", "sums"), [((0,), True), ((0, 1), False)])
+def test_in_a_stage_of_one_device_every_value_is_whole_but_for_what_comes_from_other_ranks(tmp_path, ranks, sums):
+    """An operator without a rule is no hindrance there, and a sum over a rank of another stage is not known."""
+    read = graph("first", tmp_path)
+    for nodes in read.graphs.values():
+        for each in nodes:
+            if each.op == "MatMul":
+                each.op = "Mystery"
+    received = {("backward", (4, 8)): plain((4, 8))}
+    own = Typing(read, mesh_of([], []), lambda name: plain((4, 8) if name == "inputs0" else (8, 8)),
+                 {"dp": ranks}.get, Peers(read, {}), received)  # fmt: skip
+    assert own.summed("w") == plain((8, 8)) and own.sent() == {("forward", (4, 8)): {plain((4, 8))}}
+    found = own.of(9)
+    assert found == plain((8, 8)) if sums else isinstance(found, Failure) and "no product of the mesh" in found.why
+    two = typing(read, received)
+    assert isinstance(two.summed("w"), Failure) and "no rule" in two.summed("w").why, "where there are axes, it is one"

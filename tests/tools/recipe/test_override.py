@@ -134,6 +134,7 @@ def test_a_plain_dict_keeps_its_shared_objects(recipe):
         ("seed=7.5", "seed must be an integer"),
         ("seed=seven", "but 'seven' is text"),
         ("seed=", "but no value is given"),
+        ("seed=null", "but null means no value"),
         ("use_parallel=1", "write true"),
         ("use_parallel=maybe", "must be true or false"),
         ("lr_schedule.learning_rate=fast", "must be a number"),
