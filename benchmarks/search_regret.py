@@ -104,8 +104,7 @@ def regret(asked: Request, found: Found, effort: float, others: int = 4) -> Trut
     slower = [one for one in every.open if every.bound(one.candidate) >= ours]
     some += [slower[int(index)] for index in np.random.default_rng(0).permutation(len(slower))[:others]]
     placed: dict = {}
-    if not place_all(asked, some, TimeModel(asked.hardware), Budget(effort), placed.__setitem__, at_once=1):
-        raise KeyboardInterrupt
+    place_all(asked, some, TimeModel(asked.hardware), Budget(effort), placed.__setitem__, at_once=1)
     bounded = all(every.bound(one.candidate) <= placement.step_s * EQUAL for one, placement in placed.items())
     return Truth(min([ours, *(placement.step_s for placement in placed.values())]), len(placed), bounded)
 
@@ -183,12 +182,8 @@ def print_exact(numbers: range, effort: float) -> None:
 
 
 def searched(asked: Request, effort: float, top: int = 10) -> Found:
-    """Return the search's answer; Ctrl-C and SIGTERM, which end a search early, end the benchmark."""
-    budget = Budget(effort)
-    found = search(asked, top, budget, TimeModel(asked.hardware), lambda *_: None, at_once=1)
-    if budget.stopped:
-        raise KeyboardInterrupt
-    return found
+    """Return the search's answer."""
+    return search(asked, top, Budget(effort), TimeModel(asked.hardware), lambda *_: None, at_once=1)
 
 
 def print_regret(numbers: range, effort: float, solving: float) -> None:
