@@ -104,7 +104,8 @@ def regret(asked: Request, found: Found, effort: float, others: int = 4) -> Trut
     slower = [one for one in every.open if every.bound(one.candidate) >= ours]
     some += [slower[int(index)] for index in np.random.default_rng(0).permutation(len(slower))[:others]]
     placed: dict = {}
-    place_all(asked, some, TimeModel(asked.hardware), Budget(effort), placed.__setitem__, at_once=1)
+    if not place_all(asked, some, TimeModel(asked.hardware), Budget(effort), placed.__setitem__, at_once=1):
+        raise KeyboardInterrupt
     bounded = all(every.bound(one.candidate) <= placement.step_s * EQUAL for one, placement in placed.items())
     return Truth(min([ours, *(placement.step_s for placement in placed.values())]), len(placed), bounded)
 
@@ -182,8 +183,11 @@ def print_exact(numbers: range, effort: float) -> None:
 
 
 def searched(asked: Request, effort: float, top: int = 10) -> Found:
-    """Return the search's answer."""
-    return search(asked, top, Budget(effort), TimeModel(asked.hardware), lambda *_: None, at_once=1)
+    """Return the search's answer. A search that Ctrl-C or SIGTERM ended early has none, and ends the benchmark."""
+    found = search(asked, top, Budget(effort), TimeModel(asked.hardware), lambda *_: None, at_once=1)
+    if not found.whole:
+        raise KeyboardInterrupt
+    return found
 
 
 def print_regret(numbers: range, effort: float, solving: float) -> None:
