@@ -86,6 +86,15 @@ class Call:
         """Return whether the operator returns integers or truth values."""
         return not self.outputs or not re.match(r"B?Float|Complex", self.outputs[0].dtype)
 
+    def require_sum(self) -> None:
+        """Check a collective that adds or compares.
+
+        Raises:
+            NotKnown: it does not add.
+        """
+        if not re.search(r'\bop: "sum"', self.node.text):
+            raise NotKnown("only collectives that add have a rule")
+
     def shifts(self) -> frozenset[str]:
         """Return the axes along which any constant of the operator differs."""
         return frozenset().union(*self.differs.values())

@@ -102,8 +102,23 @@ def ungrouped(x: Spread, shape: Sequence[int]) -> Spread | None:
     return replace(x, dims=(*rows.origin, x.dims[2]))
 
 
-def _counted_rows(x: Spread) -> bool:
-    return any(isinstance(atom, Rows) for dim in x.dims for atom in dim)
+def grouped_rows(x: Spread) -> Spread | None:
+    """Return a matrix of tokens with its rows as `grouped` gives them; return None if it is no such matrix.
+
+    Where the compiler has made one reshape of two, the graph does not show the tokens between them.
+    """
+    if len(x.dims) != 2 or tuple(atom for dim in x.merged for atom in dim) != x.dims[0]:
+        return None
+    tokens = replace(x, dims=(*x.merged, x.dims[1]))
+    found = grouped(tokens, (1, *x.shape))
+    return found and replace(found, dims=((*found.dims[0], *found.dims[1]), found.dims[2]))
+
+
+def ungrouped_rows(x: Spread, shape: Sequence[int]) -> Spread | None:
+    """Return the tokens in the shape that they had before `grouped_rows`; return None if this is another reshape."""
+    if len(x.dims) != 2 or not rows_in(x.dims[0]):
+        return None
+    return ungrouped(replace(x, dims=(x.dims[0][:-1], x.dims[0][-1:], x.dims[1])), shape)
 
 
 def padded(members: Sequence[Value], axis: int) -> Spread | None:

@@ -1,13 +1,14 @@
-"""This module holds the rules of the dispatch of `plugins.hierarchical_ep`, in its modes `global` and `deduplicated`,
-also in chunks.
+"""This module holds the rules of the dispatch of `plugins.hierarchical_ep`, in all of its modes, also in chunks.
 
 Where the rules of `tools.prove.experts` follow each step of a dispatch, these trust what a rank does to the rows that
 it holds: which it takes, in which order, how often, and with which other columns in one buffer. What they check is what
 happens between ranks. Dispatched rows have the step ("own", tokens of the rank) behind their grouping, and from there
 on only exchanges. The counts of an AlltoAllV must be those that were exchanged over the same ranks, the way back must
 take the exchanges in the opposite order, the experts must be cut over exactly the ranks to which their rows went, and
-rows that came to a node must be compared with that node's experts. All integers that routing decides for some rows are
-one `Order`: ("choice", the dimension of the rows, the axes along which its first expert differs).
+rows that came to a node must be compared with that node's experts. Mode `hierarchical` gathers the rows of all nodes on
+each rank, which then keeps those of its node's experts: this counts as an exchange over the nodes, whose counterpart is
+the ReduceScatter over the same ranks. All integers that routing decides for some rows are one `Order`: ("choice", the
+dimension of the rows, the axes along which its first expert differs).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from tools.prove.call import Call, Order, Value, rule
-from tools.prove.experts import rows_in, ways
+from tools.prove.experts import grouped_rows, rows_in, ways
 from tools.prove.spread import (
     Dim,
     NotKnown,
@@ -34,6 +35,8 @@ from tools.prove.spread import (
 )
 
 _GROUPED = (("group",),)
+_LAYER, _TURN = "-RoutedLayer/", "-InTurn/"  # cells of the plugin: MindFormers' dispatchers have other rules
+_EVERY = ("every row",)  # stands where an exchange has its counts: the ranks hold the rows of all
 
 
 def _rows_of(x: Any) -> Rows | None:
@@ -143,7 +146,7 @@ def _counts(call: Call) -> Value:
     rows = next(atom for atom in own.key[1] if isinstance(atom, Rows))
     came = ways(rows)
     if not came and own.key[2]:
-        raise NotKnown("rows came to a node by another way than an exchange, as in mode hierarchical")
+        raise NotKnown("rows came to a node by another way than an exchange or an AllGather")
     if own.key[2] != frozenset(axis for axes in came for axis in axes):
         told = ", ".join(sorted(own.key[2])) or "no axis"
         raise refusal((), f"the first expert of a node differs along {told}, and the node's rows came in other ways")
@@ -160,6 +163,27 @@ def _joined(call: Call) -> Value:
     if any(item.holes or item.partial or item.powers for item in members if item not in rows):
         raise NotKnown("rows are joined with what is no constant")
     return held(rows[0], call.outputs[0].shape)
+
+
+def _gathered(call: Call) -> Value:
+    x = held(call.spread(0), call.outputs[0].shape)
+    axes, rows = _axis_and_rows(x)
+    if missing := ", ".join(sorted(set(call.axes) - set(axes))):
+        raise refusal((x,), f"rows are gathered over {missing}, over which they are not cut")
+    rows = Rows(rows.origin, (*rows.path, ("exchange", (call.axes, _EVERY), -1)), -1)
+    return replace(x, dims=((*axes, rows), *x.dims[1:]))
+
+
+def _scattered(call: Call) -> Value:
+    call.require_sum()
+    x = held(call.spread(0), call.outputs[0].shape)
+    axes, rows = _axis_and_rows(x)
+    if rows.path[-1][:2] != ("exchange", (call.axes, _EVERY)):
+        raise refusal((x,), "the rows of a sum are not those that were gathered over the same ranks")
+    if over := ", ".join(sorted(x.partial.intersection(call.axes))):
+        raise refusal((x,), f"rows are partial sums over {over}, over which they were gathered")
+    rows = Rows(rows.origin, rows.path[:-1], -1)
+    return _left(replace(x, dims=((*axes, rows), *x.dims[1:])), call.outputs[0].shape[0])
 
 
 def _sliced(call: Call) -> Value:
@@ -215,6 +239,8 @@ ON_ROWS: Mapping[str, Callable[[Call], Value]] = {
     **dict.fromkeys(("StridedSlice", "StridedSliceGrad", "Slice"), _sliced),
     **dict.fromkeys(("ReduceSum", "SumExt"), _summed),
     **dict.fromkeys(("Split", "SplitWithSize"), _split),
+    "AllGather": _gathered,
+    "ReduceScatter": _scattered,
     "Concat": _joined,
     "Reshape": _reshaped,
     "Cast": _to_integers,
@@ -245,8 +271,16 @@ def _on_choices(call: Call) -> Value:
 def rule_of(call: Call) -> Callable[[Call], Value] | None:
     """Return the rule of this module for an operator with its arguments; return None outside of the dispatch."""
     op, values = call.node.op, list(_flat(call.values))
+    if op == "Depend" and _TURN in call.node.scope and _grouped(values[0]):
+        return _sliced  # whole rows in front of a collective
     if op in ("Depend", "Load", "TensorMove"):
         return None
+    if _LAYER in call.node.scope:
+        found = [grouped_rows(value) if isinstance(value, Spread) else None for value in call.values]
+        if any(found):
+            call = replace(call, values=[rows or value for rows, value in zip(found, call.values, strict=True)])
+            entering = _entering(call, list(_flat(call.values)))
+            return entering and (lambda _: entering(call))
     if "ShapeCalc_g_concat" in call.node.text:
         return _places
     if any(map(_chosen, values)):

@@ -249,11 +249,13 @@ def _outer(call: Call) -> Value:
 @rule("Reshape", "Squeeze", says="the same elements: pieces keep their places between the extents around them")
 def _reshape(call: Call) -> Value:
     x, shape = call.spread(0), call.outputs[0].shape
-    for way in (experts.grouped, experts.ungrouped):
+    for way in (experts.grouped, experts.ungrouped, experts.ungrouped_rows):
         if (found := way(x, shape)) is not None:
             return found
     of_tile = "Grad_Tile" in call.node.scope  # it adds dimensions of one element in front of each
-    return moves.reshape(x, shape, of_tile, "-TopKRouter" in call.node.scope)  # its shapes are (ranks, tokens, ...)
+    found = moves.reshape(x, shape, of_tile, "-TopKRouter" in call.node.scope)  # its shapes are (ranks, tokens, ...)
+    matrix = len(shape) == 2 and len(x.dims) == 3 and x.dims[2] == found.dims[1]
+    return replace(found, merged=x.dims[:2]) if matrix else found
 
 
 @rule("Transpose", says="the dimensions in another order")
@@ -435,13 +437,8 @@ def _one_hot(call: Call) -> Value:
 def _all_reduce(call: Call) -> Value:
     if re.search(r'\bop: "max"', call.node.text):
         return moves.all_largest(call.spread(0), call.axes)
-    _check_sum(call)
+    call.require_sum()
     return moves.all_reduce(call.spread(0), call.axes)
-
-
-def _check_sum(call: Call) -> None:
-    if not re.search(r'\bop: "sum"', call.node.text):
-        raise NotKnown("only collectives that add have a rule")
 
 
 @rule("AllGather", says="pieces put together, to be moved to where they belong")
@@ -453,7 +450,7 @@ def _all_gather(call: Call) -> Value:
 
 @rule("ReduceScatter", says="a sum over ranks, cut into pieces")
 def _reduce_scatter(call: Call) -> Value:
-    _check_sum(call)
+    call.require_sum()
     x = call.spread(0)
     found = experts.scattered(x, call.axes)
     return found or experts.by_place(moves.reduce_scatter(x, call.axes, call.sizes))

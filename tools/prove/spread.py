@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -86,6 +86,8 @@ class Spread:
         shifted: the axes along which an index counts from the start of the rank's own piece.
         loose: the axes whose piece may lie in a neighbouring dimension of one element instead.
         greatest: the axes over which the value is the largest of what the ranks hold.
+        merged: of a matrix that a reshape has made of tokens, the two dimensions that are its rows now. It says nothing
+            about the elements, and equal values may differ in it.
     """
 
     dims: tuple[Dim, ...]
@@ -94,6 +96,7 @@ class Spread:
     shifted: frozenset[str] = frozenset()
     loose: frozenset[str] = frozenset()
     greatest: frozenset[str] = frozenset()
+    merged: tuple[Dim, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def holes(self) -> frozenset[str]:

@@ -248,8 +248,8 @@ class Typing:
             )
 
     def _undivided(self, call: Call) -> Value:
-        """The result in a stage of one device, where no value can be cut or partial: where the rule of an operator does
-        not know a form, the result is whole, in its stated shape. Collectives of other ranks have failed before.
+        """The result in a stage of one device. The one device holds every value whole, so where an operator has no rule
+        for its inputs, the result is whole in its stated shape. Collectives with other ranks have failed before.
         """
         try:
             return apply(call)

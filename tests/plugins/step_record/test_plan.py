@@ -84,7 +84,7 @@ def test_of_muon_a_matrix_tells_its_gradient_by_its_own_moment_and_a_norm_is_ada
     first = weight_of("w", {}, now, adam_of(optimizer, count=1))
     assert first == {"dimensions": 2, "gradient": pytest.approx(np.square(now["muon_m.w"]).sum(), rel=1e-6)}
     del now["muon_m.w"]
-    assert weight_of("w", before, now, adam) is None, "one unused number is no moment"
+    assert weight_of("w", before, now, adam) is None, "a moment of one element is not the weight's"
 
 
 @pytest.mark.parametrize(

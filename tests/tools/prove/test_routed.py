@@ -1,5 +1,6 @@
-"""The dispatch of `plugins.hierarchical_ep` in its mode `deduplicated`: what ranks exchange must fit, step by step."""
+"""The dispatch of `plugins.hierarchical_ep` between nodes: what ranks exchange must fit, step by step."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,10 +18,10 @@ PIECE = plain((TOKENS // 2,))  # the tokens of a chunk, written out in the graph
 EMPTY = (None,) * 5
 
 
-def result(op, *values, of=(), dtype="Float32", over=(), axes=(), number=0, text=""):
+def result(op, *values, of=(), dtype="Float32", over=(), axes=(), number=0, text="", scope=""):
     """What the rules give for an operator; its output has the shape `of`, and a constant differs along `over`."""
     types = ("()", f"(<Tensor[{dtype}], ({', '.join(map(str, of))})>)")
-    node = Node(op, f"{op}(%0)", f"{op}(%0) {text}", [], scope="", types=types)
+    node = Node(op, f"{op}(%0)", f"{op}(%0) {text}", [], scope=scope, types=types)
     return rules.apply(Call(node, number, values, SIZES, {(1, 0): frozenset(over)} if over else {}, axes))
 
 
@@ -85,8 +86,74 @@ def test_a_nodes_first_expert_must_differ_along_the_nodes():
             away(first=first)
 
 
+def gathered(x, axes=NODES, of=(TOKENS, WIDTH)):
+    waited = result("Depend", x, plain(()), of=x.shape, scope="Default/first-Gather/gather-InTurn/enter-_Enter/Depend")
+    return result("AllGather", waited, of=of, axes=axes)
+
+
+def scattered(x, axes=NODES, of=(TOKENS // 2, WIDTH), op="sum"):
+    return result("ReduceScatter", x, of=of, axes=axes, text=f'primitive_attrs: {{op: "{op}"}}')
+
+
+def through_nodes(start, axes=NODES, first=NODES):
+    """Mode `hierarchical`: rows that every node gathers, their experts' results, and what decides where they went."""
+    rows = gathered(start, axes)
+    there = integers("Sub", integers("Cast", rows, 34), 0, over=first)
+    sent, got = counted(there, INNER, 2)
+    copies = result("AlltoAllV", result("IndexSelect", rows, 0, there, of=(-1, WIDTH)), sent, got, axes=INNER)
+    made = result("GroupedMatmul", [copies], [EXPERTS], *EMPTY, got, 3, 0, of=(-1, WIDTH))[0]
+    pairs = result("AlltoAllV", made, got, sent, axes=INNER)
+    return result("IndexAdd", Zeros(()), there, pairs, of=(TOKENS, WIDTH)), copies
+
+
+@pytest.mark.parametrize("chunk", [True, False])
+def test_gathered_rows_come_back_from_their_nodes_experts_by_the_sum_over_the_same_ranks(chunk):
+    start, many = (away().chunk, TOKENS // 2) if chunk else (GROUPED, TOKENS)
+    summed, _ = through_nodes(start)
+    assert scattered(summed, of=(many, WIDTH)) == start
+    for wrong in (INNER, NODES + INNER):
+        with pytest.raises(Contradiction, match="gathered over the same ranks"):
+            scattered(summed, wrong, of=(many, WIDTH))
+    with pytest.raises(NotKnown, match="that add"):
+        scattered(summed, of=(many, WIDTH), op="max")
+    with pytest.raises(Contradiction, match="gathered over the same ranks"):
+        scattered(start, of=(many // 2, WIDTH))
+
+
+def test_rows_whose_tokens_are_not_seen_grouped_are_those_of_the_router():
+    """The compiler makes one reshape of two. Outside of the dispatch such a matrix keeps the places of its tokens."""
+    tokens = Spread((("a", 2), ("b", TOKENS), (WIDTH,)))
+    grouped = result("Reshape", tokens, (1, -1, WIDTH), of=(1, 2 * TOKENS, WIDTH))
+    rows = result("Reshape", grouped, (-1, WIDTH), of=(2 * TOKENS, WIDTH))
+    matrix = result("Reshape", tokens, (-1, WIDTH), of=(2 * TOKENS, WIDTH))
+    assert matrix.dims[0] == ("a", 2, "b", TOKENS) and matrix != rows
+    scope = "Default/mlp-MoELayer/experts-PlacedDispatch/layer-RoutedLayer/rows-Rows/IndexSelect-op1"
+    taken = [result("IndexSelect", x, 0, plain((3,)), of=(3, WIDTH), scope=scope) for x in (rows, matrix)]
+    assert taken[0] == taken[1]
+    whole = result("IndexSelect", taken[1], 0, plain((2 * TOKENS,)), of=(2 * TOKENS, WIDTH), scope=scope)
+    assert result("Reshape", whole, (2, TOKENS, WIDTH), of=(2, TOKENS, WIDTH)) == tokens
+    with pytest.raises(NotKnown):
+        result("IndexSelect", matrix, 0, plain((3,)), of=(3, WIDTH))
+    other = replace(matrix, merged=(("a", 2 * TOKENS), ("b",)))  # of another value
+    with pytest.raises(NotKnown):
+        result("IndexSelect", other, 0, plain((3,)), of=(3, WIDTH), scope=scope)
+
+
+def test_gathered_rows_are_compared_with_their_own_nodes_experts_and_not_added_before_they_left_the_node():
+    for first in ((), INNER, NODES + INNER):
+        with pytest.raises(Contradiction, match="first expert of a node"):
+            through_nodes(away().chunk, first=first)
+    with pytest.raises(Contradiction, match="first expert of a node"):
+        through_nodes(away().chunk, INNER)  # gathered inside of the nodes
+    _, copies = through_nodes(away().chunk)
+    with pytest.raises(Contradiction, match="gathered over the same ranks"):
+        scattered(copies)  # they are still with their experts
+    over = replace(away().chunk, dims=(("b", away().chunk.dims[0][-1]), (WIDTH,)), partial=frozenset("a"))
+    with pytest.raises(Contradiction, match="over which they are not cut"):
+        gathered(over)
+
+
 def test_a_nodes_rows_that_came_without_an_exchange_are_unknown():
-    """Mode `hierarchical` gathers them: this was called a violation."""
     chunk = result("IndexSelect", GROUPED, 0, PIECE, of=(TOKENS // 2, WIDTH))
     there = integers("Sub", integers("Cast", chunk, 34, of=(TOKENS // 2, WIDTH)), 0, over=NODES)
     with pytest.raises(NotKnown, match="another way than an exchange"):

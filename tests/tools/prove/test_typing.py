@@ -106,7 +106,7 @@ def test_micro_batches_must_add_alike(tmp_path):
 
 @pytest.mark.parametrize(("ranks", "sums"), [((0,), True), ((0, 1), False)])
 def test_in_a_stage_of_one_device_every_value_is_whole_but_for_what_comes_from_other_ranks(tmp_path, ranks, sums):
-    """An operator without a rule is no hindrance there, and a sum over a rank of another stage is not known."""
+    """An operator needs no rule there, but a sum over a rank of another stage is unknown."""
     read = graph("first", tmp_path)
     for nodes in read.graphs.values():
         for each in nodes:
