@@ -115,8 +115,11 @@ def grouped_rows(x: Spread) -> Spread | None:
 
 
 def ungrouped_rows(x: Spread, shape: Sequence[int]) -> Spread | None:
-    """Return the tokens in the shape that they had before `grouped_rows`; return None if this is another reshape."""
-    if len(x.dims) != 2 or not rows_in(x.dims[0]):
+    """Return the tokens in the shape that they had before `grouped_rows`; return None if this is another reshape.
+
+    With one sample on a rank, [1, tokens, width] are taken for grouped tokens, which the next Transpose brings back.
+    """
+    if len(x.dims) != 2 or len(shape) != 3 or shape[0] == 1 or not rows_in(x.dims[0]):
         return None
     return ungrouped(replace(x, dims=(x.dims[0][:-1], x.dims[0][-1:], x.dims[1])), shape)
 

@@ -139,6 +139,15 @@ def test_rows_whose_tokens_are_not_seen_grouped_are_those_of_the_router():
         result("IndexSelect", other, 0, plain((3,)), of=(3, WIDTH), scope=scope)
 
 
+def test_rows_of_one_sample_become_grouped_tokens_and_not_samples():
+    """[1, tokens, width] has the shape of both. The gradient of the router's probabilities was called a violation."""
+    of = (1, TOKENS, WIDTH)
+    tokens = Spread((("a",), ("b", TOKENS), (WIDTH,)))
+    rows = Spread((("a", "b", Rows(tokens.dims[:2], (("group",),), TOKENS)), (WIDTH,)))
+    found = result("Reshape", rows, (1, -1, WIDTH), of=of)
+    assert found.dims[:2] == (("a", "b"), rows.dims[0][2:])
+
+
 def test_gathered_rows_are_compared_with_their_own_nodes_experts_and_not_added_before_they_left_the_node():
     for first in ((), INNER, NODES + INNER):
         with pytest.raises(Contradiction, match="first expert of a node"):
