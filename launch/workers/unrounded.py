@@ -35,9 +35,12 @@ class UnroundedAttention(Callback):
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class UnroundedMuon(Callback):
-    """This callback lets Muon make matrices orthogonal in float32 before the first step, in which it is compiled."""
+    """This callback lets Muon make matrices orthogonal in float32. It does so when it is made, because a resume
+    compiles the network before the training begins.
+    """
 
-    def on_train_begin(self, run_context):
+    def __init__(self):
         """Let Muon's module find its types in this module, as MindSpore takes only names of modules in a graph."""
+        super().__init__()
         relies_on(muon._apply_muon_update, "ns_inputs = op_cast(gradient_fp32, mstype.bfloat16)")
         muon.mstype = sys.modules[__name__]

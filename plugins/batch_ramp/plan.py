@@ -201,6 +201,13 @@ def check(recipe: Mapping[str, Any]) -> Settings:
                 f"{division.pipeline} stages of the pipeline; write at least {division.unit * division.pipeline}",
                 key,
             )
+        if made < 2 and not division.whole and division.pipeline == 1:
+            raise RecipeError(
+                f"the {batch} samples of a step until step {end} make one micro-batch, of which MindSpore accumulates "
+                f"wrong gradients, of zero in one process; write at least {2 * division.unit}, or halve "
+                "runner_config.batch_size and double runner_config.gradient_accumulation_steps",
+                key,
+            )
     last, most = settings.stages[-1]
     if most >= division.full:
         raise RecipeError(

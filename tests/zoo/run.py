@@ -53,6 +53,7 @@ LAYOUTS = {
     "cp2": ("../zoo/cp2.yaml", (), "one"),
     "two_layers": ("sharded.yaml", TWO_LAYERS, "two_layers"),
     "pp2": ("sharded_pp2.yaml", TWO_LAYERS, "two_layers"),
+    "muon": ("sharded_muon.yaml", (), "muon"),
 }
 
 
@@ -146,7 +147,7 @@ nothing. Some faults belong to no module; for these faults only the rung was jud
 }
 LAYOUTS_TOLD = (
     "In the column of processes, tp2, dp2, ep2, cp2 and pp2 stand for MindSpore's sharded graph on two processes, and "
-    "data2\nstands for the data-parallel graph on two processes."
+    "data2\nstands for the data-parallel graph on two processes; muon stands for one process that trains with Muon."
 )
 
 

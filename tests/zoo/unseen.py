@@ -324,3 +324,34 @@ def own_same_samples(config):
     from mindformers.dataset import base_dataset
 
     base_dataset.get_real_rank = lambda: 0
+
+
+# one process with Muon
+
+
+@fault(
+    "own: a list of moments with AdamW's names only",
+    "a resume goes on with fresh momentum of Muon's matrices",
+    "resume",
+    resumed=True,
+    layout="muon",
+    same_graph=True,
+)
+def own_fresh_momentum(config):
+    before_training(r"^muon_m\.", np.zeros_like)
+
+
+@fault(
+    "own: the factor is taken of the wrong side",
+    "Muon moves a matrix by the root of its shorter side",
+    "update",
+    layout="muon",
+)
+def own_shorter_side(config):
+    from mindformers.core.optim import muon
+
+    muon.max = _shorter
+
+
+def _shorter(rows, columns):
+    return rows if rows < columns else columns

@@ -99,7 +99,7 @@ PLUGINS: Mapping[str, Plugin] = {
     "group_aux_loss": Plugin(True, {"dp": 2, "ep": 2}),
     "expert_balance": Plugin({"every": 20}, {"dp": 2, "ep": 2}),
     "attention_balance": Plugin({"window": 1}, {"dp": 2, "documents": True}),
-    "batch_ramp": Plugin({"stages": [[1, 4]]}, grows=True),
+    "batch_ramp": Plugin({"stages": [[1, 8]]}, grows=True),
     "grouped_gradient": Plugin({}, {"pp": 2, "micro": 2}),
     "operator_fusion": Plugin({"level": "vector"}),
     "spike_guard": Plugin({"rollbacks": 3}),
@@ -152,13 +152,13 @@ def recipe_of(*names: str) -> Recipe:
     if chats:  # these are documents that do not see each other already
         sharding = replace(sharding, documents=False)
     if grows := any(PLUGINS[name].grows for name in plugins):
-        part, least = ("micro", 2 * sharding.pp) if sharding.pp > 1 else ("accumulate", 2)
+        part, least = ("micro", 2 * sharding.pp) if sharding.pp > 1 else ("accumulate", 4)
         sharding = replace(sharding, **{part: max(getattr(sharding, part), least)})
     if dense := any(PLUGINS[name].dense for name in plugins):
         sharding = replace(sharding, moe=False, aux=False)
     base = copy.deepcopy(_base(DENSE if dense else BASE))
     if grows:
-        base["runner_config"]["batch_size"] = _base(BASE)["runner_config"]["batch_size"]
+        base["runner_config"]["batch_size"] = 2 * _base(BASE)["runner_config"]["batch_size"]
     recipe = derive_sharded(base, sharding, 4, "x")
     recipe["context"].update(device_target="Ascend", jit_config={"jit_level": "O1"})
     recipe["runner_config"]["sink_mode"] = not grows

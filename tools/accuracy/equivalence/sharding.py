@@ -211,6 +211,12 @@ EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
     ("executed_mhc_cp2", "the same on halves of the sequence", Sharding(cp=2, streams=4)),
     ("executed_mhc_mtp_vpp2", "two stages of two chunks, MTP of one stream",
      replace(_CHUNKS, mtp=True, streams=4, known=TWO_STAGES)),
+    ("executed_mhc_mtp_vpp2_zero", "the same, the optimizer over two copies",
+     replace(_CHUNKS, dp=2, zero=True, mtp=True, streams=4)),
+    ("executed_mhc_moves_ep2", "four streams, experts shuffled after every step", replace(_MOVES, streams=4)),
+    ("executed_mhc_documents_tp2_sp", "four streams, documents apart",
+     Sharding(documents=True, tp=2, sp=True, streams=4)),
+    ("executed_mhc_documents_cp2", "the same on halves of the sequence", Sharding(documents=True, cp=2, streams=4)),
     ("executed_accumulation_2", "two micro-batches per step on one process", Sharding(accumulate=2)),
 )  # fmt: skip
 # what a run without --only executes: one strategy of each kind, as each takes a minute

@@ -249,12 +249,13 @@ def _attention(config: Configuration, tokens: float, held: float) -> float:
 
 
 def _streams(config: Configuration, held: float) -> float:
-    """Of both sublayers: the streams in the type that computes and in fp32, what the sublayer gave, the gates, and each
-    division of Sinkhorn's iterations.
+    """Of both sublayers: the streams in the type that computes and in fp32, a copy for the gates and, where they are
+    added in fp32, one for the sum; what the sublayer gave, the gates, and each division of Sinkhorn's iterations.
     """
     model, n = config.model, config.model.streams
     residual = _WIDE if config.fp32_residual else config.item
-    wide = n * model.hidden * (config.item + (_WIDE if config.item != _WIDE else 0))
+    copies = 0 if config.item == _WIDE else 1 + bool(config.fp32_residual)
+    wide = n * model.hidden * (config.item + copies * _WIDE)
     gates = _WIDE * hyper_connections.gates(n)
     divisions = _WIDE * model.sinkhorn * 2 * (n * n + n)
     return len(hyper_connections.SUBLAYERS) * held * (wide + residual * model.hidden + gates + divisions)

@@ -141,7 +141,7 @@ def test_names_of_baselines_tell_models_apart():
     seen = {}
     for sharding in SHARDINGS.values():
         assert seen.setdefault(sharding.against, sharding.alone) == sharding.alone
-    assert Sharding(tp=2).against == "one_process" and len(seen) == 16
+    assert Sharding(tp=2).against == "one_process" and len(seen) == 18
 
 
 def test_two_usual_ones_are_executed_unless_more_are_asked_for():

@@ -1,5 +1,6 @@
 """Tests of the NumPy reference of Muon. tests/training/test_muon.py compares MindFormers' own steps with it."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -64,6 +65,27 @@ def test_a_shards_matrix_is_not_the_matrix_shard():
     whole = newton_schulz(x, exact=True)
     for wrong in (newton_schulz(x[:8], True), newton_schulz(np.concatenate([x[:8], x[:8]]), True)[:8]):
         assert np.linalg.norm(wrong - whole[:8]) > 0.2 * np.linalg.norm(whole[:8])
+
+
+def test_only_rounding_to_bfloat16_makes_a_gradients_last_bits_a_part_of_a_step():
+    """Why two layouts differ with Muon (docs/muon.md): eight numbers of 3,072 are rounded the other way."""
+    rng = np.random.default_rng(4)
+    left, right = (np.linalg.qr(rng.standard_normal((rows, 48)))[0] for rows in (64, 48))
+    one = ((left * np.logspace(0, -3, 48)) @ right.T).astype(np.float32)
+    low = one.astype(ml_dtypes.bfloat16)
+    half = (low.astype(np.float64) + (low.view(np.uint16) + 1).view(low.dtype)) / 2  # between neighbours in bfloat16
+    one[3, :8] = half[3, :8] * (1 - 2**-23)
+    two, three = one.copy(), one.copy()  # gradients of other layouts, which err in the last bits
+    two[3, :8] = half[3, :8] * (1 + 2**-23)
+    three[3, :8] = half[3, :8] * (1 - 2**-22)
+
+    def apart(side, exact):
+        found, right = newton_schulz(side, exact), newton_schulz(one, exact)
+        return np.linalg.norm(found - right) / np.linalg.norm(right)
+
+    assert 0 < apart(two, exact=True) < 1e-6 and 0 < apart(three, exact=True) < 1e-6
+    assert 5e-3 < apart(two, exact=False) < 0.1
+    assert apart(three, exact=False) == 0, "it is rounded to the same numbers"
 
 
 def test_a_step_by_hand():
