@@ -27,8 +27,9 @@ from tools.estimate.configuration import Configuration
 from tools.estimate.from_recipe import from_recipe
 from tools.layout.resolve import resolve
 from tools.model.weights import ENDS, Weight, weights, with_adapters
+from tools.recipe.findings import refusal
 from tools.recipe.load import Recipe
-from tools.recipe.view import View
+from tools.recipe.view import MODEL, View
 
 # Where the slices of a tensor lie: by rank in general, and by a matrix of devices as MindSpore says it.
 
@@ -187,10 +188,13 @@ def target_of(recipe: Recipe) -> Target:
     """Return the state that a run of `recipe` holds, rank by rank.
 
     Raises:
-        RecipeError: it has no model, or one whose weights' names are not known here.
+        RecipeError: it has no model, or one whose weights' names are not known here (fused projections of MLA).
     """
     resolved = resolve(recipe)
     view, config = View(resolved), from_recipe(resolved)
+    if config.model.joint_latent:
+        wrong = "tc3 weights reshard does not know how the fused projections lie; False, which has them one by one"
+        raise refusal(resolved, (*MODEL, "mla_qkv_concat"), wrong)
     if view.cpu_classes:
         config = replace(config, shard_optimizer=False)  # data parallel alone
     ranks = config.dp * config.tp * config.cp
