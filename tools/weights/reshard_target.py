@@ -287,7 +287,9 @@ def _cut(weight: Weight, config: Configuration) -> tuple[Shape, tuple[tuple[int,
         cutting = ()
     copies = tuple(axis for axis in every if axis not in cutting)
     rows, columns = ((), cutting) if weight.split == "columns" else (cutting, ())
-    devices, rows, columns = _shard(devices, rows, columns, copies, configuration.weight_shards(weight, config))
+    small = weight.name in _CONNECTIONS and weight.columns == 1  # the optimizer leaves these whole (their adapter.py)
+    shards = 1 if small else configuration.weight_shards(weight, config)
+    devices, rows, columns = _shard(devices, rows, columns, copies, shards)
     return tuple(devices), (rows, columns)[: len(_shape(weight))]
 
 
