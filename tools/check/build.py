@@ -68,7 +68,10 @@ def _unread(key: str, view: View, schema: Schema, built: Built, found: Findings)
             found.warning(path, wrong, f"write {target}: {arrived} as well", rule=rule)
         return
     wrong = f"{value!r} does not reach the model: MindFormers builds it with {target} = {arrived!r}"
-    found.error(path, wrong, f"write {target}: {value}", rule=rule)
+    right = f"write {target}: {value}"
+    if (said := view.get((*MODEL, target))) is not None:  # perhaps as this message told, and this key is of a base
+        right = f"write the same under both keys: {key}: {said}, or {target}: {value}"
+    found.error(path, wrong, right, rule=rule)
 
 
 def _inert(view: View, schema: Schema, built: Built, found: Findings) -> None:

@@ -32,6 +32,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from plugins.errors import CheckpointError, not_json
+from plugins.hyper_connections.plan import WEIGHTS as CONNECTIONS
 from plugins.sealed_checkpoint.router_state import MUON_MOMENT, orthogonal
 from tools.checkpoint.tensor_files import Header, read_headers
 
@@ -44,7 +45,7 @@ KINDS: tuple[Kind, ...] = ("weights", "optimizer", "other")
 ADAM = ("adam_m.", "adam_v.")  # before a weight's name: what AdamW keeps of it
 MUON = (MUON_MOMENT,)  # what Muon keeps of a matrix of a layer; of other weights it keeps what AdamW does
 # how names of trained parameters end; others count, or balance
-_TRAINED_ENDINGS = ("weight", "weight1", "weight2", "bias")
+_TRAINED_ENDINGS = ("weight", "weight1", "weight2", "bias", *CONNECTIONS)
 _OPTIMIZER_PREFIXES = ("adam_", "moment", "exp_avg", *MUON, BUFFERS)  # of names that end with a parameter's name
 
 

@@ -10,6 +10,7 @@ import click
 
 from tools.files.figure import check_ending, check_page
 from tools.hardware import DEFAULT_HARDWARE
+from tools.process.children import terminate_as_interrupt
 from tools.ranges import Number
 
 EVERY_HELP = "Number of steps between two plans of a replayed policy.  [default: plugins.expert_balance.every, or 20]"
@@ -23,6 +24,7 @@ SPARE_HELP = (
 @click.group("experts", context_settings={"help_option_names": ["-h", "--help"]})
 def experts() -> None:
     """Report the expert loads of a run and what moving experts would gain; restore a checkpoint with moved experts."""
+    click.get_current_context().with_resource(terminate_as_interrupt())  # else half a folder would stay
 
 
 @experts.command(

@@ -91,7 +91,7 @@ def atomic_folder(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
     When the block is left by an exception, Ctrl-C too, nothing stays.
 
     Raises:
-        DataError: it cannot be written there.
+        DataError: it cannot be written there, or another process has written a folder there meanwhile.
     """
     return _beside(path, lambda part: part.mkdir(parents=True), Path.rename, _remove)
 
@@ -120,7 +120,19 @@ def _beside(
         finally:
             clear(part)
     except OSError as error:
-        raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
+        raise not_written(target, error) from None
+
+
+def not_written(target: Path, error: OSError) -> DataError:
+    """Return the error that says why `target` was not written. A folder that is there now was not there before, and is
+    left as it is.
+    """
+    if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.is_dir():
+        return DataError(
+            f"{target}: another process has written this folder meanwhile; it is left as it is, and nothing else was "
+            "written"
+        )
+    return DataError(f"{target}: cannot be written ({error.strerror or error})")
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

@@ -15,6 +15,7 @@ import click
 from rich.console import Console
 
 from plugins.errors import CheckpointError
+from tools.process.children import terminate_as_interrupt
 from tools.process.waiting import Progressing
 from tools.ranges import Number, overrides_option
 from tools.recipe.load import load_recipe
@@ -59,6 +60,7 @@ file_size_option = click.option(
 @click.group(context_settings=SETTINGS)
 def weights() -> None:
     """Inspect, average, merge, convert and reshard weights of a run's iteration or in Hugging Face's form."""
+    click.get_current_context().with_resource(terminate_as_interrupt())  # else half a folder would stay
 
 
 @weights.command(

@@ -23,6 +23,7 @@ from plugins.errors import CheckpointError, DataError
 from plugins.sealed_checkpoint.plan import write_seal
 from tools.checkpoint.stored import METADATA
 from tools.checkpoint.tensor_files import TYPES, Made, save_file
+from tools.files.atomic import not_written
 from tools.process.children import ordered_map
 from tools.weights.convert_plan import Plan, Shard
 from tools.weights.hugging_face_config import FILE as CONFIG
@@ -186,7 +187,7 @@ def convert(
     refuse_target(target)
     part = target.with_name(f".{target.name}.part")
     _make_room(part, target, plan)
-    with _alone(part):
+    with _alone(part, target):
         _take_up(part, source, plan)
         left = [shard for shard in plan.shards if not _is_whole(part, shard.file)]
         done = plan.bytes - sum(shard.bytes for shard in left)
@@ -209,7 +210,7 @@ def convert(
                 (part / name).unlink()
             part.rename(target)
         except OSError as error:
-            raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
+            raise not_written(target, error) from None
 
 
 def _make_room(part: Path, target: Path, plan: Plan) -> None:
@@ -228,16 +229,29 @@ def _make_room(part: Path, target: Path, plan: Plan) -> None:
 
 
 @contextmanager
-def _alone(part: Path) -> Iterator[None]:
-    """Hold the folder against a second conversion into it."""
+def _alone(part: Path, target: Path) -> Iterator[None]:
+    """Hold the folder, which becomes `target`, against a second conversion into it."""
     folder = os.open(part, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _refuse_finished(part, target)
         yield
     except BlockingIOError:
         raise CheckpointError(f"{part}: another process is writing into this folder") from None
     finally:
         os.close(folder)
+
+
+def _refuse_finished(part: Path, target: Path) -> None:
+    """Raise CheckpointError if another process has finished since we looked: it has renamed the folder that we hold, or
+    we have made an empty one anew.
+    """
+    try:
+        refuse_target(target)
+    except CheckpointError:
+        with contextlib.suppress(OSError):
+            part.rmdir()  # where nothing is in it
+        raise
 
 
 def _take_up(part: Path, source: Source, plan: Plan) -> None:

@@ -17,15 +17,19 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import RecipeError
+from plugins.hyper_connections.plan import SUBLAYERS
+from plugins.hyper_connections.plan import WEIGHTS as CONNECTIONS
+from plugins.lora.plan import WEIGHT, is_adapter
 from plugins.sealed_checkpoint.router_state import STATE
 from tools.checkpoint.stored import moments_of
 from tools.estimate import configuration
 from tools.estimate.configuration import Configuration
 from tools.estimate.from_recipe import from_recipe
 from tools.layout.resolve import resolve
-from tools.model.weights import ENDS, Weight, weights
+from tools.model.weights import ENDS, Weight, weights, with_adapters
+from tools.recipe.findings import refusal
 from tools.recipe.load import Recipe
-from tools.recipe.view import View
+from tools.recipe.view import MODEL, View
 
 # Where the slices of a tensor lie: by rank in general, and by a matrix of devices as MindSpore says it.
 
@@ -135,6 +139,7 @@ _LAYER = {name: f"self_attention.linear_{name}_proj" for name in _ATTENTION} | {
     "shared_fc2": "mlp.shared_experts.linear_fc2",
     "shared_gate": "mlp.shared_experts.shared_experts_gate",
 }
+_CONNECTIONS = {f"{cell}.{name}" for cell in SUBLAYERS for name in CONNECTIONS}  # their names have no ".weight" behind
 _MTP = {"projection": "eh_proj", "mtp_norm_0": "enorm", "mtp_norm_1": "hnorm", "mtp_norm_2": "final_layernorm"}
 
 
@@ -183,10 +188,13 @@ def target_of(recipe: Recipe) -> Target:
     """Return the state that a run of `recipe` holds, rank by rank.
 
     Raises:
-        RecipeError: it has no model, or one whose weights' names are not known here.
+        RecipeError: it has no model, or one whose weights' names are not known here (fused projections of MLA).
     """
     resolved = resolve(recipe)
     view, config = View(resolved), from_recipe(resolved)
+    if config.model.joint_latent:
+        wrong = "tc3 weights reshard does not know how the fused projections lie; False, which has them one by one"
+        raise refusal(resolved, (*MODEL, "mla_qkv_concat"), wrong)
     if view.cpu_classes:
         config = replace(config, shard_optimizer=False)  # data parallel alone
     ranks = config.dp * config.tp * config.cp
@@ -203,13 +211,16 @@ def target_of(recipe: Recipe) -> Target:
 
 
 def saved_by(recipe: Recipe) -> dict[str, tuple[str, Placed]]:
-    """Return what a run of `recipe` would save: name -> type and layout. Weights and moments are kept in fp32."""
+    """Return what a run of `recipe` would save: name -> type and layout. Weights and moments are kept in fp32. Weights
+    that stay frozen beside adapters have no moments.
+    """
     target, optimizer = target_of(recipe), str((recipe.get("optimizer") or {}).get("type"))
-    found = {
-        each: ("F32", item)
-        for name, item in target.weights.items()
-        for each in (name, *moments_of(optimizer, name, len(item.shape)))
-    }
+    adapters = any(map(is_adapter, target.weights))
+    found: dict[str, tuple[str, Placed]] = {}
+    for name, item in target.weights.items():
+        trained = is_adapter(name) or not adapters
+        for each in (name, *(moments_of(optimizer, name, len(item.shape)) if trained else ())):
+            found[each] = ("F32", item)
     biases = {name: item for name, item in target.states.items() if name.endswith(_EXPERTS_BIAS)}
     return found | {name: ("F32", item) for name, item in biases.items()}
 
@@ -235,11 +246,22 @@ def _held(config: Configuration, stage: int) -> Iterator[tuple[str, Weight]]:
             mtp += 1
         else:
             path, names = "", ENDS
-        for weight in weights(config.model, kind, config.shared_whole):
+        for weight in _weights(config, kind):
             yield path + _name(weight, names), weight
 
 
+def _weights(config: Configuration, kind: str) -> tuple[Weight, ...]:
+    if config.adapters:
+        return with_adapters(config.model, kind, config.adapters, config.shared_whole)
+    return weights(config.model, kind, config.shared_whole)
+
+
 def _name(weight: Weight, names: dict[str, str]) -> str:
+    if weight.name in _CONNECTIONS:
+        return weight.name
+    adapted, _, matrix = weight.name.rpartition("_lora_")
+    if adapted in names:
+        return f"{names[adapted]}.lora_{matrix}{WEIGHT}"
     plain = weight.name.removesuffix("_bias")
     if plain not in names:
         raise RecipeError(f"{weight.name}: MindFormers' name of this weight is not known, so it cannot be placed")
@@ -265,7 +287,9 @@ def _cut(weight: Weight, config: Configuration) -> tuple[Shape, tuple[tuple[int,
         cutting = ()
     copies = tuple(axis for axis in every if axis not in cutting)
     rows, columns = ((), cutting) if weight.split == "columns" else (cutting, ())
-    devices, rows, columns = _shard(devices, rows, columns, copies, configuration.weight_shards(weight, config))
+    small = weight.name in _CONNECTIONS and weight.columns == 1  # the optimizer leaves these whole (their adapter.py)
+    shards = 1 if small else configuration.weight_shards(weight, config)
+    devices, rows, columns = _shard(devices, rows, columns, copies, shards)
     return tuple(devices), (rows, columns)[: len(_shape(weight))]
 
 

@@ -53,3 +53,16 @@ def test_what_mindformers_refuses_is_a_finding():
     assert report.clean
     assert check_built([report]) == ""
     assert "dsa" in report.errors[0].wrong
+
+
+def test_a_key_that_a_base_has_beside_the_one_that_was_asked_for_is_named():
+    """It was told to write the other key, did so, and was told to take that back."""
+    path, reaches = (*MODEL, "scoring_func"), (*MODEL, "moe_router_score_function")
+    one, other = put(SEMI, path, "softmax"), put(SEMI, reaches, "softmax")
+    rights = [
+        [each.right for each in check_recipe(recipe).errors if each.key.endswith("scoring_func")]
+        for recipe in (one, other)
+    ]
+    both = "write the same under both keys: scoring_func: softmax, or moe_router_score_function: sigmoid"
+    assert rights == [["write moe_router_score_function: softmax"], [both]]
+    assert not [each for each in check_recipe(put(other, path, "softmax")).errors if each.key.endswith("scoring_func")]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from plugins.errors import CheckpointError
+from plugins.hyper_connections.plan import SUBLAYERS, WEIGHTS
 from tests.tools.checkpoint.saved import Saved, numbered
 from tools.checkpoint.stored import kind_of, moments_of, moved, open_stored, read_placements, read_whole, refuse_moved
 
@@ -293,3 +294,10 @@ def test_muon_keeps_one_moment_of_a_layers_matrix_and_adamws_of_the_rest():
         assert moments_of("Muon", name, axes) == moments_of("AdamW", name, axes) == (f"adam_m.{name}", f"adam_v.{name}")
     assert {kind_of(each) for name in (matrix, vector) for each in moments_of("Muon", name, 2)} == {"optimizer"}
     assert kind_of("decoder.layers.1.self_attention.core_attention.max_logits_val") == "other"
+
+
+def test_gates_of_hyper_connections_are_weights():
+    """Their names do not end as others do, so that an average and merged adapters were without them."""
+    names = [f"decoder.layers.0.{cell}.{name}" for cell in SUBLAYERS for name in WEIGHTS]
+    assert {kind_of(name) for name in names} == {"weights"} and len(names) == 6
+    assert {kind_of(each) for name in names for each in moments_of("AdamW", name, 1)} == {"optimizer"}

@@ -6,7 +6,15 @@ import pytest
 
 from plugins.errors import DataError
 from tools.files import atomic
-from tools.files.atomic import atomic_file, check_writable, last_lines, real_path, what_is, write_atomically
+from tools.files.atomic import (
+    atomic_file,
+    atomic_folder,
+    check_writable,
+    last_lines,
+    real_path,
+    what_is,
+    write_atomically,
+)
 from tools.files.figure import new_figure, save_figure
 
 
@@ -66,6 +74,16 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path):
         part.write_text("half")
         raise OSError(28, os.strerror(28))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_second_of_two_that_write_a_folder_is_told_that_it_is_there(tmp_path):
+    """It was said that the folder cannot be written, as it is not empty."""
+    other = pytest.raises(DataError, match="another process has written this folder meanwhile")
+    with other, atomic_folder(tmp_path / "to") as late:
+        (late / "file").write_text("late")
+        (tmp_path / "to").mkdir()
+        (tmp_path / "to" / "file").write_text("first")
+    assert (tmp_path / "to" / "file").read_text() == "first" and [item.name for item in tmp_path.iterdir()] == ["to"]
 
 
 def test_a_file_in_the_place_of_a_folder_is_one_message(tmp_path):

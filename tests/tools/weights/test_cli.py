@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 
 import pytest
 from click.testing import CliRunner
@@ -11,7 +12,9 @@ from tests.inputs.builders import checkpoints
 from tests.tools.weights.drawn import LAYOUTS, ONE, draw
 from tests.training.runs import ROOT
 from tools.accuracy.reference.start import initial_weights
+from tools.process.children import handled
 from tools.recipe.load import load_recipe
+from tools.weights import average
 from tools.weights.cli import weights
 from tools.weights.convert_plan import model_of
 from tools.weights.hugging_face_config import config_of
@@ -60,6 +63,15 @@ def test_a_broken_seal_is_exit_code_one(run, tmp_path):
 def test_average_writes_what_can_be_inspected(run):
     assert "1 tensors, each the average of 2" in run("average", A, B, "--to", "mean").output
     assert run("inspect", A, "--diff", "mean").exit_code == 0
+
+
+def test_sigterm_leaves_nothing_behind_as_ctrl_c_does(run, tmp_path, monkeypatch):
+    """As a cluster's manager ends a job: a hidden folder of the files so far stayed for ever."""
+    before, arrived = sorted(tmp_path.iterdir()), []
+    monkeypatch.setattr(average, "save_arrays", lambda *_: signal.raise_signal(signal.SIGTERM))
+    with handled(signal.SIGTERM, lambda number, frame: arrived.append(number)):
+        result = run("average", A, B, "--to", "mean")
+    assert (result.exit_code, arrived) == (1, []) and sorted(tmp_path.iterdir()) == before
 
 
 RECIPES = ROOT / "recipes"

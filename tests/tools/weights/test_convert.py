@@ -158,6 +158,24 @@ def test_a_folder_that_is_there_or_that_another_writes_is_left_alone(theirs, tmp
     os.close(held)
 
 
+@pytest.mark.parametrize("renamed", [True, False])
+def test_a_conversion_that_ended_while_another_began_is_not_written_again(theirs, tmp_path, monkeypatch, renamed):
+    """The first is done between the second one's look at the target and its lock."""
+    lock, part = fcntl.flock, tmp_path / ".ms.part"
+
+    def late(number, how):
+        if renamed:
+            part.rename(tmp_path / "ms")
+        else:
+            (tmp_path / "ms").mkdir()
+        lock(number, how)
+
+    monkeypatch.setattr(run.fcntl, "flock", late)
+    with pytest.raises(CheckpointError, match="the folder exists"):
+        converted(theirs, tmp_path / "ms")
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["hf", "ms"] and not list((tmp_path / "ms").iterdir())
+
+
 def test_a_tensor_that_is_not_what_its_checksum_says(theirs, tmp_path):
     converted(theirs, tmp_path / "ms")
     converted(tmp_path / "ms", tmp_path / "back")

@@ -53,6 +53,15 @@ def test_names_and_shapes_are_those_of_the_conversion(recipe):
     assert {name: placed.shape for name, placed in target_of(loaded).weights.items()} == wanted
 
 
+def test_gates_of_hyper_connections_lie_as_a_run_wrote_them():
+    """As metadata.json of a run on two data-parallel ranks had them; only the matrix is shared by the optimizer."""
+    recipe = load_recipe(ROOT / "tests" / "training" / "sharded_zero.yaml")
+    recipe["plugins"]["hyper_connections"] = {"streams": 4}
+    found = target_of(recipe).weights
+    cuts = {name: found[f"decoder.layers.0.attn_hc.hc_{name}"].lying.cuts for name in ("fn", "base", "scale")}
+    assert cuts == {"fn": (2, 1), "base": (1,), "scale": (1,)}
+
+
 def test_shards_over_some_copies_lie_on_neighbours(monkeypatch):
     """optimizer_weight_shard_size 4 of dp 4 x cp 2: the inner half of dp, and cp."""
     config = from_recipe(load_recipe(ROOT / "tests" / "training" / "sharded_zero.yaml"))
