@@ -106,6 +106,9 @@ def _sum(call: Call) -> Value:
         return add(x, y)
     if not call.counts:
         raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
+    if not call.node.op.startswith("Sub") or set(call.differs) != {(1, 0)}:
+        raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
+    call.own_pieces((1, 0))
     found = by_element(x, y)  # an index, counted from where the rank's piece starts
     return replace(found, shifted=found.shifted | call.shifts())
 
@@ -165,6 +168,8 @@ def _equal(call: Call) -> Value:
     found = by_element(call.spread(0), call.spread(1))
     if call.differs and not re.match(r"U?Int", call.node.inputs[0].dtype):
         raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
+    for key in call.differs:
+        call.own_pieces(key, 1)
     return replace(found, shifted=found.shifted | call.shifts())
 
 
@@ -381,7 +386,7 @@ def _member(call: Call) -> Value:
 
 @rule("StridedSlice", says="a part: where it starts elsewhere on each rank, the result is cut", takes_differing=True)
 def _take(call: Call) -> Value:
-    by = _starts(call, 1)
+    by = _starts(call, 1, call.outputs[0].shape)
     if not by and (kept := experts.unpadded(call.spread(0), call.values[1], call.outputs[0].shape)) is not None:
         return kept
     if "_MicroBatch" in call.node.scope and not by:  # which samples make a micro-batch does not matter
@@ -394,22 +399,20 @@ def _take(call: Call) -> Value:
 @rule("StridedSliceGrad", says="zeros around: where they lie elsewhere on each rank, the result is partial",
       takes_differing=True)  # fmt: skip
 def _pad(call: Call) -> Value:
-    by = _starts(call, 2)
+    by = _starts(call, 2, call.node.inputs[0].shape)
     if not by and (more := experts.padded_back(call.spread(0), call.values[2], call.outputs[0].shape)) is not None:
         return more
     return moves.wherever(lambda x: slices.pad(x, call.outputs[0].shape, by, call.sizes), call.spread(0))
 
 
-def _starts(call: Call, begin: int) -> dict[int, tuple[str, ...]]:
-    """The axes along which a slice starts elsewhere, by dimension, outermost first."""
+def _starts(call: Call, begin: int, piece: Sequence[int]) -> dict[int, tuple[str, ...]]:
+    """The axes along which a slice, of this shape, starts elsewhere, by dimension, outermost first."""
     if any(argument not in (begin, begin + 1) for argument, _ in call.differs):
         raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
-    order = list(call.sizes)[::-1]
-    return {
-        place: tuple(sorted(axes, key=order.index))
-        for (argument, place), axes in call.differs.items()
-        if argument == begin
-    }
+    found = {key[1]: call.own_pieces(key, piece[key[1]]) for key in call.differs if key[0] == begin}
+    if any(call.values[begin + 2][place] != 1 for place in found):
+        raise NotKnown("a slice that starts elsewhere on each rank leaves out elements")
+    return found
 
 
 @rule("Embedding", says="rows of a table: indices of a cut table count from the rank's own rows")
