@@ -69,7 +69,9 @@ def groups_of(graph: GraphText, known: Known) -> Iterator[tuple[str, tuple[int, 
 
 def neighbours(graph: GraphText, known: Known) -> str:
     """Return the smallest group of ranks that lie next to each other."""
-    found = [(len(ranks), name) for name, ranks in groups_of(graph, known) if len(ranks) > 1 and ranks[1] - ranks[0] == 1]
+    found = [
+        (len(ranks), name) for name, ranks in groups_of(graph, known) if len(ranks) > 1 and ranks[1] - ranks[0] == 1
+    ]
     if not found:
         raise LookupError("no group of neighbours")
     return min(found)[1]
@@ -77,7 +79,9 @@ def neighbours(graph: GraphText, known: Known) -> str:
 
 def apart(graph: GraphText, known: Known) -> str:
     """Return the largest group of ranks that do not lie next to each other."""
-    found = [(len(ranks), name) for name, ranks in groups_of(graph, known) if len(ranks) > 1 and ranks[1] - ranks[0] > 1]
+    found = [
+        (len(ranks), name) for name, ranks in groups_of(graph, known) if len(ranks) > 1 and ranks[1] - ranks[0] > 1
+    ]
     if not found:
         raise LookupError("no group of ranks that lie apart")
     return max(found)[1]
@@ -112,10 +116,10 @@ def insert(graphs: list[GraphText], number: int, head: str, group: str = "") -> 
 
 def row_parallel(graphs: list[GraphText]) -> int:
     """Return what the ReduceScatter behind a layer takes whose inputs are cut: parts of a sum."""
-    for node in root(graphs[0]):
-        if node.op == "ReduceScatter" and "Grad_" not in node.scope and node.value is not None:
-            if root(graphs[0])[node.value].op.startswith(("MatMul", "BatchMatMul")):
-                return node.value
+    nodes = root(graphs[0])
+    for node in (each for each in nodes if each.op == "ReduceScatter" and "Grad_" not in each.scope):
+        if node.value is not None and nodes[node.value].op.startswith(("MatMul", "BatchMatMul")):
+            return node.value
     raise LookupError("no row-parallel layer")
 
 
@@ -154,7 +158,9 @@ def experts_gradient(graphs: list[GraphText]) -> int:
     """Return the member that holds the gradient of some experts' weight."""
     for number, node in enumerate(root(graphs[0])):
         if node.op == "GroupedMatmul" and re.search(r"I64\(3\), I64\(2\)", node.head):
-            return next(n for n, user in enumerate(root(graphs[0])) if user.value == number and user.op == "TupleGetItem")
+            return next(
+                n for n, user in enumerate(root(graphs[0])) if user.value == number and user.op == "TupleGetItem"
+            )
     raise LookupError("no experts")
 
 
@@ -182,7 +188,9 @@ def gathers_exchanged(graphs: list[GraphText], known: Known) -> int:
 
 def offsets(node: Node) -> list[list[int]]:
     """Return the numbers of the tuples of a slice."""
-    return [[int(n) for n in re.findall(r"I64\((-?\d+)\)", part)] for part in re.findall(r"\((I64[^%]*?)\)[,)]", node.head)]
+    return [
+        [int(n) for n in re.findall(r"I64\((-?\d+)\)", part)] for part in re.findall(r"\((I64[^%]*?)\)[,)]", node.head)
+    ]
 
 
 def rank_slices(graphs: list[GraphText], scope: str = "") -> tuple[int, int]:
@@ -298,6 +306,9 @@ def softmax_own_largest(graphs: list[GraphText], known: Known) -> int:
 def mean_of_own_tokens(graphs: list[GraphText], known: Known) -> int:
     """Each rank divides its loss by the number of its own tokens."""
     number = place(graphs, "AllGather", "CrossEntropyLoss", without="Grad|softmax|nll")
+    own = root(graphs[0])
+    if own[own[number].value or 0].op == "AllReduce":  # that gathers the losses of the tokens, not their weights
+        number = place(graphs, "AllGather", "CrossEntropyLoss", without="Grad|softmax|nll", start=number + 1)
     for graph in graphs:
         node = root(graph)[number]
         sizes = zip(node.outputs[0].shape, node.inputs[0].shape, strict=True)
@@ -375,8 +386,7 @@ class Steps:
         results, per = [each.result for each in self.ranks], self.ranks[0].mesh.devices
         scales = scale_faults(results, self.micro_batches, per)
         told = [
-            prove_rank(result, typing, scales[result["rank"]])
-            for result, typing in zip(results, typings, strict=True)
+            prove_rank(result, typing, scales[result["rank"]]) for result, typing in zip(results, typings, strict=True)
         ]
         return report_of("", results, told, differ, self.micro_batches, per, per)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
+from tools.dryrun.graph_text import Node
 from tools.prove import attention, experts, layers, moves, routed, slices
 from tools.prove.call import TABLE, Call, Order, Part, Value, rule
 from tools.prove.spread import (
@@ -135,19 +137,19 @@ def _quotient(call: Call) -> Value:
     x, y = call.spread(0), call.spread(1)
     over = [axis for axis, power in x.powers if power > 0]
     forward = call.node.op == "RealDiv" and not re.search("Gradients/|Grad_", call.node.scope)
-    if forward and over and _divisor(call) == math.prod(call.sizes[axis] for axis in over):
+    if forward and over and divisor_of(call.node) == math.prod(call.sizes[axis] for axis in over):
         return scaled(x, over, -1)  # of a mean over ranks, each of which divided by its own number of elements
     if "Grad__VirtualDiv" not in call.node.scope:
         return divide(x, y)
     devices = math.prod(call.sizes.values())
-    if _divisor(call) != devices:
+    if divisor_of(call.node) != devices:
         raise Contradiction(f"the loss's gradient is not divided by the {devices} devices that share its sum")
     return scaled(x, call.sizes, -1)
 
 
-def _divisor(call: Call) -> float | None:
-    """The number by which an operator divides, if it is written out."""
-    found = re.search(r"value=\s*\[?\s*([\d.]+(?:e[+-]\d+)?)\s*\]?\)\)$", call.node.head)
+def divisor_of(node: Node) -> float | None:
+    """Return the number by which an operator divides, if it is written out."""
+    found = re.search(r"value=\s*\[?\s*([\d.]+(?:e[+-]\d+)?)\s*\]?\)\)$", node.head)
     return float(found[1]) if found else None
 
 

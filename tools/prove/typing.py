@@ -21,7 +21,7 @@ from tools.dryrun.collectives import attributes_of, generated_groups
 from tools.dryrun.graph_text import GraphText, Node, arguments_of, listed, tensors
 from tools.prove.call import Call, Value, literal
 from tools.prove.mesh import Mesh
-from tools.prove.rules import RULES, apply
+from tools.prove.rules import RULES, apply, divisor_of
 from tools.prove.spread import Contradiction, NotKnown, Spread, plain
 
 COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV")
@@ -259,6 +259,7 @@ class Typing:
                 return Closure(node.binds, tuple(values[1:]), tuple(map(frame.named, arguments[1:])))
             differs = self.peers.differs(frame.name, number) if node.op in RULES else {}
             axes = self.axes_of(node) if node.op in COLLECTIVES else ()
+            self._require_mean(frame, node, axes)
             offsets = self.peers.offsets(frame.name, number) if differs else {}
             call = Call(node, name, values, self.mesh.sizes, differs, axes, self._repeats(frame, node), offsets)
             return apply(call) if self.mesh.sizes else self._undivided(call)
@@ -268,6 +269,24 @@ class Typing:
             return Failure(
                 False, frame.name, number, f"its rule does not know this form ({type(error).__name__}: {error})"
             )
+
+    def _require_mean(self, frame: Frame, node: Node, axes: Sequence[str]) -> None:
+        """Refuse the backward pass of a sum of the ranks' balancing losses that is no mean: nothing between the
+        division of the loss's gradient by all devices and the sum over ranks divides by the number of ranks.
+        """
+        of_loss = node.op == "AllReduce" and math.prod(node.outputs[0].shape) == 1
+        if not of_loss or not re.search(r"Router/(?:.*/)?Grad_AllReduce/", node.scope):
+            return
+        nodes, ranks = self.graph.graphs[frame.name], math.prod(self.mesh.sizes[axis] for axis in axes)
+        todo, seen = list(node.operands), set[int]()
+        while todo:
+            each = nodes[number := todo.pop()]
+            if number in seen or ("Grad_RealDiv" in each.scope and each.op == "RealDiv" and divisor_of(each) == ranks):
+                continue
+            if "Grad__VirtualDiv" in each.scope and each.op == "RealDiv":
+                raise Contradiction(f"the losses of {ranks} ranks are added, and not divided by {ranks}: no mean")
+            seen.add(number)
+            todo += operands_of(each)
 
     def _undivided(self, call: Call) -> Value:
         """The result in a stage of one device, where no value can be cut or partial: where the rule of an operator does
