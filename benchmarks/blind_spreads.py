@@ -218,6 +218,19 @@ def rope_swapped(graphs: list[GraphText], known: Known) -> int:
     return slices_swapped(graphs, known, "ApplyRotaryPosEmb|rotary")
 
 
+def queries_swapped(graphs: list[GraphText], known: Known) -> int:
+    """Two neighbours see the tokens before and behind each other's queries."""
+    for number, node in enumerate(root(graphs[0])):
+        for peer, graph in enumerate(graphs[1:], 1):
+            own, other = node.head, root(graph)[number].head
+            if node.op == "FlashAttentionScore" and own != other:
+                for each in graphs:
+                    root(each)[number].head = other
+                root(graphs[peer])[number].head = own
+                return number
+    raise LookupError("no attention that depends on the rank")
+
+
 def every_second_slice(graphs: list[GraphText], known: Known) -> int:
     """The next rank starts a whole piece too far: every second piece is left out."""
     number, peer = rank_slices(graphs)
@@ -340,6 +353,7 @@ FAULTS: tuple[Fault, ...] = (
     gathers_exchanged,
     slices_swapped,
     rope_swapped,
+    queries_swapped,
     every_second_slice,
     vocabulary_swapped,
     load_undivided,
