@@ -278,15 +278,18 @@ class Typing:
         if not of_loss or not re.search(r"Router/(?:.*/)?Grad_AllReduce/", node.scope):
             return
         nodes, ranks = self.graph.graphs[frame.name], math.prod(self.mesh.sizes[axis] for axis in axes)
-        todo, seen = list(node.operands), set[int]()
+        todo, seen, mean = list(node.operands), set[int](), False
         while todo:
             each = nodes[number := todo.pop()]
-            if number in seen or ("Grad_RealDiv" in each.scope and each.op == "RealDiv" and divisor_of(each) == ranks):
-                continue
-            if "Grad__VirtualDiv" in each.scope and each.op == "RealDiv":
+            if each.op == "RealDiv" and "Grad_RealDiv" in each.scope and divisor_of(each) == ranks:
+                mean = True
+            elif each.op == "RealDiv" and "Grad__VirtualDiv" in each.scope:
                 raise Contradiction(f"the losses of {ranks} ranks are added, and not divided by {ranks}: no mean")
-            seen.add(number)
-            todo += operands_of(each)
+            elif number not in seen:
+                seen.add(number)
+                todo += operands_of(each)
+        if not mean:  # the gradient comes from the graph that calls this one
+            raise NotKnown(f"nothing here divides the losses of {ranks} ranks, which are added, by {ranks}")
 
     def _undivided(self, call: Call) -> Value:
         """The result in a stage of one device, where no value can be cut or partial: where the rule of an operator does
