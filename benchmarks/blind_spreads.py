@@ -133,22 +133,32 @@ def silu_before_sum(graphs: list[GraphText], known: Known) -> int:
     return insert(graphs, row_parallel(graphs), "SiLU({})")
 
 
+def sum_of(graphs: list[GraphText], weight: str) -> int:
+    """Return the first sum over ranks of a weight's gradient, which a pipeline adds up over micro-batches before."""
+    nodes = root(graphs[0])
+    for number, node in enumerate(nodes):
+        own = node.op in ("AllReduce", "ReduceScatter") and "Gradients/" in node.scope and node.value is not None
+        if own and re.search(rf"accu_grads\.\S*{weight}", nodes[node.value or 0].head):
+            return number
+    return place(graphs, "AllReduce", f"{weight}.*Mirror")
+
+
 def norm_over_data(graphs: list[GraphText], known: Known) -> int:
     """The norm's weight under sequence parallelism is summed over the data only."""
-    return regroup(graphs, place(graphs, "AllReduce", "layernorm.*Mirror"), apart(graphs[0], known))
+    return regroup(graphs, sum_of(graphs, "layernorm"), apart(graphs[0], known))
 
 
 def router_over_tensor(graphs: list[GraphText], known: Known) -> int:
     """The router's weight is summed over tp only."""
-    return regroup(graphs, place(graphs, "AllReduce", "[rR]outer.*Mirror"), neighbours(graphs[0], known))
+    return regroup(graphs, sum_of(graphs, "[rR]outer"), neighbours(graphs[0], known))
 
 
 def columns_over_all(graphs: list[GraphText], known: Known) -> int:
     """A weight whose rows are cut over tp is summed over tp, too."""
     _, wide = max(((len(ranks), name) for name, ranks in groups_of(graphs[0], known)), default=(0, ""))
-    for scope in ("linear_q_up_proj.*Mirror", "linear_qkv.*Mirror", "linear_fc1.*Mirror"):
+    for weight in ("linear_q_up_proj", "linear_qkv", "linear_fc1"):
         try:
-            return regroup(graphs, place(graphs, "AllReduce", scope), wide)
+            return regroup(graphs, sum_of(graphs, weight), wide)
         except LookupError:
             continue
     raise LookupError("no such weight")
@@ -290,6 +300,32 @@ def embedding_end_summed_twice(graphs: list[GraphText], known: Known) -> int:
     return insert(graphs, embedding_end(graphs), "AllReduce({})", apart(graphs[0], known))
 
 
+def far_end(graphs: list[GraphText]) -> tuple[int, int, int]:
+    """Return what another stage sends of the gradient of a weight of both, the own sum, and where they are added."""
+    nodes = root(graphs[0])
+    for number, node in enumerate(nodes):
+        pair = nodes[node.value] if node.op == "AddN" and node.value is not None else None
+        kinds = {nodes[each].op: each for each in pair.operands} if pair and pair.op == "MakeTuple" else {}
+        own = kinds.get("ReduceScatter", kinds.get("AllReduce"))
+        if "Receive" in kinds and own is not None:
+            return kinds["Receive"], own, number
+    raise LookupError("no weight of two stages")
+
+
+def far_end_left_out(graphs: list[GraphText], known: Known) -> int:
+    """The embedding's gradient of the other end of the pipeline is not added."""
+    _, own, number = far_end(graphs)
+    for graph in graphs:
+        node = root(graph)[number]
+        node.op, node.head, node.operands = "TensorMove", f"TensorMove(%{own})", [own]
+    return number
+
+
+def far_end_summed_again(graphs: list[GraphText], known: Known) -> int:
+    """The embedding's gradient of the other end of the pipeline is summed over the data by both stages."""
+    return insert(graphs, far_end(graphs)[0], "AllReduce({})", apart(graphs[0], known))
+
+
 def gate_gradient_summed(graphs: list[GraphText], known: Known) -> int:
     """The gradient of columns that are cut over tp is summed over tp."""
     return insert(graphs, place(graphs, "SiLUGrad"), "AllReduce({})", neighbours(graphs[0], known))
@@ -360,6 +396,8 @@ FAULTS: tuple[Fault, ...] = (
     balance_undivided,
     balance_not_summed_back,
     embedding_end_summed_twice,
+    far_end_left_out,
+    far_end_summed_again,
     gate_gradient_summed,
     whole_gradient_summed,
     softmax_over_data,
