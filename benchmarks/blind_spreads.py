@@ -38,7 +38,7 @@ from benchmarks.planted_spreads import (
 from tools.dryrun.collectives import attributes_of, generated_groups
 from tools.dryrun.compiles import compile_all, text_of
 from tools.dryrun.gradients import judge_gradients
-from tools.dryrun.graph_text import GraphText, Node, arguments_of, read_graph
+from tools.dryrun.graph_text import GraphText, arguments_of, read_graph
 from tools.dryrun.plan import plan_jobs, without_files
 from tools.dryrun.quick import quick_plan
 from tools.layout.resolve import resolve
@@ -196,26 +196,19 @@ def gathers_exchanged(graphs: list[GraphText], known: Known) -> int:
     return one
 
 
-def offsets(node: Node) -> list[list[int]]:
-    """Return the numbers of the tuples of a slice."""
-    return [
-        [int(n) for n in re.findall(r"I64\((-?\d+)\)", part)] for part in re.findall(r"\((I64[^%]*?)\)[,)]", node.head)
-    ]
-
-
-def rank_slices(graphs: list[GraphText], scope: str = "") -> tuple[int, int]:
+def rank_slices(graphs: list[GraphText], scope: str = "", op: str = "StridedSlice") -> tuple[int, int]:
     """Return a slice that starts elsewhere on the next rank along an axis, and the number of that rank's graph."""
     for number, node in enumerate(root(graphs[0])):
-        if node.op == "StridedSlice" and re.search(scope, node.scope):
+        if node.op == op and re.search(scope, node.scope):
             for peer, graph in enumerate(graphs[1:], 1):
                 if root(graph)[number].head != node.head:
                     return number, peer
-    raise LookupError("no slice that depends on the rank")
+    raise LookupError(f"no {op} that depends on the rank")
 
 
-def slices_swapped(graphs: list[GraphText], known: Known, scope: str = "") -> int:
+def slices_swapped(graphs: list[GraphText], known: Known, scope: str = "", op: str = "StridedSlice") -> int:
     """Two neighbours take each other's piece."""
-    number, peer = rank_slices(graphs, scope)
+    number, peer = rank_slices(graphs, scope, op)
     own, other = root(graphs[0])[number].head, root(graphs[peer])[number].head
     for graph in graphs:
         root(graph)[number].head = other
@@ -230,15 +223,7 @@ def rope_swapped(graphs: list[GraphText], known: Known) -> int:
 
 def queries_swapped(graphs: list[GraphText], known: Known) -> int:
     """Two neighbours see the tokens before and behind each other's queries."""
-    for number, node in enumerate(root(graphs[0])):
-        for peer, graph in enumerate(graphs[1:], 1):
-            own, other = node.head, root(graph)[number].head
-            if node.op == "FlashAttentionScore" and own != other:
-                for each in graphs:
-                    root(each)[number].head = other
-                root(graphs[peer])[number].head = own
-                return number
-    raise LookupError("no attention that depends on the rank")
+    return slices_swapped(graphs, known, op="FlashAttentionScore")
 
 
 def every_second_slice(graphs: list[GraphText], known: Known) -> int:
@@ -263,16 +248,7 @@ def load_undivided(graphs: list[GraphText], known: Known) -> int:
 
 def vocabulary_swapped(graphs: list[GraphText], known: Known) -> int:
     """Two neighbours count the vocabulary from each other's first word."""
-    for number, node in enumerate(root(graphs[0])):
-        if node.op == "Sub":
-            for peer, graph in enumerate(graphs[1:], 1):
-                if root(graph)[number].head != node.head:
-                    own, other = node.head, root(graph)[number].head
-                    for each in graphs:
-                        root(each)[number].head = other
-                    root(graphs[peer])[number].head = own
-                    return number
-    raise LookupError("no vocabulary that depends on the rank")
+    return slices_swapped(graphs, known, op="Sub")
 
 
 def balance_undivided(graphs: list[GraphText], known: Known) -> int:
