@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -81,6 +82,19 @@ def _attention_gradient(call: Call) -> Value:
     return [*found, plain((0,))]
 
 
+def _check_tokens_seen(call: Call, rows: Dim, over: frozenset[str]) -> None:
+    """Refuse numbers of tokens before and behind a query that do not move with the rank's own piece of the queries."""
+    before, behind = ((place, 0) for place in _TOKENS_SEEN[call.node.op])
+    if not {before, behind} <= call.offsets.keys():
+        raise NotKnown("the numbers of tokens that are seen are no whole numbers")
+    steps = call.offsets[behind][1]
+    order = replace(call, offsets={behind: (0, steps)}).own_pieces(behind, extent(rows))
+    if call.offsets[before][1] != {axis: -step for axis, step in steps.items()}:
+        raise Certain("the tokens that are seen before a query do not move as those behind it")
+    if order != tuple(atom for atom in rows if atom in over):
+        raise Certain(f"the tokens that are seen move along {', '.join(order)}, which is not the order of the pieces")
+
+
 def _layout(call: Call) -> _Layout:
     written = _WRITTEN.search(call.node.head)
     if not written or written[1] not in _LAYOUTS:
@@ -105,6 +119,8 @@ def _attended(call: Call, *given: Spread) -> list[Spread]:
         differs = ", ".join(sorted(call.shifts())) or "no axis"
         both = " with ".join(map(str, found[:2]))
         raise Certain(f"{both}: {told}, and the number of tokens that are seen differs along {differs}")
+    if over:
+        _check_tokens_seen(call, query.dims[at.sequence], over)
     mask = call.values[_MASK[call.node.op]]
     if isinstance(mask, Spread):
         _check_mask(by_element(mask), query, at, over)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tools.dryrun.graph_text import Node, TensorType, listed
 from tools.prove import moves
-from tools.prove.spread import Alike, NotKnown, Spread, Zeros, plain
+from tools.prove.spread import Alike, Certain, NotKnown, Spread, Zeros, plain
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class Call:
         differs: (argument, place in its tuple or 0) -> the axes along which this constant has another value.
         axes: of a collective's group, the one along which neighbouring ranks lie last.
         repeats: of the sums of the loss: the axes over which its forward sums (see `_scale`).
+        offsets: of the constants of `differs` that are whole numbers: the constant on the stage's first rank, and by
+            how much it is larger on the next rank along each axis along which it differs.
     """
 
     node: Node
@@ -64,6 +66,7 @@ class Call:
     differs: Mapping[tuple[int, int], frozenset[str]] = field(default_factory=dict)
     axes: tuple[str, ...] = ()
     repeats: frozenset[str] = frozenset()
+    offsets: Mapping[tuple[int, int], tuple[int, Mapping[str, int]]] = field(default_factory=dict)
 
     def spread(self, place: int) -> Spread:
         """Return how an argument lies on the ranks (its spread)."""
@@ -98,6 +101,35 @@ class Call:
     def shifts(self) -> frozenset[str]:
         """Return the axes along which any constant of the operator differs."""
         return frozenset().union(*self.differs.values())
+
+    def own_pieces(self, key: tuple[int, int], size: int = 0) -> tuple[str, ...]:
+        """Return the axes along which a constant differs that counts from where a rank's own piece starts, outermost
+        first: pieces follow each other in the order of the ranks.
+
+        Args:
+            key: of `differs`.
+            size: elements of a piece; 0 for as many as the constant states by itself.
+
+        Raises:
+            Certain: a rank takes the piece of another rank. NotKnown: the constant does not count whole pieces.
+        """
+        if key not in self.offsets:
+            raise NotKnown(f"its constants differ along {', '.join(sorted(self.shifts()))}, and are no whole numbers")
+        first, steps = self.offsets[key]
+        axes = tuple(sorted(steps, key=lambda axis: -steps[axis]))
+        size = size or abs(steps[axes[-1]])
+        if any(number % size for number in (first, *steps.values())):
+            raise NotKnown(f"it starts at {first}, and {steps} further on the next ranks: no pieces of {size} elements")
+        if first:
+            raise Certain(f"the first rank starts at {first}, which is not where its own piece starts")
+        wanted = size
+        for axis in reversed(axes):
+            if steps[axis] != wanted:
+                raise Certain(
+                    f"the next rank along {axis} starts {steps[axis]} elements further, but its own piece {wanted}"
+                )
+            wanted *= self.sizes[axis]
+        return axes
 
 
 _NUMBER = re.compile(r"([IUF]\d+|BF16|Bool)\((\S+)\)")

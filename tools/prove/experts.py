@@ -454,18 +454,19 @@ def _same_order(call: Call) -> Value:
     return call.values[0]
 
 
-def _nodes(call: Call) -> tuple[str, ...]:
-    """The axes along which the experts of a rank's node start elsewhere, outermost first."""
-    order = list(call.sizes)[::-1]
-    return tuple(sorted(call.shifts(), key=order.index))
-
-
 def _bound(call: Call) -> Value:
     """Whether the sorted experts are not below the first one of the node, or below the first one of the next node."""
     given = _order(call, 0).key
     if given[0] != "sorted" or len(given) != 2:
         raise NotKnown("only sorted experts are compared")
-    return Order(("from" if call.node.op == "GreaterEqual" else "below", given[1], _nodes(call)))
+    if not call.differs:
+        return Order(("from" if call.node.op == "GreaterEqual" else "below", given[1], (), 0))
+    if call.node.op == "GreaterEqual":
+        axes = call.own_pieces((1, 0))
+        return Order(("from", given[1], axes, call.offsets[1, 0][1][axes[-1]]))
+    first, steps = call.offsets.get((1, 0), (0, {}))  # one node further than the first expert
+    own = min(steps.values(), default=0)
+    return Order(("below", given[1], replace(call, offsets={(1, 0): (first - own, steps)}).own_pieces((1, 0)), own))
 
 
 def _between(call: Call) -> Value:
@@ -474,7 +475,7 @@ def _between(call: Call) -> Value:
         raise NotKnown("only the first and the last expert of a node are combined")
     if one[1:] != two[1:]:
         raise refusal((), "the first and the last expert of a node differ along other axes, or are of other rows")
-    return Order(("within", *one[1:]))
+    return Order(("within", *one[1:3]))
 
 
 def _places(call: Call) -> Value:
@@ -495,10 +496,11 @@ def _chosen(call: Call) -> Value:
 
 def _of_node(call: Call) -> Value:
     """The counts of the experts of a rank's node."""
-    given, axes = _order(call, 0).key, _nodes(call)
+    given = _order(call, 0).key
     if given[0] != "counts" or len(given) != 2 or len(call.values[1]) != 1:
         raise NotKnown("only the counts of a node's experts are taken")
     whole, own = call.node.inputs[0].shape[0], call.outputs[0].shape[0]
+    axes = call.own_pieces((1, 0), own) if call.differs else ()
     if own * math.prod(call.sizes[axis] for axis in axes) != whole:
         raise refusal((), f"counts of {own} of {whole} experts are taken on the ranks along {_named(axes)}")
     return Order((*given, axes))

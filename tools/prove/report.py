@@ -137,7 +137,8 @@ def typing_of(
             raise NotKnown(f"the optimizer shards {name} over group {group!r}, whose ranks are not known")
         return mesh.of_layout(layout, sharded)
 
-    return Typing(graph, mesh, parameter, known, Peers(graph, peers), received)
+    at = {axis: result["rank"] % mesh.devices // far % mesh.sizes[axis] for axis, far in mesh.strides.items()}
+    return Typing(graph, mesh, parameter, known, Peers(graph, peers, at), received)
 
 
 def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) -> tuple[list[Typing], list[str]]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
+from tools.dryrun.graph_text import Node
 from tools.prove import attention, experts, layers, moves, routed, slices
 from tools.prove.call import TABLE, Call, Order, Part, Value, rule
 from tools.prove.spread import (
@@ -106,6 +108,9 @@ def _sum(call: Call) -> Value:
         return add(x, y)
     if not call.counts:
         raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
+    if not call.node.op.startswith("Sub") or set(call.differs) != {(1, 0)}:
+        raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
+    call.own_pieces((1, 0))
     found = by_element(x, y)  # an index, counted from where the rank's piece starts
     return replace(found, shifted=found.shifted | call.shifts())
 
@@ -132,19 +137,19 @@ def _quotient(call: Call) -> Value:
     x, y = call.spread(0), call.spread(1)
     over = [axis for axis, power in x.powers if power > 0]
     forward = call.node.op == "RealDiv" and not re.search("Gradients/|Grad_", call.node.scope)
-    if forward and over and _divisor(call) == math.prod(call.sizes[axis] for axis in over):
+    if forward and over and divisor_of(call.node) == math.prod(call.sizes[axis] for axis in over):
         return scaled(x, over, -1)  # of a mean over ranks, each of which divided by its own number of elements
     if "Grad__VirtualDiv" not in call.node.scope:
         return divide(x, y)
     devices = math.prod(call.sizes.values())
-    if _divisor(call) != devices:
+    if divisor_of(call.node) != devices:
         raise Contradiction(f"the loss's gradient is not divided by the {devices} devices that share its sum")
     return scaled(x, call.sizes, -1)
 
 
-def _divisor(call: Call) -> float | None:
-    """The number by which an operator divides, if it is written out."""
-    found = re.search(r"value=\s*\[?\s*([\d.]+(?:e[+-]\d+)?)\s*\]?\)\)$", call.node.head)
+def divisor_of(node: Node) -> float | None:
+    """Return the number by which an operator divides, if it is written out."""
+    found = re.search(r"value=\s*\[?\s*([\d.]+(?:e[+-]\d+)?)\s*\]?\)\)$", node.head)
     return float(found[1]) if found else None
 
 
@@ -165,6 +170,8 @@ def _equal(call: Call) -> Value:
     found = by_element(call.spread(0), call.spread(1))
     if call.differs and not re.match(r"U?Int", call.node.inputs[0].dtype):
         raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
+    for key in call.differs:
+        call.own_pieces(key, 1)
     return replace(found, shifted=found.shifted | call.shifts())
 
 
@@ -383,7 +390,7 @@ def _member(call: Call) -> Value:
 
 @rule("StridedSlice", says="a part: where it starts elsewhere on each rank, the result is cut", takes_differing=True)
 def _take(call: Call) -> Value:
-    by = _starts(call, 1)
+    by = _starts(call, 1, call.outputs[0].shape)
     if not by and (kept := experts.unpadded(call.spread(0), call.values[1], call.outputs[0].shape)) is not None:
         return kept
     if "_MicroBatch" in call.node.scope and not by:  # which samples make a micro-batch does not matter
@@ -396,22 +403,20 @@ def _take(call: Call) -> Value:
 @rule("StridedSliceGrad", says="zeros around: where they lie elsewhere on each rank, the result is partial",
       takes_differing=True)  # fmt: skip
 def _pad(call: Call) -> Value:
-    by = _starts(call, 2)
+    by = _starts(call, 2, call.node.inputs[0].shape)
     if not by and (more := experts.padded_back(call.spread(0), call.values[2], call.outputs[0].shape)) is not None:
         return more
     return moves.wherever(lambda x: slices.pad(x, call.outputs[0].shape, by, call.sizes), call.spread(0))
 
 
-def _starts(call: Call, begin: int) -> dict[int, tuple[str, ...]]:
-    """The axes along which a slice starts elsewhere, by dimension, outermost first."""
+def _starts(call: Call, begin: int, piece: Sequence[int]) -> dict[int, tuple[str, ...]]:
+    """The axes along which a slice, of this shape, starts elsewhere, by dimension, outermost first."""
     if any(argument not in (begin, begin + 1) for argument, _ in call.differs):
         raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
-    order = list(call.sizes)[::-1]
-    return {
-        place: tuple(sorted(axes, key=order.index))
-        for (argument, place), axes in call.differs.items()
-        if argument == begin
-    }
+    found = {key[1]: call.own_pieces(key, piece[key[1]]) for key in call.differs if key[0] == begin}
+    if any(call.values[begin + 2][place] != 1 for place in found):
+        raise NotKnown("a slice that starts elsewhere on each rank leaves out elements")
+    return found
 
 
 @rule("Embedding", says="rows of a table: indices of a cut table count from the rank's own rows")

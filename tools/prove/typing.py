@@ -21,7 +21,7 @@ from tools.dryrun.collectives import attributes_of, generated_groups
 from tools.dryrun.graph_text import GraphText, Node, arguments_of, listed, tensors
 from tools.prove.call import Call, Value, literal
 from tools.prove.mesh import Mesh
-from tools.prove.rules import RULES, apply
+from tools.prove.rules import RULES, apply, divisor_of
 from tools.prove.spread import Contradiction, NotKnown, Spread, plain
 
 COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV")
@@ -31,6 +31,7 @@ _PARAMETER = re.compile(r"%(para\d+)_(\S+)")
 _SUMMED = re.compile(r"ref_key=accu_grads\.([^,>]+)")
 _KEEPS = frozenset(("MakeTuple", "Partial", "TupleGetItem", "Depend", "Load"))  # they hand on what has no spread
 _ADDRESS = re.compile(r"ref_key=0x\w+")  # it is another one in each compile
+_WHOLE = re.compile(r"^(?:[IU]\d+\(|Tensor\(shape=\[1?\], dtype=U?Int\d+, value=\s*\[?\s*)(-?\d+)\s*\]?\)$")
 _OF_THE_LOSS = "_NLLLoss"  # its hand-written backward multiplies by the ranks of the forward's sum
 
 
@@ -55,9 +56,11 @@ class Peers:
 
     Args:
         graphs: axis -> the graph of the next rank along it.
+        at: the place of the rank along each axis; 0 where it is not given.
     """
 
-    def __init__(self, graph: GraphText, graphs: Mapping[str, GraphText]):
+    def __init__(self, graph: GraphText, graphs: Mapping[str, GraphText], at: Mapping[str, int] | None = None):
+        self.at = at or {}
         self.own = list(graph.graphs.values())
         self.names = {name: place for place, name in enumerate(graph.graphs)}
         self.others = {axis: list(other.graphs.values()) for axis, other in graphs.items()}
@@ -70,19 +73,37 @@ class Peers:
         Raises:
             NotKnown: a peer has no such operator.
         """
+        return {key: frozenset(others) for key, (_, others) in self._differing(name, number).items()}
+
+    def offsets(self, name: str, number: int) -> dict[tuple[int, int], tuple[int, dict[str, int]]]:
+        """Return `tools.prove.call.Call.offsets` of an operator.
+
+        Raises:
+            NotKnown: a peer has no such operator.
+        """
+        found = {}
+        for key, (text, others) in self._differing(name, number).items():
+            own, next_ = _WHOLE.search(text), {axis: _WHOLE.search(other) for axis, other in others.items()}
+            steps = {axis: int(each[1]) - int(own[1]) for axis, each in next_.items() if own and each}
+            if own and steps.keys() == others.keys():
+                found[key] = int(own[1]) - sum(self.at.get(axis, 0) * step for axis, step in steps.items()), steps
+        return found
+
+    def _differing(self, name: str, number: int) -> dict[tuple[int, int], tuple[str, dict[str, str]]]:
+        """The constants that differ: on the rank, and on the next rank along each axis along which they do."""
         place = self.names[name]
         node = self.own[place][number]
         own = _constants(node.head)
         if not own:
             return {}
-        found: dict[tuple[int, int], frozenset[str]] = {}
+        found: dict[tuple[int, int], tuple[str, dict[str, str]]] = {}
         for axis, graphs in self.others.items():
             other = _constants(self.counterpart(axis, place, number, node).head) if place < len(graphs) else {}
             if own.keys() != other.keys():
                 raise NotKnown(f"the graph of the next rank along {axis} has no such operator")
             for key in own:
                 if own[key] != other[key]:
-                    found[key] = found.get(key, frozenset()) | {axis}
+                    found.setdefault(key, (own[key], {}))[1][axis] = other[key]
         return found
 
     def counterpart(self, axis: str, place: int, number: int, node: Node) -> Node:
@@ -238,7 +259,9 @@ class Typing:
                 return Closure(node.binds, tuple(values[1:]), tuple(map(frame.named, arguments[1:])))
             differs = self.peers.differs(frame.name, number) if node.op in RULES else {}
             axes = self.axes_of(node) if node.op in COLLECTIVES else ()
-            call = Call(node, name, values, self.mesh.sizes, differs, axes, self._repeats(frame, node))
+            self._require_mean(frame, node, axes)
+            offsets = self.peers.offsets(frame.name, number) if differs else {}
+            call = Call(node, name, values, self.mesh.sizes, differs, axes, self._repeats(frame, node), offsets)
             return apply(call) if self.mesh.sizes else self._undivided(call)
         except (Contradiction, NotKnown) as error:
             return Failure(isinstance(error, Contradiction), frame.name, number, str(error))
@@ -246,6 +269,27 @@ class Typing:
             return Failure(
                 False, frame.name, number, f"its rule does not know this form ({type(error).__name__}: {error})"
             )
+
+    def _require_mean(self, frame: Frame, node: Node, axes: Sequence[str]) -> None:
+        """Refuse the backward pass of a sum of the ranks' balancing losses that is no mean: nothing between the
+        division of the loss's gradient by all devices and the sum over ranks divides by the number of ranks.
+        """
+        of_loss = node.op == "AllReduce" and math.prod(node.outputs[0].shape) == 1
+        if not of_loss or not re.search(r"Router/(?:.*/)?Grad_AllReduce/", node.scope):
+            return
+        nodes, ranks = self.graph.graphs[frame.name], math.prod(self.mesh.sizes[axis] for axis in axes)
+        todo, seen, mean = list(node.operands), set[int](), False
+        while todo:
+            each = nodes[number := todo.pop()]
+            if each.op == "RealDiv" and "Grad_RealDiv" in each.scope and divisor_of(each) == ranks:
+                mean = True
+            elif each.op == "RealDiv" and "Grad__VirtualDiv" in each.scope:
+                raise Contradiction(f"the losses of {ranks} ranks are added, and not divided by {ranks}: no mean")
+            elif number not in seen:
+                seen.add(number)
+                todo += operands_of(each)
+        if not mean:  # the gradient comes from the graph that calls this one
+            raise NotKnown(f"nothing here divides the losses of {ranks} ranks, which are added, by {ranks}")
 
     def _undivided(self, call: Call) -> Value:
         """The result in a stage of one device. The one device holds every value whole, so where an operator has no rule

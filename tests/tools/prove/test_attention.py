@@ -57,11 +57,24 @@ def attended(q, k, v, first, dout=None):
     return of_scores @ k, of_scores.swapaxes(-1, -2) @ q, weights.swapaxes(-1, -2) @ dout
 
 
-def call(op, layout, values, differs, shapes):
+def call(op, layout, values, differs, shapes, offsets=None):
     """An operator of attention with its layout, whose results have these shapes."""
     head = f"{op}(%0, I64(0), I64(0), I64(0), I64({layout}), I64(2))"
     types = ("()", f"({', '.join(f'<Tensor[Float32], ({str(shape)[1:-1]})>' for shape in shapes)})")
-    return RULES[op].of(Call(Node(op, head, head, [], types=types), 0, values, SIZES, differs))
+    return RULES[op].of(
+        Call(Node(op, head, head, [], types=types), 0, values, SIZES, differs, offsets=offsets or seen_by(differs))
+    )
+
+
+def seen_by(differs, order="ab"):
+    """The tokens that are seen on the first rank, and how many more on the next ones: a piece, or less before it."""
+    found = {}
+    for key, over in differs.items():
+        axes = [axis for axis in order if axis in over]
+        steps = {axis: ROWS * int(np.prod([SIZES[each] for each in axes[n:]])) for n, axis in enumerate(axes, 1)}
+        before = key[0] in (13, 18)
+        found[key] = (1000, {axis: -step for axis, step in steps.items()}) if before else (0, steps)
+    return found
 
 
 class Case:
@@ -84,13 +97,14 @@ class Case:
         first = 13 if op == "FlashAttentionScore" else 18
         return {(first + n, 0): frozenset(self.axes["rows"]) for n in (0, 1)} if self.axes["rows"] else {}
 
-    def types(self, *values, differs=None):
+    def types(self, *values, differs=None, offsets=None):
         """What the rule says of the result, or of the gradients of queries, keys and values."""
         op = "FlashAttentionScore" if len(values) == 3 else "FlashAttentionScoreGrad"
         masks = (None,) * 8 if len(values) == 3 else (None,) * 11
         small = (self.batch, HEADS, ROWS, 8) if self.layout != TND else (ROWS, HEADS, 8)
         found = call(op, self.layout, (*values, *masks), self.differs(op) if differs is None else differs,
-                     [small, small, (1,), self.out.shape])  # fmt: skip
+                     [small, small, (1,), self.out.shape],
+                     offsets or seen_by(self.differs(op), self.axes["rows"]))  # fmt: skip
         if len(values) == 3:
             assert found[0].shape == found[1].shape == small
         return found[3] if len(values) == 3 else found[:3]
@@ -160,6 +174,20 @@ def test_a_part_of_the_queries_that_does_not_know_where_it_begins_is_refused():
     whole = Case(BSH, {"a": "batch", "b": "none"})
     with pytest.raises(Contradiction, match="no axis cuts the queries' sequence"):
         whole.types(whole.query, whole.key, whole.value, differs={(13, 0): frozenset("b"), (14, 0): frozenset("b")})
+
+
+def test_tokens_that_are_seen_move_with_the_queries():
+    case = Case(BSH, {"a": "batch", "b": "rows"})
+    given = (case.query, case.key, case.value)
+    right = seen_by(case.differs("FlashAttentionScore"))
+    assert case.types(*given, offsets=right) == case.out
+    for wrong in (
+        {(13, 0): right[13, 0], (14, 0): (0, {"b": -ROWS})},  # each other's positions
+        {(13, 0): right[13, 0], (14, 0): (0, {"b": 2 * ROWS})},  # every second piece
+        {(13, 0): (1000, {"b": ROWS}), (14, 0): right[14, 0]},
+    ):
+        with pytest.raises(Contradiction, match=r"own piece|do not move as"):
+            case.types(*given, offsets=wrong)
 
 
 def test_keys_of_which_a_rank_has_a_part_are_refused():

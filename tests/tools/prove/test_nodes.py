@@ -42,9 +42,18 @@ def result(op, *values, of=(), given=(), axes=(), over=(), number=0, text=""):
     types = tuple(f"({tensor.format(', '.join(map(str, shape)))})" for shape in (given, of))
     node = Node(op, f"{op}(%0)", f"{op}(%0) {text}", [], scope="", types=types)
     differs = {(1, 0): frozenset(over)} if over else {}
-    call = Call(node, number, values, SIZES, differs, axes)
+    call = Call(node, number, values, SIZES, differs, axes, offsets=offsets(op, over, given, of))
     on_order = isinstance(values[0], Order) and op in experts.ON_ORDERS
     return experts.ON_ORDERS[op](call) if on_order else RULES[op].of(call)
+
+
+def offsets(op, over, given, of):
+    """Where the experts of the first node start, and how much further those of the next; a node has six."""
+    if not over:
+        return {}
+    own = of[0] if op == "StridedSlice" else 6
+    steps = {axis: own * int(np.prod([SIZES[each] for each in over[n:]])) for n, axis in enumerate(over, 1)}
+    return {(1, 0): (own if op == "LessScalar" else 0, steps)}
 
 
 def scatter(x, axes):
