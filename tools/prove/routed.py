@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from tools.prove.call import Call, Order, Value, rule
-from tools.prove.experts import grouped_rows, rows_in, ways
+from tools.prove.experts import ways
 from tools.prove.spread import (
     Dim,
     NotKnown,
@@ -33,6 +33,7 @@ from tools.prove.spread import (
     refusal,
     tidy,
 )
+from tools.prove.tokens import grouped_rows, rows_in
 
 _GROUPED = (("group",),)
 _LAYER, _TURN = "-RoutedLayer/", "-InTurn/"  # cells of the plugin: MindFormers' dispatchers have other rules

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tools.dryrun.graph_text import Node
-from tools.prove import attention, experts, layers, moves, routed, slices
+from tools.prove import attention, experts, layers, moves, routed, slices, tokens
 from tools.prove.call import TABLE, Call, Order, Part, Value, rule
 from tools.prove.spread import (
     Alike,
@@ -256,7 +256,7 @@ def _outer(call: Call) -> Value:
 @rule("Reshape", "Squeeze", says="the same elements: pieces keep their places between the extents around them")
 def _reshape(call: Call) -> Value:
     x, shape = call.spread(0), call.outputs[0].shape
-    for way in (experts.grouped, experts.ungrouped, experts.ungrouped_rows):
+    for way in (tokens.grouped, tokens.ungrouped, tokens.ungrouped_rows):
         if (found := way(x, shape)) is not None:
             return found
     of_tile = "Grad_Tile" in call.node.scope  # it adds dimensions of one element in front of each
@@ -270,9 +270,9 @@ def _transpose(call: Call) -> Value:
     x, order = call.spread(0), call.values[1]
     if "-MoELayer" not in call.node.scope or order != (1, 0, 2):
         return moves.transpose(x, order)
-    x = experts.ungrouped(x, x.shape) or x  # one sample on a rank needs no reshape to be grouped
+    x = tokens.ungrouped(x, x.shape) or x  # one sample on a rank needs no reshape to be grouped
     found = moves.transpose(x, order)
-    return experts.grouped(found, found.shape) or found
+    return tokens.grouped(found, found.shape) or found
 
 
 @rule("TransposeExtView", says="two dimensions change places")
@@ -345,7 +345,7 @@ def _tile(call: Call) -> Value:
     if "Router" not in call.node.scope and not of_flat:
         return found
     own = [number for number, dim in enumerate(call.spread(0).dims) if not dim and call.values[1][number] > 1]
-    return experts.equal_rows(found, own)  # of a mean over tokens, or of a sum
+    return tokens.equal_rows(found, own)  # of a mean over tokens, or of a sum
 
 
 @rule("BroadcastTo", says="repeated along dimensions of one element")
@@ -360,14 +360,14 @@ def _split(call: Call) -> Value:
     whole = call.spread(0)
     if len(sizes) == 2 and any(isinstance(atom, Rows) for atom in whole.dims[axis]):
         begin = [sizes[0] * (at == axis) for at in range(len(whole.dims))]
-        return [None, experts.unpadded(whole, begin, call.outputs[1].shape)]
+        return [None, tokens.unpadded(whole, begin, call.outputs[1].shape)]
     return [Part(whole, axis, sizes, number, call.number) for number in range(len(sizes))]
 
 
 @rule("Concat", says="joined along a whole dimension; gathered pieces come to where they belong")
 def _concat(call: Call) -> Value:
     members, axis = call.values[0], call.values[1]
-    if (padded := experts.padded(members, axis)) is not None:
+    if (padded := tokens.padded(members, axis)) is not None:
         return padded
     if all(isinstance(item, Part) for item in members):
         first = members[0]
@@ -391,7 +391,7 @@ def _member(call: Call) -> Value:
 @rule("StridedSlice", says="a part: where it starts elsewhere on each rank, the result is cut", takes_differing=True)
 def _take(call: Call) -> Value:
     by = _starts(call, 1, call.outputs[0].shape)
-    if not by and (kept := experts.unpadded(call.spread(0), call.values[1], call.outputs[0].shape)) is not None:
+    if not by and (kept := tokens.unpadded(call.spread(0), call.values[1], call.outputs[0].shape)) is not None:
         return kept
     if "_MicroBatch" in call.node.scope and not by:  # which samples make a micro-batch does not matter
         x, wanted = call.spread(0), call.outputs[0].shape
@@ -404,7 +404,7 @@ def _take(call: Call) -> Value:
       takes_differing=True)  # fmt: skip
 def _pad(call: Call) -> Value:
     by = _starts(call, 2, call.node.inputs[0].shape)
-    if not by and (more := experts.padded_back(call.spread(0), call.values[2], call.outputs[0].shape)) is not None:
+    if not by and (more := tokens.padded_back(call.spread(0), call.values[2], call.outputs[0].shape)) is not None:
         return more
     return moves.wherever(lambda x: slices.pad(x, call.outputs[0].shape, by, call.sizes), call.spread(0))
 
@@ -450,7 +450,7 @@ def _all_reduce(call: Call) -> Value:
 def _all_gather(call: Call) -> Value:
     x = call.spread(0)
     found = experts.gathered(x, call.axes, call.sizes)
-    return found or moves.all_gather_loose(experts.by_rank(x, call.axes), call.axes, call.sizes)
+    return found or moves.all_gather_loose(tokens.by_rank(x, call.axes), call.axes, call.sizes)
 
 
 @rule("ReduceScatter", says="a sum over ranks, cut into pieces")
@@ -458,7 +458,7 @@ def _reduce_scatter(call: Call) -> Value:
     call.require_sum()
     x = call.spread(0)
     found = experts.scattered(x, call.axes)
-    return found or experts.by_place(moves.reduce_scatter(x, call.axes, call.sizes))
+    return found or tokens.by_place(moves.reduce_scatter(x, call.axes, call.sizes))
 
 
 assert attention and layers  # their rules are in the table, too

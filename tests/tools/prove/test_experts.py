@@ -10,7 +10,7 @@ from benchmarks.planted_spreads import ELSEWHERE, NAMED, examine, faults
 from tests.tools.prove.renew import read
 from tests.tools.prove.test_spread import RANKS, SIZES, along, anything, check, describes, hold, some_spread, whole_of
 from tools.dryrun.graph_text import Node
-from tools.prove import experts, moves
+from tools.prove import moves, tokens
 from tools.prove.call import Call, Order
 from tools.prove.report import prove_rank, typing_of
 from tools.prove.rules import RULES
@@ -132,20 +132,20 @@ def test_the_largest_and_what_lies_at_their_places(random: Random) -> None:
 
 def test_tokens_are_grouped_by_rank_and_come_back():
     given = Spread((("a", 4), ("b", 2), (5,)))
-    found = experts.grouped(given, (1, 8, 5))
+    found = tokens.grouped(given, (1, 8, 5))
     assert found.dims == (("a", "b"), (Rows(given.dims[:2], (("group",),), 8),), (5,))
     assert reduce_mean(found, (1,), False) == Spread((("a", "b"), (5,))), "each rank's mean is of its own group"
-    assert experts.ungrouped(found, (4, 2, 5)) == given
-    assert experts.ungrouped(found, (2, 4, 5)) is None and experts.grouped(given, (8, 1, 5)) is None
-    more = experts.padded([plain((1, 3, 5)), found], 1)
+    assert tokens.ungrouped(found, (4, 2, 5)) == given
+    assert tokens.ungrouped(found, (2, 4, 5)) is None and tokens.grouped(given, (8, 1, 5)) is None
+    more = tokens.padded([plain((1, 3, 5)), found], 1)
     assert more.shape == (1, 11, 5)
-    assert experts.unpadded(more, (0, 3, 0), (1, 8, 5)) == found
-    assert experts.unpadded(found, (0, 0, 0), (1, 8, 5)) is None
-    assert experts.padded_back(found, (0, 3, 0), (1, 11, 5)) == more
+    assert tokens.unpadded(more, (0, 3, 0), (1, 8, 5)) == found
+    assert tokens.unpadded(found, (0, 0, 0), (1, 8, 5)) is None
+    assert tokens.padded_back(found, (0, 3, 0), (1, 11, 5)) == more
     with pytest.raises(Contradiction, match="other rows are left out"):
-        experts.unpadded(more, (0, 2, 0), (1, 9, 5))
+        tokens.unpadded(more, (0, 2, 0), (1, 9, 5))
     with pytest.raises(NotKnown, match="not known what they are"):
-        experts.unpadded(found, (0, 2, 0), (1, 6, 5))
+        tokens.unpadded(found, (0, 2, 0), (1, 6, 5))
 
 
 def test_what_has_no_order_of_rows_is_unknown():

@@ -17,7 +17,7 @@ from tests.tools.prove.test_spread import (
     spreads_like,
     whole_of,
 )
-from tools.prove import experts, moves, slices
+from tools.prove import moves, slices, tokens
 from tools.prove.spread import Contradiction, NotKnown, Spread, multiply, piece, plain, reduce_sum
 
 
@@ -119,23 +119,23 @@ def test_flat_values_that_are_gathered_in_the_order_of_ranks(random: Random) -> 
     given = Spread((("a", 2, "b", 2),), frozenset(), ((("a", -1),) if random.random() < 0.5 else ()))
     whole = whole_of(given, random)
     held = hold(given, whole, random)
-    assert experts.by_rank(given, ("c",)) == given and experts.by_rank(Spread((("a", 2),)), ("a",)).dims == (("a", 2),)
+    assert tokens.by_rank(given, ("c",)) == given and tokens.by_rank(Spread((("a", 2),)), ("a",)).dims == (("a", 2),)
     if random.random() < 0.5:
-        together, lie = gathered(held, ("a", "b")), moves.all_gather(experts.by_rank(given, ("b",)), ("a", "b"), SIZES)
+        together, lie = gathered(held, ("a", "b")), moves.all_gather(tokens.by_rank(given, ("b",)), ("a", "b"), SIZES)
     else:
-        near = moves.all_gather(experts.by_rank(given, ("b",)), ("b",), SIZES)
+        near = moves.all_gather(tokens.by_rank(given, ("b",)), ("b",), SIZES)
         assert str(near) == f"[a*3*rows(flat)]{' x a^-1' if given.powers else ''}"
         together = gathered(gathered(held, ("b",)), ("a",))
         lie = moves.all_gather(near, ("a",), SIZES)
     total = reduce_sum(lie, None, False)
     assert describes(total, np.array(whole.sum()), [each.sum() for each in together])
-    equal = experts.equal_rows(plain(lie.shape), (0,))
+    equal = tokens.equal_rows(plain(lie.shape), (0,))
     weighted = multiply(lie, equal)
-    back = experts.by_place(moves.reduce_scatter(weighted, ("a", "b"), SIZES))
+    back = tokens.by_place(moves.reduce_scatter(weighted, ("a", "b"), SIZES))
     assert back.dims == given.dims
     assert describes(back, 3.0 * whole, scattered([3.0 * each for each in together], ("a", "b")))
     with pytest.raises(Contradiction):
-        moves.all_gather(experts.by_rank(given, ("a",)), ("b", "a"), SIZES)
+        moves.all_gather(tokens.by_rank(given, ("a",)), ("b", "a"), SIZES)
     with pytest.raises(Contradiction):
         multiply(lie, plain(lie.shape))
 

@@ -1,0 +1,153 @@
+"""This module changes tokens into rows that a router can dispatch, and back: a rank's tokens are grouped, joined with
+constant rows, and put in the order of the ranks.
+
+A reshape or a concatenation that does this has the shape of any other one; only the way back leads to where the tokens
+belong. `tools.prove.experts` has the steps between the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from tools.prove.call import Value
+from tools.prove.spread import Dim, NotKnown, Rows, Spread, extent, refusal
+
+
+def rows_in(dim: Dim) -> tuple[int, Rows] | None:
+    """Return the position of the dispatched rows in a dimension, and the rows; return None if there are none."""
+    return next(((place, atom) for place, atom in enumerate(dim) if isinstance(atom, Rows)), None)
+
+
+def dispatched(dim: Dim) -> tuple[int, Rows] | None:
+    """Return what `rows_in` returns, unless `by_rank` made these rows."""
+    found = rows_in(dim)
+    return None if found is None or found[1].path == (("flat",),) else found
+
+
+def by_rank(x: Spread, axes: Iterable[str]) -> Spread:
+    """Return a flat value with the elements of a rank as rows behind the axes, if these axes stand inside of it.
+
+    Ranks that gather it put their elements one after another, which is another order than that of the whole value.
+    """
+    if len(x.dims) != 1 or any(not isinstance(atom, (int, str)) for atom in x.dims[0]):
+        return x
+    own = tuple(atom for atom in x.dims[0] if isinstance(atom, str))
+    if x.dims[0][: len(own)] == own or not set(axes) <= set(own):
+        return x
+    return replace(x, dims=((*own, Rows((x.dims[0],), (("flat",),), extent(x.dims[0]))),))
+
+
+def by_place(x: Spread) -> Spread:
+    """Return the flat value that `by_rank` changed, if every rank has its own elements again."""
+    rows = x.dims[0][-1] if len(x.dims) == 1 and x.dims[0] else None
+    if not isinstance(rows, Rows) or rows.path != (("flat",),):
+        return x
+    own = tuple(atom for atom in rows.origin[0] if isinstance(atom, str))
+    return replace(x, dims=rows.origin) if x.dims[0][:-1] == own else x
+
+
+def equal_rows(x: Spread, numbers: Iterable[int]) -> Spread:
+    """Return a value whose elements are equal along some dimensions; these dimensions then match rows in any order."""
+    dims = list(x.dims)
+    for number in numbers:
+        dims[number] = (Rows((), (("equal",),), extent(dims[number])),)
+    return replace(x, dims=tuple(dims))
+
+
+def grouped(x: Spread, shape: Sequence[int]) -> Spread | None:
+    """Return tokens as MindFormers groups them for its router: [batch, sequence, width] becomes [ranks, tokens, width].
+
+    The reshape is of each rank's own tokens, so that they become other tokens of the whole value: only the way back
+    leads to where they belong. None if this is no such reshape.
+    """
+    if len(x.dims) != 3 or len(shape) != 3 or extent(x.dims[2]) != shape[2] or any(map(rows_in, x.dims)):
+        return None
+    own = x.dims[:2]
+    if shape[0] != 1 or extent(own[1]) == 1 or math.prod(map(extent, own)) != shape[1] or not x.holes:
+        return None
+    axes: Dim = tuple(atom for dim in own for atom in dim if isinstance(atom, str))
+    rows = Rows(own, (("group",),), shape[1])
+    return replace(x, dims=(axes, (rows,), x.dims[2]), loose=x.loose - set(axes))
+
+
+def ungrouped(x: Spread, shape: Sequence[int]) -> Spread | None:
+    """Return the tokens in the shape that they had before `grouped`; return None if this reshape does not undo it."""
+    if len(x.dims) != 3 or len(shape) != 3 or len(x.dims[1]) != 1 or not isinstance(rows := x.dims[1][0], Rows):
+        return None
+    if rows.path != (("group",),) or tuple(map(extent, rows.origin)) != tuple(shape[:2]):
+        return None
+    return replace(x, dims=(*rows.origin, x.dims[2]))
+
+
+def grouped_rows(x: Spread) -> Spread | None:
+    """Return a matrix of tokens with its rows as `grouped` gives them; return None if it is no such matrix.
+
+    Where the compiler has made one reshape of two, the graph does not show the tokens between them.
+    """
+    if len(x.dims) != 2 or tuple(atom for dim in x.merged for atom in dim) != x.dims[0]:
+        return None
+    tokens = replace(x, dims=(*x.merged, x.dims[1]))
+    found = grouped(tokens, (1, *x.shape))
+    return found and replace(found, dims=((*found.dims[0], *found.dims[1]), found.dims[2]))
+
+
+def ungrouped_rows(x: Spread, shape: Sequence[int]) -> Spread | None:
+    """Return the tokens in the shape that they had before `grouped_rows`; return None if this is another reshape.
+
+    With one sample on a rank, [1, tokens, width] are taken for grouped tokens, which the next Transpose brings back.
+    """
+    if len(x.dims) != 2 or len(shape) != 3 or shape[0] == 1 or not rows_in(x.dims[0]):
+        return None
+    return ungrouped(replace(x, dims=(x.dims[0][:-1], x.dims[0][-1:], x.dims[1])), shape)
+
+
+def padded(members: Sequence[Value], axis: int) -> Spread | None:
+    """Return grouped tokens with constant rows in front of them; return None if the tokens are not grouped."""
+    if len(members) != 2 or not all(isinstance(each, Spread) for each in members):
+        return None
+    first, x = members
+    axis %= len(x.dims)
+    if first.holes or first.partial or first.powers or x.partial or x.powers or not rows_in(x.dims[axis]):
+        return None
+    return _with_pad(x, axis, extent(first.dims[axis]))
+
+
+def padded_back(x: Spread, begin: Sequence[int], shape: Sequence[int]) -> Spread | None:
+    """Return grouped tokens with zeros in front of them, which is the gradient of `unpadded`; return None if the tokens
+    are not grouped.
+    """
+    moved = [place for place, at in enumerate(begin) if at and rows_in(x.dims[place])]
+    if len(moved) != 1 or shape[moved[0]] != begin[moved[0]] + extent(x.dims[moved[0]]):
+        return None
+    return _with_pad(x, moved[0], begin[moved[0]])
+
+
+def _with_pad(x: Spread, axis: int, pad: int) -> Spread:
+    found = rows_in(x.dims[axis])
+    assert found
+    place, rows = found
+    return _with(x, axis, place, Rows(rows.origin, (*rows.path, ("pad", pad)), rows.count + pad))
+
+
+def _with(x: Spread, axis: int, place: int, rows: Rows) -> Spread:
+    dim = (*x.dims[axis][:place], rows, *x.dims[axis][place + 1 :])
+    return replace(x, dims=(*x.dims[:axis], dim, *x.dims[axis + 1 :]))
+
+
+def unpadded(x: Spread, begin: Sequence[int], shape: Sequence[int]) -> Spread | None:
+    """Return grouped tokens without the constant rows in front of them; return None if the tokens are not grouped."""
+    for place, dim in enumerate(x.dims):
+        found = rows_in(dim)
+        if found is None:
+            continue
+        at, rows = found
+        if not begin[place] and extent(dim) == shape[place]:
+            continue
+        if rows.path[-1][0] != "pad":
+            raise NotKnown(f"{x}: a part of rows is taken of which it is not known what they are")
+        if rows.path[-1] != ("pad", begin[place]) or rows.count != begin[place] + shape[place]:
+            raise refusal((x,), "other rows are left out than those that were put in front of the tokens")
+        return _with(x, place, at, Rows(rows.origin, rows.path[:-1], shape[place]))
+    return None
