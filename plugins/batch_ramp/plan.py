@@ -203,9 +203,9 @@ def check(recipe: Mapping[str, Any]) -> Settings:
             )
         if made < 2 and not division.whole and division.pipeline == 1:
             raise RecipeError(
-                f"the {batch} samples of a step until step {end} make one micro-batch, of which MindSpore accumulates "
-                f"wrong gradients, of zero in one process; write at least {2 * division.unit}, or halve "
-                "runner_config.batch_size and double runner_config.gradient_accumulation_steps",
+                f"the {batch} samples of a step until step {end} make one micro-batch, and from a single one MindSpore "
+                f"accumulates wrong gradients (in one process they are zero); write at least {2 * division.unit}, or "
+                "halve runner_config.batch_size and double runner_config.gradient_accumulation_steps",
                 key,
             )
     last, most = settings.stages[-1]

@@ -136,7 +136,9 @@ def _integers(call: Call) -> Value:
     if tensors and not call.counts:
         return held(tensors[0], call.outputs[0].shape)
     first = frozenset().union(*(order.key[2] for order in orders))
-    return _choice(orders[0].key[1], first | (call.shifts() if call.node.op == "Sub" else frozenset()))
+    if call.node.op == "Sub" and call.differs:
+        first |= frozenset(call.own_pieces((1, 0)))
+    return _choice(orders[0].key[1], first)
 
 
 def _counts(call: Call) -> Value:

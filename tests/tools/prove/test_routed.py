@@ -12,17 +12,21 @@ from tools.prove.spread import Contradiction, NotKnown, Rows, Spread, Zeros, pla
 
 SIZES = {"a": 2, "b": 3}
 NODES, INNER = ("a",), ("b",)
-TOKENS, WIDTH = 4, 2
+TOKENS, WIDTH, EXPERTS_OF_NODE = 4, 2, 8
 GROUPED = Spread((("a", "b", Rows(((("a", "b"), TOKENS),), (("group",),), TOKENS)), (WIDTH,)))
 PIECE = plain((TOKENS // 2,))  # the tokens of a chunk, written out in the graph
 EMPTY = (None,) * 5
 
 
-def result(op, *values, of=(), dtype="Float32", over=(), axes=(), number=0, text="", scope=""):
+def result(op, *values, of=(), dtype="Float32", over=(), axes=(), number=0, text="", scope="", backwards=False):
     """What the rules give for an operator; its output has the shape `of`, and a constant differs along `over`."""
     types = ("()", f"(<Tensor[{dtype}], ({', '.join(map(str, of))})>)")
     node = Node(op, f"{op}(%0)", f"{op}(%0) {text}", [], scope=scope, types=types)
-    return rules.apply(Call(node, number, values, SIZES, {(1, 0): frozenset(over)} if over else {}, axes))
+    steps, far = {}, EXPERTS_OF_NODE * (-1 if backwards else 1)
+    for axis in [axis for axis in reversed(SIZES) if axis in over]:
+        steps[axis], far = far, far * SIZES[axis]
+    differs = {(1, 0): frozenset(over)} if over else {}
+    return rules.apply(Call(node, number, values, SIZES, differs, axes, offsets={(1, 0): (0, steps)} if over else {}))
 
 
 def integers(op, *values, of=(-1,), **how):
@@ -78,6 +82,11 @@ def test_two_chunks_go_to_their_experts_and_come_back_as_the_tokens_that_they_we
 def replaced(way):
     """The copies as the first argument of the product for a weight's gradient: turned."""
     return Spread(((WIDTH,), way.copies.dims[0]))
+
+
+def test_a_nodes_first_expert_is_the_one_behind_those_of_the_nodes_before_it():
+    with pytest.raises(Contradiction, match="starts -8 elements further"):
+        integers("Sub", away().start, 0, over=NODES, backwards=True)
 
 
 def test_a_nodes_first_expert_must_differ_along_the_nodes():
