@@ -131,6 +131,18 @@ class Call:
             wanted *= self.sizes[axis]
         return axes
 
+    def own_places(self, key: tuple[int, int], size: int = 0) -> frozenset[str]:
+        """Return the axes of `own_pieces`, if pieces follow each other along the mesh: the axis whose ranks lie
+        farthest apart is the outermost one.
+
+        Raises:
+            Certain: as `own_pieces`. NotKnown: likewise, or the pieces follow each other in another order.
+        """
+        axes = self.own_pieces(key, size)
+        if axes != tuple(axis for axis in reversed(list(self.sizes)) if axis in axes):
+            raise NotKnown(f"pieces follow each other along {', '.join(axes)}, which is not the order of the ranks")
+        return frozenset(axes)
+
 
 _NUMBER = re.compile(r"([IUF]\d+|BF16|Bool)\((\S+)\)")
 _TENSOR = re.compile(r"Tensor\(shape=\[([\d, ]*)\], dtype=\w+, value=\s*(.*)\)", re.DOTALL)

@@ -110,9 +110,8 @@ def _sum(call: Call) -> Value:
         raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
     if not call.node.op.startswith("Sub") or set(call.differs) != {(1, 0)}:
         raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
-    call.own_pieces((1, 0))
     found = by_element(x, y)  # an index, counted from where the rank's piece starts
-    return replace(found, shifted=found.shifted | call.shifts())
+    return replace(found, shifted=found.shifted | call.own_places((1, 0)))
 
 
 @rule("AddN", says="a sum of a tuple's members")
@@ -170,9 +169,7 @@ def _equal(call: Call) -> Value:
     found = by_element(call.spread(0), call.spread(1))
     if call.differs and not re.match(r"U?Int", call.node.inputs[0].dtype):
         raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
-    for key in call.differs:
-        call.own_pieces(key, 1)
-    return replace(found, shifted=found.shifted | call.shifts())
+    return replace(found, shifted=found.shifted.union(*(call.own_places(key, 1) for key in call.differs)))
 
 
 @rule("SiLUGrad", says="linear in the gradient, by element in the rest")
@@ -421,12 +418,12 @@ def _starts(call: Call, begin: int, piece: Sequence[int]) -> dict[int, tuple[str
 
 @rule("Embedding", says="rows of a table: indices of a cut table count from the rank's own rows")
 def _look_up(call: Call) -> Value:
-    return slices.look_up(call.spread(0), call.spread(1))
+    return slices.look_up(call.spread(0), call.spread(1), call.sizes)
 
 
 @rule("EmbeddingDenseBackward", says="sums for each row of a table: partial where the tokens are cut")
 def _add_rows(call: Call) -> Value:
-    return slices.add_rows(call.spread(0), call.spread(1), call.values[2])
+    return slices.add_rows(call.spread(0), call.spread(1), call.values[2], call.sizes)
 
 
 @rule("OneHotExt", "OneHot", says="rows of zeros with a one: cut where the indices count from the rank's own classes")
@@ -434,7 +431,7 @@ def _one_hot(call: Call) -> Value:
     x = call.spread(0)
     if call.values[4] != -1:
         raise NotKnown("only one-hot rows along a new last dimension have a rule")
-    return experts.counts(x, call.number) or slices.one_hot(x, call.values[1])
+    return experts.counts(x, call.number) or slices.one_hot(x, call.values[1], call.sizes)
 
 
 @rule("AllReduce", says="a sum over ranks: a partial value becomes the same everywhere, and what is the same "

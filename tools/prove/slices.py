@@ -11,6 +11,7 @@ from dataclasses import replace
 from tools.prove import moves
 from tools.prove.spread import (
     Block,
+    Dim,
     NotKnown,
     Spread,
     by_element,
@@ -103,20 +104,25 @@ def _stacked(
     return replace(found, partial=x.partial | set(axes), loose=x.loose.difference(axes))
 
 
-def look_up(indices: Spread, table: Spread) -> Spread:
+def _outermost_first(axes: frozenset[str], sizes: Mapping[str, int]) -> Dim:
+    """The axes over which ranks count from their own pieces; `sizes` names those first whose ranks lie closest."""
+    return tuple(axis for axis in reversed(list(sizes)) if axis in axes)
+
+
+def look_up(indices: Spread, table: Spread, sizes: Mapping[str, int]) -> Spread:
     """Return the spread of rows of a table. If the table's rows are cut, the indices must count from the first row of
     the rank's own piece.
     """
     require_home(indices, table)
     by_element(table)
-    cut = frozenset(atom for atom in table.dims[0] if isinstance(atom, str))
-    if cut != indices.shifted:
+    cut = tuple(atom for atom in table.dims[0] if isinstance(atom, str))
+    if cut != _outermost_first(indices.shifted, sizes):
         raise refusal((indices, table), "the indices do not count from where the rank's rows of the table start")
     dims = checked((*indices.dims, *table.dims[1:]), indices, table)
     return Spread(dims, shifted=indices.shifted, loose=indices.loose)
 
 
-def add_rows(gradient: Spread, indices: Spread, rows: int) -> Spread:
+def add_rows(gradient: Spread, indices: Spread, rows: int, sizes: Mapping[str, int]) -> Spread:
     """Return the spread of the gradient of `look_up`, which adds up the gradients of each row of the table."""
     require_home(gradient, indices)
     if indices.shifted - gradient.shifted:
@@ -125,14 +131,15 @@ def add_rows(gradient: Spread, indices: Spread, rows: int) -> Spread:
     if tuple(map(tidy, gradient.dims[:count])) != tuple(map(tidy, indices.dims)):
         raise refusal((gradient, indices), "the gradient and the indices are not cut alike")
     cut = frozenset(atom for dim in indices.dims for atom in dim if isinstance(atom, str))
-    dims = (tidy((*sorted(indices.shifted), rows)), *gradient.dims[count:])
+    dims = (tidy((*_outermost_first(indices.shifted, sizes), rows)), *gradient.dims[count:])
     return Spread(dims, gradient.partial | cut, gradient.powers)
 
 
-def one_hot(indices: Spread, classes: int) -> Spread:
+def one_hot(indices: Spread, classes: int, sizes: Mapping[str, int]) -> Spread:
     """Return the spread of one-hot rows (zeros, and a one at each index). If the ranks have shifted the indices by the
     start of their own piece, the rows are cut.
     """
     require_home(indices)
     by_element(indices)
-    return Spread((*indices.dims, tidy((*sorted(indices.shifted), classes))), loose=indices.loose)
+    own = tidy((*_outermost_first(indices.shifted, sizes), classes))
+    return Spread((*indices.dims, own), loose=indices.loose)

@@ -363,21 +363,38 @@ def test_tables_of_which_each_rank_has_some_rows(random: Random) -> None:
         np.add.at(sums, near, gradient.reshape(2, tokens, 3)[place["a"]] * mask)
         grads.append(sums)
     shifted = Spread(ids_spread.dims, shifted=frozenset("b"))
-    found = slices.look_up(shifted, table_spread)
+    found = slices.look_up(shifted, table_spread, SIZES)
     mask_spread = moves.expand(shifted, 1)
     whole = table[ids]
     assert describes(multiply(found, mask_spread), whole, [x * y for x, y in zip(looked, masks, strict=True)])
     with pytest.raises(Contradiction, match="what are not parts of a sum"):
         moves.all_reduce(found, ("b",))
     with pytest.raises(Contradiction, match="do not count"):
-        slices.look_up(ids_spread, table_spread)
-    assert describes(slices.one_hot(shifted, rows), (ids[:, None] == np.arange(3 * rows)).astype(float), hot)
+        slices.look_up(ids_spread, table_spread, SIZES)
+    assert describes(slices.one_hot(shifted, rows, SIZES), (ids[:, None] == np.arange(3 * rows)).astype(float), hot)
     total = np.zeros((3 * rows, 3))
     np.add.at(total, ids, gradient)
     cut = Spread((("a", tokens), (3,)))
-    assert describes(slices.add_rows(multiply(cut, mask_spread), shifted, rows), total, grads)
+    assert describes(slices.add_rows(multiply(cut, mask_spread), shifted, rows, SIZES), total, grads)
     with pytest.raises(Contradiction, match="no mask"):
-        slices.add_rows(cut, shifted, rows)
+        slices.add_rows(cut, shifted, rows, SIZES)
+
+
+def test_a_vocabulary_that_two_axes_cut_lies_in_the_order_of_the_ranks() -> None:
+    """Their names are in the other order than their ranks: with Muon, tensor parallelism is two axes, tp.1 and tp.2."""
+    sizes, rows, ids = {"t.1": 2, "t.2": 3}, 4, np.array([0, 23, 9, 14, 5])
+    both = frozenset(sizes)
+    hot = slices.one_hot(Spread(((5,),), shifted=both), rows, sizes)
+    found = slices.look_up(Spread(((5,),), shifted=both), Spread((("t.2", "t.1", rows), (1,))), sizes)
+    added = slices.add_rows(Spread(((5,), (1,)), shifted=both), Spread(((5,),), shifted=both), rows, sizes)
+    assert found.dims == ((5,), (1,)) and added.dims == (("t.2", "t.1", rows), (1,))
+    whole = (ids[:, None] == np.arange(6 * rows)).astype(float)
+    for rank in range(6):
+        own = ids - rank * rows
+        held = piece(hot, whole, {"t.1": rank % 2, "t.2": rank // 2}, sizes)
+        assert (held == (own[:, None] == np.arange(rows))).all()
+    with pytest.raises(Contradiction, match="do not count"):
+        slices.look_up(Spread(((5,),), shifted=both), Spread((("t.1", "t.2", rows), (1,))), sizes)
 
 
 def test_a_piece_next_to_a_dimension_of_one_element_may_lie_in_either() -> None:
