@@ -16,6 +16,7 @@ from functools import reduce
 from operator import or_
 
 from plugins.errors import ClusterError
+from plugins.semi_auto_cpu.ranks import made_up_name
 from tools.dryrun.graph_text import GraphText, Node, TensorType, chunks_of
 
 Attribute = int | bool | str | tuple[int, ...]
@@ -178,13 +179,19 @@ def _expand(name: str, bodies: dict[str, list[Collective | list[str]]], found: l
 
 
 def generated_groups(graph: GraphText) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each group that C++ made up; only some of a group's collectives state them."""
-    stated = (attributes_of(node.text) for nodes in graph.graphs.values() for node in nodes if node.op in COLLECTIVES)
-    return {
-        str(attributes["group"]): tuple(map(int, ranks.split("-")))
-        for attributes in stated
-        if re.fullmatch(r"\d+(-\d+)*", ranks := str(attributes.get("group_ranks", "")))
-    }
+    """Return the ranks of each group that C++ made up; only some of a group's collectives state them.
+
+    C++ names a group by a hash of its ranks, which tells whether `group_rank_ids` are the group's.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for node in (node for nodes in graph.graphs.values() for node in nodes if node.op in COLLECTIVES):
+        attributes = attributes_of(node.text)
+        group, members = str(attributes.get("group", "")), attributes.get("group_rank_ids")
+        if re.fullmatch(r"\d+(-\d+)*", ranks := str(attributes.get("group_ranks", ""))):
+            found[group] = tuple(map(int, ranks.split("-")))
+        elif isinstance(members, tuple) and made_up_name(members) == group:
+            found.setdefault(group, members)
+    return found
 
 
 _PRODUCTS = frozenset(

@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 
 from plugins.errors import ClusterError
-from tools.dryrun.collectives import read_collectives
-from tools.dryrun.graph_text import read_graph
+from plugins.semi_auto_cpu.ranks import made_up_name
+from tools.dryrun.collectives import generated_groups, read_collectives
+from tools.dryrun.graph_text import GraphText, Node, read_graph
 
 # written by hand after MindSpore 2.9.0's text: a forward and a backward subgraph, a condition, every kind of operand
 GRAPH = Path(__file__).with_name("graph.ir")
@@ -36,6 +37,17 @@ def test_ranks_come_from_the_registry_then_from_the_graph(found):
         *[(0, 2), (0, 1), (0, 2), (0, 3)],
         *[(0, 2), (0, 3), (0, 1), (0, 1, 2, 3), (0, 1)],
     ]
+
+
+def test_a_group_whose_name_is_the_hash_of_what_its_collective_states():
+    """With Muon, the sums over the copies of a matrix's shard state their ranks only so."""
+    ranks = (0, 4, 8, 12)
+    node = '%1([CNode]1) = AllReduce(%para1_x) primitive_attrs: {group: "GROUP", group_rank_ids: IDS}'
+    graphs = {"main": []}
+    for group, ids in ((made_up_name(ranks), ranks), ("4-500", ranks), ("dp", (0, 1, 2, 3))):
+        text = node.replace("GROUP", group).replace("IDS", str(ids))
+        graphs["main"].append(Node("AllReduce", "AllReduce(%para1_x)", text, []))
+    assert generated_groups(GraphText("main", graphs)) == {made_up_name(ranks): ranks}
 
 
 def test_what_travels(found):
