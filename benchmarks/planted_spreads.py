@@ -25,6 +25,7 @@ from tools.dryrun.compiles import compile_all, text_of
 from tools.dryrun.gradients import judge_gradients
 from tools.dryrun.graph_text import GraphText, Node, arguments_of, read_graph
 from tools.dryrun.plan import plan_jobs, without_files
+from tools.dryrun.report import norm_report
 from tools.layout.resolve import resolve
 from tools.prove.mesh import Mesh
 from tools.prove.report import PROVEN, mesh_for, prove_rank, ranks_of, typing_of
@@ -302,6 +303,9 @@ def outcome(result: Mapping[str, Any], graph: GraphText, mesh: Mesh, peers: Mapp
         named = {int(found[1]) for text in reported if (found := re.match(r"\w+ %(\d+)", text))}
         near = {number for number, node in enumerate(root(graph)) if number == place or place in node.operands}
         return NAMED if named & near or len(wrong) == 1 else ELSEWHERE
+    norms = [norm_report([each], mesh.devices)["once"] for each in (judged, result)]
+    if norms[0] < norms[1]:  # `tc3 prove` prints that the global norm counts fewer weights once
+        return ELSEWHERE
     return SILENT if all(weight.verdict == PROVEN for weight in stage.weights) else DOUBTED
 
 

@@ -16,6 +16,7 @@ unknown says nothing.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import tempfile
@@ -146,7 +147,12 @@ def places_of(kind: str, graph: GraphText) -> list[int]:
 
 
 def place_of(graph: GraphText, draw: Draw, executed: list[CallRecord], known: Known) -> int:
-    """Return the collective of a graph that was left out: that of the same operator, ranks, shape and occurrence."""
+    """Return the collective of a graph that was left out: that of the same operator, ranks, shape and occurrence.
+
+    Raises:
+        LookupError: there are several sums of one number, such as that of the loss and that of the global norm, and
+            nothing says which of them is executed first.
+    """
     calls = [call for call in executed if call.op == draw.op]
     wanted = calls[draw.call]
     kind = (wanted.ranks, wanted.shape)
@@ -155,7 +161,10 @@ def place_of(graph: GraphText, draw: Draw, executed: list[CallRecord], known: Kn
     def fits(node: Node) -> bool:
         return node.op == draw.op and (ranks_at(node, known), node.inputs[0].shape) == kind
 
-    return [place for place, node in enumerate(root(graph)) if fits(node)][occurrence]
+    places = [place for place, node in enumerate(root(graph)) if fits(node)]
+    if math.prod(kind[1]) == 1 and len(places) > 1:
+        raise LookupError
+    return places[occurrence]
 
 
 def reverse(result: dict[str, Any], graph: GraphText, place: int, devices: int) -> None:
@@ -205,8 +214,11 @@ def judged(bench: Bench, proofs: Proofs, draw: Draw, name: str) -> tuple[str, st
     differs = bool(found.code or found.findings)
     calls = json.loads(calls_file(bench.work / name, 0).read_text("utf-8"))["calls"]
     records = [CallRecord(op, tuple(ranks), size, tuple(shape), *rest) for op, ranks, size, shape, *rest in calls]
-    said = proofs.says(draw, records)
     shown = told(found, SHARDINGS[draw.layout])[0] if differs else "as one process"
+    try:
+        said = proofs.says(draw, records)
+    except LookupError:
+        return shown, "unclear which of several", True
     return shown, said, differs == (said in (NAMED, ELSEWHERE))
 
 

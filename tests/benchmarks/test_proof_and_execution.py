@@ -1,13 +1,15 @@
 """Faults of executed runs are planted at the same call of the compiled graph that tests/tools/prove keeps."""
 
+import math
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.executed_faults import FAULTS, Fault
-from benchmarks.planted_spreads import ELSEWHERE, NAMED, SILENT, ranks_at, root, scoped
-from benchmarks.proof_and_execution import LAYOUTS, POSITIONS, UNDIVIDED, Draw, Proofs, draws, place_of
+from benchmarks.planted_spreads import ELSEWHERE, NAMED, SILENT, copied, outcome, ranks_at, root, scoped
+from benchmarks.proof_and_execution import LAYOUTS, POSITIONS, UNDIVIDED, Draw, Proofs, draws, leave_out, place_of
 from plugins.semi_auto_cpu.collectives import CallRecord
 from tests.tools.prove.renew import read
 from tools.dryrun.collectives import generated_groups
@@ -38,10 +40,32 @@ def executed(op):
 @pytest.mark.parametrize("op", ["AllReduce", "ReduceScatter"])
 def test_a_call_is_found_by_its_ranks_shape_and_occurrence(op):
     calls = executed(op)
-    places = [place_of(GRAPH, Draw(TP2, op, number), calls, known) for number in range(len(calls))]
-    assert sorted(places) == scoped(GRAPH, op, "")
-    for call, place in zip(calls, places, strict=True):
+    numbers = [number for number, call in enumerate(calls) if math.prod(call.shape) > 1]
+    places = [place_of(GRAPH, Draw(TP2, op, number), calls, known) for number in numbers]
+    assert sorted(places) == [
+        place for place in scoped(GRAPH, op, "") if math.prod(root(GRAPH)[place].inputs[0].shape) > 1
+    ]
+    for call, place in zip((calls[number] for number in numbers), places, strict=True):
         assert (call.ranks, call.shape) == (ranks_at(root(GRAPH)[place], known), root(GRAPH)[place].inputs[0].shape)
+
+
+def test_which_sum_of_one_number_was_left_out_is_not_known():
+    """Those of the loss and of the global norm look alike, and only one of them changes the training."""
+    calls = executed("AllReduce")
+    (number,) = (number for number, call in enumerate(calls) if math.prod(call.shape) == 1)
+    draw, graph = Draw(TP2, "AllReduce", number), copied(GRAPH)
+    place = place_of(graph, draw, calls, known)
+    root(graph).append(replace(root(graph)[place]))
+    with pytest.raises(LookupError):
+        place_of(graph, draw, calls, known)
+
+
+def test_a_global_norm_that_is_not_summed_is_said(proofs):
+    """No gradient changes by it, only the factor of clipping."""
+    place = next(place for place in scoped(GRAPH, "AllReduce", "") if "ClipGradNorm" in root(GRAPH)[place].scope)
+    graph = copied(GRAPH)
+    leave_out(graph, place)
+    assert outcome(RESULT, graph, MESH, PEERS, place) == ELSEWHERE
 
 
 def test_what_is_said_of_the_graph(proofs):
