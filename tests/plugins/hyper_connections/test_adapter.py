@@ -3,6 +3,7 @@
 import mindspore as ms
 import numpy as np
 import pytest
+from mindformers import MindFormerConfig
 from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindformers.parallel_core.training_graph.transformer import utils
 from mindformers.parallel_core.training_graph.transformer.transformer_layer import TransformerLayer
@@ -12,10 +13,12 @@ from plugins import telechat3_moe
 from plugins.cpu_backend.layers import Outer
 from plugins.cpu_backend.model import on_cpu
 from plugins.hyper_connections import reference
-from plugins.hyper_connections.adapter import HyperConnectedLayer, HyperConnection
+from plugins.hyper_connections.adapter import HyperConnectedLayer, HyperConnection, enable
 from plugins.hyper_connections.plan import Settings, shapes
+from tests.plugins.hyper_connections.test_plan import MINI
 from tests.plugins.hyper_connections.test_reference import drawn
 from tests.plugins.output_biases.test_adapter import config
+from tools.recipe.load import load_recipe
 
 LENGTH, BATCH, HIDDEN, EPS, ITERATIONS = 8, 2, 16, 1e-5, 4
 
@@ -91,6 +94,15 @@ def test_layers_have_the_weights_of_the_plan(built):
     }
     assert found == expected
     assert {type(layer) for layer in built(None).decoder.layers} == {TransformerLayer}
+
+
+def test_one_stream_is_the_model_without_the_plugin(built, monkeypatch):
+    """MindFormers' own layers are built, so that every bit is the same."""
+    monkeypatch.setattr("plugins.hyper_connections.adapter.active", [])
+    built(None)
+    for streams, layers in ((1, 0), (2, 1)):
+        enable(MindFormerConfig(**load_recipe(MINI)), {"streams": streams})
+        assert len(telechat3_moe._layers) == layers
 
 
 class Decoder(nn.Cell):
