@@ -86,7 +86,7 @@ def _check_tokens_seen(call: Call, rows: Dim, over: frozenset[str]) -> None:
     """Refuse numbers of tokens before and behind a query that do not move with the rank's own piece of the queries."""
     before, behind = ((place, 0) for place in _TOKENS_SEEN[call.node.op])
     if not {before, behind} <= call.offsets.keys():
-        raise NotKnown("the numbers of tokens that are seen are no whole numbers")
+        raise NotKnown("how many tokens a query sees is not written as whole numbers")
     steps = call.offsets[behind][1]
     order = replace(call, offsets={behind: (0, steps)}).own_pieces(behind, extent(rows))
     if call.offsets[before][1] != {axis: -step for axis, step in steps.items()}:
