@@ -31,6 +31,8 @@ def take(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes
         by: dimension -> the axes along which the slice starts elsewhere on each rank, outermost first.
     """
     block = _taken_block(x, shape, by, sizes)
+    if block is None and not by and (same := _same_piece(x, shape)) is not None:
+        return same
     if block is None:
         require_home(x)
     elif block.others:  # the pieces may belong to another dimension
@@ -62,6 +64,17 @@ def _taken_block(
     others = all(extent(dim) == size for dim, size in zip(x.dims[1:], shape[1:], strict=True))
     whole = isinstance(lead, Block) and not inside and lead.count == parts and set(by) == {0} and others
     return lead if whole and isinstance(lead, Block) else None
+
+
+def _same_piece(x: Spread, shape: Sequence[int]) -> Spread | None:
+    """Return the gathered piece in front of dimension 0 that all ranks take alike; None if this takes no piece."""
+    lead, *rest = x.dims[0] or (1,)
+    if not isinstance(lead, Block) or any(
+        isinstance(atom, Block) for dim in (tuple(rest), *x.dims[1:]) for atom in dim
+    ):
+        return None
+    found = replace(x, dims=(tuple(rest), *x.dims[1:]))
+    return found if found.shape == tuple(shape) else None
 
 
 def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Spread:

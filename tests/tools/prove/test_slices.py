@@ -90,6 +90,21 @@ def test_gathered_pieces_that_other_ranks_take(random: Random) -> None:
     assert back == given and describes(back, whole, scattered(parts, (by,)))
 
 
+@anything
+def test_the_same_one_of_gathered_pieces_on_all_ranks(random: Random) -> None:
+    """As a ReduceScatter leaves it that is left out: what it should have added up stays partial."""
+    over, home = random.choice([("a", 1), ("b", 1), ("b", 2), ("a", 2)])
+    dims: list[tuple] = [(), (2,), (4,)]
+    dims[home] = (over, *dims[home])
+    (other,) = (axis for axis in SIZES if axis != over)
+    given = Spread(tuple(dims), partial=frozenset((other,) if random.random() < 0.5 else ()))
+    whole, number = whole_of(given, random), random.randrange(SIZES[over])
+    held = gathered(hold(given, whole, random), (over,))
+    stacked = moves.all_gather(given, (over,), SIZES)
+    found = slices.take(stacked, (1, *stacked.shape[1:]), {}, SIZES)
+    assert describes(found, np.split(whole, SIZES[over], home)[number], [each[number][None] for each in held])
+
+
 @pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
 @anything
 def test_pieces_gathered_over_one_axis_are_taken_along_another(order: tuple[str, str], random: Random) -> None:
