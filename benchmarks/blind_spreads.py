@@ -35,6 +35,7 @@ from benchmarks.planted_spreads import (
     ranks_at,
     root,
 )
+from plugins.errors import TC3Error
 from tools.dryrun.collectives import attributes_of, generated_groups
 from tools.dryrun.compiles import compile_all, text_of
 from tools.dryrun.gradients import judge_gradients
@@ -42,6 +43,7 @@ from tools.dryrun.graph_text import GraphText, arguments_of, read_graph
 from tools.dryrun.plan import plan_jobs, without_files
 from tools.dryrun.quick import quick_plan
 from tools.layout.resolve import resolve
+from tools.prove.cli import require_collectives
 from tools.prove.mesh import Mesh
 from tools.prove.report import mesh_for, prove_rank, ranks_of, report_of, scale_faults, type_stages, typing_of
 from tools.recipe.load import load_recipe
@@ -455,6 +457,7 @@ def said(report: Mapping[str, Any], operator: str) -> str:
 def compiled(recipe: Path, overrides: Sequence[str], quick: bool) -> Steps:
     """Return the compiled ranks of a recipe, and those beside them; what the cache has is not compiled again."""
     loaded = resolve(without_files(apply_overrides(load_recipe(recipe), overrides)), partial(click.echo, err=True))
+    require_collectives(loaded)
     plan = quick_plan(loaded) if quick else plan_jobs(loaded)
     results = compile_all(plan, 1, True, texts=True)
     graphs, small = [read_graph(text_of(job)) for job in plan.jobs], View(plan.jobs[0].recipe)
@@ -475,7 +478,10 @@ def compiled(recipe: Path, overrides: Sequence[str], quick: bool) -> Steps:
 @click.option("--why", is_flag=True, help="Print the first problem, too.")
 def main(recipe: Path, quick: bool, overrides: tuple[str, ...], why: bool) -> None:
     """Plant each fault in the compiled graphs of RECIPE; the exit code is 1 if one is silent."""
-    steps = compiled(recipe, overrides, quick)
+    try:
+        steps = compiled(recipe, overrides, quick)
+    except TC3Error as error:
+        raise click.UsageError(str(error)) from None
     sound = steps.report()
     click.echo(f"Without a fault: {sound['proven']} of {sound['weights']} proven.\n\n| fault | said |\n|---|---|")
     silent = False

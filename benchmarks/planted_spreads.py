@@ -20,6 +20,7 @@ from typing import Any
 
 import click
 
+from plugins.errors import TC3Error
 from tools.dryrun.collectives import attributes_of, generated_groups
 from tools.dryrun.compiles import compile_all, text_of
 from tools.dryrun.gradients import judge_gradients
@@ -27,6 +28,7 @@ from tools.dryrun.graph_text import GraphText, Node, arguments_of, read_graph
 from tools.dryrun.plan import plan_jobs, without_files
 from tools.dryrun.report import norm_report
 from tools.layout.resolve import resolve
+from tools.prove.cli import require_collectives
 from tools.prove.mesh import Mesh
 from tools.prove.report import PROVEN, mesh_for, prove_rank, ranks_of, typing_of
 from tools.prove.typing import Peers
@@ -360,7 +362,11 @@ def main(recipe: Path, at_most: int, overrides: tuple[str, ...]) -> None:
     loaded = resolve(
         without_files(apply_overrides(load_recipe(recipe), overrides)), lambda line: click.echo(line, err=True)
     )
-    step = compiled_step(loaded)
+    try:
+        require_collectives(loaded)
+        step = compiled_step(loaded)
+    except TC3Error as error:
+        raise click.UsageError(str(error)) from None
     click.echo(f"| fault | {NAMED} | {ELSEWHERE} | {DOUBTED} | {SILENT} |\n|---|---|---|---|---|")
     for name, tally in examine(*step, at_most).items():
         click.echo(f"| {name} | " + " | ".join(str(tally[each]) for each in (NAMED, ELSEWHERE, DOUBTED, SILENT)) + " |")
