@@ -2,7 +2,7 @@
 
     python -m benchmarks.blind_spreads RECIPE [--quick] [--set KEY=VALUE]
 
-RECIPE is compiled as by `tc3 prove`, unless the cache has it.
+RECIPE is compiled as by `tc3 prove`; graphs in the cache are used again.
 Each fault is one that people make when they write a sharded layer, a loss or an optimizer by hand, and is an edit of
 the graph on every rank; `planted_spreads.py` has the faults by the rules' own author. A line for each says what is
 said of the step: a violation at the fault or of exactly one weight (`named`), a violation further on (`elsewhere`),

@@ -2,9 +2,9 @@
 
     python benchmarks/planted_spreads.py RECIPE [--at-most N] [--set KEY=VALUE]
 
-RECIPE, one without a pipeline, is compiled as by `tc3 prove`, unless the cache has it. Each kind of fault is planted at
-up to N places of the graph, one at a time, on every rank alike. A line for each kind says how often a violation is
-named at the operator of the fault or a weight whose gradient it makes (`named`), how often somewhere else
+RECIPE must have no pipeline. It is compiled as by `tc3 prove`; graphs in the cache are used again. Each kind of fault
+is planted at up to N places of the graph, one at a time, on every rank alike. A line for each kind says how often a
+violation is named at the operator of the fault or a weight whose gradient it makes (`named`), how often somewhere else
 (`elsewhere`), how often weights become unknown and nothing is called wrong, and how often nothing is said.
 """
 

@@ -91,7 +91,7 @@ def killed(recipe: Path, run_dir: Path, corpus: Path, kills: list[int], rng: ran
 
 
 def _resumed(text: str) -> str:
-    """The step from which a run says that it goes on; unknown if the run was killed before it said so."""
+    """The step from which a run was resumed, by its log; unknown if the run was killed before it wrote that."""
     words = text.partition("going on from step ")[2].split()
     return words[0].strip(".,:;") if words else "unknown (killed before it said so)"
 

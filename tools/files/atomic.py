@@ -124,13 +124,13 @@ def _beside(
 
 
 def not_written(target: Path, error: OSError) -> DataError:
-    """Return the error that says why `target` was not written. A folder that is there now was not there before, and is
-    left as it is.
+    """Return the error that says why `target` was not written. If the target is a folder now, another
+    process has written it since this one began, and its files stay.
     """
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.is_dir():
         return DataError(
-            f"{target}: another process has written this folder meanwhile; it is left as it is, and nothing else was "
-            "written"
+            f"{target}: another process has written this folder meanwhile; its files were not changed, and this "
+            "command wrote nothing"
         )
     return DataError(f"{target}: cannot be written ({error.strerror or error})")
 

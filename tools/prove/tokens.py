@@ -82,7 +82,7 @@ def ungrouped(x: Spread, shape: Sequence[int]) -> Spread | None:
 
 
 def grouped_rows(x: Spread) -> Spread | None:
-    """Return a matrix of tokens with its rows as `grouped` gives them; return None if it is no such matrix.
+    """Return a matrix of tokens with its rows as `grouped` gives them; return None for any other matrix.
 
     Where the compiler has made one reshape of two, the graph does not show the tokens between them.
     """
@@ -94,7 +94,7 @@ def grouped_rows(x: Spread) -> Spread | None:
 
 
 def ungrouped_rows(x: Spread, shape: Sequence[int]) -> Spread | None:
-    """Return the tokens in the shape that they had before `grouped_rows`; return None if this is another reshape.
+    """Return the tokens in the shape that they had before `grouped_rows`; return None for any other reshape.
 
     With one sample on a rank, [1, tokens, width] are taken for grouped tokens, which the next Transpose brings back.
     """

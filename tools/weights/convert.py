@@ -243,8 +243,8 @@ def _alone(part: Path, target: Path) -> Iterator[None]:
 
 
 def _refuse_finished(part: Path, target: Path) -> None:
-    """Raise CheckpointError if another process has finished since we looked: it has renamed the folder that we hold, or
-    we have made an empty one anew.
+    """Raise CheckpointError if another process has finished this conversion before we held the lock. It has renamed the
+    folder that we hold, or the folder that we hold is a new and empty one.
     """
     try:
         refuse_target(target)

@@ -297,7 +297,7 @@ def test_muon_keeps_one_moment_of_a_layers_matrix_and_adamws_of_the_rest():
 
 
 def test_gates_of_hyper_connections_are_weights():
-    """Their names do not end as others do, so that an average and merged adapters were without them."""
+    """Weights of hyper-connections do not end in `weight`; averages and merges left them out for that reason."""
     names = [f"decoder.layers.0.{cell}.{name}" for cell in SUBLAYERS for name in WEIGHTS]
     assert {kind_of(name) for name in names} == {"weights"} and len(names) == 6
     assert {kind_of(each) for name in names for each in moments_of("AdamW", name, 1)} == {"optimizer"}

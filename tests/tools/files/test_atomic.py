@@ -77,7 +77,7 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path):
 
 
 def test_the_second_of_two_that_write_a_folder_is_told_that_it_is_there(tmp_path):
-    """It was said that the folder cannot be written, as it is not empty."""
+    """The second of two writers was told only that the folder is not empty."""
     other = pytest.raises(DataError, match="another process has written this folder meanwhile")
     with other, atomic_folder(tmp_path / "to") as late:
         (late / "file").write_text("late")

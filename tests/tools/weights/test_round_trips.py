@@ -238,7 +238,7 @@ def read_files(folder):
 
 
 def same(found, expected):
-    """The same names, types, shapes and bits."""
+    """Assert that both have the same names, types, shapes and bits."""
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         # by its name: a process that has MindSpore imported knows two types bfloat16
