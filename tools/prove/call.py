@@ -131,7 +131,7 @@ class Call:
             wanted *= self.sizes[axis]
         return axes
 
-    def own_places(self, key: tuple[int, int], size: int = 0) -> frozenset[str]:
+    def pieces_in_rank_order(self, key: tuple[int, int], size: int = 0) -> frozenset[str]:
         """Return the axes of `own_pieces`, if pieces follow each other along the mesh: the axis whose ranks lie
         farthest apart is the outermost one.
 

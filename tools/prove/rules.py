@@ -111,7 +111,7 @@ def _sum(call: Call) -> Value:
     if not call.node.op.startswith("Sub") or set(call.differs) != {(1, 0)}:
         raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
     found = by_element(x, y)  # an index, counted from where the rank's piece starts
-    return replace(found, shifted=found.shifted | call.own_places((1, 0)))
+    return replace(found, shifted=found.shifted | call.pieces_in_rank_order((1, 0)))
 
 
 @rule("AddN", says="a sum of a tuple's members")
@@ -169,7 +169,7 @@ def _equal(call: Call) -> Value:
     found = by_element(call.spread(0), call.spread(1))
     if call.differs and not re.match(r"U?Int", call.node.inputs[0].dtype):
         raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
-    return replace(found, shifted=found.shifted.union(*(call.own_places(key, 1) for key in call.differs)))
+    return replace(found, shifted=found.shifted.union(*(call.pieces_in_rank_order(key, 1) for key in call.differs)))
 
 
 @rule("SiLUGrad", says="linear in the gradient, by element in the rest")

@@ -60,6 +60,13 @@ def test_a_rank_starts_where_its_own_piece_starts():
         call_of(0, {"b": 4}).own_pieces((2, 0), 4)
 
 
+def test_a_shift_of_indices_follows_the_order_of_the_ranks():
+    """Only the axes of a shifted index are kept, so that pieces in another order than the ranks are not known."""
+    assert call_of(0, {"a": 12, "b": 4}).pieces_in_rank_order((1, 0), 4) == {"a", "b"}
+    with pytest.raises(NotKnown, match="not the order of the ranks"):
+        call_of(0, {"b": 8, "a": 4}).pieces_in_rank_order((1, 0), 4)
+
+
 def test_where_the_compiled_rank_lies_is_taken_off():
     """The second rank along tp has 1024 and the third 2048: the first one has 0."""
     _, graph, _, peers = read("dense")
