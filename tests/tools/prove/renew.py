@@ -7,7 +7,7 @@ the constants that the next rank along it has instead.
 
 from __future__ import annotations
 
-import copy
+import functools
 import gzip
 import json
 import re
@@ -58,10 +58,12 @@ def peers_of(graph: GraphText, told: Mapping[str, Mapping[str, Mapping[str, str]
     """The graphs of the next ranks, from what differs in them."""
     found = {}
     for axis, graphs in told.items():
-        found[axis] = copy.deepcopy(graph)
+        own = dict(graph.graphs)  # nodes that are alike are the same objects: nobody changes them
         for name, nodes in graphs.items():
+            own[name] = list(own[name])
             for number, head in nodes.items():
-                found[axis].graphs[name][int(number)].head = head
+                own[name][int(number)] = replace(own[name][int(number)], head=head)
+        found[axis] = replace(graph, graphs=own)
     return found
 
 
@@ -71,6 +73,7 @@ def degrees(step: str) -> list[tuple[str, int]]:
     return [(inner, 2), ("dp", data)]
 
 
+@functools.cache
 def read(step: str = "dense") -> tuple[dict[str, Any], GraphText, Mesh, dict[str, GraphText]]:
     """The report of rank 0, its graph, its mesh and the graphs of the next ranks."""
     kept = json.loads((HERE / f"{step}.json").read_text("utf-8"))
