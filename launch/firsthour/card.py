@@ -11,7 +11,7 @@ from pathlib import Path
 
 from plugins.errors import DataError
 from tools.files.atomic import write_atomically
-from tools.measured.bundle import OUTCOMES, Bundle
+from tools.measured import OUTCOMES, Bundle
 from tools.recipe.catalogue import CARD, load_card
 
 

@@ -23,7 +23,7 @@ from launch.run.msrun import ROOT
 from plugins.errors import ClusterError
 from tools.accuracy.pages import check_page
 from tools.files.atomic import check_writable, keep_existing, real_path, write_atomically
-from tools.measured.bundle import (
+from tools.measured import (
     CLUSTER,
     MEMORY,
     OUTCOMES,

@@ -25,7 +25,7 @@ from tools.accuracy.diagnose.cli import diagnose_command
 from tools.accuracy.dumps.read import LEVELS, TASKS
 from tools.accuracy.dumps.write import Job
 from tools.accuracy.equivalence.cli import equivalence_command
-from tools.accuracy.fusion.cli import fusion_command
+from tools.accuracy.fusion import fusion_command
 from tools.accuracy.judge import DEFAULT, NAMES
 from tools.accuracy.pages import check_out, check_page
 from tools.files.atomic import write_atomically

@@ -23,7 +23,7 @@ from tools.doctor.measured import against
 from tools.doctor.outliers import findings as probe_findings
 from tools.doctor.probe import probe_if, probe_options
 from tools.doctor.report import Report, gather
-from tools.measured.bundle import origin, read_bundle
+from tools.measured import origin, read_bundle
 from tools.process.host import Root, read_hosts
 from tools.ranges import Number
 from tools.recipe.load import load_recipe

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from plugins.errors import DataError
 from tools.doctor.checks import Finding
 from tools.doctor.outliers import FLOORS, MENDS, SOURCE, UNITS, WHY, Probe, Worker, floors, name, times_of, waited_by
-from tools.measured.bundle import OUTCOMES, Bundle
+from tools.measured import OUTCOMES, Bundle
 
 Measure = Literal["matmul", "memory", "disk"]
 MEASURES: tuple[Measure, ...] = ("matmul", "memory", "disk")

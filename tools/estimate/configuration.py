@@ -26,8 +26,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from plugins.errors import RecipeError
-from tools.model.architecture import Model
-from tools.model.weights import Adapters, Weight
+from tools.model import Adapters, Model, Weight
 from tools.pipeline.schedules import is_v_shaped
 
 Table = tuple[tuple[int, ...], ...]  # [chunks][stages]
@@ -187,7 +186,7 @@ class Configuration:
             )
 
     def stage_kinds(self, stage: int) -> list[list[str]]:
-        """Return for each chunk of a stage its kinds of layers, in model order; see `tools.model.weights.KINDS`."""
+        """Return for each chunk of a stage its kinds of layers, in model order; see `tools.model.KINDS`."""
         if self.layer_only:
             return [[self.model.last_kind]]
         return [list(row[stage]) for row in _kinds(self.model, self.layers, self.schedule)]

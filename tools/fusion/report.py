@@ -23,7 +23,7 @@ from tools.estimate.efficiency import UNKNOWN as NO_RUN
 from tools.estimate.efficiency import DeviceTimes, known_error
 from tools.estimate.layer_model import work
 from tools.fusion.tally import COMMON, Tallies, Tally, tallies
-from tools.model.architecture import DENSE, MOE
+from tools.model import DENSE, MOE
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 

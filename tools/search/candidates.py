@@ -29,7 +29,7 @@ from tools.check.arithmetic import without_copies
 from tools.estimate.configuration import Configuration, Table
 from tools.estimate.from_recipe import compiles_sharded_gradients
 from tools.estimate.layer_model import work
-from tools.model.architecture import Model
+from tools.model import Model
 from tools.pipeline.schedules import can_run, is_v_shaped
 from tools.search.request import PLANNED, POLICIES, SHARDS, Request
 

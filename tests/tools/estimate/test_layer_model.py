@@ -16,8 +16,7 @@ from tools.estimate.memory.activations import saved
 from tools.estimate.published.calibrate import START
 from tools.estimate.published.publishers import _model, _models, as_recipes_have_it, release
 from tools.estimate.time_model import TimeModel
-from tools.model.architecture import Latent, Model, pattern_of
-from tools.model.weights import flops_per_token, parameters, weights
+from tools.model import Latent, Model, flops_per_token, parameters, pattern_of, weights
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
 from tools.schema.converter import convert

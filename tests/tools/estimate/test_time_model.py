@@ -17,7 +17,7 @@ from tools.estimate.time_model import TimeModel, closed_form
 from tools.hardware import known_hardware
 from tools.hardware.load import FOLDER
 from tools.layout.resolve import resolve
-from tools.model.architecture import Model, pattern_of
+from tools.model import Model, pattern_of
 from tools.pipeline.simulate import Durations, simulate
 from tools.recipe.load import load_recipe
 

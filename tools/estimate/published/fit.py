@@ -46,7 +46,7 @@ from tools.estimate.published.calibrate import (
 from tools.estimate.published.rows import Row
 from tools.estimate.published.validate import measured_seconds
 from tools.estimate.time_model import TimeModel
-from tools.model.architecture import Model
+from tools.model import Model
 
 
 class Group(NamedTuple):

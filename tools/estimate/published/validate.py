@@ -19,7 +19,7 @@ from tools.estimate.memory.training_graph import EMBEDDING
 from tools.estimate.published.rows import Row, express
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
-from tools.model.weights import flops_per_token
+from tools.model import flops_per_token
 
 UNSEEN = Path(__file__).parent / "unseen.yaml"
 RELEASE, CARD = "release", "card"  # bands of unseen.yaml

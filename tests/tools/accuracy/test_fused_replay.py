@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from launch.cli import tc3
 from plugins.errors import ClusterError
 from tests.tools.fusion.small_graphs import node, text_of
-from tools.accuracy.fusion.kernels import Kernel, Step
-from tools.accuracy.fusion.replay import EXACT, FUSED, UNFUSED, allowances, inputs_of, run, verdict
+from tools.accuracy.fused_kernels import Kernel, Step
+from tools.accuracy.fused_replay import EXACT, FUSED, UNFUSED, allowances, inputs_of, run, verdict
 from tools.dryrun import compiles
 from tools.dryrun.graph_text import TensorType
 

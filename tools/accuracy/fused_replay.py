@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.accuracy.fusion.kernels import Found, Kernel, Step, compute, numpy_type
+from tools.accuracy.fused_kernels import Found, Kernel, Step, compute, numpy_type
 from tools.accuracy.judge import Verdict, judge, lower_bound, rounded, tolerance
 
 EXACT, UNFUSED, FUSED = "exact", "unfused", "fused"

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tools.accuracy.fusion.kernels import Kernel, Step, UnreadableError, constant, of_nodes, predicted, shrunk
-from tools.accuracy.fusion.replay import EXACT, inputs_of, run
+from tools.accuracy.fused_kernels import Kernel, Step, UnreadableError, constant, of_nodes, predicted, shrunk
+from tools.accuracy.fused_replay import EXACT, inputs_of, run
 from tools.dryrun.graph_text import TensorType, read_graph
 
 FULL, ROWS = TensorType("Float32", (4, 64)), TensorType("Float32", (4, 1))
