@@ -35,10 +35,11 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.corpora import CORPORA, document_lengths  # noqa: E402
 from plugins.attention_balance.plan import Layout, balance, epoch_plan  # noqa: E402
 from plugins.attention_balance.samples import Cost, build_gpt_index  # noqa: E402
 from tools.data.imbalance.recipe import setting_of  # noqa: E402
-from tools.data.index import CORPORA, document_lengths, map_lengths, write_corpus  # noqa: E402
+from tools.data.index import map_lengths, write_corpus  # noqa: E402
 from tools.recipe.load import load_recipe  # noqa: E402
 from tools.runs.readings import read_metrics  # noqa: E402
 

@@ -7,7 +7,7 @@
     python -m benchmarks.estimator --pairs        # steps with natural routing over steps with forced even routing
     python -m benchmarks.estimator --unseen       # runs that no fit has seen: newer software, further cards
 
-The fit is `tools.estimate.published.fit`: all device types at once, each drawn to the type that it is most like. The
+The fit is `benchmarks.estimator_fit`: all device types at once, each drawn to the type that it is most like. The
 Ascend sets are not fitted with the others: searched recipes hang on them (docs/estimator.md); their errors are those of
 a fit all the same.
 """
@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import yaml
 
+from benchmarks.estimator_fit import Judged, contradictions, cross_validated, fit, floor, group_of, usable
 from tools.estimate.efficiency import FILE, NAMES, Efficiency, clear_cache, cluster
 from tools.estimate.loads import PUBLISHED_SPREAD, moe_layers, spread
 from tools.estimate.published.calibrate import TYPES, calibrate, type_of
-from tools.estimate.published.fit import Judged, contradictions, cross_validated, fit, floor, group_of, usable
 from tools.estimate.published.rows import Row, express, read_rows
 from tools.estimate.published.validate import CARD, RELEASE, predict, summary, unseen
 from tools.estimate.time_model import TimeModel

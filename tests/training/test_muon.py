@@ -12,6 +12,7 @@ import pytest
 
 from plugins.sealed_checkpoint.router_state import orthogonal
 from plugins.step_record.plan import record_file
+from tests.tools.accuracy.reference.muon import Muon, Parts, adamw, clip_logits, update
 from tests.training import forked, runs
 from tests.training.conftest import shared
 from tests.training.test_other_layout import saved
@@ -19,7 +20,6 @@ from tools.accuracy.diagnose.evidence import read_side
 from tools.accuracy.diagnose.ladder import diagnose
 from tools.accuracy.diagnose.laws import module_of
 from tools.accuracy.equivalence.sharding import UNROUNDED_MUON
-from tools.accuracy.reference.muon import Muon, Parts, adamw, clip_logits, update
 from tools.checkpoint.stored import moments_of, read_whole
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe

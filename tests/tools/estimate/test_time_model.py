@@ -12,7 +12,7 @@ from tools.estimate.efficiency import CLUSTERS, NAMES, _sets, cluster, efficienc
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.layer_model import work
 from tools.estimate.memory.model import stage_weights
-from tools.estimate.pair_time import LayerSeconds, hidden_seconds, pair_seconds, share_hidden
+from tools.estimate.pair_time import LayerSeconds, hidden_seconds, pair_seconds
 from tools.estimate.time_model import TimeModel, closed_form
 from tools.hardware import known_hardware
 from tools.hardware.load import FOLDER
@@ -277,6 +277,13 @@ def test_groups_of_shards_reduce_among_themselves_and_then_across():
 
 many = settings(max_examples=60)
 seconds = st.builds(LayerSeconds, *(st.integers(0, 9),) * 5)
+
+
+def share_hidden(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
+    """Return the share of the pair's communication that is hidden, 0 to 1; 1 if there is no communication."""
+    sent = layers * (forward.communication + backward.communication)
+    saved = layers * (forward.serial + backward.serial) - pair_seconds(forward, backward, layers)
+    return saved / sent if sent else 1.0
 
 
 @many

@@ -8,8 +8,8 @@ import pytest
 
 from plugins.errors import RecipeError
 from tests.tools.accuracy.align.cases import YARN, sizes, tokens
+from tests.tools.accuracy.reference import renew as golden
 from tools.accuracy.align.sides import alone, load, reference_sizes
-from tools.accuracy.reference import golden
 from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.start import Hyper, checksum, hyper_of, initial_weights, rate
 from tools.recipe.load import load_recipe

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.estimator import cards, newer
-from tools.estimate.efficiency import FILE, NAMES, cluster, known_error, newer_error
-from tools.estimate.published.calibrate import BOUNDS, FOLLOWS, SPREAD, START, TYPES, type_of
-from tools.estimate.published.fit import (
+from benchmarks.estimator_fit import (
     Problem,
     contradictions,
     cross_validated,
@@ -28,10 +26,12 @@ from tools.estimate.published.fit import (
     same_configuration,
     usable,
 )
+from tools.estimate.efficiency import FILE, NAMES, cluster, known_error, newer_error
+from tools.estimate.published.calibrate import BOUNDS, FOLLOWS, SPREAD, START, TYPES, type_of
 from tools.estimate.published.rows import express, read_rows
 from tools.estimate.published.validate import CARD, RELEASE, measured_seconds, predict, unseen
 
-DATA = Path(__file__).parents[4] / "benchmarks/data"
+DATA = Path(__file__).parents[2] / "benchmarks/data"
 ROWS = usable(row for file in sorted(DATA.glob("*.yaml")) for row in read_rows(file))
 A100 = [row for row in ROWS if row.cluster == "a100_80g"]
 
@@ -39,7 +39,7 @@ A100 = [row for row in ROWS if row.cluster == "a100_80g"]
 @pytest.fixture
 def alone(monkeypatch):
     """Only A100s, which are drawn to no other type and draw none: their part of the fit of all, exactly."""
-    monkeypatch.setattr("tools.estimate.published.fit.TYPES", {"a100": TYPES["a100"]})
+    monkeypatch.setattr("benchmarks.estimator_fit.TYPES", {"a100": TYPES["a100"]})
 
 
 def test_every_parameter_has_a_start_a_spread_and_bounds():
@@ -115,7 +115,7 @@ def test_a_search_that_stops_short_goes_on(alone, monkeypatch):
         return problem.cost(at.logs, at.x, problem.weight)
 
     best = cost(problem.settled({"a100": START}))
-    monkeypatch.setattr("tools.estimate.published.fit._ROUNDS", 1)
+    monkeypatch.setattr("benchmarks.estimator_fit._ROUNDS", 1)
     assert cost(problem.settled(far)) == pytest.approx(best, abs=0.3)
 
 
@@ -130,8 +130,8 @@ def test_no_link_is_fitted_faster_than_nominal():
 
 def test_a_type_without_runs_is_as_its_parent(monkeypatch):
     kinds = {"a100": TYPES["a100"], "h800": replace(TYPES["h800"], parent="a100")}
-    monkeypatch.setattr("tools.estimate.published.fit.TYPES", kinds)
-    monkeypatch.setattr("tools.estimate.published.fit._ROUNDS", 1)
+    monkeypatch.setattr("benchmarks.estimator_fit.TYPES", kinds)
+    monkeypatch.setattr("benchmarks.estimator_fit._ROUNDS", 1)
     found = fit(A100[:4])
     for name in NAMES:
         assert getattr(found["h800"], name) == pytest.approx(getattr(found["a100"], name), rel=0.02)
@@ -163,7 +163,7 @@ def test_every_set_with_runs_has_errors_of_all_of_them():
         assert (found["rows"], found["groups"]) == (len(own), len(grouped(own)))
 
 
-FILES = sorted((Path(__file__).parents[4] / "benchmarks/data").glob("*.yaml"))
+FILES = sorted((Path(__file__).parents[2] / "benchmarks/data").glob("*.yaml"))
 
 
 def _written():
