@@ -90,7 +90,7 @@ _TC3: dict[str, Way] = {
     **dict.fromkeys(("firsthour", "firsthour read", "firsthour card"), Way("by", "tests/launch/firsthour")),
     "accuracy diagnose": Way("by", "tests/tools/accuracy/diagnose"),
     "accuracy ops": Way("by", "tests/tools/accuracy/operators"),
-    "accuracy fusion": Way("by", "tests/tools/accuracy/test_fused_replay.py"),
+    "accuracy fusion": Way("by", "tests/tools/accuracy/test_fused_kernels.py"),
     "accuracy compare": Way("by", "tests/tools/accuracy/dumps/test_compare.py"),
     "experts restore-order": Way("by", "tests/tools/experts/test_restore.py"),
 }
