@@ -13,7 +13,7 @@ from tools.accuracy.align.ladder import Wanted, climb
 from tools.accuracy.align.rungs import GRADIENT, LOGITS, LOSS, first_difference, moved
 from tools.accuracy.align.sides import alone, in_hugging_face_names, load, reference_sizes
 from tools.accuracy.reference.forward import Forward
-from tools.accuracy.reference.start import checksum, hyper_of, initial_weights
+from tools.accuracy.reference.start import hyper_of, initial_weights
 from tools.data.index import write_learnable
 from tools.weights.hugging_face_names import to_mindformers
 
@@ -41,8 +41,8 @@ def kept():
 def test_both_sides_were_given_the_same(trained, kept):
     record, sizes = trained
     assert json.dumps(sizes.as_json(), sort_keys=True) == str(kept["sizes"])
-    assert checksum(record.initial) == int(kept["checksum/weights"])
-    assert checksum(record.batch) == int(kept["checksum/batches"])
+    assert golden.checksum(record.initial) == int(kept["checksum/weights"])
+    assert golden.checksum(record.batch) == int(kept["checksum/batches"])
 
 
 def test_logits(trained, kept):

@@ -20,7 +20,6 @@ import numpy as np
 from plugins.errors import CheckpointError
 from tools.accuracy.align.sides import Record
 from tools.accuracy.reference.run import below, read
-from tools.accuracy.reference.start import checksum
 from tools.data.index import write_learnable
 from tools.weights.hugging_face_sizes import Sizes
 
@@ -50,6 +49,16 @@ def summary(record: Record, sizes: Sizes) -> dict[str, np.ndarray]:
         kept[f"{kind}/norms"] = np.array([np.linalg.norm(arrays[name]) for name in names], np.float32)
         kept[f"{kind}/samples"] = np.array([samples(name, arrays[name]) for name in names], np.float32)
     return kept
+
+
+def checksum(arrays: dict[str, np.ndarray]) -> int:
+    """Return the CRC-32 of the names, shapes and bits of all weights, in the order of their names."""
+    total = 0
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        total = zlib.crc32(f"{name}{array.shape}{array.dtype}".encode(), total)
+        total = zlib.crc32(array.tobytes(), total)
+    return total
 
 
 def samples(name: str, array: np.ndarray) -> np.ndarray:
