@@ -11,7 +11,7 @@ another. A sample's attention costs what its documents cost (plugins/cpu_backend
 Ratios are the result; absolute times belong to the machine. A step is timed from the moment its data is there; the
 first steps compile and are dropped. Beside the wall's clock stands the processor time of the worker that used most in a
 step: what the step takes on cores of one's own, also where others use the machine. Three predictions for the same steps
-stand beside the measured ratio: by attending pairs of tokens alone, by the FLOPs of the model, and by a line through
+stand beside the measured ratio: only by attending pairs of tokens, by the FLOPs of the model, and by a line through
 the measured steps, processor seconds = a + b * (pairs of the slowest rank). The last says what part of a step follows
 the pairs: it describes these runs, it foretells nothing.
 """
@@ -222,7 +222,7 @@ def report(runs: Mapping[str, list[Run]], recipe: Path, prefix: Path) -> None:
 
 
 def noise(runs: Mapping[str, list[Run]]) -> str:
-    """How far the machine alone moves the times."""
+    """How far the machine itself moves the times."""
     if len(runs["off"]) == 1:
         return "One pair: no measure of noise."
     walls = [[run.seconds.mean() for run in side] for side in runs.values()]

@@ -449,7 +449,7 @@ def flops_per_token(model: Model, sequence: int, masked: bool = False) -> int:
         masked: attention counts the masked half, too, as Megatron-LM's published numbers do.
     """
     seen = sequence if masked else sequence / 2
-    if model.window:  # every other layer sees it alone
+    if model.window:  # every other layer sees only it
         seen = (seen + min(seen, model.window)) / 2
     return linear_flops(model) + int(pair_flops(model) * seen)
 

@@ -37,7 +37,7 @@ A100 = [row for row in ROWS if row.cluster == "a100_80g"]
 
 
 @pytest.fixture
-def alone(monkeypatch):
+def only_a100s(monkeypatch):
     """Only A100s, which are drawn to no other type and draw none: their part of the fit of all, exactly."""
     monkeypatch.setattr("benchmarks.estimator_fit.TYPES", {"a100": TYPES["a100"]})
 
@@ -81,7 +81,7 @@ def test_truncated_models_and_other_releases_are_one_group():
     assert len(gpt) == 1 and len(groups[gpt.pop()]) > 5
 
 
-def test_what_is_left_out_has_no_part_in_its_prediction(alone):
+def test_what_is_left_out_has_no_part_in_its_prediction(only_a100s):
     (group, own), *_ = grouped(A100).items()
     spoilt = [replace(row, measured={"step_time_s": 1000.0}) if row in own else row for row in A100]
     start = {"a100": START}
@@ -94,7 +94,7 @@ def test_what_is_left_out_has_no_part_in_its_prediction(alone):
     assert sets[0] == sets[1]
 
 
-def test_known_parameters_come_back(alone):
+def test_known_parameters_come_back(only_a100s):
     truth = {"a100": replace(START, matmul=0.62, memory=0.9, link=0.8)}
     made = []
     for row in A100:
@@ -106,7 +106,7 @@ def test_known_parameters_come_back(alone):
     assert abs(np.log(found["a100"].link / 0.8)) < abs(np.log(START.link / 0.8))
 
 
-def test_a_search_that_stops_short_goes_on(alone, monkeypatch):
+def test_a_search_that_stops_short_goes_on(only_a100s, monkeypatch):
     problem = Problem(runs_of(A100), ["a100"])
     far = {"a100": replace(START, matmul=0.35, half_size=40.0, memory=0.3, link=2.0, step_s=1.0, layer_s=1e-3)}
 
@@ -137,7 +137,7 @@ def test_a_type_without_runs_is_as_its_parent(monkeypatch):
         assert getattr(found["h800"], name) == pytest.approx(getattr(found["a100"], name), rel=0.02)
 
 
-def test_recorded_errors_are_what_the_code_gives(alone):
+def test_recorded_errors_are_what_the_code_gives(only_a100s):
     judged = cross_validated(A100)
     size = np.abs([one.error for one in judged])
     recorded = known_error(cluster("a100_80g"))

@@ -252,7 +252,7 @@ def _patterns(pieces: Pieces) -> list[dict[str, Any]]:
 
 
 def _alone(pieces: Pieces) -> list[dict[str, Any]]:
-    """What stays alone in a micro-batch, and why."""
+    """What no kernel takes in a micro-batch, and why."""
     found = [
         {"part": part, "operator": operator, "why": why, "operators": round(count, 2), "bytes": round(size)}
         for part, tally in ((part, pieces.each(part)) for part in pieces.tallies)

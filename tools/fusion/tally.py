@@ -215,7 +215,7 @@ def _written(text: str) -> str:
 _SUMS = ("SumExt", "ReduceMean", "MeanExt", "BiasAddGrad", "ClipByNormNoDivSum")
 _WHOLE_NUMBERS = ("AddExt", "AddN", "SubExt", "AssignAdd", "Muls", "Square")  # int32, too
 _BROADCASTS = ("Tile",)
-_OTHERS = "Exp"  # floats alone
+_OTHERS = "Exp"  # only floats
 
 
 def main_part(name: str) -> str:

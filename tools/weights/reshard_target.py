@@ -196,7 +196,7 @@ def target_of(recipe: Recipe) -> Target:
         wrong = "tc3 weights reshard does not know how the fused projections lie; False, which has them one by one"
         raise refusal(resolved, (*MODEL, "mla_qkv_concat"), wrong)
     if view.cpu_classes:
-        config = replace(config, shard_optimizer=False)  # data parallel alone
+        config = replace(config, shard_optimizer=False)  # only data parallel
     ranks = config.dp * config.tp * config.cp
     placed: dict[str, Placed] = {}
     for stage in range(config.pp):

@@ -137,7 +137,7 @@ def test_even_layers_places_each_layer_once(total, stages, chunks, mtp):
 
 def test_known_layouts():
     assert even_layers(126, 16, 1) == ((7, *[8] * 14, 7),)  # Llama 3 405B
-    deepseek = even_layers(61, 8, 4, mtp=1)  # Megatron-Bridge: the head alone, MTP before it
+    deepseek = even_layers(61, 8, 4, mtp=1)  # Megatron-Bridge: the head by itself, MTP before it
     assert deepseek[-1] == (2, 2, 2, 2, 2, 2, 1, 0)
     config = Configuration(
         replace(GPT, pattern=pattern_of(61), mtp=1), pp=8, layers=deepseek, micro_batches=8, schedule="interleaved_1f1b"

@@ -332,8 +332,8 @@ def gain(stages, micro_batches, share):
 
 def test_the_reports_ten_percent():
     """Section 4.1: "approximately 10 %" from interleaving with 1F1B overlap. Sizes are those of its 438B example (8
-    stages, 2 chunks, 64 micro-batches, section 5); that the 10 % is of these sizes is assumed. Interleaving alone
-    brings 5.2 %, so the overlap hides about a twentieth of the work."""
+    stages, 2 chunks, 64 micro-batches, section 5); that the 10 % is of these sizes is assumed. Interleaving by
+    itself brings 5.2 %, so the overlap hides about a twentieth of the work."""
     assert gain(8, 64, 0.0) == pytest.approx(1.052, abs=0.001)
     assert gain(8, 64, 0.05) == pytest.approx(1.10, abs=0.005)
 
