@@ -12,6 +12,11 @@ from hypothesis import strategies as st
 
 from benchmarks.estimator import cards, newer
 from benchmarks.estimator_fit import (
+    CARD,
+    FOLLOWS,
+    RELEASE,
+    START,
+    TYPES,
     Problem,
     contradictions,
     cross_validated,
@@ -24,12 +29,14 @@ from benchmarks.estimator_fit import (
     predicted,
     runs_of,
     same_configuration,
+    type_of,
+    unseen,
     usable,
 )
 from tools.estimate.efficiency import FILE, NAMES, cluster, known_error, newer_error
-from tools.estimate.published.calibrate import BOUNDS, FOLLOWS, SPREAD, START, TYPES, type_of
+from tools.estimate.published.calibrate import BOUNDS, SPREAD
 from tools.estimate.published.rows import express, read_rows
-from tools.estimate.published.validate import CARD, RELEASE, measured_seconds, predict, unseen
+from tools.estimate.published.validate import measured_seconds, predict
 
 DATA = Path(__file__).parents[2] / "benchmarks/data"
 ROWS = usable(row for file in sorted(DATA.glob("*.yaml")) for row in read_rows(file))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.estimator_fit import START
 from tools.check.check import table_of
 from tools.estimate.configuration import Configuration, Recompute, even_layers, spread
 from tools.estimate.efficiency import cluster
@@ -13,7 +14,6 @@ from tools.estimate.from_recipe import from_recipe
 from tools.estimate.layer_model import Matmul, cast_bytes, score_passes, work
 from tools.estimate.layer_time import LayerTimes
 from tools.estimate.memory.activations import saved
-from tools.estimate.published.calibrate import START
 from tools.estimate.published.publishers import _model, _models, as_recipes_have_it, release
 from tools.estimate.time_model import TimeModel
 from tools.model import Latent, Model, flops_per_token, parameters, pattern_of, weights
