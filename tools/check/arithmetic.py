@@ -13,7 +13,7 @@ from typing import Any
 
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from tools.estimate.from_recipe import DEGREE, compiles_sharded_gradients, not_compiled, shards_gradients
-from tools.model.architecture import model_of
+from tools.model import model_of
 from tools.recipe.findings import Findings
 from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built

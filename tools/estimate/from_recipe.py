@@ -24,8 +24,7 @@ from plugins.hierarchical_ep.settings import DISPATCHERS
 from plugins.lora import plan as lora
 from tools.estimate.configuration import PATTERNS, Configuration, Cut, Recompute, Table, spread
 from tools.hardware.units import short_dtype
-from tools.model.architecture import Model, model_of
-from tools.model.weights import Adapters
+from tools.model import Adapters, Model, model_of
 from tools.pipeline.schedules import is_v_shaped
 from tools.recipe.findings import in_file, refusal
 from tools.recipe.load import Recipe

@@ -22,8 +22,6 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-import numpy as np
-
 from plugins.errors import TC3Error
 
 
@@ -142,25 +140,6 @@ def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
     for block in (atom for dim in dims for atom in dim if isinstance(atom, Block)):
         found[block.home].insert(block.at, block)
     return found
-
-
-def piece(spread: Spread, value: np.ndarray, place: Mapping[str, int], sizes: Mapping[str, int]) -> np.ndarray:
-    """Return the elements of a whole value that the rank at `place` of the mesh holds; partial sums and powers are left
-    out.
-    """
-    atoms = [(number, atom) for number, dim in enumerate(logical(spread.dims)) for atom in dim]
-    apart = value.reshape([_size(atom, sizes) for _, atom in atoms])
-    apart = apart[tuple(place[atom] if isinstance(atom, str) else slice(None) for _, atom in atoms)]
-    kept = [(number, atom) for number, atom in atoms if not isinstance(atom, str)]
-    order: list[int] = []
-    for number, dim in enumerate(spread.dims):  # the k-th extent of a dimension, and each block, where it lies
-        own = [place for place, (home, atom) in enumerate(kept) if home == number and not isinstance(atom, Block)]
-        for atom in dim:
-            if isinstance(atom, Block):
-                order.append(next(i for i, (_, each) in enumerate(kept) if each is atom))
-            elif isinstance(atom, int):
-                order.append(own.pop(0))
-    return apart.transpose(order).reshape(spread.shape)
 
 
 class Zeros(Spread):

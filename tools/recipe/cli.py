@@ -57,7 +57,7 @@ def recipe_as_text(
     """
     recipe = effective(path, overrides, mini, as_written, workers)
     if as_json:
-        return json.dumps(recipe, indent=2, default=str) + "\n"  # YAML alone knows dates
+        return json.dumps(recipe, indent=2, default=str) + "\n"  # only YAML knows dates
     return recipe_text(recipe)
 
 

@@ -12,13 +12,14 @@ from tests.tools.prove.test_spread import (
     describes,
     gathered,
     hold,
+    piece,
     scattered,
     some_spread,
     spreads_like,
     whole_of,
 )
 from tools.prove import moves, slices, tokens
-from tools.prove.spread import Contradiction, NotKnown, Spread, multiply, piece, plain, reduce_sum
+from tools.prove.spread import Contradiction, NotKnown, Spread, multiply, plain, reduce_sum
 
 
 @anything

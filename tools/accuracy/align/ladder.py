@@ -332,7 +332,7 @@ def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say
     """Rung 6: the unchanged recipes, by their losses."""
     paths = [wanted.path] if other is None else [wanted.path, Path(wanted.against)]
     sides = split_model(paths, wanted.overrides, wanted.data, wanted.steps)
-    if sides is None:  # as they are; one worker beside a recipe alone
+    if sides is None:  # as they are; one worker beside a single recipe
         sides = Sides([recipe, Recipe(align_sides.alone(recipe, wanted.steps)) if other is None else other])
     return train_and_compare(sides, wanted.steps, wanted.folder, say)
 

@@ -199,7 +199,7 @@ def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...
 
 
 def _held_against_recipe(side: Side) -> list[str]:
-    """Rungs in which one run alone is held against what its recipe says."""
+    """Rungs in which a single run is held against what its recipe says."""
     traced = any(side.modules(step) for step in side.states) and (side.folder / START_FILE).is_file()
     return [CONFIGURATION] * bool(side.effective) + [FORWARD] * traced
 

@@ -54,7 +54,7 @@ class Sharding:
             length: tokens of a sample. 0 in each is what the recipe has.
         mode: of the hierarchical_ep plugin, as it runs on Ascend; "" is MindFormers' own dispatcher. chunks: of tokens
             in a layer, of the ep_overlap plugin; 1 is without it.
-        documents: whether documents see themselves alone, by the compressed mask, in samples of `DOCUMENTS` tokens.
+        documents: whether documents see only themselves, by the compressed mask, in samples of `DOCUMENTS` tokens.
         held_out: whether the held_out_loss plugin evaluates after every step.
         streams: residual streams of the hyper_connections plugin; 1 is without it.
         moves: whether the expert_balance plugin shuffles the experts after every step.

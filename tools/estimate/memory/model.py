@@ -27,7 +27,7 @@ from tools.estimate.configuration import Configuration, joined, parts_of, weight
 from tools.estimate.memory.activations import buffers, fullest_pass, mtp_option, saved_parts, spare_gradients
 from tools.estimate.memory.training_graph import SPARE, module_of_weight
 from tools.estimate.muon import orthogonal
-from tools.model.weights import Weight, weights, with_adapters
+from tools.model import Weight, weights, with_adapters
 from tools.pipeline.simulate import stage_peaks
 
 _STATIC = ("weights", "state", "accumulated", "gathered")

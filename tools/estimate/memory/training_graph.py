@@ -38,7 +38,7 @@ from functools import lru_cache
 from plugins.hyper_connections import plan as hyper_connections
 from tools.estimate import configuration
 from tools.estimate.configuration import Configuration, joined, parts_of
-from tools.model.weights import Weight, weights
+from tools.model import Weight, weights
 
 ATTENTION, MLP, EXPERTS, SHARED, ROUTER = "attention", "dense MLP", "experts", "shared experts", "router"
 DISPATCH, NORMS, EMBEDDING, HEAD, MTP = "dispatch", "norms", "embedding", "head and logits", "MTP"
@@ -49,7 +49,7 @@ MODULES = (
     *(LAYER_INPUT, SPARE, OTHER),
 )
 
-_WEIGHTS = (  # of `tools.model.weights`, first match
+_WEIGHTS = (  # of `tools.model`, first match
     (r"_hc\.", STREAMS),
     (r"expert", EXPERTS),
     (r"shared", SHARED),
@@ -77,7 +77,7 @@ _PARAMETERS = (  # of MindFormers' names of parameters and paths of cells, first
 
 @lru_cache(maxsize=256)
 def module_of_weight(name: str) -> str:
-    """Return the module of a weight of `tools.model.weights`; weights that no pattern names belong to attention."""
+    """Return the module of a weight of `tools.model`; weights that no pattern names belong to attention."""
     return next((module for pattern, module in _WEIGHTS if re.search(pattern, name)), ATTENTION)
 
 

@@ -21,7 +21,7 @@ from tools.estimate.memory.model import (
 )
 from tools.estimate.memory.training_graph import LAYER_INPUT, kept_parts
 from tools.hardware.units import GIB
-from tools.model.architecture import Model, pattern_of
+from tools.model import Model, pattern_of
 from tools.pipeline.schedules import operations
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
