@@ -88,6 +88,8 @@ class Spread:
         greatest: the axes over which the value is the largest of what the ranks hold.
         merged: of a matrix that a reshape has made of tokens, the two dimensions that are its rows now. It says nothing
             about the elements, and equal values may differ in it.
+        dropped: the axes that cut a dimension of one element which a reshape to a vector has left out. Their pieces are
+            also parts of the sum over that dimension.
     """
 
     dims: tuple[Dim, ...]
@@ -97,6 +99,7 @@ class Spread:
     loose: frozenset[str] = frozenset()
     greatest: frozenset[str] = frozenset()
     merged: tuple[Dim, ...] = field(default=(), compare=False, repr=False)
+    dropped: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     @property
     def holes(self) -> frozenset[str]:
