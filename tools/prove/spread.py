@@ -90,6 +90,7 @@ class Spread:
             about the elements, and equal values may differ in it.
         dropped: the axes that cut a dimension of one element which a reshape to a vector has left out. Their pieces are
             also parts of the sum over that dimension.
+        formula: of integers that were computed from ends of documents, how (see `tools.prove.documents`).
     """
 
     dims: tuple[Dim, ...]
@@ -100,6 +101,7 @@ class Spread:
     greatest: frozenset[str] = frozenset()
     merged: tuple[Dim, ...] = field(default=(), compare=False, repr=False)
     dropped: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    formula: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def holes(self) -> frozenset[str]:

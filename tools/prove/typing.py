@@ -261,7 +261,8 @@ class Typing:
             axes = self.axes_of(node) if node.op in COLLECTIVES else ()
             self._require_mean(frame, node, axes)
             offsets = self.peers.offsets(frame.name, number) if differs else {}
-            call = Call(node, name, values, self.mesh.sizes, differs, axes, self._repeats(frame, node), offsets)
+            names = tuple(map(frame.named, arguments))
+            call = Call(node, name, values, self.mesh.sizes, differs, axes, self._repeats(frame, node), offsets, names)
             return apply(call) if self.mesh.sizes else self._undivided(call)
         except (Contradiction, NotKnown) as error:
             return Failure(isinstance(error, Contradiction), frame.name, number, str(error))

@@ -228,8 +228,10 @@ def test_masks_and_lengths_are_of_the_rank_s_own_queries():
 
 def test_another_layout_is_unknown():
     documents = Case(TND, {"a": "batch", "b": "rows"})
-    with pytest.raises(NotKnown, match="how the lengths of documents follow from a cut sequence has no rule"):
-        documents.types(documents.query, documents.key, documents.value)
+    with pytest.raises(
+        NotKnown, match="only ends of documents with keys that are counted from the last one have a rule"
+    ):
+        documents.types(documents.query, documents.key, documents.value, differs={})
     case = Case(BSH, {"a": "batch", "b": "none"})
     with pytest.raises(NotKnown, match="this layout of attention has no rule"):
         call("FlashAttentionScore", 5, (case.query, case.key, case.value, *(None,) * 7), {}, [(2, 2, 2, 8)])
