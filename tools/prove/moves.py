@@ -276,7 +276,7 @@ def all_reduce(x: Spread, axes: Iterable[str]) -> Spread:
     """Return the spread of a sum over the ranks along axes."""
     for axis in axes:
         if axis in x.holes:
-            raise refusal((x,), f"a sum over {axis} adds different pieces")
+            raise refusal((x,), f"a sum over {axis} adds different pieces", {axis})
         if axis in x.greatest | x.shifted:
             raise refusal((x,), f"a sum over {axis} adds what are not parts of a sum")
         x = replace(x, partial=x.partial - {axis}) if axis in x.partial else scaled(x, (axis,), 1)

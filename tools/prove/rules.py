@@ -59,6 +59,8 @@ def apply(call: Call) -> Value:
         given = [each for value in call.values for each in (value if isinstance(value, list) else [value])]
         spreads = [value.whole if isinstance(value, Part) else value for value in given]
         loose = frozenset().union(*(each.loose for each in spreads if isinstance(each, Spread)))
+        if error.over is not None and not loose & error.over:  # no place changes what is wrong
+            raise
         if loose and not isinstance(error, Certain):  # another place of a piece might be right
             raise NotKnown(f"{error} (the place of the pieces over {', '.join(sorted(loose))} is not sure)") from None
         raise
