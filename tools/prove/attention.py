@@ -132,6 +132,9 @@ def _attended(call: Call, *given: Spread) -> list[Spread]:
 def _check_lengths(call: Call, rows: Dim, columns: Dim, over: frozenset[str]) -> None:
     """Refuse ends of documents that are not those of the rank's queries and keys."""
     given = [value for value in (call.values[place] for place in _LENGTHS[call.node.op]) if isinstance(value, Spread)]
+    of_tokens = _layout(call).batch is None
+    if given and over and not of_tokens:
+        raise NotKnown("ends of documents under a cut sequence have a rule only in the layout TND")
     for lengths in given:
         if _cuts(by_element(lengths).dims[0]) != _cuts(columns):
             raise refusal(given, "the lengths of sequences are not those of the rank's tokens")
@@ -139,7 +142,7 @@ def _check_lengths(call: Call, rows: Dim, columns: Dim, over: frozenset[str]) ->
             told = f"{', '.join(sorted(over))} cuts" if over else "no axis cuts"
             raise Certain(f"{told} the queries' sequence, and the ends of documents move along "
                           f"{', '.join(sorted(lengths.shifted)) or 'no axis'}")  # fmt: skip
-    if not over or _layout(call).batch is not None:
+    if not over or not of_tokens:
         return
     written = _WRITTEN.search(call.node.head)
     if len(given) != 2 or not written or written[2] != _FROM_THE_LAST:
