@@ -1,4 +1,4 @@
-"""Compile the steps `dense.yaml`, `experts.yaml`, `nodes.yaml` and `ring.yaml` anew and keep what tests read:
+"""Compile the steps of `STEPS` (`dense.yaml` and so on) anew and keep what tests read:
 python -m tests.tools.prove.renew [STEP ...].
 
 `dense.ir.gz` is the final graph of rank 0, without what nobody reads. `dense.json` holds its report, and for each axis
@@ -26,7 +26,8 @@ from tools.prove.report import mesh_for
 from tools.recipe.load import load_recipe
 
 HERE = Path(__file__).parent
-STEPS = {"dense": ("tp", 2), "experts": ("tp", 2), "nodes": ("tp", 4), "ring": ("cp", 2)}  # the inner axis, of 2; dp
+STEPS = {"dense": ("tp", 2), "experts": ("tp", 2), "nodes": ("tp", 4), "ring": ("cp", 2),
+         "documents": ("cp", 2)}  # fmt: skip  # the inner axis, of 2; dp
 _KEPT = re.compile(r'\b(?:(?:group|group_ranks|op): "[^"]*"|functor: Functor\[\w+\])')
 
 
