@@ -36,7 +36,7 @@ from plugins.sealed_checkpoint.plan import adopt
 from tools.ranges import Number, no_bind_option, overrides_option, steps_option
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
-from tools.recipe.mini import WORKERS
+from tools.recipe.mini_strategy import WORKERS
 from tools.runs.readings import loss_rank
 from tools.schema.versions import require_verified, unverified_option
 

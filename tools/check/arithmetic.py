@@ -352,7 +352,7 @@ def check_heads(view: View, built: Built, found: Findings) -> None:
     if view.parallel and view.cp % max(ulysses, 1):
         found.error(DEGREE, f"{ulysses} does not divide context_parallel {view.cp}", rule="heads_cp")
     _ulysses(view, built, found)
-    if "qk_pos_emb_head_dim" in built.fields:
+    if built.fields.get("multi_latent_attention"):
         query = built.number("qk_head_dim") + built.number("qk_pos_emb_head_dim")
         if built.number("v_head_dim") > query:
             wrong = f"larger than qk_head_dim + qk_pos_emb_head_dim = {query}"

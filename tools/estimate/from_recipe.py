@@ -104,7 +104,8 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
 
     Raises:
         RecipeError: it has no model or one of impossible sizes, a key or value that MindFormers has not, an offset or
-            degrees that do not fit, or it leaves its dispatch to `auto`.
+            degrees that do not fit, an optimizer that does not know the model's weights, or it leaves its dispatch to
+            `auto`.
     """
     view = View(recipe)
     if not view.get(MODEL):
@@ -116,6 +117,8 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
         model = model_of(built.fields)
     except (KeyError, TypeError, ValueError) as error:
         raise refusal(recipe, MODEL, f"its sizes make no model ({error}); {_MORE}") from None
+    if model.latent is None and view.get((*_OPTIMIZER, "type")) == "Muon":
+        raise refusal(recipe, (*_OPTIMIZER, "type"), f"Muon knows only multi-latent attention; AdamW; {_MORE}")
     if layers is None:
         raise refusal(recipe, OFFSET, f"does not fit the layers and stages; {_MORE}")
     table = tuple(tuple(row) for row in layers)

@@ -31,7 +31,7 @@ from tools.accuracy.equivalence.sharding import NEVER_CLIPPED
 from tools.accuracy.reference.start import Hyper, hyper_of, initial_weights
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
-from tools.recipe.mini import WORKERS
+from tools.recipe.mini_strategy import WORKERS
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import MODEL, View
 from tools.schema.stages import loss_rank

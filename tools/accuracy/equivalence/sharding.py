@@ -14,7 +14,7 @@ from typing import Any
 from tools.accuracy.equivalence.runs import MUON
 from tools.accuracy.equivalence.trained import Mesh
 from tools.recipe.load import Recipe
-from tools.recipe.mini import GROUPED
+from tools.recipe.mini_strategy import shares_keys
 
 CLIP = 0.05  # far below any norm of a model that has just begun: a clipping by the wrong norm must change something
 COLUMNS = ("input_ids", "labels", "loss_mask", "position_ids", "actual_seq_len")
@@ -266,7 +266,7 @@ def _model(recipe: Recipe, sharding: Sharding) -> None:
     kept = [entry for entry in recipe["callbacks"] if entry["type"] != "CheckpointMonitor"]
     if not sharding.moe:
         kept = [entry for entry in kept if entry["type"] != BIAS_CALLBACK]
-    if model["model_type"] == GROUPED:
+    if shares_keys(model):
         kept.append(dict(UNROUNDED))
     if recipe["optimizer"]["type"] == MUON:
         kept.append(dict(UNROUNDED_MUON))
