@@ -202,7 +202,7 @@ def _tell(what: Path, verdict: Verdict, as_json: bool) -> NoReturn:
 
 
 class DtypeName(click.ParamType):
-    """This is a data type, ``bf16`` or ``bfloat16``, converted to the full name."""
+    """A `DtypeName` is a click type for a data type: ``bf16`` and ``bfloat16`` both give ``bfloat16``."""
 
     name = "dtype"
 

@@ -82,8 +82,8 @@ def train(recipe: Recipe, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class RankCalls:
-    """This is the comparison of one rank: the collectives that it executed in its first step, and how they differ from
-    the dry run's.
+    """A `RankCalls` is the comparison of one rank: the collectives that it executed in its first step, and how they
+    differ from the dry run's.
 
     Args:
         calls, bytes: executed, and how large their tensors were. by_name: calls of each operator.
@@ -99,7 +99,7 @@ class RankCalls:
 
 @dataclass(frozen=True)
 class Verdict:
-    """This is the result of the comparison of all ranks: `EQUAL`, `DIFFERS`, or `UNKNOWN` with the reason."""
+    """A `Verdict` is the result of the comparison of all ranks: `EQUAL`, `DIFFERS`, or `UNKNOWN` with the reason."""
 
     word: str
     why: str = ""
@@ -154,7 +154,7 @@ def recipe_of_run(run_dir: Path) -> Recipe:
 
 
 class Executed(NamedTuple):
-    """This is what a rank recorded of its first step, as `calls_file` describes."""
+    """An `Executed` is what a rank recorded of its first step, as `calls_file` describes."""
 
     calls: list[CallRecord]
     places: dict[str, int]

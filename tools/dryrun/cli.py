@@ -41,7 +41,7 @@ _WIDTH = 130  # of tables in a file or pipe
 
 
 class Ranks(click.ParamType):
-    """This is an option's value: `all-stages`, or `0,512` as a tuple of integers."""
+    """A `Ranks` is an option's value: `all-stages`, or `0,512` as a tuple of integers."""
 
     name = f"{ALL}|R,R"
 

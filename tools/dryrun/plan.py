@@ -44,7 +44,7 @@ SWAP = tuple((*MODEL, key) for key in ("layer_swap", "op_swap"))
 
 @dataclass(frozen=True)
 class Stage:
-    """This describes one pipeline stage.
+    """A `Stage` describes one pipeline stage.
 
     Args:
         number: place in the pipeline.

@@ -37,7 +37,8 @@ DEFAULT_SKEW = 1.0
 
 
 class Cut(NamedTuple):
-    """This says into how many chunks `plugins.ep_overlap` cuts a micro-batch, and in which order it issues their steps.
+    """A `Cut` says into how many chunks `plugins.ep_overlap` cuts a micro-batch, and in which order it issues their
+    steps.
 
     Args:
         chunks: parts of the batch and of a sequence; None: the best that fit, as `chunks: auto` asks for.
@@ -50,8 +51,8 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Recompute:
-    """This says how many layers of each chunk and stage, [chunks][stages], the backward pass recomputes, and which part
-    of them; None means no layers.
+    """A `Recompute` says how many layers of each chunk and stage, [chunks][stages], the backward pass recomputes, and
+    which part of them; None means no layers.
 
     Args:
         full: whole layers.
@@ -77,7 +78,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Configuration:
-    """This is one training run; RecipeError is raised if its degrees or layers do not fit together.
+    """A `Configuration` is one training run; RecipeError is raised if its degrees or layers do not fit together.
 
     Args:
         layers: [chunks][stages] layers of each chunk on each stage.

@@ -51,7 +51,7 @@ _MOST = {"step": 1_000_000_000, "micro_batch": 100_000, "layer": 10_000, "expert
 
 
 class Counted(NamedTuple):
-    """These are the tokens of each expert in a log of expert loads.
+    """A `Counted` holds the tokens of each expert in a log of expert loads.
 
     Args:
         tokens: [steps, layers, experts], the sums of the micro-batches, by logical expert.
@@ -64,7 +64,7 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class Loads:
-    """These are the loads of the devices of an expert-parallel group, divided by their mean.
+    """A `Loads` holds the loads of the devices of an expert-parallel group, divided by their mean.
 
     Args:
         shares: [steps, micro-batches, layers, devices]. The layers are the decoder's MoE layers in their order, then

@@ -28,7 +28,7 @@ _HALF = ("Float16", "BFloat16")
 
 @dataclass(frozen=True)
 class Found:
-    """This is a matrix product whose result, a weight gradient, is added to the accumulated gradient.
+    """A `Found` is a matrix product whose result, a weight gradient, is added to the accumulated gradient.
 
     Args:
         fusion: name of the pass. place: of the AssignAdd.

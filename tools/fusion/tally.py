@@ -30,7 +30,7 @@ from tools.fusion.split import kernels
 
 @dataclass
 class Tally:
-    """This counts the operators, kernels and bytes of one part of the model in one pass (forward, recomputation or
+    """A `Tally` counts the operators, kernels and bytes of one part of the model in one pass (forward, recomputation or
     gradient); a mean of several layers may have fractions.
 
     Args:
@@ -253,7 +253,7 @@ _ALIKE = frozenset(("Load", "Depend", "Reshape"))  # the same bytes as their fir
 
 
 class Read(NamedTuple):
-    """This is a tensor that an operator reads: the operator (or parameter) that made it, and its type."""
+    """A `Read` is a tensor that an operator reads: the operator (or parameter) that made it, and its type."""
 
     source: str
     tensor: TensorType

@@ -63,7 +63,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A `Bundle` is a bundle as it was read: its path, its manifest, and the text of each file."""
+    """A `Bundle` holds the content of a bundle's file: its path, its manifest, and the text of each file."""
 
     path: Path
     manifest: Manifest
@@ -218,7 +218,7 @@ def _check_versions(path: Path, manifest: Manifest) -> None:
 
 @dataclass(frozen=True)
 class MemoryTerms:
-    """These are the terms of memory that a first hour measured.
+    """A `MemoryTerms` holds the terms of memory that a first hour measured.
 
     Args:
         activations: factor on the modelled activations and on what one pass needs beside them.

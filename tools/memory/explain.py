@@ -27,7 +27,7 @@ PAIRS = 10  # pairs that are written, read again and checked
 
 @dataclass(frozen=True)
 class Proposal:
-    """This is a proposed change of a recipe, with its predicted memory and step time.
+    """A `Proposal` is a proposed change of a recipe, with its predicted memory and step time.
 
     Args:
         name: in words; keys: what to write, by dotted key.

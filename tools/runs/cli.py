@@ -185,7 +185,7 @@ def line(status: Status) -> str:
 
 
 class Scalars:
-    """This writes TensorBoard's scalars of each step, and replaces what an earlier process wrote for that step.
+    """A `Scalars` writes TensorBoard's scalars of each step, and replaces what an earlier process wrote for that step.
 
     Raises:
         DataError: tensorboard is not installed, or the folder cannot be written.
@@ -229,7 +229,7 @@ class Scalars:
 
 
 class Exporter:
-    """This writes the file `path` again for each status.
+    """An `Exporter` writes the file `path` again for each status.
 
     Raises:
         DataError: prometheus-client is not installed, or `path` cannot be written or ends in something else than .prom.

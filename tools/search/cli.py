@@ -133,7 +133,7 @@ _RESERVE = 3.0
 
 
 class SearchOrCommand(RecipeOrCommand):
-    """This is the group whose recipes go to `tc3 search RECIPE`."""
+    """A `SearchOrCommand` is the group whose recipes go to `tc3 search RECIPE`."""
 
     of_recipe = space_command
 

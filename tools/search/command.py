@@ -39,7 +39,7 @@ _WIDTH = 200  # of tables in a file or pipe
 
 
 class OfGroup(click.Command):
-    """This is the class of a command that has the same help as its group; the group writes this help."""
+    """An `OfGroup` is the class of a command that has the same help as its group; the group writes this help."""
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the same help as the command's group."""

@@ -48,7 +48,7 @@ def time_limit_option(default: float, what: str) -> Callable[[Callable[..., Any]
 
 
 class Effort(click.ParamType):
-    """This is a click type: `low`, `normal`, `high`, or units of `tools.layout.budget`."""
+    """An `Effort` is a click type: `low`, `normal`, `high`, or units of `tools.layout.budget`."""
 
     name = "effort"
 
@@ -97,7 +97,9 @@ def tell_end(cut: bool, stopped: bool, best: str) -> None:
 
 
 class RecipeOrCommand(click.Group):
-    """This is a group whose first word is one of its commands or a recipe, which goes to the command `of_recipe`."""
+    """A `RecipeOrCommand` is a group whose first word is one of its commands or a recipe, which goes to the command
+    `of_recipe`.
+    """
 
     of_recipe: click.Command
 
@@ -150,7 +152,7 @@ _WORDS = {
 
 
 class SpaceProgress(Progressing):
-    """This shows the progress of `tc3 search RECIPE`, one phase after the other."""
+    """A `SpaceProgress` shows the progress of `tc3 search RECIPE`, one phase after the other."""
 
     def __init__(self) -> None:
         super().__init__("looking at every mesh of the devices")
@@ -162,7 +164,7 @@ class SpaceProgress(Progressing):
 
 
 class PlanProgress(Progressing):
-    """This shows the progress of the pipeline optimiser: the best plan, and its gap to the bound."""
+    """A `PlanProgress` shows the progress of the pipeline optimiser: the best plan, and its gap to the bound."""
 
     def __init__(self, budget: Budget):
         super().__init__("looking for a first plan", budget.effort)

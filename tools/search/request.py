@@ -46,7 +46,7 @@ _FORM = re.compile(r"\s*([a-z]+)\s*(<=|>=|!=|<|>|=|%\s*(\d+)\s*=)\s*([\w,\s]+?)\
 
 @dataclass(frozen=True)
 class Limit:
-    """This is one limit, as the user wrote it and in its parts."""
+    """A `Limit` is one limit, as the user wrote it and in its parts."""
 
     text: str
     name: str  # what it limits
@@ -116,7 +116,7 @@ def read_limit(text: str) -> Limit:
 
 @dataclass(frozen=True)
 class Request:
-    """This is the request for one run of `tc3 search`."""
+    """A `Request` holds what one run of `tc3 search` looks for."""
 
     base: Configuration  # the recipe's own run; its degrees, layers, batch, recomputation, sharding are searched for
     hardware: Hardware

@@ -24,7 +24,7 @@ RECORD = "tc3 train RECIPE --set plugins.step_record.steps=3"  # what makes a ru
 
 @dataclass
 class State:
-    """These are the lines that the ranks recorded for one step, or for a start of the run."""
+    """A `State` holds the lines that the ranks recorded for one step, or for a start of the run."""
 
     step: int
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class State:
 
 @dataclass
 class Tensor:
-    """This is one tensor with the parts of all ranks: `parts` is offset -> {rank: (digest, sum of squares)}."""
+    """A `Tensor` is one tensor with the parts of all ranks: `parts` is offset -> {rank: (digest, sum of squares)}."""
 
     shape: tuple[int, ...]
     parts: dict[tuple[int, ...], dict[int, tuple[str, float]]] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Tensor:
 
 @dataclass
 class Side:
-    """This is one of the runs that are compared.
+    """A `Side` is one of the runs that are compared.
 
     Attributes:
         steps: step -> the metrics of the rank that knows the loss.

@@ -206,7 +206,7 @@ def _forward(row: Row, initial: bool) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """This is the result of a comparison: all rows in the order of execution, and what is known about both dumps.
+    """A `Report` is the result of a comparison: all rows in the order of execution, and what is known about both dumps.
 
     Args:
         golden, bench: the folders.

@@ -56,7 +56,7 @@ _PROCESS = re.compile(r"proc\d+$")
 
 @dataclass(frozen=True)
 class Name:
-    """This is one key of msprobe's dump.json, split into its parts.
+    """A `Name` is one key of msprobe's dump.json, split into its parts.
 
     Args:
         text: the key itself.
@@ -111,8 +111,8 @@ def parse(text: str) -> Name:
 
 
 class NpyFile:
-    """This is one open array with `dtype`, `shape` and `size`; `pieces` gives its values. The open array is a context
-    manager.
+    """A `NpyFile` is one open array with `dtype`, `shape` and `size`; `pieces` gives its values. The open array is a
+    context manager.
 
     Raises:
         DataError: the file is missing, is no .npy, or is shorter than its header says.
@@ -181,7 +181,7 @@ def pieces(*files: NpyFile) -> Iterator[tuple[np.ndarray, ...]]:
 
 @dataclass(frozen=True)
 class Item:
-    """This is one tensor or plain value of an entry.
+    """An `Item` is one tensor or plain value of an entry.
 
     Args:
         label: role and place: `input.0`, `output.1`, `parameters.weight`, or a gradient's parameter.
@@ -218,7 +218,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Entry:
-    """This is one call of a cell or function, with its inputs and outputs."""
+    """An `Entry` is one call of a cell or function, with its inputs and outputs."""
 
     name: Name
     items: tuple[Item, ...]
@@ -282,7 +282,7 @@ def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
 
 @dataclass(frozen=True)
 class Dump:
-    """This is a dump as far as its folders and file headers describe it.
+    """A `Dump` is a dump as far as its folders and file headers describe it.
 
     Args:
         folders: step -> rank -> folder with dump.json.

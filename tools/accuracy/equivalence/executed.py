@@ -170,8 +170,8 @@ def _counted_twice(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 class ExecutedRuns(Runs):
-    """These are the sharded runs of one recipe; each is made once, and the run of one process with which it is compared
-    is made when it is first needed.
+    """An `ExecutedRuns` holds the sharded runs of one recipe; each is made once, and the run of one process with which
+    it is compared is made when it is first needed.
     """
 
     word = "run"

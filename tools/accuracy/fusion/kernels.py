@@ -57,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Kernel:
-    """This is a group of operators that become one kernel.
+    """A `Kernel` is a group of operators that become one kernel.
 
     Args:
         inputs: type and shape of what it takes from outside.
@@ -235,7 +235,7 @@ def shrunk(kernel: Kernel) -> Kernel:
 
 @dataclass
 class Found:
-    """This collects the kernels of graphs, one of each kind, and the reasons why others cannot be computed again.
+    """A `Found` collects the kernels of graphs, one of each kind, and the reasons why others cannot be computed again.
 
     Args:
         kernels: each kind once, by `Kernel.key`. counts: how many there are of each.

@@ -79,7 +79,7 @@ def _value(kind: str, what: Any, inputs: list[np.ndarray], results: list[np.ndar
 
 @dataclass(frozen=True)
 class Allowance:
-    """Return what Table 2 allows for a result (`tools.accuracy.judge`).
+    """An `Allowance` says what Table 2 (`tools.accuracy.judge`) allows for a result.
 
     Args:
         dtype: the type of fewest bits that it depends on.
@@ -138,7 +138,7 @@ def verdict(got: np.ndarray, want: np.ndarray, allowance: Allowance, way: str) -
 
 @dataclass(frozen=True)
 class Row:
-    """This is the judgement of one kind of kernel: computed as a fused kernel, and computed one operator after the
+    """A `Row` is the judgement of one kind of kernel: computed as a fused kernel, and computed one operator after the
     other.
 
     Args:

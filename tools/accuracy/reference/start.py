@@ -72,8 +72,8 @@ def checksum(arrays: Arrays) -> int:
 
 @dataclass(frozen=True)
 class Hyper:
-    """This is AdamW with decoupled decay; `rates` holds the learning rate of each step, and `clip` the largest allowed
-    global norm, or 0 for no clipping.
+    """A `Hyper` is AdamW with decoupled decay; `rates` holds the learning rate of each step, and `clip` the largest
+    allowed global norm, or 0 for no clipping.
     """
 
     rates: list[float]

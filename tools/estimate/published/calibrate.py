@@ -35,7 +35,7 @@ from tools.estimate.published.validate import measured_seconds, predict
 
 @dataclass(frozen=True)
 class DeviceType:
-    """This is a device type: clusters that share one set of efficiencies.
+    """A `DeviceType` names clusters that share one set of efficiencies.
 
     Args:
         parent: the type that it is drawn to; "" for the start.
@@ -147,7 +147,7 @@ Bounds = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Calibration:
-    """This is the result of fitting a cluster's efficiencies.
+    """A `Calibration` is the result of fitting a cluster's efficiencies.
 
     Args:
         efficiency: fitted where `fitted` says so, else as it was.

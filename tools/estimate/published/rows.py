@@ -155,7 +155,7 @@ _TELECHAT3_438B = {"seq": 4096, "tp": 2, "ep": 16}
 
 @dataclass(frozen=True)
 class Row:
-    """This is one row of a measurements file, which describes a measured run.
+    """A `Row` is one row of a measurements file, which describes a measured run.
 
     Args:
         samples: the step that the row speaks of, in samples; 0 when it does not say.
