@@ -165,11 +165,13 @@ def collectives_command(
     require_verified()
     if recipe.is_dir():
         if overrides or keep:
-            raise click.UsageError("--set and --keep go with a recipe: a run's folder is compared unchanged")
+            raise click.UsageError(
+                "--set and --keep work only with a recipe, because a run's folder is compared unchanged; leave them out"
+            )
         _tell(recipe, collectives.compare_run(recipe, jobs), as_json)
     flat = collectives.sharded_recipe(recipe, overrides)
     if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise RecipeError(f"--keep {keep}: the folder is not empty")
+        raise RecipeError(f"--keep {keep}: the folder is not empty; name an empty or a new folder")
     with terminate_as_interrupt(), _folder(keep) as folder:
         click.echo(f"{flat.source}: training {collectives.STEPS} steps", err=True)
         try:
@@ -281,7 +283,8 @@ def ops(
         return
     if "hfloat32" in dtypes and set(dtypes) != {"hfloat32"}:
         raise click.UsageError(
-            "--dtype hf32: once on, hf32 cannot be switched off in a process, so no other type can be tested with it"
+            "--dtype hf32: a process cannot switch hf32 off again, so no other type can be tested with it; give "
+            "--dtype hf32 only"
         )
     pairs = _pairs(names, dtypes or DEFAULT)
     check_page(page)

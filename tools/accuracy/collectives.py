@@ -51,11 +51,14 @@ def refuse_unsharded(recipe: Recipe) -> None:
     if not chosen(recipe):
         wants = "context.device_target: CPU and parallel.parallel_mode: 1 (semi-auto parallel; docs/semi-auto-cpu.md)"
         raise RecipeError(
-            f"{recipe.source}: there are no collectives of MindSpore to check: on CPU MindSpore inserts them only "
-            f"with {wants}"
+            f"{recipe.source}: there are no collectives of MindSpore to check, because on CPU MindSpore inserts them "
+            f"only with {wants}"
         )
     if View(recipe).devices == 1:
-        told = "it has one process, which sends nothing: see use_parallel, parallel_config"
+        told = (
+            "the recipe trains in one process, which communicates with no other; set use_parallel: True, and a degree "
+            "of parallel_config above 1"
+        )
         raise RecipeError(f"{recipe.source}: {told}")
 
 

@@ -179,12 +179,12 @@ class Configuration:
         if min(ranks, self.pp, self.ep, self.batch, self.micro_batches) < 1 or ranks % self.ep:
             raise RecipeError(
                 f"dp {self.dp} tp {self.tp} pp {self.pp} cp {self.cp} ep {self.ep}, micro-batches of {self.batch} x "
-                f"{self.micro_batches}: each must be at least 1, and ep must divide dp x tp x cp"
+                f"{self.micro_batches}: each number must be at least 1, and ep must divide dp x tp x cp"
             )
         if any(len(row) != self.pp for row in self.layers) or sum(map(sum, self.layers)) != self.model.layers:
             raise RecipeError(
-                f"layers {self.layers}: each chunk must have {self.pp} stages, and all of them together "
-                f"{self.model.layers} layers"
+                f"layers {self.layers}: the table must have {self.pp} stages in each chunk, and {self.model.layers} "
+                "layers in all"
             )
 
     def stage_kinds(self, stage: int) -> list[list[str]]:

@@ -243,7 +243,7 @@ def read_loads(path: Path, config: Configuration) -> Loads:
     """
     path = load_file(path) if path.is_dir() else path
     if not path.is_file():
-        raise DataError(f"--loads {path}: there is no such file; {FORMS}")
+        raise DataError(f"--loads {path}: there is no such file; give {FORMS}")
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -326,7 +326,7 @@ def _csv_rows(path: Path, text: str) -> list[_Row]:
         if not line:
             continue
         if len(line) != len(head):
-            text = f"{len(line)} values for the {len(head)} columns {','.join(head)}"
+            text = f"the line has {len(line)} values for the {len(head)} columns {','.join(head)}"
             raise DataError(
                 f"{place}: {head[min(len(line), len(head) - 1)]}: {text}; delete the line if it is only half a line"
             )

@@ -60,7 +60,9 @@ def open_run(place: Path, recipe: Path | None, say: Callable[[str], None]) -> So
             recipe is broken.
     """
     if not place.exists():
-        raise DataError(f"{place}: there is no run and no file with this name")
+        raise DataError(
+            f"{place}: there is no such run or file; give the folder of a run, or its metrics/expert_load.jsonl"
+        )
     file = load_file(place) if place.is_dir() else place
     records = read(file, say=say)
     own = file.parent.parent / "recipe.yaml"  # RUN/metrics/expert_load.jsonl

@@ -461,13 +461,13 @@ def judge(instance: Instance, solution: list) -> Judgement:
         parts = []
     if [part.shape for part in parts] != want or any(part.dtype.kind != "i" for part in parts):
         raise DataError(
-            f"solution of {instance.name}: the solution must be a list of integer arrays n[type][v][s][option] of the "
+            f"solution of {instance.name}: it must be a list of integer arrays n[type][v][s][option] of the "
             f"shapes {want}"
         )
     plan = instance.from_solution(solution)[None]
     if not instance.well_formed(plan)[0]:
         raise DataError(
-            f"solution of {instance.name}: the solution must place every layer once, keep the model's order of types, "
+            f"solution of {instance.name}: it must place every layer once, keep the model's order of types, "
             "leave no inner chunk empty, and obey last_layers, last_option and order"
         )
     peak = instance.peak_memory(plan)[0]

@@ -209,7 +209,7 @@ def memory(
     require_sound(loaded)
     config, hardware = from_recipe(loaded), find_cluster(cluster)
     if stage is not None and stage >= config.pp:
-        raise RecipeError(f"--stage {stage}: the recipe has stages 0 to {config.pp - 1}")
+        raise RecipeError(f"--stage {stage}: there is no such stage; the recipe has stages 0 to {config.pp - 1}")
     room, times = room_of(loaded, hardware, limit), TimeModel(hardware)
     if limit is not None:
         room = dataclasses.replace(room, source="--limit")

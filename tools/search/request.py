@@ -106,10 +106,10 @@ def read_limit(text: str) -> Limit:
     else:
         raise RecipeError(f"--limit {text!r}: the value of {name} must be a number of at most {_LARGEST:,}")
     if sign not in ("=", "!=") and len(values) > 1:
-        raise RecipeError(f"--limit {text!r}: the sign {sign} takes only one number")
+        raise RecipeError(f"--limit {text!r}: only one number may follow the sign {sign}; write one")
     if modulus is not None and not 0 <= values[0] < int(modulus):
         raise RecipeError(
-            f"--limit {text!r}: a remainder of a division by {modulus} must be from 0 to {int(modulus) - 1}"
+            f"--limit {text!r}: the remainder of a division by {modulus} must be from 0 to {int(modulus) - 1}"
         )
     return Limit(text, name, sign, values, int(modulus or 1))
 

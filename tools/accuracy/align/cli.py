@@ -68,7 +68,7 @@ def align(
     from tools.accuracy.align.ladder import Wanted, climb, print_ladder
 
     if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise RecipeError(f"--keep {keep}: the folder is not empty")
+        raise RecipeError(f"--keep {keep}: the folder is not empty; name an empty or a new folder")
     require_verified()
     with terminate_as_interrupt(), _folder(keep) as (folder, keep_logs):
         wanted = Wanted(recipe, against, steps, overrides, data, folder, python, seed)

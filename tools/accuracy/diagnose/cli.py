@@ -75,7 +75,7 @@ def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep
 
     paths = [a] if b is None else [a, b]
     if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise RecipeError(f"--keep {keep}: the folder is not empty")
+        raise RecipeError(f"--keep {keep}: the folder is not empty; name an empty or a new folder")
     for path in paths:
         if not path.exists():
             raise DataError(f"{path}: there is no such file or folder; give the folder of a run, or a recipe")

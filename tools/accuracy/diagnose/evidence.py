@@ -230,11 +230,13 @@ def read_side(folder: Path) -> Side:
     empty = [rank for rank, readings in metrics.items() if not readings.steps]
     if len(empty) == len(metrics):
         raise DataError(
-            f"{folder}: no step is recorded: the run still compiles, or it has failed (`tc3 runs report {folder}`)"
+            f"{folder}: the run has not recorded a step yet, because it still compiles or has failed; `tc3 runs "
+            f"report {folder}` says which"
         )
     if empty:
         raise DataError(
-            f"{folder}: rank {empty[0]} of {len(metrics)} has recorded no step: copy the metrics/ folders of all hosts"
+            f"{folder}: rank {empty[0]} of {len(metrics)} has not recorded a step; copy the metrics/ folders of all "
+            "hosts into this folder"
         )
     readings = metrics[loss_rank(recipe)]
     side = Side(str(folder), recipe, readings.steps, readings.total_steps, folder=folder / "metrics")

@@ -273,7 +273,9 @@ def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
     for path in folder.glob("*.npy"):
         parts = names.get(path.name, path.name).split(".")
         if len(parts) != 10 or parts[5] not in ("input", "output") or not parts[4].isdigit():
-            raise DataError(f"{path}: msprobe would not give this name to the file of a kernel's tensor")
+            raise DataError(
+                f"{path}: msprobe does not give such names to the file of a kernel's tensor; make the dump again"
+            )
         kind, scope, _, _, when, role, place, _, dtype, _ = parts
         with NpyFile(path) as file:
             item = Item(f"{role}.{place}", role, dtype.lower(), file.shape, _UNKNOWN, path)
@@ -361,7 +363,10 @@ def _same_ranks(folder: Path, folders: dict[int, dict[int, Path]], weights: dict
     first = sorted(next(iter(folders.values())))
     for step, ranks in (*folders.items(), *weights.items()):
         if sorted(ranks) != first:
-            raise DataError(f"{folder}: step {step} has ranks {sorted(ranks)}, but the first step has ranks {first}")
+            raise DataError(
+                f"{folder}: step {step} has ranks {sorted(ranks)}, but the first step has ranks {first}; copy the "
+                "missing folders, or make the dump again"
+            )
 
 
 def _elsewhere(folder: Path) -> str:
@@ -430,7 +435,9 @@ def _name(folder: Path, key: str) -> Name:
     try:
         return parse(key)
     except ValueError:
-        raise DataError(f"{folder / 'dump.json'}: {key!r} is not a name that msprobe writes") from None
+        raise DataError(
+            f"{folder / 'dump.json'}: {key!r} is not a name that msprobe writes; make the dump again"
+        ) from None
 
 
 def _items(value: dict[str, Any], folder: Path) -> Iterator[Item]:

@@ -119,10 +119,12 @@ def equivalence_command(
         print_list(Console(highlight=False))
         return
     if recipe is None:
-        raise click.UsageError("RECIPE is missing, such as recipes/mini/pretrain.yaml; --list shows the strategies")
+        raise click.UsageError(
+            "the argument RECIPE is missing; give a recipe, such as recipes/mini/pretrain.yaml, or --list"
+        )
     only = tuple(name.strip() for several in names for name in several.split(",") if name.strip())
     if names and not only:
-        raise RecipeError(f"--only {','.join(names)!r}: this names no strategy; --list shows all")
+        raise RecipeError(f"--only {','.join(names)!r}: this is not the name of a strategy; --list shows all names")
     drawn = (draws, seed, most) if draws else None
     chosen = choose(only, one_worker(recipe), drawn)
     check_page(page)

@@ -174,7 +174,7 @@ def read_run(run_dir: Path) -> Trained:
         raise DataError(f"{folder}: rank {missing[0]} of {workers} ranks did not record its results")
     metrics = run_dir / "metrics" / "rank_0.jsonl"
     if not metrics.exists():
-        raise DataError(f"{metrics}: the file is missing, because the run finished no step")
+        raise DataError(f"{metrics}: the file is missing, because the run did not finish a step")
     records = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(workers)]
     parts = [dict(np.load(folder / f"rank_{rank}.npz")) for rank in range(workers)]
     split = set(records[0]["split"])
