@@ -243,5 +243,5 @@ overrides_option = click.option(
 jobs_option = click.option(
     "--jobs",
     type=Number("workers"),
-    help="Number of compiles that run at the same time; by default as many as fit into memory.",
+    help="Run this many compiles at the same time; by default as many as fit into memory.",
 )

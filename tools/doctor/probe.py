@@ -323,8 +323,8 @@ def probe_options(command: Callable[..., Any]) -> Callable[..., Any]:
     workers = click.option(
         "--workers",
         type=int,
-        help="Number of workers to probe.  [default: the recipe's workers on one host; without a recipe, one for "
-        f"each NPU or, on a host without NPUs, for each core, {MOST} at most]",
+        help="Probe this many workers.  [default: the recipe's workers on one host; without a recipe, one for each NPU "
+        f"or, on a host without NPUs, for each core, {MOST} at most]",
     )
     flag = click.option(
         "--probe",

@@ -64,7 +64,7 @@ _OF_A_GRAPH = -1  # the stage of a graph that was handed over
     default=DEFAULT_HARDWARE,
     show_default=True,
     metavar="NAME|FILE",
-    help="Cluster whose HBM bandwidth is assumed.",
+    help="Assume the HBM bandwidth of this cluster.",
 )
 @overrides_option
 @jobs_option

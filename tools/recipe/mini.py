@@ -394,16 +394,12 @@ def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int
     view = View(recipe)
     if not view.parallel:
         wrong = (
-            "--parallel keeps the way in which a recipe splits its model, but this recipe does not split its model; "
-            "leave --parallel out"
+            "--parallel keeps how a recipe splits its model, but this recipe does not split it; leave the option out"
         )
         raise RecipeError(f"{recipe.source}: {wrong}")
     degrees = degrees_for(mini, view, workers)
     if degrees.workers == 1:
-        wrong = (
-            f"--parallel needs a parallel degree above 1 that fits {workers} workers, but this recipe has none; give "
-            "more --workers, or leave --parallel out"
-        )
+        wrong = f"--parallel needs a parallel degree above 1 that fits {workers} workers; give more, or leave it out"
         raise RecipeError(f"{recipe.source}: {wrong}")
     give_strategy(mini, view, degrees, batch, degrees)
     for name in (*MOVES, *SENDS) if degrees.ep == 1 else ():  # they need experts on other workers

@@ -285,7 +285,7 @@ def runs() -> None:
     "--measured",
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
-    help="Also compare the usual step with the one predicted for the cluster that tc3 firsthour measured.",
+    help="Also compare the usual step time with the step time predicted for the cluster that tc3 firsthour measured.",
 )
 def report_command(
     folders: tuple[Path, ...], as_json: bool, html: Path | None, picture: Path | None, measured: Path | None
@@ -333,10 +333,16 @@ def _beside(folders: tuple[Path, ...], measured: Path) -> list[Study]:
     return [beside(one, hardware) for one in studies(folders)]
 
 
-@runs.command("watch", short_help="Follow a run: phase, step, loss, speed, goodput, checkpoint, failures.")
+@runs.command("watch", short_help="Show a run's phase, step, loss, speed, goodput and failures while it trains.")
 @click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--once", is_flag=True, help="Print the status once and exit.")
-@click.option("--every", type=Number("pause"), default=2.0, show_default=True, help="Seconds between two refreshes.")
+@click.option(
+    "--every",
+    type=Number("pause"),
+    default=2.0,
+    show_default=True,
+    help="Wait this many seconds between two refreshes.",
+)
 @click.option(
     "--prometheus", type=click.Path(path_type=Path), help="Also write the status to this file (*.prom) for Prometheus."
 )

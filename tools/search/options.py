@@ -23,13 +23,17 @@ margin_option = click.option(
     type=Number("margin"),
     metavar="SHARE",
     help=(
-        "Share of the memory limit that is left free, such as 0.05. The default share is the known error of the "
+        "Leave this share of the memory limit free, such as 0.05. The default share is the known error of the "
         "estimator."
     ),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 seed_option = click.option(
-    "--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the random choices of the search."
+    "--seed",
+    default=0,
+    show_default=True,
+    type=Number("seed"),
+    help="Make the random choices of the search with this seed.",
 )
 
 
@@ -74,9 +78,9 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
         type=Effort(),
         metavar="N|low|normal|high",
         help=(
-            "Work that may be spent on each placement of layers. More work never gives a slower layout, and the same "
-            "number gives the same answer on a slow and on a fast machine. A unit of work takes about a second on an "
-            f"idle core; low is {EFFORTS['low']:g} units, normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. "
+            "Spend at most this much work on each placement of layers. More work never gives a slower layout, and the "
+            "same number gives the same answer on a slow and on a fast machine. A unit of work takes about a second on "
+            f"an idle core; low is {EFFORTS['low']:g} units, normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. "
             f"The default is {default}, or less if --time-limit is shorter."
         ),
     )
