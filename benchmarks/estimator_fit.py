@@ -110,7 +110,7 @@ def type_of(cluster: str) -> str:
 
 
 class Group(NamedTuple):
-    """This identifies a group of published runs: those of one model, known by its sizes, on one cluster."""
+    """A `Group` identifies a group of published runs: those of one model, known by its sizes, on one cluster."""
 
     model: str
     cluster: str
@@ -154,7 +154,7 @@ Sets = dict[str, Efficiency]
 
 @dataclass(frozen=True)
 class Run:
-    """This is one configuration on one cluster, with the seconds of its step as measured once or several times."""
+    """A `Run` is one configuration on one cluster, with the seconds of its step as measured once or several times."""
 
     cluster: str
     config: Configuration
@@ -188,8 +188,8 @@ def predicted(run: Run, sets: Mapping[str, Efficiency]) -> float:
 
 @dataclass(frozen=True)
 class Point:
-    """This is the state of a fit: its parameters, the logarithms of the seconds that they predict, and derivatives that
-    were computed at or near these parameters.
+    """A `Point` is the state of a fit: its parameters, the logarithms of the seconds that they predict, and derivatives
+    that were computed at or near these parameters.
     """
 
     x: np.ndarray
@@ -198,8 +198,8 @@ class Point:
 
 
 class Problem:
-    """This is the least-squares problem of the fit: the runs' residuals depend on one vector of parameters [types x
-    NAMES].
+    """A `Problem` is the least-squares problem of the fit: the runs' residuals depend on one vector of parameters
+    [types x NAMES].
     """
 
     def __init__(self, runs: Sequence[Run], kinds: Sequence[str]):
@@ -332,7 +332,7 @@ def fit(rows: Iterable[Row], start: Mapping[str, Efficiency] | None = None) -> S
 
 @dataclass(frozen=True)
 class Judged:
-    """This is a row that was predicted by a fit that did not use it; `error` is predicted over measured - 1."""
+    """A `Judged` is a row that was predicted by a fit that did not use it; `error` is predicted over measured - 1."""
 
     row: Row
     group: Group
@@ -371,7 +371,7 @@ TELLING = 0.10  # a spread below it is what runs differ by
 
 @dataclass(frozen=True)
 class Contradiction:
-    """These are rows of one configuration on one cluster, from the fastest to the slowest.
+    """A `Contradiction` holds rows of one configuration on one cluster, from the fastest to the slowest.
 
     Args:
         seconds: of each row's step.

@@ -63,7 +63,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A `Bundle` is a bundle as it was read: its path, its manifest, and the text of each file."""
+    """A `Bundle` holds the content of a bundle's file: its path, its manifest, and the text of each file."""
 
     path: Path
     manifest: Manifest
@@ -160,12 +160,16 @@ def read_bundle(path: Path, recipe: Path | None = None) -> Bundle:
 
 def _texts(path: Path) -> dict[str, str]:
     if not path.is_file():
-        raise DataError(f"{path}: {what_is(path)}; give a bundle, which tc3 firsthour RECIPE writes")
+        raise DataError(
+            f"{path}: there is no bundle at this path ({what_is(path)}); give a bundle, which tc3 firsthour RECIPE "
+            "writes"
+        )
     try:
         with zipfile.ZipFile(path) as archive:
             if sum(entry.file_size for entry in archive.infolist()) > _MOST:
                 raise DataError(
-                    f"{path}: the bundle unpacks to more than {_MOST >> 20} MiB, which no first hour writes"
+                    f"{path}: the bundle unpacks to more than {_MOST >> 20} MiB, which tc3 firsthour never writes; "
+                    "give another file"
                 )
             return {name: archive.read(name).decode("utf-8") for name in archive.namelist()}
     except (zipfile.BadZipFile, zlib.error, EOFError, UnicodeDecodeError, NotImplementedError, RuntimeError) as error:
@@ -218,7 +222,7 @@ def _check_versions(path: Path, manifest: Manifest) -> None:
 
 @dataclass(frozen=True)
 class MemoryTerms:
-    """These are the terms of memory that a first hour measured.
+    """A `MemoryTerms` holds the terms of memory that a first hour measured.
 
     Args:
         activations: factor on the modelled activations and on what one pass needs beside them.
@@ -244,8 +248,8 @@ def measured_cluster(bundle: Bundle) -> str:
     """
     if CLUSTER not in bundle.texts:
         raise DataError(
-            f"{bundle.path}: the bundle has no {CLUSTER}, because its rung calibrate was not judged; tc3 firsthour "
-            f"read {bundle.path} says why"
+            f"{bundle.path}: the bundle has no {CLUSTER}, because its step (rung) calibrate gave no result; tc3 "
+            f"firsthour read {bundle.path} says why"
         )
     return bundle.texts[CLUSTER]
 

@@ -50,7 +50,7 @@ PAIRS = 10  # pairs that are written, read again and checked
 
 @dataclass(frozen=True)
 class Proposal:
-    """This is a proposed change of a recipe, with its predicted memory and step time.
+    """A `Proposal` is a proposed change of a recipe, with its predicted memory and step time.
 
     Args:
         name: in words; keys: what to write, by dotted key.
@@ -251,7 +251,7 @@ _WIDTH = 130  # of tables in a file or pipe
     "--limit",
     type=Number("memory_gib"),
     metavar="GIB",
-    help="Memory in GiB that the job may use on a device; by default the recipe's context.max_device_memory.",
+    help="Assume that the job may use this many GiB on a device; by default the recipe's context.max_device_memory.",
 )
 @click.option(
     "--time-line",
@@ -263,7 +263,7 @@ _WIDTH = 130  # of tables in a file or pipe
 @click.option(
     "--stage",
     type=Number("stage"),
-    help="Pipeline stage for which memory over time and the largest tensors at the peak are shown; by default the "
+    help="Show memory over time and the largest tensors at the peak for this pipeline stage; by default for the "
     "fullest stage.",
 )
 @click.option(
@@ -271,13 +271,14 @@ _WIDTH = 130  # of tables in a file or pipe
     default=DEFAULT_HARDWARE,
     show_default=True,
     metavar="NAME|FILE",
-    help="Cluster whose device memory and step times are assumed.",
+    help="Assume the device memory and the step times of this cluster.",
 )
 @click.option(
     "--measured",
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
-    help="Bundle of `tc3 firsthour` for RECIPE. Its measured memory replaces the assumed memory of the same kinds.",
+    help="Read a bundle that `tc3 firsthour` wrote for RECIPE; its measured memory replaces the assumed memory of the "
+    "same kinds.",
 )
 @click.option("--loads", metavar="LOADS", help=HELP)
 @overrides_option
@@ -318,7 +319,7 @@ def memory(
     require_sound(loaded)
     config, hardware = from_recipe(loaded), find_cluster(cluster)
     if stage is not None and stage >= config.pp:
-        raise RecipeError(f"--stage {stage}: the recipe has stages 0 to {config.pp - 1}")
+        raise RecipeError(f"--stage {stage}: there is no such stage; the recipe has stages 0 to {config.pp - 1}")
     room, times = room_of(loaded, hardware, limit), TimeModel(hardware)
     if limit is not None:
         room = dataclasses.replace(room, source="--limit")

@@ -303,7 +303,7 @@ def _latent(model: Model) -> tuple[Weight, ...]:
 
 @dataclass(frozen=True)
 class Adapters:
-    """These are the adapters of `plugins.lora`, beside which all other weights are frozen.
+    """An `Adapters` holds the adapters of `plugins.lora`, beside which all other weights are frozen.
 
     Args:
         rank: of each. adapted: for each linear layer the names of its `weights`, which MindFormers has in one matrix.

@@ -17,7 +17,7 @@ import click
 
 
 class Range(NamedTuple):
-    """This is the range of a number. Both bounds are allowed values; with `above` the lower bound is not allowed.
+    """A `Range` is the range of a number. Both bounds are allowed values; with `above` the lower bound is not allowed.
 
     Attributes:
         low, high: the bounds, in the unit of the number.
@@ -174,7 +174,7 @@ def recipe_range(words: Sequence[str]) -> Range | None:
 
 
 class Number(click.ParamType):
-    """This is a click type for a number of `RANGES`, which is an int if the range is whole."""
+    """A `Number` is a click type for a number of `RANGES`, which is an int if the range is whole."""
 
     def __init__(self, name: str) -> None:
         self.range = RANGES[name]
@@ -197,7 +197,7 @@ class Number(click.ParamType):
 
 
 class Tokens(Number):
-    """This is a click type for a number of tokens, also written as 300M, 1.5B, 10T or 2e12."""
+    """A `Tokens` is a click type for a number of tokens, also written as 300M, 1.5B, 10T or 2e12."""
 
     def __init__(self) -> None:
         super().__init__("tokens")
@@ -243,7 +243,7 @@ overrides_option = click.option(
 jobs_option = click.option(
     "--jobs",
     type=Number("workers"),
-    help="Number of compiles that run at the same time; by default as many as fit into memory.",
+    help="Run this many compiles at the same time; by default as many as fit into memory.",
 )
 steps_option = click.option(
     "--steps",

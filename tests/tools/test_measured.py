@@ -135,7 +135,7 @@ def test_an_hour_that_did_not_come_so_far_has_no_cluster_and_no_memory(tmp_path)
     write_bundle(tmp_path / "b.zip", manifest(simulated=True), {"outcomes.json": "[]\n"})
     found = read_bundle(tmp_path / "b.zip")
     assert measured_memory(found) is None
-    with pytest.raises(DataError, match="its rung calibrate was not judged"):
+    with pytest.raises(DataError, match="its step \\(rung\\) calibrate gave no result"):
         measured_cluster(found)
     with pytest.raises(DataError, match="no card may claim"):
         _ = found.claim

@@ -42,22 +42,21 @@ _SHOWN = 10  # differences of a rank
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Write the dump into this new folder.")
 @click.option("--mini", is_flag=True, help="Dump RECIPE's architecture at toy size on CPU.")
-@click.option("--steps", default=2, show_default=True, type=Number("steps"), help="Number of training steps to dump.")
+@click.option("--steps", default=2, show_default=True, type=Number("steps"), help="Train and dump this many steps.")
 @click.option(
     "--level",
     default="L0",
     show_default=True,
     type=click.Choice(LEVELS),
     help=(
-        "Level of msprobe: L0 dumps cells, L1 dumps functions, mix dumps both, and L2 dumps the kernels of the "
-        "compiled graph."
+        "Choose what msprobe dumps: L0 dumps cells, L1 functions, mix both, and L2 the kernels of the compiled graph."
     ),
 )
 @click.option(
     "--task",
     type=click.Choice(TASKS),
-    help="statistics writes max, min, mean and norm of each tensor; tensor also writes all its values.  [default: "
-    "statistics; tensor at L2]",
+    help="Choose what is written: statistics writes max, min, mean and norm of each tensor; tensor also writes its "
+    "values.  [default: statistics; tensor at L2]",
 )
 @overrides_option
 @unverified_option
@@ -92,7 +91,7 @@ def dump(
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), help="Write compare.json and rows.csv into this folder."
 )
-@click.option("--html", "page", is_flag=True, help="Also write OUT/compare.html, one self-contained page.")
+@click.option("--html", "page", is_flag=True, help="Also write the comparison as one HTML page, OUT/compare.html.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option(
     "--promoted",
@@ -165,11 +164,13 @@ def collectives_command(
     require_verified()
     if recipe.is_dir():
         if overrides or keep:
-            raise click.UsageError("--set and --keep go with a recipe: a run's folder is compared unchanged")
+            raise click.UsageError(
+                "--set and --keep work only with a recipe, because a run's folder is compared unchanged; leave them out"
+            )
         _tell(recipe, collectives.compare_run(recipe, jobs), as_json)
     flat = collectives.sharded_recipe(recipe, overrides)
     if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise RecipeError(f"--keep {keep}: the folder is not empty")
+        raise RecipeError(f"--keep {keep}: the folder is not empty; name an empty or a new folder")
     with terminate_as_interrupt(), _folder(keep) as folder:
         click.echo(f"{flat.source}: training {collectives.STEPS} steps", err=True)
         try:
@@ -202,7 +203,7 @@ def _tell(what: Path, verdict: Verdict, as_json: bool) -> NoReturn:
 
 
 class DtypeName(click.ParamType):
-    """This is a data type, ``bf16`` or ``bfloat16``, converted to the full name."""
+    """A `DtypeName` is a click type for a data type: ``bf16`` and ``bfloat16`` both give ``bfloat16``."""
 
     name = "dtype"
 
@@ -231,7 +232,8 @@ for each in (align, dump, compare, equivalence_command, collectives_command, fus
     multiple=True,
     type=DtypeName(),
     help=(
-        "Data type to test: fp32, fp16 or bf16, by default all three; hf32 cannot be tested together with other types."
+        "Test this data type: fp32, fp16 or bf16, by default all three. hf32 cannot be tested together with other "
+        "types."
     ),
 )
 @click.option(
@@ -239,9 +241,11 @@ for each in (align, dump, compare, equivalence_command, collectives_command, fus
     default=3,
     show_default=True,
     type=Number("reruns"),
-    help="Number of runs of each operator; their results must be bit-identical.",
+    help="Run each operator this many times; the results must be bit-identical.",
 )
-@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the random inputs.")
+@click.option(
+    "--seed", default=0, show_default=True, type=Number("seed"), help="Draw the random inputs with this seed."
+)
 @click.option(
     "--shipped",
     is_flag=True,
@@ -276,7 +280,8 @@ def ops(
         return
     if "hfloat32" in dtypes and set(dtypes) != {"hfloat32"}:
         raise click.UsageError(
-            "--dtype hf32: once on, hf32 cannot be switched off in a process, so no other type can be tested with it"
+            "--dtype hf32: a process cannot switch hf32 off again, so no other type can be tested with it; give "
+            "--dtype hf32 only"
         )
     pairs = _pairs(names, dtypes or DEFAULT)
     check_page(page)

@@ -52,11 +52,14 @@ def refuse_unsharded(recipe: Recipe) -> None:
     if not chosen(recipe):
         wants = "context.device_target: CPU and parallel.parallel_mode: 1 (semi-auto parallel; docs/semi-auto-cpu.md)"
         raise RecipeError(
-            f"{recipe.source}: there are no collectives of MindSpore to check: on CPU MindSpore inserts them only "
-            f"with {wants}"
+            f"{recipe.source}: there are no collectives of MindSpore to check, because on CPU MindSpore inserts them "
+            f"only with {wants}"
         )
     if View(recipe).devices == 1:
-        told = "it has one process, which sends nothing: see use_parallel, parallel_config"
+        told = (
+            "the recipe trains in one process, which communicates with no other; set use_parallel: True, and a degree "
+            "of parallel_config above 1"
+        )
         raise RecipeError(f"{recipe.source}: {told}")
 
 
@@ -83,8 +86,8 @@ def train(recipe: Recipe, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class RankCalls:
-    """This is the comparison of one rank: the collectives that it executed in its first step, and how they differ from
-    the dry run's.
+    """A `RankCalls` is the comparison of one rank: the collectives that it executed in its first step, and how they
+    differ from the dry run's.
 
     Args:
         calls, bytes: executed, and how large their tensors were. by_name: calls of each operator.
@@ -100,7 +103,7 @@ class RankCalls:
 
 @dataclass(frozen=True)
 class Verdict:
-    """This is the result of the comparison of all ranks: `EQUAL`, `DIFFERS`, or `UNKNOWN` with the reason."""
+    """A `Verdict` is the result of the comparison of all ranks: `EQUAL`, `DIFFERS`, or `UNKNOWN` with the reason."""
 
     word: str
     why: str = ""
@@ -155,7 +158,7 @@ def recipe_of_run(run_dir: Path) -> Recipe:
 
 
 class Executed(NamedTuple):
-    """This is what a rank recorded of its first step, as `calls_file` describes."""
+    """An `Executed` is what a rank recorded of its first step, as `calls_file` describes."""
 
     calls: list[CallRecord]
     places: dict[str, int]

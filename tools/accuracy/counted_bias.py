@@ -13,8 +13,8 @@ LOAD_END, BIAS_END = ".expert_load", ".expert_bias"  # ends of names; the rest i
 
 
 class CountedBias(TopkBiasBalanceCallback):
-    """This is `TopkBiasBalanceCallback` that first records this rank's expert counters of every step, then moves the
-    biases and resets the counters as its parent does.
+    """A `CountedBias` is a `TopkBiasBalanceCallback` that first records this rank's expert counters of every step, then
+    moves the biases and resets the counters as its parent does.
 
     Attributes:
         loads: for each step, router -> share of the choices that each expert got, float32 [experts].

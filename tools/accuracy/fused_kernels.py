@@ -67,7 +67,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Kernel:
-    """This is a group of operators that become one kernel.
+    """A `Kernel` is a group of operators that become one kernel.
 
     Args:
         inputs: type and shape of what it takes from outside.
@@ -245,7 +245,7 @@ def shrunk(kernel: Kernel) -> Kernel:
 
 @dataclass
 class Found:
-    """This collects the kernels of graphs, one of each kind, and the reasons why others cannot be computed again.
+    """A `Found` collects the kernels of graphs, one of each kind, and the reasons why others cannot be computed again.
 
     Args:
         kernels: each kind once, by `Kernel.key`. counts: how many there are of each.
@@ -343,7 +343,7 @@ def _value(kind: str, what: Any, inputs: list[np.ndarray], results: list[np.ndar
 
 @dataclass(frozen=True)
 class Allowance:
-    """Return what Table 2 allows for a result (`tools.accuracy.judge`).
+    """An `Allowance` says what Table 2 (`tools.accuracy.judge`) allows for a result.
 
     Args:
         dtype: the type of fewest bits that it depends on.
@@ -402,7 +402,7 @@ def verdict(got: np.ndarray, want: np.ndarray, allowance: Allowance, way: str) -
 
 @dataclass(frozen=True)
 class Row:
-    """This is the judgement of one kind of kernel: computed as a fused kernel, and computed one operator after the
+    """A `Row` is the judgement of one kind of kernel: computed as a fused kernel, and computed one operator after the
     other.
 
     Args:

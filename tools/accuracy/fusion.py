@@ -29,7 +29,9 @@ _SHOWN = 10  # kernels, the worst first
 @click.command("fusion")
 @click.argument("recipe", metavar="RECIPE|GRAPH", type=click.Path(path_type=Path))
 @overrides_option
-@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the random inputs.")
+@click.option(
+    "--seed", default=0, show_default=True, type=Number("seed"), help="Draw the random inputs with this seed."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @unverified_option
 def fusion_command(recipe: Path, overrides: tuple[str, ...], seed: int, as_json: bool) -> None:

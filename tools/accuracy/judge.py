@@ -116,8 +116,8 @@ def lower_bound() -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """This is the judgement of one tensor: `error` is the largest error, `outside` the number of elements over the
-    tolerance, `detail` the worst element.
+    """A `Verdict` is the judgement of one tensor: `error` is the largest error, `outside` the number of elements over
+    the tolerance, `detail` the worst element.
     """
 
     passed: bool

@@ -67,7 +67,7 @@ _NOT_IN = {
 
 @dataclass(frozen=True)
 class Plugin:
-    """This holds the settings with which a plugin is tried in a recipe, and what else the recipe then needs.
+    """A `Plugin` holds the settings with which a plugin is tried in a recipe, and what else the recipe then needs.
 
     Args:
         settings: its section; needs: degrees of a `Sharding`; beside: other plugins that it works on; chats: whether
@@ -110,8 +110,8 @@ PLUGINS: Mapping[str, Plugin] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """This says whether one pair can be combined: `how` is one of the five words that the module defines, and `by` is
-    the reason or what has shown it.
+    """A `Cell` says whether one pair can be combined: `how` is one of the five words that the module defines, and `by`
+    is the reason or what has shown it.
     """
 
     one: str

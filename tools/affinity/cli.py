@@ -67,11 +67,15 @@ def picture(plan: Plan) -> str:
 @click.option(
     "--workers",
     type=int,
-    help="Number of workers on this host to plan for.  [default: the recipe's workers on one host; without RECIPE, "
-    "one for each NPU]",
+    help="Plan for this many workers on this host.  [default: the recipe's workers on one host; without RECIPE, one "
+    "for each NPU]",
 )
 @root_option
-@click.option("--bind-file", type=click.Path(path_type=Path), help="Write the file that `msrun --bind_numa` reads.")
+@click.option(
+    "--bind-file",
+    type=click.Path(path_type=Path),
+    help="Write the plan to this file, in the form that `msrun --bind_numa` reads.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def affinity(recipe: Path | None, workers: int | None, root: Path, bind_file: Path | None, as_json: bool) -> None:
     """Plan which cores each worker gets. A worker's cores are near its NPU, are shared with no other worker and are

@@ -119,7 +119,10 @@ def make_plan(host: Host, count: int, npus: Sequence[int] | None) -> Plan:
         ClusterError: there are fewer NPUs than workers.
     """
     if npus is not None and len(npus) < count:
-        raise ClusterError(f"{count} workers do not fit on {len(npus)} NPUs: every worker needs an NPU of its own")
+        raise ClusterError(
+            f"{count} workers do not fit on {len(npus)} NPUs, because every worker needs its own NPU; start fewer "
+            "workers"
+        )
     devices: list[int | None] = list(npus[:count]) if npus is not None else [None] * count
     total = sum(len(host.free(node)) for node in host.nodes)
     if total < count:

@@ -188,5 +188,5 @@ root_option = click.option(
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     default=Path("/"),
     callback=_refuse_empty_root,
-    help="Read the hardware of a recorded host from this folder instead of that of the machine itself.",
+    help="Read the hardware of a recorded host from this folder instead of the hardware of this machine.",
 )

@@ -94,7 +94,8 @@ class Stored:
         if not metadata.exists():
             if len({rank_of(name) for name in self.files}) > 1:
                 raise CheckpointError(
-                    f"{self.folder}: several ranks wrote here, but {METADATA}, which describes their layout, is missing"
+                    f"{self.folder}: several ranks wrote here, but {METADATA}, which describes their layout, is "
+                    "missing; copy the checkpoint again"
                 )
             return {
                 name: Tensor(header.dtype, header.shape, (1,) * len(header.shape), (((0, file),),))
@@ -153,7 +154,7 @@ class Stored:
             found = f"slices {sorted(slices)} of shapes {sorted(set(slices.values()))}"
             raise CheckpointError(
                 f"{self.folder}: {name} has shape {list(shape)} and is cut into {list(cuts)} parts, but the {found} "
-                "do not make up the whole tensor"
+                "do not make up the whole tensor; copy the checkpoint again"
             )
         copies = tuple(self._copies(name, place, part, storage) for place in range(len(slices)))
         return Tensor(self.files[copies[0][0][1]][name].dtype, shape, cuts, copies)
@@ -177,7 +178,8 @@ class Stored:
                 )
             if (found := self.files[file][name].shape) != shape:
                 raise CheckpointError(
-                    f"{self.folder / file}: {name} has shape {list(found)}, but a slice of it must have {list(shape)}"
+                    f"{self.folder / file}: {name} has shape {list(found)}, but a slice of it must have "
+                    f"{list(shape)}; copy the checkpoint again"
                 )
         return tuple(sorted((int(entry["storage_rank"]), entry["file_name"]) for entry in entries))
 
@@ -334,7 +336,8 @@ def read_placements(folder: Path) -> dict[str, np.ndarray]:
                 )
             if not np.array_equal(found.setdefault(module, slots), slots):
                 raise CheckpointError(
-                    f"{file}: {module}.{PLACEMENT} differs from the placement in the files of other ranks"
+                    f"{file}: {module}.{PLACEMENT} differs from the placement in the files of other ranks; the file "
+                    "may be damaged"
                 )
     return found
 

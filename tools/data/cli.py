@@ -33,8 +33,8 @@ TOKENIZER_HELP = (
     "`bytes` trains a byte-level BPE tokenizer on the corpus and saves it as PREFIX_tokenizer/. DIR is the folder "
     "of a Hugging Face tokenizer, such as the PREFIX_tokenizer/ of an earlier run."
 )
-VOCAB_HELP = f"Vocabulary size of the tokenizer that --tokenizer bytes trains.  [default: {DEFAULT_VOCAB}]"
-HELD_OUT_HELP = "Keep this share of the documents out of PREFIX and write it as PREFIX_heldout."
+VOCAB_HELP = f"Train the tokenizer of --tokenizer bytes with this vocabulary size.  [default: {DEFAULT_VOCAB}]"
+HELD_OUT_HELP = "Leave this share of the documents out of PREFIX, and write these documents as PREFIX_heldout."
 DTYPE_HELP = (
     "Store token ids in this data type. auto chooses uint16 if the vocabulary has fewer than 65,500 ids, and int32 "
     "otherwise."
@@ -49,8 +49,8 @@ INSTRUCTIONS_OUTPUT = (
     "Write PREFIX.jsonl, each line with the keys instruction, input and output, and create its folder if it is missing."
 )
 INSTRUCTIONS_HELD_OUT = (
-    "Keep the functions of this share of the modules out of PREFIX, and write them as PREFIX_heldout.jsonl. For stdlib"
-    " and the same seed, these are the modules that `tc3 data prepare` holds out."
+    "Leave the functions of this share of the modules out of PREFIX, and write them as PREFIX_heldout.jsonl. For "
+    "stdlib and the same seed, these are the modules that `tc3 data prepare` holds out."
 )
 
 
@@ -90,7 +90,7 @@ def data() -> None:
     "--seed",
     type=Number("seed"),
     default=1234,
-    help="Seed of the random choice of the documents that --held-out keeps out.",
+    help="Choose the documents of --held-out at random with this seed.",
 )
 @click.option("--dtype", type=click.Choice(["auto", "uint16", "int32"]), default="auto", help=DTYPE_HELP)
 @click.option("--workers", type=Number("workers"), metavar="N", help=WORKERS_HELP)
@@ -150,7 +150,7 @@ def prepare(
     "--seed",
     type=Number("seed"),
     default=1234,
-    help="Seed of the random choice of the modules that --held-out keeps out, and of the order of the lines.",
+    help="Choose the modules of --held-out, and the order of the lines, at random with this seed.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON on stdout.")
@@ -187,9 +187,11 @@ def instructions(inputs: tuple[str, ...], output: Path, as_json: bool, **flags: 
     "inputs",
     multiple=True,
     metavar="FILE|DIR|stdlib",
-    help="File or folder of the corpus, if it is no longer where PREFIX.json says; may be repeated.",
+    help="Read the corpus from this file or folder, if it is no longer where PREFIX.json says; may be repeated.",
 )
-@click.option("--tokenizer", metavar="DIR", help="Folder of the tokenizer, if it is no longer where PREFIX.json says.")
+@click.option(
+    "--tokenizer", metavar="DIR", help="Read the tokenizer from DIR, if it is no longer where PREFIX.json says."
+)
 @click.option(
     "--sample",
     type=Number("share"),

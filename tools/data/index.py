@@ -46,7 +46,10 @@ def choose_dtype(requested: str, vocab_size: int) -> str:
         return "uint16" if vocab_size < 65500 else "int32"
     largest = int(np.iinfo(requested).max)
     if vocab_size - 1 > largest:
-        raise DataError(f"--dtype {requested} holds ids up to {largest:,}, but the vocabulary has {vocab_size:,} ids")
+        raise DataError(
+            f"--dtype {requested} holds ids up to {largest:,}, but the vocabulary has {vocab_size:,} ids; choose a "
+            "larger type"
+        )
     return requested
 
 
@@ -131,7 +134,7 @@ def map_lengths(prefix: str | Path) -> np.ndarray:
         _, documents = _read_header(stream, path)
         start = stream.tell()
     if not documents:
-        raise BrokenIndexError(f"{path}: the index holds no documents")
+        raise BrokenIndexError(f"{path}: the index holds no documents; prepare the corpus again")
     return np.memmap(path, dtype=np.int32, mode="r", offset=start, shape=(documents,))
 
 
@@ -139,7 +142,9 @@ def _require(path: Path) -> None:
     """Raise `DataError` unless `path` is a file that can be read."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise DataError(f"{path}: this is not a file")
+            raise DataError(
+                f"{path}: this is not an ordinary file; give PREFIX, which is the path without .bin or .idx"
+            )
         with open(path, "rb"):
             pass
     except (FileNotFoundError, NotADirectoryError):
@@ -151,11 +156,13 @@ def _require(path: Path) -> None:
 def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
     """Dtype of the ids and number of documents; leaves `stream` at the lengths. Raises `BrokenIndexError`."""
     if stream.read(len(HEADER)) != HEADER:
-        raise BrokenIndexError(f"{path}: this is not a Megatron index, because its first bytes are wrong")
+        raise BrokenIndexError(
+            f"{path}: this is not a Megatron index, because its first bytes are wrong; give PREFIX of a corpus"
+        )
     try:
         version, code, sequences, documents = _COUNTS.unpack(stream.read(_COUNTS.size))
     except struct.error:
-        raise BrokenIndexError(f"{path}: the file ends inside its header") from None
+        raise BrokenIndexError(f"{path}: the file is truncated inside its header; copy it again") from None
     names = {number: name for name, number in DTYPE_CODES.items()}
     if version != 1 or code not in names:
         raise BrokenIndexError(
@@ -166,7 +173,7 @@ def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
     if path.stat().st_size != expected:
         raise BrokenIndexError(
             f"{path}: the file has {path.stat().st_size:,} bytes, but by the counts in its header it should have "
-            f"{expected:,}"
+            f"{expected:,}; copy the file again"
         )
     if documents != sequences + 1:
         raise BrokenIndexError(f"{path}: {_NOT_ONE_SEQUENCE}")
@@ -218,20 +225,21 @@ class IndexReader:
         if len(self.lengths) and int(self.lengths.min()) < 1:
             raise BrokenIndexError(
                 f"{self.idx_path}: a document of the index has {int(self.lengths.min())} tokens, but each needs at "
-                "least 1"
+                "least 1; prepare the corpus again"
             )
         start = 0
         for pointers in _pointers(self.lengths, self.dtype.itemsize):
             if not np.array_equal(pointers, self.offsets[start : start + len(pointers)]):
                 raise BrokenIndexError(
                     f"{self.idx_path}: the offsets of the documents do not agree with their lengths, so the file is "
-                    "damaged"
+                    "damaged; prepare the corpus again"
                 )
             start += len(pointers)
         size, expected = self.bin_path.stat().st_size, self.tokens * self.dtype.itemsize
         if size != expected:
             raise BrokenIndexError(
-                f"{self.bin_path}: the file has {size:,} bytes, but its index {self.idx_path} says {expected:,}"
+                f"{self.bin_path}: the file has {size:,} bytes, but according to its index {self.idx_path} it should "
+                f"have {expected:,}; copy both files again"
             )
 
 

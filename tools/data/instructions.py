@@ -226,7 +226,10 @@ def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) ->
     made = samples(rows, length, tokenizer)
     if not made:
         key, file = files[0]
-        raise DataError(f"{key}: {file}: no conversation has an answer within {length:,} tokens")
+        raise DataError(
+            f"{key}: {file}: no conversation has an answer within its first {length:,} tokens; give other "
+            "conversations, or raise seq_length"
+        )
     return made
 
 

@@ -1,5 +1,5 @@
-"""This module runs a command, most often `tc3 doctor --json`, on many hosts by ssh. It asks many hosts at once, gives
-each a time limit, and leaves no process behind.
+"""This module runs a command, most often `tc3 doctor --json`, on many hosts by ssh. The module asks many hosts at once,
+gives each a time limit, and leaves no process behind.
 
 The same ssh session measures the clock first: we send a line, the host answers with its time. Its clock then stood
 between our sending and our receiving; of several rounds the shortest one is the most exact. The start of a connection

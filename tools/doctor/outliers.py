@@ -126,7 +126,7 @@ class Probe(TypedDict):
 
 
 class Times(NamedTuple):
-    """The median of the rounds and the best round state the time of a unit of work."""
+    """A `Times` holds the time of a unit of work in the median round and in the best round."""
 
     typical: float
     best: float

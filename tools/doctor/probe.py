@@ -217,7 +217,10 @@ def measure(seats: Sequence[Seat], folder: Path, rounds: int, notes: Sequence[st
     """
     above = next((one for one in (folder, *folder.parents) if one.exists()), None)
     if above is None:
-        raise ClusterError(f"{folder}: the probe writes a file, but neither this folder nor one above it exists")
+        raise ClusterError(
+            f"{folder}: the probe writes a file below this folder, but neither the folder nor one above it exists; "
+            "name another folder"
+        )
     words = f"probing {len(seats)} worker{'s' * (len(seats) > 1)}"
     with terminate_as_interrupt(), Progressing(words, rounds) as progress, Team(seats) as team:
         course = Course(team, str(above))
@@ -320,8 +323,8 @@ def probe_options(command: Callable[..., Any]) -> Callable[..., Any]:
     workers = click.option(
         "--workers",
         type=int,
-        help="Number of workers to probe.  [default: the recipe's workers on one host; without a recipe, one for "
-        f"each NPU or, on a host without NPUs, for each core, {MOST} at most]",
+        help="Probe this many workers.  [default: the recipe's workers on one host; without a recipe, one for each NPU "
+        f"or, on a host without NPUs, for each core, {MOST} at most]",
     )
     flag = click.option(
         "--probe",

@@ -155,8 +155,8 @@ def read_report(text: str) -> Report:
         raise ReportError("the JSON is not a report of tc3 doctor")
     if facts.get("tc3") != tool_version():
         raise ReportError(
-            f"the report is of tc3 {facts.get('tc3')}, but this is tc3 {tool_version()}, and reports of different "
-            "versions are not compared"
+            f"version {facts.get('tc3')} of tc3 wrote this report, but this is version {tool_version()}, and reports "
+            "of different versions are not compared; update the older checkout"
         )
     findings, probe = data.get("findings"), data.get("probe")
     if not isinstance(findings, list) or not all(_has_form(item, Finding) for item in findings) or not _is_probe(probe):

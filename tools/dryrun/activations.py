@@ -36,8 +36,8 @@ _FIRST, _LAST = -1, 1 << 30  # of `FRONT` and `BACK` among numbers of layers
 
 
 class Moment(NamedTuple):
-    """This holds the bytes of memory in use while an operator runs, and the bytes in use after the tensors are freed
-    that no later operator reads.
+    """A `Moment` holds the bytes of memory in use while an operator runs, and the bytes in use after the tensors are
+    freed that no later operator reads.
     """
 
     most: int

@@ -41,7 +41,7 @@ _WIDTH = 130  # of tables in a file or pipe
 
 
 class Ranks(click.ParamType):
-    """This is an option's value: `all-stages`, or `0,512` as a tuple of integers."""
+    """A `Ranks` is an option's value: `all-stages`, or `0,512` as a tuple of integers."""
 
     name = f"{ALL}|R,R"
 
@@ -62,15 +62,15 @@ class Ranks(click.ParamType):
     type=Ranks(),
     default=ALL,
     show_default=True,
-    help="Global ranks to compile, such as 0,512; all-stages compiles one rank for each kind of pipeline stage. The "
+    help="Compile these global ranks, such as 0,512; all-stages compiles one rank for each kind of pipeline stage. The "
     "dry run checks that compiled ranks that share a group call its collectives in the same order.",
 )
 @click.option("--devices", type=Number("devices"), help="Change the number of devices by changing data_parallel.")
 @click.option(
     "--micro-batches",
     type=Number("micro_batches"),
-    help="Number of micro-batches of a pipeline to compile; by default twice the number of its stages, or all if "
-    "these are fewer.",
+    help="Compile this many micro-batches of a pipeline; by default twice as many as it has stages, or all if there "
+    "are fewer.",
 )
 @click.option("--quick", is_flag=True, help="Compile each kind of layer once and compose the stages from the results.")
 @click.option("--loads", metavar="LOADS", help=HELP)
@@ -78,11 +78,15 @@ class Ranks(click.ParamType):
     "--measured",
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
-    help="Leave free of the limit what tc3 firsthour measured with RECIPE beside the model.",
+    help="Subtract from the memory limit the memory that tc3 firsthour measured beside the model's when it ran RECIPE.",
 )
 @overrides_option
 @jobs_option
-@click.option("--prove", is_flag=True, help="Also say what tc3 prove says; this compiles a rank more for each axis.")
+@click.option(
+    "--prove",
+    is_flag=True,
+    help="Also report what tc3 prove reports; for this, one more rank is compiled for each axis of the mesh.",
+)
 @click.option("--no-cache", is_flag=True, help="Compile everything again instead of reusing earlier compiles.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option(

@@ -33,7 +33,7 @@ _NOT_KEPT = ("group", "group_ranks", "rank_list", "group_rank_ids", "rank_size")
 
 @dataclass(frozen=True)
 class Collective:
-    """This is one collective that one rank executes in a step.
+    """A `Collective` is one collective that one rank executes in a step.
 
     `role` is forward, recompute (a forward one, repeated in the backward), gradient or step (around them: weights
     gathered before the forward, gradients reduced, norms, the optimizer). `after` and `after_depend` hold places in the

@@ -53,12 +53,12 @@ class _Call:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Return one line for each difference between the reported and the executed collectives.
+    """A `Comparison` holds one line for each difference between the reported and the executed collectives.
 
     Args:
-        calls: calls that one side has not, or has more often.
+        calls: calls that one side lacks, or has more often.
         order: calls that were executed before one whose result they need, and messages of a link in another order.
-            Only compared where `calls` is empty.
+            The order is compared only if `calls` is empty.
     """
 
     calls: list[str]

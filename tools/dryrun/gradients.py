@@ -53,7 +53,7 @@ _SUMMED = "accu_grads."
 
 
 class Way(NamedTuple):
-    """This is one path of a gradient from the operator that computes it to the optimizer.
+    """A `Way` is one path of a gradient from the operator that computes it to the optimizer.
 
     Args:
         collectives: (operator, ranks), the last one first.

@@ -37,7 +37,7 @@ _GROUP = re.compile(r"\(([-\d, ]*)\)")
 
 
 class TensorType(NamedTuple):
-    """This is MindSpore's name of the type, and the shape on one rank (-1: known only at run time)."""
+    """A `TensorType` is MindSpore's name of the type, and the shape on one rank (-1: known only at run time)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class TensorType(NamedTuple):
 
 @dataclass
 class Node:
-    """This is one operator of a subgraph.
+    """A `Node` is one operator of a subgraph.
 
     Args:
         op: its name, "" for calls.
@@ -88,7 +88,7 @@ class Node:
 
 @dataclass(frozen=True)
 class GraphText:
-    """These are all subgraphs by name, the name of the root graph, and the parameters ("para1" ...) of each."""
+    """A `GraphText` holds all subgraphs by name, the root graph's name, and the parameters ("para1" ...) of each."""
 
     root: str
     graphs: dict[str, list[Node]]
@@ -214,7 +214,7 @@ def _complete(node: Node, line: str) -> None:
 
 
 class Pass(NamedTuple):
-    """This is one forward ("F") or backward ("B") of a micro-batch through a chunk of the stage's layers."""
+    """A `Pass` is one forward ("F") or backward ("B") of a micro-batch through a chunk of the stage's layers."""
 
     kind: str
     micro_batch: int

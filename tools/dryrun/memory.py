@@ -47,7 +47,7 @@ _AVERAGES = "pma_weight_"  # and the way of averaging
 
 @dataclass(frozen=True)
 class Held:
-    """This is one parameter as a rank holds it.
+    """A `Held` is one parameter as a rank holds it.
 
     Args:
         name: MindSpore's.
@@ -90,8 +90,8 @@ class Held:
 
 
 def kinds_of(step: Any) -> dict[str, str]:
-    """This classifies the parameters of a training step: the optimizer's parameters that are not trained weights are
-    its state.
+    """Return the kind of each parameter of a training step, by its name; parameters of the optimizer that are not
+    trained weights are its state.
     """
     state = {item.name for item in step.optimizer.get_parameters()} - {item.name for item in step.optimizer.parameters}
     return {item.name: STATE if item.name in state else kind_of(item.name) for item in step.get_parameters()}
@@ -117,7 +117,7 @@ def total(held: Iterable[Held], kind: str) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """These are the bytes of one device's memory, by what owns them.
+    """A `Memory` holds the bytes of one device's memory, by what owns them.
 
     Args:
         weights: parameters in the type they are kept in, and buffers that no optimizer updates.

@@ -34,7 +34,10 @@ def one_stage(recipe: Recipe, devices: int) -> Recipe:
     """
     view = View(recipe)
     if swaps(view):
-        raise RecipeError(f"{recipe.source}: a stage cannot be cut out of a recipe that swaps layers by their numbers")
+        raise RecipeError(
+            f"{recipe.source}: one stage cannot be compiled separately, because the recipe swaps activations and "
+            "therefore lists layers by number; switch its swap off"
+        )
     stages = stages_of(view)
     stage = max(stages, key=lambda one: len(one.kinds))
     found = copy.deepcopy(recipe)
@@ -61,7 +64,9 @@ def _fitting(recipe: Recipe, devices: int) -> Recipe:
     dp = min(view.dp, devices // other)
     if dp < 1 or view.ep > dp * view.tp:
         least = max(other, view.ep * view.cp)
-        raise RecipeError(f"{recipe.source}: a stage needs at least {least} devices, but {devices} are there")
+        raise RecipeError(
+            f"{recipe.source}: one stage needs at least {least} devices, but only {devices} are available"
+        )
     return resized(recipe, dp * other)
 
 

@@ -27,7 +27,7 @@ _KEY = "parallel.pipeline_config.pipeline_scheduler"
 
 @dataclass(frozen=True)
 class Call:
-    """This is one collective that one rank calls.
+    """A `Call` is one collective that one rank calls.
 
     Args:
         op: "AllGather"...; "p2p" for a Send and its Receive.
@@ -145,7 +145,7 @@ def _name(members: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Links:
-    """This says how the pairs of stages that send to each other were compared.
+    """A `Links` says how the pairs of stages that send to each other were compared.
 
     Args:
         exact: pairs of which both ends were compiled.

@@ -44,7 +44,7 @@ SWAP = tuple((*MODEL, key) for key in ("layer_swap", "op_swap"))
 
 @dataclass(frozen=True)
 class Stage:
-    """This describes one pipeline stage.
+    """A `Stage` describes one pipeline stage.
 
     Args:
         number: place in the pipeline.
@@ -183,7 +183,10 @@ def plan_jobs(recipe: Recipe, ranks: tuple[int, ...] | None = None, micro_batche
         ranks = tuple(number * per_stage for number in sorted(first.values()))
     outside = [rank for rank in ranks if not 0 <= rank < view.devices]
     if outside:
-        raise RecipeError(f"--ranks {','.join(map(str, outside))}: the recipe has ranks 0 to {view.devices - 1}")
+        raise RecipeError(
+            f"--ranks {','.join(map(str, outside))}: there is no such rank; the recipe has ranks 0 to "
+            f"{view.devices - 1}"
+        )
     jobs = [Job(small, rank, rank // per_stage) for rank in ranks]
     stands_for = {stages[job.stage].signature: place for place, job in reversed(list(enumerate(jobs)))}
     return Plan(stages, jobs, [stands_for.get(stage.signature, -1) for stage in stages], compiled)

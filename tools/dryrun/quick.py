@@ -34,10 +34,10 @@ _FULL: KeyPath = ("recompute_config", RECOMPUTE[0])
 
 @dataclass(frozen=True)
 class Setting:
-    """This is a setting that differs between layers.
+    """A `Setting` is a key of the recipe whose value differs between layers.
 
     Args:
-        path: its keys, and places in lists.
+        path: the keys, and the places in lists, that lead to the value.
         layers: numbers of the layers for which it is on.
         numbered: whether the recipe lists numbers of layers (under swapping), not how many layers of each stage.
     """
@@ -49,7 +49,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Kind:
-    """This describes a kind of layer.
+    """A `Kind` describes layers that compile to the same graph.
 
     Args:
         block: "dense" or "moe".
@@ -166,7 +166,7 @@ _LEAST = 2  # layers of a stage in front: what two of them share belongs to none
 
 
 class Small(NamedTuple):
-    """This describes the small model that is compiled instead of the real model.
+    """A `Small` describes the small model that is compiled instead of the real model.
 
     Args:
         groups: kinds of layers by stage.

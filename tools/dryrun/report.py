@@ -53,7 +53,7 @@ NOTHING: dict[str, Any] = {  # of a recipe of the CPU, which is built and not co
 
 
 class Found(NamedTuple):
-    """These are the results of a dry run for one stage.
+    """A `Found` holds the results of a dry run for one stage.
 
     Args:
         rank: that was compiled for it; None where it is put together from layers.

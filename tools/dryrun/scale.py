@@ -33,7 +33,7 @@ _CLOSE = 1e-5  # numbers are float32 in the graph
 
 
 class Scale(NamedTuple):
-    """This is a factor: a number, times the loss scale to a power.
+    """A `Scale` is a factor: a number, times the loss scale to a power.
 
     Args:
         by: the number.
@@ -62,7 +62,7 @@ def number_of(text: str) -> float | None:
 
 
 class Numbers:
-    """This reads the factors of gradients from one graph.
+    """A `Numbers` reads the factors of gradients from one graph.
 
     Args:
         bound_to: (subgraph, "para7") -> the arguments that stand for this parameter, each with its subgraph.

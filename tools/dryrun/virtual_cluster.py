@@ -31,7 +31,7 @@ _DUMP_FILTER = "MS_DEV_DUMP_IR_PASSES"  # read by MindSpore's C++: without it a 
 
 
 class VirtualCluster(Ranks):
-    """This is a rank's view of `devices` virtual devices."""
+    """A `VirtualCluster` is a rank's view of `devices` virtual devices."""
 
     def target_ascend(self) -> None:
         """Make MindSpore compile for Ascend from here on; call this after the model is built, just before compiling."""

@@ -36,7 +36,8 @@ DEFAULT_SKEW = 1.0
 
 
 class Cut(NamedTuple):
-    """This says into how many chunks `plugins.ep_overlap` cuts a micro-batch, and in which order it issues their steps.
+    """A `Cut` says into how many chunks `plugins.ep_overlap` cuts a micro-batch, and in which order it issues their
+    steps.
 
     Args:
         chunks: parts of the batch and of a sequence; None: the best that fit, as `chunks: auto` asks for.
@@ -49,8 +50,8 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Recompute:
-    """This says how many layers of each chunk and stage, [chunks][stages], the backward pass recomputes, and which part
-    of them; None means no layers.
+    """A `Recompute` says how many layers of each chunk and stage, [chunks][stages], the backward pass recomputes, and
+    which part of them; None means no layers.
 
     Args:
         full: whole layers.
@@ -76,7 +77,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Configuration:
-    """This is one training run; RecipeError is raised if its degrees or layers do not fit together.
+    """A `Configuration` is one training run; RecipeError is raised if its degrees or layers do not fit together.
 
     Args:
         layers: [chunks][stages] layers of each chunk on each stage.
@@ -177,12 +178,12 @@ class Configuration:
         if min(ranks, self.pp, self.ep, self.batch, self.micro_batches) < 1 or ranks % self.ep:
             raise RecipeError(
                 f"dp {self.dp} tp {self.tp} pp {self.pp} cp {self.cp} ep {self.ep}, micro-batches of {self.batch} x "
-                f"{self.micro_batches}: each must be at least 1, and ep must divide dp x tp x cp"
+                f"{self.micro_batches}: each number must be at least 1, and ep must divide dp x tp x cp"
             )
         if any(len(row) != self.pp for row in self.layers) or sum(map(sum, self.layers)) != self.model.layers:
             raise RecipeError(
-                f"layers {self.layers}: each chunk must have {self.pp} stages, and all of them together "
-                f"{self.model.layers} layers"
+                f"layers {self.layers}: the table must have {self.pp} stages in each chunk, and {self.model.layers} "
+                "layers in all"
             )
 
     def stage_kinds(self, stage: int) -> list[list[str]]:

@@ -33,7 +33,7 @@ CLUSTERS = FOLDER / "clusters"
 
 @dataclass(frozen=True)
 class Efficiency:
-    """These are the efficiencies of one device type.
+    """An `Efficiency` holds the efficiencies of one device type.
 
     Args:
         matmul: share of the peak that a large matmul reaches.
@@ -83,8 +83,8 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class KnownError:
-    """These are the errors of predicted step times on published runs; each run was predicted by a fit that left out the
-    run's whole group.
+    """A `KnownError` holds the errors of predicted step times on published runs; each run was predicted by a fit that
+    left out the run's whole group.
 
     Args:
         groups: models on one cluster; each was predicted by a fit to all others.
@@ -111,8 +111,8 @@ class KnownError:
 
 @dataclass(frozen=True)
 class Newer:
-    """These are the errors of predicted step times, over all device types, on runs whose software is newer than that of
-    the fitted runs.
+    """A `Newer` holds the errors of predicted step times, over all device types, on runs whose software is newer than
+    that of the fitted runs.
 
     Args:
         mean, worst: of |predicted / measured - 1|.
@@ -246,7 +246,7 @@ _BLOCKS = {"mxfp8": "fp8", "nvfp4": "fp4"}  # what hardware files call their pea
 
 
 class DeviceTimes:
-    """This gives the time of operators on one cluster."""
+    """A `DeviceTimes` gives the time of operators on one cluster."""
 
     def __init__(self, hardware: Hardware, efficiency: Efficiency | None = None):
         self.hardware = hardware

@@ -49,7 +49,7 @@ class Collective:
 
 
 class Noted(TimeModel):
-    """This is the time model, which also notes what it is asked of communication while it predicts."""
+    """A `Noted` is a `TimeModel` that also lists the calls of communication whose seconds it predicts."""
 
     def __init__(self, hardware: Hardware):
         super().__init__(hardware)
@@ -82,12 +82,12 @@ class Noted(TimeModel):
             return super()._context(config, done)
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
-        """Return what the time model does, and note the calls of the group dp."""
+        """Return what `TimeModel` returns, and list the calls of the group dp."""
         with self._of("dp"):
             return super().once_and_each(config, stage)
 
     def exchange(self, config: Configuration) -> None:
-        """Note the exchange of the experts' tokens: what a rank sends in the step that takes longest."""
+        """List the exchange of the experts' tokens, with what a rank sends in the step that takes longest."""
         if config.ep == 1 or not config.model.experts:
             return
         step = max(self.exchanges(self.dispatched(config)), key=lambda one: self._step(one, 1.0))
@@ -96,12 +96,12 @@ class Noted(TimeModel):
             self._note(EXCHANGE, _sent(step), ranks, 1, self._step(step, 1.0))
 
     def sending(self, size: float, span: int) -> float:
-        """Return what the time model does, and note the call."""
+        """Return what `TimeModel` returns, and list the call."""
         stride = span // self.stages if self.group == "pp" else 1
         return self._note(SEND, size, 2, stride, super().sending(size, span))
 
     def transfer(self, config: Configuration) -> float:
-        """Return what the time model does, and note the call of the group pp."""
+        """Return what `TimeModel` returns, and list the call of the group pp."""
         self.stages = config.pp
         with self._of("pp"):
             return super().transfer(config)

@@ -25,8 +25,8 @@ _LOGIT_BYTES = 12  # read and written for each logit by the loss's forward, part
 
 @dataclass(frozen=True)
 class Matmul:
-    """This stands for `times` matrix products of [rows, depth] and [depth, columns] in the forward pass; the backward
-    pass computes twice as much.
+    """A `Matmul` stands for `times` matrix products of [rows, depth] and [depth, columns] in the forward pass; the
+    backward pass computes twice as much.
 
     `high`: in bf16 also where the run's matmuls are in fp8 or fp4 (logits, routers).
     """
@@ -45,8 +45,8 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Part:
-    """This is the work of a part of a layer in the forward pass: its matmuls, the bytes that its other operators move
-    (`sorting` is the share of sorting in them), and the token copies that it sends to experts.
+    """A `Part` is the work of a part of a layer in the forward pass: its matmuls, the bytes that its other operators
+    move (`sorting` is the share of sorting in them), and the token copies that it sends to experts.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Work:
-    """This is the work of one layer on one device for one micro-batch's forward pass.
+    """A `Work` is the work of one layer on one device for one micro-batch's forward pass.
 
     Args:
         attention: FLOPs of scores and their product with the values.

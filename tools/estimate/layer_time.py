@@ -60,7 +60,7 @@ _BACKWARD = 2  # gradients of inputs and of weights
 
 @dataclass(frozen=True)
 class Exposed:
-    """These are the seconds that expert-parallel communication costs one MoE layer and micro-batch.
+    """An `Exposed` holds the seconds that expert-parallel communication costs one MoE layer and micro-batch.
 
     Args:
         waited: nothing is computed, for communication is not there yet.
@@ -75,7 +75,7 @@ NOTHING = Exposed(Passes(0.0, 0.0, 0.0), Passes(0.0, 0.0, 0.0))
 
 
 class ExpertTimes(DeviceTimes):
-    """This predicts the time of dispatch, experts and combine on one cluster."""
+    """An `ExpertTimes` predicts the time of dispatch, experts and combine on one cluster."""
 
     def dispatched(self, config: Configuration) -> Configuration:
         """Return the run with the dispatch mode that it uses on this cluster: if an EP group lies inside one node,
@@ -231,8 +231,8 @@ def _steps(
 
 @dataclass(frozen=True)
 class Parts:
-    """These are the seconds that one layer takes for one micro-batch on a device; communication counts only while the
-    device waits for it.
+    """A `Parts` holds the seconds that one layer takes for one micro-batch on a device; communication counts only while
+    the device waits for it.
 
     `cut` is what chunks of `plugins.ep_overlap` add to the experts' own time.
     """
@@ -259,8 +259,8 @@ class Parts:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """These are the times of a layer's forward and backward without recomputation, and the time that each recompute
-    option adds to the backward.
+    """A `LayerTime` holds the times of a layer's forward and backward without recomputation, and the time that each
+    recompute option adds to the backward.
     """
 
     forward: Parts
@@ -278,7 +278,7 @@ class LayerTime:
 
 
 class LayerTimes(ExpertTimes):
-    """This gives the time of layers on one cluster."""
+    """A `LayerTimes` gives the time of layers on one cluster."""
 
     def layer(self, config: Configuration, kind: str) -> LayerTime:
         """Return the seconds of one layer of a kind."""

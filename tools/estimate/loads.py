@@ -43,15 +43,15 @@ TRAINED = Path(__file__).parent / "published" / "loads.yaml"
 DRAWN = 256  # steps that a spread draws
 FORMS = "even, published, trained, spread:NUMBER, a max/mean such as 1.3, or a file"
 HELP = (
-    "Loads of the devices that share experts: even, published, trained, spread:NUMBER, one max/mean such as 1.3, a run "
-    "with plugins.expert_balance, or a routing log (.jsonl or .csv, docs/estimator.md).  [default: even]"
+    "Assume these loads of the devices that share experts: even, published, trained, spread:NUMBER, one max/mean such "
+    "as 1.3, a run with plugins.expert_balance, or a routing log (.jsonl or .csv, docs/estimator.md).  [default: even]"
 )
 _SPREAD = Range(0, 3, whole=False)
 _MOST = {"step": 1_000_000_000, "micro_batch": 100_000, "layer": 10_000, "expert": 100_000}  # the largest of each
 
 
 class Counted(NamedTuple):
-    """These are the tokens of each expert in a log of expert loads.
+    """A `Counted` holds the tokens of each expert in a log of expert loads.
 
     Args:
         tokens: [steps, layers, experts], the sums of the micro-batches, by logical expert.
@@ -64,7 +64,7 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class Loads:
-    """These are the loads of the devices of an expert-parallel group, divided by their mean.
+    """A `Loads` holds the loads of the devices of an expert-parallel group, divided by their mean.
 
     Args:
         shares: [steps, micro-batches, layers, devices]. The layers are the decoder's MoE layers in their order, then
@@ -243,7 +243,7 @@ def read_loads(path: Path, config: Configuration) -> Loads:
     """
     path = load_file(path) if path.is_dir() else path
     if not path.is_file():
-        raise DataError(f"--loads {path}: there is no such file; {FORMS}")
+        raise DataError(f"--loads {path}: there is no such file; give {FORMS}")
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -326,7 +326,7 @@ def _csv_rows(path: Path, text: str) -> list[_Row]:
         if not line:
             continue
         if len(line) != len(head):
-            text = f"{len(line)} values for the {len(head)} columns {','.join(head)}"
+            text = f"the line has {len(line)} values for the {len(head)} columns {','.join(head)}"
             raise DataError(
                 f"{place}: {head[min(len(line), len(head) - 1)]}: {text}; delete the line if it is only half a line"
             )

@@ -25,7 +25,7 @@ ITEM = 2  # bytes of a number that is gathered
 
 @dataclass(frozen=True)
 class Matrix:
-    """This stands for `count` matrices [rows, columns] that are made orthogonal, each by itself."""
+    """A `Matrix` stands for `count` matrices [rows, columns] that are made orthogonal, each by itself."""
 
     rows: int
     columns: int

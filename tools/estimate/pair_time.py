@@ -26,7 +26,7 @@ _SENDS = ("dispatch", "combine")
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """These are the seconds of one micro-batch's forward, or backward, through one MoE layer.
+    """A `LayerSeconds` holds the seconds of one micro-batch's forward, or backward, through one MoE layer.
 
     Args:
         attention: all computation before dispatch, the router included; of a backward its input gradients.

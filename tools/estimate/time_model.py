@@ -60,7 +60,7 @@ _EXPOSED = (*COMMUNICATION, "send", "data")
 
 @dataclass(frozen=True)
 class StepTime:
-    """These are the predicted seconds of a step, by part.
+    """A `StepTime` holds the predicted seconds of a step, by part.
 
     Args:
         pipeline: all micro-batches through the pipeline.
@@ -114,7 +114,7 @@ _OPTIMIZER_BYTES = 28  # of a number: gradient, weight and two moments read, wei
 
 
 class GradientTimes(LayerTimes):
-    """This predicts the time of weights, gradients and the optimizer on one cluster."""
+    """A `GradientTimes` predicts the time of weights, gradients and the optimizer on one cluster."""
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
         """Return the seconds in which a stage communicates its weights and gradients: once in a step, and for each
@@ -201,7 +201,7 @@ _CLOSED = ("gpipe", "1f1b", "interleaved_1f1b", "seqpipe", "seqvpp", "seqsmartvp
 
 
 class TimeModel(GradientTimes):
-    """This predicts the time of a run's steps on one cluster."""
+    """A `TimeModel` predicts the time of a run's steps on one cluster."""
 
     def chunks(self, config: Configuration, ratios: Row = ()) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
         """Return the forward and the backward seconds of one micro-batch, each [chunks, stages], and part -> [stages],

@@ -13,11 +13,11 @@ from tools.hardware import DEFAULT_HARDWARE
 from tools.process.children import terminate_as_interrupt
 from tools.ranges import Number
 
-EVERY_HELP = "Number of steps between two plans of a replayed policy.  [default: plugins.expert_balance.every, or 20]"
+EVERY_HELP = "Let a replayed policy plan anew after every N steps.  [default: plugins.expert_balance.every, or 20]"
 
 SPARE_HELP = (
-    "Spare slots on each device for copies of hot experts. With spare slots the report also replays two policies that "
-    "use them: swaps and EPLB.  [default: plugins.expert_balance.spare, or 0]"
+    "Assume N spare slots on each device for copies of hot experts. The report then also replays two policies that use "
+    "spare slots: swaps and EPLB.  [default: plugins.expert_balance.spare, or 0]"
 )
 
 
@@ -34,14 +34,16 @@ def experts() -> None:
 )
 @click.argument("run", metavar="RUN|LOG", type=click.Path(path_type=Path))
 @click.option(
-    "--recipe", type=click.Path(path_type=Path), help="Recipe whose step time is predicted.  [default: RUN/recipe.yaml]"
+    "--recipe",
+    type=click.Path(path_type=Path),
+    help="Predict the step time of this recipe.  [default: RUN/recipe.yaml]",
 )
 @click.option(
     "--cluster",
     default=DEFAULT_HARDWARE,
     show_default=True,
     metavar="NAME|FILE",
-    help="Cluster for which step times are predicted.",
+    help="Predict step times for this cluster.",
 )
 @click.option("--every", type=Number("steps"), metavar="N", help=EVERY_HELP)
 @click.option("--spare", type=Number("slots"), metavar="N", help=SPARE_HELP)

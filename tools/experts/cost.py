@@ -236,9 +236,9 @@ class Degrees(click.ParamType):
     default=DEFAULT_HARDWARE,
     show_default=True,
     metavar="NAME|FILE",
-    help="Cluster for which costs are predicted.",
+    help="Predict the costs for this cluster.",
 )
-@click.option("--hardware", hidden=True, help="Old name of the option --cluster, with the same meaning.")
+@click.option("--hardware", hidden=True, help="Do the same as --cluster (the option's old name).")
 @click.option("--loads", metavar="LOADS", help=HELP)
 @click.option(
     "--skew",

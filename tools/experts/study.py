@@ -36,7 +36,7 @@ RARE = 5  # times the steps between plans, for a policy that shows what waiting 
 
 @dataclass(frozen=True)
 class Source:
-    """This is the log of expert loads on which a report is made, with the recipe and settings of its run.
+    """A `Source` is the log of expert loads on which a report is made, with the recipe and settings of its run.
 
     Args:
         file: of `records`, by step. recipe: nothing in it is `auto`; None: not known.
@@ -60,7 +60,9 @@ def open_run(place: Path, recipe: Path | None, say: Callable[[str], None]) -> So
             recipe is broken.
     """
     if not place.exists():
-        raise DataError(f"{place}: there is no run and no file with this name")
+        raise DataError(
+            f"{place}: there is no such run or file; give the folder of a run, or its metrics/expert_load.jsonl"
+        )
     file = load_file(place) if place.is_dir() else place
     records = read(file, say=say)
     own = file.parent.parent / "recipe.yaml"  # RUN/metrics/expert_load.jsonl
@@ -77,7 +79,7 @@ def open_run(place: Path, recipe: Path | None, say: Callable[[str], None]) -> So
 
 @dataclass(frozen=True)
 class Seconds:
-    """This predicts how long the steps of a run take under its recorded expert loads.
+    """A `Seconds` predicts how long the steps of a run take under its recorded expert loads.
 
     Args:
         cluster: they run on. config: the run. even: seconds where all devices have as much.
@@ -125,7 +127,7 @@ def seconds_of(recipe: Recipe | None, records: list[Record], cluster_name: str) 
 
 @dataclass(frozen=True)
 class Policy:
-    """This is one way to place experts, and the result that it would have had over the recorded steps.
+    """A `Policy` is one way to place experts, and the result that it would have had over the recorded steps.
 
     Args:
         every: steps between plans; 0: none. ratios: [steps, layers] max/mean.
@@ -152,7 +154,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Study:
-    """This is the whole report on a log of expert loads.
+    """A `Study` is the whole report on a log of expert loads.
 
     Args:
         tokens: int64 [steps, layers, E] of logical experts; ratios: [steps, layers] as recorded.

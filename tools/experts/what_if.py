@@ -35,7 +35,7 @@ _SPARSE = "deduplicated"  # the mode whose bytes between nodes depend on how man
 
 @dataclass(frozen=True)
 class Change:
-    """This is the predicted step of a recipe in which one thing is changed.
+    """A `Change` is the predicted step of a recipe in which one thing is changed.
 
     Args:
         name: what is changed. step_s: seconds, as long as the recipe's otherwise; None: not known.

@@ -64,7 +64,7 @@ _OF_A_GRAPH = -1  # the stage of a graph that was handed over
     default=DEFAULT_HARDWARE,
     show_default=True,
     metavar="NAME|FILE",
-    help="Cluster whose HBM bandwidth is assumed.",
+    help="Assume the HBM bandwidth of this cluster.",
 )
 @overrides_option
 @jobs_option
@@ -138,7 +138,7 @@ def _compiled(recipe: Recipe, chosen: Fusion, stage: int | None, at_once: int | 
             "the full-size model"
         )
     if stage is not None and stage >= view.pp:
-        raise RecipeError(f"--stage {stage}: the recipe has stages 0 to {view.pp - 1}")
+        raise RecipeError(f"--stage {stage}: there is no such stage; the recipe has stages 0 to {view.pp - 1}")
     require_verified()
     whole = stage is not None or view.pp == 1
     number = stage or 0

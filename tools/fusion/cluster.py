@@ -142,7 +142,7 @@ def _wants(dtype: str, known: Collection[str], verb: str) -> str:
 
 
 class Merged:
-    """This merges operators into groups; each group is identified by its first member's place."""
+    """A `Merged` merges operators into groups; each group is identified by its first member's place."""
 
     def __init__(self, operators: Sequence[Operator]) -> None:
         self._head = list(range(len(operators)))

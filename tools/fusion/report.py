@@ -33,7 +33,7 @@ ONCE = "step"  # the pass that runs once a step; the others run once a micro-bat
 
 @dataclass
 class Pieces:
-    """This holds the counts of operators, kernels and bytes from which the report is computed.
+    """A `Pieces` holds the counts of operators, kernels and bytes from which the report is computed.
 
     Args:
         tallies: part ("dense", "moe", "mtp", "head", ...) -> pass -> its numbers, of one layer where it is one.

@@ -40,7 +40,7 @@ _PATTERNS = {"ReduceSum": Pattern.REDUCE, "Transpose": Pattern.OPAQUE, "Broadcas
 
 @dataclass
 class Area:
-    """These are operators that form one kernel so far.
+    """An `Area` holds operators that form one kernel so far.
 
     Args:
         place: of its first operator; its name among the areas.
@@ -65,7 +65,7 @@ class Area:
 
 
 class Areas:
-    """This holds all areas of a cluster while they are joined to kernels.
+    """An `Areas` holds all areas of a cluster while they are joined to kernels.
 
     Args:
         body: its operators, in order. outputs: places whose results leave it.

@@ -41,7 +41,7 @@ from tools.fusion.split import kernels
 
 @dataclass
 class Tally:
-    """This counts the operators, kernels and bytes of one part of the model in one pass (forward, recomputation or
+    """A `Tally` counts the operators, kernels and bytes of one part of the model in one pass (forward, recomputation or
     gradient); a mean of several layers may have fractions.
 
     Args:
@@ -264,7 +264,7 @@ _ALIKE = frozenset(("Load", "Depend", "Reshape"))  # the same bytes as their fir
 
 
 class Read(NamedTuple):
-    """This is a tensor that an operator reads: the operator (or parameter) that made it, and its type."""
+    """A `Read` is a tensor that an operator reads: the operator (or parameter) that made it, and its type."""
 
     source: str
     tensor: TensorType
@@ -351,7 +351,7 @@ _HALF = ("Float16", "BFloat16")
 
 @dataclass(frozen=True)
 class Found:
-    """This is a matrix product whose result, a weight gradient, is added to the accumulated gradient.
+    """A `Found` is a matrix product whose result, a weight gradient, is added to the accumulated gradient.
 
     Args:
         fusion: name of the pass. place: of the AssignAdd.

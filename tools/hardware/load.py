@@ -281,7 +281,7 @@ class _Reader:
             wanted = ", ".join(CERTAINTIES)
             raise RecipeError(f"{self.shown}: {key}.certainty: {certainty!r} is not one of {wanted}{hint}")
         if not isinstance(source, str) or not source.strip():
-            raise RecipeError(f"{self.shown}: {key}.source: say where the number comes from")
+            raise RecipeError(f"{self.shown}: {key}.source: the value must be a text; say where the number comes from")
         self.origins[key] = Origin(certainty, source)
         number = _number(value)
         if refusal := kind.refusal(value if number is None else number):

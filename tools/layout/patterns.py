@@ -41,9 +41,9 @@ Choices = dict[tuple[tuple[int, ...], bool], tuple[np.ndarray, np.ndarray, np.nd
 
 @dataclass(frozen=True)
 class Stage:
-    """This holds the N patterns of one stage: ways to give each of its V chunks layers and to recompute them. After the
-    patterns it holds rows of least values, one for each number of layers from 0 to the largest: the row of a number
-    has, in each column, the least value among the patterns with at least that number of layers.
+    """A `Stage` holds the N patterns of one stage: ways to give each of its V chunks layers and to recompute them.
+    After the patterns it holds rows of least values, one for each number of layers from 0 to the largest: the row of a
+    number has, in each column, the least value among the patterns with at least that number of layers.
     """
 
     layers: np.ndarray  # [N + most + 1, V]
@@ -55,8 +55,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class After:
-    """This holds the time that a step takes after its pipeline has ended (gradients, weights and the optimizer), by its
-    slowest stage.
+    """An `After` holds the time that a step takes after its pipeline has ended (gradients, weights and the optimizer),
+    by its slowest stage.
     """
 
     least: float  # ms of any plan
@@ -69,10 +69,11 @@ class After:
 def pattern_bound(
     instance: Instance, goal: float, budget: Budget, after: After | None = None
 ) -> tuple[float, np.ndarray | None]:
-    """Return (a time that no plan under `goal` is under, at most `goal`; a plan [K, C] of that time, if it was found).
+    """Return (a lower bound in ms, at most `goal`, on the step time of every plan; a plan [K, C] with this time, if one
+    was found).
 
-    The bound is 0 where nothing is known: of schedules other than 1F1B, of more than two types of layers, and
-    where the budget does not even pay for one stage.
+    The bound is 0 if nothing is known: for schedules other than 1F1B, for more than two types of layers, and if the
+    budget does not pay for one stage.
 
     Args:
         after: what a step takes after its pipeline; it counts in `goal` and in the bound. None: nothing.

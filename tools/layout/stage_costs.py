@@ -34,7 +34,7 @@ def compositions(count: int, options: int) -> np.ndarray:
 
 
 class StageCosts:
-    """This computes the least work of each stage for any number of layers that the stage may hold."""
+    """A `StageCosts` computes the least work of each stage for any number of layers that the stage may hold."""
 
     def __init__(self, instance: Instance):
         self.instance = instance

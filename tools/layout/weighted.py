@@ -35,7 +35,7 @@ _ROUND, _CELL = 2e-3, 2e-8  # effort of a round, and of each of its operations a
 
 
 def weighted_bound(instance: Instance, goal: float, budget: Budget, after: After | None = None) -> float:
-    """Return a time in ms, at most `goal`, that no plan under `goal` is under. The time is 0 if nothing is known:
+    """Return a lower bound in ms, at most `goal`, on the step time of every plan. The bound is 0 if nothing is known:
     for schedules other than 1F1B, for more than two types of layers, and if the budget is too small.
 
     Args:
@@ -60,8 +60,8 @@ def _nothing(early: np.ndarray, *_: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Case:
-    """These are the plans whose slowest stage takes at least `slowest` ms for a micro-batch, while no stage's pattern
-    takes longer. The slowest stage itself may take longer, because it may recompute more than its memory needs.
+    """A `_Case` holds the plans whose slowest stage takes at least `slowest` ms for a micro-batch, while no stage's
+    pattern takes longer. The slowest stage itself may take longer, because it may recompute more than its memory needs.
     """
 
     slowest: float
@@ -73,7 +73,7 @@ class _Case:
         return float((np.maximum(self.busy, pipeline) + self.after).min(initial=np.inf))
 
     def enough(self, goal: float) -> float:
-        """Return the ms of a pipeline with which no step is under `goal`."""
+        """Return the ms that a pipeline must take at least so that no step is under `goal`."""
         return float((goal - self.after[self.busy + self.after < goal]).max(initial=0.0))
 
 
@@ -119,7 +119,7 @@ def _reach(costs: StageCosts, stage: int, early: int, late: int) -> np.ndarray:
 
 
 class _Chains:
-    """This holds chains of operations, and what each pattern of each stage adds to each of them."""
+    """A `_Chains` holds chains of operations, and what each pattern of each stage adds to each of them."""
 
     def __init__(self, instance: Instance, stages: Sequence[Stage]) -> None:
         self.instance, self.stages = instance, stages
@@ -157,7 +157,7 @@ class _Chains:
             self.sums[number] = np.vstack([self.sums[number], own])
 
     def least(self, case: _Case, enough: float, budget: Budget) -> float:
-        """Return ms that the pipeline of no plan of a case is under; weights are not improved beyond `enough`."""
+        """Return a lower bound in ms on the pipeline of every plan of `case`; weights improve up to `enough`."""
         able = [work <= case.slowest * (1 + _EQUAL) for work in self.works]
         best, kept, weights, plans = 0.0, self.weights, self.weights, list[list[int]]()
         for _ in range(_ROUNDS):

@@ -129,7 +129,9 @@ class Progressing(_OnStderr):
 
 
 class Reporter:
-    """A `Reporter` prints nothing. Programs that call the tools as a library, and tests, use this class."""
+    """A `Reporter` receives the progress of a command and prints nothing; tests and programs that call the tools as a
+    library use this class.
+    """
 
     def log(self, message: str) -> None:
         """Report one line of text."""

@@ -14,7 +14,7 @@ from tools.prove.spread import Alike, Certain, NotKnown, Spread, Zeros, plain
 
 @dataclass(frozen=True)
 class Part:
-    """This is one of the parts into which a rank splits a dimension; the parts may be equal or unequal."""
+    """A `Part` is one of the parts into which a rank splits a dimension; the parts may be equal or unequal."""
 
     whole: Spread
     axis: int
@@ -34,7 +34,7 @@ Value = Any
 
 @dataclass(frozen=True)
 class Order:
-    """These are integers that routing decides: an order of rows, or the numbers of rows for each expert or rank.
+    """An `Order` holds integers that routing decides: an order of rows, or the numbers of rows for each expert or rank.
 
     Args:
         key: where they come from, see `tools.prove.experts`; equal keys are equal integers on each rank.
@@ -45,7 +45,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Call:
-    """This is one operator with the spreads of its arguments.
+    """A `Call` is one operator with the spreads of its arguments.
 
     Args:
         node: of the graph.
@@ -169,7 +169,7 @@ def literal(text: str) -> Value:
 
 
 class Rule(NamedTuple):
-    """This is the rule of some operators, and a sentence that says it."""
+    """A `Rule` finds the spreads of some operators' results; `says` states the rule in a sentence."""
 
     operators: tuple[str, ...]
     says: str
@@ -181,7 +181,7 @@ TABLE: list[Rule] = []
 
 
 def rule(*operators: str, says: str, takes_differing: bool = False) -> Callable[[Callable[[Call], Value]], Any]:
-    """Return a decorator that enters a function into `TABLE`.
+    """Return a decorator that adds a function to `TABLE` as the rule of these operators.
 
     Args:
         takes_differing: the function knows what constants mean that are not the same on all ranks.

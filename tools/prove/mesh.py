@@ -19,7 +19,7 @@ from tools.prove.spread import NotKnown, Spread, tidy
 
 @dataclass(frozen=True)
 class Mesh:
-    """These are the axes of the devices of one stage.
+    """A `Mesh` holds the axes of the devices of one stage.
 
     Args:
         strides: axis -> by how much ranks that are neighbours along it differ; smallest first.

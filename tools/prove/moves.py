@@ -317,7 +317,9 @@ def all_gather(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spre
 
 
 def all_gather_loose(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spread:
-    """Return what `all_gather` makes of a value, with the other places of the gathered pieces if theirs was loose."""
+    """Return the result of `all_gather`; if a gathered piece was loose, the result also lists the other places where it
+    may belong.
+    """
     first, *others = wherever_all(lambda given: all_gather(given, axes, sizes), x)
     lead = [atom for atom in first.dims[0] if isinstance(atom, Block)]
     same = [each for each in others if _without_blocks(each) == _without_blocks(first)]
@@ -390,12 +392,12 @@ def all_to_all(x: Spread, axis: str, to: int, whole: int, sizes: Mapping[str, in
 
 
 def wherever(move: Callable[[Spread], Spread], x: Spread) -> Spread:
-    """Return what a move makes of a value, for the first places of its loose pieces for which the move is right."""
+    """Return the result of `move` for the first places of the value's loose pieces at which `move` raises no error."""
     return next(wherever_all(move, x))
 
 
 def wherever_all(move: Callable[[Spread], Spread], x: Spread) -> Iterator[Spread]:
-    """Yield what a move makes of a value, for each of the places of its loose pieces for which the move is right."""
+    """Yield the result of `move` for each of the places of the value's loose pieces at which `move` raises no error."""
     first: Contradiction | None = None
     right = False
     for given in placements(x):
@@ -412,7 +414,9 @@ def wherever_all(move: Callable[[Spread], Spread], x: Spread) -> Iterator[Spread
 
 
 def wherever_they_fit(move: Callable[[Sequence[Spread]], Spread], given: Sequence[Spread]) -> Spread:
-    """Return what a move makes of several values, for the first places of their loose pieces for which it is right."""
+    """Return the result of `move` for several values, for the first places of their loose pieces at which it raises no
+    error.
+    """
     first: Contradiction | None = None
     for each in islice(product(*map(placements, given)), _TRIED):
         try:

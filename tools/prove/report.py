@@ -32,7 +32,7 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Weight:
-    """This is what is known of one weight on one compiled rank.
+    """A `Weight` is what is known of one weight on one compiled rank.
 
     Args:
         name: of the weight.
@@ -56,7 +56,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Stage:
-    """These are the results for one compiled rank.
+    """A `Stage` holds the results for one compiled rank.
 
     Args:
         rank, stage: the rank that was compiled, and its pipeline stage.

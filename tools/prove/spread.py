@@ -38,7 +38,7 @@ class Contradiction(TC3Error):
 
 
 class Certain(Contradiction):
-    """A contradiction that does not depend on the places of loose pieces."""
+    """The results contradict each other wherever the loose pieces lie (pieces whose dimension is not settled yet)."""
 
 
 class NotKnown(TC3Error):
@@ -47,7 +47,7 @@ class NotKnown(TC3Error):
 
 @dataclass(frozen=True)
 class Block:
-    """These are `count` pieces of a dimension that a gather has placed in front of another dimension.
+    """A `Block` holds `count` pieces of a dimension that a gather has placed in front of another dimension.
 
     Args:
         home: the dimension to which they belong.
@@ -63,7 +63,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Rows:
-    """These are rows of tokens in an order of the rank's own, which routing decides.
+    """A `Rows` holds rows of tokens in an order of the rank's own, which routing decides.
 
     Args:
         origin: the dimension as it was before: its atoms. The axes in it stand in front of these rows.
@@ -85,7 +85,7 @@ Powers = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Spread:
-    """This is how a value lies on the ranks.
+    """A `Spread` is how a value lies on the ranks.
 
     Args:
         dims: for each dimension its atoms, outermost first.
@@ -158,11 +158,11 @@ def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
 
 
 class Zeros(Spread):
-    """This is the spread of zeros on all ranks, which can be added to a value of any spread."""
+    """`Zeros` is the spread of zeros on all ranks, which can be added to a value of any spread."""
 
 
 class Alike(Spread):
-    """These are elements that are all equal, on all ranks: they can be pieces of any such value."""
+    """`Alike` holds elements that are all equal, on all ranks: they can be pieces of any such value."""
 
 
 def plain(shape: Iterable[int]) -> Spread:
@@ -246,7 +246,9 @@ def placements(x: Spread) -> Iterator[Spread]:
 
 
 def own_order(dim: Dim) -> Dim:
-    """Return a dimension, with grouped tokens in the order in which each rank has them: enough for a sum over them."""
+    """Return a dimension with its grouped tokens in the order in which each rank has them, which suffices for a sum
+    over them.
+    """
     rows = dim[-1] if dim else None
     if not isinstance(rows, Rows) or rows.path != (("group",),):
         return tidy(dim)
@@ -255,10 +257,10 @@ def own_order(dim: Dim) -> Dim:
 
 
 def check_rows(one: Dim, other: Dim) -> None:
-    """Refuse to compare rows that came the same way by orders of which it is not known whether they are the same.
+    """Refuse to combine two values whose rows went through the same steps, if their orders may differ.
 
     Raises:
-        NotKnown: the rows are such.
+        NotKnown: it is not known whether the orders are the same.
     """
     both = [[atom for atom in dim if isinstance(atom, Rows)] for dim in (one, other)]
     if not all(both) or [atom for atom in one if isinstance(atom, str)] != [a for a in other if isinstance(a, str)]:
@@ -303,7 +305,7 @@ def _surely_partial(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spre
 
 
 def alike(x: Spread, other: Spread) -> Spread:
-    """Return a value of equal elements cut as another value of its shape is; other values as they are."""
+    """Return a value of equal elements, cut in the way in which `other` is cut; return any other value unchanged."""
     if not isinstance(x, (Alike, Zeros)) or len(x.dims) != len(other.dims):
         return x
     fit = (two if extent(one) == extent(two) else one for one, two in zip(x.dims, other.dims, strict=True))

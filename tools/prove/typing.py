@@ -37,7 +37,7 @@ _OF_THE_LOSS = "_NLLLoss"  # its hand-written backward multiplies by the ranks o
 
 @dataclass(frozen=True)
 class Failure:
-    """The message says why this value has no spread.
+    """A `Failure` says why a value has no spread.
 
     Args:
         contradicts: whether the spreads of an operator's arguments contradict it; else it is not known.
@@ -52,7 +52,8 @@ class Failure:
 
 
 class Peers:
-    """These are the graphs of one additional rank for each axis, whose operators are matched with those of the rank.
+    """A `Peers` holds the graphs of one additional rank for each axis, whose operators are matched with those of the
+    rank.
 
     Args:
         graphs: axis -> the graph of the next rank along it.
@@ -142,7 +143,7 @@ def _constants(head: str) -> dict[tuple[int, int], str]:
 
 @dataclass(frozen=True)
 class Closure:
-    """This identifies a subgraph together with its first arguments."""
+    """A `Closure` identifies a subgraph together with its first arguments."""
 
     graph: str
     values: tuple[Value, ...]
@@ -151,13 +152,13 @@ class Closure:
 
 @dataclass(frozen=True)
 class Sum:
-    """This is the variable that adds up a weight's gradient over micro-batches."""
+    """A `Sum` is the variable that adds up a weight's gradient over micro-batches."""
 
     weight: str
 
 
 class Frame:
-    """This is one run of a subgraph: its arguments, and the spreads that were found in it.
+    """A `Frame` is one run of a subgraph: its arguments, and the spreads that were found in it.
 
     Equal operators of equal arguments have equal names: what is computed again in the backward pass is known again.
     """
@@ -192,7 +193,7 @@ Direction = tuple[str, tuple[int, ...]]  # "forward" or "backward", and the shap
 
 
 class Typing:
-    """This finds the spreads of all values of one graph.
+    """A `Typing` finds the spreads of all values of one graph.
 
     Args:
         parameter: name -> the spread of a parameter of the root; it raises `NotKnown` for others.

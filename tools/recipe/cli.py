@@ -98,7 +98,7 @@ def recipe() -> None:
 @click.option(
     "--workers",
     type=Number("workers"),
-    help=f"Number of CPU workers to which --parallel scales down the parallel strategy.  [default: {WORKERS}]",
+    help=f"Let --parallel scale the parallel strategy down to this many CPU workers.  [default: {WORKERS}]",
 )
 @as_written_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of YAML.")

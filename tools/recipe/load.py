@@ -118,7 +118,7 @@ class _Bases:
             raise RecipeError(f"{file}: the recipe names itself as its base through `{BASE_CONFIG}`: {chain}")
         if real not in self.spots:
             if len(parents) + len(self.spots) >= _MAX_FILES:
-                raise RecipeError(f"{file}: the recipe is made of more than {_MAX_FILES} files")
+                raise RecipeError(f"{file}: `{BASE_CONFIG}` leads to more than {_MAX_FILES} files; use fewer bases")
             self.spots[real] = self._merged(file, [*parents, real])
         return self.spots[real]
 
@@ -221,7 +221,7 @@ class _Reader:
                 self._refuse_duplicates(node)
             return self._spot(self.root)
         except RecursionError:  # the one way left: a mapping merged into itself
-            raise RecipeError(f"{self.file}: an anchor contains itself") from None
+            raise RecipeError(f"{self.file}: an anchor contains itself; write its values out") from None
         except yaml.YAMLError as error:
             raise RecipeError(_yaml_message(self.file, error)) from None
 
@@ -229,7 +229,7 @@ class _Reader:
         """The spot of a node, the same one each time the node is met (that is what an alias is)."""
         line = node.start_mark.line + 1
         if id(node) in self.open:
-            raise RecipeError(f"{self.file}:{line}: an anchor contains itself")
+            raise RecipeError(f"{self.file}:{line}: an anchor contains itself; write its values out")
         if id(node) not in self.spots:
             self.open.add(id(node))
             self.spots[id(node)] = _Spot(self._value(node), self.file, line)
@@ -240,7 +240,9 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         if node.tag not in _PLAIN_TAGS:
-            raise RecipeError(f"{self.file}:{node.start_mark.line + 1}: the tag {node.tag!r} is not plain YAML")
+            raise RecipeError(
+                f"{self.file}:{node.start_mark.line + 1}: the tag {node.tag!r} is not plain YAML; leave the tag out"
+            )
         if isinstance(node, yaml.SequenceNode):
             return [self._spot(item) for item in node.value]
         assert isinstance(node, yaml.MappingNode)
@@ -252,7 +254,10 @@ class _Reader:
             return self.loader.construct_object(node)
         except (ValueError, OverflowError):  # 2024-13-45, an integer of 5,000 digits
             text = node.value if len(node.value) <= 30 else f"{node.value[:20]}..."
-            raise RecipeError(f"{self.file}:{node.start_mark.line + 1}: YAML cannot read the value {text}") from None
+            raise RecipeError(
+                f"{self.file}:{node.start_mark.line + 1}: YAML cannot read the value {text}; put it in quotes if it is "
+                "a text"
+            ) from None
 
     def _refuse_duplicates(self, node: yaml.MappingNode) -> None:
         """Raise when a mapping holds a key twice: YAML would silently keep the last."""

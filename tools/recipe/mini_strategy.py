@@ -76,11 +76,13 @@ def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int
     """
     view = View(recipe)
     if not view.parallel:
-        wrong = "--parallel keeps the way in which a recipe splits its model; this recipe splits nothing"
+        wrong = (
+            "--parallel keeps how a recipe splits its model, but this recipe does not split it; leave the option out"
+        )
         raise RecipeError(f"{recipe.source}: {wrong}")
     degrees = degrees_for(mini, view, workers)
     if degrees.workers == 1:
-        wrong = f"--parallel needs a parallel degree above 1 that fits {workers} workers, and this recipe has none"
+        wrong = f"--parallel needs a parallel degree above 1 that fits {workers} workers; give more, or leave it out"
         raise RecipeError(f"{recipe.source}: {wrong}")
     wanted = max(batch, degrees.dp * least_micro_batches(view, degrees))
     give_strategy(mini, view, degrees, wanted, degrees)

@@ -1,5 +1,5 @@
-"""This module reads a recipe for arithmetic. Its look-ups return a default for a value of the wrong type, so that rules
-can be checked on a broken recipe, and it computes the sizes that rules use.
+"""This module reads a recipe for arithmetic. The look-ups of a `View` return a default for a value of the wrong type,
+so that rules can be checked on a broken recipe. A `View` also computes the sizes that rules use.
 
 A recipe may leave values open that `tools.layout.resolve` fills in. MindFormers cannot read such a recipe, and no sizes
 can be computed from it, so `require_resolved` refuses it.

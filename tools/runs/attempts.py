@@ -36,7 +36,7 @@ FOLDER, PLAN, VERDICT, BEAT, END = "attempts", "plan.json", "verdict.json", "bea
 
 @dataclass(frozen=True)
 class Plan:
-    """This is the plan of one attempt of a run. `hosts` are in the order of node rank; `slots` holds the workers of
+    """A `Plan` is the plan of one attempt of a run. `hosts` are in the order of node rank; `slots` holds the workers of
     each; `resume` is a checkpoint's folder.
     """
 
@@ -57,7 +57,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Beat:
-    """This is a node's sign of life: the phase of its workers, since when, and the newest step that any of them has
+    """A `Beat` is a node's sign of life: the phase of its workers, since when, and the newest step that any of them has
     made.
     """
 
@@ -70,8 +70,8 @@ class Beat:
 
 @dataclass(frozen=True)
 class End:
-    """This says how a node's part of an attempt ended. `rank` is the worker's rank in the whole run; `code` is negative
-    for a signal.
+    """An `End` says how a node's part of an attempt ended. `rank` is the worker's rank in the whole run; `code` is
+    negative for a signal.
     """
 
     host: str
@@ -89,7 +89,7 @@ class End:
 
 @dataclass(frozen=True)
 class Verdict:
-    """This says which host and worker caused the end of an attempt, and what happens next."""
+    """A `Verdict` says which host and worker caused the end of an attempt, and what happens next."""
 
     time: float
     decision: Decision
@@ -103,7 +103,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Attempt:
-    """This is the content of one attempt's folder; a file that does not exist (yet), or is broken, is None or
+    """An `Attempt` is the content of one attempt's folder; a file that does not exist (yet), or is broken, is None or
     missing.
     """
 

@@ -185,7 +185,7 @@ def line(status: Status) -> str:
 
 
 class Scalars:
-    """This writes TensorBoard's scalars of each step, and replaces what an earlier process wrote for that step.
+    """A `Scalars` writes TensorBoard's scalars of each step, and replaces what an earlier process wrote for that step.
 
     Raises:
         DataError: tensorboard is not installed, or the folder cannot be written.
@@ -229,7 +229,7 @@ class Scalars:
 
 
 class Exporter:
-    """This writes the file `path` again for each status.
+    """An `Exporter` writes the file `path` again for each status.
 
     Raises:
         DataError: prometheus-client is not installed, or `path` cannot be written or ends in something else than .prom.
@@ -285,7 +285,7 @@ def runs() -> None:
     "--measured",
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
-    help="Also compare the usual step with the one predicted for the cluster that tc3 firsthour measured.",
+    help="Also compare the usual step time with the step time predicted for the cluster that tc3 firsthour measured.",
 )
 def report_command(
     folders: tuple[Path, ...], as_json: bool, html: Path | None, picture: Path | None, measured: Path | None
@@ -333,10 +333,16 @@ def _beside(folders: tuple[Path, ...], measured: Path) -> list[Study]:
     return [beside(one, hardware) for one in studies(folders)]
 
 
-@runs.command("watch", short_help="Follow a run: phase, step, loss, speed, goodput, checkpoint, failures.")
+@runs.command("watch", short_help="Show a run's phase, step, loss, speed, goodput and failures while it trains.")
 @click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--once", is_flag=True, help="Print the status once and exit.")
-@click.option("--every", type=Number("pause"), default=2.0, show_default=True, help="Seconds between two refreshes.")
+@click.option(
+    "--every",
+    type=Number("pause"),
+    default=2.0,
+    show_default=True,
+    help="Wait this many seconds between two refreshes.",
+)
 @click.option(
     "--prometheus", type=click.Path(path_type=Path), help="Also write the status to this file (*.prom) for Prometheus."
 )

@@ -29,7 +29,9 @@ _NOISE = re.compile(  # MindSpore's and MindFormers' levels below an error, Pyth
 
 @dataclass(frozen=True)
 class Signature:
-    """This is an entry of signatures.yaml: how a cause of failure shows in a log, what it is called, and what to do."""
+    """A `Signature` is an entry of signatures.yaml: how a cause of failure shows in a log, what it is called, and what
+    to do.
+    """
 
     name: str
     pattern: re.Pattern[str]
@@ -41,7 +43,8 @@ class Signature:
 
 @dataclass(frozen=True)
 class Found:
-    """This is the cause that a log shows: the matching entry and its line, or `UNKNOWN` and the most informative lines.
+    """A `Found` is the cause that a log shows: the matching entry and its line, or `UNKNOWN` and the most informative
+    lines.
 
     `victim`: others that fail bring such a line about, too; by itself it does not say who began.
     """
@@ -93,7 +96,7 @@ _NO_MACHINE = (_OF_THE_USER, "spike")  # causes that say nothing of the machines
 
 @dataclass(frozen=True)
 class Failure:
-    """This describes how an attempt failed.
+    """A `Failure` describes how an attempt failed.
 
     Args:
         time: seconds since 1970; None: nobody wrote it. host, rank: who began it; None: not known. cause: as the

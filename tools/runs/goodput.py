@@ -41,7 +41,7 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True)
 class Piece:
-    """This is a span of a run's time in which it did one kind of work, from `begin` to `end` in microseconds since
+    """A `Piece` is a span of a run's time in which it did one kind of work, from `begin` to `end` in microseconds since
     1970. If the work is consecutive steps, `between` microseconds of the span lie between the steps.
     """
 
@@ -54,7 +54,7 @@ class Piece:
 
 @dataclass
 class Frame:
-    """This is one attempt on the time line: from its plan to its end, in microseconds since 1970."""
+    """A `Frame` is one attempt on the time line: from its plan to its end, in microseconds since 1970."""
 
     number: int
     begin: int
@@ -66,7 +66,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Ledger:
-    """This is the whole time of a run, divided into `pieces` without gap or overlap."""
+    """A `Ledger` is the whole time of a run, divided into `pieces` without gap or overlap."""
 
     frames: list[Frame]
     pieces: list[Piece]

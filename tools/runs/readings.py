@@ -51,8 +51,8 @@ def loss_rank(recipe: Recipe) -> int:
 
 @dataclass
 class Readings:
-    """This holds the training steps that one rank has recorded: `steps[n]` is the record of step n. If a resumed run
-    repeats steps, the new records replace the old ones.
+    """A `Readings` holds the training steps that one rank has recorded: `steps[n]` is the record of step n. If a
+    resumed run repeats steps, the new records replace the old ones.
     """
 
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -99,7 +99,7 @@ def read_held_out(run_dir: Path) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """This is the loss on held-out documents after a step: the mean, and the loss of each corpus of a list."""
+    """An `Evaluation` is the loss on held-out documents after a step: the mean, and the loss of each listed corpus."""
 
     step: int
     loss: float
@@ -137,7 +137,7 @@ def loss_in_words(loss: float | None) -> str:
 
 
 class Follower:
-    """This reads the complete lines that a JSON-lines file has gained since the last call."""
+    """A `Follower` reads the complete lines that a JSON-lines file has gained since the last call."""
 
     def __init__(self, file: Path, newest: int | None = None):
         """Follow `file`, which need not exist yet; of what it holds now, read only the `newest` bytes (None: all)."""
@@ -165,7 +165,7 @@ class Follower:
 
 
 class Steps(Follower):
-    """This follows a metrics file; lines of a form that no run writes are left out and listed in `faults`.
+    """A `Steps` follows a metrics file; lines of a form that no run writes are left out and listed in `faults`.
 
     A number that is text, a negative time or one in the future would make confident tables of nothing.
     """
@@ -219,7 +219,7 @@ def _parse(line: bytes) -> Any:
 
 @dataclass(frozen=True)
 class Slow:
-    """This is what the probes of a run show: sentences about slow ranks, and sentences about what the probes cannot
+    """A `Slow` is what the probes of a run show: sentences about slow ranks, and sentences about what the probes cannot
     show; `compared` is the number of ranks, None without probes.
     """
 
@@ -252,8 +252,8 @@ def _slow_in_words(records: list[Record], recipe: Recipe | None) -> Slow:
 
 
 class Probes:
-    """This follows the probes of a run that is in progress: it judges the newest `NEWEST` probes of each rank, and
-    reads new ones every `LOOK` seconds.
+    """A `Probes` follows the probes of a run that is in progress: it judges the newest `NEWEST` probes of each rank,
+    and reads new ones every `LOOK` seconds.
     """
 
     def __init__(self, folder: Path, recipe: Recipe | None):
@@ -323,7 +323,7 @@ class Part:
 
 @dataclass
 class Run:
-    """This is the content of a run's folder; what does not exist is empty or None."""
+    """A `Run` is the content of a run's folder; what does not exist is empty or None."""
 
     folder: Path
     recipe: Recipe | None

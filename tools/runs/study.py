@@ -35,8 +35,8 @@ JUDGED = ("loss", "global_norm")
 
 @dataclass(frozen=True)
 class Spike:
-    """This is a spike: at `step`, the metric `name` had this `value`, `above` standard deviations above the steps
-    before (None if it is not finite).
+    """A `Spike` is a sudden high value of a metric: at `step`, the metric `name` had this `value`, which lies `above`
+    standard deviations above the steps before (None if it is not finite).
     """
 
     step: int
@@ -103,7 +103,7 @@ CONFIDENCE = 0.9
 
 @dataclass(frozen=True)
 class Mtbf:
-    """This is the estimated mean time between failures in seconds (None without a failure) with its confidence
+    """An `Mtbf` is the estimated mean time between failures in seconds (None without a failure) with its confidence
     interval; `high` is None if there is no upper bound.
     """
 
@@ -116,8 +116,8 @@ class Mtbf:
 
 @dataclass(frozen=True)
 class Saving:
-    """This compares the interval between checkpoint saves that a run used with the best one, in seconds of training,
-    and says what share of the time each costs.
+    """A `Saving` compares the interval between checkpoint saves that a run used with the best one, in seconds of
+    training, and says what share of the time each costs.
     """
 
     cost: float
@@ -195,8 +195,8 @@ GOES_ON = "between attempts"
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """This holds the time that saving checkpoints costs a run. `seconds` is the median time for which training stops
-    for a save; `every` is the seconds of steps between two saves.
+    """A `Checkpoints` holds the time that saving checkpoints costs a run. `seconds` is the median time for which
+    training stops for a save; `every` is the seconds of steps between two saves.
     """
 
     saves: int
@@ -211,7 +211,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Beside:
-    """This holds the usual step of a run in seconds, the step predicted for a measured cluster, and their ratio."""
+    """A `Beside` holds a run's usual step in seconds, the step predicted for a measured cluster, and their ratio."""
 
     usual: float
     predicted: float
@@ -220,8 +220,8 @@ class Beside:
 
 @dataclass(frozen=True)
 class Study:
-    """This is everything that the report says about one run; `ledger` is a sentence if the time of the run cannot be
-    determined.
+    """A `Study` holds everything that the report says about one run; `ledger` is a sentence if the time of the run
+    cannot be determined.
     """
 
     run: Run

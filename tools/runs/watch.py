@@ -81,7 +81,7 @@ def _part(record: dict[str, Any]) -> _Part:
 
 
 class Kept:
-    """This follows the steps of a run and counts those that no later attempt has made again.
+    """A `Kept` follows the steps of a run and counts those that no later attempt has made again.
 
     Args:
         file: metrics of the rank that stands for the run. sink: gets every record of a step, once, in order.
@@ -183,7 +183,7 @@ BAD = ("failed", "given up", "left", "interrupted", "preempted")
 
 @dataclass(frozen=True)
 class Status:
-    """This is the state of a run at one moment; unknown values are None. Times are seconds; `goodput` is a share;
+    """A `Status` is the state of a run at one moment; unknown values are None. Times are seconds; `goodput` is a share;
     `quiet` is the time since anything new was seen. The held-out losses come from the last evaluation. `fullest_expert`
     is the number of tokens of the fullest expert over the mean of its layer; `idle_experts` is the number of experts,
     of all layers, that got no token in the newest step. Where the batch grows (plugins/batch_ramp), `step_samples` is
@@ -226,7 +226,7 @@ class Status:
 
 
 class Watch:
-    """This follows one run, and reads each line of its files only once.
+    """A `Watch` follows one run, and reads each line of its files only once.
 
     Raises:
         DataError: the folder is not a run's.

@@ -36,7 +36,7 @@ from tools.search.request import PLANNED, POLICIES, SHARDS, Request
 
 @dataclass
 class Funnel:
-    """These are counts of candidates; `dropped` counts them by their first broken rule."""
+    """A `Funnel` holds counts of candidates; `dropped` counts them by their first broken rule."""
 
     total: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
@@ -103,7 +103,7 @@ _KEPT_SCHEDULES = ("seqsmartvpp",)  # of a recipe; others run 1f1b, interleaved 
 
 
 class Candidate(NamedTuple):
-    """This is one strategy with `m` micro-batches of `mbs` samples; words are as in `limits.WORDS`."""
+    """A `Candidate` is one strategy with `m` micro-batches of `mbs` samples; words are as in `limits.WORDS`."""
 
     dp: int
     tp: int
@@ -125,7 +125,7 @@ class Candidate(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """These are parallel degrees whose product is the number of devices."""
+    """A `Mesh` holds parallel degrees whose product is the number of devices."""
 
     dp: int
     tp: int
@@ -135,8 +135,8 @@ class Mesh(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """These are the legal candidates with one value of pp and vpp, as {column of `COLUMNS`: [rows] integers}; each is
-    combined with every value of `recompute`.
+    """A `Block` holds the legal candidates with one value of pp and vpp, as {column of `COLUMNS`: [rows] integers};
+    each is combined with every value of `recompute`.
     """
 
     pp: int

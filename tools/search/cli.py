@@ -51,7 +51,7 @@ from tools.search.overlay import keep_files_of
     default=DEFAULT_HARDWARE,
     show_default=True,
     metavar="NAME|FILE",
-    help="Cluster for which step times and memory are predicted.",
+    help="Predict step times and memory for this cluster.",
 )
 @effort_option(EFFORT)
 @time_limit_option(TIME_LIMIT, "Stop the search after this time, should the effort take longer.")
@@ -133,7 +133,7 @@ _RESERVE = 3.0
 
 
 class SearchOrCommand(RecipeOrCommand):
-    """This is the group whose recipes go to `tc3 search RECIPE`."""
+    """A `SearchOrCommand` is the group whose recipes go to `tc3 search RECIPE`."""
 
     of_recipe = space_command
 
@@ -145,7 +145,9 @@ def search() -> None:
 
 @search.command()
 @click.argument("instance", type=click.Path(path_type=Path), metavar="INSTANCE.json")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Solution file to write.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Write the solution to this file."
+)
 @effort_option("high")
 @time_limit_option(600.0, "Stop the command (without --picture) after this time, should the effort take longer.")
 @click.option("--force", is_flag=True, help="Replace the file of --out if it exists.")
@@ -156,7 +158,7 @@ def search() -> None:
     show_default=True,
     type=Number("margin"),
     metavar="SHARE",
-    help="Share of the instance's memory cap that the plan leaves free, such as 0.05.",
+    help="Leave this share of the instance's memory cap free, such as 0.05.",
 )
 @json_option
 @click.option(

@@ -39,7 +39,7 @@ _WIDTH = 200  # of tables in a file or pipe
 
 
 class OfGroup(click.Command):
-    """This is the class of a command that has the same help as its group; the group writes this help."""
+    """An `OfGroup` is the class of a command that has the same help as its group; the group writes this help."""
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the same help as the command's group."""
@@ -52,10 +52,13 @@ class OfGroup(click.Command):
 @click.option(
     "--devices",
     type=Number("devices"),
-    help="Number of devices, all of which are used; by default the recipe's number.",
+    help="Search for strategies that use exactly this many devices; by default the recipe's number.",
 )
 @click.option(
-    "--cluster", "cluster_name", metavar="NAME|FILE.yaml", help=f"Cluster to search for.  [default: {DEFAULT_HARDWARE}]"
+    "--cluster",
+    "cluster_name",
+    metavar="NAME|FILE.yaml",
+    help=f"Search for this cluster.  [default: {DEFAULT_HARDWARE}]",
 )
 @click.option(
     "--from",
@@ -78,13 +81,17 @@ class OfGroup(click.Command):
         "beside OVERLAY.yaml, as OVERLAY.cluster.yaml."
     ),
 )
-@click.option("--gbs", type=Number("global_batch_size"), help="Global batch size in samples; by default the recipe's.")
+@click.option(
+    "--gbs",
+    type=Number("global_batch_size"),
+    help="Assume a global batch of this many samples; by default the recipe's.",
+)
 @click.option(
     "--memory",
     type=Number("memory_gib"),
     metavar="GIB",
-    help="Memory in GiB that the job may use on a device; by default the recipe's max_device_memory or, without it, "
-    "90 % of the device's memory.",
+    help="Assume that the job may use this many GiB on a device; by default the recipe's max_device_memory or, without "
+    "it, 90 % of the device's memory.",
 )
 @margin_option
 @click.option(
@@ -136,7 +143,7 @@ class OfGroup(click.Command):
         "this option, --write writes the first strategy of this ranking."
     ),
 )
-@click.option("--top", default=10, show_default=True, type=Number("rows"), help="Number of strategies to show.")
+@click.option("--top", default=10, show_default=True, type=Number("rows"), help="Show this many strategies.")
 @effort_option("normal")
 @time_limit_option(
     1800.0, "Stop placing after this time, should the effort take longer; the ranking is always finished."

@@ -97,7 +97,7 @@ _NEARLY = 0.8  # of the best experiment's worth is as good, where it needs fewer
 
 @dataclass(frozen=True)
 class Experiment:
-    """This is the experiment that would tell layouts apart."""
+    """An `Experiment` is the experiment that would tell layouts apart."""
 
     term: Term
     right: float  # how likely the choice is right after it
@@ -106,7 +106,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Doubt:
-    """This says how certain it is that the chosen layout is the fastest one."""
+    """A `Doubt` says how certain it is that the chosen layout is the fastest one."""
 
     names: tuple[str, ...]  # of the layouts, the fastest first
     shares: tuple[float, ...]  # of the draws in which each is the fastest; they add up to 1

@@ -34,7 +34,7 @@ from tools.search.options import json_option, overrides_option
 _steps = click.option(
     "--steps",
     type=Number("steps"),
-    help=("Number of training steps in PROFILE, if the files of the profile do not state it."),
+    help="Assume that PROFILE holds this many training steps, if its files do not state the number.",
 )
 _WIDTH = 180  # a row's names and numbers on one line, in files and pipes too
 
@@ -45,7 +45,7 @@ _WIDTH = 180  # a row's names and numbers on one line, in files and pipes too
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE.yaml",
-    help="Write how far off the predicted memory of each run is to this file, in the form of "
+    help="Write the error of each run's predicted memory to this file, in the form of "
     "tools/estimate/memory/errors.yaml.",
 )
 @click.option("--force", is_flag=True, help="Replace the file of --record if it exists.")
@@ -124,7 +124,9 @@ def _cells(found: Prediction) -> list[tuple[float | None, str]]:
 
 @click.command("calibrate")
 @click.argument("measured", type=click.Path(path_type=Path), metavar="MEASURED.yaml|PROFILE")
-@click.option("--recipe", type=click.Path(path_type=Path), metavar="RECIPE", help="Recipe of the profiled run.")
+@click.option(
+    "--recipe", type=click.Path(path_type=Path), metavar="RECIPE", help="Read the profile as that of a run of RECIPE."
+)
 @overrides_option("RECIPE")
 @_steps
 @click.option(
@@ -132,8 +134,8 @@ def _cells(found: Prediction) -> list[tuple[float | None, str]]:
     "cluster_name",
     metavar="NAME|FILE.yaml",
     help=(
-        f"Cluster whose efficiencies are the initial guess of the fit. The default is {DEFAULT_HARDWARE}; for the "
-        "profile of a CPU, the fit starts with a cluster that has the speed of the profile's fastest kernels."
+        f"Start the fit with the efficiencies of this cluster. The default is {DEFAULT_HARDWARE}; for the profile of a "
+        "CPU, the fit starts with a cluster that has the speed of the profile's fastest kernels."
     ),
 )
 @click.option(
@@ -265,7 +267,7 @@ def _print_fit(found: Calibration, start: Efficiency) -> None:
     "--measured",
     required=True,
     metavar="SECONDS|PROFILE",
-    help="Measured seconds of a step, or the folder of a profile.",
+    help="Compare with this step time in seconds, or with the profile in this folder.",
 )
 @click.option("--cluster", "cluster_name", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE.yaml")
 @overrides_option("RECIPE")

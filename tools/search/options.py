@@ -23,13 +23,17 @@ margin_option = click.option(
     type=Number("margin"),
     metavar="SHARE",
     help=(
-        "Share of the memory limit that is left free, such as 0.05. The default share is the known error of the "
+        "Leave this share of the memory limit free, such as 0.05. The default share is the known error of the "
         "estimator."
     ),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 seed_option = click.option(
-    "--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the random choices of the search."
+    "--seed",
+    default=0,
+    show_default=True,
+    type=Number("seed"),
+    help="Make the random choices of the search with this seed.",
 )
 
 
@@ -48,7 +52,7 @@ def time_limit_option(default: float, what: str) -> Callable[[Callable[..., Any]
 
 
 class Effort(click.ParamType):
-    """This is a click type: `low`, `normal`, `high`, or units of `tools.layout.budget`."""
+    """An `Effort` is a click type: `low`, `normal`, `high`, or units of `tools.layout.budget`."""
 
     name = "effort"
 
@@ -74,9 +78,9 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
         type=Effort(),
         metavar="N|low|normal|high",
         help=(
-            "Work that may be spent on each placement of layers. More work never gives a slower layout, and the same "
-            "number gives the same answer on a slow and on a fast machine. A unit of work takes about a second on an "
-            f"idle core; low is {EFFORTS['low']:g} units, normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. "
+            "Spend at most this much work on each placement of layers. More work never gives a slower layout, and the "
+            "same number gives the same answer on a slow and on a fast machine. A unit of work takes about a second on "
+            f"an idle core; low is {EFFORTS['low']:g} units, normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. "
             f"The default is {default}, or less if --time-limit is shorter."
         ),
     )
@@ -97,7 +101,9 @@ def tell_end(cut: bool, stopped: bool, best: str) -> None:
 
 
 class RecipeOrCommand(click.Group):
-    """This is a group whose first word is one of its commands or a recipe, which goes to the command `of_recipe`."""
+    """A `RecipeOrCommand` is a group whose first word is one of its commands or a recipe, which goes to the command
+    `of_recipe`.
+    """
 
     of_recipe: click.Command
 
@@ -150,7 +156,7 @@ _WORDS = {
 
 
 class SpaceProgress(Progressing):
-    """This shows the progress of `tc3 search RECIPE`, one phase after the other."""
+    """A `SpaceProgress` shows the progress of `tc3 search RECIPE`, one phase after the other."""
 
     def __init__(self) -> None:
         super().__init__("looking at every mesh of the devices")
@@ -162,7 +168,7 @@ class SpaceProgress(Progressing):
 
 
 class PlanProgress(Progressing):
-    """This shows the progress of the pipeline optimiser: the best plan, and its gap to the bound."""
+    """A `PlanProgress` shows the progress of the pipeline optimiser: the best plan, and its gap to the bound."""
 
     def __init__(self, budget: Budget):
         super().__init__("looking for a first plan", budget.effort)

@@ -95,8 +95,8 @@ _LIMIT, _POOL = ("context", "max_device_memory"), ("context", "mempool_block_siz
 
 @dataclass(frozen=True)
 class Site:
-    """This describes the cluster for which the search writes a recipe: devices of a node, hardware description and, if
-    the user changed it, the memory limit of a device.
+    """A `Site` describes the cluster for which the search writes a recipe: devices of a node, hardware description and,
+    if the user changed it, the memory limit of a device.
     """
 
     node: int  # devices

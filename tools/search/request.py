@@ -46,7 +46,7 @@ _FORM = re.compile(r"\s*([a-z]+)\s*(<=|>=|!=|<|>|=|%\s*(\d+)\s*=)\s*([\w,\s]+?)\
 
 @dataclass(frozen=True)
 class Limit:
-    """This is one limit, as the user wrote it and in its parts."""
+    """A `Limit` is one limit, as the user wrote it and in its parts."""
 
     text: str
     name: str  # what it limits
@@ -106,17 +106,17 @@ def read_limit(text: str) -> Limit:
     else:
         raise RecipeError(f"--limit {text!r}: the value of {name} must be a number of at most {_LARGEST:,}")
     if sign not in ("=", "!=") and len(values) > 1:
-        raise RecipeError(f"--limit {text!r}: the sign {sign} takes only one number")
+        raise RecipeError(f"--limit {text!r}: only one number may follow the sign {sign}; write one")
     if modulus is not None and not 0 <= values[0] < int(modulus):
         raise RecipeError(
-            f"--limit {text!r}: a remainder of a division by {modulus} must be from 0 to {int(modulus) - 1}"
+            f"--limit {text!r}: the remainder of a division by {modulus} must be from 0 to {int(modulus) - 1}"
         )
     return Limit(text, name, sign, values, int(modulus or 1))
 
 
 @dataclass(frozen=True)
 class Request:
-    """This is the request for one run of `tc3 search`."""
+    """A `Request` holds what one run of `tc3 search` looks for."""
 
     base: Configuration  # the recipe's own run; its degrees, layers, batch, recomputation, sharding are searched for
     hardware: Hardware

@@ -87,7 +87,8 @@ def _mean(sources: Sequence[Source], shares: Sequence[float], file: str, name: s
         array = source.stored.read_from(file, name)
         if not np.isfinite(array.astype(np.float32, copy=False)).all():
             raise CheckpointError(
-                f"{source.path / file}: {name} has values that are not finite, so no average is taken"
+                f"{source.path / file}: {name} has values that are not finite, so nothing was averaged; leave this "
+                "checkpoint out"
             )
         wide = array.astype(np.float64) * share
         total = wide if total is None else total + wide
@@ -114,7 +115,7 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
     """Refuse what has no average, or would be averaged wrongly."""
     refuse_target(target)
     if len(sources) < 2:
-        raise CheckpointError("an average needs at least two checkpoints")
+        raise CheckpointError("an average needs at least two checkpoints; give more")
     first = sources[0]
     for source in sources:
         if source.form != "MindFormers":

@@ -52,7 +52,7 @@ workers_option = click.option(
     "--workers",
     default=1,
     type=Number("files"),
-    help="Number of files that are written at the same time.",
+    help="Write this many files at the same time.",
     show_default=True,
 )
 file_size_option = click.option(
@@ -180,7 +180,7 @@ def merge_command(checkpoint: Path, target: Path, recipe: Path | None, file_size
 @click.option(
     "--recipe",
     type=click.Path(path_type=Path),
-    help="Recipe of the model whose weights are converted.  [default: the recipe of FROM's run]",
+    help="Convert the weights of this recipe's model.  [default: the recipe of FROM's run]",
 )
 @click.option(
     "--dtype",

@@ -173,7 +173,7 @@ def test_too_few_devices_for_a_stage_leave_the_other_rungs_alone(tmp_path):
     hour.npus = [Path(f"/dev/davinci{number}") for number in range(8)]
     assert (hour.world, hour.counts) == (8, [2, 8])
     assert len(hour.commands()["stage"]) == 2
-    with pytest.raises(RecipeError, match="a stage needs at least 16 devices, but 8 are there"):
+    with pytest.raises(RecipeError, match="one stage needs at least 16 devices, but only 8 are available"):
         hour.stage(60, {})
     hour.npus = []  # a plan for as many nodes as the recipe needs
     assert (hour.world, hour.counts) == (4096, [2, 8, 64])

@@ -118,7 +118,7 @@ def test_everything_on_this_cpu(tmp_path):
 def test_a_list_of_no_strategies_is_not_all_of_them():
     """It trained for ten minutes."""
     result = CliRunner().invoke(accuracy, ["equivalence", "recipes/mini/pretrain.yaml", "--only", ","])
-    assert isinstance(result.exception, RecipeError) and "names no strategy" in str(result.exception)
+    assert isinstance(result.exception, RecipeError) and "is not the name of a strategy" in str(result.exception)
 
 
 def test_strategies_of_a_repeated_option_are_all_taken():

@@ -79,7 +79,7 @@ def test_what_the_sidecar_says_must_hold(pair: Path) -> None:
 def test_a_truncated_pair_is_a_finding_and_a_missing_file_an_error(pair: Path) -> None:
     path = Path(f"{pair}.bin")
     path.write_bytes(path.read_bytes()[:-2])
-    assert f"its index {pair}.idx says" in verify(pair).findings[0]
+    assert f"according to its index {pair}.idx" in verify(pair).findings[0]
     path.unlink()
     with pytest.raises(DataError, match=r"out\.bin: there is no such file"):
         verify(pair)

@@ -93,7 +93,7 @@ BROKEN = {
     "{}": "not a report of tc3 doctor",
     "7": "not a report of tc3 doctor",
     "[" * 100_000: "not complete JSON",
-    WHOLE.replace(f'"{FACTS["tc3"]}"', '"0.0.1"'): "the report is of tc3 0.0.1, but this is",
+    WHOLE.replace(f'"{FACTS["tc3"]}"', '"0.0.1"'): "version 0.0.1 of tc3 wrote this report, but this is",
     WHOLE.replace('"ok"', '"fine"'): "findings or its probe cannot be read",
     WHOLE.replace('"probe": null', '"probe": [1]'): "findings or its probe cannot be read",
     without(report(), "findings"): "findings or its probe cannot be read",

@@ -44,7 +44,7 @@ def test_fewer_devices_are_fewer_data_parallel_ranks():
     cut = View(one_stage(own("telechat3_438b/pretrain_4k"), 64))
     assert (cut.devices, cut.dp, cut.tp, cut.ep) == (64, 32, 2, 16)
     assert cut.get(("parallel", "dataset_strategy"))[0][0] == 32
-    with pytest.raises(RecipeError, match="a stage needs at least 16 devices, but 8 are there"):
+    with pytest.raises(RecipeError, match="one stage needs at least 16 devices, but only 8 are available"):
         one_stage(own("telechat3_438b/pretrain_4k"), 8)
 
 

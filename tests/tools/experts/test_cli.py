@@ -229,7 +229,7 @@ def test_pictures_and_page(tmp_path, layers):
 
 def test_wrong_places_are_refused(tmp_path):
     for arguments, message in (
-        ([tmp_path / "none"], "no run and no file with this name"),
+        ([tmp_path / "none"], "there is no such run or file"),
         ([tmp_path], "record: True writes it"),
         ([tmp_path / "log", "--picture", "a.txt"], "--picture a.txt"),
         ([tmp_path / "log", "--html", "a.txt"], "--html a.txt"),

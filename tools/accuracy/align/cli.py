@@ -27,7 +27,7 @@ LARGE = (".npz", ".safetensors", ".bin")  # what a run leaves beside its logs
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--against", default="hf", show_default=True, metavar="hf|RECIPE",
               help="Compare RECIPE with Hugging Face's DeepseekV3 (needs torch) or with another recipe.")  # fmt: skip
-@click.option("--steps", default=20, show_default=True, type=Number("curve_steps"), help="Number of steps to compare.")
+@click.option("--steps", default=20, show_default=True, type=Number("curve_steps"), help="Compare this many steps.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key in both recipes.")
 @click.option(
     "--data",
@@ -35,8 +35,10 @@ LARGE = (".npz", ".safetensors", ".bin")  # what a run leaves beside its logs
     help="Train both recipes on the Megatron corpus PREFIX.bin and PREFIX.idx instead of the recipe's corpus.",
 )
 @click.option("--reference-python", "python", default=sys.executable, metavar="PATH",
-              help="Python interpreter that has torch and transformers.  [default: the Python of tc3]")  # fmt: skip
-@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the starting weights.")
+              help="Run the reference with this Python (with torch).  [default: the Python of tc3]")  # fmt: skip
+@click.option(
+    "--seed", default=0, show_default=True, type=Number("seed"), help="Draw the starting weights with this seed."
+)
 @click.option(
     "--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep the files of both runs in this folder."
 )
@@ -68,7 +70,7 @@ def align(
     from tools.accuracy.align.ladder import Wanted, climb, print_ladder
 
     if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise RecipeError(f"--keep {keep}: the folder is not empty")
+        raise RecipeError(f"--keep {keep}: the folder is not empty; name an empty or a new folder")
     require_verified()
     with terminate_as_interrupt(), _folder(keep) as (folder, keep_logs):
         wanted = Wanted(recipe, against, steps, overrides, data, folder, python, seed)

@@ -58,8 +58,8 @@ MOST = 8  # rows of a failed rung that are printed
 
 @dataclass(frozen=True)
 class Sides:
-    """This holds the recipes of the two sides that are trained; `about` says in one sentence how these differ from the
-    given recipes, and is empty if they do not.
+    """A `Sides` holds the recipes of the two sides that are trained; `about` says in one sentence how these differ from
+    the given recipes, and is empty if they do not.
     """
 
     recipes: list[Recipe]
@@ -162,8 +162,8 @@ def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
 
 @dataclass
 class Ladder:
-    """This is the result of an alignment: its stages (rungs), the differences of settings that the first of them found,
-    and in `about` what ran, with versions.
+    """A `Ladder` is the result of an alignment: its stages (rungs), the differences of settings that the first of them
+    found, and in `about` what ran, with versions.
     """
 
     ours: str
@@ -211,7 +211,7 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Wanted:
-    """This says which recipe is aligned with which reference, for how many steps, and with which data and seed.
+    """A `Wanted` says which recipe is aligned with which reference, for how many steps, and with which data and seed.
 
     Args:
         path: the recipe. against: `hf`, or another recipe's path. steps: of rungs 5 and 6.

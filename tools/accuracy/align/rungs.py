@@ -95,7 +95,7 @@ class Row:
 
 @dataclass
 class Rung:
-    """This is one stage (rung) of the comparison; `reason` says why it was not run, or what its failure indicates."""
+    """A `Rung` is one stage (rung) of the comparison; `reason` says why it did not run, or what a failure means."""
 
     name: str
     rows: list[Row] = field(default_factory=list)

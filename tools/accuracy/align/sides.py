@@ -51,8 +51,8 @@ _FIND = "import importlib.util as u, sys; sys.exit(0 if all(map(u.find_spec, ('t
 
 @dataclass
 class Record:
-    """This is one side's record in the form that the module describes; `single` is the result of
-    `reference.train.single_steps`, started from the other side's states, and `about` holds versions.
+    """A `Record` holds what one side of an alignment computed, in the form that the module describes; `single` is the
+    result of `reference.train.single_steps`, started from the other side's states, and `about` holds versions.
     """
 
     trace: Arrays

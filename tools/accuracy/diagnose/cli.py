@@ -38,18 +38,20 @@ ROOT = Path(__file__).resolve().parents[3]
     default=3,
     show_default=True,
     type=Number("steps"),
-    help=("Number of steps for which a recipe is trained."),
+    help=("Train this many steps if A or B is a recipe."),
 )
 @click.option(
     "--all",
     "everything",
     is_flag=True,
-    help=("Print all findings, sorted by step and stage, not only those of the first stage (rung) that differs."),
+    help=(
+        "Print all findings in the order of steps and stages, not only those of the first stage (rung) that differs."
+    ),
 )
 @click.option(
     "--keep",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder that keeps the runs which this command makes if A or B is a recipe.",
+    help="Keep the runs that this command trains (if A or B is a recipe) in this folder.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @unverified_option
@@ -75,7 +77,7 @@ def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep
 
     paths = [a] if b is None else [a, b]
     if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise RecipeError(f"--keep {keep}: the folder is not empty")
+        raise RecipeError(f"--keep {keep}: the folder is not empty; name an empty or a new folder")
     for path in paths:
         if not path.exists():
             raise DataError(f"{path}: there is no such file or folder; give the folder of a run, or a recipe")

@@ -24,7 +24,7 @@ RECORD = "tc3 train RECIPE --set plugins.step_record.steps=3"  # what makes a ru
 
 @dataclass
 class State:
-    """These are the lines that the ranks recorded for one step, or for a start of the run."""
+    """A `State` holds the lines that the ranks recorded for one step, or for a start of the run."""
 
     step: int
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class State:
 
 @dataclass
 class Tensor:
-    """This is one tensor with the parts of all ranks: `parts` is offset -> {rank: (digest, sum of squares)}."""
+    """A `Tensor` is one tensor with the parts of all ranks: `parts` is offset -> {rank: (digest, sum of squares)}."""
 
     shape: tuple[int, ...]
     parts: dict[tuple[int, ...], dict[int, tuple[str, float]]] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Tensor:
 
 @dataclass
 class Side:
-    """This is one of the runs that are compared.
+    """A `Side` is one of the runs that are compared.
 
     Attributes:
         steps: step -> the metrics of the rank that knows the loss.
@@ -230,11 +230,13 @@ def read_side(folder: Path) -> Side:
     empty = [rank for rank, readings in metrics.items() if not readings.steps]
     if len(empty) == len(metrics):
         raise DataError(
-            f"{folder}: no step is recorded: the run still compiles, or it has failed (`tc3 runs report {folder}`)"
+            f"{folder}: the run has not recorded a step yet, because it still compiles or has failed; `tc3 runs "
+            f"report {folder}` says which"
         )
     if empty:
         raise DataError(
-            f"{folder}: rank {empty[0]} of {len(metrics)} has recorded no step: copy the metrics/ folders of all hosts"
+            f"{folder}: rank {empty[0]} of {len(metrics)} has not recorded a step; copy the metrics/ folders of all "
+            "hosts into this folder"
         )
     readings = metrics[loss_rank(recipe)]
     side = Side(str(folder), recipe, readings.steps, readings.total_steps, folder=folder / "metrics")

@@ -60,7 +60,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 
 @dataclass(frozen=True)
 class Verdict:
-    """This is the result of `tc3 accuracy diagnose`.
+    """A `Verdict` is the result of `tc3 accuracy diagnose`.
 
     Args:
         findings: in order. changes: of the configuration that change numbers; layout: those of the layout.

@@ -51,8 +51,9 @@ WORST = 3  # findings shown of a rung
 
 @dataclass(frozen=True)
 class Finding:
-    """This is one difference. `side` names the run that breaks a law, and is empty for a difference between two runs;
-    `late` says that the difference was looked for only when the run ended, so that any earlier step may have caused it.
+    """A `Finding` is one difference between two runs, or one law that a run breaks. `side` names the run that breaks a
+    law, and is empty for a difference between two runs; `late` says that the difference was looked for only when the
+    run ended, so that any earlier step may have caused it.
     """
 
     step: int

@@ -206,7 +206,7 @@ def _forward(row: Row, initial: bool) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """This is the result of a comparison: all rows in the order of execution, and what is known about both dumps.
+    """A `Report` is the result of a comparison: all rows in the order of execution, and what is known about both dumps.
 
     Args:
         golden, bench: the folders.
@@ -351,7 +351,9 @@ def compare_dumps(
     sound = golden.marker is not None and bench.marker is not None
     kept = [row for row in rows if row is not None]
     if not kept:
-        raise DataError(f"{golden.folder} and {bench.folder} hold no tensor, so there is nothing to compare")
+        raise DataError(
+            f"{golden.folder} and {bench.folder} hold no tensor, so there is nothing to compare; make both dumps again"
+        )
     return Report(str(golden.folder), str(bench.folder), golden.level, golden.task, sound, kept, updates, trained.known)
 
 

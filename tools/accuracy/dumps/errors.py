@@ -64,7 +64,7 @@ ErrorOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Scale:
-    """This is a factor by which a whole tensor differs from the golden one, found by least squares. `error` is the
+    """A `Scale` is a factor by which a whole tensor differs from the golden one, found by least squares. `error` is the
     distance of 1 from the interval [low, high] of possible factors; `allowed` is the tolerance for this distance.
     """
 
@@ -117,7 +117,7 @@ def deviation(golden: Path, bench: Path) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """These are the measured differences between two arrays.
+    """A `Measured` holds the differences that were measured between two arrays.
 
     Args:
         error: the largest; inf where one is not finite and they differ, or for integers that differ.

@@ -56,7 +56,7 @@ _PROCESS = re.compile(r"proc\d+$")
 
 @dataclass(frozen=True)
 class Name:
-    """This is one key of msprobe's dump.json, split into its parts.
+    """A `Name` is one key of msprobe's dump.json, split into its parts.
 
     Args:
         text: the key itself.
@@ -111,8 +111,8 @@ def parse(text: str) -> Name:
 
 
 class NpyFile:
-    """This is one open array with `dtype`, `shape` and `size`; `pieces` gives its values. The open array is a context
-    manager.
+    """A `NpyFile` is one open array with `dtype`, `shape` and `size`; `pieces` gives its values. The open array is a
+    context manager.
 
     Raises:
         DataError: the file is missing, is no .npy, or is shorter than its header says.
@@ -181,7 +181,7 @@ def pieces(*files: NpyFile) -> Iterator[tuple[np.ndarray, ...]]:
 
 @dataclass(frozen=True)
 class Item:
-    """This is one tensor or plain value of an entry.
+    """An `Item` is one tensor or plain value of an entry.
 
     Args:
         label: role and place: `input.0`, `output.1`, `parameters.weight`, or a gradient's parameter.
@@ -218,7 +218,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Entry:
-    """This is one call of a cell or function, with its inputs and outputs."""
+    """An `Entry` is one call of a cell or function, with its inputs and outputs."""
 
     name: Name
     items: tuple[Item, ...]
@@ -273,7 +273,9 @@ def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
     for path in folder.glob("*.npy"):
         parts = names.get(path.name, path.name).split(".")
         if len(parts) != 10 or parts[5] not in ("input", "output") or not parts[4].isdigit():
-            raise DataError(f"{path}: msprobe would not give this name to the file of a kernel's tensor")
+            raise DataError(
+                f"{path}: msprobe does not give such names to the file of a kernel's tensor; make the dump again"
+            )
         kind, scope, _, _, when, role, place, _, dtype, _ = parts
         with NpyFile(path) as file:
             item = Item(f"{role}.{place}", role, dtype.lower(), file.shape, _UNKNOWN, path)
@@ -282,7 +284,7 @@ def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
 
 @dataclass(frozen=True)
 class Dump:
-    """This is a dump as far as its folders and file headers describe it.
+    """A `Dump` is a dump as far as its folders and file headers describe it.
 
     Args:
         folders: step -> rank -> folder with dump.json.
@@ -361,7 +363,10 @@ def _same_ranks(folder: Path, folders: dict[int, dict[int, Path]], weights: dict
     first = sorted(next(iter(folders.values())))
     for step, ranks in (*folders.items(), *weights.items()):
         if sorted(ranks) != first:
-            raise DataError(f"{folder}: step {step} has ranks {sorted(ranks)}, but the first step has ranks {first}")
+            raise DataError(
+                f"{folder}: step {step} has ranks {sorted(ranks)}, but the first step has ranks {first}; copy the "
+                "missing folders, or make the dump again"
+            )
 
 
 def _elsewhere(folder: Path) -> str:
@@ -430,7 +435,9 @@ def _name(folder: Path, key: str) -> Name:
     try:
         return parse(key)
     except ValueError:
-        raise DataError(f"{folder / 'dump.json'}: {key!r} is not a name that msprobe writes") from None
+        raise DataError(
+            f"{folder / 'dump.json'}: {key!r} is not a name that msprobe writes; make the dump again"
+        ) from None
 
 
 def _items(value: dict[str, Any], folder: Path) -> Iterator[Item]:

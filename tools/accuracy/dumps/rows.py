@@ -46,7 +46,7 @@ _WIDTH = {"float64": 3, "float32": 2, "float16": 1, "bfloat16": 1}
 
 
 class Counter:
-    """This computes the accumulation count of each tensor of one step on one rank.
+    """A `Counter` computes the accumulation count of each tensor of one step on one rank.
 
     Args:
         entries: all calls of the step, golden side.
@@ -118,7 +118,7 @@ def _counts(entry: Entry) -> tuple[int, int, int]:
 
 
 class Trained:
-    """This says which parameters a gradient trains, as far as the two dumps show that.
+    """A `Trained` says which parameters a gradient trains, as far as the two dumps show that.
 
     Args:
         entries: all calls of both dumps.
@@ -145,7 +145,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Row:
-    """This is the comparison of one tensor, or of one call that only one side has.
+    """A `Row` is the comparison of one tensor, or of one call that only one side has.
 
     Args:
         step, rank, order: when and where; `order` counts the calls of a step.
@@ -181,7 +181,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Pair:
-    """This is a pair of tensors from which a row is made; a side that lacks the tensor is None."""
+    """A `Pair` holds the two tensors that a row compares; the tensor is None on a side that lacks it."""
 
     step: int
     rank: int

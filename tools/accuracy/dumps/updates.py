@@ -84,7 +84,7 @@ RATE = "learning rate, or what else makes a whole update longer"
 
 @dataclass(frozen=True)
 class Seen:
-    """This compares two updates of one weight as far as the dumped statistics determine them.
+    """A `Seen` compares two updates of one weight as far as the dumped statistics determine them.
 
     Args:
         error, allowed: of the statistic that is off most: of its move, relative to what the update's size may move it.
@@ -201,7 +201,7 @@ def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[
 
 @dataclass
 class Updates:
-    """This counts how many weight updates were judged, by which data, and why the others were not judged.
+    """An `Updates` counts how many weight updates were judged, by which data, and why the others were not judged.
 
     Args:
         judged: how many; exact: of these, from all values.
@@ -344,8 +344,8 @@ def _decay(grown: float) -> str:
 
 @dataclass(frozen=True)
 class Moved:
-    """This compares two updates of one weight, computed from all values. All values except the first two and the last
-    two are relative to the norm |u| of the golden update u.
+    """A `Moved` compares two updates of one weight, computed from all values. All values except the first two and the
+    last two are relative to the norm |u| of the golden update u.
 
     Args:
         update, weight: |u|, |w|.

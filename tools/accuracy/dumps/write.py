@@ -25,7 +25,7 @@ MARKER = "tc3_dump.json"
 
 @dataclass(frozen=True)
 class Job:
-    """This describes one dump, in values fit for JSON."""
+    """A `Job` describes one dump, in values fit for JSON."""
 
     recipe: str
     out: str

@@ -32,21 +32,23 @@ if TYPE_CHECKING:
     metavar="NAME,...",
     help="Run only the strategies with these names, or all of a kind (baseline, trained or executed); may be repeated.",
 )
-@click.option("--steps", default=3, show_default=True, type=Number("curve_steps"), help="Number of steps of each run.")
+@click.option(
+    "--steps", default=3, show_default=True, type=Number("curve_steps"), help="Train this many steps in each run."
+)
 @click.option(
     "--draws",
     type=Number("rows"),
     help="Draw this number of parallel layouts at random, and compare each with one process.",
 )
 @click.option(
-    "--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the random layouts of --draws."
+    "--seed", default=0, show_default=True, type=Number("seed"), help="Draw the layouts of --draws with this seed."
 )
 @click.option(
     "--most",
     default=4,
     show_default=True,
     type=Number("workers"),
-    help="Choose at random only among layouts of at most this many processes.",
+    help="Let --draws choose only layouts that need at most this many processes.",
 )
 @click.option(
     "--update",
@@ -57,15 +59,15 @@ if TYPE_CHECKING:
 @click.option(
     "--golden",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of the golden numbers, from which they are read or, with --update, to which they are written.  "
-    "[default: tests/golden of the checkout]",
+    help="Read the golden numbers from this folder or, with --update, write them to it.  [default: tests/golden of the "
+    "checkout]",
 )
 @click.option(
     "--work",
     type=click.Path(path_type=Path, file_okay=False),
     help="Write the folders of the training runs into this folder.  [default: output/equivalence/<folder>-<recipe>]",
 )
-@click.option("--dry-run", is_flag=True, help="List what would be trained and executed, without starting anything.")
+@click.option("--dry-run", is_flag=True, help="List the runs that the command would start, and start none.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @page_option
 @click.option("--list", "list_only", is_flag=True, help="List the strategies and run none.")
@@ -114,10 +116,12 @@ def equivalence_command(
         print_list(Console(highlight=False))
         return
     if recipe is None:
-        raise click.UsageError("RECIPE is missing, such as recipes/mini/pretrain.yaml; --list shows the strategies")
+        raise click.UsageError(
+            "the argument RECIPE is missing; give a recipe, such as recipes/mini/pretrain.yaml, or --list"
+        )
     only = tuple(name.strip() for several in names for name in several.split(",") if name.strip())
     if names and not only:
-        raise RecipeError(f"--only {','.join(names)!r}: this names no strategy; --list shows all")
+        raise RecipeError(f"--only {','.join(names)!r}: this is not the name of a strategy; --list shows all names")
     drawn = (draws, seed, most) if draws else None
     chosen = choose(only, one_worker(recipe), drawn)
     check_page(page)

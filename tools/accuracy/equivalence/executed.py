@@ -170,8 +170,8 @@ def _counted_twice(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 class ExecutedRuns(Runs):
-    """These are the sharded runs of one recipe; each is made once, and the run of one process with which it is compared
-    is made when it is first needed.
+    """An `ExecutedRuns` holds the sharded runs of one recipe; each is made once, and the run of one process with which
+    it is compared is made when it is first needed.
     """
 
     word = "run"
@@ -233,7 +233,7 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
     view = View(recipe)
     metrics = run_dir / "metrics" / f"rank_{loss_rank(view)}.jsonl"
     if not metrics.exists():
-        raise DataError(f"{metrics}: the file is missing, because the run finished no step")
+        raise DataError(f"{metrics}: the file is missing, because the run did not finish a step")
     steps = read_steps(metrics)
     if not steps or steps[0]["learning_rate"] != 0:
         raise DataError(

@@ -89,7 +89,9 @@ def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]])
     for name, run in runs.items():
         for where, value in _numbers(run):
             if not math.isfinite(value):
-                raise DataError(f"{name}: {where} is {value}; a golden number must be finite")
+                raise DataError(
+                    f"{name}: {where} is {value}, but a golden number must be finite, so nothing was written"
+                )
     old = json.loads(file.read_text())["runs"] if file.exists() else {}
     made = {"recipe": recorded(file.parent, recipe), "made_with": {name: version(name) for name in MADE_WITH}}
     content = made | {"runs": dict(sorted({**old, **runs}.items()))}

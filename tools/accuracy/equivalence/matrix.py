@@ -48,7 +48,7 @@ NOT_TRAINED = "Nothing was trained, so nothing was compared with golden numbers.
 
 @dataclass(frozen=True)
 class Row:
-    """This is one row of the equivalence matrix: a strategy, and the result of its comparison.
+    """A `Row` is one row of the equivalence matrix: a strategy, and the result of its comparison.
 
     Args:
         status: PASS, FAIL, NONE (with a reason) or KNOWN: MindFormers itself differs, and all else passes.
@@ -84,7 +84,7 @@ class Row:
 
 @dataclass
 class Matrix:
-    """This holds the rows of a recipe, and the runs behind them by name, including the baselines."""
+    """A `Matrix` holds the rows of a recipe, and the runs behind them by name, including the baselines."""
 
     recipe: str
     steps: int

@@ -43,17 +43,14 @@ class RunFailedError(Exception):
 
 @dataclass(frozen=True)
 class Trained:
-    """This is what a run on one or more workers did.
+    """A `Trained` holds what a run on one or more workers recorded.
 
-    Args:
-        workers: how many. steps: the metrics of each step. samples: for each step the digests of its samples, sorted;
-            empty where they are unknown.
-        norms: for each step the norm of each weight's gradient, after clipping.
-        state: weights, what they were at the start, their moments, the smallest mean squares of gradients, and the
-            routers' biases and loads, whole.
-        differing: tensor -> ranks whose copy is not rank 0's.
-        shares: for each step the norm of the last stage's own gradient of the embedding, of runs that note it.
-        held_out: step -> held-out loss, of runs that evaluate.
+    Args: workers: how many workers trained. steps: the metrics of each step. samples: for each step the digests of its
+    samples, sorted; empty where they are unknown. norms: for each step the norm of each weight's gradient, after
+    clipping. state: weights, what they were at the start, their moments, the smallest mean squares of gradients, and
+    the routers' biases and loads, whole. differing: tensor -> ranks whose copy is not rank 0's. shares: for each step
+    the norm of the last stage's own gradient of the embedding, of runs that note it. held_out: step -> held-out loss,
+    of runs that evaluate.
     """
 
     workers: int
@@ -68,7 +65,7 @@ class Trained:
 
 @dataclass
 class Runs:
-    """These are the runs of one recipe; each is made once, when it is first needed.
+    """A `Runs` holds the runs of one recipe; each is made once, when it is first needed.
 
     Args:
         base: of `one_worker`. work: folder for the runs. started: told the name of each run before it starts.
@@ -177,7 +174,7 @@ def read_run(run_dir: Path) -> Trained:
         raise DataError(f"{folder}: rank {missing[0]} of {workers} ranks did not record its results")
     metrics = run_dir / "metrics" / "rank_0.jsonl"
     if not metrics.exists():
-        raise DataError(f"{metrics}: the file is missing, because the run finished no step")
+        raise DataError(f"{metrics}: the file is missing, because the run did not finish a step")
     records = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(workers)]
     parts = [dict(np.load(folder / f"rank_{rank}.npz")) for rank in range(workers)]
     split = set(records[0]["split"])

@@ -39,7 +39,7 @@ TWO_STAGES = "MindFormers counts MTP's share of the embedding's gradient twice (
 
 @dataclass(frozen=True)
 class Sharding:
-    """This describes how processes share the model and a step's samples.
+    """A `Sharding` describes how processes share the model and a step's samples.
 
     Args:
         tp, dp, cp, pp, ep: degrees of tensor, data, context, pipeline and expert parallelism; sp: sequence parallelism

@@ -43,7 +43,8 @@ TRIES = 100_000
 
 @dataclass(frozen=True)
 class Variant:
-    """This is a training run through MindFormers: the recipe on `workers` CPU workers, with these features switched on.
+    """A `Variant` is a training run through MindFormers: the recipe on `workers` CPU workers, with these features
+    switched on.
 
     Args:
         mode, chunks: of expert parallelism over all workers; apart: documents do not see each other; balance: the
@@ -63,7 +64,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """This is a row of the equivalence matrix: a training run, an executed sharding, or the reason why there is
+    """A `Case` is a row of the equivalence matrix: a training run, an executed sharding, or the reason why there is
     neither.
     """
 

@@ -73,7 +73,7 @@ CLIPPED = 1e-3  # a gradient is clipped if its norm shrinks by more than this sh
 
 @dataclass(frozen=True)
 class Mesh:
-    """This says how many ranks share a run by pipeline, data, context and tensor parallelism; tensor ranks are
+    """A `Mesh` says how many ranks share a run by pipeline, data, context and tensor parallelism; tensor ranks are
     neighbours.
     """
 
@@ -85,7 +85,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Finding:
-    """This is a number or tensor of a run that differs from the reference's.
+    """A `Finding` is a number or tensor of a run that differs from the reference's.
 
     Args:
         step: from 1. phase: FORWARD, BACKWARD or OPTIMIZER. module, tensor: names of what differs.
@@ -115,7 +115,7 @@ class Finding:
 
 
 class At(NamedTuple):
-    """This is a phase of one step that is compared; each method makes a finding about it."""
+    """An `At` names one phase of one compared step; each method makes a finding about this phase."""
 
     run: Trained
     step: int
@@ -145,7 +145,7 @@ class At(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """This is the comparison of all tensors of two runs.
+    """A `Comparison` holds the differences between all tensors of two runs.
 
     Args:
         tensors: how many were compared; used: the largest share of its tolerance that any used; findings: in order
@@ -232,7 +232,9 @@ def _router(run: Trained, router: str, tensor: str, right: np.ndarray, what: str
 
 
 def compare_trained(run: Trained, reference: Trained) -> Comparison:
-    """Return the findings in the order above; `used` is the largest share of a tolerance that a difference uses."""
+    """Return the findings in the order in which a difference arises; `used` is the largest share of a tolerance that
+    a difference uses.
+    """
     data = (*samples(run, reference), *starts(run, reference))
     rows = list(_rows(run, reference))
     findings = [finding for finding in rows if not finding.error <= finding.allowed]

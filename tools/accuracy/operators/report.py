@@ -47,7 +47,7 @@ CLASSES = {PASS: "pass", FAIL: "fail", NOT_RUNNABLE: "none"}
 
 @dataclass(frozen=True)
 class Report:
-    """This is the report of `tc3 accuracy ops`, with a row for each comparison.
+    """A `Report` holds the results of `tc3 accuracy ops`, with a row for each comparison.
 
     Args:
         device: what the operators ran on.

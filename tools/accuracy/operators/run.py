@@ -77,7 +77,7 @@ def flushed(values: np.ndarray, dtype: str, signed: bool) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Case:
-    """This is one test: inputs and incoming gradients as the tested type holds them, golden outputs and gradients.
+    """A `Case` is one test: inputs and incoming gradients as the tested type holds them, golden outputs and gradients.
 
     Args:
         extreme: elements of the inputs, as the device gets them, that are below the lower bound or not finite.

@@ -17,8 +17,8 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Counts:
-    """These are the accumulation counts of each output and of each gradient, or of all; 0 means that values are only
-    moved.
+    """A `Counts` holds the accumulation counts of each output and of each gradient, or of all; 0 means that values are
+    only moved.
     """
 
     forward: int | tuple[int, ...]

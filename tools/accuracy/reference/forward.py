@@ -27,7 +27,8 @@ TIE = 1e-5  # of two scores; float32 has errors of 1e-7 to 1e-6 in them
 
 
 class Forward:
-    """One model. Tests override a method to make a mistake on purpose.
+    """A `Forward` computes the forward pass of one model with MLA. Tests override a method to make a mistake on
+    purpose.
 
     Args:
         sizes: of the model. weights: Hugging Face name -> array.
@@ -223,8 +224,8 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 class Grouped(Forward):
-    """This is Llama or the dense TeleChat3, in which query heads share keys and values, and the two halves of a head
-    are rotated together.
+    """`Grouped` is Llama or the dense TeleChat3, in which query heads share keys and values, and the two halves of a
+    head are rotated together.
     """
 
     def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
@@ -251,8 +252,8 @@ class Grouped(Forward):
 
 
 class TeleChat2(Grouped):
-    """This is Tele-AI's own class with its own names of weights: one tensor holds keys and values, and outputs have
-    biases.
+    """`TeleChat2` is Tele-AI's own class with its own names of weights: one tensor holds keys and values, and outputs
+    have biases.
 
     Written after modeling_telechat2.py, whose attention views `key_value` as [S, B, heads, 2 D] and splits it in the
     middle; within the length of training its RoPE is plain.

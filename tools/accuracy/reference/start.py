@@ -62,8 +62,8 @@ def nudged(weights: Arrays) -> Arrays:
 
 @dataclass(frozen=True)
 class Hyper:
-    """This is AdamW with decoupled decay; `rates` holds the learning rate of each step, and `clip` the largest allowed
-    global norm, or 0 for no clipping.
+    """A `Hyper` is AdamW with decoupled decay; `rates` holds the learning rate of each step, and `clip` the largest
+    allowed global norm, or 0 for no clipping.
     """
 
     rates: list[float]

@@ -28,8 +28,8 @@ BIAS = "e_score_correction_bias"
 
 
 class MtpLayer(nn.Module):
-    """This is DeepSeek-V3's multi-token prediction module (technical report, section 2.2), built from Hugging Face's
-    own parts.
+    """An `MtpLayer` is DeepSeek-V3's multi-token prediction module (technical report, section 2.2), built from Hugging
+    Face's own parts.
 
     Names are those of DeepSeek-V3's checkpoints, the copies of embedding and head left out.
     """
@@ -54,7 +54,7 @@ class MtpLayer(nn.Module):
 
 
 class Reference:
-    """This is the reference model with given weights, ready to run in float32.
+    """A `Reference` is the reference model with given weights, ready to run in float32.
 
     Attributes:
         model: DeepseekV3ForCausalLM; MTP layers are appended to its layers, and it does not run them itself.

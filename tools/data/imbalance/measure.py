@@ -178,7 +178,7 @@ def count_lengths(lengths: np.ndarray, name: str, reporter: Reporter) -> Distrib
         if some.min() < 1:
             raise DataError(
                 f"{name}: document {start + int(some.argmin()):,} has {int(some.min())} tokens, but each needs at "
-                "least 1"
+                "least 1; prepare the corpus again"
             )
         counter.add(some)
         reporter.advance(len(some))

@@ -94,7 +94,10 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
     layout = plugin.layout_of(recipe, settings.window if window is None else window)
     samples, blend = _samples(view, layout), _blend(view)
     if layout.window > layout.steps(samples):
-        raise RecipeError(f"--window {layout.window}: the run has only {layout.steps(samples):,} steps")
+        raise RecipeError(
+            f"--window {layout.window}: the window is longer than the run, which has {layout.steps(samples):,} steps; "
+            "give a smaller window"
+        )
     length = view.get((*CONFIG, "seq_length"))
     if type(length) is not int or length < 1:
         raise refusal(recipe, (*CONFIG, "seq_length"), f"{length!r} is not a length; write the tokens of a sample")

@@ -27,7 +27,7 @@ Apply = Callable[[Configuration, float], Configuration | None]  # of a run and i
 
 @dataclass(frozen=True)
 class Change:
-    """This is one change of a run that reduces its memory, or two such changes made together.
+    """A `Change` is one change of a run that reduces its memory, or two such changes made together.
 
     Args:
         name: in words.

@@ -125,7 +125,7 @@ def most_possible(config: Configuration) -> float:
 
 @dataclass(frozen=True)
 class Even:
-    """These are the bytes of a stage's device at even loads, as a compile has counted them.
+    """An `Even` holds the bytes of a stage's device at even loads, as a compile has counted them.
 
     Args:
         stage: its number. total: the bytes. least, most: what the total may be off at most.
@@ -138,8 +138,8 @@ class Even:
 
 
 class Needs(NamedTuple):
-    """These are the bytes of the fullest device in each step, [steps]: the least possible, the expected and the largest
-    possible number.
+    """A `Needs` holds the bytes of the fullest device in each step, [steps]: the least possible, the expected and the
+    largest possible number.
     """
 
     least: np.ndarray
@@ -184,7 +184,7 @@ def limit_ratio(config: Configuration, stage: int, limit: float, even: Even | No
 
 @dataclass(frozen=True)
 class Judged:
-    """This says how a run fits under uneven loads.
+    """A `Judged` says how a run fits under uneven loads.
 
     Args:
         fits: at even loads, as far as the model's known error allows a statement.

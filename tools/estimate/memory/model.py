@@ -37,7 +37,7 @@ _BUCKET = 2  # layers whose weights are gathered at once where computing weights
 
 @dataclass(frozen=True)
 class StageMemory:
-    """These are the bytes that one device of a stage needs at its peak, by part.
+    """A `StageMemory` holds the bytes that one device of a stage needs at its peak, by part.
 
     Args:
         weights: as the optimizer updates them.

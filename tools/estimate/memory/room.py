@@ -121,7 +121,7 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class Room:
-    """This is the memory that a job may use.
+    """A `Room` is the memory that a job may use.
 
     Args:
         cap: bytes that it may use on a device; source: where that comes from.

@@ -39,8 +39,8 @@ PARTS = ("weights", "state", "accumulated", "gathered", KEPT, WORKING, BUFFERS)
 
 
 class Owner(NamedTuple):
-    """This names the owner of some bytes: a part of `PARTS`, and a module of `tools.estimate.memory.training_graph` or
-    a pass in words.
+    """An `Owner` names the owner of some bytes: a part of `PARTS`, and a module of
+    `tools.estimate.memory.training_graph` or a pass in words.
     """
 
     part: str
@@ -51,7 +51,7 @@ Bytes = Mapping[Owner, float]
 
 
 class Timed(NamedTuple):
-    """This is a pass with its start and end."""
+    """A `Timed` is a pass with its start and end."""
 
     op: Op
     start: float
@@ -60,7 +60,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class TimeLine:
-    """These are the live bytes of one device of a stage.
+    """A `TimeLine` holds the live bytes of one device of a stage.
 
     Args:
         edges: [moments + 1] times: moment i lasts from edges[i] to edges[i + 1].

@@ -84,7 +84,7 @@ Bounds = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Calibration:
-    """This is the result of fitting a cluster's efficiencies.
+    """A `Calibration` is the result of fitting a cluster's efficiencies.
 
     Args:
         efficiency: fitted where `fitted` says so, else as it was.

@@ -40,7 +40,7 @@ class Unexpressed(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """These are the settings of the software with which a source of published rows ran.
+    """A `Settings` holds the settings of the software with which a source of published rows ran.
 
     Args:
         masked: published FLOPs count the masked half of attention, too.

@@ -94,7 +94,7 @@ def check_row(row: Mapping[str, Any], place: str) -> None:
         DataError: no id, a block of the wrong kind, a number that is none; names the key.
     """
     if "id" not in row:
-        raise DataError(f"{place}.id: missing")
+        raise DataError(f"{place}.id: the key is missing")
     if isinstance(row["id"], bool) or not isinstance(row["id"], str | int):
         raise DataError(f"{place}.id: the value must be text")
     for key in ("group", "use", "hardware"):
@@ -155,7 +155,7 @@ _TELECHAT3_438B = {"seq": 4096, "tp": 2, "ep": 16}
 
 @dataclass(frozen=True)
 class Row:
-    """This is one row of a measurements file, which describes a measured run.
+    """A `Row` is one row of a measurements file, which describes a measured run.
 
     Args:
         samples: the step that the row speaks of, in samples; 0 when it does not say.

@@ -23,7 +23,7 @@ QUANTITIES = ("step_time_s", "tokens_per_s_per_device", "tflops_per_device", "mf
 
 @dataclass(frozen=True)
 class Prediction:
-    """This is the prediction of one row; values that cannot be derived are None, and `reason` says why.
+    """A `Prediction` is the prediction of one row; values that cannot be derived are None, and `reason` says why.
 
     Args:
         step_time_s: of the samples that the row calls a step.

@@ -40,7 +40,7 @@ OF_EACH = 3  # candidates of a schedule that are placed
 
 @dataclass(frozen=True)
 class Scheduled:
-    """This says what one other schedule would gain."""
+    """A `Scheduled` says what one other schedule would gain."""
 
     schedule: str
     entry: Entry | None  # its fastest layout; None with `why` where it has none
@@ -63,8 +63,8 @@ class Scheduled:
 
 @dataclass
 class BySchedule:
-    """These are the answers in the order of the request; `whole` says that no search was interrupted, `cut` that a
-    deadline ended one.
+    """A `BySchedule` holds the answers in the order of the request; `whole` says that no search was interrupted, `cut`
+    that a deadline ended one.
     """
 
     every: list[Scheduled] = field(default_factory=list)

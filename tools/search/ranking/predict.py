@@ -39,7 +39,7 @@ Value = TypeVar("Value")
 
 
 class Memo:
-    """These are values of one request's candidates by key, each computed once."""
+    """A `Memo` holds values of one request's candidates by key, each computed once."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -86,7 +86,7 @@ def stage_keys(config: Configuration) -> list[tuple[str, ...]]:
 
 
 class MemoryTable:
-    """This predicts the memory of candidates of one request."""
+    """A `MemoryTable` predicts the memory of candidates of one request."""
 
     def __init__(self, request: Request):
         self._memo = Memo(request)
@@ -223,14 +223,14 @@ _LAYER_COLUMNS = [KINDS.index("dense"), KINDS.index("moe"), KINDS.index("mtp")]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """These are seconds of one micro-batch on each stage of each candidate."""
+    """A `StageTimes` holds seconds of one micro-batch on each stage of each candidate."""
 
     work: np.ndarray  # [rows, policies, stages] forward and backward of a stage
     sending: np.ndarray  # [rows] of one activation to the next stage
 
 
 class TimeTable(TimeModel):
-    """This predicts the times of candidates of one request."""
+    """A `TimeTable` predicts the times of candidates of one request."""
 
     def __init__(self, request: Request):
         super().__init__(request.hardware)

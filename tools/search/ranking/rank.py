@@ -33,7 +33,7 @@ _A_MESH = 2  # candidates of one tp, pp, cp, ep in a short list
 
 @dataclass(frozen=True)
 class Ranked:
-    """This is a candidate with its predicted step seconds and the bytes of the stage that needs most."""
+    """A `Ranked` is a candidate with its predicted step seconds and the bytes of the stage that needs most."""
 
     candidate: Candidate
     seconds: float
@@ -42,9 +42,9 @@ class Ranked:
 
 @dataclass
 class Ranking:
-    """These are all candidates that fit, each with its step seconds, the bytes of the stage that needs most, and a
-    lower bound in seconds for its layouts (`TimeTable.least`); a table [candidates, 3] holds block, row and index in
-    `RECOMPUTE`.
+    """A `Ranking` holds all candidates that fit, each with its step seconds, the bytes of the stage that needs most,
+    and a lower bound in seconds for its layouts (`TimeTable.least`); a table [candidates, 3] holds block, row and index
+    in `RECOMPUTE`.
     """
 
     blocks: list[Block]
@@ -199,7 +199,9 @@ def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, n
 
 
 class Chances:
-    """These are the lower bounds of the candidates to be placed; `best` is the seconds of the best layout so far."""
+    """A `Chances` holds the lower bounds of the candidates to be placed; `best` is the seconds of the best layout so
+    far.
+    """
 
     def __init__(self, ranking: Ranking, best: float):
         self.best = self.at_first = best

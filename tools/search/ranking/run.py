@@ -36,7 +36,7 @@ from tools.search.request import PLANNED, Request
 
 @dataclass(frozen=True)
 class Entry:
-    """This is a layout with its predicted times and memory."""
+    """An `Entry` is a layout with its predicted times and memory."""
 
     name: str  # "recipe" for the recipe's own, "" for the search's
     config: Configuration
@@ -53,7 +53,7 @@ class Entry:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the seconds of the whole run."""
+        """Return the tokens that the whole run trains in a second."""
         return self.config.tokens / self.seconds
 
     @property
@@ -135,7 +135,7 @@ Progress = Callable[[str, int, int, float], None]  # phase, done, of how many, b
 
 @dataclass(frozen=True)
 class ByStages:
-    """This is the best strategy with one number of stages and one number of chunks."""
+    """A `ByStages` is the best strategy with one number of stages and one number of chunks."""
 
     pp: int
     vpp: int

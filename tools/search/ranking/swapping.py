@@ -40,7 +40,7 @@ from tools.layout.problem import PlacedInstance, pipeline_instance
 
 @dataclass(frozen=True)
 class Swapped:
-    """This is a layer that swaps, in the terms of a recompute option of `tools.layout.instance.Option`."""
+    """A `Swapped` is a layer that swaps, in the terms of a recompute option of `tools.layout.instance.Option`."""
 
     extra_backward: float  # seconds added to the layer's backward
     activation: float  # bytes that stay on the device for each micro-batch in flight
@@ -63,7 +63,7 @@ _MS = 1000
 
 @dataclass(frozen=True)
 class Swapping:
-    """This holds what swapping, the third choice for each layer, gains."""
+    """A `Swapping` holds what swapping, the third choice for each layer, gains."""
 
     without_s: float  # seconds of a step; infinite where nothing fits
     with_s: float

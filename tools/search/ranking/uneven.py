@@ -35,7 +35,7 @@ HEADS = {  # column -> what it says
 
 @dataclass(frozen=True)
 class Uneven:
-    """This is a layout with its predictions under uneven loads.
+    """An `Uneven` is a layout with its predictions under uneven loads.
 
     Args:
         name: its number at even loads, a schedule, or "recipe". layout: in words. config: of the run. even_s: seconds
@@ -95,7 +95,7 @@ class Uneven:
 def under(
     text: str, name: str, layout: str, config: Configuration, even_s: float, room: Room, times: TimeModel
 ) -> Uneven:
-    """Return a layout under the loads that `--loads` asks for.
+    """Return the predictions for a layout under the loads that `--loads` asks for.
 
     Raises:
         RecipeError, DataError: as `tools.estimate.loads.loads_of`.

@@ -43,7 +43,7 @@ _SAME = 0.005  # of the room: plans fill it to the last byte, and the graph's we
 
 @dataclass(frozen=True)
 class DryRun:
-    """This holds the result of a dry run: refusals, or errors other than memory, and bytes by stage."""
+    """A `DryRun` holds the result of a dry run: refusals, or errors other than memory, and bytes by stage."""
 
     problems: list[str]
     exact: list[int]
@@ -52,7 +52,7 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Verdict:
-    """This says what the outcome of a dry run means for a strategy."""
+    """A `Verdict` says what the outcome of a dry run means for a strategy."""
 
     problems: list[str]  # why it is none; [] where it compiles and nothing is over the limit
     doubts: list[str]  # why it is not proven to fit all the same
@@ -68,7 +68,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Wrong:
-    """This is a term of the memory model whose prediction a dry run contradicts, with both values for the stage on
+    """A `Wrong` is a term of the memory model whose prediction a dry run contradicts, with both values for the stage on
     which they differ most.
     """
 
@@ -118,7 +118,9 @@ def wrong_term(entry: Entry, found: DryRun) -> Wrong | None:
 
 
 def _alike(entry: Entry) -> tuple[object, ...]:
-    """What the memory of a layer hangs on: entries of one key have the same graph of a layer."""
+    """Return the values on which the memory of a layer depends: entries with equal values have the same graph of a
+    layer.
+    """
     c = entry.candidate
     return c.tp, c.cp, c.ep, c.mode, c.shard
 
@@ -162,12 +164,13 @@ def verify(
     *,
     loads: Sequence[Judged | None] = (),
 ) -> None:
-    """Make dry runs of entries one after the other: the first `count`, and more until one of them compiles and fits.
-    What they say of the memory model is applied to all entries that follow.
+    """Make dry runs of entries one after the other: the first `count`, and more until one of them compiles and fits. If
+    a dry run contradicts a term of the memory model, later entries with an equal layer that would exceed the cap with
+    the corrected term are refused without a dry run.
 
     Args:
         request: what was asked for: its cap of bytes on a device, its margin, its machine.
-        told: hears the number of each and what was found.
+        told: called with the number of each entry and its verdict.
         full: compile every kind of stage.
         run: the dry run.
         loads: of each entry, how it fits under the loads that were asked for; empty: at even loads.

@@ -45,13 +45,13 @@ def test_what_is_not_the_folder_of_a_run(tmp_path):
 def test_a_run_without_a_step(tmp_path):
     run = Run(tmp_path / "run").write()
     (run / "metrics" / "rank_0.jsonl").unlink()
-    assert "no step is recorded" in said(run)[1]
+    assert "has not recorded a step yet" in said(run)[1]
 
 
 def test_a_rank_that_has_recorded_nothing(tmp_path):
     run = Run(tmp_path / "run", ranks=2).write()
     (run / "metrics" / "rank_1.jsonl").unlink()
-    assert "rank 1 of 2 has recorded no step" in said(run)[1]
+    assert "rank 1 of 2 has not recorded a step" in said(run)[1]
 
 
 @pytest.mark.parametrize("damage", ["{]\n", "[1]\n", '{"step": 1}\n', '{"step": 1, "state": {}}\n'])

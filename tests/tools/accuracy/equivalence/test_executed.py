@@ -247,7 +247,7 @@ def test_a_run_without_a_whole_record_is_refused(tmp_path):
     with pytest.raises(DataError, match="learning rate of the first step is not 0"):
         executed.read_executed(folder, RECIPE)
     metrics.unlink()
-    with pytest.raises(DataError, match="finished no step"):
+    with pytest.raises(DataError, match="did not finish a step"):
         executed.read_executed(folder, RECIPE)
 
 

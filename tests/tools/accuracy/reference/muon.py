@@ -28,7 +28,7 @@ _SMALL = 1e-7
 
 @dataclass(frozen=True)
 class Muon:
-    """These are the settings of the optimizer, under MindFormers' names and with its defaults.
+    """A `Muon` holds the settings of the optimizer, under MindFormers' names and with its defaults.
 
     Args:
         matched_adamw_rms: factor that gives an update AdamW's usual size.
@@ -46,7 +46,7 @@ class Muon:
 
 @dataclass(frozen=True)
 class Parts:
-    """These are the sizes by which fused weights are taken apart.
+    """A `Parts` holds the sizes by which fused weights are taken apart.
 
     Args:
         nope, rope, value: of a head. kv_rank: of the keys' and values' latent. experts: of a layer, or of a slice.

@@ -79,7 +79,11 @@ def load() -> dict[str, np.ndarray]:
     required=True,
     help="Run Hugging Face's model again and overwrite the stored golden values.",
 )
-@click.option("--reference-python", default=sys.executable, help="Python interpreter that has torch and transformers.")
+@click.option(
+    "--reference-python",
+    default=sys.executable,
+    help="Run Hugging Face's model with this Python, which needs torch and transformers.",
+)
 def main(update: bool, reference_python: str) -> None:
     """Compute the golden values again and overwrite the stored file."""
     from tools.accuracy.align.ladder import Wanted, climb

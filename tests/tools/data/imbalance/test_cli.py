@@ -152,7 +152,11 @@ def test_a_window_has_no_bound(prefix: Path) -> None:
         (["nowhere", "--recipe", LARGE, "--picture", "a.pdf"], DataError, ".svg or .png"),
         (["nowhere", "--recipe", LARGE, "--set", "seedd=1"], RecipeError, "did you mean"),
         (["PREFIX", "--recipe", LARGE, "--set", f"{CONFIG}.eod_pad_length=3"], RecipeError, "documents of sample"),
-        (["PREFIX", "--recipe", LARGE, "--window", "751"], RecipeError, "--window 751: the run has only 750 steps"),
+        (
+            ["PREFIX", "--recipe", LARGE, "--window", "751"],
+            RecipeError,
+            "--window 751: the window is longer than the run, which has 750 steps",
+        ),
     ],
 )
 def test_user_errors(prefix: Path, arguments: list[object], kind: type[TC3Error], message: str) -> None:

@@ -236,7 +236,7 @@ def test_recipes_that_cannot_be_computed_are_refused(prefix: str, overrides: lis
 
 
 def test_a_window_longer_than_the_run_is_refused(prefix: str) -> None:
-    with pytest.raises(RecipeError, match=r"--window 301: the run has only 300 steps"):
+    with pytest.raises(RecipeError, match=r"--window 301: the window is longer than the run, which has 300 steps"):
         imbalance(prefix, recipe_of(TWO_WORKERS, APART), window=301)
 
 

@@ -97,7 +97,7 @@ def test_broken_files_are_refused(tmp_path, content):
 def test_a_missing_file_and_a_missing_id_are_refused(tmp_path):
     with pytest.raises(DataError, match="cannot be read"):
         read_rows(tmp_path / "none.yaml")
-    with pytest.raises(DataError, match="id: missing"):
+    with pytest.raises(DataError, match="id: the key is missing"):
         express({"hardware": "H100"})
 
 
