@@ -154,7 +154,7 @@ def test_what_check_passes_is_predicted_and_has_sound_minis(named):
             try:
                 minis[f"{workers} workers"] = derive_mini(recipe, "corpus", workers=workers)
             except RecipeError as error:
-                assert "this recipe has none" in str(error)  # no degree of it can be halved
+                assert "needs a parallel degree above 1" in str(error)  # no degree of it can be halved
         assert {size: found for size, flat in minis.items() if (found := errors_of(flat, folder))} == {}
 
 
