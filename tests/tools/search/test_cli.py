@@ -8,8 +8,9 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from benchmarks.pipeline_search import judge
 from plugins.errors import DataError
-from tests.tools.layout.pipeline_instances import content, judge
+from tests.tools.layout.pipeline_instances import content
 from tests.tools.profile.test_fit import HARDWARE, ROOT, perturbed, run_105b
 from tests.tools.profile.traces import Trace
 from tools.check.check import check_recipe
