@@ -16,15 +16,39 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from tools.layout.instance import judge, read_instance
+from tools.layout.instance import read_instance
 from tools.pipeline.simulate import Durations, makespans, simulate
 from tools.pipeline.timetable import timetable
 
 STAGES, CHUNKS, MICRO_BATCHES, PLANS = 16, 4, 256, 64
 SEARCH = "from tools.search.cli import search; search(prog_name='tc3 search')"
+
+
+class Judgement(NamedTuple):
+    """A solution's simulated step time, the peak memory of each stage, and the stages over the cap -> by how much."""
+
+    time: float
+    peak: np.ndarray
+    over: dict[int, float]
+
+
+def plan_of(problem, solution):
+    """The plan [K, C] of a solution n[type][v][s][option]."""
+    size = problem.chunks * problem.stages
+    return problem.by_stage(np.concatenate([np.asarray(part).reshape(size, -1).T for part in solution]))
+
+
+def judge(problem, solution):
+    """Simulate a solution as the `doc` of the schema describes."""
+    plan = plan_of(problem, solution)[None]
+    assert problem.well_formed(plan)[0]
+    peak = problem.peak_memory(plan)[0]
+    over = {int(stage): float(peak[stage] - problem.cap) for stage in np.flatnonzero(~problem.kept(peak))}
+    return Judgement(float(problem.step_times(plan)[0]), peak, over)
 
 
 def milliseconds(work, repetitions=9):

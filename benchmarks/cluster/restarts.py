@@ -34,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launch.agent.decide import Rules
 from launch.agent.loop import Agent
-from launch.agent.planning import Job, first_number, newest_saved
+from launch.agent.planning import Job, first_number
+from launch.resume.checkpoints import newest_saved
 from launch.run import msrun
 from launch.run.msrun import ROOT
 from tests.launch.agent.small.worker import losses

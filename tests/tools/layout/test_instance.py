@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from benchmarks.pipeline_search import judge, plan_of
 from plugins.errors import DataError
-from tests.tools.layout.pipeline_instances import CASE_438B, all_plans, content, instance, judge, plan_of
+from tests.tools.layout.pipeline_instances import CASE_438B, all_plans, content, instance
 from tools.layout.instance import read_instance
 
 # layers of the 438B case by chunk and stage, and how many of them recompute the selected operators

@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tools.layout.pipeline_instances import CASE_438B, all_plans, instance, judge
+from benchmarks.pipeline_search import judge
+from tests.tools.layout.pipeline_instances import CASE_438B, all_plans, instance
 from tools.layout.anneal import Changes, anneal
 from tools.layout.budget import LATE, Budget, interruptible
 from tools.layout.fast import place_fast

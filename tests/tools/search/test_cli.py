@@ -8,13 +8,14 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from benchmarks.pipeline_search import judge
 from plugins.errors import DataError
 from tests.tools.layout.pipeline_instances import content
 from tests.tools.profile.test_fit import HARDWARE, ROOT, perturbed, run_105b
 from tests.tools.profile.traces import Trace
 from tools.check.check import check_recipe
 from tools.estimate.memory.room import known_errors
-from tools.layout.instance import judge, read_instance
+from tools.layout.instance import read_instance
 from tools.layout.offsets import read_layout
 from tools.profile.attribute import Measured, gap_advice, gap_lines, gap_lines_of_total
 from tools.search.cli import layout, search
