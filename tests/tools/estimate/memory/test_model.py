@@ -204,6 +204,8 @@ def test_a_fully_recomputed_layer_keeps_its_input_only(kind, wide):
     config = replace(from_recipe(load_recipe("recipes/telechat3_438b/pretrain_4k.yaml")), fp32_residual=wide)
     assert config.sequence_parallel and config.rank_tokens == 4096
     kept = kept_parts(config, kind, "full")
+    if kind == "moe":  # of alltoall_deredundency; a dry run's graph hands both to the backward
+        assert kept.pop("experts") == kept[LAYER_INPUT]
     assert kept == {LAYER_INPUT: 2 * 4096 / config.tp * config.model.hidden}
     assert sum(kept_parts(config, kind).values()) > 10 * sum(kept.values())
 
