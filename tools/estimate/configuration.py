@@ -217,12 +217,13 @@ class Configuration:
     def copies_weights(self) -> bool:
         """Return whether each pass makes its own copy of weights in the computing type.
 
-        MindFormers' graphs make a narrower one once for the whole step. What is narrower itself is cast by each pass.
-        What is as wide already is gathered once from the optimizer's shards; where there are none, a pipeline's passes
-        copy it (TensorMove, which MindSpore puts where a subgraph reads a parameter).
+        MindFormers' graphs make a narrower one once for the whole step if the optimizer is sharded; in a pipeline
+        without shards, and of what is narrower itself, each pass makes its own. What is as wide already is gathered
+        once from the optimizer's shards; where there are none, a pipeline's passes copy it (TensorMove, which MindSpore
+        puts where a subgraph reads a parameter).
         """
-        narrower = self.weight_item < self.item
-        return self.training_graph and (narrower or (self.weight_item == self.item and self.pp > 1))
+        narrower, as_wide = self.weight_item < self.item, self.weight_item == self.item
+        return self.training_graph and (narrower or (self.pp > 1 and (as_wide or not self.shard_optimizer)))
 
     @property
     def devices(self) -> int:

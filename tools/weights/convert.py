@@ -262,6 +262,8 @@ def _take_up(part: Path, source: Source, plan: Plan) -> None:
     mark = hashlib.sha256(words.encode()).hexdigest()
     try:
         if (part / _PLAN).read_text("utf-8") == mark:
+            for path in part.glob(".*"):  # that a process was writing when it was killed
+                path.unlink()
             return
     except (OSError, ValueError):
         pass

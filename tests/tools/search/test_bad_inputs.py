@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 
 from plugins.errors import DataError, RecipeError, TC3Error
 from tests.tools.search.test_search import RECIPE, run
+from tools.check.check import check_recipe
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.model import all_stages
 from tools.estimate.published.rows import read_rows
@@ -288,6 +290,29 @@ def test_a_recipe_without_layouts_is_refused_before_the_search(monkeypatch, word
     command = ["recipes/mini/pretrain_dp2.yaml", "--devices", "8", *words]
     with pytest.raises(RecipeError, match=r"use_parallel: True and parallel.parallel_mode: 1"):
         CliRunner().invoke(search, command, catch_exceptions=False)
+
+
+def of_stages(stages, overlay, both_there, code):
+    """In a process of its own: the best layout of so many stages, written when both searches are done."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tools.search.report.print_text", lambda *_: both_there.wait(60))
+        code.value = run("--top", 1, "--limit", f"pp={stages}", "--write", overlay).exit_code
+
+
+@pytest.mark.usefixtures("stand_in_placement")
+def test_of_two_searches_that_write_the_same_file_the_last_wins(tmp_path):
+    """Neither has seen the other's file when it began, so neither refuses."""
+    fork, overlay = multiprocessing.get_context("fork"), tmp_path / "best.yaml"
+    both_there, codes = fork.Barrier(2), [fork.Value("i", -1) for _ in range(2)]
+    work = zip((4, 8), codes, strict=True)
+    searches = [fork.Process(target=of_stages, args=(stages, overlay, both_there, code)) for stages, code in work]
+    for search_ in searches:
+        search_.start()
+    for search_ in searches:
+        search_.join()
+    assert [code.value for code in codes] == [0, 0]
+    assert from_recipe(load_recipe(overlay)).pp in (4, 8) and check_recipe(overlay).errors == []
+    assert [path.name for path in tmp_path.iterdir()] == ["best.yaml"]
 
 
 @pytest.mark.usefixtures("stand_in_placement")

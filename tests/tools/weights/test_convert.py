@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import signal
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -111,6 +112,26 @@ def test_cut_short_it_goes_on_where_it_was(theirs, tmp_path, monkeypatch):
     plan = converted(theirs, tmp_path / "ms")
     assert len(written) == len(set(written)) == len(plan.shards), "no file was written twice"
     assert same(loaded(tmp_path / "ms"), to_mindformers(WEIGHTS, MODEL))
+
+
+def test_killed_while_it_seals_it_leaves_nothing_of_that_behind(theirs, tmp_path, monkeypatch):
+    converted(theirs, tmp_path / "whole")
+    real = os.replace
+
+    def kill(part, target):
+        if os.path.basename(target) == "seal_rank_1.json":
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(part, target)
+
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(os, "replace", kill)
+        converted(theirs, tmp_path / "ms")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert any(path.name.endswith(".seal_rank_1.json") for path in (tmp_path / ".ms.part").iterdir())
+    converted(theirs, tmp_path / "ms")
+    names = [sorted(path.name for path in (tmp_path / folder).iterdir()) for folder in ("ms", "whole")]
+    assert names[0] == names[1]
 
 
 def test_what_was_written_of_another_source_is_not_kept(theirs, tmp_path, monkeypatch):

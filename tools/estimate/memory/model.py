@@ -180,6 +180,8 @@ def _computing(weight: Weight, config: Configuration) -> float:
     as_stored = config.weight_item <= config.item or (weight.wide and config.keep_gathered)
     if config.training_graph and as_stored:
         return local * config.weight_item * (shards > 1)
+    if config.copies_weights:  # by each pass, which counts it
+        return 0.0
     if config.item == _WIDE or (weight.wide and config.keep_gathered):
         return local * _WIDE * (shards > 1)
     return local * config.item

@@ -148,9 +148,9 @@ def _activations(config: Configuration, kind: str, option: str) -> dict[str, flo
     if option == "full":
         if model.streams > 1:  # streams are in the type that computes, also if their sum is made in fp32
             return {LAYER_INPUT: item * rows * model.streams}
-        # a layer casts its result to the type that computes; with weights in fp32 the next one keeps it cast back
-        wide = config.fp32_residual and config.weight_item == _WIDE
-        return {LAYER_INPUT: (_WIDE if wide else item) * rows}
+        # a layer casts its result to the type that computes (transformer_layer.py); alltoall_deredundency's stays
+        result = {EXPERTS: item * rows} if kind == "moe" and config.ep_mode == "hierarchical" else {}
+        return {LAYER_INPUT: item * rows} | result
     again = parts_of(option)
     norms = (2 if configuration.NORMS in again else 4) * _WIDE * rows + _cast(config) * rows
     mlp = _routed(config, tokens, held) if kind == "moe" else {MLP: _dense(config, tokens)}

@@ -125,7 +125,9 @@ class MemoryTable:
 
     def _copies(self, block: Block, row: int) -> tuple[int, ...]:
         """What the copies of weights depend on that a micro-batch's passes make; nothing where they make none."""
-        copies = self._memo.of(("copies", block.pp == 1), lambda config: config.copies_weights, block, row)
+        copies = self._memo.of(
+            ("copies", block.pp == 1, *degrees(block, row, "shard")), lambda config: config.copies_weights, block, row
+        )
         return degrees(block, row, "dp", "ep", "shard") if copies else ()
 
     def _activations(self, block: Block, example: Configuration) -> np.ndarray:
