@@ -155,7 +155,9 @@ def _unbound(host: Host, devices: list[int | None], total: int) -> Plan:
 
 
 def _homes(host: Host, devices: list[int | None], free: Mapping[int, list[int]]) -> list[int]:
-    """The node nearest to each worker's NPU; where there is none, or it is not known, the nodes in turn by cores."""
+    """Return the node nearest to each worker's NPU; where there is none, or it is not known, the nodes in turn by
+    cores.
+    """
     by_core = [node for node, cores in free.items() for _ in cores]
     spread = [by_core[rank * len(by_core) // len(devices)] for rank in range(len(devices))]
     known = [None if npu is None else host.npus.get(npu) for npu in devices]

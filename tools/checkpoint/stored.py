@@ -145,7 +145,7 @@ class Stored:
         return array
 
     def _tensor(self, name: str, tensor: Mapping[str, Any], storage: Mapping[str, Any]) -> Tensor:
-        """One tensor of metadata.json: all its slices are there once, and have one shape."""
+        """Return one tensor of metadata.json: all its slices are there once, and have one shape."""
         shape, cuts = tuple(tensor["global_shape"]), tuple(tensor["axis_fragmentations"])
         slices = {int(chunk["global_offset"][0]): tuple(chunk["local_shape"]) for chunk in tensor["chunk"]}
         part = tuple(length // count for length, count in zip(shape, cuts, strict=True))
@@ -235,7 +235,7 @@ def read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _is_tensor(found: Any) -> bool:
-    """Whether an entry has a shape, cuts of each axis, and a place and a shape for each slice."""
+    """Return whether an entry has a shape, cuts of each axis, and a place and a shape for each slice."""
     if not isinstance(found, dict) or not isinstance(found.get("chunk"), list):
         return False
     shape, cuts = found.get("global_shape"), found.get("axis_fragmentations")
@@ -247,7 +247,7 @@ def _is_tensor(found: Any) -> bool:
 
 
 def _is_slice(found: Any) -> bool:
-    """Whether an entry names the files that hold a slice, and their ranks."""
+    """Return whether an entry names the files that hold a slice, and their ranks."""
     return isinstance(found, list) and all(
         isinstance(entry, dict)
         and isinstance(entry.get("file_name"), str)

@@ -92,7 +92,7 @@ def read_headers(file: Path) -> dict[str, Header]:
 
 
 def _header(entry: Mapping[str, Any], base: int) -> Header:
-    """One entry of a header. Raises ValueError, TypeError or KeyError if it is not such an entry."""
+    """Return one entry of a header. Raises ValueError, TypeError or KeyError if it is not such an entry."""
     dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or any(type(size) is not int or size < 0 for size in (*shape, first, last)):
         raise ValueError(f"{entry} is not a tensor")
@@ -100,7 +100,7 @@ def _header(entry: Mapping[str, Any], base: int) -> Header:
 
 
 def _width(header: Header, file: Path, name: str) -> int:
-    """Bytes of an element."""
+    """Return bytes of an element."""
     if header.dtype not in _WIDTHS:
         raise CheckpointError(
             f"{file}: {name} is of the unknown type {header.dtype!r}; the known types are {', '.join(_WIDTHS)}"
@@ -163,7 +163,7 @@ def _made(array: np.ndarray) -> Made:
 
 
 def _contents(tensors: Mapping[str, Made], metadata: Mapping[str, str]) -> Iterator[Any]:
-    """The file's bytes, in its order."""
+    """Yield the file's bytes, in its order."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name in (names := in_order(tensors)):

@@ -160,7 +160,7 @@ def _require(path: Path) -> None:
 
 
 def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
-    """Dtype of the ids and number of documents; leaves `stream` at the lengths. Raises `BrokenIndexError`."""
+    """Return dtype of the ids and number of documents; leaves `stream` at the lengths. Raises `BrokenIndexError`."""
     if stream.read(len(HEADER)) != HEADER:
         raise BrokenIndexError(
             f"{path}: this is not a Megatron index, because its first bytes are wrong; give PREFIX of a corpus"
@@ -311,7 +311,7 @@ class Source:
 
 
 def _mixture(web: float, code: float, papers: float, books: float) -> tuple[Source, ...]:
-    """Shares of the tokens -> sources."""
+    """Return shares of the tokens -> sources."""
     return (
         Source(web, 600, 1.1),
         Source(code, 1_000, 1.3),

@@ -153,7 +153,7 @@ def files_of(prefix: Path, splits: tuple[str, ...]) -> list[Path]:
 
 
 def _is_cache(prefix: Path) -> bool:
-    """Whether the folder of the prefix's name is where MindFormers caches its samples."""
+    """Return whether the folder of the prefix's name is where MindFormers caches its samples."""
     try:
         return "cache" in os.listdir(prefix)
     except OSError:
@@ -226,7 +226,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _stale_split(prefix: Path) -> list[Path]:
-    """A held-out split written with this prefix before: kept beside a new training split, it would leak into it."""
+    """Return a held-out split written with this prefix before: kept beside a new training split, it would leak into
+    it.
+    """
     held_out = prefix.parent / split_name(prefix.name, HELD_OUT)
     try:
         ours = read_sidecar(held_out).get("split") == HELD_OUT

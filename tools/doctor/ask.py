@@ -143,7 +143,7 @@ def call_each(argvs: Mapping[str, Sequence[str]], limit: float) -> dict[str, str
 
 
 def _every(commands: Mapping[str, str], limit: float, told: _Meaning) -> dict[str, tuple[Any, Skew | None]]:
-    """Host -> what `told` makes of the output of its command, and the difference of its clock."""
+    """Return host -> what `told` makes of the output of its command, and the difference of its clock."""
     hosts = list(commands)
     sessions = _Sessions(limit)
     with terminate_as_interrupt(), Progressing(f"asking {len(hosts)} hosts", len(hosts)) as progress:
@@ -283,13 +283,13 @@ def _all(process: Popen[bytes]) -> bytes:
 
 
 def _told(host: str, code: int, text: bytes, errors: str) -> Report | Trouble:
-    """The report that a host's output holds."""
+    """Return the report that a host's output holds."""
     found = _output(host, code, text, errors)
     return parsed(found) if isinstance(found, str) else found
 
 
 def _output(host: str, code: int, text: bytes, errors: str) -> str | Trouble:
-    """What the command printed on a host."""
+    """Return what the command printed on a host."""
     last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), f"exit code {code}")
     if code == _FAILED:
         return Trouble("ssh", last, f"ssh -o BatchMode=yes {host} true must work without a question")

@@ -59,7 +59,7 @@ def against(probe: Probe, bundle: Bundle) -> list[Finding]:
 
 
 def _slower(worker: Worker, peers: Sequence[Worker], measure: Measure, on_cores: bool) -> Iterator[Finding]:
-    """A finding if a worker is slower than the hour's workers of its kind."""
+    """Yield a finding if a worker is slower than the hour's workers of its kind."""
     rates = [median(peer[measure]) for peer in peers if peer[measure]]
     if not worker[measure] or not rates:
         return

@@ -198,7 +198,7 @@ def name(worker: Worker) -> str:
 
 
 def _alone(host: str, worker: Worker) -> Iterable[Outlier]:
-    """What is said of a worker without its peers."""
+    """Return what is said of a worker without its peers."""
     if worker["failed"]:
         yield Outlier(host, name(worker), "worker", "fail", worker["failed"])
     if worker["throttled"] and (share := median(worker["throttled"])) > STOPPED:
@@ -226,7 +226,7 @@ def times_of(measure: str, rounds: Sequence[float]) -> Times:
 def _slower(
     measure: str, rounds: Mapping[Key, Sequence[float]], floors: Mapping[Key, float], peers: str
 ) -> dict[Key, str]:
-    """Key -> what was seen, of those whose rounds are slower than their peers'."""
+    """Return key -> what was seen, of those whose rounds are slower than their peers'."""
     found = slow({key: times_of(measure, numbers) for key, numbers in rounds.items()}, floors)
     return {key: _seen(measure, rounds[key], *pair, len(rounds), peers) for key, pair in found.items()}
 
@@ -269,7 +269,7 @@ def _slow_disks(reports: Mapping[str, Probe]) -> list[Outlier]:
 
 
 def _broken_links(reports: Mapping[str, Probe]) -> list[Outlier]:
-    """Links that could not be measured."""
+    """Return links that could not be measured."""
     found = []
     for host, link in ((host, link) for host, report in reports.items() for link in report["links"] if link["failed"]):
         source, target = (name(reports[host]["workers"][link[end]]) for end in ("source", "target"))
@@ -358,7 +358,7 @@ def findings(reports: Mapping[str, Probe]) -> list[Finding]:
 
 
 def _summary_finding(reports: Mapping[str, Probe]) -> Finding:
-    """ok where every worker was compared, unknown where one had no peer."""
+    """Return ok where every worker was compared, unknown where one had no peer."""
     count, workers = compared(reports), sum(len(report["workers"]) for report in reports.values())
     notes = "".join(
         f"; {note}" for note in dict.fromkeys(note for report in reports.values() for note in report["notes"])

@@ -92,7 +92,7 @@ def _kind(view: View, block: str, layer: int, settings: Sequence[Setting]) -> Ki
 
 
 def _lists(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], list[Any]]]:
-    """The lists of layers or of numbers of layers in a setting, each with where it stands."""
+    """Yield the lists of layers or of numbers of layers in a setting, each with where it stands."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _lists(inner, (*path, key))
@@ -104,7 +104,7 @@ def _lists(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str 
 
 
 def _counted(value: list[Any], stages: Sequence[Stage]) -> frozenset[int]:
-    """The layers that numbers of layers stand for: the first of each chunk."""
+    """Return the layers that numbers of layers stand for: the first of each chunk."""
     sizes = tuple(
         tuple(len(stage.chunks[chunk][1]) for stage in stages) for chunk in range(len(stages[0].chunks))
     )  # [chunks][stages]
@@ -294,7 +294,7 @@ class _Compiled:
         return self._layers[kind]
 
     def _common(self, kinds: Sequence[Kind], head: bool) -> Mapping[str, Any]:
-        """What several layers read: layers that are recomputed whole make it again and keep none of it."""
+        """Return what several layers read: layers that are recomputed whole make it again and keep none of it."""
         whole = all(kind.whole for kind in kinds)
         jobs = range(len(self._parts) - (not head))
         found = [self._parts[job].get(COMMON, _NOTHING) for job in jobs if self._whole[job] or not whole]

@@ -108,7 +108,7 @@ class Noted(TimeModel):
 
 
 def _sent(step: Step) -> float:
-    """The bytes that one rank sends in a step."""
+    """Return the bytes that one rank sends in a step."""
     return step.inter_bytes + step.intra_bytes
 
 

@@ -72,7 +72,9 @@ def what_if(advice: Advice, asked: str) -> list[Change]:
 
 
 def _moved(times: TimeModel, own: Configuration, loads: Loads, advice: Advice) -> Change:
-    """Experts that change devices every N steps, as the recipe's `plugins.expert_balance` does, or its defaults."""
+    """Return experts that change devices every N steps, as the recipe's `plugins.expert_balance` does, or its
+    defaults.
+    """
     section = View(advice.recipe).get(tuple(KEY.split(".")))
     settings = read_settings(section) if section not in (None, False) else Settings()
     settings = settings if settings.every else replace(settings, every=Settings().every)
@@ -99,7 +101,7 @@ def _moved(times: TimeModel, own: Configuration, loads: Loads, advice: Advice) -
 
 
 def _records(counted: Counted, devices: int) -> list[Record]:
-    """The log as a run of the plugin would have recorded it."""
+    """Return the log as a run of the plugin would have recorded it."""
     tokens = np.rint(counted.tokens).astype(np.int64)
     layers = tuple(range(tokens.shape[1]))
     rows = zip(tokens, counted.slots, strict=True)

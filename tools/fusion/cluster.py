@@ -115,7 +115,7 @@ def refusal(operator: Operator, listed: Collection[str] = VECTOR, rules: Rules =
 
 
 def _type(operator: Operator) -> str:
-    """Which type keeps it out."""
+    """Return which type keeps it out."""
     name, result, taken = operator.name, operator.output.dtype, [tensor.dtype for tensor in operator.takes]
     first = taken[0] if taken else ""
     if name == "Cast":
@@ -209,7 +209,7 @@ def clusters(operators: Sequence[Operator], taken: Sequence[bool], rules: Rules 
 
 
 def _gathered(merged: Merged, operators: Sequence[Operator], taken: Sequence[bool], base: int) -> list[int]:
-    """Groups that hang together with `base`, the farthest first; a group of several ends the search there."""
+    """Return groups that hang together with `base`, the farthest first; a group of several ends the search there."""
     found: list[int] = []
 
     def follow(group: int) -> bool:

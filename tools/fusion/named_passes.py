@@ -70,7 +70,7 @@ def weight_gradients(nodes: Sequence[Node], rows: int) -> list[Found]:
 
 
 def _chain(nodes: Sequence[Node], add: Node) -> tuple[int, tuple[str, ...]] | None:
-    """The product that an AssignAdd adds up, and the operators between; None where it adds something else."""
+    """Return the product that an AssignAdd adds up, and the operators between; None where it adds something else."""
     at, between = _taken(add, 1), []
     while at is not None and nodes[at].op not in _PASS_OF:
         if nodes[at].op in _BETWEEN:
@@ -82,14 +82,14 @@ def _chain(nodes: Sequence[Node], add: Node) -> tuple[int, tuple[str, ...]] | No
 
 
 def _taken(node: Node, number: int) -> int | None:
-    """The operator that one argument is."""
+    """Return the operator that one argument is."""
     arguments = arguments_of(node.head)
     word = arguments[number] if number < len(arguments) else ""
     return int(word[1:]) if word.startswith("%") and word[1:].isdecimal() else None
 
 
 def _single(nodes: Sequence[Node], product: Node, between: tuple[str, ...], total: str) -> str:
-    """Why matmul_assignadd_fusion leaves a product alone."""
+    """Return why matmul_assignadd_fusion leaves a product alone."""
     if product.op != "MatMul":
         return f"the product is {product.op}, not MatMul"
     if between not in ((), ("Cast",)):
@@ -102,7 +102,7 @@ def _single(nodes: Sequence[Node], product: Node, between: tuple[str, ...], tota
 
 
 def _grouped(nodes: Sequence[Node], product: Node, between: tuple[str, ...], total: str) -> str:
-    """Why grouped_matmul_assignadd_fusion leaves a product alone."""
+    """Return why grouped_matmul_assignadd_fusion leaves a product alone."""
     if between:
         return f"{_names(between)} between GroupedMatmul and AssignAdd"
     arguments = arguments_of(product.head)

@@ -109,7 +109,7 @@ def _named(report: Mapping[str, Any]) -> Table:
 
 
 def _estimator(row: Mapping[str, Any]) -> str:
-    """The estimator's traffic beside the graph's."""
+    """Return the estimator's traffic beside the graph's."""
     told = row["estimator"]
     return (
         f"{row['part']}, forward, all but products and attention: the estimator takes {told['bytes'] / MIB:,.0f} MiB "

@@ -74,7 +74,7 @@ class Tally:
         return sum(size for (name, _), size in self.moved.items() if name not in MULTIPLY)
 
     def as_json(self) -> dict[str, Any]:
-        """The sums."""
+        """Return the sums."""
         numbers = {name: round(getattr(self, name)) for name in ("operators", "kernels", "fused")}
         sizes = {"before": self.before, "after": self.after, "of_others": self.beside}
         return numbers | {"launches_saved": round(self.launches)} | {f"bytes_{k}": round(v) for k, v in sizes.items()}
@@ -148,12 +148,12 @@ def _pass(node: Node, graph: str) -> str:
 
 
 def _operator(node: Node, standing: bool = True) -> Operator:
-    """A node as the model sees it, a composite by its main part."""
+    """Return a node as the model sees it, a composite by its main part."""
     return of_node(node, main_part(node.op) if standing else node.op)
 
 
 def _inside(operator: Operator, here: dict[int, int]) -> Operator:
-    """An operator of a cluster with the places of those of its operands that are in it."""
+    """Return an operator of a cluster with the places of those of its operands that are in it."""
     return replace(operator, inputs=tuple(here[place] for place in operator.inputs if place in here))
 
 
@@ -187,13 +187,13 @@ def parts_of(nodes: Sequence[Node], backward: bool = False) -> list[str]:
 
 
 def _layer_behind(segments: Sequence[tuple[str, int]], place: int) -> str:
-    """The layer in whose stretch of the backward an operator stands; "" of the head's and the embedding's."""
+    """Return the layer in whose stretch of the backward an operator stands; "" of the head's and the embedding's."""
     part = next((part for part, end in segments if place < end), "")
     return part if part.isdecimal() else ""
 
 
 def _written(text: str) -> str:
-    """The part that a path of cells or a parameter's name says."""
+    """Return the part that a path of cells or a parameter's name says."""
     if _MTP.search(text):
         return MTP
     if layer := _LAYER.search(text):
@@ -313,7 +313,7 @@ def read_outside(nodes: Sequence[Node], users: Sequence[Sequence[int]], kernel: 
 
 
 def _source(nodes: Sequence[Node], argument: str) -> str:
-    """What an argument is, seen through operators that give the same bytes under another name."""
+    """Return what an argument is, seen through operators that give the same bytes under another name."""
     while argument.startswith("%") and argument[1:].isdecimal() and nodes[int(argument[1:])].op in _ALIKE:
         inner = arguments_of(nodes[int(argument[1:])].head)
         if not inner or not inner[0].startswith("%"):
@@ -327,5 +327,5 @@ def _bytes(found: Iterable[TensorType], rows: int) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """`(<A, (1, 2)>, <B>)` as its types."""
+    """Return `(<A, (1, 2)>, <B>)` as its types."""
     return [part for part in listed(text[1:-1], "([{<", ")]}>") if part]

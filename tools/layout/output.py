@@ -79,7 +79,7 @@ def print_text(outcome: Outcome, console: Console) -> None:
 
 
 def _recompute(outcome: Outcome, own: np.ndarray) -> str:
-    """Options of a stage's layers, by chunk: `dense none 1 0, moe full 2 3`."""
+    """Return options of a stage's layers, by chunk: `dense none 1 0, moe full 2 3`."""
     types, columns = outcome.instance.types, outcome.instance.columns
     return ", ".join(
         f"{types[t].name} {types[t].options[o].name} {' '.join(map(str, own[k]))}"

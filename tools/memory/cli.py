@@ -253,7 +253,7 @@ def _report(
     loads: Loads | None,
     every: Sequence[StageMemory],
 ) -> tuple[dict[str, Any], TimeLine]:
-    """Bytes by stage, the time line of a stage with its peak's owners, and what uneven loads need."""
+    """Return bytes by stage, the time line of a stage with its peak's owners, and what uneven loads need."""
     peaks = [memory.peak for memory in every]
     number = peaks.index(max(peaks)) if stage is None else stage
     forward, backward, _ = times.chunks(config)
@@ -282,7 +282,7 @@ def _worst(found: Sequence[str]) -> str:
 
 
 def _exchange(config: Configuration, room: Room) -> dict[str, Any]:
-    """The stage on which moving experts takes most, beside what is there between two steps."""
+    """Return the stage on which moving experts takes most, beside what is there between two steps."""
     held = [one.static + one.buffers + exchanged(config, stage) for stage, one in enumerate(all_stages(config))]
     stage = held.index(max(held))
     return {"stage": stage, "bytes": exchanged(config, stage), "held": held[stage], "fit": verdict(held[stage], room)}

@@ -83,7 +83,7 @@ def _order(proposal: Proposal) -> tuple[bool, int, float]:
 
 
 def _proposal(recipe: Recipe, change: Change, times: TimeModel, room: Room, known: Sequence[str]) -> Proposal | None:
-    """A change as keys, predicted anew from them; None where MindFormers has no keys for it."""
+    """Return a change as keys, predicted anew from them; None where MindFormers has no keys for it."""
     before = from_recipe(recipe)
     try:
         child = changed(recipe, change.config)
@@ -110,12 +110,12 @@ def _proposal(recipe: Recipe, change: Change, times: TimeModel, room: Room, know
 
 
 def _wrong(recipe: Recipe) -> list[str]:
-    """What `tc3 check` calls an error, without the places."""
+    """Return what `tc3 check` calls an error, without the places."""
     return [f"{finding.key}: {finding.wrong}" for finding in check_recipe(recipe).errors]
 
 
 def _flat(nested: Mapping[str, Any], path: tuple[str | int, ...] = ()) -> dict[str, Any]:
-    """Dotted key -> value of an overlay. Callbacks repeat numbers of other keys and are left out."""
+    """Return dotted key -> value of an overlay. Callbacks repeat numbers of other keys and are left out."""
     found: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping) and value:

@@ -103,7 +103,7 @@ def _layout(call: Call) -> _Layout:
 
 
 def _attended(call: Call, *given: Spread) -> list[Spread]:
-    """Queries, keys, values and the gradient, with their loose pieces where they are cut alike."""
+    """Return queries, keys, values and the gradient, with their loose pieces where they are cut alike."""
     at = _layout(call)
     require_home(*given)
     found = next(_cut_alike(call, at, given), None)

@@ -84,7 +84,7 @@ def _streams(view: View, built: Built) -> None:
 
 
 def _parallel(view: View) -> list[tuple[KeyPath, str, Any]]:
-    """What the trainer hands over of parallel_config, swap_config and recompute_config."""
+    """Return what the trainer hands over of parallel_config, swap_config and recompute_config."""
     sizes = {
         **dict.fromkeys(_ALONE, 1),
         **{"seq_split_num": 1, "use_seq_parallel": False, "gradient_aggregation_group": 4, "vocab_emb_dp": True},
@@ -126,7 +126,7 @@ def _apply(function: str | None, value: Any) -> Any:
 
 
 def _derive(built: Built) -> None:
-    """The part of TransformerConfig.__post_init__ that later rules and the table need."""
+    """Compute the part of TransformerConfig.__post_init__ that later rules and the table need."""
     fields = built.fields
     fields["vocab_emb_dp"] = False
     fields["mtp_num_layers"] = fields.get("mtp_num_layers") or 0

@@ -259,21 +259,23 @@ class _Axes:
             yield words, (self.along("shard") == 0) | self._whole_experts(request)
 
     def _whole_experts(self, request: Request) -> np.ndarray:
-        """Where the shards that Muon must be told of are at most the data-parallel ranks, and hold whole experts."""
+        """Return where the shards that Muon must be told of are at most the data-parallel ranks, and hold whole
+        experts.
+        """
         size, ep = request.base.shard_size, self.along("ep")
         sharing = np.minimum(size, self.mesh.dp * self.mesh.tp * self.mesh.cp // ep)
         fits = 1 < size <= self.mesh.dp
         return np.bool_(fits) & (request.base.model.experts % np.maximum(ep * sharing, 1) == 0)
 
     def _cuts(self, request: Request) -> np.ndarray:
-        """Where the chunks that the recipe writes can be."""
+        """Return where the chunks that the recipe writes can be."""
         cut = request.base.ep_cut
         b, s = cut.chunks if cut and cut.chunks else (1, 1)
         rows = request.base.sequence // (self.mesh.tp * self.mesh.cp)
         return (self.along("ep") == 1) | ((self.along("mbs") >= b) & np.bool_(rows >= s))
 
     def _runs(self, request: Request) -> np.ndarray:
-        """Where the schedule that is asked for can run."""
+        """Return where the schedule that is asked for can run."""
         numbers = request.global_batch // (self.mesh.dp * self.values["mbs"])
         runs = [
             [self.mesh.pp > 1 and can_run(request.schedule, self.mesh.pp, int(vpp), int(m)) for m in numbers]

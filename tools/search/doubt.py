@@ -130,7 +130,7 @@ class Doubt:
         return sorted((pair for pair in pairs if pair[1] >= LEAST_SHARE), key=lambda pair: -pair[1])
 
     def lines(self) -> list[str]:
-        """Sentences."""
+        """Return Sentences."""
         return [*self._lines(), *([self._on_newer(self.newer)] if self.newer else [])]
 
     def _on_newer(self, newer: Newer) -> str:
@@ -224,7 +224,7 @@ def doubt(
 
 
 def _wins(seconds: Sequence[float], slope: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[draws, terms] what was drawn, and [draws, layouts] who is the fastest; equal layouts share a draw."""
+    """Return [draws, terms] what was drawn, and [draws, layouts] who is the fastest; equal layouts share a draw."""
     drawn = np.random.default_rng(SEED).standard_normal((DRAWS, slope.shape[1]))
     times = np.log(np.asarray(seconds)) + drawn @ slope.T
     first = times <= times.min(axis=1, keepdims=True) + _ALIKE

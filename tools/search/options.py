@@ -130,7 +130,7 @@ class RecipeOrCommand(click.Group):
         return super().parse_args(ctx, args)
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Both forms."""
+        """Write both forms."""
         formatter.write_usage(ctx.command_path, "RECIPE [OPTIONS]")
         formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...", "       ")
 

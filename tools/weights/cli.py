@@ -322,7 +322,7 @@ def _progress() -> Callable[[str], None]:
 
 
 def _file_shown(shown: Progressing) -> Callable[[int, str], None]:
-    """What shows the last written file, and the bytes of all."""
+    """Return what shows the last written file, and the bytes of all."""
     return lambda done, file: shown.show(f"{file} is written", done)
 
 

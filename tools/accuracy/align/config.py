@@ -75,8 +75,9 @@ def differences(ours: Recipe, theirs: Recipe) -> list[Setting]:
 
 
 def _sums_gradients(recipe: Recipe) -> bool:
-    """Whether gradients add up to those of the step's mean loss: a sharded graph takes its mean over all ranks' tokens,
-    so that their gradients are summed; in data parallel each rank has a mean of its own."""
+    """Return whether gradients add up to those of the step's mean loss: a sharded graph takes its mean over all ranks'
+    tokens, so that their gradients are summed; in data parallel each rank has a mean of its own.
+    """
     return look(recipe, _MEAN, False) is not splits_model(look(recipe, ("parallel", "parallel_mode"), 1))
 
 
@@ -140,7 +141,7 @@ def corpus_checksum(recipe: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _blend(recipe: Mapping[str, Any]) -> tuple[list[float], list[str]]:
-    """(weights, prefixes) of `data_path`; no weights where it gives none (Megatron then goes by the sizes)."""
+    """Return (weights, prefixes) of `data_path`; no weights where it gives none (Megatron then goes by the sizes)."""
     path = (*LOADER, "config", "data_path")
     if not (found := look(recipe, path, None)):
         return [], []

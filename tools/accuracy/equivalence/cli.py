@@ -160,7 +160,7 @@ def equivalence_command(
 
 
 def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, str]:
-    """(the golden file of a recipe, the recipe whose numbers it holds where that is another).
+    """Return (the golden file of a recipe, the recipe whose numbers it holds where that is another).
 
     Raises:
         RecipeError: --golden has none for it, or another's; --update would overwrite another's.
@@ -182,7 +182,8 @@ def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, st
 def _gate(
     matrix: Matrix, file: Path | None, recipe: str, update: bool, console: Console
 ) -> tuple[list[str], list[str]]:
-    """(what differs from the golden numbers, runs that have none); with `update` they are written and nothing does.
+    """Return (what differs from the golden numbers, runs that have none); with `update` they are written and nothing
+    does.
 
     Args:
         file: where this recipe's numbers stand, or would; None where another recipe's do.

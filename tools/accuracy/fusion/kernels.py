@@ -113,7 +113,7 @@ def of_nodes(nodes: Sequence[Node], places: Collection[int], outputs: Collection
 
 
 def _argument(text: str, kind: str, steps: dict[int, int], names: dict[str, tuple[int, TensorType]]) -> Argument:
-    """What an operator takes; a value from outside gets the next number in `names` when it is first seen."""
+    """Return what an operator takes; a value from outside gets the next number in `names` when it is first seen."""
     match = _STEP.match(text)
     if match and int(match[1]) in steps:
         return "step", steps[int(match[1])]

@@ -120,7 +120,7 @@ def allowances(kernel: Kernel) -> list[Allowance]:
 
 
 def _summed(step: Step, kernel: Kernel) -> int:
-    """Numbers that one of its results is the sum of."""
+    """Return numbers that one of its results is the sum of."""
     if step.op != "ReduceSum":
         return 1
     kind, what = step.arguments[0]
@@ -197,7 +197,7 @@ class Report:
         return None if self.unknown or not self.rows else True
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         rows = [asdict(row) for row in self.rows]
         return {"passed": self.passed, "unknown": self.unknown, "rows": rows, "skipped": self.skipped}
 

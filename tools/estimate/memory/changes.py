@@ -243,7 +243,7 @@ def checked_advice(recipe: Recipe, limit: int) -> str:
 
 
 def _compiles(config: Configuration, own: Configuration) -> bool:
-    """Whether a change leaves sharded gradients out where MindSpore would not finish compiling them."""
+    """Return whether a change leaves sharded gradients out where MindSpore would not finish compiling them."""
     return config.shard_gradients == own.shard_gradients or compiles_sharded_gradients(config.pp)
 
 

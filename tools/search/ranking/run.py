@@ -458,7 +458,7 @@ class _Placing:
             self.progress("placing", len(self.placements), self.of, self._best)
 
     def _by_stages(self, chances: Chances) -> list[ByStages]:
-        """The best of each number of stages and chunks, the fastest first, then by bound."""
+        """Return the best of each number of stages and chunks, the fastest first, then by bound."""
         ranking = self.found.ranking
         best: dict[tuple[int, int], Entry] = {}
         for one, entry in self.done.items():
