@@ -106,7 +106,7 @@ _DERIVED = {
 
 
 def check_built(reports: list[Report]) -> str:
-    """Add the findings of MindFormers' build to each report; return a note if MindFormers could not be asked."""
+    """Add the findings of MindFormers' build to each report; return a note if MindFormers could not be started."""
     if not reports:
         return ""
     results = built_by_mindformers([report.recipe for report in reports])

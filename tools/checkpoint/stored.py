@@ -359,8 +359,8 @@ def moved(placements: dict[str, np.ndarray]) -> list[str]:
 
 
 def loaded_from(folder: Path) -> Path:
-    """Return the iteration that MindFormers loads if it is told `folder`: of a folder of iterations it takes the newest
-    one.
+    """Return the folder that MindFormers loads if a recipe names `folder`: the iteration that the folder's tracker file
+    names, or else `folder` itself.
     """
     tracker = folder / TRACKER
     if tracker.exists() and (number := tracker.read_text(encoding="utf-8").strip()).isdecimal():

@@ -218,8 +218,8 @@ def hccl_buffers(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def exchange(stages: Sequence[tuple[int, Sequence[Held]]], limit: int) -> dict[str, Any] | None:
-    """Return the stage on which moving experts between two steps takes most bytes, beside the bytes that are there
-    then.
+    """Return the stage that needs the most memory while experts move between two steps: what it holds, and what the
+    move takes.
 
     Args:
         stages: (number, what it holds) of each. limit: as `memory_of`.

@@ -194,7 +194,7 @@ def quick_plan(recipe: Recipe) -> Plan:
 
 def small_of(recipe: Recipe) -> Small:
     """Return a recipe with fewer layers: one of each kind, and at the end one like the last layer, with the head. MTP
-    layers stay as they are.
+    layers are not changed.
     """
     view = View(recipe)
     stages = stages_of(view)

@@ -218,7 +218,9 @@ _PARTS = {
 
 
 def draw(report: Mapping[str, Any], path: Path) -> Path:
-    """Draw the memory, and below it the traffic if the report has any, to an .svg or .png; return `path`."""
+    """Draw each stage's memory, and below it the traffic if the report has any, to a file (.svg, .png); return
+    `path`.
+    """
     sent = any(stage["traffic"] for stage in report["stages"])  # --quick gives none
     figure = new_figure(11, 6 if sent else 4)
     axes = figure.subplots(1 + sent, 1, sharex=True, squeeze=False)[:, 0]

@@ -149,7 +149,7 @@ def report_of(
 
 
 def loads_asked(text: str, recipe: Recipe) -> Loads:
-    """Return the loads that `--loads` asks for, of a recipe in which nothing is `auto`.
+    """Return the loads that `--loads` names, for a recipe in which no value is `auto`.
 
     Raises:
         RecipeError: nothing is known of the recipe's memory; or as `loads_of`. DataError: as `loads_of`.

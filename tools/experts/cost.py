@@ -42,7 +42,7 @@ _SHARED_COLOUR = "0.75"  # grey: of the shared expert
 
 
 def content(advices: Sequence[Advice], source: str, asked: str = "even") -> dict[str, Any]:
-    """Return one object with bytes, seconds and shares, in which pairs are [without overlap, with overlap].
+    """Return the costs as values for JSON (bytes, seconds, shares), in which pairs are [without overlap, with overlap].
 
     Args:
         asked: the text of `--loads`.

@@ -123,7 +123,7 @@ def _draw_devices(axes: Any, found: Study) -> None:
 
 
 def content(found: Study) -> dict[str, Any]:
-    """Return one object in which every ratio is max/mean."""
+    """Return the study as values for JSON; every ratio is the maximum over the mean (max/mean)."""
     records, seconds = found.source.records, found.seconds
     known = None if isinstance(seconds, str) else seconds
     return {

@@ -136,7 +136,9 @@ _COLOURS = ("#4c78a8", "#f2a541", "#72b7b2")
 
 
 def draw(report: Mapping[str, Any], path: Path) -> Path:
-    """Draw to an .svg or .png; return `path`."""
+    """Draw the bytes of HBM traffic by part of the model before and after fusion to an .svg or .png file; return
+    `path`.
+    """
     rows = [row for row in report["parts"] if set(row["passes"]) & set(PASSES)]
     figure = new_figure(9, 1.6 + 0.8 * max(len(rows), 1))
     axes = figure.subplots()

@@ -45,7 +45,7 @@ _MOST_ROWS = 12  # attempts of a run that get a row each; of more each run has o
 
 
 def draw(found: Sequence[Study], path: Path) -> Path:
-    """Draw to an .svg or .png; return `path`.
+    """Draw the attempts of the runs over time to an .svg or .png file; return `path`.
 
     Raises:
         DataError: as `save_figure`.

@@ -103,7 +103,9 @@ _KEPT_SCHEDULES = ("seqsmartvpp",)  # of a recipe; others run 1f1b, interleaved 
 
 
 class Candidate(NamedTuple):
-    """A `Candidate` is one strategy with `m` micro-batches of `mbs` samples; words are as in `limits.WORDS`."""
+    """A `Candidate` is one strategy with `m` micro-batches of `mbs` samples; `tools.search.request.WORDS` lists the
+    values of `mode`, `shard` and `recompute`.
+    """
 
     dp: int
     tp: int

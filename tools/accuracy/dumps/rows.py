@@ -46,7 +46,8 @@ _WIDTH = {"float64": 3, "float32": 2, "float16": 1, "bfloat16": 1}
 
 
 class Counter:
-    """A `Counter` computes the accumulation count of each tensor of one step on one rank.
+    """A `Counter` computes the accumulation count of each tensor of one step on one rank: how many terms an element
+    sums.
 
     Args:
         entries: all calls of the step, golden side.

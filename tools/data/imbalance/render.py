@@ -240,7 +240,9 @@ _BEFORE, _AFTER = "tab:orange", "tab:blue"
 
 
 def draw(found: Imbalance, path: Path) -> Path:
-    """Draw to an .svg or .png, and return `path`. If every sample costs the same, the picture shows only lengths."""
+    """Draw the lengths of documents and the loads of ranks and micro-batches to an .svg or .png file; return `path`. If
+    every sample costs the same, the picture shows only lengths.
+    """
     panels = 3 if found.result else 1
     figure = new_figure(4 + 4.5 * panels, 4)
     axes = figure.subplots(1, panels, squeeze=False)[0]

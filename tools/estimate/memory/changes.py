@@ -164,7 +164,7 @@ def _recompute_norms(run: Configuration, _: float) -> Configuration | None:
 
 def fewest_recomputed(run: Configuration, limit: float) -> Configuration | None:
     """Recompute only as many whole layers of each stage (the first of each chunk) as are needed to fit; return None if
-    that is no layer or all layers.
+    no layer or every layer would be recomputed.
 
     Layers are added in turns over the chunks, the chunk of which most micro-batches wait first.
     """
