@@ -219,11 +219,14 @@ def read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         listed, storage = content["state_dict_metadata"], content["storage_data"]
     except json.JSONDecodeError as error:
         raise CheckpointError(
-            f"{file}: this is not MindFormers' metadata of a checkpoint: it {not_json(error)}"
+            f"{file}: this is not MindFormers' metadata of a checkpoint: it {not_json(error)}; copy the checkpoint "
+            "again"
         ) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         wanted = "state_dict_metadata and storage_data"
-        raise CheckpointError(f"{file}: this is not MindFormers' metadata of a checkpoint: it lacks {wanted}") from None
+        raise CheckpointError(
+            f"{file}: this is not MindFormers' metadata of a checkpoint: it lacks {wanted}; copy the checkpoint again"
+        ) from None
     for kind, section, holds in (("tensor", listed, _is_tensor), ("slice", storage, _is_slice)):
         wrong = [name for name in section if not holds(section[name])] if isinstance(section, dict) else ["all"]
         if wrong:

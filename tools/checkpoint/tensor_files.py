@@ -76,18 +76,22 @@ def read_headers(file: Path) -> dict[str, Header]:
         content.pop("__metadata__", None)
         found = {name: _header(each, _LENGTH_BYTES + length) for name, each in content.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{file}: this is not a complete safetensors file: its header cannot be read") from None
+        raise CheckpointError(
+            f"{file}: this is not a complete safetensors file: its header cannot be read; copy it again"
+        ) from None
     end = _LENGTH_BYTES + length
     for name, header in sorted(found.items(), key=lambda item: (item[1].start, item[1].bytes)):
         if header.start != end or header.bytes != math.prod(header.shape) * _width(header, file, name):
             kind = f"{header.dtype} {list(header.shape)}, bytes {header.start} to {header.start + header.bytes}"
             raise CheckpointError(
                 f"{file}: this is not a complete safetensors file: {name} is {kind}, but its type, its shape and its "
-                "place in the file do not fit together"
+                "place in the file do not fit together; copy it again"
             )
         end += header.bytes
     if size != end:
-        raise CheckpointError(f"{file}: this is not a complete safetensors file: it has {size} bytes instead of {end}")
+        raise CheckpointError(
+            f"{file}: this is not a complete safetensors file: it has {size} bytes instead of {end}; copy it again"
+        )
     return found
 
 

@@ -120,7 +120,7 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: {not_json(error)}") from None
     if not isinstance(content, dict) or content.get("format") != "tc3-data-1":
-        raise DataError(f"{path}: this is not a sidecar of `tc3 data prepare`")
+        raise DataError(f"{path}: `tc3 data prepare` did not write this file; prepare the corpus again")
     return content
 
 

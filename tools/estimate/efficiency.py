@@ -235,7 +235,7 @@ def efficiency_of(hardware: Hardware) -> Efficiency:
     known = [name for entry in _sets().values() for name in entry["clusters"]]
     raise RecipeError(
         f"{hardware.name}: the efficiencies of this cluster are not known{did_you_mean(hardware.name, known)}; they "
-        f"are known for {', '.join(known)}: name the one whose devices are most alike"
+        f"are known for {', '.join(known)}; name the cluster whose devices are most alike"
     )
 
 

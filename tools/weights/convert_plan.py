@@ -136,7 +136,10 @@ def _check(given: Mapping[str, Header], wanted: Mapping[str, tuple[int, ...]]) -
         if names
     ]
     if found:
-        raise CheckpointError(f"these are not the weights of the recipe's model: {'; '.join(found)}")
+        raise CheckpointError(
+            f"these are not the weights of the recipe's model ({'; '.join(found)}); name the recipe of these weights "
+            "with --recipe"
+        )
 
 
 def _type(entry: Entry, to: Target, given: Mapping[str, Header], dtype: str | None) -> str:

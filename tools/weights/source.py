@@ -220,6 +220,7 @@ def _hugging_face(folder: Path) -> Stored:
     for file, headers in files.items():
         if unknown := [name for name in headers if where.get(name) != file]:
             raise CheckpointError(
-                f"{folder / file}: the file holds {unknown[0]}, which {INDEX} does not assign to this file"
+                f"{folder / file}: the file holds {unknown[0]}, which {INDEX} does not assign to this file; copy the "
+                "folder again"
             )
     return Stored(folder, files)
