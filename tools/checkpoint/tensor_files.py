@@ -186,7 +186,9 @@ def _contents(tensors: Mapping[str, Made], metadata: Mapping[str, str]) -> Itera
 
 
 class _Hash:
-    """SHA-256 in a thread of its own: it takes as long as all the rest, and does not hold Python's lock."""
+    """A `_Hash` computes a SHA-256 in a separate thread: it takes as long as all the rest, and does not hold Python's
+    lock.
+    """
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()

@@ -56,7 +56,7 @@ class Verification:
 
 
 class _Pair(NamedTuple):
-    """A document of the source and the same document of the index."""
+    """A `_Pair` holds a document of the source and the same document of the index."""
 
     number: int
     where: str

@@ -179,7 +179,9 @@ def remote_command(argv: Sequence[str]) -> str:
 
 
 class _Sessions:
-    """The ssh processes that run, each with an end to its time; ended with all that they have started."""
+    """A `_Sessions` holds the ssh processes that run, each with an end to its time; ended with all that they have
+    started.
+    """
 
     def __init__(self, limit: float):
         self.limit = limit

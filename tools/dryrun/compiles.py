@@ -158,7 +158,7 @@ def _room(running: int, at_once: int | None) -> bool:
 
 
 class _Run:
-    """One process and its files."""
+    """A `_Run` is one compiling process with its files."""
 
     def __init__(self, job: Job, folder: Path, text: Sequence[Path] = ()):
         folder.mkdir()

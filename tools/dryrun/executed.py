@@ -23,7 +23,7 @@ _RENAMED |= {"AllToAllV": "AlltoAllV"}
 
 @dataclass(frozen=True)
 class _Call:
-    """One collective; its shape is None where routing decides."""
+    """A `_Call` is one collective; its shape is None where routing decides."""
 
     op: str
     ranks: tuple[int, ...]

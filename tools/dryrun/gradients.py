@@ -168,7 +168,7 @@ def last_sums(
 
 
 class _Walk:
-    """It goes back through the subgraphs of one graph; each value is visited once."""
+    """A `_Walk` goes back through the subgraphs of one graph; each value is visited once."""
 
     def __init__(self, graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]):
         self.graph, self.ranks_of = graph, ranks_of

@@ -165,7 +165,7 @@ class Links:
 
 
 class _Rank:
-    """What a compiled rank sends and receives, by how many stages on its peer is."""
+    """A `_Rank` holds what a compiled rank sends and receives, by how many stages on its peer is."""
 
     def __init__(self, result: Mapping[str, Any], per_stage: int):
         self.rank = result["rank"]

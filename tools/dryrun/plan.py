@@ -144,7 +144,7 @@ ROUNDS = 2  # micro-batches to compile, in numbers of stages: each schedule reac
 
 @dataclass(frozen=True)
 class Plan:
-    """This plan says which ranks are compiled.
+    """A `Plan` says which ranks are compiled.
 
     Args:
         stages: of the pipeline.

@@ -263,7 +263,7 @@ def compose(
 
 
 class _Layer(NamedTuple):
-    """What was found of one compiled layer."""
+    """A `_Layer` holds what was found of one compiled layer."""
 
     held: list[Held]
     kept: dict[str, int]
@@ -271,7 +271,7 @@ class _Layer(NamedTuple):
 
 
 class _Compiled:
-    """The small model's compiles, by kind of layer."""
+    """A `_Compiled` holds the compiles of the small model, by kind of layer."""
 
     def __init__(self, groups: Sequence[Sequence[Kind]], results: Sequence[Mapping[str, Any]]):
         self.results = results

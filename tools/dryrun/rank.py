@@ -193,7 +193,7 @@ class _Reached(Exception):
 
 
 class _NoData:
-    """A dataset of the right length whose samples nobody reads."""
+    """A `_NoData` is a dataset of the right length whose samples nobody reads."""
 
     def __init__(self, length: int):
         self.length = length

@@ -214,8 +214,8 @@ def _number(text: str, span: Range, name: str) -> float:
 
 
 class _Row(NamedTuple):
-    """Tokens of each expert in the MoE layers of a micro-batch, with the place in the file; of a run's own record also
-    those of each device, which count copies of experts.
+    """A `_Row` holds the tokens of each expert in the MoE layers of a micro-batch, with the place in the file; of a
+    run's own record also those of each device, which count copies of experts.
     """
 
     place: str

@@ -217,7 +217,7 @@ def _draw_streams(axes: Any, timelines: tuple[Timeline, Timeline], name: str) ->
 
 
 class Degrees(click.ParamType):
-    """This option reads ``16,32`` as a tuple of integers."""
+    """A `Degrees` is a click type that reads ``16,32`` as a tuple of integers."""
 
     name = "N,N"
 

@@ -24,7 +24,7 @@ from tools.dryrun.graph_text import Node, TensorType
 
 @dataclass(frozen=True)
 class Rules:
-    """These settings say how clusters and kernels are made.
+    """A `Rules` says how clusters and kernels are made.
 
     Args:
         convex: no path between two operators of a cluster leaves it.
@@ -58,7 +58,7 @@ VIRTUAL = ("Return", "MakeTuple", "TupleGetItem")  # bind and take apart tuples;
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator.
+    """An `Operator` is one operator of a graph, as fusing sees it.
 
     Args:
         name: of its primitive; "" where `opened`.

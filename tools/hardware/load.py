@@ -64,7 +64,7 @@ def _plain(text: str) -> str:
 
 
 class _Loader(SmallLoader):
-    """Refuses a key that stands twice in a mapping, of which YAML would silently keep the last."""
+    """A `_Loader` refuses a key that stands twice in a mapping, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -235,7 +235,7 @@ def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
 
 
 class _Reader:
-    """One file; errors begin with the name `shown` and the key path."""
+    """A `_Reader` reads one file; errors begin with the name `shown` and the key path."""
 
     def __init__(self, path: str, shown: str):
         self.shown = shown

@@ -386,7 +386,7 @@ def _both(place: _Place) -> tuple[float, float]:
 
 
 class _Place:
-    """A value of the file and where it stands."""
+    """A `_Place` is a value of the file with the key path at which it stands."""
 
     def __init__(self, path: Path, where: str, value: Any):
         self.path, self.where, self.value = path, where, value

@@ -325,7 +325,7 @@ def _figure(value: float, certainty: str, source: str) -> dict[str, Any]:
 
 
 class _Whole(yaml.SafeDumper):
-    """Writes what stands twice twice."""
+    """A `_Whole` writes a value that occurs twice in full each time."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

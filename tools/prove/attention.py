@@ -30,7 +30,9 @@ from tools.prove.spread import (
 
 
 class _Layout(NamedTuple):
-    """The dimensions of batch, sequence and heads; without a batch, the sequence holds the tokens of all samples."""
+    """A `_Layout` names the dimensions of batch, sequence and heads; without a batch, the sequence holds the tokens of
+    all samples.
+    """
 
     batch: int | None
     sequence: int

@@ -79,7 +79,7 @@ _MANY = 2  # places of one plain list; with more of them the whole list is one d
 
 
 class _Absent:
-    """A key that one of the two recipes does not have."""
+    """An `_Absent` stands for a key that one of the two recipes does not have."""
 
     def __bool__(self) -> bool:
         return False
@@ -128,7 +128,7 @@ class Comparison:
 
 
 class _Pair(NamedTuple):
-    """A value of both recipes that differs, with its key path in each."""
+    """A `_Pair` is a value of both recipes that differs, with its key path in each."""
 
     words: tuple[str, ...]
     paths: tuple[KeyPath, KeyPath]

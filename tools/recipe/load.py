@@ -62,7 +62,7 @@ class Recipe(dict[str, Any]):
 
 @dataclass(eq=False)
 class _Spot:
-    """One YAML node: its value (of spots, if a container) and its place. An alias is the same spot."""
+    """A `_Spot` is one YAML node: its value (of spots, if a container) and its place. An alias is the same spot."""
 
     value: Any
     file: str
@@ -102,7 +102,7 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
 
 
 class _Bases:
-    """Files of one recipe, each read once however many name it."""
+    """A `_Bases` holds the files of one recipe, each read once however many name it."""
 
     def __init__(self) -> None:
         self.spots: dict[str, _Spot] = {}  # by real path
@@ -201,7 +201,7 @@ def _spots(file: str, text: str) -> _Spot:
 
 
 class _Reader:
-    """Turns one YAML file into spots."""
+    """A `_Reader` turns one YAML file into spots."""
 
     def __init__(self, file: str, text: str):
         self.file = file

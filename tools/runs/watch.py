@@ -47,7 +47,7 @@ _NEWEST = 1 << 20  # bytes at the end of a file, more than a line of routers
 
 
 class _Part:
-    """Sums of the steps of one start of the workers that still stand."""
+    """A `_Part` holds sums of the steps of one start of the workers that still stand."""
 
     def __init__(self, start: int):
         self.start, self.last = start, 0

@@ -40,7 +40,7 @@ def refuse_keys(recipe: Recipe) -> None:
 
 
 class _Walk:
-    """One walk over one recipe."""
+    """A `_Walk` is one walk over one recipe."""
 
     def __init__(self, recipe: Recipe, schema: Schema, found: Findings):
         self.recipe, self.schema, self.found = recipe, schema, found

@@ -318,7 +318,9 @@ def json_schema(schema: Schema) -> str:
 
 
 class _Writer:
-    """Turns shapes into JSON Schema; typed sections and datasets, which stand in several places, become `$defs`."""
+    """A `_Writer` turns shapes into JSON Schema; typed sections and datasets, which stand in several places, become
+    `$defs`.
+    """
 
     def __init__(self) -> None:
         self.definitions: dict[str, Any] = {}

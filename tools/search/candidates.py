@@ -194,7 +194,7 @@ def blocks(request: Request, funnel: Funnel) -> list[Block]:
 
 
 class _Axes:
-    """The candidates of one mesh as an array [vpp, ep, batch, mode, shard, recompute]."""
+    """An `_Axes` holds the candidates of one mesh as an array [vpp, ep, batch, mode, shard, recompute]."""
 
     def __init__(self, mesh: Mesh, vpps: list[int], eps: list[int], batches: list[int]):
         self.mesh = mesh

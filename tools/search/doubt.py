@@ -32,7 +32,7 @@ _DEVIATION = (np.pi / 2) ** 0.5  # of a normal error, for its mean size
 
 @dataclass(frozen=True)
 class Term:
-    """One term."""
+    """A `Term` is one term of the predicted step time."""
 
     name: str  # in a few words
     keys: tuple[str, ...]  # of `Efficiency`, or a link of the hardware, all off by the same factor

@@ -82,7 +82,8 @@ def write_shard(source: Source, folder: Path, plan: Plan, known: dict[str, int],
 
 
 class _Parts:
-    """Hugging Face's parts of MindFormers' tensors, each made when it is written; those of a layer come mixed.
+    """A `_Parts` holds Hugging Face's parts of MindFormers' tensors, each made when it is written; those of a layer
+    come mixed.
 
     Args:
         sums: takes the CRC-32 of each part.

@@ -39,7 +39,7 @@ _PLACE = re.compile(r"train_dataset(_task\.dataset_config)?\.data_loader\.config
 
 @dataclass(frozen=True)
 class Setting:
-    """One difference.
+    """A `Setting` is one difference between the settings of two recipes.
 
     Args:
         ours, theirs: as text. group: the report's class.

@@ -52,7 +52,7 @@ MODULES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One number.
+    """A `Row` is one compared number.
 
     Args:
         error, floor: in the rung's own measure, which `measure` names. floor: what rounding does to the reference.

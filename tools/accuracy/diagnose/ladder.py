@@ -210,7 +210,9 @@ def _held_against_recipe(side: Side) -> list[str]:
 
 @dataclass
 class _Pair:
-    """Two runs. `bits`: whether they must agree to the last bit; `same`: whether they are of one configuration."""
+    """A `_Pair` holds two runs. `bits`: whether they must agree to the last bit; `same`: whether they are of one
+    configuration.
+    """
 
     a: Side
     b: Side

@@ -221,7 +221,7 @@ class Updates:
 
 @dataclass(frozen=True)
 class _Step:
-    """A weight in two steps: indices of its rows, and the error of the gradients between."""
+    """A `_Step` describes a weight in two steps: indices of its rows, and the error of the gradients between."""
 
     before: int
     after: int

@@ -307,7 +307,7 @@ def _updated(arrays: dict[str, np.ndarray], prefix: str) -> list[str]:
 
 
 class _Record:
-    """Norms, and what the optimizer divided by, step by step."""
+    """A `_Record` collects norms, and what the optimizer divided by, step by step."""
 
     def __init__(self, adam: Adam):
         self.adam = adam

@@ -185,7 +185,7 @@ def equivalence(
 
 
 class _Runner(Runs):
-    """Trains variants of one recipe, each once: baselines when they are first needed."""
+    """A `_Runner` trains variants of one recipe, each once: baselines when they are first needed."""
 
     def run(self, name: str, variant: Variant) -> Trained:
         """Train the variant unless it was trained before; this raises the errors of `once`."""

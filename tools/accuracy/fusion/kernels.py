@@ -36,7 +36,7 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """One operator.
+    """A `Step` is one operator of a kernel.
 
     Args:
         op: name of its primitive. output: type and shape of its result.

@@ -168,7 +168,7 @@ class Row:
 
 @dataclass
 class Report:
-    """All rows.
+    """A `Report` holds the judgements of all kernels.
 
     Args:
         skipped: why kernels were not computed again -> how many.

@@ -136,7 +136,7 @@ def is_float(values: np.ndarray) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """One check.
+    """A `Row` is the result of one check of an operator.
 
     Args:
         shape: the sizes of the case.

@@ -244,7 +244,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class _Window:
-    """What remains of one window of consecutive steps.
+    """A `_Window` holds what remains of one window of consecutive steps.
 
     quantiles: [micro-batch or step, without or with, len(SHARES)]; times: without, with, in the cost's unit.
     """

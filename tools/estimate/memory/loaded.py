@@ -44,7 +44,9 @@ _TWICE = 2.0  # the load at which bytes are counted, beside the even one; they a
 
 @dataclass(frozen=True)
 class _Grown:
-    """An MoE layer on a stage: its chunk, its place on the axis of layers, and bytes for each 1 of load above 1."""
+    """A `_Grown` is an MoE layer on a stage: its chunk, its place on the axis of layers, and bytes for each 1 of load
+    above 1.
+    """
 
     chunk: int
     layer: int
