@@ -165,7 +165,9 @@ def _homes(host: Host, devices: list[int | None], free: Mapping[int, list[int]])
 
 
 def _workers(host: Host, devices: list[int | None], homes: list[int], free: Mapping[int, list[int]]) -> list[Worker]:
-    """Whole cores: each node's are dealt out in the workers' order, a worker's nearest come first."""
+    """Return workers with whole cores: each node's cores are dealt out in the workers' order, a worker's nearest cores
+    first.
+    """
     nodes = list(free)
     counts = shares(homes, {node: len(cores) for node, cores in free.items()}, host.distance)
     left = {node: list(cores) for node, cores in free.items()}

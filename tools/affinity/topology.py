@@ -111,7 +111,9 @@ def read_host(root: Root) -> Host:
 
 
 def _nodes(root: Root) -> dict[int, list[int]]:
-    """From /sys; from `lscpu -p` where that is not there. Nodes with only memory have no cores and are left out."""
+    """Return the cores of each node from /sys, or from `lscpu -p` if /sys lacks them. Nodes with only memory have no
+    cores and are left out.
+    """
     found = {}
     for path in root.find(f"{NODES}/node[0-9]*"):
         if number := _NODE_NUMBER.search(path):
@@ -137,7 +139,9 @@ def _lscpu_nodes(text: str) -> dict[int, list[int]]:
 
 
 def _distances(root: Root, nodes: list[int]) -> dict[tuple[int, int], int]:
-    """From /sys, whose columns are the online nodes; otherwise each other node is as far as another socket."""
+    """Return distances from /sys, whose columns are the online nodes; otherwise each other node is as far as another
+    socket.
+    """
     online = sorted(int(match[1]) for path in root.find(f"{NODES}/node[0-9]*") if (match := _NODE_NUMBER.search(path)))
     found = {(a, b): OWN if a == b else SOCKET for a in nodes for b in nodes}
     for node in nodes:
@@ -155,7 +159,7 @@ def _memory_nodes(root: Root, nodes: Mapping[int, list[int]]) -> set[int]:
 
 
 def _npus(root: Root, nodes: Mapping[int, list[int]]) -> dict[int, int | None]:
-    """From `npu-smi info -t topo`; from the PCI addresses of `npu-smi info` for those of which it does not say."""
+    """Return the node of each NPU from `npu-smi info -t topo`, or else from its PCI address in `npu-smi info`."""
     chips = host.chips(root.ask("npu-smi", "info") or "")
     found: dict[int, int | None] = {chip.device: _pci_node(root, chip.bus, nodes) for chip in chips}
     # its rows are cards; a container that sees only some of them numbers devices from 0

@@ -166,7 +166,8 @@ def _batches(view: View, found: Findings) -> None:
 
 
 def _fill(view: View, built: Built, found: Findings) -> None:
-    """Micro-batches enough for the stages: MindSpore's schedulers differ in whether they insist.
+    """Check that there are enough micro-batches for the stages; MindSpore's schedulers differ in whether they require
+    it.
 
     With lazy inline, which MindFormers switches on in a pipeline, MindSpore schedules what is not interleaved as
     seqpipe, which takes any number above one; so does gpipe.
@@ -299,7 +300,9 @@ def _whole(row: Any) -> bool:
 
 
 def _optimizer_shard(view: View, found: Findings) -> None:
-    """optimizer_weight_shard_size divides the ranks that hold a weight's copies; the level settles the gradients."""
+    """Check that optimizer_weight_shard_size divides the ranks that hold a weight's copies; the level settles the
+    gradients.
+    """
     section = ("parallel", "parallel_optimizer_config")
     gradients, level = (*section, "gradient_accumulation_shard"), view.get((*section, "optimizer_level"))
     if view.has(gradients) and level in ("level1", "level3"):

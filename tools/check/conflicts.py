@@ -315,7 +315,7 @@ def _on_cpu(view: View, built: Built, found: Findings) -> None:
 
 
 def _data_parallel(view: View, built: Built) -> list[Rule]:
-    """As `plugins.cpu_backend.adapter.check`."""
+    """Check what `plugins.cpu_backend.adapter.check` checks."""
     fields, wrapper = built.fields, ("runner_wrapper", "type")
     mode = view.get(("parallel", "parallel_mode"), 1)
     return [

@@ -139,7 +139,7 @@ def _sidecar(prefix: str, vocabulary: int, view: View, found: Findings) -> None:
 
 
 def _documents(index: IndexReader, seq: int, view: View, found: Findings) -> None:
-    """The compressed mask has room for eod_pad_length documents per sample.
+    """Check that samples fit the compressed mask, which has room for eod_pad_length documents per sample.
 
     With one more MindFormers drops the last end in silence, with two more the run stops. A sample may begin and end
     inside a document: it holds parts of two beside the whole ones.

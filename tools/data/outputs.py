@@ -83,7 +83,7 @@ def _check(path: Path, place: str, value: Any, form: Any) -> None:
 
 
 def _fits(value: object, kind: type) -> bool:
-    """An integer is a number, but true and false are not."""
+    """Return whether a value has the wanted kind; an integer is a number, but true and false are not."""
     return type(value) is kind or (kind is float and type(value) is int)
 
 

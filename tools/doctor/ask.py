@@ -227,7 +227,9 @@ class _Sessions:
 
 
 def _ask(host: str, command: str, sessions: _Sessions, told: _Meaning) -> tuple[Any, Skew | None]:
-    """One host; its ssh has ended when this returns. Its errors go to a file: a daemon could keep a pipe open."""
+    """Ask one host; its ssh has ended when this function returns. Its errors go to a file: a daemon could keep a pipe
+    open.
+    """
     with tempfile.TemporaryFile() as errors:
         try:
             process = sessions.start([*_SSH, host, command], errors.fileno())
@@ -249,7 +251,9 @@ def _ask(host: str, command: str, sessions: _Sessions, told: _Meaning) -> tuple[
 
 
 def _skew(process: Popen[bytes]) -> Skew | None:
-    """By the shortest of some rounds; None where the host's `date` does not tell parts of seconds."""
+    """Return the clock's difference by the shortest of some rounds; None if the host's `date` gives no parts of
+    seconds.
+    """
     assert process.stdin is not None and process.stdout is not None
     best: Skew | None = None
     for _ in range(_ROUNDS):
@@ -275,7 +279,7 @@ def _send(process: Popen[bytes], text: bytes) -> None:
 
 
 def _all(process: Popen[bytes]) -> bytes:
-    """Its output to the end, or a little more than any report has."""
+    """Return a process's output to the end, or a little more than any report has."""
     assert process.stdout is not None
     parts, size = [], 0
     while size <= _MOST and (part := process.stdout.read(1 << 16)):

@@ -239,7 +239,7 @@ def _seen(measure: str, rounds: Sequence[float], ratio: float, limit: float, cou
 
 
 def _slow_workers(reports: Mapping[str, Probe], measure: Literal["matmul", "memory"]) -> list[Outlier]:
-    """Workers against those of their kind on all hosts; a host whose workers are all slow is named once."""
+    """Compare workers with those of their kind on all hosts; a host whose workers are all slow is named once."""
     kinds: dict[str, dict[tuple[str, int], Sequence[float]]] = defaultdict(dict)
     for host, report in reports.items():
         for index, worker in enumerate(report["workers"]):
@@ -261,7 +261,7 @@ def _slow_workers(reports: Mapping[str, Probe], measure: Literal["matmul", "memo
 
 
 def _slow_disks(reports: Mapping[str, Probe]) -> list[Outlier]:
-    """Hosts against each other: workers of one host share its disk, and are one number."""
+    """Compare the disks of hosts: workers of one host share its disk, and are one number."""
     every = {host: [number for one in report["workers"] for number in one["disk"]] for host, report in reports.items()}
     rounds = {host: numbers for host, numbers in every.items() if numbers}
     named = _slower("disk", rounds, dict.fromkeys(rounds, FLOORS["disk"]), "hosts")
@@ -278,7 +278,7 @@ def _broken_links(reports: Mapping[str, Probe]) -> list[Outlier]:
 
 
 def _slow_links(reports: Mapping[str, Probe], measure: Literal["bandwidth", "latency"]) -> list[Outlier]:
-    """Links within a host against those of all hosts, and links between places against each other."""
+    """Compare links within a host with those of all hosts, and links between places with each other."""
     groups: dict[bool, dict[Ends, Link]] = defaultdict(dict)
     for host, report in reports.items():
         for link in report["links"]:
@@ -291,7 +291,7 @@ def _slow_links(reports: Mapping[str, Probe], measure: Literal["bandwidth", "lat
 def _slow_ends(
     reports: Mapping[str, Probe], measure: Literal["bandwidth", "latency"], links: Mapping[Ends, Link]
 ) -> list[Outlier]:
-    """A worker whose best link is slow is named; then the links of all others, one by one."""
+    """Name each worker whose best link is slow, and then the slow links of all others, one by one."""
     times = {ends: times_of(measure, link[measure]) for ends, link in links.items()}
     waited = {ends: median(link["waited"]) for ends, link in links.items()}
     judged = {ends for ends, share in waited.items() if share <= _MOST_LINK_WAITED}

@@ -75,7 +75,7 @@ def code() -> str:
 
 
 def _python_facts(patient: Patient) -> Facts:
-    """Of this process; a recorded host does not say."""
+    """Return the versions of this process's Python and packages; a recorded host does not state them."""
     versions: Facts = {"Python": platform.python_version()}
     versions |= {name: installed(name) or "not installed" for name in ("mindspore", "mindformers")}
     return versions if patient.root.live else dict.fromkeys(versions)
@@ -167,7 +167,9 @@ def read_report(text: str) -> Report:
 
 
 def _is_probe(value: Any) -> bool:
-    """None, or a probe whose links are between its workers, and whose rates and times are not zeros."""
+    """Return whether a value is None, or a probe whose links are between its workers, and whose rates and times are not
+    zeros.
+    """
     if value is None or not _has_form(value, Probe):
         return value is None
     ends = {link[end] for link in value["links"] for end in ("source", "target")}

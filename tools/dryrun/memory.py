@@ -148,7 +148,7 @@ class Memory:
         return self.exact + self.saved + self.working
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return values for `--json`."""
         return asdict(self) | {"exact": self.exact, "total": self.total}
 
 

@@ -86,7 +86,9 @@ def kinds_of(view: View, stages: Sequence[Stage], settings: Sequence[Setting]) -
 
 
 def _kind(view: View, block: str, layer: int, settings: Sequence[Setting]) -> Kind:
-    """A layer that is recomputed whole pays no heed to what else would be: any value stands for every other."""
+    """Return the kind of a layer; for a layer that is recomputed as a whole, the other recompute settings have no
+    effect.
+    """
     whole = view.get(_FULL) is True or any(layer in each.layers for each in settings if each.path == _FULL)
     return Kind(block, tuple(layer in each.layers or (whole and each.path[1] in RECOMPUTE) for each in settings), whole)
 

@@ -105,7 +105,7 @@ class KnownError:
         )
 
     def as_json(self) -> dict[str, float]:
-        """The numbers."""
+        """Return the numbers as plain values."""
         return {"rows": self.rows, "groups": self.groups, "mean": self.mean, "worst": self.worst}
 
 
@@ -132,7 +132,7 @@ class Newer:
         )
 
     def as_json(self) -> dict[str, float]:
-        """The numbers."""
+        """Return the numbers as plain values."""
         return {"rows": self.rows, "mean": self.mean, "worst": self.worst}
 
 
@@ -181,7 +181,7 @@ def cluster(name: str) -> Hardware:
 
 @lru_cache(maxsize=64)
 def _cluster(name: str, measured: bool, version: tuple[str | int, ...]) -> Hardware:
-    """A cluster; `version` tells the file's content from that of another file, or of the same one before."""
+    """Return a cluster; `version` tells the file's content from that of another file, or of the same one before."""
     return load_hardware(cluster_file(name) if measured else name)
 
 
@@ -292,7 +292,7 @@ class DeviceTimes:
         return max(computing, 2 * moved * matmul.times / self.hardware.hbm_bytes_per_s)
 
     def _share(self, dtype: str) -> float:
-        """Of the peak that a large matmul reaches."""
+        """Return the share of the peak that a large matmul reaches."""
         if _BLOCKS.get(dtype, dtype) not in self.hardware.peak_flops or dtype not in _LOW:
             return self.reached.matmul
         if dtype == "nvfp4":

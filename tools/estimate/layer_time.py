@@ -198,7 +198,7 @@ _back = lru_cache(maxsize=65536)(backward)
 
 @lru_cache(maxsize=65536)
 def _recomputed(forward: tuple[Step, ...], graph: bool) -> tuple[Step, ...]:
-    """What runs again; in a graph nothing reads the rows that come back from other nodes."""
+    """Return what runs again; in a graph nothing reads the rows that come back from other nodes."""
     steps = (step for step in forward if not (graph and step.name.startswith("combine.inter")))
     return tuple(replace(step, name=f"{step.name}.replay") for step in steps)
 

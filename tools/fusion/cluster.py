@@ -266,7 +266,7 @@ def _look(merged: Merged, start: int, left: set[int], free: set[int], first: int
 
 
 def _drop_wild_items(merged: Merged, operators: Sequence[Operator], chosen: list[int]) -> None:
-    """A member of a tuple stays with the operator that gives the tuple, or is left out."""
+    """Drop members of tuples: a member stays with the operator that gives the tuple, or is left out."""
     left = set(chosen)
     for group in sorted(chosen):
         if operators[group].name == "TupleGetItem" and merged.size[group] == 1 and not left & set(merged.inputs(group)):

@@ -74,7 +74,7 @@ def _stages(report: Mapping[str, Any]) -> Table:
 
 
 def _alike(stages: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Stages that follow each other and have the same parts are one row."""
+    """Return one row for stages that follow each other and have the same parts."""
     found: list[tuple[str, Mapping[str, Any]]] = []
     for _, group in groupby(stages, key=lambda row: row["parts"]):
         first, *others = group

@@ -129,7 +129,7 @@ def _add_means(
 
 
 def _divide(found: Pieces, layers: Mapping[str, int]) -> None:
-    """Sums over layers of a kind become means."""
+    """Turn sums over layers of a kind into means."""
     for label, passes in found.tallies.items():
         for name, tally in passes.items():
             mean = Tally()

@@ -163,7 +163,7 @@ def _patterns(rules: Rules) -> Iterator[tuple[Match, bool]]:
 
 
 def _run(areas: Areas, area: Area, match: Match, forward: bool, largest: int) -> bool:
-    """Fuse what matches `area`; whether anything did."""
+    """Fuse what matches `area`; return whether anything did."""
     found = match(areas, area)
     sizes = list(accumulate(len(each.operators) for each in (area, *found)))[1:]
     found = [other for other, size in zip(found, sizes, strict=True) if size <= largest]

@@ -107,7 +107,7 @@ def draw(instance: Instance, plan: np.ndarray, path: Path) -> Path:
 
 
 def _layers(axes: Any, instance: Instance, plan: np.ndarray) -> None:
-    """At the right of each row: layers and, below, layers that recompute, by chunk."""
+    """Write at the right of each row its layers and, below, those that recompute, by chunk."""
     # the option that costs no time is the one that recomputes nothing
     free = np.array([instance.types[t].options[o].extra_backward == 0 for t, o in instance.columns])
     for stage in range(instance.stages):

@@ -123,7 +123,7 @@ def gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarra
 
 
 def _round(kind: str, chunks: Iterable[int], first: int, size: int) -> np.ndarray:
-    """All micro-batches of a round through one chunk, then through the next."""
+    """Return all micro-batches of a round through one chunk, then through the next."""
     chunk = np.repeat(list(chunks), size)
     micro_batch = np.resize(np.arange(first, first + size), len(chunk))
     return np.stack([np.full(len(chunk), KINDS.index(kind)), micro_batch, chunk], axis=1)

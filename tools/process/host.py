@@ -77,7 +77,9 @@ class Root:
         return self._answers[command]
 
     def _run(self, command: tuple[str, ...]) -> str | None:
-        """In a session of its own, so that children go with it. One that a driver holds cannot even be killed."""
+        """Run a tool in a separate session, so that its children end with it. A tool that a driver holds cannot even be
+        killed.
+        """
         from tools.process.children import kill  # more than a worker that only binds itself to cores needs
 
         try:

@@ -153,7 +153,9 @@ def _gaps(profile: Profile, kernels: list[Kernel], length: float) -> dict[str, f
 
 
 def _untimed(profile: Profile, kernels: list[Kernel]) -> tuple[np.ndarray, float, dict[str, float]]:
-    """Without a time line: all computing is exposed, and of communication the share that the step's summary says."""
+    """Return the terms of a profile without a time line: all computing is exposed, and of communication the share that
+    the step's summary says.
+    """
     shown, _ = profile.exposed or (0.0, 0.0)
     sent = [communicates(kernel) for kernel in kernels]
     own = np.array([kernel.seconds for kernel in kernels])

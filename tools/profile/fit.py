@@ -150,7 +150,7 @@ def _one_host(
 
 
 def _host(model: Mapping[str, float], measured: Measured) -> list[float]:
-    """The host's seconds apart where names tell them, else together."""
+    """Return the host's seconds, separately if names tell them apart, else together."""
     names = [[name] for name in HOST] if measured.scoped else [list(HOST)]
     names[-1] = [*names[-1], OTHER]
     return [sum(model[name] - measured.terms[name] for name in every) for every in names]

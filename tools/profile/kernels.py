@@ -216,7 +216,7 @@ def _of_group(kernel: Kernel, config: Configuration) -> str:
 
 
 def _of_ranks(ranks: tuple[int, ...], config: Configuration) -> str:
-    """By size and stride: tensor parallelism next to each other, then context, then data parallelism.
+    """Return the term by size and stride: tensor parallelism next to each other, then context, then data parallelism.
 
     Two kinds of parallelism that make the same group are not told apart.
     """

@@ -237,7 +237,7 @@ def _from_sums(folder: Path, steps: int, lengths: dict[str, float], rank: int | 
 
 
 def _rank(folder: Path) -> int | None:
-    """Of profiler_info_N.json beside the folder, or of a folder rank_N above it."""
+    """Return the rank in profiler_info_N.json beside the folder, or in the name of a folder rank_N above it."""
     names = [path.name for path in folder.parent.glob("profiler_info_*.json")]
     names += [part.name + ".json" for part in real_path(folder).parents if re.fullmatch(r"rank_\d+", part.name)]
     return next((int(found[1]) for found in (re.search(r"_(\d+)\.json$", name) for name in names) if found), None)

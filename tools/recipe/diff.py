@@ -244,7 +244,9 @@ def _places(before: Any, after: Any) -> Iterator[tuple[KeyPath, Any, Any]]:
 
 
 def _same(before: Any, after: Any) -> bool:
-    """Equal as MindFormers reads them: 1 and 1.0 are one number, 1 and true are two values."""
+    """Return whether two values are equal as MindFormers reads them: 1 and 1.0 are one number, 1 and true are two
+    values.
+    """
     if isinstance(before, list) and isinstance(after, list):
         return len(before) == len(after) and all(map(_same, before, after))
     return before == after and isinstance(before, bool) == isinstance(after, bool)

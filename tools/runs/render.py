@@ -282,7 +282,7 @@ def findings(found: Study) -> list[str]:
 
 
 def _slow_lines(found: Study) -> list[str]:
-    """Nothing is said of a run that was not probed."""
+    """Return lines about slow ranks; for a run that was not probed, only the reasons why nothing is known."""
     if found.slow.compared is None:
         return [f"Slow ranks: {why}." for why in found.slow.unknown]
     lines = [f"Slow: {one}." for one in found.slow.slow] or [

@@ -275,7 +275,7 @@ def study(folder: Path) -> Study:
 
 
 def _state(run: Run) -> str:
-    """done, given up, left (preempted), interrupted, failed, unfinished; unknown without attempts."""
+    """Return one of done, given up, left (preempted), interrupted, failed, unfinished; unknown without attempts."""
     if run.attempts:
         return state_of(run.attempts[-1])
     total = max((part.total_steps or 0 for part in run.parts), default=0)
@@ -379,7 +379,7 @@ def _held_out(last: Evaluation) -> dict[str, Any]:
 
 
 def _loss(loss: float) -> dict[str, float | None]:
-    """JSON knows no infinity."""
+    """Return a loss for JSON, which has no infinity."""
     both = {"loss": loss, "perplexity": perplexity(loss)}
     return {name: value if value is not None and math.isfinite(value) else None for name, value in both.items()}
 
@@ -409,6 +409,6 @@ def _failure(one: Failure) -> dict[str, Any]:
 
 
 def _spike(one: Spike) -> dict[str, Any]:
-    """JSON knows neither NaN nor infinity."""
+    """Return a spike for JSON, which has neither NaN nor infinity."""
     finite = one.above is not None
     return asdict(one) | {"value": one.value if finite else None, "finite": finite}

@@ -351,7 +351,7 @@ class Watch:
         return {"held_out_step": one.step, "held_out_loss": loss, "held_out_corpora": corpora}
 
     def _state(self) -> str:
-        """As of its newest attempt; of a run without attempts by its steps."""
+        """Return the state of the newest attempt; for a run without attempts, the state that its steps show."""
         if self.attempt:
             state = state_of(self.attempt)
             return "running" if state == "unfinished" else state

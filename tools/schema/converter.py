@@ -113,7 +113,7 @@ def _place(built: Built, taken: set[str], targets: list[tuple[str, str | None]],
 
 
 def _apply(function: str | None, value: Any) -> Any:
-    """MindFormers' four conversion functions (parallel_core/transformer_config_utils.py)."""
+    """Return what a conversion function of MindFormers returns (parallel_core/transformer_config_utils.py has four)."""
     if function == "is_float_32":
         return value in ("fp32", "float32") if isinstance(value, str) else bool(value)
     if function == "get_drop_policy":

@@ -174,7 +174,7 @@ class Doubt:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return values for `--json`."""
         one = self.experiment
         told = one and {"term": one.term.name, "what": one.term.experiment, "devices": one.devices, "right": one.right}
         return {

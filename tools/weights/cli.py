@@ -315,7 +315,7 @@ def _numbers(text: str) -> list[float]:
 
 
 def _progress() -> Callable[[str], None]:
-    """Names on stderr, where somebody looks at it: each over the last."""
+    """Show names on stderr if it is a terminal, each over the last."""
     if not sys.stderr.isatty():
         return lambda name: None
     return lambda name: click.echo(f"\r\033[K{name}", nl=False, err=True)

@@ -62,7 +62,7 @@ def pieces(shape: Shape, old: Shape, new: Shape, place: int) -> tuple[Piece, ...
 
 
 def _spans(length: int, old: int, new: int, index: int) -> list[tuple[int, int, int, int]]:
-    """Along one axis: (number of the old part, begin in it, begin in the new part, length)."""
+    """Return along one axis (number of the old part, begin in it, begin in the new part, length)."""
     before, after = length // old, length // new
     begin, end = index * after, (index + 1) * after
     found = []

@@ -200,7 +200,7 @@ def _bounds(shape: Shape, cuts: Shape, places: np.ndarray) -> list[tuple[np.ndar
 
 @lru_cache(maxsize=4096)
 def _touched(shape: Shape, old: Shape, new: Shape) -> np.ndarray:
-    """By new slice, how many old ones it has numbers of."""
+    """Return for each new slice from how many old slices its elements come."""
     count = np.ones(math.prod(new), np.int64)
     for (begin, end), length, parts in zip(_bounds(shape, new, np.arange(math.prod(new))), shape, old, strict=True):
         before = length // parts

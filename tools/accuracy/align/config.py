@@ -98,7 +98,9 @@ def _setting(change: Change) -> Setting:
 
 
 def _by_content(settings: list[Setting], ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Setting]:
-    """Two paths may hold one corpus, which may differ; one path in two places may hold two, which must not be."""
+    """Compare corpora by their content: two paths that hold one corpus may differ, but one path must not hold two
+    corpora.
+    """
     sums = [corpus_checksum(side) for side in (ours, theirs)]
     if sums[0] == sums[1]:
         return [

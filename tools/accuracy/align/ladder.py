@@ -301,7 +301,9 @@ def _against_recipe(ladder: Ladder, wanted: Wanted, say: Say) -> None:
 
 
 def _configuration(ladder: Ladder, paths: tuple[Path, Path], wanted: Wanted) -> Rung:
-    """Rung 1: the recipes as they are written, not their minis, which have sizes, layout and precision of their own."""
+    """Return rung 1: the recipes as they are written, not their minis, which have sizes, layout and precision of their
+    own.
+    """
     ours, theirs = (align_sides.written(path, wanted.overrides, wanted.data) for path in paths)
     ladder.settings = align_config.differences(ours, theirs)
     wrong = [setting for setting in ladder.settings if setting.kind in (align_config.MUST, align_config.UNKNOWN)]
@@ -331,7 +333,7 @@ def compare_records(
 
 
 def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say) -> Rung:
-    """Rung 6: the unchanged recipes, by their losses."""
+    """Return rung 6: the unchanged recipes are compared by their losses."""
     paths = [wanted.path] if other is None else [wanted.path, Path(wanted.against)]
     sides = split_model(paths, wanted.overrides, wanted.data, wanted.steps)
     if sides is None:  # as they are; one worker beside a recipe alone

@@ -378,7 +378,7 @@ def explain_curve(rung: Rung) -> str:
 
 
 def _rotated_only(ours: np.ndarray, theirs: np.ndarray, rope: int) -> str:
-    """Says so when the rotated part of the heads differs and the rest does not."""
+    """Return a sentence if the rotated part of the heads differs and the rest does not."""
     if ours.shape != theirs.shape or not 0 < rope < ours.shape[-1]:
         return ""
     plain, rotated = (relative(ours[..., part], theirs[..., part]) for part in (np.s_[:-rope], np.s_[-rope:]))

@@ -208,7 +208,7 @@ def _fast(want: NpyFile, got: NpyFile, tolerance: float, scale: float, total: fl
 
 
 def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float) -> Measured:
-    """As `judge.errors`, in float64."""
+    """Return the result of `judge.errors`, computed in float64."""
     squares, count = 0.0, 0
     for (a,) in pieces(want):
         finite = a[np.isfinite(a)].astype(np.float64)

@@ -213,5 +213,5 @@ def _gate(
 
 
 def _passed(matrix: Matrix, lines: list[str]) -> bool:
-    """Nothing failed, something was compared."""
+    """Return whether something was compared and nothing failed."""
     return not lines and (matrix.passed or (not matrix.rows and bool(matrix.runs)))

@@ -288,7 +288,7 @@ def _experts(model: dict[str, Any], sharding: Sharding) -> None:
 
 
 def _apart(recipe: Recipe) -> None:
-    """Documents that do not see each other, as the recipes of long context have them (in place)."""
+    """Let documents not attend to each other (in place), as the recipes of long context do."""
     config, model = recipe["train_dataset"]["data_loader"]["config"], recipe["model"]["model_config"]
     # MindFormers makes the mask of the first sample only unless one of the reset_* keys is on
     config.update(create_compressed_eod_mask=True, reset_position_ids=True, eod_pad_length=DOCUMENTS // 8)

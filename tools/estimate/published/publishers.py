@@ -35,7 +35,7 @@ MODELS = Path(__file__).parent / "models.yaml"
 
 
 class Unexpressed(Exception):
-    """This error says why a row cannot be expressed as a `Configuration`."""
+    """An `Unexpressed` error says why a row cannot be expressed as a `Configuration`."""
 
 
 @dataclass(frozen=True)
@@ -400,7 +400,7 @@ def _model_of_card(written: Mapping[str, Any], moe: Mapping[str, Any], assumed: 
 
 
 def _llama_width(written: Mapping[str, Any], hidden: int) -> int:
-    """Llama's own rule: two thirds of four times the hidden size, rounded up."""
+    """Return the width by Llama's own rule: two thirds of four times the hidden size, rounded up."""
     width = int(8 * hidden / 3 * (written.get("ffn_dim_multiplier") or 1))
     step = written.get("multiple_of") or 256
     return step * -(-width // step)

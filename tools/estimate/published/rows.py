@@ -207,7 +207,7 @@ def unknown_device(hardware: str) -> str:
 
 
 def express(row: Mapping[str, Any], place: str = "row") -> Row:
-    """One row.
+    """Return one row of a measurements file as a `Row`.
 
     Raises:
         DataError: it has no id, or something in it is no such thing.

@@ -155,7 +155,7 @@ def fitting(peaks: np.ndarray, cap: float, recompute: tuple[str, ...]) -> np.nda
 
 
 def _keep_least(ranking: Ranking, block: Block, peaks: np.ndarray) -> None:
-    """Of what limits leave, the candidate whose heaviest stage holds least."""
+    """Keep, of the candidates that the limits leave, the one whose heaviest stage holds least."""
     for word in reversed(block.recompute):  # of equals the planned one
         stages = peaks.min(axis=1) if word == PLANNED else peaks[:, POLICIES.index(word)]
         heaviest = stages.max(axis=1)
