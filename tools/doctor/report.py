@@ -162,7 +162,9 @@ def read_report(text: str) -> Report:
         )
     findings, probe = data.get("findings"), data.get("probe")
     if not isinstance(findings, list) or not all(_has_form(item, Finding) for item in findings) or not _is_probe(probe):
-        raise ReportError("the report is incomplete: its findings or its probe cannot be read")
+        raise ReportError(
+            "the report is incomplete: its findings or its probe cannot be read; make it again on that host"
+        )
     return Report([Finding(**item) for item in findings], facts, probe)
 
 

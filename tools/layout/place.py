@@ -138,7 +138,7 @@ GOALS = (0.972, 0.986, 1.0)  # shares of the time to beat for which bounds by wh
 
 @dataclass(frozen=True)
 class Placement:
-    """A `Placement` is the result of `place`."""
+    """A `Placement` says where the layers of a run go and what they recompute; `place` returns it."""
 
     configuration: Configuration | None  # with its new layers and recomputation; None where nothing fits
     step_s: float  # simulated seconds of a step; infinite without a configuration

@@ -107,7 +107,10 @@ def fit(
     names, kept = _choose(numbers, start, left)
     kept |= {name: "without scopes in names the host's time is one" for name in bounds if name not in left}
     if not names:
-        raise DataError(f"{profile.source}: none of the efficiencies {', '.join(bounds)} can be fitted to this profile")
+        raise DataError(
+            f"{profile.source}: this profile determines none of the efficiencies {', '.join(bounds)}; give the profile "
+            "of a whole training step"
+        )
     best = _solve(numbers, start, names, bounds)
     for name in names:
         value, span = getattr(best, name), bounds[name]

@@ -148,7 +148,7 @@ def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Mea
         if want.size != got.size:
             raise DataError(
                 f"{bench}: the array has shape {list(got.shape)}, and that of {golden} has shape {list(want.shape)}, "
-                "although the dump.json files give both the same shape; one of the dumps is damaged"
+                "although the dump.json files give both the same shape; one of the dumps is damaged, so make both again"
             )
         identical, total = _first_look(want, got)
         if identical and np.isfinite(total):
