@@ -2,7 +2,7 @@
 
     python benchmarks/attention_balance.py [--prefix output/data/stdlib] [--steps 4] [--json]
 
-Corpora are synthetic (tools/data/index.py, seeded) but for the last part. "slowest/mean" is the time of a step over
+Corpora are synthetic (benchmarks/corpora.py, seeded) but for the last part. "slowest/mean" is the time of a step over
 that of a step whose attention is spread evenly, averaged over steps; what each number of micro-batches can reach at
 best is the bound next to it. Times are medians of one global batch; "CPU" counts this process's processor time, which
 a busy machine does not inflate as it does the wall clock.
@@ -22,13 +22,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.corpora import CORPORA, synthetic_index
 from plugins.attention_balance.assign import assign, loads_of
 from plugins.attention_balance.context_parallel import balanced, contiguous, head_tail
 from plugins.attention_balance.objective import Objective, lower_bound
 from plugins.attention_balance.plan import Layout, balance, epoch_plan
 from plugins.attention_balance.reference import BASELINES
 from plugins.attention_balance.samples import Cost, build_gpt_index, segments_of
-from tools.data.index import CORPORA, IndexReader, synthetic_index
+from tools.data.index import IndexReader
 from tools.layout.resolve import sample_cost
 from tools.recipe.load import load_recipe
 

@@ -11,7 +11,7 @@ another. A sample's attention costs what its documents cost (plugins/cpu_backend
 Ratios are the result; absolute times belong to the machine. A step is timed from the moment its data is there; the
 first steps compile and are dropped. Beside the wall's clock stands the processor time of the worker that used most in a
 step: what the step takes on cores of one's own, also where others use the machine. Three predictions for the same steps
-stand beside the measured ratio: by attending pairs of tokens alone, by the FLOPs of the model, and by a line through
+stand beside the measured ratio: only by attending pairs of tokens, by the FLOPs of the model, and by a line through
 the measured steps, processor seconds = a + b * (pairs of the slowest rank). The last says what part of a step follows
 the pairs: it describes these runs, it foretells nothing.
 """
@@ -35,10 +35,11 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.corpora import CORPORA, document_lengths  # noqa: E402
 from plugins.attention_balance.plan import Layout, balance, epoch_plan  # noqa: E402
 from plugins.attention_balance.samples import Cost, build_gpt_index  # noqa: E402
 from tools.data.imbalance.recipe import setting_of  # noqa: E402
-from tools.data.index import CORPORA, document_lengths, map_lengths, write_corpus  # noqa: E402
+from tools.data.index import map_lengths, write_corpus  # noqa: E402
 from tools.recipe.load import load_recipe  # noqa: E402
 from tools.runs.readings import read_metrics  # noqa: E402
 
@@ -221,7 +222,7 @@ def report(runs: Mapping[str, list[Run]], recipe: Path, prefix: Path) -> None:
 
 
 def noise(runs: Mapping[str, list[Run]]) -> str:
-    """How far the machine alone moves the times."""
+    """How far the machine itself moves the times."""
     if len(runs["off"]) == 1:
         return "One pair: no measure of noise."
     walls = [[run.seconds.mean() for run in side] for side in runs.values()]

@@ -1,4 +1,4 @@
-"""`tc3 check` of the 438B recipe against importing MindFormers alone, which building its model cannot do without.
+"""`tc3 check` of the 438B recipe against only importing MindFormers, which building its model cannot do without.
 
     python benchmarks/check.py
 

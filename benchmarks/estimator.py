@@ -7,7 +7,7 @@
     python -m benchmarks.estimator --pairs        # steps with natural routing over steps with forced even routing
     python -m benchmarks.estimator --unseen       # runs that no fit has seen: newer software, further cards
 
-The fit is `tools.estimate.published.fit`: all device types at once, each drawn to the type that it is most like. The
+The fit is `benchmarks.estimator_fit`: all device types at once, each drawn to the type that it is most like. The
 Ascend sets are not fitted with the others: searched recipes hang on them (docs/estimator.md); their errors are those of
 a fit all the same.
 """
@@ -23,12 +23,25 @@ from typing import Any
 import numpy as np
 import yaml
 
+from benchmarks.estimator_fit import (
+    CARD,
+    RELEASE,
+    TYPES,
+    Judged,
+    contradictions,
+    cross_validated,
+    fit,
+    floor,
+    group_of,
+    type_of,
+    unseen,
+    usable,
+)
 from tools.estimate.efficiency import FILE, NAMES, Efficiency, clear_cache, cluster
 from tools.estimate.loads import PUBLISHED_SPREAD, moe_layers, spread
-from tools.estimate.published.calibrate import TYPES, calibrate, type_of
-from tools.estimate.published.fit import Judged, contradictions, cross_validated, fit, floor, group_of, usable
+from tools.estimate.published.calibrate import calibrate
 from tools.estimate.published.rows import Row, express, read_rows
-from tools.estimate.published.validate import CARD, RELEASE, predict, summary, unseen
+from tools.estimate.published.validate import predict, summary
 from tools.estimate.time_model import TimeModel
 
 DATA = tuple(sorted((Path(__file__).parent / "data").glob("*.yaml")))
@@ -40,7 +53,8 @@ _HEAD = """\
 # Written by `python -m benchmarks.estimator --fit` from benchmarks/data (rows with `use: fit`); none is fitted for a
 # single row. `drawn_to`: the set that a type with few rows is like. `step_errors`: how far off step times are of rows
 # that were left out of the fit with all others of their model and device, see docs/estimator.md; those of Ascend count
-# the cards of published/unseen.yaml, too. `newer`: errors on runs of software newer than the fit, in the same file.
+# the cards of benchmarks/estimator_unseen.yaml, too. `newer`: errors on runs of software newer than the fit, in
+# the same file.
 """
 
 

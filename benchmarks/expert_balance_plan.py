@@ -6,7 +6,7 @@
 
 The loads are those of tests/plugins/expert_balance/drifting.py: log weights of experts walk (an AR(1) whose stationary
 distribution is normal(0, spread) and of which a period keeps a share), and 64 x 4096 tokens x top-8 are drawn by them.
-Each planner sees a period's loads and is judged by the next period's. Times are of this process alone (processor time),
+Each planner sees a period's loads and is judged by the next period's. Times are only of this process (processor time),
 the least of three.
 """
 

@@ -29,7 +29,7 @@ from tools.estimate.memory.model import peak_memory
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout.budget import EFFORTS, Budget
-from tools.model.architecture import Latent, Model, pattern_of
+from tools.model import Latent, Model, pattern_of
 from tools.search.candidates import Candidate, configuration
 from tools.search.ranking.rank import Chances, rank
 from tools.search.ranking.run import Found, search

@@ -9,7 +9,7 @@ the same bits, and so must every tensor of the last checkpoint. Checkpoints of o
 must follow that layout's own run, losses to 1e-5 and global norms to 5e-5 relative; laid out anew by `tc3 weights
 reshard` first, they must give the same bits as without (OFFLINE). With experts put back in order by `tc3 experts
 restore-order`, they must follow a run whose experts never move (IN_ORDER). tests/training/test_sharded.py kills and
-resumes tensor parallelism alone.
+resumes only tensor parallelism.
 """
 
 from __future__ import annotations

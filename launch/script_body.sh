@@ -58,7 +58,7 @@ descendants() {
     done < <(grep -slx "PPid:[[:space:]]*$1" /proc/[0-9]*/status || true)
 }
 
-# End msrun, its scheduler and its workers by pid: SIGTERM to msrun alone would leave the workers running.
+# End msrun, its scheduler and its workers by pid: SIGTERM only to msrun would leave the workers running.
 # shellcheck disable=SC2329 # the traps call it
 stop() {
     local pids

@@ -9,6 +9,7 @@ use.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,13 +20,17 @@ class OutdatedHookError(RuntimeError):
     """Private code of MindSpore or MindFormers on which a hook relies has changed."""
 
 
+# the source of a class takes the parser 50 ms in a long file, and a training asks for some of them six times
+_source_of = functools.cache(inspect.getsource)
+
+
 def relies_on(function: Any, line: str) -> None:
     """Check that the source of a function or class still contains `line`.
 
     Raises:
         OutdatedHookError: when it has not.
     """
-    if line not in inspect.getsource(function):
+    if line not in _source_of(function):
         raise OutdatedHookError(
             f"{function.__module__}.{function.__qualname__} no longer contains the line {line!r}; install the versions "
             "in constraints.txt, or see docs/upgrade-mindformers.md"

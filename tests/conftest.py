@@ -22,7 +22,7 @@ if not os.environ.get("TC3_EXPLORE"):
     # tests that ran before in the same process; no setting leaves them out
     providers._get_local_constants = lambda: providers._local_constants
 
-# quiet, and one thread a process: two cores are shared by up to three workers
+# quiet, and one thread a process: two cores are shared by up to four workers
 os.environ.setdefault("GLOG_v", "3")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

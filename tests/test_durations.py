@@ -9,7 +9,7 @@ def test_slow_tests_keep_to_their_budget():
     """To renew: TC3_RENEW_DURATIONS=1 tests/run; or write the new test's processor seconds by hand.
 
     A whole run shall last at most 20 minutes on two cores. The fast tests take some 420 seconds of processor time, and
-    a part of the cores' time is lost while all three processes wait.
+    a part of the cores' time is lost while all four processes wait.
     """
     known = timing.read()
     total = sum(known["slow"].values())

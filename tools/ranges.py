@@ -245,3 +245,11 @@ jobs_option = click.option(
     type=Number("workers"),
     help="Run this many compiles at the same time; by default as many as fit into memory.",
 )
+steps_option = click.option(
+    "--steps",
+    type=Number("steps"),
+    help="Total number of training steps; the recipe's number of samples is set to match.",
+)
+no_bind_option = click.option(
+    "--no-bind", is_flag=True, help="Do not bind workers to cores, but let Linux and MindSpore choose the cores."
+)

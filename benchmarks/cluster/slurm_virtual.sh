@@ -54,7 +54,7 @@ SlurmctldLogFile=$state/log/ctld.log
 SlurmdSpoolDir=$state/spool-%n
 SlurmdPidFile=$state/slurmd-%n.pid
 SlurmdLogFile=$state/log/%n.log
-# signals go to a task's process group, as proctrack/cgroup sends them to tasks alone
+# signals go to a task's process group, as proctrack/cgroup sends them only to tasks
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 SelectType=select/linear

@@ -5,8 +5,8 @@
 A pipeline of two stages on CPU (tests/training/sharded_pp2.yaml) in bfloat16, six steps. The pass is put into the
 workers by grouped_on_cpu/sitecustomize.py, for the recipe's section does nothing on a CPU. Every process gets SIGKILL
 at once after step 4; a checkpoint stands at step 3. Losses and norms of each step and rank must be the same bits, and
-every tensor of the last checkpoint. Losses without the pass differ by the rounding of each micro-batch's gradient
-alone: were a sum read too early or set to zero too late, they would be far apart.
+every tensor of the last checkpoint. Losses without the pass differ only by the rounding of each micro-batch's
+gradient: were a sum read too early or set to zero too late, they would be far apart.
 """
 
 from __future__ import annotations

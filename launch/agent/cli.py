@@ -37,7 +37,7 @@ from tools.checkpoint.scan import CheckpointInfo
 from tools.doctor.outliers import gate
 from tools.files.atomic import real_path
 from tools.process.host import read_hosts
-from tools.ranges import Number, overrides_option
+from tools.ranges import Number, no_bind_option, overrides_option, steps_option
 from tools.recipe.load import Recipe
 from tools.recipe.override import apply_overrides
 from tools.runs.attempts import Plan, numbers, read_attempt, read_attempts
@@ -148,11 +148,7 @@ class Start:
     f"[{RESTARTS}]",
 )
 @overrides_option
-@click.option(
-    "--steps",
-    type=Number("steps"),
-    help="Total number of training steps; the recipe's number of samples is set to match.",
-)
+@steps_option
 @click.option(
     "--resume",
     multiple=True,
@@ -164,9 +160,7 @@ class Start:
 )
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Folder of the run, on a disk that all nodes share.")
 @click.option("--port", type=Number("port"), help="Port of the first attempt's scheduler.  [default: a free one]")
-@click.option(
-    "--no-bind", is_flag=True, help="Do not bind workers to cores, but let Linux and MindSpore choose the cores."
-)
+@no_bind_option
 @click.option(
     "--lost-after",
     type=Number("seconds"),

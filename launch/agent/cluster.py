@@ -119,7 +119,7 @@ def _head(job: Allocation) -> list[str]:
         "#SBATCH --no-kill",
         "# Before the time limit, and before a preemption if the site sends it (PreemptParameters=send_user_signal),",
         f"# each agent gets SIGTERM and has {NOTICE} s to save and leave. proctrack/cgroup and proctrack/pgid",
-        "# send it to the agents alone, as it has to be; proctrack/linuxproc would send it to the workers, too.",
+        "# send it only to the agents, as it has to be; proctrack/linuxproc would send it to the workers, too.",
         f"#SBATCH --signal=TERM@{NOTICE}",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",

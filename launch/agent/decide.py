@@ -202,7 +202,7 @@ class Smaller:
     why: str
 
 
-Can = Callable[[list[str]], Smaller | str | None]  # hosts -> how the recipe runs on them alone; or why it does not
+Can = Callable[[list[str]], Smaller | str | None]  # hosts -> how the recipe runs only on them; or why it does not
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ while kill -0 "$agent" 2>/dev/null; do # a signal ended the wait, not the agent
     code=0
     wait "$agent" || code=$?
 done
-# 1 ends the job. Who failed alone (its disk is gone, say) is replaced instead.
+# 1 ends the job. A host that failed by itself (its disk is gone, say) is replaced instead.
 if [ "$code" -eq 1 ] && [ "$(decision)" != 'give up' ]; then
     code=75
 fi

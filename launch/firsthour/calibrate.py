@@ -21,7 +21,7 @@ from launch.firsthour.ladder import Finding
 from tools.estimate.configuration import Configuration
 from tools.estimate.memory.model import all_stages
 from tools.hardware.units import GIB
-from tools.measured.bundle import MemoryTerms
+from tools.measured import MemoryTerms
 
 FACTOR = 2.0  # the gate of the rung `stage`: a worse prediction is not worth calibrating before it is explained
 NEAR = 0.01  # the gate of the rung `calibrate`

@@ -2,6 +2,10 @@
 
 The exit code is 0 for go and go with, 1 for no go, 2 for a wrong input, 130 if interrupted. An hour that was
 interrupted resumes where it stopped when the same command is given again.
+
+`write_claim` writes what a bundle measured into the card of a recipe, as the claim `measured-DEVICE-N`. The claim is
+added as text below the recipe's `status:`, so that the comments and the order of the card stay. A claim of the same
+device and number replaces nothing: an older one has another date.
 """
 
 from __future__ import annotations
@@ -16,17 +20,17 @@ from typing import Any
 
 import click
 
-from launch.firsthour.card import write_claim
 from launch.firsthour.ladder import NO_GO, Outcome, climb, line_of, outcome_of, own_state, verdict
 from launch.firsthour.page import as_html
 from launch.run.msrun import ROOT
-from plugins.errors import ClusterError
+from plugins.errors import ClusterError, DataError
 from tools.accuracy.pages import check_page
 from tools.files.atomic import check_writable, keep_existing, real_path, write_atomically
-from tools.measured.bundle import (
+from tools.measured import (
     CLUSTER,
     MEMORY,
     OUTCOMES,
+    Bundle,
     Manifest,
     hashed,
     read_bundle,
@@ -35,6 +39,7 @@ from tools.measured.bundle import (
     without_names,
     write_bundle,
 )
+from tools.recipe.catalogue import CARD, load_card
 from tools.schema.versions import require_verified, unverified_option
 from tools.search.options import RecipeOrCommand
 
@@ -225,6 +230,55 @@ def read(bundle: Path, recipe: Path | None, page: Path | None, as_json: bool) ->
         rows = [line_of(one.rung, item) for one in outcomes for item in one.findings if item.verdict == "ok"]
         click.echo("\n".join([f"{bundle}: {made}{played}", *rows, *lines, f"verdict: {word}"]))
     sys.exit(word == NO_GO)
+
+
+def claim_of(bundle: Bundle, recipe: Path) -> dict[str, str]:
+    """Return the entry of a card's `status` for a bundle.
+
+    Raises:
+        DataError: a simulated cluster made the bundle.
+    """
+    manifest = bundle.manifest
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    rungs = {one["rung"]: one["verdict"] for one in bundle.json(OUTCOMES)}
+    good = [name for name, verdict in rungs.items() if verdict in ("ok", "warn")]
+    others = [f"{name} is {verdict}" for name, verdict in rungs.items() if name not in good]
+    judged = f"judged: {', '.join(good)}" + (f"; {', '.join(others)}" if others else "")
+    how = f"tc3 firsthour recipes/{recipe.absolute().parent.name}/{recipe.name} on {manifest.made[:10]}, {versions}"
+    return {"claim": bundle.claim, "how": how, "what": f"{manifest.verdict}; {judged}"}
+
+
+def write_claim(bundle: Bundle, recipe: Path, dry_run: bool) -> str:
+    """Add the claim of a bundle to the card of a recipe, and return the claim's text.
+
+    Raises:
+        DataError: there is no card, the card does not name the recipe, or it has the claim of that day already.
+    """
+    card = recipe.absolute().parent / CARD
+    if not card.is_file():
+        raise DataError(f"{card}: the recipe's folder has no card; copy one from recipes/ and fill it in")
+    text = card.read_text(encoding="utf-8")
+    claim = claim_of(bundle, recipe)
+    added = "".join(
+        f"      {'- ' if key == 'claim' else '  '}{key}: {value if key == 'claim' else json.dumps(value)}\n"
+        for key, value in claim.items()
+    )
+    if added in text:
+        raise DataError(f"{card}: the card has this claim already")
+    start = text.find(f"\n  {recipe.name}:\n")
+    at = text.find("    status:\n", start)
+    if start < 0 or at < 0 or not load_card(card):
+        raise DataError(f"{card}: recipes.{recipe.name}: the card does not name this recipe; add an entry for it")
+    at = text.index("\n", at) + 1
+    if not dry_run:
+        draft = card.with_name(f".{CARD}")
+        write_atomically(draft, text[:at] + added + text[at:])
+        try:
+            load_card(draft)  # what is written is a card
+            draft.replace(card)
+        finally:
+            draft.unlink(missing_ok=True)
+    return added.rstrip("\n")
 
 
 @firsthour.command("card")

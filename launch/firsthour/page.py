@@ -11,7 +11,7 @@ from launch.firsthour.ladder import BY_NAME, WORST, Finding, Outcome, verdict
 from tools.files import page as markup
 from tools.files.page import Cell
 from tools.hardware.units import GIB
-from tools.measured.bundle import Bundle, measured_memory
+from tools.measured import Bundle, measured_memory
 
 _CLASSES = {"ok": "pass", "fail": "fail", "unknown": "note", "warn": "group"}
 _STYLE = "td:nth-child(-n+3) { white-space: nowrap }"

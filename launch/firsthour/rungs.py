@@ -31,7 +31,7 @@ from launch.firsthour.variants import STEPS as VARIANT_STEPS
 from launch.firsthour.variants import Variant, judge_variants, variants_of, write_overlay
 from launch.run.msrun import ROOT
 from plugins.errors import ClusterError, TC3Error, not_json
-from tools.accuracy.reference.golden import write_corpus
+from tools.data.index import write_learnable
 from tools.doctor.ask import TC3, Answer, Trouble, ask_all, call_each, parsed
 from tools.doctor.report import Report
 from tools.estimate.efficiency import cluster
@@ -241,9 +241,9 @@ class Hour:
         return self.work / "corpus"
 
     def write_corpus(self, vocabulary: int) -> None:
-        """Write the golden corpus for a vocabulary."""
+        """Write a learnable corpus for a vocabulary."""
         self.work.mkdir(parents=True, exist_ok=True)
-        write_corpus(self.corpus, vocabulary)
+        write_learnable(self.corpus, vocabulary)
 
     def point(self, flat: dict[str, Any]) -> None:
         """Point a recipe that the hour trains (in place) to the corpus, and let it save often."""

@@ -52,8 +52,7 @@ from tools.checkpoint.stored import (
 from tools.checkpoint.tensor_files import read_headers
 from tools.files.atomic import real_path
 from tools.layout.resolve import keep_sample_cost
-from tools.model.architecture import model_of
-from tools.model.weights import parameters
+from tools.model import model_of, parameters
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 from tools.runs.attempts import read_attempts

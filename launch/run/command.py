@@ -33,10 +33,10 @@ from launch.run.supervise import Outcome
 from plugins.errors import TC3Error
 from plugins.operator_fusion import plan as operator_fusion
 from plugins.sealed_checkpoint.plan import adopt
-from tools.ranges import Number, overrides_option
+from tools.ranges import Number, no_bind_option, overrides_option, steps_option
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
-from tools.recipe.mini import WORKERS
+from tools.recipe.mini_strategy import WORKERS
 from tools.runs.readings import loss_rank
 from tools.schema.versions import require_verified, unverified_option
 
@@ -88,11 +88,7 @@ class Asked:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
 @overrides_option
-@click.option(
-    "--steps",
-    type=Number("steps"),
-    help="Total number of training steps; the recipe's number of samples is set to match.",
-)
+@steps_option
 @click.option(
     "--mini",
     is_flag=True,
@@ -125,9 +121,7 @@ class Asked:
     help="Restart the run after a failure, at most this many times without a newer checkpoint in between.",
 )
 @click.option("--port", type=Number("port"), help="Port of msrun's scheduler.  [default: a free one]")
-@click.option(
-    "--no-bind", is_flag=True, help="Do not bind workers to cores, but let Linux and MindSpore choose the cores."
-)
+@no_bind_option
 @click.option("--script", is_flag=True, help="Print a bash script that starts the run on every node; start nothing.")
 @click.option(
     "--nodes",

@@ -22,7 +22,8 @@ from plugins.packed_labels.plan import LOADER, PACKING
 from tools.data.instructions import count_samples, read_tokenizer
 from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
-from tools.recipe.mini import WORKERS, load_mini
+from tools.recipe.mini import load_mini
+from tools.recipe.mini_strategy import WORKERS
 from tools.recipe.override import also_changed, apply_overrides, dotted
 from tools.recipe.view import RUNNER, View
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.workers.lifetime import die_with_parent
+from launch.workers.lifetime import die_with_parent, run_then_hard_exit
 from tools.files.atomic import write_atomically
 
 _FLOAT = 4  # bytes of an element
@@ -104,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_then_hard_exit(main)

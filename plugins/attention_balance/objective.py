@@ -29,7 +29,7 @@ from functools import lru_cache
 import numpy as np
 
 from plugins.errors import RecipeError
-from plugins.pipeline_layout.plan import FORWARD, one_forward_one_backward
+from plugins.pipeline_layout import FORWARD, one_forward_one_backward
 
 
 @lru_cache(maxsize=16)

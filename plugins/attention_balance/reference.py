@@ -19,7 +19,7 @@ import numpy as np
 from plugins.attention_balance.assign import unscheduled
 from plugins.attention_balance.objective import Objective
 from plugins.attention_balance.samples import GPTIndex
-from plugins.pipeline_layout.plan import FORWARD, one_forward_one_backward
+from plugins.pipeline_layout import FORWARD, one_forward_one_backward
 
 Scheduler = Callable[[np.ndarray, int, int, int], np.ndarray]
 

@@ -1,5 +1,5 @@
-"""This module computes in NumPy, in an obvious way, forward and backward, everything that `plugins.cpu_backend`
-replaces.
+"""This module computes in NumPy, in an obvious way, forward and backward, the attention that `plugins.cpu_backend`
+replaces. The reference of its experts is `plugins.hierarchical_ep.reference`.
 """
 
 from __future__ import annotations
@@ -56,49 +56,3 @@ def attention_gradients(query, key, value, mask, scale, dout):
     # what a head of keys and values gets from each of the query heads that share it
     dkey, dvalue = (x.reshape(*x.shape[:2], groups, heads // groups, -1).sum(3) for x in (dkeys, dvalues))
     return np.einsum("bnij,jbnd->ibnd", dscores, keys), dkey, dvalue
-
-
-def swiglu(gate_up):
-    """Return silu(gate) * up of [..., 2H], as [..., H]."""
-    gate, up = np.split(gate_up, 2, -1)
-    return gate / (1 + np.exp(-gate)) * up
-
-
-def swiglu_gradient(gate_up, dout):
-    """Return the gradient of `swiglu`, [..., 2H]."""
-    gate, up = np.split(gate_up, 2, -1)
-    sigmoid = 1 / (1 + np.exp(-gate))
-    return np.concatenate([dout * up * sigmoid * (1 + gate * (1 - sigmoid)), dout * gate * sigmoid], -1)
-
-
-def experts(tokens, probs, chosen, w1, w2):
-    """Run every token through each of its experts, one pair at a time; return the weighted sums.
-
-    Args:
-        tokens: [N, h]; probs, chosen: [N, k]; w1: [E, h, 2H]; w2: [E, H, h].
-
-    Returns:
-        [N, h].
-    """
-    out = np.zeros_like(tokens)
-    for n, k in np.ndindex(chosen.shape):
-        expert = chosen[n, k]
-        out[n] += probs[n, k] * (swiglu(tokens[n] @ w1[expert]) @ w2[expert])
-    return out
-
-
-def experts_gradients(tokens, probs, chosen, w1, w2, dout):
-    """Return the gradients of `experts` with respect to tokens, probs, w1 and w2; dout is [N, h]."""
-    dtokens, dprobs = np.zeros_like(tokens), np.zeros_like(probs)
-    dw1, dw2 = np.zeros_like(w1), np.zeros_like(w2)
-    for n, k in np.ndindex(chosen.shape):
-        expert = chosen[n, k]
-        gate_up = tokens[n] @ w1[expert]
-        hidden = swiglu(gate_up)
-        dprobs[n, k] = dout[n] @ (hidden @ w2[expert])
-        dexpert = probs[n, k] * dout[n]
-        dw2[expert] += np.outer(hidden, dexpert)
-        dgate_up = swiglu_gradient(gate_up, dexpert @ w2[expert].T)
-        dw1[expert] += np.outer(tokens[n], dgate_up)
-        dtokens[n] += w1[expert] @ dgate_up
-    return dtokens, dprobs, dw1, dw2

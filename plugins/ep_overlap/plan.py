@@ -140,11 +140,6 @@ class Choice:
     after: Passes[Timeline] = field(repr=False)
 
     @property
-    def waited_before(self) -> Passes[float]:
-        """Return the seconds in which the device computes nothing if the layer runs without chunks."""
-        return _waited(self.before)
-
-    @property
     def waited_after(self) -> Passes[float]:
         """Return the seconds in which the device computes nothing if the layer runs in chunks."""
         return _waited(self.after)

@@ -186,7 +186,7 @@ class ExpertBalance(ExpertMigrateCallback):
         append(self.file, Record(step, self.devices, numbers, tokens, slots, worst, moved, self.nodes, told))
 
     def _remember(self):
-        """Rank 0 reads the records of the steps before, as a file may be its own alone; all ranks see the same."""
+        """Rank 0 reads the records of the steps before, as a file may be only its own; all ranks see the same."""
         form = (self.devices, len(self.layers), self.layers[0].placement.shape[0])
         missing, copies = "", self.held[None][:0]
         if not self.ranks.rank:

@@ -201,7 +201,7 @@ def _whole(value: Any) -> int:
 
 
 def _table(value: Any) -> np.ndarray:
-    """int64 of lists of lists; NumPy alone would round 1.5 to 1."""
+    """int64 of lists of lists; NumPy by itself would round 1.5 to 1."""
     found = np.array(value)
     if found.dtype != np.int64:
         raise ValueError("all rows of a table must be equally long and hold integers of 64 bits")

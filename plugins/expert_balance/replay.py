@@ -107,21 +107,11 @@ def differences(records: Sequence[Record], found: Replay) -> list[int]:
     ]
 
 
-def eplb(loads: np.ndarray, devices: int, nodes: int = 1, groups: int = 1) -> np.ndarray:
-    """Return EPLB's placement int64 [E] without replicas, by the description in its README.
-
-    Hierarchical where `nodes` divides `groups`: groups of experts are packed to nodes, then the experts of each node to
-    its devices. Otherwise global: experts are packed to devices. Its middle step, copies of hot experts, is left out
-    here; `eplb_with_copies` has it.
+def eplb(loads: np.ndarray, devices: int) -> np.ndarray:
+    """Return EPLB's placement int64 [E] without replicas, by the description of its global policy in its README:
+    experts are packed to devices. The step before, copies of hot experts, is left out; `eplb_with_copies` has it.
     """
-    if groups % nodes or nodes == 1:
-        return _slots(_packed(loads, devices))
-    node = np.repeat(_packed(loads.reshape(groups, -1).sum(1), nodes), len(loads) // groups)
-    device = np.empty(len(loads), np.int64)
-    for one in range(nodes):
-        here = np.flatnonzero(node == one)
-        device[here] = one * (devices // nodes) + _packed(loads[here], devices // nodes)
-    return _slots(device)
+    return _slots(_packed(loads, devices))
 
 
 def eplb_with_copies(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:

@@ -19,6 +19,7 @@ from plugins.settings import Section, value_at
 
 KEY = "plugins.grouped_gradient"
 LOW = ("bfloat16", "bf16", "float16", "fp16")  # what InplaceGroupedMatmulAdd multiplies
+FP32 = ("float32", "fp32")  # to which it adds; the sums have the type of the weights
 NOT_BY_KERNEL = "O2"  # the jit level that hands the whole graph to CANN
 
 
@@ -63,6 +64,8 @@ def _unfit(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
         found.append((key, "a ReduceScatter stands between each gradient and its sum"))
     if dtype not in LOW:
         found.append(("model.model_config.compute_dtype", f"the operator multiplies {LOW[0]} or {LOW[2]}, not {dtype}"))
+    if (params := model.get("params_dtype", FP32[0])) not in FP32:
+        found.append(("model.model_config.params_dtype", f"the operator adds to sums in {FP32[0]}, not in {params}"))
     if jit_level == NOT_BY_KERNEL:
         found.append(("context.jit_config.jit_level", f"the operator runs kernel by kernel, not with {jit_level}"))
     return found

@@ -152,17 +152,6 @@ def _expected_step(topology, transfer, busy, top_k, hidden, itemsize) -> Step:
     return _step(topology, transfer, *busiest)
 
 
-def planned_steps(plan: Plan, hidden: int, itemsize: int) -> tuple[Step, ...]:
-    """Return the communication steps of the forward pass with the exact bytes of a plan; the arguments are those of
-    `expected_steps`.
-    """
-    steps = []
-    for transfer in plan.forward:
-        parts = [step_bytes(plan.topology, transfer, plan.top_k, hidden, itemsize, g) for g in (False, True)]
-        steps.append(_step(plan.topology, transfer, *({link: part.busiest(link) for link in LINKS} for part in parts)))
-    return tuple(steps)
-
-
 def per_rank_bytes(plan: Plan, hidden: int, itemsize: int, direction: str = "forward") -> tuple[StepBytes, ...]:
     """Return the exact bytes between all pairs of ranks, step by step as executed; direction is "forward" or
     "backward".

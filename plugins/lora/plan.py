@@ -59,7 +59,7 @@ class Settings(Section):
 
 def layers_of(fields: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Return the linear layers of a transformer layer that may get adapters, each with the names of its weights in
-    `tools.model.weights`; a layer has several names if MindFormers stores several weights as one matrix.
+    `tools.model`; a layer has several names if MindFormers stores several weights as one matrix.
 
     Routers, experts (routed and shared), embedding and output layer stay frozen.
 

@@ -259,7 +259,7 @@ def fault(folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True)
 
     Args:
         share: (worker, number of workers) where each reads a part, all of them the whole.
-        checksums: read every file; without, their sizes alone are compared.
+        checksums: read every file; without, only their sizes are compared.
 
     Raises:
         CheckpointError: a file is there and cannot be read.

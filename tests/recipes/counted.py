@@ -15,7 +15,7 @@ from mindformers.core.parallel_config import build_parallel_config
 from mindformers.models import build_network
 from mindspore.nn.utils import no_init_parameters
 
-# what operators are told matters to a graph alone, and takes most of the time: functions among it are parsed each time
+# what operators are told matters only to a graph, and takes most of the time: functions among it are parsed each time
 ops.Primitive.add_attr = lambda operator, name, value: None
 
 def count(name):

@@ -176,7 +176,7 @@ MODELS = [
 ]
 
 IMPOSSIBLE = "telechat3_36b/context_32k.yaml"
-# keys of a model that no parameter's shape depends on: of recipes that differ in these alone one is built
+# keys of a model that no parameter's shape depends on: of recipes that differ only in these one is built
 SHAPELESS = {
     *("seq_length", "max_position_embeddings", "rope_theta", "rotary_scaling_factor", "offset"),
     *("use_attn_mask_compression", "use_eod_attn_mask_compression", "moe_token_dispatcher_type"),

@@ -14,6 +14,7 @@ import psutil
 from safetensors.numpy import load_file, save_file
 
 from plugins.sealed_checkpoint.plan import fault, write_seal
+from tools.accuracy.equivalence.golden_gate import step_numbers
 from tools.checkpoint.scan import iteration
 from tools.runs.readings import read_metrics
 from tools.weights.inventory import compare
@@ -67,6 +68,11 @@ def train(recipe, run_dir, corpus, *more, expect=0, within=600, **environment):
 def steps(run_dir, rank=0):
     """step -> record, as the run wrote it; a resumed part replaces what it repeats."""
     return read_metrics(Path(run_dir) / "metrics" / f"rank_{rank}.jsonl").steps
+
+
+def numbers(run_dir):
+    """What a golden file keeps of a run that recorded only its metrics."""
+    return {"steps": [step_numbers(record) for _, record in sorted(steps(run_dir).items())]}
 
 
 def wait_for_step(run, run_dir, step):

@@ -25,7 +25,7 @@ def base(workers, corpus, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def alone(base, workers, corpus, tmp_path_factory):
+def one_process(base, workers, corpus, tmp_path_factory):
     """Adapters on one process."""
 
     def make(folder):
@@ -47,24 +47,26 @@ def keeps_frozen(run_dir, base):
     assert len([name for name in found.only[1] if kind_of(name) == "weights"]) == 2 * (5 + 2 + 5)
 
 
-def test_losses_are_those_of_the_loaded_weights_and_the_adapters_learn(alone, base):
-    before, found = runs.steps(base), runs.steps(alone)
+def test_losses_are_those_of_the_loaded_weights_and_the_adapters_learn(one_process, base):
+    before, found = runs.steps(base), runs.steps(one_process)
     assert sorted(found) == STEPS
     assert found[1]["loss"] < before[1]["loss"] - 0.05, "trained weights were loaded"
     assert found[6]["loss"] < found[1]["loss"] - 0.02
-    keeps_frozen(alone, base)
+    keeps_frozen(one_process, base)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])
-def test_layouts_train_as_one_process_does(layout, alone, base, workers, corpus, tmp_path):
+def test_layouts_train_as_one_process_does(layout, one_process, base, workers, corpus, tmp_path):
     forked.train(workers, runs.HERE / f"sharded_lora_{layout}.yaml", tmp_path / "run", corpus, path(base))
-    follows(tmp_path / "run", alone, STEPS)
+    follows(tmp_path / "run", one_process, STEPS)
     keeps_frozen(tmp_path / "run", base)
 
 
-def test_a_pipeline_of_several_devices_goes_on_with_the_run_of_one_process(alone, base, workers, corpus, tmp_path):
+def test_a_pipeline_of_several_devices_goes_on_with_the_run_of_one_process(
+    one_process, base, workers, corpus, tmp_path
+):
     """Data and expert parallel, the frozen weights and the optimizer's moments sharded."""
     recipe = runs.HERE / "sharded_lora_pp2_ep2.yaml"
-    forked.train(workers, recipe, tmp_path / "run", corpus, resume=saved(alone, 3))
-    follows(tmp_path / "run", alone, [4, 5, 6], rank=3)  # only the ranks of the last stage compute the loss
+    forked.train(workers, recipe, tmp_path / "run", corpus, resume=saved(one_process, 3))
+    follows(tmp_path / "run", one_process, [4, 5, 6], rank=3)  # only the ranks of the last stage compute the loss
     keeps_frozen(tmp_path / "run", base)

@@ -12,6 +12,7 @@ import pytest
 
 from plugins.sealed_checkpoint.router_state import orthogonal
 from plugins.step_record.plan import record_file
+from tests.tools.accuracy.reference.muon import Muon, Parts, adamw, clip_logits, update
 from tests.training import forked, runs
 from tests.training.conftest import shared
 from tests.training.test_other_layout import saved
@@ -19,7 +20,6 @@ from tools.accuracy.diagnose.evidence import read_side
 from tools.accuracy.diagnose.ladder import diagnose
 from tools.accuracy.diagnose.laws import module_of
 from tools.accuracy.equivalence.sharding import UNROUNDED_MUON
-from tools.accuracy.reference.muon import Muon, Parts, adamw, clip_logits, update
 from tools.checkpoint.stored import moments_of, read_whole
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
@@ -30,7 +30,7 @@ LOGITS = "self_attention.core_attention.max_logits_val"
 
 
 @pytest.fixture(scope="session")
-def alone(corpus, tmp_path_factory):
+def one_process(corpus, tmp_path_factory):
     """Six steps on one process, and the graph that was compiled."""
 
     def make(folder):
@@ -66,15 +66,15 @@ def errors(name, got, want, before, parts):
     return np.array([np.linalg.norm(wrong) / np.linalg.norm(moved)])
 
 
-def test_each_step_is_the_references(alone):
+def test_each_step_is_the_references(one_process):
     """A gradient that is told by two moments errs in its last bits. Where that turns the rounding of a number to
     bfloat16, Newton-Schulz makes a matrix's step differ, here by up to 24 %; a matrix without such a number is exact.
     """
-    recipe, rates = load_recipe(RECIPE), {step: each["learning_rate"] for step, each in runs.steps(alone).items()}
+    recipe, rates = load_recipe(RECIPE), {step: each["learning_rate"] for step, each in runs.steps(one_process).items()}
     parts, muon = Parts.of(recipe["model"]["model_config"]), Muon(adamw_betas=(0.9, 0.95))
     found, clipped = {}, 0
     for step in range(2, 7):
-        before, after = state(alone, step - 1), state(alone, step)
+        before, after = state(one_process, step - 1), state(one_process, step)
         for name in (name for name in before if f"muon_m.{name}" in before):
             want = expected(name, before, after, step, rates[step], parts, muon)
             found.setdefault(name, []).extend(errors(name, after[name], want, before[name], parts))
@@ -84,68 +84,72 @@ def test_each_step_is_the_references(alone):
         assert min(each) < 1e-3 and max(each) < (0.35 if orthogonal(name, before[name].ndim) else 1e-3), (name, each)
 
 
-def test_a_diagnosis_knows_its_gradients_and_finds_a_wrong_one(alone, tmp_path):
+def test_a_diagnosis_knows_its_gradients_and_finds_a_wrong_one(one_process, tmp_path):
     """The global norm is that of the gradients which Muon's and AdamW's moments tell."""
-    found = diagnose(read_side(alone))
+    found = diagnose(read_side(one_process))
     assert not found.findings and {"gradients", "norm and clipping", "update"} <= set(found.compared), found
     spoilt = tmp_path / "run"
-    shutil.copytree(alone, spoilt, ignore=shutil.ignore_patterns("checkpoint"))
+    shutil.copytree(one_process, spoilt, ignore=shutil.ignore_patterns("checkpoint"))
     file = record_file(spoilt, 0)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     weights = lines[3]["weights"]
     one, two, *_ = sorted(name for name in weights if orthogonal(name, weights[name]["dimensions"]))
     weights[one]["gradient"], weights[two]["gradient"] = weights[two]["gradient"], weights[one]["gradient"]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    first = diagnose(read_side(alone), read_side(spoilt)).findings[0]
+    first = diagnose(read_side(one_process), read_side(spoilt)).findings[0]
     assert (first.step, first.rung, first.module) == (3, "gradients", module_of(one)) and one in first.detail, first
     weights[one]["gradient"], weights[two]["gradient"] = weights[two]["gradient"], weights[one]["gradient"]
     weights[one]["square"] *= 4
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    first = diagnose(read_side(alone), read_side(spoilt)).findings[0]
+    first = diagnose(read_side(one_process), read_side(spoilt)).findings[0]
     assert (first.rung, first.module) == ("update", module_of(one)) and "2 times" in first.detail, first
     weights[one]["gradient"] *= 4
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert diagnose(read_side(spoilt)).findings[0].rung == "norm and clipping"
 
 
-def test_killed_in_a_save_it_comes_to_the_same_state_to_the_bit(alone, corpus, tmp_path):
+def test_killed_in_a_save_it_comes_to_the_same_state_to_the_bit(one_process, corpus, tmp_path):
     """SIGKILL while the state of Muon of step 4 is written; the next attempt goes on from step 3, and writes less."""
-    killed = runs.dying(TC3_TEST_KILL="0:8") | runs.compiled_once(alone.parent / "graph")  # two files a checkpoint
+    killed = runs.dying(TC3_TEST_KILL="0:8") | runs.compiled_once(
+        one_process.parent / "graph"
+    )  # two files a checkpoint
     text = runs.train(RECIPE, tmp_path / "run", corpus, "--restarts", "1", **killed)
     assert "worker 0 was killed (SIGKILL)" in text and "attempt 1 goes on from step 3" in text
-    before, after = runs.steps(alone), runs.steps(tmp_path / "run")
+    before, after = runs.steps(one_process), runs.steps(tmp_path / "run")
     assert sorted(after) == [1, 2, 3, 4, 5, 6]
     for step, each in after.items():
         assert (each["loss"], each["global_norm"]) == (before[step]["loss"], before[step]["global_norm"])
-    known, found = state(alone, 6), state(tmp_path / "run", 6)
+    known, found = state(one_process, 6), state(tmp_path / "run", 6)
     assert known.keys() == found.keys()
     assert [name for name in known if known[name].tobytes() != found[name].tobytes()] == []
 
 
-def test_two_stages_go_on_with_muons_state(alone, workers, corpus, tmp_path):
+def test_two_stages_go_on_with_muons_state(one_process, workers, corpus, tmp_path):
     """The moment after a step is known to the rounding of a gradient, and a weight to that of bfloat16."""
     recipe = runs.HERE / "sharded_muon_pp2.yaml"
-    forked.train(workers, recipe, tmp_path / "run", corpus, resume=saved(alone, 3))
-    before, after = runs.steps(alone), runs.steps(tmp_path / "run", 1)
+    forked.train(workers, recipe, tmp_path / "run", corpus, resume=saved(one_process, 3))
+    before, after = runs.steps(one_process), runs.steps(tmp_path / "run", 1)
     assert sorted(after) == [4, 5, 6]
     for step, each in after.items():  # one step is the rounding of float32 away, then bfloat16 has its part
         assert each["loss"] == pytest.approx(before[step]["loss"], rel=1e-6 if step == 4 else 5e-4), step
-    known, start, found = state(alone, 4), state(alone, 3), state(tmp_path / "run", 4)
+    known, start, found = state(one_process, 4), state(one_process, 3), state(tmp_path / "run", 4)
     for name in _same_moments(known, found):
         moved = np.linalg.norm(known[name] - start[name])
         assert np.linalg.norm(found[name] - known[name]) < 0.35 * moved, name
 
 
-def test_without_bfloat16_matrices_that_are_cut_over_two_axes_move_as_whole_ones(alone, workers, corpus, tmp_path):
+def test_without_bfloat16_matrices_that_are_cut_over_two_axes_move_as_whole_ones(
+    one_process, workers, corpus, tmp_path
+):
     """Newton-Schulz in float32 on four ranks, against float64 in NumPy on whole matrices (docs/muon.md)."""
     recipe = load_recipe(runs.HERE / "sharded_muon_zero_tp2.yaml")
     recipe["callbacks"].append(dict(UNROUNDED_MUON))
     dump_recipe(recipe, tmp_path / "recipe.yaml")
-    forked.train(workers, tmp_path / "recipe.yaml", tmp_path / "run", corpus, steps=4, resume=saved(alone, 3),
+    forked.train(workers, tmp_path / "recipe.yaml", tmp_path / "run", corpus, steps=4, resume=saved(one_process, 3),
                  REGISTER_PATH=str(runs.ROOT / "launch" / "workers"))  # fmt: skip
-    (each,), rate = runs.steps(tmp_path / "run").values(), runs.steps(alone)[4]["learning_rate"]
-    assert each["loss"] == pytest.approx(runs.steps(alone)[4]["loss"], rel=1e-6)
-    known, start, found = state(alone, 4), state(alone, 3), state(tmp_path / "run", 4)
+    (each,), rate = runs.steps(tmp_path / "run").values(), runs.steps(one_process)[4]["learning_rate"]
+    assert each["loss"] == pytest.approx(runs.steps(one_process)[4]["loss"], rel=1e-6)
+    known, start, found = state(one_process, 4), state(one_process, 3), state(tmp_path / "run", 4)
     found |= {name: known[name] for name in known if name.endswith(LOGITS)}  # of the same forward pass
     parts = Parts.of(recipe["model"]["model_config"])
     muon = Muon(adamw_betas=(0.9, 0.95), exact=True)

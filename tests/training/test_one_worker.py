@@ -50,7 +50,7 @@ def test_it_learns_and_what_it_prints_is_there(whole):
 
 
 def test_mindformers_own_log_shows_the_parts_of_the_loss(whole):
-    """On CPU MindFormers 1.9.0 alone prints 0.000000 for each part."""
+    """On CPU MindFormers 1.9.0 by itself prints 0.000000 for each part."""
     log = (whole / "logs" / "worker_0.log").read_text()
     first = runs.steps(whole)[1]
     assert f"lm_loss: {first['lm_loss']:.6f}" in log and f"mtp_loss: {first['mtp_loss']:.6f}" in log

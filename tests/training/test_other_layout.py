@@ -33,7 +33,7 @@ def saved(run_dir, step):
 
 def test_tensor_parallelism_becomes_a_pipeline(workers, corpus, tmp_path_factory, tmp_path):
     whole = sharded("_tp2", workers, corpus, tmp_path_factory)
-    recipe = evaluating("_pp2", tmp_path, corpus, alone=True)
+    recipe = evaluating("_pp2", tmp_path, corpus, only_second=True)
     forked.train(workers, recipe, tmp_path / "run", corpus, resume=saved(whole, 3))
     follows(tmp_path / "run", whole, [4, 5, 6], rank=1)  # the last stage knows the loss
     held_out, expected = read_evaluations(tmp_path / "run"), read_evaluations(whole)

@@ -49,7 +49,7 @@ def test_the_table_of_sizes_has_both_models_numbers(key):
         assert row.split("|")[cell].strip() == ", ".join(str(model[name]) for name in keys)
 
 
-def test_the_copy_with_its_sizes_changed_alone_is_refused_as_the_page_says():
+def test_the_copy_with_only_its_sizes_changed_is_refused_as_the_page_says():
     own, copied = load_recipe(RECIPE), load_recipe(PARENT)
     layout = ("offset", "pp_interleave_num", "seq_length")
     model = {key: value for key, value in own["model"]["model_config"].items() if key not in layout}

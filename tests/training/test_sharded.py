@@ -31,16 +31,16 @@ STEPS = [1, 2, 3, 4, 5, 6]
 KILLED = "_tp2"  # the layout whose run is killed and goes on: all that is compared with it holds of a resumed run
 
 
-def evaluating(layout, folder, corpus, alone=False):
+def evaluating(layout, folder, corpus, only_second=False):
     """A recipe in `folder` of a layout that evaluates, before it and after steps 3 and 6.
 
-    It evaluates one batch of each of two corpora, or of the second one `alone`.
+    It evaluates one batch of each of two corpora, or with `only_second` of the second one.
     """
     flat = load_recipe(runs.HERE / f"sharded{layout}.yaml")
     lengths = np.random.default_rng(1).integers(20, 200, 40, dtype=np.int32)
     write_corpus(folder / "random", lengths, flat["model"]["model_config"]["vocab_size"], 0, 1)
     paths = str(corpus), str(folder / "random")
-    flat["plugins"]["held_out_loss"] = {"data_path": paths[1] if alone else list(paths), "every": 3}
+    flat["plugins"]["held_out_loss"] = {"data_path": paths[1] if only_second else list(paths), "every": 3}
     dump_recipe(flat, folder / "evaluating.yaml")
     return folder / "evaluating.yaml"
 
@@ -88,27 +88,27 @@ def calls_of(run_dir, rank):
 
 
 @pytest.fixture(scope="session")
-def alone(workers, corpus, tmp_path_factory):
+def one_process(workers, corpus, tmp_path_factory):
     """One process."""
     return runs.steps(run("", workers, corpus, tmp_path_factory))
 
 
-def equal(sharded, alone):
+def equal(sharded, one_process):
     """The steps of a layout, against those of one process."""
-    assert sorted(sharded) == sorted(alone) == STEPS
-    assert alone[6]["loss"] < alone[1]["loss"] - 0.05, "it learns"
+    assert sorted(sharded) == sorted(one_process) == STEPS
+    assert one_process[6]["loss"] < one_process[1]["loss"] - 0.05, "it learns"
     for step, record in sharded.items():
-        assert alone[step]["global_norm"] > 0.5, "clipping must happen for this comparison to mean something"
-        assert record["loss"] == pytest.approx(alone[step]["loss"], abs=1e-5), f"step {step}"
-        assert record["global_norm"] == pytest.approx(alone[step]["global_norm"], rel=5e-5), f"step {step}"
+        assert one_process[step]["global_norm"] > 0.5, "clipping must happen for this comparison to mean something"
+        assert record["loss"] == pytest.approx(one_process[step]["loss"], abs=1e-5), f"step {step}"
+        assert record["global_norm"] == pytest.approx(one_process[step]["global_norm"], rel=5e-5), f"step {step}"
 
 
-def test_losses_and_norms_equal_those_of_one_process(alone, workers, corpus, tmp_path_factory):
+def test_losses_and_norms_equal_those_of_one_process(one_process, workers, corpus, tmp_path_factory):
     """A pipeline goes on with half of this run, and is compared with it, in test_other_layout.py."""
-    equal(runs.steps(run(KILLED, workers, corpus, tmp_path_factory)), alone)
+    equal(runs.steps(run(KILLED, workers, corpus, tmp_path_factory)), one_process)
 
 
-def test_experts_of_a_pipeline_that_change_places_leave_the_losses_alone(alone, workers, corpus, tmp_path):
+def test_experts_of_a_pipeline_that_change_places_leave_the_losses_unchanged(one_process, workers, corpus, tmp_path):
     """Two ranks of the last stage shuffle their experts after each other step, by the graph's own AlltoAllV.
 
     All four ranks plan for the last stage's layer, and rank 0, which has no experts, records it.
@@ -119,8 +119,8 @@ def test_experts_of_a_pipeline_that_change_places_leave_the_losses_alone(alone, 
     recipe.write_text(yaml.safe_dump({"base_config": str(runs.HERE / "sharded_pp2_ep2.yaml"), "plugins": plugins}))
     forked.train(workers, recipe, tmp_path / "run", corpus)
     found = runs.steps(tmp_path / "run", rank=3)  # only the ranks of the last stage compute the loss
-    equal(found, alone)
-    assert [found[n]["loss"] for n in STEPS] == pytest.approx([alone[n]["loss"] for n in STEPS], rel=1e-6)
+    equal(found, one_process)
+    assert [found[n]["loss"] for n in STEPS] == pytest.approx([one_process[n]["loss"] for n in STEPS], rel=1e-6)
     loads = read_loads(load_file(tmp_path / "run"))
     config = load_recipe(recipe)["model"]["model_config"]
     choices = 4 * config["seq_length"] * config["num_experts_per_tok"]

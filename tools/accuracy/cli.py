@@ -25,9 +25,9 @@ from tools.accuracy.diagnose.cli import diagnose_command
 from tools.accuracy.dumps.read import LEVELS, TASKS
 from tools.accuracy.dumps.write import Job
 from tools.accuracy.equivalence.cli import equivalence_command
-from tools.accuracy.fusion.cli import fusion_command
+from tools.accuracy.fusion import fusion_command
 from tools.accuracy.judge import DEFAULT, NAMES
-from tools.accuracy.pages import check_out, check_page
+from tools.accuracy.pages import check_out, check_page, page_option
 from tools.files.atomic import write_atomically
 from tools.process.children import terminate_as_interrupt
 from tools.process.waiting import Progressing
@@ -252,12 +252,7 @@ for each in (align, dump, compare, equivalence_command, collectives_command, fus
     help="Also compare the golden results that this host computes with those that another CPU computed.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option(
-    "--html",
-    "page",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the results as one HTML page to this file.",
-)
+@page_option
 @click.option("--list", "list_only", is_flag=True, help="List the operators and run none.")
 @unverified_option
 def ops(

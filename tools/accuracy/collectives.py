@@ -23,7 +23,8 @@ from tools.dryrun.executed import calls_file, compare_calls, wrong_places
 from tools.dryrun.plan import plan_jobs, without_files
 from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
-from tools.recipe.mini import CORPUS, WORKERS, load_mini
+from tools.recipe.mini import CORPUS, load_mini
+from tools.recipe.mini_strategy import WORKERS
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import LOADER, View, look
 

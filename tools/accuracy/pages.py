@@ -1,13 +1,22 @@
-"""This module checks, before anything is written, that an HTML report would replace only an older report."""
+"""This module has the option for an HTML report, and checks beforehand that it would replace only an older report."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import click
+
 from plugins.errors import DataError
 from tools.files.atomic import real_path
 from tools.files.page import BEGINS
+
+page_option = click.option(
+    "--html",
+    "page",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the results as one HTML page to this file.",
+)
 
 
 def check_page(page: Path | None, option: str = "--html") -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from tools.estimate.from_recipe import DEGREE, compiles_sharded_gradients, not_compiled, shards_gradients
-from tools.model.architecture import model_of
+from tools.model import model_of
 from tools.recipe.findings import Findings
 from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built
@@ -355,7 +355,7 @@ def check_heads(view: View, built: Built, found: Findings) -> None:
     if view.parallel and view.cp % max(ulysses, 1):
         found.error(DEGREE, f"{ulysses} does not divide context_parallel {view.cp}", rule="heads_cp")
     _ulysses(view, built, found)
-    if "qk_pos_emb_head_dim" in built.fields:
+    if built.fields.get("multi_latent_attention"):
         query = built.number("qk_head_dim") + built.number("qk_pos_emb_head_dim")
         if built.number("v_head_dim") > query:
             wrong = f"larger than qk_head_dim + qk_pos_emb_head_dim = {query}"

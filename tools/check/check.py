@@ -21,12 +21,13 @@ from tools.check.differences import check_differences
 from tools.check.plugins import check_plugins
 from tools.estimate.from_recipe import adapters_of
 from tools.layout.resolve import UnresolvedError, resolve_for_check
-from tools.model.architecture import Model, model_of
-from tools.model.weights import (
+from tools.model import (
     FORMULA,
+    Model,
     active_parameters,
     adapter_parameters,
     flops_per_token,
+    model_of,
     parameters,
     stage_parameters,
 )

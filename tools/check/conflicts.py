@@ -18,6 +18,7 @@ from tools.estimate.configuration import weight_copies, weight_shards
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.model import counted_weights
 from tools.estimate.muon import orthogonal
+from tools.hardware.units import short_dtype
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath
 from tools.recipe.view import LOADER, MODEL, PARALLEL, RUNNER, View
@@ -185,6 +186,10 @@ def _pipeline(view: View, built: Built, found: Findings) -> None:
         wrong = "the trainer refuses seqvpp without seq_split_num, and seq_split_num in graph mode"
         right = "1f1b (interleaved as well), or seqpipe"
         found.error((*_PIPELINE, "pipeline_scheduler"), wrong, right, rule="seqvpp_split")
+    elif view.scheduler == "seqsmartvpp" and view.pp % 2:
+        wrong = f"MindSpore's seqsmartvpp is for an even number of stages, not for {view.pp}"
+        right = "1f1b (interleaved as well), or seqpipe"
+        found.error((*_PIPELINE, "pipeline_scheduler"), wrong, right, rule="smart_even")
     if view.scheduler == "zero_bubble_v":
         if written != 2:
             found.error(_m("pp_interleave_num"), "zero_bubble_v needs two chunks a stage", "2", rule="zbv_interleave")
@@ -349,6 +354,9 @@ def _muon(view: View, built: Built, found: Findings) -> None:
     if built.fields.get("mla_qkv_concat"):
         wrong = "Muon would make fused projections orthogonal as one matrix, and QK-clip would not find them"
         found.error(_m("mla_qkv_concat"), wrong, "False", rule="muon_parts")
+    if short_dtype(built.fields.get("params_dtype"), "fp32") != "fp32":
+        wrong = "Muon's moments have this type, and MindSpore refuses to assign float32 averages to them"
+        found.error(_m("params_dtype"), wrong, "float32, or AdamW", rule="muon_moments")
     if view.flag(("optimizer", "swap")):
         found.error(("optimizer", "swap"), "Muon keeps its state on the device", "False", rule="muon_swap")
     if view.get(("optimizer", "ns_steps"), 5) != 5:

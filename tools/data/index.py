@@ -10,11 +10,7 @@ Pairs are written here and not by MindFormers' `IndexedDatasetBuilder`, because 
 keeps a Python list entry per document. Memory of the writer: 4 bytes per document; of the reader: 12, and 28 while it
 opens; `map_lengths` reads only the lengths, for corpora where that is too much.
 
-`document_lengths`, `synthetic_index` and `write_corpus` make a corpus for tests and benchmarks, seeded and without any
-text. Each source has log-normal document lengths, clipped; mixed, they have the long tail of a pre-training corpus:
-most documents short, most tokens in the long ones. The medians, spreads and shares are assumptions (orders of magnitude
-of web pages, code files, papers and books in tokens; long documents up-sampled for long contexts, as context extension
-does), not measurements of TeleChat3's corpus.
+`write_corpus` and `write_learnable` make corpora without any text, seeded, for trainings that test something else.
 """
 
 from __future__ import annotations
@@ -26,13 +22,11 @@ import stat
 import struct
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from plugins.attention_balance.samples import GPTIndex, build_gpt_index
 from plugins.errors import DataError
 
 HEADER = b"MMIDIDX\x00\x00"
@@ -294,72 +288,6 @@ def _weight(word: str) -> float | None:
         return None
 
 
-@dataclass(frozen=True)
-class Source:
-    """A `Source` is one kind of document: its share of the corpus's tokens, its median and longest number of tokens,
-    and the sigma of the logarithm of this number.
-    """
-
-    share: float
-    median: float
-    sigma: float
-    longest: int = 1 << 21
-
-    def mean(self) -> float:
-        """Return the mean number of tokens of a document before long documents are cut."""
-        return self.median * float(np.exp(self.sigma**2 / 2))
-
-
-def _mixture(web: float, code: float, papers: float, books: float) -> tuple[Source, ...]:
-    """Return shares of the tokens -> sources."""
-    return (
-        Source(web, 600, 1.1),
-        Source(code, 1_000, 1.3),
-        Source(papers, 9_000, 0.7),
-        Source(books, 90_000, 0.8),
-    )
-
-
-# sequence length -> what it is trained on; longer contexts train on longer documents
-CORPORA = {
-    4_096: _mixture(web=0.70, code=0.15, papers=0.10, books=0.05),
-    32_768: _mixture(web=0.45, code=0.20, papers=0.20, books=0.15),
-    131_072: _mixture(web=0.35, code=0.20, papers=0.20, books=0.25),
-}
-
-
-def document_lengths(tokens: int, sources: tuple[Source, ...], seed: int) -> np.ndarray:
-    """Return document lengths, int32 [documents], which are at least `tokens` together. Each length is at least 2: one
-    token and the end of the document.
-
-    The sources are mixed document by document. The result depends on the arguments only.
-    """
-    random = np.random.default_rng(seed)
-    parts = []
-    for source in sources:
-        wanted, have = int(tokens * source.share) + 1, 0
-        while have < wanted:
-            count = int((wanted - have) / source.mean()) + 16
-            drawn = random.lognormal(np.log(source.median), source.sigma, count)
-            lengths = np.clip(np.rint(drawn), 2, source.longest).astype(np.int32)
-            needed = int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), wanted - have)) + 1
-            parts.append(lengths[:needed])
-            have += int(parts[-1].sum(dtype=np.int64))
-    lengths = np.concatenate(parts)
-    random.shuffle(lengths)
-    return lengths
-
-
-def synthetic_index(samples: int, sequence_length: int, seed: int) -> GPTIndex:
-    """Return the index of a dataset of at least `samples` samples. The dataset is one epoch of a corpus that is made
-    for `sequence_length`.
-
-    sequence_length: 4,096, 32,768 or 131,072 (the keys of `CORPORA`).
-    """
-    lengths = document_lengths(samples * sequence_length + 1, CORPORA[sequence_length], seed)
-    return build_gpt_index(lengths, sequence_length, None, seed)
-
-
 def write_corpus(prefix: Path, lengths: np.ndarray, vocab_size: int, end_of_document: int, seed: int) -> None:
     """Write PREFIX.bin and PREFIX.idx with documents of these lengths. Ids are random, and each document ends with
     its end id.
@@ -375,3 +303,15 @@ def write_corpus(prefix: Path, lengths: np.ndarray, vocab_size: int, end_of_docu
         ids[np.cumsum(some, dtype=np.int64) - 1] = end_of_document
         writer.add(some, ids)
     writer.finish(Path(f"{prefix}.idx"))
+
+
+def write_learnable(prefix: Path, vocabulary: int) -> None:
+    """Write a corpus as a Megatron .bin/.idx: 400 documents of a seeded random walk, which a model can learn."""
+    random = np.random.default_rng(7)
+    lengths = random.integers(20, 120, 400).astype(np.int32)
+    steps = random.choice([1, 2, 3, 17], size=int(lengths.sum()))
+    tokens = (np.cumsum(steps) % (vocabulary - 1) + 1).astype(np.uint16)
+    writer = IndexWriter(prefix.with_suffix(".bin"), "uint16")
+    writer.add(lengths, tokens)
+    writer.finish(prefix.with_suffix(".idx"))
+    writer.close()

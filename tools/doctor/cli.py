@@ -19,11 +19,11 @@ from tools.doctor.checks import COLOURS, Finding, Patient, examine
 from tools.doctor.compare import as_json as comparison_as_json
 from tools.doctor.compare import compare
 from tools.doctor.compare import text as comparison_as_text
-from tools.doctor.measured import against
+from tools.doctor.outliers import against
 from tools.doctor.outliers import findings as probe_findings
 from tools.doctor.probe import probe_if, probe_options
 from tools.doctor.report import Report, gather
-from tools.measured.bundle import origin, read_bundle
+from tools.measured import origin, read_bundle
 from tools.process.host import Root, read_hosts
 from tools.ranges import Number
 from tools.recipe.load import load_recipe

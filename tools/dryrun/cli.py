@@ -26,7 +26,7 @@ from tools.estimate.memory.time_line import TimeLine, check_form, write_line
 from tools.files.atomic import check_writable
 from tools.files.figure import check_ending
 from tools.layout.resolve import resolve
-from tools.measured.bundle import require_memory
+from tools.measured import require_memory
 from tools.process.waiting import saying
 from tools.prove.cli import proof_of, require_collectives
 from tools.prove.cli import render as render_proof

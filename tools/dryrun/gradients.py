@@ -2,7 +2,7 @@
 
 Every rank that holds the same slice of a weight computes a part of that weight's gradient. These parts must be added
 over exactly those ranks, once: a sum that is missing, doubled or taken over other ranks trains wrong weights, and no
-loss says so at once. `gradients_of` walks the graph back from the optimizer's update of each weight, through clipping,
+loss says so at once. `_Walk` goes back through the graph from the optimizer's update of each weight, through clipping,
 scaling and the sums over micro-batches, to the operators that make the gradient, and collects the collectives on the
 way. `judge` compares them with the ranks that the weight's layout names (`copies_of`).
 
@@ -134,23 +134,6 @@ def judge_gradients(
 def seeds_of(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]) -> list[Scale]:
     """Return the seeds with which the backward pass of a stage with losses starts (`scale.Numbers.seeds`)."""
     return _Walk(graph, ranks_of).numbers.seeds()
-
-
-def gradients_of(
-    graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None], weights: Iterable[str]
-) -> dict[str, list[Way]]:
-    """Return for each weight the paths of its gradient to the optimizer; there are none if the optimizer does not
-    update the weight.
-
-    Args:
-        ranks_of: global ranks of a group, None where nobody knows them: `VirtualCluster.ranks_of`.
-        weights: names of the weights that the optimizer has.
-
-    Raises:
-        ClusterError: a collective's group is unknown.
-    """
-    walk = _Walk(graph, ranks_of)
-    return {name: sorted(walk.of_weight(name)) for name in weights}
 
 
 def last_sums(
@@ -446,7 +429,7 @@ def judge(ways: Sequence[Way], copies: Sequence[int], rank: int, elsewhere: Sequ
     not.
 
     Args:
-        ways: of the gradient on `rank`, as `gradients_of` returns them.
+        ways: of the gradient on `rank`, as `_Walk.of_weight` returns them.
         copies: the ranks of a stage that hold the same slice of the weight, `rank` among them.
         elsewhere: one rank for each other stage that holds the weight and must send its gradient here.
 

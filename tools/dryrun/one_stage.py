@@ -13,7 +13,7 @@ from typing import Any
 
 from plugins.errors import RecipeError
 from tools.dryrun.plan import resized, stages_of
-from tools.model.architecture import DENSE
+from tools.model import DENSE
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 from tools.schema.stages import EXCLUDE, RECOMPUTE, swaps

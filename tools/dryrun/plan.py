@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plugins.errors import RecipeError
-from tools.model.architecture import model_of
+from tools.model import model_of
 from tools.recipe.load import Recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import MODEL, View

@@ -24,7 +24,7 @@ from tools.dryrun.activations import BACK, COMMON, FRONT, added, curves_of, put_
 from tools.dryrun.memory import Held
 from tools.dryrun.plan import SWAP, Job, Plan, Stage, plan_jobs, stages_of
 from tools.estimate.configuration import spread
-from tools.model.architecture import DENSE, MOE
+from tools.model import DENSE, MOE
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.view import View
 from tools.schema.stages import EXCLUDE, RECOMPUTE, swaps

@@ -26,8 +26,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from plugins.errors import RecipeError
-from tools.model.architecture import Model
-from tools.model.weights import Adapters, Weight
+from tools.model import Adapters, Model, Weight
 from tools.pipeline.schedules import is_v_shaped
 
 Table = tuple[tuple[int, ...], ...]  # [chunks][stages]
@@ -120,7 +119,7 @@ class Configuration:
             makes the softmax and its gradient in place.
         spare_gradients: Transformer Engine keeps a gradient of every weight's shape (`memory.megatron`).
         cp_exchanges_heads: context parallelism exchanges heads and sequences (Transformer Engine's a2a), not keys.
-        layer_only: one MoE layer's MLP alone (a layer benchmark), no model around it.
+        layer_only: only one MoE layer's MLP (a layer benchmark), no model around it.
         adapters: of `plugins.lora`; None trains all weights.
         attended: pairs of tokens that attend to each other over those of samples of one document.
     """
@@ -188,7 +187,7 @@ class Configuration:
             )
 
     def stage_kinds(self, stage: int) -> list[list[str]]:
-        """Return for each chunk of a stage its kinds of layers, in model order; see `tools.model.weights.KINDS`."""
+        """Return for each chunk of a stage its kinds of layers, in model order; see `tools.model.KINDS`."""
         if self.layer_only:
             return [[self.model.last_kind]]
         return [list(row[stage]) for row in _kinds(self.model, self.layers, self.schedule)]

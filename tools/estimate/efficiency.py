@@ -51,7 +51,7 @@ class Efficiency:
             plan of plugins/ep_overlap.
         layer_s: seconds of host and launches for each layer, forward; backward twice that.
         moe_s: the same for what only MoE layers have: routing, sorting, many small kernels.
-        burst: factor on `matmul` where one layer runs alone, before clocks fall under load.
+        burst: factor on `matmul` where only one layer runs, before clocks fall under load.
         step_s: seconds of a step beside all that is computed here.
         graphed: elementwise traffic that fused operators leave, where the whole step is one CUDA graph.
         mesh: devices of a node are joined pair by pair, so a group uses only the links among its members.

@@ -24,8 +24,7 @@ from plugins.hierarchical_ep.settings import DISPATCHERS
 from plugins.lora import plan as lora
 from tools.estimate.configuration import PATTERNS, Configuration, Cut, Recompute, Table, spread
 from tools.hardware.units import short_dtype
-from tools.model.architecture import Model, model_of
-from tools.model.weights import Adapters
+from tools.model import Adapters, Model, model_of
 from tools.pipeline.schedules import is_v_shaped
 from tools.recipe.findings import in_file, refusal
 from tools.recipe.load import Recipe
@@ -105,7 +104,8 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
 
     Raises:
         RecipeError: it has no model or one of impossible sizes, a key or value that MindFormers has not, an offset or
-            degrees that do not fit, or it leaves its dispatch to `auto`.
+            degrees that do not fit, an optimizer that does not know the model's weights, or it leaves its dispatch to
+            `auto`.
     """
     view = View(recipe)
     if not view.get(MODEL):
@@ -117,6 +117,8 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
         model = model_of(built.fields)
     except (KeyError, TypeError, ValueError) as error:
         raise refusal(recipe, MODEL, f"its sizes make no model ({error}); {_MORE}") from None
+    if model.latent is None and view.get((*_OPTIMIZER, "type")) == "Muon":
+        raise refusal(recipe, (*_OPTIMIZER, "type"), f"Muon knows only multi-latent attention; AdamW; {_MORE}")
     if layers is None:
         raise refusal(recipe, OFFSET, f"does not fit the layers and stages; {_MORE}")
     table = tuple(tuple(row) for row in layers)

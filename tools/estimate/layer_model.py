@@ -1,4 +1,4 @@
-"""This module computes what one device computes and moves in a layer of each kind (see `tools.model.weights.KINDS`).
+"""This module computes what one device computes and moves in a layer of each kind (see `tools.model.KINDS`).
 
 Elementwise traffic is counted from the tensors that operators read and write, with fused norms, rotations and
 activations.
@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from plugins.hyper_connections import plan as hyper_connections
 from tools.estimate.configuration import ATTENTION, EXPERTS, MLP, Configuration
-from tools.model.weights import attention_weights
+from tools.model import attention_weights
 
 ITEM = 2  # bytes of an activation in compute precision
 # read and written for each attention score by an unfused forward beside its matmuls: softmax; dropout

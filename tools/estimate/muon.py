@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from plugins.sealed_checkpoint import router_state
 from tools.estimate.configuration import Configuration, weight_cut, weight_shards
 from tools.estimate.layer_model import Matmul
-from tools.model.weights import ENDS, Weight
+from tools.model import ENDS, Weight
 
 STEPS = 5  # of Newton-Schulz, whatever optimizer.ns_steps says
 ITEM = 2  # bytes of a number that is gathered

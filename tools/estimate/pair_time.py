@@ -102,10 +102,3 @@ def hidden_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: np.nda
     alone = forward.serial + backward.serial
     saved += [count * alone - pair_seconds(forward, backward, count) for count in range(1, int(fewer.max()) + 1)]
     return np.array(saved)[fewer]
-
-
-def share_hidden(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
-    """Return the share of the pair's communication that is hidden, 0 to 1; 1 if there is no communication."""
-    sent = layers * (forward.communication + backward.communication)
-    saved = layers * (forward.serial + backward.serial) - pair_seconds(forward, backward, layers)
-    return saved / sent if sent else 1.0

@@ -38,7 +38,7 @@ from tools.estimate.memory.activations import mtp_option
 from tools.estimate.memory.model import counted_weights, layer_options
 from tools.estimate.muon import gathers, matrices
 from tools.estimate.pair_time import LayerSeconds, hidden_seconds, pair_of
-from tools.model.weights import Weight, flops_per_token
+from tools.model import Weight, flops_per_token
 from tools.pipeline.schedules import pairs_up
 from tools.pipeline.simulate import Durations, simulate
 

@@ -26,7 +26,7 @@ from tools.estimate.loads import EVEN, Counted, Loads, loads_of, moe_layers, of_
 from tools.estimate.memory.training_graph import EXPERTS, module_of_weight
 from tools.estimate.time_model import TimeModel
 from tools.layout.advise import Advice, step_under
-from tools.model.weights import weights
+from tools.model import weights
 from tools.recipe.view import View
 
 CAPACITIES = (1.25, 1.5)  # times the mean, of a device

@@ -23,7 +23,7 @@ from tools.estimate.efficiency import UNKNOWN as NO_RUN
 from tools.estimate.efficiency import DeviceTimes, known_error
 from tools.estimate.layer_model import work
 from tools.fusion.tally import COMMON, Tallies, Tally, tallies
-from tools.model.architecture import DENSE, MOE
+from tools.model import DENSE, MOE
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 
@@ -256,7 +256,7 @@ def _patterns(pieces: Pieces) -> list[dict[str, Any]]:
 
 
 def _alone(pieces: Pieces) -> list[dict[str, Any]]:
-    """Return what stays alone in a micro-batch, and why."""
+    """Return what no kernel takes in a micro-batch, and why."""
     found = [
         {"part": part, "operator": operator, "why": why, "operators": round(count, 2), "bytes": round(size)}
         for part, tally in ((part, pieces.each(part)) for part in pieces.tallies)

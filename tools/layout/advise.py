@@ -27,7 +27,7 @@ from tools.estimate.loads import EVEN, Loads, loads_of
 from tools.estimate.time_model import StepTime, TimeModel
 from tools.hardware import DEFAULT_HARDWARE, Hardware, load_hardware
 from tools.layout.offsets import Values
-from tools.model.architecture import MOE, model_of
+from tools.model import MOE, model_of
 from tools.recipe.findings import refusal
 from tools.recipe.load import Recipe, dotted
 from tools.recipe.view import AUTO, CHUNKS, DISPATCH, MODE, MODEL, OVERLAP, PARALLEL, View, look

@@ -259,11 +259,6 @@ class Instance:
         first = sum(len(kind.options) for kind in self.types[:index])
         return slice(first, first + len(self.types[index].options))
 
-    def from_solution(self, solution: list) -> np.ndarray:
-        """Return the plan [K, C] for a solution n[type][v][s][option]."""
-        size = self.chunks * self.stages
-        return self.by_stage(np.concatenate([np.asarray(part).reshape(size, -1).T for part in solution]))
-
     def to_solution(self, plan: np.ndarray) -> list:
         """Return a plan [K, C] as the nested lists n[type][v][s][option] of a solution file."""
         parts = [self.by_stage(plan)[self.type_columns(t)] for t in range(len(self.types))]
@@ -435,41 +430,3 @@ class _Place:
         if not good(self.value):
             self.refuse(want)
         return self.value
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """A `Judgement` holds a solution's simulated step time, the peak memory of each stage, and the stages over the
-    cap (stage -> by how much).
-    """
-
-    time: float
-    peak: np.ndarray
-    over: dict[int, float]
-
-
-def judge(instance: Instance, solution: list) -> Judgement:
-    """Simulate a solution n[type][v][s][option] as the `doc` of the schema describes, and return the result.
-
-    Raises:
-        DataError: its shape is wrong, it does not place every layer once, or types leave the model's order.
-    """
-    want = [(instance.chunks, instance.stages, len(kind.options)) for kind in instance.types]
-    try:
-        parts = [np.asarray(part) for part in solution]
-    except (TypeError, ValueError):
-        parts = []
-    if [part.shape for part in parts] != want or any(part.dtype.kind != "i" for part in parts):
-        raise DataError(
-            f"solution of {instance.name}: it must be a list of integer arrays n[type][v][s][option] of the "
-            f"shapes {want}"
-        )
-    plan = instance.from_solution(solution)[None]
-    if not instance.well_formed(plan)[0]:
-        raise DataError(
-            f"solution of {instance.name}: it must place every layer once, keep the model's order of types, "
-            "leave no inner chunk empty, and obey last_layers, last_option and order"
-        )
-    peak = instance.peak_memory(plan)[0]
-    over = {int(stage): float(peak[stage] - instance.cap) for stage in np.flatnonzero(~instance.kept(peak))}
-    return Judgement(float(instance.step_times(plan)[0]), peak, over)

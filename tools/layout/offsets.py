@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import RecipeError, refuse_unknown
-from plugins.pipeline_layout.plan import counts_of, counts_of_offset, offset_of
+from plugins.pipeline_layout import counts_of, counts_of_offset, offset_of
 from tools.estimate.configuration import Recompute, even_layers, spread
 from tools.estimate.from_recipe import from_recipe, swapped_value, with_patterns
 from tools.files.atomic import write_atomically
 from tools.hardware.load import read_yaml
-from tools.model.architecture import words_of
+from tools.model import words_of
 from tools.pipeline.schedules import is_v_shaped
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import KeyPath, Recipe

@@ -28,7 +28,7 @@ from typing import Literal
 from plugins.attention_balance.plan import COST, KEY, recomputed_share
 from plugins.attention_balance.samples import COMPUTED, Cost
 from plugins.errors import RecipeError
-from plugins.pipeline_layout.plan import counts_of_offset, is_layout, layout_of, offset_of
+from plugins.pipeline_layout import counts_of_offset, is_layout, layout_of, offset_of
 from tools.estimate.efficiency import cluster as load_cluster
 from tools.estimate.from_recipe import DEGREE, from_recipe, plain_value, require_ulysses
 from tools.estimate.memory.room import known_errors, room_of
@@ -52,8 +52,7 @@ from tools.layout.offsets import (
     string_values,
     write_layout,
 )
-from tools.model.architecture import model_of
-from tools.model.weights import PASSES, linear_flops, pair_flops
+from tools.model import PASSES, linear_flops, model_of, pair_flops
 from tools.pipeline.schedules import is_v_shaped
 from tools.recipe.load import KeyPath, Recipe, dotted
 from tools.recipe.view import AUTO, CHUNKS, MODE, OFFSET, View, look

@@ -54,7 +54,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from plugins.pipeline_layout.plan import by_turns, one_forward_one_backward
+from plugins.pipeline_layout import by_turns, one_forward_one_backward
 
 KINDS = "FBW"  # by number in a table of operations
 COLUMNS = 5  # of an order: index in `KINDS`, micro-batch, chunk, part, joined

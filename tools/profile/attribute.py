@@ -2,7 +2,7 @@
 
 Every second of the profile has one term, and they add up to the step:
 
-1. *computing*: a kernel's own time; where two run at once the second's is what it goes on alone.
+1. *computing*: a kernel's own time; where two run at once the second's is only what it takes after the first has ended.
 2. *communication*: its exposed time, in which nothing is computed; what is hidden is kept beside it.
 3. *gaps*: nothing runs: the host. A gap belongs to what comes after it: a layer, a layer's experts, the optimizer
    (on a CPU, where it is many kernels a weight), or none of these.

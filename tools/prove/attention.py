@@ -14,6 +14,7 @@ from itertools import product
 from typing import NamedTuple
 
 from tools.prove.call import Call, Value, rule
+from tools.prove.documents import check_ends
 from tools.prove.spread import (
     Certain,
     Dim,
@@ -41,7 +42,8 @@ class _Layout(NamedTuple):
 
 _LAYOUTS = {"0": _Layout(0, 1, 2), "1": _Layout(0, 2, 1), "2": _Layout(1, 0, 2), "3": _Layout(0, 1, 2),
             "4": _Layout(None, 0, 1)}  # fmt: skip
-_WRITTEN = re.compile(r"(?:, I64\(-?\d+\)){3}, I64\((\d)\), I64\(\d+\)\)$")
+_WRITTEN = re.compile(r"(?:, I64\(-?\d+\)){3}, I64\((\d)\), I64\((\d+)\)\)$")  # the layout, the sparse mode
+_FROM_THE_LAST = "3"  # the sparse mode that counts from the last query and key of a document
 _TOKENS_SEEN = {"FlashAttentionScore": (13, 14), "FlashAttentionScoreGrad": (18, 19)}
 _LENGTHS = {"FlashAttentionScore": (8, 9), "FlashAttentionScoreGrad": (13, 14)}
 _MASK = {"FlashAttentionScore": 6, "FlashAttentionScoreGrad": 7}
@@ -113,23 +115,44 @@ def _attended(call: Call, *given: Spread) -> list[Spread]:
         raise refusal(given, "batch or heads are not cut alike, or something else is cut")
     query, key = found[:2]
     over = query.holes - key.holes
-    if over and at.batch is None:
-        raise NotKnown("how the lengths of documents follow from a cut sequence has no rule")
-    wanted = dict.fromkeys(((place, 0) for place in _TOKENS_SEEN[call.node.op]), over) if over else {}
+    counts = over and at.batch is not None  # otherwise the ends of documents tell what is seen
+    wanted = dict.fromkeys(((place, 0) for place in _TOKENS_SEEN[call.node.op]), over) if counts else {}
     if dict(call.differs) != wanted:
         told = f"{', '.join(sorted(over))} cuts the queries' sequence" if over else "no axis cuts the queries' sequence"
         differs = ", ".join(sorted(call.shifts())) or "no axis"
         both = " with ".join(map(str, found[:2]))
         raise Certain(f"{both}: {told}, and the number of tokens that are seen differs along {differs}")
-    if over:
+    if counts:
         _check_tokens_seen(call, query.dims[at.sequence], over)
     mask = call.values[_MASK[call.node.op]]
     if isinstance(mask, Spread):
         _check_mask(by_element(mask), query, at, over)
-    for lengths in (call.values[place] for place in _LENGTHS[call.node.op]):
-        if isinstance(lengths, Spread) and _cuts(by_element(lengths).dims[0]) != _cuts(key.dims[at.sequence]):
-            raise refusal((key, lengths), "the lengths of sequences are not those of the rank's tokens")
+    _check_lengths(call, query.dims[at.sequence], key.dims[at.sequence], over)
     return found
+
+
+def _check_lengths(call: Call, rows: Dim, columns: Dim, over: frozenset[str]) -> None:
+    """Refuse ends of documents that are not those of the rank's queries and keys."""
+    given = [value for value in (call.values[place] for place in _LENGTHS[call.node.op]) if isinstance(value, Spread)]
+    of_tokens = _layout(call).batch is None
+    if given and over and not of_tokens:
+        raise NotKnown("ends of documents under a cut sequence have a rule only in the layout TND")
+    for lengths in given:
+        if _cuts(by_element(lengths).dims[0]) != _cuts(columns):
+            raise refusal(given, "the lengths of sequences are not those of the rank's tokens")
+        if lengths.shifted != over:
+            told = f"{', '.join(sorted(over))} cuts" if over else "no axis cuts"
+            raise Certain(f"{told} the queries' sequence, and the ends of documents move along "
+                          f"{', '.join(sorted(lengths.shifted)) or 'no axis'}")  # fmt: skip
+    if not over or not of_tokens:
+        return
+    written = _WRITTEN.search(call.node.head)
+    if len(given) != 2 or not written or written[2] != _FROM_THE_LAST:
+        raise NotKnown("only ends of documents with keys that are counted from the last one have a rule")
+    axes = [atom for atom in _cuts(rows) if atom in over]
+    if _cuts(rows) != (*_cuts(columns), *axes):
+        raise NotKnown("the pieces of the queries do not lie inside of those of the tokens")
+    check_ends(given[0], given[1], axes, extent(rows), extent(columns), call.sizes)
 
 
 def _cut_alike(call: Call, at: _Layout, given: Sequence[Spread]) -> Iterator[list[Spread]]:

@@ -57,6 +57,7 @@ class Call:
         repeats: of the sums of the loss: the axes over which its forward sums (see `_scale`).
         offsets: of the constants of `differs` that are whole numbers: the constant on the stage's first rank, and by
             how much it is larger on the next rank along each axis along which it differs.
+        names: of the arguments, as `number` is of the result.
     """
 
     node: Node
@@ -67,6 +68,7 @@ class Call:
     axes: tuple[str, ...] = ()
     repeats: frozenset[str] = frozenset()
     offsets: Mapping[tuple[int, int], tuple[int, Mapping[str, int]]] = field(default_factory=dict)
+    names: tuple[int, ...] = ()
 
     def spread(self, place: int) -> Spread:
         """Return how an argument lies on the ranks (its spread)."""

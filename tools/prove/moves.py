@@ -121,7 +121,7 @@ def _with_pieces(
             dimensions of one element between them it had, and the number of its dimension.
     """
     found: list[list[Atom]] = [[] for _ in shape]
-    loose = set(x.loose)
+    loose, dropped = set(x.loose), set(x.dropped)
     last = 0
     for place, (number, atom) in enumerate(placed):
         if isinstance(atom, str):
@@ -138,6 +138,8 @@ def _with_pieces(
                 number = behind  # groups of heads become heads, and the batch of one sample in front of them stays
             if firm and len(shape) == 2 * len(x.dims):
                 number = 2 * own + 1
+            if len(shape) == 1 and not before and not after and not between:
+                dropped.add(atom)
             follows = next((each for _, each in placed[place:] if not isinstance(each, str)), None)
             if isinstance(follows, Rows):  # grouped tokens: the ranks' dimension stands in front of theirs
                 number = between[0] if between else behind
@@ -149,7 +151,7 @@ def _with_pieces(
             raise NotKnown(f"{x}: reshape to {tuple(shape)} leaves no dimension for the pieces over {atom}")
         found[number].append(atom)
         last = number
-    return replace(x, dims=tuple(map(tidy, found)), loose=frozenset(loose))
+    return replace(x, dims=tuple(map(tidy, found)), loose=frozenset(loose), dropped=frozenset(dropped))
 
 
 def transpose(x: Spread, order: Sequence[int]) -> Spread:
@@ -274,7 +276,7 @@ def all_reduce(x: Spread, axes: Iterable[str]) -> Spread:
     """Return the spread of a sum over the ranks along axes."""
     for axis in axes:
         if axis in x.holes:
-            raise refusal((x,), f"a sum over {axis} adds different pieces")
+            raise refusal((x,), f"a sum over {axis} adds different pieces", {axis})
         if axis in x.greatest | x.shifted:
             raise refusal((x,), f"a sum over {axis} adds what are not parts of a sum")
         x = replace(x, partial=x.partial - {axis}) if axis in x.partial else scaled(x, (axis,), 1)
@@ -310,7 +312,7 @@ def all_gather(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spre
         else:
             dims[home] = rest
             dims[0] = (Block(home, sizes[axis], at), *dims[0])
-        x = replace(x, dims=tuple(dims))
+        x = replace(x, dims=tuple(dims), dropped=x.dropped - {axis})
     return x
 
 
@@ -386,7 +388,7 @@ def all_to_all(x: Spread, axis: str, to: int, whole: int, sizes: Mapping[str, in
         raise NotKnown(f"{x}: pieces over {axis} are exchanged inside of others")
     dims[whole] = tidy(sizes[axis] if atom == axis else atom for atom in dims[whole])
     dims[to] = _cut(x, dims[to], axis, sizes[axis])
-    return replace(x, dims=tuple(dims), loose=x.loose - {axis})
+    return replace(x, dims=tuple(dims), loose=x.loose - {axis}, dropped=x.dropped - {axis})
 
 
 def wherever(move: Callable[[Spread], Spread], x: Spread) -> Spread:

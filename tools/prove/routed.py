@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tools.prove import documents
 from tools.prove.call import Call, Order, Value, rule
 from tools.prove.experts import ways
 from tools.prove.spread import (
@@ -322,8 +323,11 @@ def _by_choices(call: Call) -> Value:
     raise NotKnown("only dispatched rows have a rule")
 
 
-@rule("Gather", says="dispatched rows by the choices of the router, or numbers of a plain table for each index")
+@rule("Gather", says="dispatched rows by the choices of the router, numbers of a plain table for each index, or one "
+      "entry of each rank's own list of numbers")  # fmt: skip
 def _looked_up(call: Call) -> Value:
+    if (entry := documents.entry(call)) is not None:
+        return entry
     table = by_element(call.spread(0))
     if len(table.dims) != 1 or table.holes or not call.counts or call.values[2] != 0:
         raise NotKnown("only dispatched rows and a plain table of numbers have a rule")

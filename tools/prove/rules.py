@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tools.dryrun.graph_text import Node
-from tools.prove import attention, experts, layers, moves, routed, slices, tokens
+from tools.prove import attention, documents, experts, layers, moves, routed, slices, tokens
 from tools.prove.call import TABLE, Call, Order, Part, Value, rule
 from tools.prove.spread import (
     Alike,
@@ -54,11 +54,13 @@ def apply(call: Call) -> Value:
     try:
         if on_order:
             return experts.ON_ORDERS[call.node.op](call)
-        return _as_the_graph_says(call, (own or found.of)(call))
+        return documents.with_formula(call, _as_the_graph_says(call, (own or found.of)(call)))
     except Contradiction as error:
         given = [each for value in call.values for each in (value if isinstance(value, list) else [value])]
         spreads = [value.whole if isinstance(value, Part) else value for value in given]
         loose = frozenset().union(*(each.loose for each in spreads if isinstance(each, Spread)))
+        if error.over is not None and not loose & error.over:  # no place changes what is wrong
+            raise
         if loose and not isinstance(error, Certain):  # another place of a piece might be right
             raise NotKnown(f"{error} (the place of the pieces over {', '.join(sorted(loose))} is not sure)") from None
         raise
@@ -155,7 +157,7 @@ def divisor_of(node: Node) -> float | None:
 @rule(
     *("Square", "Rsqrt", "Sqrt", "Exp", "Log", "Cos", "Sin", "SiLU", "Sigmoid", "ReLU", "Reciprocal", "Pow"),
     *("PowTensorScalar", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual", "LogicalNot"),
-    *("LogicalAnd", "LogicalOr", "Minimum", "Maximum", "FloorDiv", "LessScalar"),
+    *("LogicalAnd", "LogicalOr", "Minimum", "Maximum", "FloorDiv", "LessScalar", "ClipByValue"),
     says="by element and not linear: no argument may be partial or have a power",
 )
 def _by_element(call: Call) -> Value:

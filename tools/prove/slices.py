@@ -86,6 +86,7 @@ def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes:
     require_home(x)
     if (stacked := _stacked(x, shape, by, sizes)) is not None:
         return stacked
+    x = x if by else _added_up(x, shape)
     dims, partial = list(x.dims), set(x.partial)
     for number, size in enumerate(shape):
         axes = by.get(number, ())
@@ -98,6 +99,20 @@ def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes:
             dims[number] = tidy((*(a for a in dims[number] if isinstance(a, str) and a not in axes), size))
         partial |= set(axes)
     return replace(x, dims=tuple(dims), partial=frozenset(partial), loose=x.loose - partial)
+
+
+def _added_up(x: Spread, shape: Sequence[int]) -> Spread:
+    """The gradient of a part of a vector, with axes that cut a dimension of one element as axes of a sum over it.
+
+    Where a rank has one sample, the graph does not show the sum over the samples. The vector itself is not cut, because
+    `take` refuses to take the same part of each rank's piece.
+    """
+    if len(x.dims) != 1 or x.shape == tuple(shape):
+        return x
+    cuts = frozenset(atom for atom in x.dims[0] if isinstance(atom, str))
+    summed = cuts if x.shape == (1,) else cuts & x.dropped
+    rest = tuple(atom for atom in x.dims[0] if atom not in summed)
+    return replace(x, dims=(rest,), partial=x.partial | summed, loose=x.loose - summed, dropped=x.dropped - summed)
 
 
 def _stacked(

@@ -19,16 +19,22 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
-
-import numpy as np
 
 from plugins.errors import TC3Error
 
 
 class Contradiction(TC3Error):
-    """The ranks' results are neither pieces nor parts of the result of one device."""
+    """The ranks' results are neither pieces nor parts of the result of one device.
+
+    Args:
+        over: the axes along which they are not, if the places of pieces over other axes do not matter.
+    """
+
+    def __init__(self, wrong: str, over: Iterable[str] | None = None):
+        super().__init__(wrong)
+        self.over = None if over is None else frozenset(over)
 
 
 class Certain(Contradiction):
@@ -70,6 +76,8 @@ class Rows:
     count: int
 
 
+_TRIED = 200  # places of loose pieces that are tried to find out whether a product is a sum over ranks
+
 Atom = int | str | Block | Rows
 Dim = tuple[Atom, ...]
 Powers = tuple[tuple[str, int], ...]
@@ -88,6 +96,9 @@ class Spread:
         greatest: the axes over which the value is the largest of what the ranks hold.
         merged: of a matrix that a reshape has made of tokens, the two dimensions that are its rows now. It says nothing
             about the elements, and equal values may differ in it.
+        dropped: the axes that cut a dimension of one element which a reshape to a vector has left out. Their pieces are
+            also parts of the sum over that dimension.
+        formula: of integers that were computed from ends of documents, how (see `tools.prove.documents`).
     """
 
     dims: tuple[Dim, ...]
@@ -97,6 +108,8 @@ class Spread:
     loose: frozenset[str] = frozenset()
     greatest: frozenset[str] = frozenset()
     merged: tuple[Dim, ...] = field(default=(), compare=False, repr=False)
+    dropped: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    formula: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def holes(self) -> frozenset[str]:
@@ -142,25 +155,6 @@ def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
     for block in (atom for dim in dims for atom in dim if isinstance(atom, Block)):
         found[block.home].insert(block.at, block)
     return found
-
-
-def piece(spread: Spread, value: np.ndarray, place: Mapping[str, int], sizes: Mapping[str, int]) -> np.ndarray:
-    """Return the elements of a whole value that the rank at `place` of the mesh holds; partial sums and powers are left
-    out.
-    """
-    atoms = [(number, atom) for number, dim in enumerate(logical(spread.dims)) for atom in dim]
-    apart = value.reshape([_size(atom, sizes) for _, atom in atoms])
-    apart = apart[tuple(place[atom] if isinstance(atom, str) else slice(None) for _, atom in atoms)]
-    kept = [(number, atom) for number, atom in atoms if not isinstance(atom, str)]
-    order: list[int] = []
-    for number, dim in enumerate(spread.dims):  # the k-th extent of a dimension, and each block, where it lies
-        own = [place for place, (home, atom) in enumerate(kept) if home == number and not isinstance(atom, Block)]
-        for atom in dim:
-            if isinstance(atom, Block):
-                order.append(next(i for i, (_, each) in enumerate(kept) if each is atom))
-            elif isinstance(atom, int):
-                order.append(own.pop(0))
-    return apart.transpose(order).reshape(spread.shape)
 
 
 class Zeros(Spread):
@@ -222,9 +216,9 @@ def require_home(*given: Spread) -> None:
             raise NotKnown(f"{x}: gathered pieces are used before they are where they belong")
 
 
-def refusal(given: Sequence[Spread], why: str) -> Contradiction:
+def refusal(given: Sequence[Spread], why: str, over: Iterable[str] | None = None) -> Contradiction:
     """Return a `Contradiction` whose message names the spreads."""
-    return Contradiction(f"{' with '.join(map(str, given))}: {why}")
+    return Contradiction(f"{' with '.join(map(str, given))}: {why}", over)
 
 
 def placements(x: Spread) -> Iterator[Spread]:
@@ -294,6 +288,22 @@ def _settled(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spread) -> 
     raise first
 
 
+def _surely_partial(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spread) -> frozenset[str]:
+    """The axes over which the result of a rule is partial for all places of loose pieces for which there is one; none
+    if there are too many places.
+    """
+    both = list(islice(product(placements(x), placements(y)), _TRIED + 1))
+    found = []
+    for one, two in both if len(both) <= _TRIED else ():
+        try:
+            found.append(rule(one, two).partial)
+        except Contradiction:
+            continue
+        except NotKnown:
+            return frozenset()
+    return frozenset.intersection(*found) if found else frozenset()
+
+
 def alike(x: Spread, other: Spread) -> Spread:
     """Return a value of equal elements, cut in the way in which `other` is cut; return any other value unchanged."""
     if not isinstance(x, (Alike, Zeros)) or len(x.dims) != len(other.dims):
@@ -336,7 +346,7 @@ def as_partial(x: Spread, axes: frozenset[str]) -> Spread:
     powers = dict(x.powers)
     for axis in sorted(axes - x.partial):
         if axis in x.holes or powers.get(axis) != -1:
-            raise refusal((x,), f"it is added to a partial sum over {axis}, and would count once for each rank")
+            raise refusal((x,), f"it is added to a partial sum over {axis}, and would count once for each rank", {axis})
         x = scaled(replace(x, partial=x.partial | {axis}), (axis,), 1)
     return x
 
@@ -387,7 +397,8 @@ def by_element(*given: Spread) -> Spread:
     """Return the spread of any other elementwise function, whose arguments must be neither partial nor scaled."""
     for x in given:
         if x.partial or x.powers or x.greatest:
-            raise refusal((x,), "the operator is not linear, and its argument is not a plain value")
+            over = x.partial | x.greatest | dict(x.powers).keys()
+            raise refusal((x,), "the operator is not linear, and its argument is not a plain value", over)
     found = Spread(given[0].dims, loose=given[0].loose)
     for x in given[1:]:
         found = joined(found, x)
@@ -449,5 +460,6 @@ def matmul(x: Spread, y: Spread, x_turned: bool = False, y_turned: bool = False)
         return Spread(checked((*batch, rows, columns), one, two), partial=over)
 
     found = _settled(product_of, x, y)
+    sure = _surely_partial(product_of, x, y) if found.partial & (x.loose | y.loose) else frozenset()
     partial, powers = x.partial | y.partial | found.partial, times((x.powers, 1), (y.powers, 1))
-    return replace(found, partial=partial, powers=powers, loose=(x.loose | y.loose) & (found.holes | partial))
+    return replace(found, partial=partial, powers=powers, loose=(x.loose | y.loose) & (found.holes | partial) - sure)

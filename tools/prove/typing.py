@@ -168,6 +168,7 @@ class Frame:
         self.values: dict[int, Value] = {}
         self.names: dict[int, int] = {}
         self.given_names = names or {}
+        self.origins: dict[str, tuple[Frame, str]] = {}  # of arguments: where the caller has them
 
     def named(self, text: str) -> int:
         """Return the name of an argument."""
@@ -262,7 +263,8 @@ class Typing:
             axes = self.axes_of(node) if node.op in COLLECTIVES else ()
             self._require_mean(frame, node, axes)
             offsets = self.peers.offsets(frame.name, number) if differs else {}
-            call = Call(node, name, values, self.mesh.sizes, differs, axes, self._repeats(frame, node), offsets)
+            names = tuple(map(frame.named, arguments))
+            call = Call(node, name, values, self.mesh.sizes, differs, axes, self._repeats(frame, node), offsets, names)
             return apply(call) if self.mesh.sizes else self._undivided(call)
         except (Contradiction, NotKnown) as error:
             return Failure(isinstance(error, Contradiction), frame.name, number, str(error))
@@ -278,24 +280,39 @@ class Typing:
         of_loss = node.op == "AllReduce" and math.prod(node.outputs[0].shape) == 1
         if not of_loss or not re.search(r"Router/(?:.*/)?Grad_AllReduce/", node.scope):
             return
-        nodes, ranks = self.graph.graphs[frame.name], math.prod(self.mesh.sizes[axis] for axis in axes)
-        todo, seen, mean = list(node.operands), set[int](), False
+        ranks = math.prod(self.mesh.sizes[axis] for axis in axes)
+        todo, seen, unsure = self._before(frame, node), set[tuple[str, int]](), False
+        mean = False
         while todo:
-            each = nodes[number := todo.pop()]
+            own, number = todo.pop()
+            each = self.graph.graphs[own.name][number]
             if each.op == "RealDiv" and "Grad_RealDiv" in each.scope and divisor_of(each) == ranks:
                 mean = True
-            elif each.op == "RealDiv" and "Grad__VirtualDiv" in each.scope:
+                continue
+            if each.op == "RealDiv" and "Grad__VirtualDiv" in each.scope:
                 raise Contradiction(f"the losses of {ranks} ranks are added, and not divided by {ranks}: no mean")
-            elif number not in seen:
-                seen.add(number)
-                todo += operands_of(each)
-        if not mean:  # the gradient comes from the graph that calls this one
+            unsure = unsure or bool(each.calls) or each.op == "Receive"
+            if (own.name, number) not in seen:
+                seen.add((own.name, number))
+                todo += self._before(own, each)
+        if unsure or not mean:  # the gradient comes from another stage or graph
             raise NotKnown(f"nothing here divides the losses of {ranks} ranks, which are added, by {ranks}")
+
+    def _before(self, frame: Frame, node: Node) -> list[tuple[Frame, int]]:
+        """The operators whose values an operator takes, also those of the graph that calls this one."""
+        found = [(frame, number) for number in operands_of(node)]
+        for text in arguments_of(node.head):
+            own, parameter = frame, _PARAMETER.fullmatch(text)
+            while parameter and parameter[1] in own.origins:
+                own, text = own.origins[parameter[1]]
+                parameter = _PARAMETER.fullmatch(text)
+            if own is not frame and (number := re.fullmatch(r"%(\d+)", text)):
+                found.append((own, int(number[1])))
+        return found
 
     def _undivided(self, call: Call) -> Value:
         """Return the result in a stage of one device. The one device holds every value whole, so where an operator has
-        no rule for its inputs, the result is whole in its stated shape. Collectives with other ranks have failed
-        before.
+        no rule for its inputs, the result is whole in its stated shape. Collectives with other ranks failed before.
         """
         try:
             return apply(call)
@@ -323,6 +340,7 @@ class Typing:
         parameters = self.graph.parameters[target]
         named = dict(zip(parameters, [*names, *map(frame.named, texts)], strict=False))
         inner = Frame(target, dict(zip(parameters, [*bound, *given], strict=False)), named)
+        inner.origins = {each: (frame, text) for each, text in zip(parameters[len(bound) :], texts, strict=False)}
         self.frames.append(inner)
         nodes = self.graph.graphs[target]
         for each in nodes:

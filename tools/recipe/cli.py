@@ -17,7 +17,8 @@ from tools.ranges import Number, overrides_option
 from tools.recipe.diff import ABSENT, GROUPS, Batch, Change, Comparison, compare
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import Recipe, load_recipe
-from tools.recipe.mini import WORKERS, load_mini
+from tools.recipe.mini import load_mini
+from tools.recipe.mini_strategy import WORKERS
 from tools.recipe.override import apply_overrides
 
 # The flat effective recipe: bases merged in, overrides applied, as YAML that stock MindFormers reads, or as JSON.
@@ -57,7 +58,7 @@ def recipe_as_text(
     """
     recipe = effective(path, overrides, mini, as_written, workers)
     if as_json:
-        return json.dumps(recipe, indent=2, default=str) + "\n"  # YAML alone knows dates
+        return json.dumps(recipe, indent=2, default=str) + "\n"  # only YAML knows dates
     return recipe_text(recipe)
 
 

@@ -15,7 +15,6 @@ import copy
 import math
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER
 from tools.recipe.dump import dump_recipe
 from tools.recipe.findings import in_file
 from tools.recipe.load import Recipe, load_recipe
-from tools.recipe.view import MODEL, View
+from tools.recipe.mini_strategy import GROUPED, LATENT, OPTIMIZER, WORKERS, keep_strategy, shares_keys
+from tools.recipe.view import View
 
 CORPUS = "output/data/stdlib"  # the corpus of launch/quickstart
 
@@ -32,7 +32,6 @@ SEQ_LENGTH = 128
 CONVERSATIONS = 512  # tokens of a sample of packed conversations: two or three, with what Alpaca's template says
 VOCABULARY = 2048
 BATCH = 4  # samples per step
-WORKERS = 4  # of a recipe with expert-parallel dispatch; one otherwise
 HIDDEN = 128
 EXPERTS = 16
 TOPK = 4
@@ -105,9 +104,6 @@ EXPERTS_ON_CPU: dict[str, Any] = {
     "moe_shared_expert_overlap": False,
     "moe_token_dispatcher_type": DEFAULT_DISPATCHER,
 }
-OPTIMIZER = ("optimizer", "type")
-MOVES, SENDS = ("expert_balance",), ("hierarchical_ep", "ep_overlap")  # plugins that move experts, or send tokens
-LATENT, GROUPED = "telechat3_moe", "telechat3"  # model types: multi-latent and grouped-query attention
 
 
 def derive_mini(
@@ -139,7 +135,7 @@ def derive_mini(
     if evaluation := (mini.get("plugins") or {}).get("held_out_loss"):
         held_out = f"{data_path}_instructions_heldout.jsonl" if packs else f"{data_path}_heldout"
         evaluation.update(data_path=held_out, samples=2 * BATCH, every=steps)
-    (mini.get("plugins") or {}).pop("batch_ramp", None)  # its stages are longer than the mini
+    _shrink_plugins(mini)
     shrink_schedules(mini, steps)
     mini["runner_config"].pop("gradient_accumulation_steps", None)  # 1: a step is one small batch
     shrink_callbacks(mini, model)
@@ -149,7 +145,27 @@ def derive_mini(
         mini["use_parallel"] = True
         mini["parallel"].update(parallel_mode=1, search_mode="sharding_propagation")
         mini["context"]["dataset_broadcast_opt_level"] = 0
+    _cut_fewer_samples(mini)
     return mini
+
+
+def _shrink_plugins(mini: dict[str, Any]) -> None:
+    """Leave out what is longer than the mini; record the loads of experts that are all on one worker, and move none."""
+    plugins = mini.get("plugins") or {}
+    plugins.pop("batch_ramp", None)
+    if isinstance(plugins.get("expert_balance"), dict) and mini["parallel_config"]["expert_parallel"] == 1:
+        plugins["expert_balance"]["every"] = 0
+
+
+def _cut_fewer_samples(mini: dict[str, Any]) -> None:
+    """Let `plugins.ep_overlap` (in place) cut sequences where a rank of the mini has too few samples; the number of
+    chunks stays.
+    """
+    overlap = (mini.get("plugins") or {}).get("ep_overlap")
+    if isinstance(overlap, dict) and isinstance(overlap.get("chunks"), list):
+        parts, length = overlap["chunks"]
+        kept = math.gcd(parts, mini["runner_config"]["batch_size"])
+        overlap["chunks"] = [kept, length * parts // kept]
 
 
 def load_mini(
@@ -197,10 +213,8 @@ def shrink_model(model: dict[str, Any], length: int = SEQ_LENGTH) -> None:
     hidden, seq_length = model["hidden_size"], model["seq_length"]
     dense = min(model.get("first_k_dense_replace") or 0, 1)
     model["num_hidden_layers"] = 2
-    if model["model_type"] == GROUPED:
-        _shrink_groups(model)
-    else:
-        _shrink_latent(model)
+    (_shrink_groups if shares_keys(model) else _shrink_latent)(model)
+    if model["model_type"] == LATENT:
         model["first_k_dense_replace"] = dense
         model["num_hidden_layers"] = dense + 1
     for key in ("intermediate_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size"):
@@ -338,163 +352,3 @@ def shrink_callbacks(mini: dict[str, Any], model: dict[str, Any]) -> None:
         "prefix": "mini",
         "load_path": "",
     }
-
-
-# of a recipe for Ascend, and kept: operators, precision, the way tokens go
-_OWN = (
-    *("hidden_act", "compute_dtype", "fused_norm", "apply_rope_fusion", "bias_swiglu_fusion", "moe_permute_fusion"),
-    *("moe_token_dispatcher_type", "moe_shared_expert_overlap", "use_fused_ops_permute"),
-)
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """A `Degrees` holds the parallel degrees: pipeline, tensor, data, context and expert."""
-
-    pp: int = 1
-    tp: int = 1
-    dp: int = 1
-    cp: int = 1
-    ep: int = 1
-
-    @property
-    def workers(self) -> int:
-        """Return the number of processes that these degrees need."""
-        return self.pp * self.tp * self.dp * self.cp
-
-
-def scale_degrees(own: Degrees, workers: int) -> Degrees:
-    """Return degrees whose product is at most `workers`. Each degree is a power of two and no larger than the recipe's.
-
-    In turn the pipeline, tensor, data and context degree is doubled where the recipe allows it, until no doubling fits.
-    Experts are shared by as many data- and tensor-parallel ranks of a stage as the recipe's degree allows.
-    """
-    sizes = {"pp": 1, "tp": 1, "dp": 1, "cp": 1}
-    room, grows = workers, True
-    while grows:
-        grows = False
-        for name in sizes:
-            if room >= 2 and sizes[name] * 2 <= getattr(own, name):
-                sizes[name] *= 2
-                room //= 2
-                grows = True
-    ep, most = 1, sizes["tp"] * sizes["dp"]  # as MindFormers' ffn.py shares them
-    while ep * 2 <= min(own.ep, most):
-        ep *= 2
-    return Degrees(**sizes, ep=ep)
-
-
-def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int = WORKERS) -> None:
-    """Give the mini of `recipe` (in place) the recipe's parallel strategy at `workers` processes. A step of this mini
-    has `batch` samples.
-
-    Raises:
-        RecipeError: the recipe splits nothing, or the batch does not serve the data-parallel ranks.
-    """
-    view = View(recipe)
-    if not view.parallel:
-        wrong = "--parallel keeps how a recipe splits its model, but this recipe does not split it; leave it out"
-        raise RecipeError(f"{recipe.source}: {wrong}")
-    degrees = degrees_for(mini, view, workers)
-    if degrees.workers == 1:
-        wrong = f"--parallel needs a parallel degree above 1 that fits {workers} workers; give more, or leave it out"
-        raise RecipeError(f"{recipe.source}: {wrong}")
-    give_strategy(mini, view, degrees, batch, degrees)
-    for name in (*MOVES, *SENDS) if degrees.ep == 1 else ():  # they need experts on other workers
-        (mini.get("plugins") or {}).pop(name, None)
-
-
-def degrees_for(mini: dict[str, Any], view: View, workers: int) -> Degrees:
-    """Return a recipe's degrees (`view`), scaled down to at most `workers` processes that train its mini."""
-    model = mini["model"]["model_config"]
-    # tensor parallelism deals whole heads; those of keys and values, where query heads share them
-    heads = model["num_key_value_heads" if model["model_type"] == GROUPED else "num_attention_heads"]
-    experts = min(view.ep, model.get("n_routed_experts") or 1)
-    return scale_degrees(Degrees(view.pp, min(view.tp, heads), view.dp, view.cp, experts), workers)
-
-
-def give_strategy(mini: dict[str, Any], view: View, degrees: Degrees, batch: int, deepest: Degrees) -> None:
-    """Give the mini (in place) these degrees and the own operators of the recipe that `view` shows.
-
-    Args:
-        batch: samples of a step. deepest: the degrees whose pipeline the layers suffice for; minis with other degrees
-            then have the same weights.
-    """
-    model = mini["model"]["model_config"]
-    for key in _OWN:
-        if (value := view.get((*MODEL, key))) is None:
-            model.pop(key, None)
-        else:
-            model[key] = value
-    _degrees(mini, view, degrees, batch)
-    _layers(mini, model, view, degrees, deepest)
-    _memory(mini, view, degrees)
-
-
-def _degrees(mini: dict[str, Any], view: View, degrees: Degrees, batch: int) -> None:
-    """Set degrees, micro-batches, and where samples go."""
-    mini["use_parallel"] = True
-    mini["context"]["dataset_broadcast_opt_level"] = 0  # CPU: otherwise some ranks read no data
-    micro_batches = max(batch // degrees.dp, degrees.pp) if degrees.pp > 1 else 1
-    size = max(1, batch // (degrees.dp * micro_batches))
-    mini["runner_config"]["batch_size"] = mini["model"]["model_config"]["batch_size"] = size
-    mini["parallel_config"].update(
-        data_parallel=degrees.dp,
-        model_parallel=degrees.tp,
-        pipeline_stage=degrees.pp,
-        context_parallel=degrees.cp,
-        expert_parallel=degrees.ep,
-        micro_batch_num=micro_batches,
-        use_seq_parallel=degrees.tp > 1 and view.flag(("parallel_config", "use_seq_parallel")),
-        vocab_emb_dp=view.flag(("parallel_config", "vocab_emb_dp")),
-    )
-    mini["parallel"].update(
-        parallel_mode=1,
-        gradients_mean=view.flag(("parallel", "gradients_mean")),
-        enable_alltoall=view.flag(("parallel", "enable_alltoall")),
-        dataset_strategy=[[degrees.dp, *[1] * (axes - 1)] for axes in (2, 2, 2, 2, 4)],
-    )
-    for callback in mini["callbacks"]:
-        if "micro_batch_num" in callback:
-            callback["micro_batch_num"] = micro_batches
-
-
-def _layers(mini: dict[str, Any], model: dict[str, Any], view: View, degrees: Degrees, deepest: Degrees) -> None:
-    """Set at least one layer for each chunk of each stage of the deepest pipeline; no layer less than the mini has."""
-    if model.get("n_routed_experts"):
-        model["npu_nums_per_device"] = max(1, degrees.ep // 2)  # workers act as two nodes
-    chunks = view.chunks
-    if deepest.pp > 1:
-        model["num_hidden_layers"] = max(model["num_hidden_layers"], deepest.pp * chunks)
-    if degrees.pp == 1:
-        return
-    first = model["num_hidden_layers"] % (degrees.pp * chunks)
-    rows = [[first * (chunk == stage == 0) for stage in range(degrees.pp)] for chunk in range(chunks)]
-    model.update(pp_interleave_num=chunks, offset=rows if chunks > 1 else rows[0])
-    mini["parallel"]["pipeline_config"] = copy.deepcopy(view.get(("parallel", "pipeline_config"), {}))
-
-
-def _memory(mini: dict[str, Any], view: View, degrees: Degrees) -> None:
-    """Set recomputation as the recipe has it, layer for layer, and optimizer sharding."""
-    shape = (view.chunks, degrees.pp) if view.chunks > 1 and degrees.pp > 1 else (degrees.pp,)
-    for key, value in (view.get(("recompute_config",)) or {}).items():
-        mini["recompute_config"][key] = _recomputed(value, shape)
-    sharding = view.get(("parallel", "parallel_optimizer_config"))
-    muon = view.get(OPTIMIZER) == "Muon"  # it refuses shards of one rank
-    cuts = view.flag(("parallel", "enable_parallel_optimizer")) and not (muon and degrees.dp == 1)
-    mini["parallel"]["enable_parallel_optimizer"] = cuts
-    if sharding and cuts:
-        own = mini["parallel"]["parallel_optimizer_config"] = {**sharding, "parallel_optimizer_threshold": 0}  # toys
-        if muon:
-            own["optimizer_weight_shard_size"] = math.gcd(own.get("optimizer_weight_shard_size") or 0, degrees.dp)
-
-
-def _recomputed(value: Any, shape: tuple[int, ...]) -> Any:
-    """Return a recomputation setting for one layer of each chunk: its counts become 0 or 1, in the mini's shape."""
-    if isinstance(value, dict):
-        return {key: _recomputed(each, shape) for key, each in value.items()}
-    if isinstance(value, list) and all(isinstance(each, (int, list)) and not isinstance(each, bool) for each in value):
-        one = int(any(sum(each) if isinstance(each, list) else each for each in value))
-        row = [one] * shape[-1]
-        return [list(row) for _ in range(shape[0])] if len(shape) > 1 else row
-    return value

@@ -16,7 +16,8 @@ from typing import Any
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER
 from tools.recipe.load import Recipe
-from tools.recipe.mini import BATCH, MOVES, SENDS, Degrees, degrees_for, derive_mini, give_strategy
+from tools.recipe.mini import BATCH, derive_mini
+from tools.recipe.mini_strategy import MOVES, SENDS, Degrees, degrees_for, give_strategy, least_micro_batches
 from tools.recipe.view import MODEL, View
 
 LENGTH = 2048  # tokens of a sample: the least with which MindFormers compresses masks; it cannot shard a whole mask
@@ -49,7 +50,7 @@ def ascend_minis(recipe: Recipe, data_path: str, steps: int, counts: Sequence[in
     degrees = {1: Degrees(), **{count: degrees_for(mini, view, count) for count in counts}}
     degrees = {count: found for count, found in degrees.items() if found.workers == count}
     deepest = max(degrees.values(), key=lambda found: found.pp)
-    batch = max(BATCH, *(found.dp * found.pp for found in degrees.values()))
+    batch = max(BATCH, *(found.dp * least_micro_batches(view, found) for found in degrees.values()))
     mini["train_dataset"]["data_loader"]["sizes"] = [steps * batch, 0, 0]
     small = {count: _of(mini, view, found, batch, deepest) for count, found in degrees.items()}
     return {ON_CPU: _on_cpu(mini, small[1]), **small}
@@ -63,6 +64,7 @@ def _on_cpu(mini: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
     if not _wants_groups(found):  # otherwise the mini is already one process of the sharded graph
         found["use_parallel"] = False
         found["parallel"].update(parallel_mode=0)
+    found["parallel"]["dataset_strategy"] = [[1] * len(row) for row in found["parallel"]["dataset_strategy"]]
     found["runner_config"]["batch_size"] = model["batch_size"] = wanted["batch_size"]
     model["num_hidden_layers"] = wanted["num_hidden_layers"]
     if "npu_nums_per_device" in model:
@@ -100,6 +102,8 @@ def _of(mini: dict[str, Any], view: View, degrees: Degrees, batch: int, deepest:
     if "moe_token_dispatcher_type" in model and degrees.ep == 1:
         model["moe_token_dispatcher_type"] = DEFAULT_DISPATCHER  # the only one that MindFormers takes on one device
     _leave_dispatch(found, inside_node=degrees.ep <= node)
+    if degrees.pp == 1:
+        (found.get("plugins") or {}).pop("grouped_gradient", None)  # it adds up over a pipeline's micro-batches
     return found
 
 

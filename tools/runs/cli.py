@@ -323,7 +323,7 @@ def report_command(
 
 def _beside(folders: tuple[Path, ...], measured: Path) -> list[Study]:
     """Return the studies of runs with the steps predicted for a measured cluster."""
-    from tools.measured.bundle import origin, read_bundle
+    from tools.measured import origin, read_bundle
     from tools.runs.measured import beside, hardware_of
     from tools.runs.study import studies
 

@@ -14,7 +14,7 @@ from tools.estimate.from_recipe import from_recipe
 from tools.estimate.time_model import TimeModel
 from tools.hardware.load import Hardware
 from tools.layout.resolve import resolve
-from tools.measured.bundle import Bundle, measured_cluster
+from tools.measured import Bundle, measured_cluster
 from tools.runs.study import Beside, Study
 
 SLOWER = 1.25  # times the predicted seconds: more than that is worth a look (assumed; predictions are some 7 % off)

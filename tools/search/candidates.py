@@ -29,7 +29,7 @@ from tools.check.arithmetic import without_copies
 from tools.estimate.configuration import Configuration, Table
 from tools.estimate.from_recipe import compiles_sharded_gradients
 from tools.estimate.layer_model import work
-from tools.model.architecture import Model
+from tools.model import Model
 from tools.pipeline.schedules import can_run, is_v_shaped
 from tools.search.request import PLANNED, POLICIES, SHARDS, Request
 
@@ -67,7 +67,7 @@ def balanced_layers(model: Model, sequence: int, stages: int, chunks: int, turne
     """Return layers [chunks][stages]; this needs `model.layers` >= stages x chunks. With `turned`, odd chunks run from
     the last stage to the first (a V).
 
-    1. Each chunk gets a layer, except the last one where the head alone weighs as much.
+    1. Each chunk gets a layer, except the last one where only the head weighs as much.
     2. Each other layer goes to the stage with the least load; of equals to the last, which holds the fewest
        micro-batches. There it goes to the chunk with the least load, of equals to the first.
     """

@@ -249,7 +249,7 @@ def _cluster(recipe: Path, cluster_name: str | None, folder: Path, options: dict
         )
     if measured is None and bundle is None:
         return DEFAULT_HARDWARE if cluster_name is None else cluster_name
-    from tools.measured.bundle import measured_cluster, origin, read_bundle
+    from tools.measured import measured_cluster, origin, read_bundle
     from tools.search.measured import cluster_from
 
     path = overlay.with_suffix(".cluster.yaml") if overlay else folder / "calibrated.yaml"

@@ -21,7 +21,7 @@ import yaml
 from plugins.errors import RecipeError, did_you_mean
 from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
-from plugins.pipeline_layout.plan import offset_of
+from plugins.pipeline_layout import offset_of
 from tools.estimate.configuration import Configuration, Table
 from tools.estimate.from_recipe import (
     GRADIENTS,

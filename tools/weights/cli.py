@@ -48,6 +48,13 @@ salvage_option = click.option(
     is_flag=True,
     help="Copy damaged values unchanged instead of refusing them, and record them in the result.",
 )
+workers_option = click.option(
+    "--workers",
+    default=1,
+    type=Number("files"),
+    help="Write this many files at the same time.",
+    show_default=True,
+)
 file_size_option = click.option(
     "--file-size",
     default=5.0,
@@ -181,13 +188,7 @@ def merge_command(checkpoint: Path, target: Path, recipe: Path | None, file_size
     help="Write trained weights in this data type.  [default: the type in which they are stored]",
 )
 @file_size_option
-@click.option(
-    "--workers",
-    default=1,
-    type=Number("files"),
-    help="Write this many files at the same time.",
-    show_default=True,
-)
+@workers_option
 @click.option(
     "--tokenizer",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -245,13 +246,7 @@ def convert_command(
 @click.argument("target", metavar="TO", type=click.Path(path_type=Path))
 @click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Write TO in the layout of this recipe.")
 @overrides_option
-@click.option(
-    "--workers",
-    default=1,
-    type=Number("files"),
-    help="Write this many files at the same time.",
-    show_default=True,
-)
+@workers_option
 @click.option(
     "--dry-run",
     is_flag=True,

@@ -26,7 +26,7 @@ from tools.estimate import configuration
 from tools.estimate.configuration import Configuration
 from tools.estimate.from_recipe import from_recipe
 from tools.layout.resolve import resolve
-from tools.model.weights import ENDS, Weight, weights, with_adapters
+from tools.model import ENDS, Weight, weights, with_adapters
 from tools.recipe.findings import refusal
 from tools.recipe.load import Recipe
 from tools.recipe.view import MODEL, View
@@ -120,7 +120,7 @@ def _holders(devices: Shape, axes: tuple[tuple[int, ...], ...], first: int) -> t
 
 
 _EXPERTS_BIAS = "expert_bias"
-# of tools.model.weights -> of MindFormers' training_graph models, without ".weight" and ".bias"
+# of tools.model -> of MindFormers' training_graph models, without ".weight" and ".bias"
 _ATTENTION = ("kv_down", "kv_up", "q_down", "q_up", "q", "qkv")
 _LAYER = {name: f"self_attention.linear_{name}_proj" for name in _ATTENTION} | {
     "qkv": "self_attention.linear_qkv",
@@ -196,7 +196,7 @@ def target_of(recipe: Recipe) -> Target:
         wrong = "tc3 weights reshard does not know how the fused projections lie; False, which has them one by one"
         raise refusal(resolved, (*MODEL, "mla_qkv_concat"), wrong)
     if view.cpu_classes:
-        config = replace(config, shard_optimizer=False)  # data parallel alone
+        config = replace(config, shard_optimizer=False)  # only data parallel
     ranks = config.dp * config.tp * config.cp
     placed: dict[str, Placed] = {}
     for stage in range(config.pp):

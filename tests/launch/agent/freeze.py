@@ -1,4 +1,4 @@
-"""Stop the main thread of a process, and it alone, until the process ends: python -m tests.launch.agent.freeze PID
+"""Stop the main thread of a process, and only it, until the process ends: python -m tests.launch.agent.freeze PID
 
 As a hang: the other threads of a worker of MindSpore go on to send heartbeats, so that MindSpore sees nothing. A
 debugger's system call does it (PTRACE_SEIZE and PTRACE_INTERRUPT of Linux), and the thread stays stopped while this

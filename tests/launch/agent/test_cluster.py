@@ -131,7 +131,7 @@ def test_an_agent_on_each_node_gets_the_nodes_of_the_job(submit, tmp_path):
         "--restarts 5 --set a=b c'd --spares 1 --host n1"
     ]
     assert hosts.read_text() == "n0 1\nn1 1\nn2 1\n"
-    assert list((tmp_path / "run").glob("*")) == [tmp_path / "run/attempts"], "a run's folder holds the run alone"
+    assert list((tmp_path / "run").glob("*")) == [tmp_path / "run/attempts"], "a run's folder holds only the run"
     called = submit(sbatch_file(slurm_job(options=("--resume", "old/iteration_3"))), SLURM_RESTART_COUNT="1")[1]
     assert called[0].endswith("--resume old/iteration_3 --spares 1 --resume auto --host n1"), (
         "not from the old one again"

@@ -16,7 +16,7 @@ from launch.firsthour.ladder import LADDER
 from launch.firsthour.rungs import Hour
 from launch.run.compile_cache import FOLDER
 from tools.files.page import BEGINS
-from tools.measured.bundle import CLUSTER, MEMORY, read_bundle, write_bundle
+from tools.measured import CLUSTER, MEMORY, read_bundle, write_bundle
 from tools.recipe.catalogue import load_card
 from tools.recipe.load import load_recipe
 

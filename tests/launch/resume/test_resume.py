@@ -115,7 +115,7 @@ def test_each_worker_of_a_launch_script_reads_its_share_of_the_checkpoint(monkey
     (folder / "mini-model-0000002-0000003.safetensors").write_bytes(b"torn")
     monkeypatch.setattr(script_run, "worker_count", lambda recipe: 2 if rank < 2 else 4)
     done = script(trained, "--resume", folder, rank=rank)
-    if rank in (0, 2):  # of two workers the first reads ranks 0 and 2, of four the third rank 2 alone
+    if rank in (0, 2):  # of two workers the first reads ranks 0 and 2, of four the third only rank 2
         assert done.exit_code == 2 and "0000002-0000003.safetensors has 4 bytes instead of 7" in done.output
     else:
         assert type(done.exception) is Started

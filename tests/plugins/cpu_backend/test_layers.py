@@ -8,8 +8,8 @@ from mindformers.parallel_core.transformer_config import TransformerConfig
 from mindspore import Tensor, nn
 from mindspore.ops import operations as P
 
-from plugins.cpu_backend import reference
 from plugins.cpu_backend.layers import EmbeddingLookup, GroupedExperts, Outer, TokenDispatcher, TopK
+from plugins.hierarchical_ep import reference
 from tests.plugins.cpu_backend.gradients import run
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
@@ -115,8 +115,8 @@ def test_equals_the_loop_forward_and_backward(kind):
     out, gradients = run(Forward(GroupedExperts(config())), [tokens, probs, chosen, w1, w2], dout)
 
     plain = (tokens[0], probs[0], chosen[0], w1.reshape(EXPERTS, HIDDEN, -1), w2.reshape(EXPERTS, FFN, -1))
-    np.testing.assert_allclose(out[0], reference.experts(*plain), atol=2e-5)
-    expected = reference.experts_gradients(*plain, dout[0])
+    np.testing.assert_allclose(out[0], reference.moe(*plain), atol=2e-5)
+    expected = reference.moe_backward(*plain, dout[0])
     for index, want in zip((0, 1, 3, 4), expected, strict=True):
         np.testing.assert_allclose(gradients[index].reshape(want.shape), want, atol=2e-4, err_msg=f"input {index}")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plugins.expert_balance.plan import device_loads, greedy, imbalance
+from plugins.expert_balance.plan import greedy, imbalance
 from plugins.expert_balance.record import append, read
 from plugins.expert_balance.replay import differences, eplb, eplb_ratios, replay, replay_policy
 from plugins.expert_balance.settings import Settings
@@ -114,12 +114,3 @@ def test_greedy_of_the_plugin_packs_alike():
 
 def test_packs_by_hand():
     assert (eplb(np.array([1, 8, 2, 7]), 2) // 2).tolist() == [0, 0, 1, 1]
-
-
-def test_hierarchical_eplb_packs_groups_to_nodes_first():
-    """Groups of two: 10, 9, 2, 1 go as [10, 1] and [9, 2]; then the experts of each node go to its two devices."""
-    loads = np.array([6, 4, 5, 4, 1, 1, 1, 0])
-    slots = eplb(loads, 4, nodes=2, groups=4)
-    assert (slots // 4).tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
-    assert device_loads(loads, slots, 4).tolist() == [6, 5, 6, 5]
-    assert np.array_equal(eplb(loads, 4, nodes=2, groups=3), eplb(loads, 4))  # nodes do not divide groups: global

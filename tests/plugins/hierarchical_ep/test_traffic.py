@@ -10,17 +10,27 @@ from plugins.hierarchical_ep.plan import MODES, make_plan
 from plugins.hierarchical_ep.topology import Topology
 from plugins.hierarchical_ep.traffic import (
     LINKS,
+    _step,
     backward,
     break_even,
     expected_steps,
     hit_probability,
     per_rank_bytes,
-    planned_steps,
+    step_bytes,
 )
 from tests.plugins.hierarchical_ep.cases import cases, route
 
 many = settings(max_examples=100)
 modes = st.sampled_from(MODES)
+
+
+def planned_steps(plan, hidden, itemsize):
+    """The steps of the forward pass with the exact bytes of a plan, where `expected_steps` has expected ones."""
+    steps = []
+    for transfer in plan.forward:
+        parts = [step_bytes(plan.topology, transfer, plan.top_k, hidden, itemsize, back) for back in (False, True)]
+        steps.append(_step(plan.topology, transfer, *({link: part.busiest(link) for link in LINKS} for part in parts)))
+    return tuple(steps)
 
 
 def by_hand(mode, topology, routing, hidden, itemsize):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tools.accuracy.reference import frozen, golden
+from tests.tools.accuracy.reference import renew as golden
+from tests.tools.weights import renew as frozen
 from tools.accuracy.reference.start import initial_weights
 from tools.recipe.load import load_recipe
 from tools.weights.convert import convert

@@ -5,8 +5,7 @@ import pytest
 from plugins.errors import RecipeError
 from plugins.hyper_connections.plan import Settings, check, gates, shapes
 from tools.check.check import check_recipe
-from tools.model.architecture import Model
-from tools.model.weights import connection_weights, multiplied, parameters
+from tools.model import Model, connection_weights, multiplied, parameters
 from tools.recipe.load import load_recipe
 
 MINI = "recipes/mini/pretrain.yaml"

@@ -150,7 +150,7 @@ def test_as_many_are_kept_however_many_attempts_have_saved_them(tmp_path):
             plan.remove_old(tmp_path, newest, 1, attempt)
             assert kept(tmp_path) == [step]
         saved(tmp_path, 10 * number + 3, attempt, ranks=[1])  # the kill comes before the other rank has sealed
-    assert kept(tmp_path) == [52] and len(plan.unfinished(tmp_path)) == 1, "of the last attempt alone"
+    assert kept(tmp_path) == [52] and len(plan.unfinished(tmp_path)) == 1, "only of the last attempt"
     for attempt in ("0012-e", "0013-f"):
         plan.publish(saved(tmp_path, 60 + plan.number_of(attempt), attempt), tmp_path)
     plan.remove_old(tmp_path, tmp_path / "iteration_00000073", 2, "0013-f")

@@ -38,6 +38,7 @@ WHOLE = {"optimizer_weight_shard_size": 4, "parallel_optimizer_threshold": 0}
             "parallel.parallel_optimizer_config.optimizer_weight_shard_size",
             "over how many ranks",
         ),
+        ([((*MODEL, "params_dtype"), "bf16")], "model.model_config.params_dtype", "refuses to assign float32"),
         ([(("optimizer", "ns_steps"), 3)], "optimizer.ns_steps", "takes five"),
         ([(("optimizer", "ns_steps"), 5)], None, ""),
         ([(("optimizer", "qk_clip_threshold"), 0)], "optimizer.qk_clip_threshold", "to nothing"),

@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from plugins import ADAPTERS
 from plugins.errors import ClusterError
 from tools.check import plugins
 from tools.check.check import check_recipe
@@ -22,6 +23,16 @@ def errors(recipe, *changes):
 @pytest.mark.parametrize("recipe", [OVERLAP, FULL])
 def test_shipped_recipes_pass(recipe):
     assert errors(recipe) == {}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("settings", [{"no_such": 1}, 3])
+def test_what_is_no_setting_of_a_plugin_is_named(name, settings):
+    """What is wrong with a value is said by the plugin's own tests and by tests/inputs."""
+    recipe = load_recipe("recipes/mini/pretrain.yaml")
+    recipe["plugins"][name] = settings
+    keys = [finding.key for finding in check_recipe(recipe).errors]
+    assert any(key.startswith(f"plugins.{name}") for key in keys), keys
 
 
 @pytest.mark.parametrize(
@@ -73,8 +84,6 @@ def test_one_checkpoint_kept_is_enough():
         (False, "", ""),
         ({"stop_after": 5}, "", ""),
         ({"stop_after": 0}, "plugins.finite_loss.stop_after", "a number of steps from 1 on"),
-        ({"stop_afer": 5}, "plugins.finite_loss.stop_afer", "stop_after"),
-        (True, "plugins.finite_loss", "write `stop_after: 1` under it"),
     ],
 )
 def test_after_how_many_steps_that_are_not_finite_a_run_stops(settings, key, words):
@@ -105,10 +114,7 @@ def test_a_run_that_ends_before_its_batch_has_grown_is_warned_of():
         ({}, "", ""),
         (False, "", ""),
         ({"every": 20, "work": 2}, "", ""),
-        ({"every": 0}, "plugins.straggler_probe.every", "steps between probes, from 1 on"),
         ({"work": 1.5}, "plugins.straggler_probe.work", "a number of pieces of work, from 1 on"),
-        ({"evry": 5}, "plugins.straggler_probe.evry", "did you mean 'every'"),
-        (True, "plugins.straggler_probe", "write every, work under it"),
     ],
 )
 def test_how_often_ranks_are_probed(settings, key, words):
@@ -138,20 +144,10 @@ def test_the_auxiliary_loss_of_a_group_needs_one_to_widen(recipe, changes, key, 
     assert words in found[key] if key else found == {}, found
 
 
-def test_the_auxiliary_loss_of_a_group_has_nothing_to_set():
-    recipe = load_recipe(OVERLAP)
-    recipe["plugins"]["group_aux_loss"] = {"ranks": 4}
-    found = {finding.key: finding.wrong for finding in check_recipe(recipe).errors}
-    assert "write True" in found["plugins.group_aux_loss"]
-
-
 @pytest.mark.parametrize(
     ("changes", "key", "words"),
     [
         ([], "", ""),
-        (["plugins.spike_guard.window=3"], "plugins.spike_guard.window", "a number of steps from 4 on"),
-        (["plugins.spike_guard.threshold=-1.0"], "plugins.spike_guard.threshold", "standard deviations above 0"),
-        (["plugins.spike_guard.skipped=[[8, 4]]"], "plugins.spike_guard.skipped", "[[first, stop], ...]"),
         (["plugins.finite_loss={stop_after: 3}"], "plugins.spike_guard", "has no effect"),
         (
             ["runner_config.epochs=2"],
@@ -215,12 +211,7 @@ def of_fusion(recipe, settings, *changes):
         (False, "", "", ""),
         ({"level": "vector", "disable": ["Exp", "SiLU"]}, "", "", ""),
         ({"level": "cube"}, "plugins.operator_fusion.level", "warning", "experimental"),
-        ({"level": "vektor"}, "plugins.operator_fusion.level", "error", "did you mean 'vector'?"),
-        ({"levle": "vector"}, "plugins.operator_fusion.levle", "error", "did you mean 'level'?"),
         ({"level": "vector", "disable": ["Matmul"]}, "plugins.operator_fusion.disable", "error", "'MatMul'"),
-        ({"level": "vector", "disable": "Exp"}, "plugins.operator_fusion.disable", "error", "a list"),
-        ({"disable": ["Exp"]}, "plugins.operator_fusion", "error", "write level"),
-        (True, "plugins.operator_fusion", "error", "write level"),
     ],
 )
 def test_what_the_section_says(settings, key, severity, words):
@@ -254,8 +245,6 @@ def of_gradient(recipe, settings, *changes):
     [
         (PLAIN, {}, "seed=1", "plugins.grouped_gradient", "warning", "nobody has run it on an NPU"),
         (CPU, {}, "seed=1", "plugins.grouped_gradient", "note", "a CPU has no such operator"),
-        (PLAIN, {"mode": 1}, "seed=1", "plugins.grouped_gradient.mode", "error", "no such setting"),
-        (PLAIN, True, "seed=1", "plugins.grouped_gradient", "error", "write plugins.grouped_gradient: {}"),
         (PLAIN, {}, "context.jit_config.jit_level=O2", "context.jit_config.jit_level", "error", "not with O2"),
     ],
 )

@@ -11,18 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.corpora import CORPORA, document_lengths, synthetic_index
 from plugins.attention_balance.samples import segments_of
 from plugins.errors import DataError
 from tools.data import index
 from tools.data import tokenizer as tokenizers
 from tools.data.index import (
-    CORPORA,
     BrokenIndexError,
     IndexReader,
     IndexWriter,
     choose_dtype,
-    document_lengths,
-    synthetic_index,
     write_corpus,
 )
 from tools.data.prepare import PrepareOptions, prepare

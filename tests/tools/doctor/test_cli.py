@@ -65,7 +65,7 @@ REFUSE = '#!/bin/sh\n[ "$(id -u)" = 0 ] && { echo "$ANSWER"; exit 0; }\necho "Pe
 
 @pytest.fixture
 def folder():
-    """One that everybody may write to; pytest's own are for their owner alone."""
+    """One that everybody may write to; pytest's own are only for their owner."""
     path = Path(tempfile.mkdtemp())
     path.chmod(0o777)
     yield path

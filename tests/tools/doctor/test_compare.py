@@ -15,7 +15,7 @@ from tools.doctor.report import Report, read_report
 
 
 def outliers(reports):
-    """{(what, verdict): (hosts, seen)} without the line on clocks, which reports alone never tell."""
+    """{(what, verdict): (hosts, seen)} without the line on clocks, which reports by themselves never tell."""
     found = compare({host: Answer(told) for host, told in reports.items()}).outliers
     return {(item.what, item.verdict): (item.hosts, item.seen) for item in found if item.what != "clocks"}
 
@@ -198,7 +198,7 @@ def test_hosts_that_are_equally_fast():
 
 
 def test_a_host_all_of_whose_workers_are_slow():
-    """On that host alone nothing is to be seen: all of its workers are alike."""
+    """On only that host nothing is to be seen: all of its workers are alike."""
     probes = probed_hosts(8)
     for worker in probes["node5"]["workers"]:
         scale(worker["matmul"], 0.5)

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from plugins.errors import DataError
 from tests.tools.doctor.reports import probe, scale
 from tools.doctor import cli
-from tools.doctor.measured import against
-from tools.measured.bundle import OUTCOMES, Bundle, Manifest, read_bundle, recipe_digest, software, write_bundle
+from tools.doctor.outliers import against
+from tools.measured import OUTCOMES, Bundle, Manifest, read_bundle, recipe_digest, software, write_bundle
 
 ROOT = Path(__file__).parents[3]
 MINI = ROOT / "recipes" / "mini" / "pretrain.yaml"

@@ -48,7 +48,7 @@ def test_a_worker_that_cannot_write_fails_the_gate(tmp_path, short, monkeypatch)
 
 
 def test_a_link_that_cannot_be_reached_is_named_and_the_workers_go_on(tmp_path, short, monkeypatch):
-    """127.0.0.2 is this host's, too, but the second worker listens at 127.0.0.1 alone."""
+    """127.0.0.2 is this host's, too, but the second worker listens only at 127.0.0.1."""
     monkeypatch.setattr(probe.Course, "_address", lambda course, index: ["127.0.0.1", "127.0.0.2"][index])
     report = probe.measure([Seat(0), Seat(1)], tmp_path, 2)
     assert [len(worker["matmul"]) for worker in report["workers"]] == [2, 2]

@@ -12,8 +12,8 @@ from tools.dryrun.gradients import (
     UNKNOWN,
     WRONG,
     Way,
+    _Walk,
     copies_of,
-    gradients_of,
     judge,
     judge_gradients,
 )
@@ -23,6 +23,12 @@ from tools.dryrun.scale import Scale
 
 GROUPS = {"dp": (0, 2), "tp": (0, 1), "stage": (0, 1, 2, 3), "zero": (0, 1)}
 COPIES = {"norm": (0, 1, 2, 3), "proj": (0, 2)}
+
+
+def gradients_of(graph, ranks_of, weights):
+    """The paths of each weight's gradient to the optimizer; there are none where the optimizer does not update it."""
+    walk = _Walk(graph, ranks_of)
+    return {name: sorted(walk.of_weight(name)) for name in weights}
 
 
 def node(number, text, types):

@@ -4,7 +4,7 @@ import pytest
 
 from plugins.errors import RecipeError
 from tools.dryrun.plan import plan_jobs, stages_of
-from tools.model.architecture import DENSE, MOE
+from tools.model import DENSE, MOE
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import View

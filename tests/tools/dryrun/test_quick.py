@@ -15,7 +15,7 @@ from tools.estimate.loads import uniform
 from tools.estimate.memory.loaded import peaks
 from tools.estimate.memory.model import stage_memory
 from tools.hardware.units import GIB
-from tools.model.architecture import DENSE, MOE
+from tools.model import DENSE, MOE
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
 from tools.search.ranking.verify import DryRun, judge

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.estimator_fit import START
 from tools.check.check import table_of
 from tools.estimate.configuration import Configuration, Recompute, even_layers, spread
 from tools.estimate.efficiency import cluster
@@ -13,11 +14,9 @@ from tools.estimate.from_recipe import from_recipe
 from tools.estimate.layer_model import Matmul, cast_bytes, score_passes, work
 from tools.estimate.layer_time import LayerTimes
 from tools.estimate.memory.activations import saved
-from tools.estimate.published.calibrate import START
 from tools.estimate.published.publishers import _model, _models, as_recipes_have_it, release
 from tools.estimate.time_model import TimeModel
-from tools.model.architecture import Latent, Model, pattern_of
-from tools.model.weights import flops_per_token, parameters, weights
+from tools.model import Latent, Model, flops_per_token, parameters, pattern_of, weights
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
 from tools.schema.converter import convert
@@ -138,7 +137,7 @@ def test_even_layers_places_each_layer_once(total, stages, chunks, mtp):
 
 def test_known_layouts():
     assert even_layers(126, 16, 1) == ((7, *[8] * 14, 7),)  # Llama 3 405B
-    deepseek = even_layers(61, 8, 4, mtp=1)  # Megatron-Bridge: the head alone, MTP before it
+    deepseek = even_layers(61, 8, 4, mtp=1)  # Megatron-Bridge: the head by itself, MTP before it
     assert deepseek[-1] == (2, 2, 2, 2, 2, 2, 1, 0)
     config = Configuration(
         replace(GPT, pattern=pattern_of(61), mtp=1), pp=8, layers=deepseek, micro_batches=8, schedule="interleaved_1f1b"

@@ -29,7 +29,7 @@ from tools.estimate.loads import (
 )
 from tools.estimate.memory.model import layer_options
 from tools.estimate.time_model import TimeModel
-from tools.model.architecture import Model
+from tools.model import Model
 from tools.pipeline.schedules import is_v_shaped, operations
 
 TIMES = TimeModel(cluster("atlas_800t_a2"))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tools.accuracy.reference.muon import Parts
+from tests.tools.accuracy.reference.muon import Parts
 from tools.estimate.configuration import weight_cut, weight_shards
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe

@@ -146,7 +146,7 @@ AT_HOME = ("tools/estimate/", "tools/hardware/")
 
 
 def test_nobody_else_makes_seconds_of_bytes_and_flops():
-    """Rates of devices and links are read by the estimator alone."""
+    """Rates of devices and links are read only by the estimator."""
     found = []
     for folder in ("tools", "launch", "plugins"):
         for path in sorted((ROOT / folder).rglob("*.py")):

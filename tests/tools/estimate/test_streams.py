@@ -10,7 +10,7 @@ from tools.estimate.memory.training_graph import LAYER_INPUT, STREAMS, kept_part
 from tools.estimate.time_model import TimeModel
 from tools.hardware import load_hardware
 from tools.layout.resolve import resolve
-from tools.model.weights import CONNECTIONS, multiplied
+from tools.model import CONNECTIONS, multiplied
 from tools.recipe.load import load_recipe
 
 A3 = load_hardware("atlas_900_a3")

@@ -26,7 +26,7 @@ LAYER = "Default/model-GPTModel/decoder-TransformerBlock/layers-CellList/{}-Tran
 
 
 def layer(number):
-    """Cast, then Exp and Cast: 2 + 4 + 4 + 4 + 4 + 2 MiB alone, 4 as one kernel."""
+    """Cast, then Exp and Cast: 2 + 4 + 4 + 4 + 4 + 2 MiB one by one, 4 as one kernel."""
     path = LAYER.format(number)
     return [("Cast", HALF, FULL, path), ("Exp", FULL, FULL, path), ("Cast", FULL, HALF, path)]
 

@@ -13,8 +13,7 @@ from plugins.operator_fusion.plan import Fusion
 from tests.tools.fusion.small_graphs import BYTES, node
 from tools.dryrun.graph_text import GraphText
 from tools.fusion.cli import level_of
-from tools.fusion.named_passes import GROUPED, MATMUL, weight_gradients
-from tools.fusion.tally import Tally, kernels_of, parts_of, tallies
+from tools.fusion.tally import GROUPED, MATMUL, Tally, kernels_of, parts_of, tallies, weight_gradients
 
 VECTOR = Fusion("vector")
 ROWS, FULL = ("Float32", (4, 1)), ("Float32", (4, 8))

@@ -3,12 +3,36 @@
 import itertools
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from tools.layout.instance import read_instance
 
 CASE_438B = Path(__file__).parent / "data" / "telechat3_438b_pp8_v2_mb64_45gb.json"
+
+
+class Judgement(NamedTuple):
+    """A solution's simulated step time, the peak memory of each stage, and the stages over the cap -> by how much."""
+
+    time: float
+    peak: np.ndarray
+    over: dict[int, float]
+
+
+def plan_of(problem, solution):
+    """The plan [K, C] of a solution n[type][v][s][option]."""
+    size = problem.chunks * problem.stages
+    return problem.by_stage(np.concatenate([np.asarray(part).reshape(size, -1).T for part in solution]))
+
+
+def judge(problem, solution):
+    """Simulate a solution as the `doc` of the schema describes."""
+    plan = plan_of(problem, solution)[None]
+    assert problem.well_formed(plan)[0]
+    peak = problem.peak_memory(plan)[0]
+    over = {int(stage): float(peak[stage] - problem.cap) for stage in np.flatnonzero(~problem.kept(peak))}
+    return Judgement(float(problem.step_times(plan)[0]), peak, over)
 
 
 def content(stages=2, chunks=1, micro_batches=4, counts=(4,), cap=100.0, schedule=None, options=2, scale=1.0):

@@ -13,12 +13,12 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tools.layout.pipeline_instances import CASE_438B, all_plans, instance
+from tests.tools.layout.pipeline_instances import CASE_438B, all_plans, instance, judge
 from tools.layout.anneal import Changes, anneal
 from tools.layout.budget import LATE, Budget, interruptible
 from tools.layout.fast import place_fast
 from tools.layout.ilp import IMPROVEMENT, Incumbent, PathModel, path_bound, search_near, work_bound
-from tools.layout.instance import judge, read_instance
+from tools.layout.instance import read_instance
 from tools.layout.optimise import even_plan, optimise, recompute_less
 from tools.layout.weighted import weighted_bound
 from tools.pipeline.timetable import critical_path

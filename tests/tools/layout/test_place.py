@@ -25,7 +25,7 @@ from tools.layout.place import (
     screen,
 )
 from tools.layout.problem import kind_count, may_hold_first, pipeline_instance, table_of
-from tools.model.architecture import Latent, Model, pattern_of
+from tools.model import Latent, Model, pattern_of
 from tools.pipeline.schedules import pairs_up
 from tools.recipe.load import load_recipe
 

@@ -35,8 +35,7 @@ from tools.layout.resolve import (
     sample_cost,
     write_sample_cost,
 )
-from tools.model.architecture import model_of
-from tools.model.weights import flops_per_token
+from tools.model import flops_per_token, model_of
 from tools.recipe.cli import effective
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.errors import RecipeError
-from plugins.pipeline_layout.plan import one_forward_one_backward
+from plugins.pipeline_layout import one_forward_one_backward
 from tools.pipeline.orders import KINDS, Op
 from tools.pipeline.schedules import (
     PAPER_SCHEDULES,

@@ -1,4 +1,4 @@
-"""Compile the steps `dense.yaml`, `experts.yaml`, `nodes.yaml` and `ring.yaml` anew and keep what tests read:
+"""Compile the steps of `STEPS` (`dense.yaml` and so on) anew and keep what tests read:
 python -m tests.tools.prove.renew [STEP ...].
 
 `dense.ir.gz` is the final graph of rank 0, without what nobody reads. `dense.json` holds its report, and for each axis
@@ -7,7 +7,7 @@ the constants that the next rank along it has instead.
 
 from __future__ import annotations
 
-import copy
+import functools
 import gzip
 import json
 import re
@@ -26,7 +26,8 @@ from tools.prove.report import mesh_for
 from tools.recipe.load import load_recipe
 
 HERE = Path(__file__).parent
-STEPS = {"dense": ("tp", 2), "experts": ("tp", 2), "nodes": ("tp", 4), "ring": ("cp", 2)}  # the inner axis, of 2; dp
+STEPS = {"dense": ("tp", 2), "experts": ("tp", 2), "nodes": ("tp", 4), "ring": ("cp", 2),
+         "documents": ("cp", 2)}  # fmt: skip  # the inner axis, of 2; dp
 _KEPT = re.compile(r'\b(?:(?:group|group_ranks|op): "[^"]*"|functor: Functor\[\w+\])')
 
 
@@ -58,10 +59,12 @@ def peers_of(graph: GraphText, told: Mapping[str, Mapping[str, Mapping[str, str]
     """The graphs of the next ranks, from what differs in them."""
     found = {}
     for axis, graphs in told.items():
-        found[axis] = copy.deepcopy(graph)
+        own = dict(graph.graphs)  # nodes that are alike are the same objects: nobody changes them
         for name, nodes in graphs.items():
+            own[name] = list(own[name])
             for number, head in nodes.items():
-                found[axis].graphs[name][int(number)].head = head
+                own[name][int(number)] = replace(own[name][int(number)], head=head)
+        found[axis] = replace(graph, graphs=own)
     return found
 
 
@@ -71,6 +74,7 @@ def degrees(step: str) -> list[tuple[str, int]]:
     return [(inner, 2), ("dp", data)]
 
 
+@functools.cache
 def read(step: str = "dense") -> tuple[dict[str, Any], GraphText, Mesh, dict[str, GraphText]]:
     """The report of rank 0, its graph, its mesh and the graphs of the next ranks."""
     kept = json.loads((HERE / f"{step}.json").read_text("utf-8"))

@@ -228,8 +228,26 @@ def test_masks_and_lengths_are_of_the_rank_s_own_queries():
 
 def test_another_layout_is_unknown():
     documents = Case(TND, {"a": "batch", "b": "rows"})
-    with pytest.raises(NotKnown, match="how the lengths of documents follow from a cut sequence has no rule"):
-        documents.types(documents.query, documents.key, documents.value)
+    with pytest.raises(
+        NotKnown, match="only ends of documents with keys that are counted from the last one have a rule"
+    ):
+        documents.types(documents.query, documents.key, documents.value, differs={})
+    cut = Case(BSH, {"a": "batch", "b": "rows"})
+    values = (cut.query, cut.key, cut.value, *(None,) * 5, Spread((("a", 4),)), Spread((("a", 4),)))
+    with pytest.raises(NotKnown, match="ends of documents under a cut sequence have a rule only in the layout TND"):
+        call(
+            "FlashAttentionScore",
+            BSH,
+            values,
+            cut.differs("FlashAttentionScore"),
+            [(2, 2, 2, 8)] * 2 + [(1,), (2, 2, 4)],
+        )
+    whole = Case(TND, {"a": "batch", "b": "none"})
+    moved = (whole.query, whole.key, whole.value, *(None,) * 5, *(Spread((("a", 4),), shifted=frozenset("b")),) * 2)
+    with pytest.raises(
+        Contradiction, match="no axis cuts the queries' sequence, and the ends of documents move along b"
+    ):
+        call("FlashAttentionScore", TND, moved, {}, [(2, 2, 8)] * 2 + [(1,), whole.out.shape])
     case = Case(BSH, {"a": "batch", "b": "none"})
     with pytest.raises(NotKnown, match="this layout of attention has no rule"):
         call("FlashAttentionScore", 5, (case.query, case.key, case.value, *(None,) * 7), {}, [(2, 2, 2, 8)])

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.blind_spreads import FAULTS, Compiled, Steps, load_undivided, said
-from benchmarks.planted_spreads import DOUBTED, ELSEWHERE, NAMED, SILENT
+from benchmarks.planted_spreads import DOUBTED, ELSEWHERE, NAMED, SILENT, copied
 from tests.tools.prove.renew import read
 from tests.tools.prove.test_spread import SIZES
 from tools.dryrun.graph_text import Node
@@ -70,6 +70,7 @@ def test_a_shift_of_indices_follows_the_order_of_the_ranks():
 def test_where_the_compiled_rank_lies_is_taken_off():
     """The second rank along tp has 1024 and the third 2048: the first one has 0."""
     _, graph, _, peers = read("dense")
+    graph, peers = copied(graph), {"tp": copied(peers["tp"])}
     number = next(n for n, node in enumerate(graph.graphs[graph.root]) if node.op == "Sub")
     third = peers["tp"].graphs[graph.root][number]
     graph.graphs[graph.root][number].head, third.head = third.head, third.head.replace("1024", "2048")

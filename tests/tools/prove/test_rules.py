@@ -11,8 +11,8 @@ from tests.tools.prove.test_spread import SIZES, anything, check, describes, hol
 from tools.dryrun.graph_text import Node
 from tools.prove import moves
 from tools.prove.call import Call, literal
-from tools.prove.rules import RULES, TABLE
-from tools.prove.spread import Contradiction, Spread, plain
+from tools.prove.rules import RULES, TABLE, apply
+from tools.prove.spread import Contradiction, NotKnown, Spread, matmul, plain, tidy
 
 HEAD = "X(%0)"
 
@@ -115,6 +115,40 @@ def test_the_gradient_of_a_clip_is_zero_beyond_it(random: Random) -> None:
         return np.where(x > 1.2, 0, gradient)
 
     assert check(rule, operation, [gradient_like(random, x), x], random) == "found"
+
+
+def test_what_no_place_of_a_loose_piece_changes_is_a_violation():
+    """A partial value meets what is not linear or replicated, or a sum meets pieces: only this axis must be sure."""
+
+    def said(op: str, *values: Spread, axes: tuple[str, ...] = ()) -> type[Exception]:
+        head = f"{op}({', '.join(f'%{place}' for place, _ in enumerate(values))})"
+        types = ("()", "(<Tensor[Float32], (4, 1)>)")
+        node = Node(op, head, f'{head} primitive_attrs: {{op: "sum"}}', [], types=types)
+        with pytest.raises((Contradiction, NotKnown)) as error:
+            apply(Call(node, 0, values, SIZES, axes=axes))
+        return error.type
+
+    for loose, wanted in (("b", Contradiction), ("a", NotKnown), ("ab", NotKnown)):
+        parts = Spread(((4,), ("b",)), frozenset("a"), loose=frozenset(loose))
+        cut = Spread((("a", 4), ("b",)), loose=frozenset(loose))
+        assert said("SiLU", parts) is said("Add", parts, plain((4, 1))) is wanted
+        assert said("AllReduce", cut, axes=("a",)) is wanted
+
+
+@anything
+def test_a_product_is_surely_a_sum_where_every_place_of_loose_pieces_makes_it_one(random: Random) -> None:
+    rows, inner = random.choice([1, 2]), random.choice([1, 3])
+    x = Spread((tidy((rows,)), tidy(("a", inner))), loose=frozenset("a"))
+    y = Spread((tidy(("a", inner)), (5,)), loose=frozenset(random.choice(["", "a"])))
+    found = matmul(x, y)
+    assert found.partial == {"a"} and not found.loose
+    given = [whole_of(each, random, own) for own, each in enumerate((x, y))]
+    held = zip(*(hold(each, whole, random) for each, whole in zip((x, y), given, strict=True)), strict=True)
+    assert describes(found, given[0] @ given[1], [one @ two for one, two in held])
+    unit = Spread(((), (), ("a",)), loose=frozenset("a"))  # of the batch, or of what is summed
+    second = Spread(((), ("a",), ()), loose=frozenset("a"))
+    found = matmul(unit, second)
+    assert found.partial == {"a"} == found.loose
 
 
 def test_each_operator_has_one_rule() -> None:

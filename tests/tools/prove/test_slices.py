@@ -1,5 +1,7 @@
 """Slices that start elsewhere on each rank, gathered pieces and flat values against NumPy on simulated ranks."""
 
+import math
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -11,14 +13,17 @@ from tests.tools.prove.test_spread import (
     anything,
     describes,
     gathered,
+    groups,
     hold,
+    piece,
     scattered,
     some_spread,
     spreads_like,
     whole_of,
 )
 from tools.prove import moves, slices, tokens
-from tools.prove.spread import Contradiction, NotKnown, Spread, multiply, piece, plain, reduce_sum
+from tools.prove.report import against
+from tools.prove.spread import Contradiction, NotKnown, Spread, multiply, plain, reduce_sum
 
 
 @anything
@@ -153,6 +158,33 @@ def test_flat_values_that_are_gathered_in_the_order_of_ranks(random: Random) -> 
         moves.all_gather(tokens.by_rank(given, ("a",)), ("b", "a"), SIZES)
     with pytest.raises(Contradiction):
         multiply(lie, plain(lie.shape))
+
+
+@anything
+def test_the_gradient_of_a_part_of_a_vector_where_each_rank_has_one_sample(random: Random) -> None:
+    """The sum over tokens and samples is one over tokens and a reshape, because a rank's samples are one."""
+    axes = groups(random)
+    samples = math.prod(SIZES[axis] for axis in axes)
+    size, begin = random.choice([1, 2, 3]), random.choice([0, 1])
+    powers = ((axes[0], -1),) if random.random() < 0.5 else ()
+    given = Spread(((5,), axes, (size,)), powers=powers, loose=frozenset(axes))
+    whole = whole_of(given, random)
+    held = [each.sum(0) for each in hold(given, whole, random)]
+    added = reduce_sum(given, (0,), False)
+    if size > 1 or random.random() < 0.5:
+        vector = moves.reshape(added, (size,))
+    else:  # of one element: the gradient of a factor, in which the sum over the last dimension leaves the samples'
+        vector, held = reduce_sum(added, (1,), False), [each.sum(1) for each in held]
+    ends = (begin, 6 - begin - size)
+    found = slices.pad(vector, (6,), {}, SIZES)
+    assert found.partial == set(axes) and whole.shape == (5, samples, size)
+    assert describes(found, np.pad(whole.sum((0, 1)), ends), [np.pad(each.reshape(size), ends) for each in held])
+    assert against(found, plain((6,))) == f"it must still be summed over {', '.join(sorted(axes))}"
+    if size > 1:  # what was gathered and cut again is no dimension of samples
+        together = moves.all_gather(vector, axes, SIZES)
+        again = replace(together, dims=moves.cut(together, 0, axes[0], SIZES[axes[0]]))
+        with pytest.raises(NotKnown, match="cut over them or not added up yet"):
+            slices.pad(again, (100,), {}, SIZES)
 
 
 def test_a_gradient_that_looks_cut_where_it_is_not_added_up_yet_is_unknown():

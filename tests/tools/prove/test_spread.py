@@ -7,7 +7,7 @@ Where a rule refuses, no spread may describe what the ranks hold.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from random import Random
 
@@ -22,12 +22,13 @@ from tools.prove.spread import (
     Contradiction,
     NotKnown,
     Spread,
+    _size,
     add,
     by_element,
     divide,
+    logical,
     matmul,
     multiply,
-    piece,
     plain,
     reduce_largest,
     reduce_mean,
@@ -40,6 +41,25 @@ RANKS = [{"a": a, "b": b} for a in range(2) for b in range(3)]
 Held = list[np.ndarray]
 
 anything = given(st.randoms(use_true_random=False))
+
+
+def piece(spread: Spread, value: np.ndarray, place: Mapping[str, int], sizes: Mapping[str, int]) -> np.ndarray:
+    """Return the elements of a whole value that the rank at `place` of the mesh holds; partial sums and powers are left
+    out.
+    """
+    atoms = [(number, atom) for number, dim in enumerate(logical(spread.dims)) for atom in dim]
+    apart = value.reshape([_size(atom, sizes) for _, atom in atoms])
+    apart = apart[tuple(place[atom] if isinstance(atom, str) else slice(None) for _, atom in atoms)]
+    kept = [(number, atom) for number, atom in atoms if not isinstance(atom, str)]
+    order: list[int] = []
+    for number, dim in enumerate(spread.dims):  # the k-th extent of a dimension, and each block, where it lies
+        own = [place for place, (home, atom) in enumerate(kept) if home == number and not isinstance(atom, Block)]
+        for atom in dim:
+            if isinstance(atom, Block):
+                order.append(next(i for i, (_, each) in enumerate(kept) if each is atom))
+            elif isinstance(atom, int):
+                order.append(own.pop(0))
+    return apart.transpose(order).reshape(spread.shape)
 
 
 def scale(spread: Spread) -> float:

@@ -120,3 +120,57 @@ def test_in_a_stage_of_one_device_every_value_is_whole_but_for_what_comes_from_o
     assert found == plain((8, 8)) if sums else isinstance(found, Failure) and "no product of the mesh" in found.why
     two = typing(read, received)
     assert isinstance(two.summed("w"), Failure) and "no rule" in two.summed("w").why, "where there are axes, it is one"
+
+
+ONE = "<Tensor[Float32], ()>"
+BALANCE = "Gradients/Default/Router/Grad_AllReduce"
+
+
+def of_balancing_losses(tmp_path, starts, divided, other="TensorMove(%1)"):
+    """What is said of the backward pass of a sum of balancing losses in a graph that the step calls.
+
+    Args:
+        starts: how the step makes the gradient. divided: where the losses' mean divides by the ranks. other: what is
+            added to the gradient.
+    """
+    half, kept = "PrimFunc_RealDiv({}, Tensor(shape=[], dtype=Float32, value=2))", "TensorMove({})"
+    scope = "Gradients/Default/Router/Grad_RealDiv"
+    root = [
+        node(0, starts, ONE, ONE, "Gradients/Default/Grad__VirtualDiv"),
+        node(1, (half if divided == "caller" else kept).format("%0"), ONE, ONE, scope),
+        node(2, other, ONE, ONE, "Gradients/Default"),
+        node(3, "call @2_Outer(%1, %2)", f"{ONE}, {ONE}", ONE),
+    ]
+    outer = [node(0, "call @1_Back(%para21_dout, %para22_other)", f"{ONE}, {ONE}", ONE)]
+    back = [
+        node(0, (half if divided == "here" else kept).format("%para11_dout"), ONE, ONE, scope),
+        node(1, (half if divided == "here" else kept).format("%para12_other"), ONE, ONE, "Gradients/Default/Other"),
+        node(2, "Add(%0, %1)", f"{ONE}, {ONE}", ONE),
+        node(3, 'AllReduce(%2) primitive_attrs: {group: "dp", op: "sum"}', ONE, ONE, BALANCE),
+    ]
+    text = f"# IR entry: @0_Step\nsubgraph @1_Back(%para11_dout, %para12_other) {{\n{''.join(back)}}}\n"
+    text += f"subgraph @2_Outer(%para21_dout, %para22_other) {{\n{''.join(outer)}}}\n"
+    text += f"subgraph @0_Step(%para1_inputs0) {{\n{''.join(root)}}}\n"
+    file = tmp_path / "balance.ir"
+    file.write_text(text, encoding="utf-8")
+    own = typing(read_graph(file), {("backward", ()): Spread((), powers=(("dp", -1),))})
+    return own.of(3)
+
+
+DEVICES = "PrimFunc_RealDiv(%para1_scale, Tensor(shape=[], dtype=Float32, value=2))"
+RECEIVED = "Receive(%para1_scale)"
+
+
+def test_a_sum_of_balancing_losses_is_a_mean_also_where_a_graph_is_called(tmp_path):
+    assert of_balancing_losses(tmp_path, DEVICES, "caller") == plain(())
+    for other in ("TensorMove(%1)", "TensorMove(%0)"):  # the second gradient is not divided
+        wrong = of_balancing_losses(tmp_path, DEVICES, "nowhere" if other.endswith("1)") else "caller", other)
+        assert wrong.contradicts
+        assert wrong.why.endswith("the losses of 2 ranks are added, and not divided by 2: no mean")
+    for starts, divided, other in (
+        (RECEIVED, "nowhere", "TensorMove(%1)"),
+        ("TensorMove(%para1_scale)", "nowhere", "TensorMove(%1)"),
+        (DEVICES, "caller", RECEIVED),
+    ):
+        unknown = of_balancing_losses(tmp_path, starts, divided, other)
+        assert not unknown.contradicts and "nothing here divides the losses of 2 ranks" in unknown.why

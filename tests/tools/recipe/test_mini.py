@@ -15,7 +15,8 @@ from plugins.errors import RecipeError
 from tools.check.check import check_recipe
 from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
-from tools.recipe.mini import BATCH, CONVERSATIONS, Degrees, derive_mini, load_mini, scale_degrees, shrink_model
+from tools.recipe.mini import BATCH, CONVERSATIONS, derive_mini, load_mini, shrink_model
+from tools.recipe.mini_strategy import Degrees, scale_degrees
 from tools.recipe.view import View
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,7 +13,7 @@ from tools.estimate.from_recipe import from_recipe
 from tools.estimate.time_model import TimeModel
 from tools.hardware import DEFAULT_HARDWARE
 from tools.layout.resolve import resolve
-from tools.measured.bundle import CLUSTER, Manifest, recipe_digest, software, write_bundle
+from tools.measured import CLUSTER, Manifest, recipe_digest, software, write_bundle
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
 from tools.runs.cli import runs

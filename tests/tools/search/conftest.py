@@ -13,7 +13,7 @@ def stand_in(config, model, *rest, **more):
 
 
 @pytest.fixture
-def alone(monkeypatch):
+def stand_in_placement(monkeypatch):
     """One process, and nothing is placed: by its bounds no other candidate is faster."""
     monkeypatch.setattr(workers, "processes", lambda: 1)
     monkeypatch.setattr(workers, "screen", stand_in)

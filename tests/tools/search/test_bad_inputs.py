@@ -174,7 +174,7 @@ def test_clusters(tmp_path, value):
             CliRunner().invoke(command, [PRETRAIN_4K, "--cluster", str(file)], catch_exceptions=False)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_verify_drops_what_fails(monkeypatch):
     from tools.search.ranking import verify
 
@@ -206,7 +206,7 @@ def judged(monkeypatch, *good):
     return seen
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_under_loads_the_first_of_them_is_verified_with_what_they_add(monkeypatch):
     from tools.search.ranking import verify
 
@@ -228,7 +228,7 @@ def test_under_loads_the_first_of_them_is_verified_with_what_they_add(monkeypatc
     assert all("added by the fullest step of the loads, the limit is 16.0" in one["problems"][0] for one in failed)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_when_all_fail_the_next_are_verified(monkeypatch, tmp_path):
     seen, overlay = judged(monkeypatch, 3), tmp_path / "best.yaml"
     answer = json.loads(run("--top", 4, "--json", "--verify", 2, "--write", overlay).stdout)
@@ -237,7 +237,7 @@ def test_when_all_fail_the_next_are_verified(monkeypatch, tmp_path):
     assert "# Its dry run compiles and fits." in overlay.read_text("utf-8")
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_nothing_is_written_when_no_dry_run_passes(monkeypatch, tmp_path):
     judged(monkeypatch)
     result = run("--top", 3, "--verify", 1, "--write", tmp_path / "best.yaml")
@@ -245,7 +245,7 @@ def test_nothing_is_written_when_no_dry_run_passes(monkeypatch, tmp_path):
     assert not (tmp_path / "best.yaml").exists()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_an_interrupted_dry_run_is_said(monkeypatch, tmp_path):
     from tools.search.ranking import verify
 
@@ -267,7 +267,7 @@ def family(tmp_path):
     return tmp_path
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 @pytest.mark.parametrize("target", ["recipe.yaml", "parent.yaml", "oldest.yaml", "other/recipe.yaml"])
 @pytest.mark.parametrize("option", ["--write", "--html"])
 def test_no_file_of_the_recipe_is_written_over(monkeypatch, family, option, target):
@@ -281,7 +281,7 @@ def test_no_file_of_the_recipe_is_written_over(monkeypatch, family, option, targ
     assert {file: file.read_bytes() for file in family.glob("*.yaml")} == before
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 @pytest.mark.parametrize("words", [["--write", "best.yaml"], ["--verify", "1"]])
 def test_a_recipe_without_layouts_is_refused_before_the_search(monkeypatch, words):
     monkeypatch.setattr("tools.search.ranking.run.search", None)
@@ -290,7 +290,7 @@ def test_a_recipe_without_layouts_is_refused_before_the_search(monkeypatch, word
         CliRunner().invoke(search, command, catch_exceptions=False)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_a_file_that_cannot_be_written_costs_no_other(tmp_path):
     (tmp_path / "file").write_text("", "utf-8")
     words = ["--top", 1, "--write", tmp_path / "file" / "best.yaml", "--html", tmp_path / "report.html"]
@@ -299,7 +299,7 @@ def test_a_file_that_cannot_be_written_costs_no_other(tmp_path):
     assert (tmp_path / "report.html").is_file()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_memory_of_the_command_line_is_written(tmp_path):
     overlay = tmp_path / "best.yaml"
     assert run("--top", 1, "--memory", 50, "--write", overlay).exit_code == 0
@@ -307,7 +307,7 @@ def test_memory_of_the_command_line_is_written(tmp_path):
     assert (written["max_device_memory"], written["mempool_block_size"]) == ("50GB", "50GB")
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_interrupted_dry_runs_keep_the_answer(monkeypatch):
     from tools.search.ranking import verify
 

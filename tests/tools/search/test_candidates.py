@@ -14,7 +14,7 @@ from tools.estimate.memory.activations import saved
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout.advise import advise
-from tools.model.architecture import Latent, Model, pattern_of
+from tools.model import Latent, Model, pattern_of
 from tools.recipe.load import load_recipe
 from tools.search.candidates import (
     Funnel,

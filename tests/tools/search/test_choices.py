@@ -20,7 +20,7 @@ LIMITS = ("tp=1", "pp=8", "vpp=1", "cp=1", "ep=8", "mbs=1", "shard=optimizer", "
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch):
+def one_process(monkeypatch):
     monkeypatch.setattr(workers, "processes", lambda: 1)
 
 

@@ -17,8 +17,7 @@ from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.training_graph import kept
 from tools.hardware.units import GIB
 from tools.layout.resolve import resolve
-from tools.model.architecture import model_of
-from tools.model.weights import layer_size
+from tools.model import layer_size, model_of
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import View, limit_of

@@ -54,7 +54,7 @@ def run(*words):
     return CliRunner().invoke(search, [RECIPE, *NARROW, *map(str, words)], catch_exceptions=False)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_answer_as_json_and_as_an_overlay(tmp_path):
     overlay = tmp_path / "best.yaml"
     result = run("--json", "--top", 4, "--write", overlay)
@@ -76,7 +76,7 @@ def test_answer_as_json_and_as_an_overlay(tmp_path):
     assert f"{best['step_s']:.2f} s per step" in overlay.read_text("utf-8")
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_table_and_report(tmp_path):
     page, picture = tmp_path / "new" / "report.html", tmp_path / "p.svg"
     result = run("--top", 3, "--html", page, "--picture", picture, *FEW)
@@ -91,7 +91,7 @@ def test_table_and_report(tmp_path):
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_options_may_stand_before_the_recipe():
     words = ["--limit", "tp=8", "--limit", "pp=8", "--limit", "vpp=1", "--top", "1", "--json", RECIPE]
     result = CliRunner().invoke(search, words, catch_exceptions=False)
@@ -99,7 +99,7 @@ def test_options_may_stand_before_the_recipe():
     assert {json.loads(result.stdout)["strategies"][0][name] for name in ("tp", "pp")} == {8}
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_help_explains_both_ways():
     text = CliRunner().invoke(search, ["--help"]).stdout
     assert "search RECIPE [OPTIONS]" in text and "pipeline" in text and "validate" in text
@@ -109,14 +109,14 @@ def test_help_explains_both_ways():
     assert CliRunner().invoke(search, ["pipeline", "--help"]).stdout.count("INSTANCE.json")
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_uniform_recomputation_is_not_placed(monkeypatch):
     monkeypatch.setattr(workers, "screen", None)
     answer = json.loads(run("--json", "--top", 2, "--limit", "recompute=full").stdout)
     assert [one["recompute"]["full"] for one in answer["strategies"]] == [one["layers"] for one in answer["strategies"]]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -134,7 +134,7 @@ def test_infeasible_requests_say_what_would_be_feasible(monkeypatch, words, expe
         assert text in result.stdout
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_nearest_memory_is_enough(monkeypatch):
     for others in ("_without_limits", "_more_devices"):  # the other advice, for which whole spaces are looked at
         monkeypatch.setattr(search_rank, others, lambda *_: [])
@@ -143,7 +143,7 @@ def test_nearest_memory_is_enough(monkeypatch):
     assert run("--memory", problems[1].split()[2], "--top", "1").exit_code == 0
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_nearest_memory_keeps_the_limits():
     asked = request(devices=8, batch=16, cap=0.01 * GIB, limits=["recompute=none"])
     nearest = explain_infeasible(asked, rank(asked))[1]
@@ -151,7 +151,7 @@ def test_nearest_memory_keeps_the_limits():
     assert feasible(replace(asked, cap=float(nearest.split()[2]) * GIB))
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_no_device_has_more_memory_than_it_has():
     least = rank(request()).least
     assert more_memory(request(), replace(least, peak=59.5 * GIB)).startswith("nearest: --memory 59.5 (GiB)")
@@ -160,7 +160,7 @@ def test_no_device_has_more_memory_than_it_has():
     )
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_wrong_inputs():
     with pytest.raises(RecipeError, match="atlas_800t_a3"):
         run("--cluster", "atlas_800t_a3")
@@ -173,7 +173,7 @@ def test_wrong_inputs():
     assert run("--top", "0").exit_code == 2
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_interrupted_it_shows_the_best_so_far(monkeypatch):
     placed = []
 
@@ -191,7 +191,7 @@ def test_interrupted_it_shows_the_best_so_far(monkeypatch):
     assert not early["whole"] and len(early["strategies"]) == 2
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_what_cannot_be_placed_is_dropped_with_its_reason(monkeypatch):
     def refused(config, *rest, **more):
         return stand_in(config, *rest) if config.tp == 2 else Placement(None, float("inf"), 0.0, why="too tight")
@@ -202,13 +202,13 @@ def test_what_cannot_be_placed_is_dropped_with_its_reason(monkeypatch):
     assert result.exit_code == 0 and "too tight" in result.stdout
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_a_plan_that_is_dropped_is_named(monkeypatch):
     monkeypatch.setattr(workers, "screen", lambda *rest: replace(stand_in(*rest), dropped=("a plan was dropped",)))
     assert ": a plan was dropped" in run("--top", 2).stdout
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_parts_explain_the_difference():
     asked = request(limits=["pp>1"])
     times = TimeModel(asked.hardware)
@@ -228,7 +228,7 @@ def stand_in_config(asked, one):
     return configuration(asked, one.candidate)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_placing_in_two_processes(monkeypatch):
     monkeypatch.undo()
     limits = [read_limit(text) for text in ("pp=2", "vpp=2", "tp=1", "cp=1", "shard=optimizer")]
@@ -245,7 +245,7 @@ def test_placing_in_two_processes(monkeypatch):
         assert placement.step_s <= 1.05 * one.seconds  # layers that cannot be cut cost a little
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_one_process_and_two_find_the_same(monkeypatch):
     monkeypatch.undo()
     limits = [read_limit(text) for text in ("pp=2", "vpp=2", "cp=1", "shard=optimizer", "mode=global")]
@@ -257,7 +257,7 @@ def test_one_process_and_two_find_the_same(monkeypatch):
     assert answers[0] == answers[1] and not answers[0][-1]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_a_time_limit_that_bites_is_said_everywhere(monkeypatch, tmp_path):
     monkeypatch.setattr(workers, "screen", lambda *rest: replace(stand_in(*rest), cut=True))
     page, overlay = tmp_path / "r.html", tmp_path / "o.yaml"
@@ -268,7 +268,7 @@ def test_a_time_limit_that_bites_is_said_everywhere(monkeypatch, tmp_path):
     assert json.loads(run("--top", 2, "--json").stdout)["ended_by_time_limit"]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 @pytest.mark.parametrize(
     ("changes", "holds", "words"),
     [
@@ -310,7 +310,7 @@ def test_the_bound_is_compared_with_a_layout_that_a_dry_run_dropped_by_its_name(
     assert [row[-1] for row in stage_rows(found)] == ["dp4 (dropped by its dry run)", "dp2 pp2"]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_what_cannot_be_told_apart_is_in_text_json_and_page(tmp_path):
     page = tmp_path / "r.html"
     answer = json.loads(run("--top", 3, "--json", "--html", page, *FEW).stdout)
@@ -326,7 +326,7 @@ def test_what_cannot_be_told_apart_is_in_text_json_and_page(tmp_path):
     assert 0 < answer["bound_s"] <= answer["strategies"][0]["step_s"] and answer["placed"] >= 3
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_the_page_marks_the_rows_that_cannot_be_told_apart(monkeypatch, tmp_path):
     page = tmp_path / "r.html"
     for shares, marked in (((0.5, 0.02, 0.48), ["1", "3"]), ((0.98, 0.02, 0.0), [])):
@@ -406,7 +406,7 @@ def test_it_is_the_same_run_in_another_layout(folder):
     assert ours["lr_schedule"] == other["lr_schedule"] and ours["train_dataset"] == other["train_dataset"]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_placed_layouts_are_ranked_under_loads(tmp_path):
     page, overlay = tmp_path / "r.html", tmp_path / "o.yaml"
     told = json.loads(run("--top", 3, "--json", *FEW, "--loads", "1.3", "--html", page, "--write", overlay).stdout)
@@ -458,7 +458,7 @@ def test_a_layout_that_a_dry_run_dropped_leaves_the_table_under_loads():
     assert [one.name for one in found.uneven] == ["zero_bubble_v", "2", "1"] and found.best is entries[1]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("stand_in_placement")
 def test_other_schedules_are_ranked_under_loads_and_the_first_of_them_is_written(tmp_path):
     overlay = tmp_path / "o.yaml"
     words = (

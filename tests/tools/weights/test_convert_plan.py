@@ -1,4 +1,4 @@
-"""What a conversion is about to do, by headers alone: every tensor once or named, and files of a bounded size."""
+"""What a conversion is about to do, only by headers: every tensor once or named, and files of a bounded size."""
 
 import math
 from dataclasses import replace

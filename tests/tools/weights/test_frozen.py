@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.tools.weights import renew as frozen
 from tools.accuracy.align import sides
 from tools.accuracy.align.sides import alone, load
-from tools.accuracy.reference import frozen, golden
 from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.start import hyper_of
+from tools.data.index import write_learnable
 from tools.weights.convert import convert
 from tools.weights.convert_plan import prepare
 from tools.weights.source import INDEX, open_source
@@ -63,7 +64,7 @@ def test_the_forward_pass_in_numpy_computes_its_logits():
 
 @pytest.mark.slow
 def test_mindformers_computes_its_logits(ours, tmp_path):
-    golden.write_corpus(tmp_path / "corpus", 512)
+    write_learnable(tmp_path / "corpus", 512)
     recipe = alone(load(frozen.RECIPE, (), str(tmp_path / "corpus"), 1), 1)
     recipe["checkpoint"] = {"save_path": "", "load_path": str(ours), "no_load_optim": True}
     record = sides.run_mindformers(recipe, tmp_path / "run", hyper_of(recipe, 1), None)

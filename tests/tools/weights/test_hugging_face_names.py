@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plugins.errors import CheckpointError
 from plugins.hugging_face_weights.plan import copies
 from tests.tools.accuracy.align.cases import sizes
-from tools.accuracy.reference import frozen
+from tests.tools.weights import renew as frozen
 from tools.accuracy.reference.start import checksum, initial_weights, nudged
 from tools.recipe.load import load_recipe
 from tools.weights.convert_plan import model_of

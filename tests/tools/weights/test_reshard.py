@@ -272,4 +272,4 @@ def test_online_and_offline_give_each_rank_the_same_bits(folders, old, new):
             expected = np.ascontiguousarray(whole[name][spans])
             assert expected.tobytes() == online[name].tobytes() == offline[name].tobytes(), (name, rank)
         if new == "pp2":
-            assert len(opened) == 2 and all(f"-{rank:07d}-0000002" in path for path in opened), "its own files alone"
+            assert len(opened) == 2 and all(f"-{rank:07d}-0000002" in path for path in opened), "only its own files"

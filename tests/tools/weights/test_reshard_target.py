@@ -11,7 +11,7 @@ from tools.estimate import configuration
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.model import static_memory
 from tools.layout.resolve import resolve
-from tools.model.weights import parameters
+from tools.model import parameters
 from tools.recipe.load import load_recipe
 from tools.weights import reshard_target
 from tools.weights.convert_plan import model_of

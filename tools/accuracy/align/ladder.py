@@ -31,7 +31,7 @@ from tools.accuracy.equivalence.sharding import NEVER_CLIPPED
 from tools.accuracy.reference.start import Hyper, hyper_of, initial_weights
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
-from tools.recipe.mini import WORKERS
+from tools.recipe.mini_strategy import WORKERS
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import MODEL, View
 from tools.schema.stages import loss_rank
@@ -336,7 +336,7 @@ def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say
     """Return rung 6: the unchanged recipes are compared by their losses."""
     paths = [wanted.path] if other is None else [wanted.path, Path(wanted.against)]
     sides = split_model(paths, wanted.overrides, wanted.data, wanted.steps)
-    if sides is None:  # as they are; one worker beside a recipe alone
+    if sides is None:  # as they are; one worker beside a single recipe
         sides = Sides([recipe, Recipe(align_sides.alone(recipe, wanted.steps)) if other is None else other])
     return train_and_compare(sides, wanted.steps, wanted.folder, say)
 

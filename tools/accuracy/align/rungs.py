@@ -158,7 +158,7 @@ def backward(ours: Record, theirs: Record, floor: Record | None) -> Rung:
 def update(ours: Record, theirs: Record, floor: Record | None) -> Rung:
     """Compare how the first step that moves weights changed each weight, relative to the size of the change (rung 4).
 
-    Adam divides a gradient by its own size: where that is rounding alone, an element moves by a full step either way. A
+    Adam divides a gradient by its own size: where that is only rounding, an element moves by a full step either way. A
     weight that differs only in its last place does not count as different: a norm's weight near 1 moves by few such
     places.
     """

@@ -125,7 +125,7 @@ class Trained:
         entries: all calls of both dumps.
 
     Attributes:
-        known: whether they tell anything: dumps of forward passes alone do not.
+        known: whether they tell anything: dumps of only forward passes do not.
     """
 
     def __init__(self, entries: Iterable[Entry]):

@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from plugins.errors import RecipeError
-from tools.accuracy.pages import check_page
+from tools.accuracy.pages import check_page, page_option
 from tools.files.atomic import write_atomically
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
@@ -69,12 +69,7 @@ if TYPE_CHECKING:
 )
 @click.option("--dry-run", is_flag=True, help="List the runs that the command would start, and start none.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option(
-    "--html",
-    "page",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the results as one HTML page to this file.",
-)
+@page_option
 @click.option("--list", "list_only", is_flag=True, help="List the strategies and run none.")
 @unverified_option
 def equivalence_command(

@@ -65,11 +65,6 @@ def numbers_of(run: Trained) -> dict[str, Any]:
     return {"samples": digest(run.samples), "steps": steps}
 
 
-def numbers_of_steps(steps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the golden numbers of a run that recorded only its metrics."""
-    return {"steps": [step_numbers(step) for step in steps]}
-
-
 def step_numbers(step: Mapping[str, Any]) -> dict[str, Any]:
     """Return losses, global norm and tokens from a step's metrics."""
     return {"tokens": step["tokens"], **{name: rounded(step[name]) for name in LOSSES if step[name] is not None}}

@@ -32,7 +32,7 @@ LEAST = "least."  # of the names of the smallest mean squares of gradients that 
 # are steered, at the start and after each step [steps + 1, experts]
 LOAD, BIAS = "load.", "bias."
 PREFIXES = (*STATE, START, FIRST, LEAST, LOAD, BIAS)
-# the sum of the losses after its parts: where it alone is wrong, it is the sum
+# the sum of the losses after its parts: where only it is wrong, it is the sum
 LOSSES = ("lm_loss", "mtp_loss", "load_balancing_loss", "loss", "global_norm")
 DOCUMENT = (20, 200)  # tokens of a document of the corpus
 

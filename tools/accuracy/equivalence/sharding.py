@@ -14,7 +14,7 @@ from typing import Any
 from tools.accuracy.equivalence.runs import MUON
 from tools.accuracy.equivalence.trained import Mesh
 from tools.recipe.load import Recipe
-from tools.recipe.mini import GROUPED
+from tools.recipe.mini_strategy import shares_keys
 
 CLIP = 0.05  # far below any norm of a model that has just begun: a clipping by the wrong norm must change something
 COLUMNS = ("input_ids", "labels", "loss_mask", "position_ids", "actual_seq_len")
@@ -54,7 +54,7 @@ class Sharding:
             length: tokens of a sample. 0 in each is what the recipe has.
         mode: of the hierarchical_ep plugin, as it runs on Ascend; "" is MindFormers' own dispatcher. chunks: of tokens
             in a layer, of the ep_overlap plugin; 1 is without it.
-        documents: whether documents see themselves alone, by the compressed mask, in samples of `DOCUMENTS` tokens.
+        documents: whether documents see only themselves, by the compressed mask, in samples of `DOCUMENTS` tokens.
         held_out: whether the held_out_loss plugin evaluates after every step.
         streams: residual streams of the hyper_connections plugin; 1 is without it.
         moves: whether the expert_balance plugin shuffles the experts after every step.
@@ -266,7 +266,7 @@ def _model(recipe: Recipe, sharding: Sharding) -> None:
     kept = [entry for entry in recipe["callbacks"] if entry["type"] != "CheckpointMonitor"]
     if not sharding.moe:
         kept = [entry for entry in kept if entry["type"] != BIAS_CALLBACK]
-    if model["model_type"] == GROUPED:
+    if shares_keys(model):
         kept.append(dict(UNROUNDED))
     if recipe["optimizer"]["type"] == MUON:
         kept.append(dict(UNROUNDED_MUON))

@@ -23,7 +23,8 @@ from tools.accuracy.equivalence.sharding import CLIP, EXECUTED_ROWS, TWO_STAGES,
 from tools.check.arithmetic import without_copies
 from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
-from tools.recipe.mini import GROUPED, load_mini
+from tools.recipe.mini import load_mini
+from tools.recipe.mini_strategy import GROUPED, shares_keys
 
 TRAINED, EXECUTED, NOT_EXECUTABLE = "trained", "executed", "not executable here"
 BASELINE, APART = "baseline", "documents_apart"
@@ -267,7 +268,7 @@ def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
     model = recipe["model"]["model_config"]
     length = sharding.length or model["seq_length"]
     heads, experts = model["num_attention_heads"], model.get("n_routed_experts") or 0
-    shared = model["num_key_value_heads"] if model["model_type"] == GROUPED else heads
+    shared = model["num_key_value_heads"] if shares_keys(model) else heads
     rules = {
         NO_EXPERTS: sharding.moe and not experts,
         NO_MTP: sharding.mtp and model["model_type"] == GROUPED,

@@ -60,16 +60,6 @@ def nudged(weights: Arrays) -> Arrays:
     return {name: nudge(array) for name, array in weights.items()}
 
 
-def checksum(arrays: Arrays) -> int:
-    """Return the CRC-32 of the names, shapes and bits of all weights, in the order of their names."""
-    total = 0
-    for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        total = zlib.crc32(f"{name}{array.shape}{array.dtype}".encode(), total)
-        total = zlib.crc32(array.tobytes(), total)
-    return total
-
-
 @dataclass(frozen=True)
 class Hyper:
     """A `Hyper` is AdamW with decoupled decay; `rates` holds the learning rate of each step, and `clip` the largest

@@ -296,7 +296,7 @@ def _window(index: GPTIndex, setting: Setting, first: int) -> tuple[_Window, tup
     ])  # fmt: skip
     attention = setting.cost.per_pair * pairs
     linear = setting.cost.per_token * setting.sequence_length
-    # a window's plan follows from its samples alone, so it is planned as if it were the whole run
+    # a window's plan follows only from its samples, so it is planned as if it were the whole run
     plan = epoch_plan(attention + linear, layout)
     natural = unscheduled(layout.ranks, layout.micro_batches, layout.slots)
     natural = natural + layout.batch * np.arange(layout.window)[:, None, None, None]

@@ -39,7 +39,7 @@ from tools.estimate.memory.training_graph import (
     layer_pass,
     loss_pass,
 )
-from tools.model.weights import Weight, weights
+from tools.model import Weight, weights
 from tools.pipeline.schedules import is_v_shaped
 
 

@@ -27,7 +27,7 @@ from tools.estimate.configuration import Configuration, joined, parts_of, weight
 from tools.estimate.memory.activations import buffers, fullest_pass, mtp_option, saved_parts, spare_gradients
 from tools.estimate.memory.training_graph import SPARE, module_of_weight
 from tools.estimate.muon import orthogonal
-from tools.model.weights import Weight, weights, with_adapters
+from tools.model import Weight, weights, with_adapters
 from tools.pipeline.simulate import stage_peaks
 
 _STATIC = ("weights", "state", "accumulated", "gathered")
@@ -142,10 +142,12 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
     """
     rows: dict[str, list[float]] = {}
     largest = 0.0
-    # MindFormers clones its parameters for the sums
-    wide = config.weight_item if config.training_graph else _WIDE if config.wide_gradients else _LOW
-    # MindSpore has no accumulator without accumulation: gradients are reduced to the optimizer's shards as they come
+    # MindSpore has no accumulator without accumulation: gradients are reduced to the optimizer's shards as they come,
+    # and divided by the loss scale in fp32 (wrapper.py, `tensor_grad_scale`)
     at_once = config.keep_gathered and config.pp == 1 and config.micro_batches == 1
+    # MindFormers clones its parameters for the sums
+    cloned = config.weight_item if config.training_graph else _WIDE if config.wide_gradients else _LOW
+    wide = _WIDE if at_once and config.training_graph else cloned
     for weight, count in counted_weights(config, stage):
         local, shards = (
             weight.size / weight_cut(weight, config),

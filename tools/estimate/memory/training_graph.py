@@ -38,7 +38,7 @@ from functools import lru_cache
 from plugins.hyper_connections import plan as hyper_connections
 from tools.estimate import configuration
 from tools.estimate.configuration import Configuration, joined, parts_of
-from tools.model.weights import Weight, weights
+from tools.model import Weight, weights
 
 ATTENTION, MLP, EXPERTS, SHARED, ROUTER = "attention", "dense MLP", "experts", "shared experts", "router"
 DISPATCH, NORMS, EMBEDDING, HEAD, MTP = "dispatch", "norms", "embedding", "head and logits", "MTP"
@@ -49,7 +49,7 @@ MODULES = (
     *(LAYER_INPUT, SPARE, OTHER),
 )
 
-_WEIGHTS = (  # of `tools.model.weights`, first match
+_WEIGHTS = (  # of `tools.model`, first match
     (r"_hc\.", STREAMS),
     (r"expert", EXPERTS),
     (r"shared", SHARED),
@@ -77,7 +77,7 @@ _PARAMETERS = (  # of MindFormers' names of parameters and paths of cells, first
 
 @lru_cache(maxsize=256)
 def module_of_weight(name: str) -> str:
-    """Return the module of a weight of `tools.model.weights`; weights that no pattern names belong to attention."""
+    """Return the module of a weight of `tools.model`; weights that no pattern names belong to attention."""
     return next((module for pattern, module in _WEIGHTS if re.search(pattern, name)), ATTENTION)
 
 
@@ -124,8 +124,9 @@ def _copied(config: Configuration, weight: Weight) -> float:
     """Return bytes of a matmul's weight that each pass casts or copies (`Configuration.copies_weights`)."""
     if not config.copies_weights or not weight.multiplies or weight.wide:
         return 0.0
-    if config.weight_item == config.item and configuration.weight_shards(weight, config) > 1:
-        return 0.0  # gathered once for the step
+    as_wide = config.weight_item == config.item
+    if as_wide and (weight.split == "experts" or configuration.weight_shards(weight, config) > 1):
+        return 0.0  # the grouped product reads the parameter itself; what is cut is gathered once for the step
     return config.item * weight.size / configuration.weight_cut(weight, config)
 
 
@@ -147,7 +148,9 @@ def _activations(config: Configuration, kind: str, option: str) -> dict[str, flo
     if option == "full":
         if model.streams > 1:  # streams are in the type that computes, also if their sum is made in fp32
             return {LAYER_INPUT: item * rows * model.streams}
-        return {LAYER_INPUT: (_WIDE if config.fp32_residual else item) * rows}
+        # a layer casts its result to the type that computes; with weights in fp32 the next one keeps it cast back
+        wide = config.fp32_residual and config.weight_item == _WIDE
+        return {LAYER_INPUT: (_WIDE if wide else item) * rows}
     again = parts_of(option)
     norms = (2 if configuration.NORMS in again else 4) * _WIDE * rows + _cast(config) * rows
     mlp = _routed(config, tokens, held) if kind == "moe" else {MLP: _dense(config, tokens)}

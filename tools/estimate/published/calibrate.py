@@ -7,20 +7,14 @@ Robust least squares on the logarithm of step time, by Gauss-Newton inside sane 
 2. *choice*: one parameter after the other, whichever moves the rows most in a way that those chosen before cannot
    imitate; none that moves them by less than `TELLING`, and no more than there are rows. The others keep their values;
 3. *fit*: rows that miss by more than `OUTLIER` weigh less (Huber), and a pull to the starting values, weak where
-   device types differ much (`SPREAD`), decides what the rows leave open.
-
-A device type is the set of clusters that share efficiencies; it says where a set starts, and how far a fit may take
-it.
-
-A type with few runs is drawn to the set of the type that it is most like (its parent); a type without a parent to the
-start. How hard is `SPREAD`: what is a property of software or hosts is nearly the same on all devices, what is one of
-the device is free.
+   device types differ much (`SPREAD`), decides what the rows leave open. What is a property of software or hosts is
+   nearly the same on all devices, what is one of the device is free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,55 +26,6 @@ from tools.estimate.efficiency import cluster as hardware_of
 from tools.estimate.published.rows import Row
 from tools.estimate.published.validate import measured_seconds, predict
 
-
-@dataclass(frozen=True)
-class DeviceType:
-    """A `DeviceType` names clusters that share one set of efficiencies.
-
-    Args:
-        parent: the type that it is drawn to; "" for the start.
-        mesh: devices of a node are joined pair by pair.
-        own: where single parameters are drawn to, instead of to the parent's, for a reason that is not in the rows.
-    """
-
-    clusters: tuple[str, ...]
-    parent: str = ""
-    mesh: bool = False
-    own: Mapping[str, float] = field(default_factory=dict)
-
-
-START = Efficiency(
-    matmul=0.70,
-    matmul_fp8=0.55,
-    half_size=300.0,
-    attention=0.55,
-    memory=0.75,
-    unfused=2.0,
-    link=1.0,
-    hidden=0.5,
-    hidden_ep=0.8,
-    layer_s=2e-5,
-    moe_s=2e-3,
-    burst=1.4,
-    step_s=0.05,
-    blocks=0.9,
-    matmul_fp4=0.4,
-    graphed=0.7,
-    network=1.0,
-)
-TYPES = {
-    "a100": DeviceType(("a100_80g",)),
-    "h100": DeviceType(("h100",)),
-    # PyTorch's attention of 2024, FlashAttention-2: 35 to 40 % of an H100 (FlashAttention-3's paper, arXiv 2407.08608)
-    "h100_96g": DeviceType(("h100_96g",), "h100", own={"attention": 0.37}),
-    "h800": DeviceType(("h800",), "h100"),
-    "gb200": DeviceType(("gb200",), "h100"),
-    "b200": DeviceType(("b200",), "gb200"),
-    "gb300": DeviceType(("gb300",), "gb200"),
-    "b300": DeviceType(("b300",), "gb300"),
-    "ascend_910b": DeviceType(("atlas_800t_a2", "atlas_900_a2"), mesh=True),
-    "ascend_910c": DeviceType(("atlas_900_a3",), "ascend_910b"),
-}
 # parameter -> standard deviations of (a type without a parent from the start, a type from its parent); of the
 # logarithm, of shares that may be 0 as they are
 SPREAD = {
@@ -102,14 +47,6 @@ SPREAD = {
     "graphed": (0.3, 0.1),
     "network": (0.1, 0.1),
 }
-
-# parameter -> the one whose step from the parent it is taken to share: clocks and power move both
-FOLLOWS = {"matmul_fp8": "matmul"}
-
-
-def type_of(cluster: str) -> str:
-    """Return the device type that a cluster belongs to."""
-    return next(name for name, kind in TYPES.items() if cluster in kind.clusters)
 
 
 # least and most of each; the shares that may be 0 are fitted as they are, all others by their logarithm

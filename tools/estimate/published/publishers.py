@@ -28,7 +28,7 @@ import yaml
 
 from tools.estimate.configuration import Configuration, Recompute, Table, even_layers, spread
 from tools.hardware.units import short_dtype
-from tools.model.architecture import Latent, Model, pattern_of
+from tools.model import Latent, Model, pattern_of
 from tools.pipeline.schedules import schedule_of
 
 MODELS = Path(__file__).parent / "models.yaml"

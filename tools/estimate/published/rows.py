@@ -32,7 +32,7 @@ from tools.estimate.published.publishers import (
 )
 from tools.hardware import Hardware
 from tools.hardware.load import NAMES, device_in, read_yaml
-from tools.model.architecture import Latent, Model, pattern_of
+from tools.model import Latent, Model, pattern_of
 from tools.pipeline.schedules import schedule_of
 from tools.ranges import RANGES, Range, is_number
 

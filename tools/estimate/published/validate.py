@@ -5,24 +5,19 @@ measurements.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
-
-import yaml
 
 from plugins.errors import RecipeError
 from tools.estimate.efficiency import Efficiency
 from tools.estimate.layer_model import work
 from tools.estimate.memory.model import peak_memory, stage_memory, static_modules
 from tools.estimate.memory.training_graph import EMBEDDING
-from tools.estimate.published.rows import Row, express
+from tools.estimate.published.rows import Row
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
-from tools.model.weights import flops_per_token
+from tools.model import flops_per_token
 
-UNSEEN = Path(__file__).parent / "unseen.yaml"
-RELEASE, CARD = "release", "card"  # bands of unseen.yaml
 QUANTITIES = ("step_time_s", "tokens_per_s_per_device", "tflops_per_device", "mfu", "peak_memory_gb")
 
 
@@ -82,17 +77,6 @@ def predict(row: Row, efficiency: Efficiency | None = None) -> Prediction:
         step_error=_error(seconds, measured_step(row, flops / config.global_batch)),
         memory_error=_error(memory, measured_memory(row)),
     )
-
-
-def unseen(band: str) -> list[Prediction]:
-    """Return the predictions of the runs in one group (band) of unseen.yaml, which no fit has seen."""
-    found = []
-    for entry in yaml.safe_load(UNSEEN.read_text("utf-8"))["unseen"]:
-        if entry["band"] == band:
-            row = express(entry["row"], f"{UNSEEN}: {entry['row']['id']}")
-            assert row.config is not None, row.reason
-            found.append(predict(replace(row, config=replace(row.config, **entry.get("run", {})))))
-    return found
 
 
 def _memory(row: Row) -> tuple[float | None, str | None]:

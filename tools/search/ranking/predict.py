@@ -28,7 +28,7 @@ from tools.estimate.configuration import Configuration
 from tools.estimate.memory.activations import saved, working
 from tools.estimate.memory.model import held_micro_batches, stage_memory, static_memory
 from tools.estimate.time_model import TimeModel, has_closed_form, pipeline_of
-from tools.model.weights import KINDS
+from tools.model import KINDS
 from tools.pipeline.simulate import enough, filling
 from tools.search.candidates import Block, configuration
 from tools.search.request import POLICIES, Request

@@ -190,7 +190,7 @@ def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, n
     best = np.where(fits.any(axis=1), np.inf, best)
     for low in range(len(POLICIES)):
         for high in range(len(POLICIES)):
-            # share of the layers that take the policy `high`, which alone would not fit (or is `low` itself)
+            # share of the layers that take the policy `high`, which by itself would not fit (or is `low` itself)
             gap = np.where(peaks[:, high] > peaks[:, low], peaks[:, high] - peaks[:, low], np.inf)
             share = np.where(low == high, 0.0, (cap - peaks[:, low]) / gap)
             taken = works[:, low] + share * (works[:, high] - works[:, low])

@@ -8,7 +8,7 @@ import pytest
 from plugins.errors import DataError
 from tools.accuracy.align import config as align_config
 from tools.accuracy.align.sides import load, written
-from tools.accuracy.reference.golden import write_corpus
+from tools.data.index import write_learnable
 from tools.recipe.dump import dump_recipe
 from tools.recipe.override import apply_overrides
 
@@ -20,7 +20,7 @@ MINI = RECIPES / "mini" / "pretrain.yaml"
 def corpora(tmp_path):
     """Two prefixes of one corpus, and one of another."""
     for name in ("one", "same", "other"):
-        write_corpus(tmp_path / name, 100 if name == "other" else 512)
+        write_learnable(tmp_path / name, 100 if name == "other" else 512)
     return {name: str(tmp_path / name) for name in ("one", "same", "other")}
 
 

@@ -23,8 +23,8 @@ from tools.accuracy.align.cli import align as command
 from tools.accuracy.align.ladder import Ladder, Wanted, climb, compare_records, failed_text, print_ladder, split_model
 from tools.accuracy.align.rungs import NONE, Row, Rung
 from tools.accuracy.align.sides import SideFailedError, shortened
-from tools.accuracy.reference.golden import write_corpus
 from tools.check.check import check_recipe
+from tools.data.index import write_learnable
 from tools.process import children
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
@@ -40,7 +40,7 @@ LOSSES = [5.0, 4.5, 4.2, 4.0]
 
 @pytest.fixture
 def corpus(tmp_path):
-    write_corpus(tmp_path / "corpus", 512)
+    write_learnable(tmp_path / "corpus", 512)
     return str(tmp_path / "corpus")
 
 
@@ -333,7 +333,7 @@ def test_a_failed_side_is_told_by_its_own_words(tmp_path):
 
 
 def test_settings_that_must_match_stop_the_ladder(tmp_path):
-    write_corpus(tmp_path / "corpus", 512)
+    write_learnable(tmp_path / "corpus", 512)
     data = str(tmp_path / "corpus")
     ladder = climb(wanted(MINIS / "pretrain.yaml", MINIS / "pretrain_ep4.yaml", tmp_path / "runs", data=data), print)
     assert [rung.status for rung in ladder.rungs] == ["failed", *["not run"] * 5]

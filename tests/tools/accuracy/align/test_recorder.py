@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from tests.tools.accuracy.align import cases
+from tests.tools.accuracy.reference import renew as golden
 from tools.accuracy.align import sides as align_sides
 from tools.accuracy.align.ladder import Wanted, climb
 from tools.accuracy.align.rungs import GRADIENT, LOGITS, LOSS, first_difference, moved
 from tools.accuracy.align.sides import alone, in_hugging_face_names, load, reference_sizes
-from tools.accuracy.reference import golden
 from tools.accuracy.reference.forward import Forward
-from tools.accuracy.reference.start import checksum, hyper_of, initial_weights
+from tools.accuracy.reference.start import hyper_of, initial_weights
+from tools.data.index import write_learnable
 from tools.weights.hugging_face_names import to_mindformers
 
 pytestmark = pytest.mark.slow
@@ -24,7 +25,7 @@ def trained(tmp_path_factory):
     """(record, sizes) of one run in MindFormers, from the golden weights on the golden corpus."""
     folder = tmp_path_factory.mktemp("aligned")
     recipe = load(golden.RECIPE, (), str(folder / "corpus"), golden.STEPS)
-    golden.write_corpus(folder / "corpus", golden.vocabulary_of(recipe))
+    write_learnable(folder / "corpus", golden.vocabulary_of(recipe))
     plain = alone(recipe, golden.STEPS)
     sizes, hyper = reference_sizes(plain), hyper_of(plain, golden.STEPS)
     weights = to_mindformers(initial_weights(sizes, golden.SEED), sizes)
@@ -40,8 +41,8 @@ def kept():
 def test_both_sides_were_given_the_same(trained, kept):
     record, sizes = trained
     assert json.dumps(sizes.as_json(), sort_keys=True) == str(kept["sizes"])
-    assert checksum(record.initial) == int(kept["checksum/weights"])
-    assert checksum(record.batch) == int(kept["checksum/batches"])
+    assert golden.checksum(record.initial) == int(kept["checksum/weights"])
+    assert golden.checksum(record.batch) == int(kept["checksum/batches"])
 
 
 def test_logits(trained, kept):
@@ -95,7 +96,7 @@ def test_the_experts_loads_are_those_of_each_step(trained):
 def test_the_whole_ladder_live(tmp_path):
     pytest.importorskip("torch", reason="the live reference needs torch: pip install -e '.[align]'")
     data = str(tmp_path / "corpus")
-    golden.write_corpus(tmp_path / "corpus", 512)
+    write_learnable(tmp_path / "corpus", 512)
     ladder = climb(
         Wanted(golden.RECIPE, "hf", 20, (), data, tmp_path / "runs", sys.executable, seed=1),
         lambda text: None,

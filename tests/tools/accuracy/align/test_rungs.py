@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from tests.tools.accuracy.align import cases
+from tests.tools.accuracy.reference import renew as golden
 from tools.accuracy.align import rungs as align_rungs
 from tools.accuracy.align.ladder import Ladder, compare_records
 from tools.accuracy.align.sides import alone, load
-from tools.accuracy.reference import golden
 from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.start import hyper_of, initial_weights
 from tools.weights.hugging_face_sizes import Sizes

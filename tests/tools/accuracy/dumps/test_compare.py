@@ -307,7 +307,7 @@ def test_a_rerun_of_the_little_model_has_no_finding(tmp_path, golden, task):
 
 
 def test_without_gradients_a_counter_is_not_taken_for_an_initial_weight_either(tmp_path):
-    """Dumps of forward passes alone do not tell weights from state: then the order of the calls decides."""
+    """Dumps of only forward passes do not tell weights from state: then the order of the calls decides."""
     sides = {
         name: train(Faults(**faults))
         for name, faults in (("a", {}), ("b", {"softmax": 1.01}), ("c", {"weights_seed": 1}))

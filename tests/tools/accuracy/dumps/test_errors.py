@@ -184,7 +184,7 @@ def test_independent_rounding_is_no_factor(folder, size, kind, dtype, seed, near
 @settings(max_examples=100)
 @given(st.integers(64, 20000), st.floats(1e-4, 0.1), st.floats(1e-4, 0.1), st.integers(0, 2**32 - 1))
 def test_independent_errors_of_both_sides_are_no_factor(folder, size, one, other, seed):
-    """Of any size: an accumulation's. `low` alone would be too small by the square of golden's errors."""
+    """Of any size: an accumulation's. `low` by itself would be too small by the square of golden's errors."""
     rng = np.random.default_rng(seed)
     exact = rng.normal(size=size)
     want, got = ((exact + error * rng.normal(size=size)).astype(np.float32) for error in (one, other))

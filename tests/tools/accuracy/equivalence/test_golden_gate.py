@@ -39,7 +39,7 @@ def test_golden_numbers_are_kept_and_checked(one, tmp_path):
 
 
 def test_a_golden_file_is_that_of_one_recipe(one, tmp_path):
-    """By folder and name alone anybody's mini/pretrain.yaml was held to this repository's numbers."""
+    """Only by folder and name anybody's mini/pretrain.yaml was held to this repository's numbers."""
     theirs = tmp_path / "mini" / "pretrain.yaml"
     folder = tmp_path / "golden"
     ours = golden_gate.golden_file(golden_gate.GOLDEN, MINI)

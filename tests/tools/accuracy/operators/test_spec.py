@@ -105,7 +105,7 @@ DIFFERENTIABLE = [name for name, spec in SPECS.items() if spec.grad and not name
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradients_are_those_of_the_forward(name):
-    """Central differences along a random direction, in float64, for each input alone."""
+    """Central differences along a random direction, in float64, for one input at a time."""
     spec = SPECS[name]
     case = run.make_case(spec, spec.shapes[0], "float32", seed=1)
     inputs = [x.astype(np.float64) if run.is_float(x) else x for x in case.inputs]

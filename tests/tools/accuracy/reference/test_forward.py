@@ -8,10 +8,10 @@ import pytest
 
 from plugins.errors import RecipeError
 from tests.tools.accuracy.align.cases import YARN, sizes, tokens
+from tests.tools.accuracy.reference import renew as golden
 from tools.accuracy.align.sides import alone, load, reference_sizes
-from tools.accuracy.reference import golden
 from tools.accuracy.reference.forward import Forward
-from tools.accuracy.reference.start import Hyper, checksum, hyper_of, initial_weights, rate
+from tools.accuracy.reference.start import Hyper, hyper_of, initial_weights, rate
 from tools.recipe.load import load_recipe
 from tools.weights.hugging_face_sizes import Sizes
 
@@ -20,7 +20,7 @@ def test_it_computes_the_golden_logits():
     stored = golden.load()
     model = Sizes(**json.loads(str(stored["sizes"])))
     weights = initial_weights(model, golden.SEED)
-    assert checksum(weights) == int(stored["checksum/weights"]), "the golden file is of other starting weights"
+    assert golden.checksum(weights) == int(stored["checksum/weights"]), "the golden file is of other starting weights"
     logits = Forward(model, weights).run(stored["first_ids"])["logits"]
     assert np.abs(logits[:, ::8, ::16] - stored["logits"]).max() < 1e-5
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from plugins.sealed_checkpoint.router_state import orthogonal
-from tools.accuracy.reference.muon import Muon, Parts, adamw, clip_logits, newton_schulz, update
+from tests.tools.accuracy.reference.muon import Muon, Parts, adamw, clip_logits, newton_schulz, update
 
 PARTS = Parts(nope=4, rope=2, value=3, kv_rank=6, experts=3, hidden=8, expert_ffn=5)
 SHAPES = {

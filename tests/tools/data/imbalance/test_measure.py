@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.corpora import CORPORA, document_lengths
 from plugins.attention_balance import reference
 from plugins.attention_balance.objective import Objective
 from plugins.attention_balance.plan import Layout, epoch_plan, layout_of
@@ -16,7 +17,7 @@ from plugins.errors import DataError, RecipeError
 from tests.tools.data.data_helpers import REPOSITORY, write_index
 from tools.data.imbalance.measure import Counter, count_lengths, documents_of_samples, imbalance
 from tools.data.imbalance.recipe import SHARES, equal_costs, measure_steps, setting_of
-from tools.data.index import CORPORA, BrokenIndexError, IndexReader, document_lengths, map_lengths, write_corpus
+from tools.data.index import BrokenIndexError, IndexReader, map_lengths, write_corpus
 from tools.data.outputs import write_json
 from tools.process.waiting import Reporter
 from tools.recipe.load import Recipe, load_recipe

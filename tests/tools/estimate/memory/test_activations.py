@@ -23,8 +23,7 @@ from tools.estimate.memory.room import ROWS
 from tools.estimate.memory.training_graph import kept, logit_exchanges
 from tools.estimate.published.rows import read_rows
 from tools.hardware.units import GIB
-from tools.model.architecture import Latent, Model, pattern_of
-from tools.model.weights import Weight
+from tools.model import Latent, Model, Weight, pattern_of
 from tools.recipe.load import load_recipe
 
 RECIPES = Path(__file__).parents[4] / "recipes"

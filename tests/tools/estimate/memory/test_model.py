@@ -21,7 +21,7 @@ from tools.estimate.memory.model import (
 )
 from tools.estimate.memory.training_graph import LAYER_INPUT, kept_parts
 from tools.hardware.units import GIB
-from tools.model.architecture import Model, pattern_of
+from tools.model import Model, pattern_of
 from tools.pipeline.schedules import operations
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
@@ -210,6 +210,7 @@ NAMES = {
     "36b": "telechat3_36b/pretrain_8k.yaml",
     "lora": "telechat3_36b/finetune_8k_lora.yaml",
     "105b": "telechat3_105b/pretrain_4k.yaml",
+    "pangu": "pangu_ultra_moe_718b/pretrain_4k.yaml",
 }
 DENSE, MOE = "36b", "105b"
 COMPUTE, PARAMS = "model.model_config.compute_dtype", "model.model_config.params_dtype"
@@ -243,6 +244,44 @@ def test_what_the_compiled_graph_holds(name, changes, stage, static, total):
     config = run(name, changes)
     assert [size / GIB for size in static_memory(config, stage)] == pytest.approx(static, abs=2e-3)
     assert stage_memory(config, stage).peak / GIB == pytest.approx(total, rel=0.055)
+
+
+M, P = "model.model_config", "parallel_config"
+ONE_STAGE = (
+    *(f"{P}.pipeline_stage=1", f"{P}.model_parallel=2", f"{P}.micro_batch_num=1", "runner_config.batch_size=2"),
+    *(f"{M}.num_nextn_predict_layers=0", f"{M}.seq_length=2048", f"{M}.offset=0"),
+    "parallel.enable_parallel_optimizer=False",
+)
+TWO_STAGES = (
+    *(f"{P}.data_parallel=4", f"{P}.model_parallel=1", f"{P}.pipeline_stage=2", f"{P}.expert_parallel=4"),
+    *(f"{P}.micro_batch_num=4", f"{P}.use_seq_parallel=False", "runner_config.batch_size=2"),
+    *(f"{M}.offset=[0, 1]", f"{M}.pp_interleave_num=1", f"{M}.moe_token_dispatcher_type=alltoall"),
+    "parallel.pipeline_config.pipeline_interleave=False",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "recomputed", "total"),
+    [
+        (
+            MOE,
+            (*LOW, *ONE_STAGE),
+            {"recompute": True},
+            195.32,
+        ),  # without a pipeline gradients become fp32 all the same; was 164.2
+        (
+            "pangu",
+            (*LOW, *TWO_STAGES),
+            {"select_recompute": True},
+            1524.64,
+        ),  # no pass copies experts that nothing gathers; was 1820.8
+    ],
+)
+def test_weights_in_bfloat16_as_compiled(name, changes, recomputed, total):
+    """tc3 dryrun --quick of the recipes with these changes, the first stage."""
+    recipe = apply_overrides(load_recipe(RECIPES / NAMES[name]), changes)
+    recipe["recompute_config"] = recomputed
+    assert stage_memory(from_recipe(recipe), 0).peak / GIB == pytest.approx(total, rel=0.055)
 
 
 def test_adapters_in_a_step_of_one_stage():

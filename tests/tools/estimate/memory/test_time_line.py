@@ -12,7 +12,7 @@ from tools.estimate.configuration import Configuration, Recompute, even_layers
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.model import stage_memory, static_memory, static_modules
 from tools.estimate.memory.time_line import KEPT, WORKING, Owner, Timed, bands, draw, simulated, stitch, time_line
-from tools.model.architecture import Model, pattern_of
+from tools.model import Model, pattern_of
 from tools.pipeline.schedules import Op
 from tools.recipe.load import load_recipe
 

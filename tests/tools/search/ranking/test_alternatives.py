@@ -20,7 +20,7 @@ from tools.search.ranking.alternatives import ALL, ALWAYS, OTHERS, asked_schedul
 RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
 NARROW = [word for limit in ("tp=4", "pp=4", "vpp<=2", "cp=1", "ep=8", "mbs=1") for word in ("--limit", limit)]
 
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = pytest.mark.usefixtures("stand_in_placement")
 
 
 def run(*words):

@@ -13,7 +13,7 @@ from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout.budget import Budget
 from tools.layout.place import floor_seconds, place, screen
-from tools.model.architecture import Latent, pattern_of
+from tools.model import Latent, pattern_of
 from tools.pipeline.schedules import check_schedule
 from tools.pipeline.simulate import filling
 from tools.recipe.load import load_recipe

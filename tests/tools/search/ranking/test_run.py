@@ -10,7 +10,7 @@ from tools.estimate.loads import loads_of
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout.budget import Budget
-from tools.model.architecture import pattern_of
+from tools.model import pattern_of
 from tools.search.candidates import candidate_of
 from tools.search.ranking import run, workers
 from tools.search.ranking.rank import explain_infeasible, rank

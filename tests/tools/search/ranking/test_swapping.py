@@ -20,7 +20,7 @@ from tools.layout.budget import Budget
 from tools.layout.optimise import optimise
 from tools.layout.place import place
 from tools.layout.problem import pipeline_instance
-from tools.model.architecture import Model, pattern_of
+from tools.model import Model, pattern_of
 from tools.search.ranking.swapping import (
     HIDDEN,
     WHOLE,

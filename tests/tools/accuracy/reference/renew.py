@@ -1,7 +1,7 @@
 """This module keeps in a file what Hugging Face computed for a small model, so that tests compare MindFormers with it
 without torch.
 
-`python -m tools.accuracy.reference.golden --update` renews it (needs torch): it aligns the recipe first, and keeps
+`python -m tests.tools.accuracy.reference.renew --update` renews it (needs torch): it aligns the recipe first, and keeps
 nothing of what does not align.
 """
 
@@ -20,28 +20,13 @@ import numpy as np
 from plugins.errors import CheckpointError
 from tools.accuracy.align.sides import Record
 from tools.accuracy.reference.run import below, read
-from tools.accuracy.reference.start import checksum
-from tools.data.index import IndexWriter
+from tools.data.index import write_learnable
 from tools.weights.hugging_face_sizes import Sizes
 
-HERE = Path(__file__).resolve().parents[3] / "tests" / "tools" / "accuracy" / "reference" / "golden"
+HERE = Path(__file__).resolve().parent / "golden"
 RECIPE, FILE = HERE / "hf_mini.yaml", HERE / "hf_mini.npz"
 STEPS, SEED = 20, 0
 SAMPLES = 32  # elements kept of each gradient and update
-
-
-def write_corpus(prefix: Path, vocabulary: int) -> None:
-    """Write the golden corpus as a Megatron .bin/.idx: 400 documents of a seeded random walk, which a model can
-    learn.
-    """
-    random = np.random.default_rng(7)
-    lengths = random.integers(20, 120, 400).astype(np.int32)
-    steps = random.choice([1, 2, 3, 17], size=int(lengths.sum()))
-    tokens = (np.cumsum(steps) % (vocabulary - 1) + 1).astype(np.uint16)
-    writer = IndexWriter(prefix.with_suffix(".bin"), "uint16")
-    writer.add(lengths, tokens)
-    writer.finish(prefix.with_suffix(".idx"))
-    writer.close()
 
 
 def summary(record: Record, sizes: Sizes) -> dict[str, np.ndarray]:
@@ -64,6 +49,16 @@ def summary(record: Record, sizes: Sizes) -> dict[str, np.ndarray]:
         kept[f"{kind}/norms"] = np.array([np.linalg.norm(arrays[name]) for name in names], np.float32)
         kept[f"{kind}/samples"] = np.array([samples(name, arrays[name]) for name in names], np.float32)
     return kept
+
+
+def checksum(arrays: dict[str, np.ndarray]) -> int:
+    """Return the CRC-32 of the names, shapes and bits of all weights, in the order of their names."""
+    total = 0
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        total = zlib.crc32(f"{name}{array.shape}{array.dtype}".encode(), total)
+        total = zlib.crc32(array.tobytes(), total)
+    return total
 
 
 def samples(name: str, array: np.ndarray) -> np.ndarray:
@@ -99,7 +94,7 @@ def main(update: bool, reference_python: str) -> None:
         folder = Path(temporary)
         corpus = str(folder / "corpus")
         recipe = load_recipe(RECIPE, (), corpus, STEPS)
-        write_corpus(Path(corpus), vocabulary_of(recipe))
+        write_learnable(Path(corpus), vocabulary_of(recipe))
         wanted = Wanted(RECIPE, "hf", STEPS, (), corpus, folder, reference_python, SEED)
         ladder = climb(wanted, lambda text: click.echo(text, err=True))
         if not ladder.passed or any(rung.status == "undecided" for rung in ladder.rungs):

@@ -21,32 +21,92 @@ Runs of one configuration with different measured step times contradict each oth
 
 Most of them are one configuration under several releases of its software. A model predicts one step time for all of
 them, so its errors have a lower bound.
+
+A device type is the set of clusters that share efficiencies; it says where a set starts, and how far a fit may take
+it.
+
+A type with few runs is drawn to the set of the type that it is most like (its parent); a type without a parent to the
+start. How hard is `SPREAD`: what is a property of software or hosts is nearly the same on all devices, what is one of
+the device is free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import yaml
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import NAMES, Efficiency, cluster
-from tools.estimate.published.calibrate import (
-    FOLLOWS,
-    SPREAD,
-    START,
-    TYPES,
-    coordinates,
-    limits,
-    type_of,
-    with_coordinates,
-)
-from tools.estimate.published.rows import Row
-from tools.estimate.published.validate import measured_seconds
+from tools.estimate.published.calibrate import SPREAD, coordinates, limits, with_coordinates
+from tools.estimate.published.rows import Row, express
+from tools.estimate.published.validate import Prediction, measured_seconds, predict
 from tools.estimate.time_model import TimeModel
-from tools.model.architecture import Model
+from tools.model import Model
+
+UNSEEN = Path(__file__).parent / "estimator_unseen.yaml"
+RELEASE, CARD = "release", "card"  # bands of that file
+
+
+@dataclass(frozen=True)
+class DeviceType:
+    """This is a device type: clusters that share one set of efficiencies.
+
+    Args:
+        parent: the type that it is drawn to; "" for the start.
+        mesh: devices of a node are joined pair by pair.
+        own: where single parameters are drawn to, instead of to the parent's, for a reason that is not in the rows.
+    """
+
+    clusters: tuple[str, ...]
+    parent: str = ""
+    mesh: bool = False
+    own: Mapping[str, float] = field(default_factory=dict)
+
+
+START = Efficiency(
+    matmul=0.70,
+    matmul_fp8=0.55,
+    half_size=300.0,
+    attention=0.55,
+    memory=0.75,
+    unfused=2.0,
+    link=1.0,
+    hidden=0.5,
+    hidden_ep=0.8,
+    layer_s=2e-5,
+    moe_s=2e-3,
+    burst=1.4,
+    step_s=0.05,
+    blocks=0.9,
+    matmul_fp4=0.4,
+    graphed=0.7,
+    network=1.0,
+)
+TYPES = {
+    "a100": DeviceType(("a100_80g",)),
+    "h100": DeviceType(("h100",)),
+    # PyTorch's attention of 2024, FlashAttention-2: 35 to 40 % of an H100 (FlashAttention-3's paper, arXiv 2407.08608)
+    "h100_96g": DeviceType(("h100_96g",), "h100", own={"attention": 0.37}),
+    "h800": DeviceType(("h800",), "h100"),
+    "gb200": DeviceType(("gb200",), "h100"),
+    "b200": DeviceType(("b200",), "gb200"),
+    "gb300": DeviceType(("gb300",), "gb200"),
+    "b300": DeviceType(("b300",), "gb300"),
+    "ascend_910b": DeviceType(("atlas_800t_a2", "atlas_900_a2"), mesh=True),
+    "ascend_910c": DeviceType(("atlas_900_a3",), "ascend_910b"),
+}
+# parameter -> the one whose step from the parent it is taken to share: clocks and power move both
+FOLLOWS = {"matmul_fp8": "matmul"}
+
+
+def type_of(cluster: str) -> str:
+    """Return the device type that a cluster belongs to."""
+    return next(name for name, kind in TYPES.items() if cluster in kind.clusters)
 
 
 class Group(NamedTuple):
@@ -368,3 +428,14 @@ def floor(rows: Iterable[Row]) -> tuple[float, float]:
     every = same_configuration(rows)
     errors = [error for found in every for error in found.least_errors]
     return float(np.mean(errors)), max(found.floor for found in every)
+
+
+def unseen(band: str) -> list[Prediction]:
+    """Return the predictions of the runs in one group (band) of `UNSEEN`, which no fit has seen."""
+    found = []
+    for entry in yaml.safe_load(UNSEEN.read_text("utf-8"))["unseen"]:
+        if entry["band"] == band:
+            row = express(entry["row"], f"{UNSEEN}: {entry['row']['id']}")
+            assert row.config is not None, row.reason
+            found.append(predict(replace(row, config=replace(row.config, **entry.get("run", {})))))
+    return found

@@ -18,7 +18,7 @@ from tools.ranges import Number, overrides_option
 from tools.schema.versions import require_verified, unverified_option
 
 if TYPE_CHECKING:
-    from tools.accuracy.fusion.replay import Report
+    from tools.accuracy.fused_kernels import Report
     from tools.dryrun.graph_text import GraphText
 
 GRAPHS = (".ir", ".ir.gz")
@@ -49,8 +49,7 @@ def fusion_command(recipe: Path, overrides: tuple[str, ...], seed: int, as_json:
     Tolerances are those of `tc3 accuracy ops` (report, Table 2). Exit codes: 0 all within tolerance, 1 a fused kernel
     is out of it, 2 unknown of some, because they could not be computed, or a wrong input.
     """
-    from tools.accuracy.fusion.kernels import predicted
-    from tools.accuracy.fusion.replay import replayed
+    from tools.accuracy.fused_kernels import predicted, replayed
 
     require_verified()
     graph = recipe.name.endswith(GRAPHS)

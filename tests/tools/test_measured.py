@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from plugins.errors import DataError
+from tools import measured as module
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.model import all_stages
-from tools.measured import bundle as module
-from tools.measured.bundle import (
+from tools.measured import (
     MANIFEST,
     Manifest,
     MemoryTerms,
@@ -29,7 +29,7 @@ from tools.measured.bundle import (
 )
 from tools.recipe.load import load_recipe
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "mini" / "pretrain.yaml"
 TEXTS = {"outcomes.json": "[]\n", "memory.json": json.dumps({"activations": 1.1, "buffers": 0.9, "reserve_bytes": 5e8,
                                                              "error": 0.0}), "cluster.yaml": "name: x\n"}  # fmt: skip

@@ -1,11 +1,13 @@
+"""Layout strings and offsets against a slow and obvious reference, which reads a layout string letter by letter."""
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plugins import pipeline_layout
 from plugins.errors import RecipeError
-from plugins.pipeline_layout import plan
-from plugins.pipeline_layout.plan import (
+from plugins.pipeline_layout import (
     BACKWARD,
     FORWARD,
     by_turns,
@@ -17,7 +19,46 @@ from plugins.pipeline_layout.plan import (
     one_forward_one_backward,
     parse,
 )
-from plugins.pipeline_layout.reference import places_of_layout, places_of_offset, unroll
+
+
+def unroll(text: str) -> str:
+    """Return a layout string without `*`, groups and commas, read from left to right."""
+    result, place = "", 0
+    text = text.replace(",", "").replace(" ", "")
+    while place < len(text):
+        if text[place] == "(":
+            close = text.index(")", place)
+            piece, place = unroll(text[place + 1 : close]), close + 1
+        else:
+            piece, place = text[place], place + 1
+        if text[place : place + 1] == "*":
+            digits = place + 1
+            while digits < len(text) and text[digits].isdigit():
+                digits += 1
+            piece, place = piece * int(text[place + 1 : digits]), digits
+        result += piece
+    return result
+
+
+def places_of_layout(text: str, stages: int) -> list[tuple[int, int]]:
+    """Return (chunk, stage) of each decoder layer, in model order, as Megatron-Core numbers them."""
+    found, index = [], 0
+    for letter in unroll(text):
+        if letter == "|":
+            index += 1
+        elif letter == "t":
+            found.append((index // stages, index % stages))
+    return found
+
+
+def places_of_offset(offset: list[list[int]], layers: int, stages: int, chunks: int) -> list[tuple[int, int]]:
+    """Return (chunk, stage) of each layer: MindFormers counts up stage by stage, then goes on with the next chunk."""
+    found = []
+    for chunk in range(chunks):
+        for stage in range(stages):
+            for _ in range(layers // (stages * chunks) + offset[chunk][stage]):
+                found.append((chunk, stage))
+    return found
 
 
 def figure(stages, micro_batches):
@@ -39,7 +80,7 @@ def figure(stages, micro_batches):
 
 
 def test_the_figure_of_the_docstring():
-    assert "\n".join(figure(3, 4)) in plan.__doc__
+    assert "\n".join(figure(3, 4)) in pipeline_layout.__doc__
 
 
 @given(st.integers(1, 6), st.integers(1, 12))

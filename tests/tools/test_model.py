@@ -14,12 +14,12 @@ from tools.data.imbalance.recipe import setting_of
 from tools.dryrun.plan import stages_of
 from tools.estimate.from_recipe import from_recipe
 from tools.layout.resolve import sample_cost
-from tools.model.architecture import model_of
-from tools.model.weights import (
+from tools.model import (
     KINDS,
     active_parameters,
     flops_per_token,
     layer_size,
+    model_of,
     multiplied,
     parameters,
     stage_parameters,
@@ -94,7 +94,7 @@ def test_every_second_layer_is_moe():
     assert pattern == ("moe", "dense", "moe", "dense")
 
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 MOE, GROUPED = (
     ROOT / "recipes" / name for name in ("telechat3_105b/pretrain_4k.yaml", "telechat3_36b/pretrain_8k.yaml")
 )

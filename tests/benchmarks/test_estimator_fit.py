@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.estimator import cards, newer
-from tools.estimate.efficiency import FILE, NAMES, cluster, known_error, newer_error
-from tools.estimate.published.calibrate import BOUNDS, FOLLOWS, SPREAD, START, TYPES, type_of
-from tools.estimate.published.fit import (
+from benchmarks.estimator_fit import (
+    CARD,
+    FOLLOWS,
+    RELEASE,
+    START,
+    TYPES,
     Problem,
     contradictions,
     cross_validated,
@@ -26,20 +29,24 @@ from tools.estimate.published.fit import (
     predicted,
     runs_of,
     same_configuration,
+    type_of,
+    unseen,
     usable,
 )
+from tools.estimate.efficiency import FILE, NAMES, cluster, known_error, newer_error
+from tools.estimate.published.calibrate import BOUNDS, SPREAD
 from tools.estimate.published.rows import express, read_rows
-from tools.estimate.published.validate import CARD, RELEASE, measured_seconds, predict, unseen
+from tools.estimate.published.validate import measured_seconds, predict
 
-DATA = Path(__file__).parents[4] / "benchmarks/data"
+DATA = Path(__file__).parents[2] / "benchmarks/data"
 ROWS = usable(row for file in sorted(DATA.glob("*.yaml")) for row in read_rows(file))
 A100 = [row for row in ROWS if row.cluster == "a100_80g"]
 
 
 @pytest.fixture
-def alone(monkeypatch):
+def only_a100s(monkeypatch):
     """Only A100s, which are drawn to no other type and draw none: their part of the fit of all, exactly."""
-    monkeypatch.setattr("tools.estimate.published.fit.TYPES", {"a100": TYPES["a100"]})
+    monkeypatch.setattr("benchmarks.estimator_fit.TYPES", {"a100": TYPES["a100"]})
 
 
 def test_every_parameter_has_a_start_a_spread_and_bounds():
@@ -81,7 +88,7 @@ def test_truncated_models_and_other_releases_are_one_group():
     assert len(gpt) == 1 and len(groups[gpt.pop()]) > 5
 
 
-def test_what_is_left_out_has_no_part_in_its_prediction(alone):
+def test_what_is_left_out_has_no_part_in_its_prediction(only_a100s):
     (group, own), *_ = grouped(A100).items()
     spoilt = [replace(row, measured={"step_time_s": 1000.0}) if row in own else row for row in A100]
     start = {"a100": START}
@@ -94,7 +101,7 @@ def test_what_is_left_out_has_no_part_in_its_prediction(alone):
     assert sets[0] == sets[1]
 
 
-def test_known_parameters_come_back(alone):
+def test_known_parameters_come_back(only_a100s):
     truth = {"a100": replace(START, matmul=0.62, memory=0.9, link=0.8)}
     made = []
     for row in A100:
@@ -106,7 +113,7 @@ def test_known_parameters_come_back(alone):
     assert abs(np.log(found["a100"].link / 0.8)) < abs(np.log(START.link / 0.8))
 
 
-def test_a_search_that_stops_short_goes_on(alone, monkeypatch):
+def test_a_search_that_stops_short_goes_on(only_a100s, monkeypatch):
     problem = Problem(runs_of(A100), ["a100"])
     far = {"a100": replace(START, matmul=0.35, half_size=40.0, memory=0.3, link=2.0, step_s=1.0, layer_s=1e-3)}
 
@@ -115,7 +122,7 @@ def test_a_search_that_stops_short_goes_on(alone, monkeypatch):
         return problem.cost(at.logs, at.x, problem.weight)
 
     best = cost(problem.settled({"a100": START}))
-    monkeypatch.setattr("tools.estimate.published.fit._ROUNDS", 1)
+    monkeypatch.setattr("benchmarks.estimator_fit._ROUNDS", 1)
     assert cost(problem.settled(far)) == pytest.approx(best, abs=0.3)
 
 
@@ -130,14 +137,14 @@ def test_no_link_is_fitted_faster_than_nominal():
 
 def test_a_type_without_runs_is_as_its_parent(monkeypatch):
     kinds = {"a100": TYPES["a100"], "h800": replace(TYPES["h800"], parent="a100")}
-    monkeypatch.setattr("tools.estimate.published.fit.TYPES", kinds)
-    monkeypatch.setattr("tools.estimate.published.fit._ROUNDS", 1)
+    monkeypatch.setattr("benchmarks.estimator_fit.TYPES", kinds)
+    monkeypatch.setattr("benchmarks.estimator_fit._ROUNDS", 1)
     found = fit(A100[:4])
     for name in NAMES:
         assert getattr(found["h800"], name) == pytest.approx(getattr(found["a100"], name), rel=0.02)
 
 
-def test_recorded_errors_are_what_the_code_gives(alone):
+def test_recorded_errors_are_what_the_code_gives(only_a100s):
     judged = cross_validated(A100)
     size = np.abs([one.error for one in judged])
     recorded = known_error(cluster("a100_80g"))
@@ -163,7 +170,7 @@ def test_every_set_with_runs_has_errors_of_all_of_them():
         assert (found["rows"], found["groups"]) == (len(own), len(grouped(own)))
 
 
-FILES = sorted((Path(__file__).parents[4] / "benchmarks/data").glob("*.yaml"))
+FILES = sorted((Path(__file__).parents[2] / "benchmarks/data").glob("*.yaml"))
 
 
 def _written():

@@ -1,7 +1,7 @@
 """This module keeps a small model that transformers built, wrote and ran in a folder, so that tests compare conversions
 with it without torch.
 
-`python -m tools.accuracy.reference.frozen --update` renews it (needs torch). The weights' names, their shapes, the file
+`python -m tests.tools.weights.renew --update` renews it (needs torch). The weights' names, their shapes, the file
 and config.json are transformers' own; of this repository are the sizes (of a recipe) and the seeded numbers. Beside it
 stand the names and shapes of full-size models, which transformers builds without memory.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import click
 import numpy as np
 
-from tools.accuracy.reference import golden
+from tests.tools.accuracy.reference import renew as golden
 from tools.accuracy.reference.start import draw
 
 ROOT = Path(__file__).resolve().parents[3]

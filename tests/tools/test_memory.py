@@ -1,0 +1,205 @@
+"""`tc3 memory`. Each of its proposals is predicted from its own keys, and what is said to fit does."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from plugins.errors import RecipeError
+from tools.estimate.efficiency import cluster
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.memory.changes import checked_advice, fewest_recomputed, pairs_of_changes, single_changes
+from tools.estimate.memory.model import peak_memory, stage_memory
+from tools.estimate.memory.room import DOES_NOT_FIT, FITS, room_of
+from tools.estimate.time_model import TimeModel
+from tools.hardware import DEFAULT_HARDWARE
+from tools.hardware.units import GIB, MIB
+from tools.memory import explain, memory, pass_in_words, unit_of, verdict
+from tools.recipe.load import load_recipe
+from tools.recipe.override import apply_overrides
+
+GRADIENTS = "parallel.parallel_optimizer_config.gradient_accumulation_shard"
+EP = "parallel_config.expert_parallel"
+
+
+@pytest.fixture(scope="module")
+def times():
+    return TimeModel(cluster(DEFAULT_HARDWARE))
+
+
+def public_48():
+    """MindFormers' row of 48 devices, with an offset that its own check accepts and a micro-batch for each stage."""
+    changes = {
+        **{"data_parallel": 1, "model_parallel": 8, "pipeline_stage": 6, "expert_parallel": 1, "micro_batch_num": 8},
+    }
+    sets = [f"parallel_config.{key}={value}" for key, value in changes.items()]
+    sets += ["model.model_config.offset=[1,1,1,0,0,0]", "context.max_device_memory=58GB"]
+    return apply_overrides(load_recipe("recipes/telechat3_105b/pretrain_4k.yaml"), sets)
+
+
+def test_the_public_row_of_48_devices_needs_expert_parallelism(times):
+    """Compiled by `tc3 dryrun --quick`: 120.6 to 139.3 GiB at ep 1, 35.7 to 43.4 at ep 8; the limit is 58."""
+    recipe = public_48()
+    assert min(stage_memory(from_recipe(recipe), s).peak for s in range(6)) > 120 * GIB
+    room = room_of(recipe, times.hardware)
+    found = explain(recipe, times, room)
+    best, by_keys = found[0], {tuple(row.keys): row for row in found}
+    assert best.keys == {EP: 8} and best.fit == FITS and not best.refused
+    assert best.peak / GIB == pytest.approx(43.2, abs=0.2)
+    alone = by_keys[(GRADIENTS,)]
+    assert alone.fit == DOES_NOT_FIT and alone.peak > 67 * GIB
+    assert "does not finish compiling" in alone.refused
+    said = checked_advice(recipe, int(58 * GIB))
+    enough, short = said.split("not enough by itself")
+    assert "expert_parallel times 8 (43.2 GiB)" in enough and "expert_parallel times 2" in short
+    assert "shard accumulated gradients" not in said  # in a pipeline their compile does not end
+
+
+def test_each_proposal_is_what_its_keys_give(times):
+    recipe = load_recipe("recipes/telechat3_438b/pretrain_4k.yaml")
+    room = room_of(recipe, times.hardware, 30)
+    found = explain(recipe, times, room)
+    own = peak_memory(from_recipe(recipe))
+    assert [row for row in found if row.refused] == [row for row in found if GRADIENTS in row.keys] == found[-1:]
+    taken = [row for row in found if not row.refused]
+    assert [row.fit for row in taken] == sorted((row.fit for row in taken), key=[FITS, "unknown", DOES_NOT_FIT].index)
+    fitting = [row.step_s for row in taken if row.fit == FITS]
+    assert len(fitting) > 2 and fitting == sorted(fitting)
+    for row in found:
+        sets = [f"{key}={value}" for key, value in row.keys.items()]
+        again = from_recipe(apply_overrides(recipe, sets))
+        assert again.devices == 4096 and again.global_batch == from_recipe(recipe).global_batch
+        assert peak_memory(again) == row.peak == pytest.approx(own - row.freed)
+        assert row.freed > 0 and row.fit == verdict(row.peak, room)
+
+
+def test_two_together_where_one_is_not_enough(times):
+    recipe = load_recipe("recipes/telechat3_438b/pretrain_4k.yaml")
+    found = explain(recipe, times, room_of(recipe, times.hardware, 13))
+    assert any("; " in row.name for row in found)
+    config, limit = from_recipe(recipe), 12.0 * GIB
+    single = min(change.peak for change in single_changes(config, limit))
+    assert min(change.peak for change in pairs_of_changes(config, limit)) < single
+
+
+def test_as_few_layers_are_recomputed_as_fit():
+    recipe = apply_overrides(
+        load_recipe("recipes/telechat3_105b/pretrain_4k.yaml"), ["recompute_config.recompute=false"]
+    )
+    config = from_recipe(recipe)
+    limit = 0.6 * peak_memory(config)
+    changed = fewest_recomputed(config, limit)
+    counts = changed.recompute.full[0]
+    for stage, count in enumerate(counts):
+        assert stage_memory(changed, stage).peak <= limit or count == config.layers[0][stage]
+    assert 0 < sum(counts) < config.model.layers
+    assert fewest_recomputed(config, 2 * peak_memory(config)) is None
+
+
+def test_nothing_is_proposed_where_nothing_is_known(times):
+    recipe = load_recipe("recipes/telechat3_105b/pretrain_4k.yaml")
+    config = from_recipe(recipe)
+    assert all(change.peak < peak_memory(config) for change in single_changes(config, 50 * GIB))
+
+
+def test_of_level3_nothing_is_said(times):
+    recipe = load_recipe("recipes/telechat3_105b/pretrain_4k.yaml")
+    recipe["parallel"]["parallel_optimizer_config"] = {"optimizer_level": "level3"}
+    with pytest.raises(RecipeError, match="with level3 fits is unknown"):
+        room_of(recipe, times.hardware)
+    assert checked_advice(recipe, 10 * GIB).startswith("what would make it fit is unknown: ")
+
+
+RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
+
+
+def run(*words, recipe=RECIPE):
+    return CliRunner().invoke(memory, [recipe, *map(str, words)])
+
+
+def test_json_has_stages_room_and_the_peaks_owners():
+    result = run("--json", "--stage", 7)
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0 and found["fit"] == "fits" and len(found["stages"]) == 8
+    assert found["peak"]["stage"] == 7
+    assert found["peak"]["bytes"] == pytest.approx(found["stages"][7]["peak"])
+    assert sum(owner["bytes"] for owner in found["peak"]["owners"]) == pytest.approx(found["peak"]["bytes"])
+    assert found["known_error"][0] < 0 < found["known_error"][1]
+
+
+def test_a_limit_that_is_too_small_is_exit_code_1():
+    result = run("--limit", 10)
+    assert result.exit_code == 1 and "does not fit" in result.stdout and "by --limit" in result.stdout
+
+
+def test_explained_with_keys():
+    result = run("--limit", 16, "--explain-oom")
+    assert "gradient_accumulation_shard: True" in result.stdout
+    assert "optimizer_level: level3" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["a.svg", "a.json"])
+def test_the_line_is_written(tmp_path, name):
+    result = run("--time-line", tmp_path / name)
+    text = (tmp_path / name).read_text("utf-8")
+    assert result.exit_code == 0 and f"written: {tmp_path / name}" in result.stderr
+    if name.endswith("json"):
+        line = json.loads(text)
+        assert max(map(sum, line["live"])) == pytest.approx(line["peak"]["bytes"], abs=50)
+    else:
+        assert "accumulated gradients" in text
+
+
+def test_a_mini_is_shown_in_mib_and_told_to_fit_before_what_would_free_some():
+    shown = run("--explain-oom", recipe="recipes/mini/pretrain.yaml").stdout
+    peak = json.loads(run("--json", recipe="recipes/mini/pretrain.yaml").stdout)["peak"]["bytes"]
+    assert f"{peak / MIB:.1f} MiB" in shown and "MiB on one device" in shown
+    assert "It fits unchanged" in shown and "  MiB  frees" in shown
+    assert "It fits" not in run("--limit", 16, "--explain-oom").stdout
+
+
+def test_the_peak_of_a_stage_is_named_in_words():
+    shown = run("--stage", 7).stdout
+    assert "stage 7 holds most in the backward of micro-batch" in shown
+    assert pass_in_words("F 3.1") == "the forward of micro-batch 3, chunk 1"
+    assert pass_in_words("W 0.0") == "the gradients of weights of micro-batch 0, chunk 0"
+    assert pass_in_words("") == "no pass"
+    assert (unit_of(GIB), unit_of(GIB - 1)) == ((GIB, "GiB"), (MIB, "MiB"))
+
+
+LARGE = "recipes/telechat3_438b/pretrain_4k.yaml"
+
+
+def test_uneven_loads_are_judged_below_the_table(tmp_path):
+    shown = run(recipe=LARGE)
+    assert shown.exit_code == 0 and "fits at even loads, and up to a max/mean of 8.14 in every layer" in shown.stdout
+    rows = np.ones((2, 53, 256), int)
+    rows[1, :, :16] = 60  # the first of 16 devices in the second step: 12.8 times the mean
+    lines = [json.dumps({"step": step, "tokens": one.tolist()}) for step, one in enumerate(rows, 5)]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n")
+    uneven = run("--loads", tmp_path / "log.jsonl", recipe=LARGE)
+    assert uneven.exit_code == 1 and "1 of 2 steps needs more than the limit" in uneven.stdout
+    assert "the fullest is step 6 on stage 0" in uneven.stdout
+    found = json.loads(run("--json", "--loads", tmp_path / "log.jsonl", recipe=LARGE).stdout)
+    assert found["fit"] == "does not fit" and {stage["fit"] for stage in found["stages"]} == {"fits"}
+    assert found["loads"]["steps"] == {"all": 2, "need_more": 1, "open": 0} and len(found["loads"]["stages"]) == 8
+    even = json.loads(run("--json", "--loads", "even", recipe=LARGE).stdout)
+    assert even["loads"]["stages"][3]["bytes"] == even["stages"][3]["peak"]
+    dense = json.loads(run("--json", recipe="recipes/telechat3_36b/pretrain_8k.yaml").stdout)
+    assert dense["loads"] is None
+
+
+def test_moving_experts_is_judged_between_two_steps():
+    """512 ranks of a stage hold 32 copies of each expert, and the optimizer is sharded over all of them."""
+    report = "recipes/telechat3_438b/pretrain_4k_report.yaml"
+    model = load_recipe(report)["model"]["model_config"]
+    rows = model["n_routed_experts"] * model["hidden_size"] * 2 * model["moe_intermediate_size"] / 512
+    found = json.loads(run("--json", recipe=report).stdout)["exchange"]
+    assert found["bytes"] == 2 * 4 * rows and found["fit"] == "fits", "sent and arrived, four bytes each"
+    assert "to move experts of stage" in run(recipe=report).stdout
+    tight = run("--json", "--limit", 1, recipe=report)
+    assert json.loads(tight.stdout)["exchange"]["fit"] == "does not fit" and tight.exit_code == 1
+    never = run("--json", "--set", "plugins.expert_balance.every=0", recipe=report)
+    assert json.loads(never.stdout)["exchange"] is None
+    assert json.loads(run("--json").stdout)["exchange"] is None, "a recipe without the plugin"
