@@ -32,7 +32,7 @@ class Source:
 
 
 def _mixture(web: float, code: float, papers: float, books: float) -> tuple[Source, ...]:
-    """Shares of the tokens -> sources."""
+    """Return shares of the tokens -> sources."""
     return (
         Source(web, 600, 1.1),
         Source(code, 1_000, 1.3),

@@ -212,7 +212,7 @@ class Problem:
         self.pull, self.home = self._prior()
 
     def _prior(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rows D and h of the prior |D x - h|^2."""
+        """Return rows D and h of the prior |D x - h|^2."""
         size = len(NAMES)
         start = coordinates(START, NAMES)
         many = len(self.kinds) * size

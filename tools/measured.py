@@ -198,7 +198,7 @@ def _manifest(path: Path, text: str) -> Manifest:
 
 
 def _check_files(path: Path, manifest: Manifest, texts: Mapping[str, str]) -> None:
-    """Every file of the manifest is there as it was written, and no other."""
+    """Raise an error unless every file of the manifest is there as it was written, and no other file."""
     for name, known in manifest.files.items():
         if name not in texts:
             raise DataError(f"{path}: {name}: the file is missing from the bundle; copy the bundle again")

@@ -106,7 +106,7 @@ def _order(proposal: Proposal) -> tuple[bool, int, float]:
 
 
 def _proposal(recipe: Recipe, change: Change, times: TimeModel, room: Room, known: Sequence[str]) -> Proposal | None:
-    """A change as keys, predicted anew from them; None where MindFormers has no keys for it."""
+    """Return a change as keys, predicted anew from them; None where MindFormers has no keys for it."""
     before = from_recipe(recipe)
     try:
         child = changed(recipe, change.config)
@@ -133,12 +133,12 @@ def _proposal(recipe: Recipe, change: Change, times: TimeModel, room: Room, know
 
 
 def _wrong(recipe: Recipe) -> list[str]:
-    """What `tc3 check` calls an error, without the places."""
+    """Return what `tc3 check` calls an error, without the places."""
     return [f"{finding.key}: {finding.wrong}" for finding in check_recipe(recipe).errors]
 
 
 def _flat(nested: Mapping[str, Any], path: tuple[str | int, ...] = ()) -> dict[str, Any]:
-    """Dotted key -> value of an overlay. Callbacks repeat numbers of other keys and are left out."""
+    """Return dotted key -> value of an overlay. Callbacks repeat numbers of other keys and are left out."""
     found: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping) and value:
@@ -362,7 +362,7 @@ def _report(
     loads: Loads | None,
     every: Sequence[StageMemory],
 ) -> tuple[dict[str, Any], TimeLine]:
-    """Bytes by stage, the time line of a stage with its peak's owners, and what uneven loads need."""
+    """Return bytes by stage, the time line of a stage with its peak's owners, and what uneven loads need."""
     peaks = [memory.peak for memory in every]
     number = peaks.index(max(peaks)) if stage is None else stage
     forward, backward, _ = times.chunks(config)
@@ -391,7 +391,7 @@ def _worst(found: Sequence[str]) -> str:
 
 
 def _exchange(config: Configuration, room: Room) -> dict[str, Any]:
-    """The stage on which moving experts takes most, beside what is there between two steps."""
+    """Return the stage on which moving experts takes most, beside what is there between two steps."""
     held = [one.static + one.buffers + exchanged(config, stage) for stage, one in enumerate(all_stages(config))]
     stage = held.index(max(held))
     return {"stage": stage, "bytes": exchanged(config, stage), "held": held[stage], "fit": verdict(held[stage], room)}

@@ -230,7 +230,7 @@ def is_number(text: str) -> bool:
 
 
 def _parse(text: str) -> int | float:
-    """Digits stay exact: no detour over floating point for an integer."""
+    """Return the number that a text holds; the digits of an integer stay exact."""
     try:
         return int(text)
     except ValueError:

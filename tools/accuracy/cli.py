@@ -311,7 +311,7 @@ def ops(
 
 
 def _shipped(pairs: Sequence[tuple[Spec, str]]) -> dict[str, Any]:
-    """ "shipped" -> what the comparison with the shipped golden results says."""
+    """Return  "shipped" -> what the comparison with the shipped golden results says."""
     from tools.accuracy.operators.shipped import differences, read_shipped
 
     content = read_shipped()
@@ -321,7 +321,7 @@ def _shipped(pairs: Sequence[tuple[Spec, str]]) -> dict[str, Any]:
 
 
 def _pairs(names: tuple[str, ...], dtypes: tuple[str, ...]) -> list[tuple[Spec, str]]:
-    """(spec, data type) to run: those of `names` or all, in the order of the table."""
+    """Return (spec, data type) to run: those of `names` or all, in the order of the table."""
     from tools.accuracy.operators.report import SPECS
 
     known = list(dict.fromkeys([*SPECS, *(name.split(".")[0] for name in SPECS)]))

@@ -110,7 +110,7 @@ class Verdict:
     ranks: list[RankCalls] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {"verdict": self.word, "why": self.why, "ranks": [asdict(rank) for rank in self.ranks]}
 
 

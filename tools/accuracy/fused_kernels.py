@@ -46,7 +46,7 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """One operator.
+    """A `Step` is one operator of a kernel.
 
     Args:
         op: name of its primitive. output: type and shape of its result.
@@ -123,7 +123,7 @@ def of_nodes(nodes: Sequence[Node], places: Collection[int], outputs: Collection
 
 
 def _argument(text: str, kind: str, steps: dict[int, int], names: dict[str, tuple[int, TensorType]]) -> Argument:
-    """What an operator takes; a value from outside gets the next number in `names` when it is first seen."""
+    """Return what an operator takes; a value from outside gets the next number in `names` when it is first seen."""
     match = _STEP.match(text)
     if match and int(match[1]) in steps:
         return "step", steps[int(match[1])]
@@ -384,7 +384,7 @@ def allowances(kernel: Kernel) -> list[Allowance]:
 
 
 def _summed(step: Step, kernel: Kernel) -> int:
-    """Numbers that one of its results is the sum of."""
+    """Return numbers that one of its results is the sum of."""
     if step.op != "ReduceSum":
         return 1
     kind, what = step.arguments[0]
@@ -432,7 +432,7 @@ class Row:
 
 @dataclass
 class Report:
-    """All rows.
+    """A `Report` holds the judgements of all kernels.
 
     Args:
         skipped: why kernels were not computed again -> how many.

@@ -74,7 +74,7 @@ def _read(file: Path) -> list[GraphText]:
 
 
 def _compiled(file: Path, overrides: tuple[str, ...]) -> list[GraphText]:
-    """The graphs of a recipe, of which those that were compiled before are kept.
+    """Return the graphs of a recipe, of which those that were compiled before are kept.
 
     Raises:
         RecipeError: the file or an override is wrong, or several CPU processes share its data.

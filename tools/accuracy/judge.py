@@ -170,7 +170,9 @@ def judge_special(
 
 
 def _special_errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: float) -> np.ndarray:
-    """Relative errors; 0 where both are within the smallest normal number of each other, however wrong relatively."""
+    """Return relative errors; 0 where both are within the smallest normal number of each other, however wrong
+    relatively.
+    """
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     finite = np.isfinite(got) & np.isfinite(want)
     with np.errstate(all="ignore"):

@@ -46,7 +46,9 @@ def check_out(out: Path | None, *dumps: Path) -> None:
 
 
 def _check_folder(file: Path | None, option: str) -> None:
-    """The folder of a file that will be, or what is there of its path, must be one."""
+    """Raise an error unless the folder of a file that will be written, or the existing part of its path, is a
+    folder.
+    """
     place = file.absolute().parent if file else Path.cwd()
     while not place.exists():
         place = place.parent

@@ -215,7 +215,7 @@ def kinds_of(sharding: Sharding) -> set[str]:
 
 
 def _covers(sharding: Sharding, need: Mapping[str, Any]) -> bool:
-    """Whether a layout has what a kind is about: its degrees above 1, its switches on."""
+    """Return whether a layout has what a kind is about: its degrees above 1, its switches on."""
     about = {name for name in need if name not in ("micro", "layers")}
     return all(
         getattr(sharding, name) > getattr(Sharding(), name) for name in about - ({"dp"} if "ep" in about else set())
@@ -284,7 +284,7 @@ def page(found: list[Cell]) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown; a line in a cell has no `|` of its own."""
+    """Return a table of Markdown; a line in a cell has no `|` of its own."""
     lines = [heads, ["---"] * len(heads), *([cell.replace("|", r"\|") for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 

@@ -131,7 +131,7 @@ def as_dict(plan: Plan, numactl: bool) -> dict[str, Any]:
 
 
 def _text(plan: Plan, answer: dict[str, Any], bind_file: Path | None) -> str:
-    """The plan for people."""
+    """Return the plan for people."""
     lines = [picture(plan), ""]
     for row in answer["workers"]:
         who = f"worker {row['rank']}" + (f" (NPU {row['npu']}, node {row['node']})" if row["npu"] is not None else "")

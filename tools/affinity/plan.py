@@ -155,7 +155,9 @@ def _unbound(host: Host, devices: list[int | None], total: int) -> Plan:
 
 
 def _homes(host: Host, devices: list[int | None], free: Mapping[int, list[int]]) -> list[int]:
-    """The node nearest to each worker's NPU; where there is none, or it is not known, the nodes in turn by cores."""
+    """Return the node nearest to each worker's NPU; where there is none, or it is not known, the nodes in turn by
+    cores.
+    """
     by_core = [node for node, cores in free.items() for _ in cores]
     spread = [by_core[rank * len(by_core) // len(devices)] for rank in range(len(devices))]
     known = [None if npu is None else host.npus.get(npu) for npu in devices]
@@ -163,7 +165,9 @@ def _homes(host: Host, devices: list[int | None], free: Mapping[int, list[int]])
 
 
 def _workers(host: Host, devices: list[int | None], homes: list[int], free: Mapping[int, list[int]]) -> list[Worker]:
-    """Whole cores: each node's are dealt out in the workers' order, a worker's nearest come first."""
+    """Return workers with whole cores: each node's cores are dealt out in the workers' order, a worker's nearest cores
+    first.
+    """
     nodes = list(free)
     counts = shares(homes, {node: len(cores) for node, cores in free.items()}, host.distance)
     left = {node: list(cores) for node, cores in free.items()}

@@ -34,7 +34,7 @@ def allowed(root: Root) -> list[int] | None:
 
 
 def _status(root: Root, name: str) -> str:
-    """A line of what Linux says of the process; empty where it does not."""
+    """Return a line of what Linux says of the process; empty where it does not."""
     lines = (root.read("/proc/self/status") or "").splitlines()
     return next((line.removeprefix(name) for line in lines if line.startswith(name)), "")
 
@@ -45,7 +45,7 @@ def msrun_sees(root: Root) -> list[int]:
 
 
 def _group_cores(root: Root) -> str:
-    """The cpuset of the process's control group."""
+    """Return the cpuset of the process's control group."""
     own = dict(groups(root.read("/proc/self/cgroup") or ""))
     for path in upwards(own.get("cpuset", "/")):
         if cores := root.read(f"/sys/fs/cgroup/cpuset{path}cpuset.cpus"):
@@ -111,7 +111,9 @@ def read_host(root: Root) -> Host:
 
 
 def _nodes(root: Root) -> dict[int, list[int]]:
-    """From /sys; from `lscpu -p` where that is not there. Nodes with only memory have no cores and are left out."""
+    """Return the cores of each node from /sys, or from `lscpu -p` if /sys lacks them. Nodes with only memory have no
+    cores and are left out.
+    """
     found = {}
     for path in root.find(f"{NODES}/node[0-9]*"):
         if number := _NODE_NUMBER.search(path):
@@ -127,7 +129,7 @@ def _nodes(root: Root) -> dict[int, list[int]]:
 
 
 def _lscpu_nodes(text: str) -> dict[int, list[int]]:
-    """Node -> cores of `lscpu -p`: CPU,Core,Socket,Node,..., lines of # apart; a node that is not said is 0."""
+    """Return node -> cores of `lscpu -p`: CPU,Core,Socket,Node,..., lines of # apart; a node that is not said is 0."""
     found: dict[int, list[int]] = {}
     for line in text.splitlines():
         row = line.split(",")
@@ -137,7 +139,9 @@ def _lscpu_nodes(text: str) -> dict[int, list[int]]:
 
 
 def _distances(root: Root, nodes: list[int]) -> dict[tuple[int, int], int]:
-    """From /sys, whose columns are the online nodes; otherwise each other node is as far as another socket."""
+    """Return distances from /sys, whose columns are the online nodes; otherwise each other node is as far as another
+    socket.
+    """
     online = sorted(int(match[1]) for path in root.find(f"{NODES}/node[0-9]*") if (match := _NODE_NUMBER.search(path)))
     found = {(a, b): OWN if a == b else SOCKET for a in nodes for b in nodes}
     for node in nodes:
@@ -148,14 +152,14 @@ def _distances(root: Root, nodes: list[int]) -> dict[tuple[int, int], int]:
 
 
 def _memory_nodes(root: Root, nodes: Mapping[int, list[int]]) -> set[int]:
-    """Nodes that have memory and that the process may take it from; all of them where nothing says."""
+    """Return nodes that have memory and that the process may take it from; all of them where nothing says."""
     texts = (_status(root, "Mems_allowed_list:"), root.read(f"{NODES}/has_memory"))
     lists = [expand(text) for text in texts if text]
     return set(nodes).intersection(*lists)
 
 
 def _npus(root: Root, nodes: Mapping[int, list[int]]) -> dict[int, int | None]:
-    """From `npu-smi info -t topo`; from the PCI addresses of `npu-smi info` for those of which it does not say."""
+    """Return the node of each NPU from `npu-smi info -t topo`, or else from its PCI address in `npu-smi info`."""
     chips = host.chips(root.ask("npu-smi", "info") or "")
     found: dict[int, int | None] = {chip.device: _pci_node(root, chip.bus, nodes) for chip in chips}
     # its rows are cards; a container that sees only some of them numbers devices from 0
@@ -169,7 +173,7 @@ def _npus(root: Root, nodes: Mapping[int, list[int]]) -> dict[int, int | None]:
 
 
 def _pci_node(root: Root, bus: str, nodes: Mapping[int, list[int]]) -> int | None:
-    """The node of a PCI device; Linux says -1 where the firmware does not."""
+    """Return the node of a PCI device; Linux says -1 where the firmware does not."""
     number = int(root.read(f"/sys/bus/pci/devices/{bus}/numa_node") or -1)
     return number if number in nodes else None
 

@@ -93,7 +93,7 @@ def _tied(view: View, found: Findings) -> None:
 
 
 def _not_computed(view: View, found: Findings) -> None:
-    """What a public config.json may say, and MindFormers' training graph takes and does not compute."""
+    """Report what a public config.json may say, and MindFormers' training graph takes and does not compute."""
     every = "every token attends to all tokens before it"
     if view.flag((*MODEL, "use_sliding_window")):
         found.error((*MODEL, "use_sliding_window"), f"MindFormers drops this key: {every}", "False")
@@ -111,7 +111,7 @@ def _not_computed(view: View, found: Findings) -> None:
 
 
 def _divisions(view: View, built: Built, found: Findings) -> None:
-    """What tensor and context parallelism cut into equal parts."""
+    """Check what tensor and context parallelism cut into equal parts."""
     tp, cp, seq = view.tp, view.cp, built.number("seq_length")
     for key, name in (
         *(("vocab_size", "vocab_size"), ("hidden_size", "hidden_size"), ("intermediate_size", "ffn_hidden_size")),
@@ -130,7 +130,7 @@ def _divisions(view: View, built: Built, found: Findings) -> None:
 
 
 def _nodes(view: View, built: Built, found: Findings) -> None:
-    """Tensor-parallel and expert groups against the node: npu_nums_per_device devices."""
+    """Check tensor-parallel and expert groups against the node: npu_nums_per_device devices."""
     node = built.number("npu_nums_per_device", DEVICES_PER_NODE)
     if view.tp > node or (view.devices >= node and node % view.tp):
         wrong = f"{view.tp} tensor-parallel ranks do not fit into a node of {node} devices"
@@ -166,7 +166,8 @@ def _batches(view: View, found: Findings) -> None:
 
 
 def _fill(view: View, built: Built, found: Findings) -> None:
-    """Micro-batches enough for the stages: MindSpore's schedulers differ in whether they insist.
+    """Check that there are enough micro-batches for the stages; MindSpore's schedulers differ in whether they require
+    it.
 
     With lazy inline, which MindFormers switches on in a pipeline, MindSpore schedules what is not interleaved as
     seqpipe, which takes any number above one; so does gpipe.
@@ -199,7 +200,7 @@ def columns_of(view: View) -> list[str]:
 
 
 def _dataset(view: View, built: Built, found: Findings) -> None:
-    """The dataset's samples against the model's input."""
+    """Check the dataset's samples against the model's input."""
     seq = built.number("seq_length")
     if not view.megatron:  # handlers of HFDataLoader cut samples to a length of their own
         handlers = view.get((*LOADER, "handler"))
@@ -228,7 +229,7 @@ def _dataset(view: View, built: Built, found: Findings) -> None:
 
 
 def _strategy(view: View, found: Findings) -> None:
-    """dataset_strategy against data_parallel and the columns; MindFormers fills one in where there is none."""
+    """Check dataset_strategy against data_parallel and the columns; MindFormers fills one in where there is none."""
     strategy = view.get(_STRATEGY)
     if strategy is None or (strategy == "full_batch" and view.flag(("parallel", "full_batch"), True)):
         return
@@ -255,7 +256,7 @@ def _strategy(view: View, found: Findings) -> None:
 
 
 def _endless_compile(view: View, built: Built, found: Findings) -> None:
-    """Sharded gradients in a pipeline, which MindSpore does not finish compiling."""
+    """Report sharded gradients in a pipeline, which MindSpore does not finish compiling."""
     lazy_inline = built.fields.get("disable_lazy_inline") is not True
     if shards_gradients(view) and not compiles_sharded_gradients(view.pp, lazy_inline):
         section = ("parallel", "parallel_optimizer_config")
@@ -269,7 +270,7 @@ def _endless_compile(view: View, built: Built, found: Findings) -> None:
 
 
 def _lost_gradients(view: View, built: Built, found: Findings) -> None:
-    """Weights of which no other rank has a copy, whose accumulated gradients nobody reads.
+    """Report weights of which no other rank has a copy, whose accumulated gradients nobody reads.
 
     MindSpore 2.9.0 hands a weight's accumulated gradient on where it reduces it. One that it need not reduce gets
     zeros, and with optimizer sharding MindFormers takes what is handed on instead of what was accumulated. A pipeline
@@ -299,7 +300,9 @@ def _whole(row: Any) -> bool:
 
 
 def _optimizer_shard(view: View, found: Findings) -> None:
-    """optimizer_weight_shard_size divides the ranks that hold a weight's copies; the level settles the gradients."""
+    """Check that optimizer_weight_shard_size divides the ranks that hold a weight's copies; the level settles the
+    gradients.
+    """
     section = ("parallel", "parallel_optimizer_config")
     gradients, level = (*section, "gradient_accumulation_shard"), view.get((*section, "optimizer_level"))
     if view.has(gradients) and level in ("level1", "level3"):
@@ -326,7 +329,7 @@ def _optimizer_shard(view: View, found: Findings) -> None:
 
 
 def _schedule(view: View, found: Findings) -> None:
-    """The learning-rate schedule against its own length."""
+    """Check the learning-rate schedule against its own length."""
     warmup, total = view.get(("lr_schedule", "warmup_steps")), view.get(("lr_schedule", "total_steps"))
     if type(warmup) is int and type(total) is int and 0 < total < warmup:
         found.error(("lr_schedule", "warmup_steps"), f"{warmup} of {total} steps", "fewer than total_steps")

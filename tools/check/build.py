@@ -52,7 +52,7 @@ def check_arrival(view: View, schema: Schema, built: Built, found: Findings) -> 
 
 
 def _unread(key: str, view: View, schema: Schema, built: Built, found: Findings) -> None:
-    """One key that no rule maps: harmless only where what was meant by it is there anyway."""
+    """Report one key that no rule maps: harmless only where what was meant by it is there anyway."""
     model, path = schema.model_type(view.recipe), (*MODEL, key)
     ignored = key in schema.models[model]["ignored"]
     value, target = view.get(path), schema.intended.get(key)
@@ -75,7 +75,9 @@ def _unread(key: str, view: View, schema: Schema, built: Built, found: Findings)
 
 
 def _inert(view: View, schema: Schema, built: Built, found: Findings) -> None:
-    """Keys that ask for something, and arrive in a field of which nothing becomes: no code that trains reads it."""
+    """Report keys that ask for something, and arrive in a field of which nothing becomes: no code that trains reads
+    it.
+    """
     transformer = schema.data["transformer"]
     defaults = {**transformer["fields"], **transformer["mla_fields"]}
     for name in transformer["unread"]:
@@ -104,7 +106,7 @@ _DERIVED = {
 
 
 def check_built(reports: list[Report]) -> str:
-    """Add the findings of MindFormers' build to each report; return a note if MindFormers could not be asked."""
+    """Add the findings of MindFormers' build to each report; return a note if MindFormers could not be started."""
     if not reports:
         return ""
     results = built_by_mindformers([report.recipe for report in reports])
@@ -118,7 +120,7 @@ def check_built(reports: list[Report]) -> str:
 
 
 def _compare(view: View, schema: Schema, result: dict[str, Any], found: Findings) -> None:
-    """One recipe against one build."""
+    """Check one recipe against one build."""
     if "error" in result:
         message = result["error"].replace("\n", " ")
         found.error(MODEL, f"MindFormers refuses to build it: {message}")
@@ -207,7 +209,7 @@ def build(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A field as JSON; MindSpore's dtypes by name."""
+    """Return a field as JSON; MindSpore's dtypes by name."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
     if isinstance(value, (list, tuple)):

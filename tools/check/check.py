@@ -103,7 +103,7 @@ def _sorted(found: Findings) -> list[Finding]:
 
 
 def _numbers(recipe: Recipe, found: Findings) -> bool:
-    """Numbers that no training can mean; whether a size is among them, with which nobody should calculate."""
+    """Return numbers that no training can mean; whether a size is among them, with which nobody should calculate."""
     keys = {finding.key for finding in found.found}
     known = {mark.ident for path, mark in recipe.marks.items() if dotted(path) in keys}
     refused = list(bad_numbers(recipe))
@@ -114,7 +114,9 @@ def _numbers(recipe: Recipe, found: Findings) -> bool:
 
 
 def _unresolved(failed: list[UnresolvedError], found: Findings) -> None:
-    """Why values stay open. Of a dispatch only where nothing else is wrong: the same is then said of its own keys."""
+    """Say why values stay open. Of a dispatch only where nothing else is wrong: the same is then said of its own
+    keys.
+    """
     for error in failed:
         if error.path == OFFSET:
             found.error(error.path, f"{error.why}; all else is checked with an even layout")
@@ -128,7 +130,7 @@ def is_fragment(source: str) -> bool:
 
 
 def _sections(view: View, found: Findings) -> None:
-    """Sections without which no training starts."""
+    """Check sections without which no training starts."""
     missing: list[KeyPath] = [path for path in _SECTIONS if not isinstance(view.get(path), dict)]
     for path in missing + [("train_dataset",)] * (view.get(("train_dataset",)) is None):
         found.error(path, "this section is missing", "every training recipe has it")
@@ -175,7 +177,7 @@ def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[
 
 
 def _stage_parameters(view: View, built: Built, model: Model) -> list[int]:
-    """Weights on each stage; where the pipeline runs back up, the end is on the first."""
+    """Return weights on each stage; where the pipeline runs back up, the end is on the first."""
     in_order: Layers = layers_of(view, built) or []
     if not runs_back(view):
         return stage_parameters(model, in_order)
@@ -184,7 +186,7 @@ def _stage_parameters(view: View, built: Built, model: Model) -> list[int]:
 
 
 def _own_budget(view: View, length: int) -> int | None:
-    """Tokens that the recipe itself asks for: its samples, or its schedule."""
+    """Return tokens that the recipe itself asks for: its samples, or its schedule."""
     epochs = view.number(("runner_config", "epochs"), 1)
     if view.samples:
         return epochs * view.ramp.samples_until(view.ramp.steps_of(view.samples)) * length or None
@@ -193,7 +195,7 @@ def _own_budget(view: View, length: int) -> int | None:
 
 
 def _steps(view: View, length: int, budget: int) -> int:
-    """Steps that train at least `budget` tokens."""
+    """Return steps that train at least `budget` tokens."""
     samples = -(-budget // length)
     whole = view.ramp.steps_of(samples)
     return whole + (view.ramp.samples_until(whole) < samples)
@@ -212,7 +214,7 @@ def side_by_side(tables: list[tuple[str, dict[str, Any]]]) -> Table:
 
 
 def _samples(table: dict[str, Any]) -> str:
-    """The samples of a step, of each stage where they grow."""
+    """Return the samples of a step, of each stage where they grow."""
     stages = [f"{batch:,} until step {end:,}" for end, batch in table["batch_ramp"]]
     return ", ".join([*stages, f"{table['global_batch_samples']:,}"])
 
@@ -237,6 +239,6 @@ def _rows(table: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _short(number: int) -> str:
-    """1234567 as 1.23M."""
+    """Return 1234567 as 1.23M."""
     units = {10**12: "T", 10**9: "B", 10**6: "M", 10**3: "K"}
     return next((f"{number / unit:.3g}{name}" for unit, name in units.items() if number >= unit), str(number))

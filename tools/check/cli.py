@@ -92,7 +92,7 @@ def check(
 
 
 def _loaded(recipe: Path, overrides: tuple[str, ...]) -> Recipe:
-    """The recipe as written, overrides applied: what is wrong with its numbers is a finding."""
+    """Return the recipe as written, overrides applied: what is wrong with its numbers is a finding."""
     return apply_overrides(read_recipe(recipe), overrides) if overrides else read_recipe(recipe)
 
 
@@ -101,7 +101,7 @@ def _count(recipes: int) -> str:
 
 
 def _print(reports: list[Report]) -> None:
-    """Findings first, then the table, then one line of summary."""
+    """Print findings first, then the table, then one line of summary."""
     console = Console(soft_wrap=True, highlight=False)
     for report in reports:
         for finding in report.findings:

@@ -111,7 +111,7 @@ def _router(view: View, built: Built, found: Findings) -> None:
 
 
 def _masks(view: View, built: Built, found: Findings) -> None:
-    """The dataset's mask against the attention's."""
+    """Check the dataset's mask against the attention's."""
     if not view.megatron:
         return
     compressed = view.flag((*_CONFIG, "create_compressed_eod_mask"))
@@ -138,7 +138,7 @@ def _masks(view: View, built: Built, found: Findings) -> None:
 
 
 def _positions(view: View, built: Built, found: Findings) -> None:
-    """RoPE and YaRN."""
+    """Check RoPE and YaRN."""
     fields = built.fields
     scaling = view.get(_m("rope_scaling"))
     if isinstance(scaling, dict):
@@ -246,7 +246,7 @@ def _callbacks(view: View, built: Built, found: Findings) -> None:
 
 
 def _trainer(view: View, found: Findings) -> None:
-    """Settings of the trainer's own."""
+    """Check settings of the trainer's own."""
     for key, owner in _REPLACED.items():
         value = view.get(("train_dataset", key))
         if value is not None and value != view.get(tuple(owner.split("."))):
@@ -299,7 +299,7 @@ Rule = tuple[bool, KeyPath, str, str]  # whether it holds, where, what is right,
 
 
 def _on_cpu(view: View, built: Built, found: Findings) -> None:
-    """What the CPU refuses deep inside MindSpore, and what only CPU gets wrong in silence."""
+    """Report what the CPU refuses deep inside MindSpore, and what only CPU gets wrong in silence."""
     mode, clip = view.get(("context", "mode"), 0), ("runner_wrapper", "use_clip_grad")
     unclipped = "True, with a max_grad_norm that no gradient reaches"
     rules: list[Rule] = [
@@ -320,7 +320,7 @@ def _on_cpu(view: View, built: Built, found: Findings) -> None:
 
 
 def _data_parallel(view: View, built: Built) -> list[Rule]:
-    """As `plugins.cpu_backend.adapter.check`."""
+    """Check what `plugins.cpu_backend.adapter.check` checks."""
     fields, wrapper = built.fields, ("runner_wrapper", "type")
     mode = view.get(("parallel", "parallel_mode"), 1)
     return [
@@ -347,7 +347,7 @@ _KIND = ("optimizer", "type")
 
 
 def _muon(view: View, built: Built, found: Findings) -> None:
-    """What Muon refuses when it is built, after the launch, and what a CPU cannot compute of it."""
+    """Report what Muon refuses when it is built, after the launch, and what a CPU cannot compute of it."""
     if built.fields.get("multi_latent_attention") is not True:
         wrong = "Muon knows only the weights of multi-latent attention"
         found.error(_KIND, wrong, "AdamW, or a model with multi_latent_attention: True", rule="muon_latent")
@@ -387,7 +387,7 @@ def _muon(view: View, built: Built, found: Findings) -> None:
 
 
 def _muon_shards(view: View, found: Findings) -> None:
-    """What Muon gathers or takes for whole although MindSpore does not cut it so."""
+    """Report what Muon gathers or takes for whole although MindSpore does not cut it so."""
     try:
         config = from_recipe(view.recipe)
     except RecipeError:
@@ -425,7 +425,7 @@ _MISPLACED = (
 
 
 def _relocation(view: View, built: Built, found: Findings) -> None:
-    """Rules of `print_expert_load` and `enable_expert_relocation`; the trainer stops at some of them.
+    """Check rules of `print_expert_load` and `enable_expert_relocation`; the trainer stops at some of them.
 
     Without checkpoints it starts, and what it trains is lost.
     """

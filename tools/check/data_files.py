@@ -76,7 +76,7 @@ def _speed_up(view: View, found: Findings) -> None:
 
 
 def _corpora(value: Any, found: Findings) -> list[tuple[str, float]]:
-    """Each prefix of a `data_path` with its share of the samples; 1 for all where there are no weights."""
+    """Return each prefix of a `data_path` with its share of the samples; 1 for all where there are no weights."""
     if not isinstance(value, list):
         return []
     try:
@@ -100,7 +100,7 @@ def _is_number(text: str) -> bool:
 
 
 def _dataset(prefix: str, share: float, view: View, built: Built, found: Findings, missing: Any) -> None:
-    """One .bin/.idx pair against vocabulary, sequence length and the recipe's number of samples."""
+    """Check one .bin/.idx pair against vocabulary, sequence length and the recipe's number of samples."""
     absent = [prefix + end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
     if absent:
         missing(_PATH, f"{' and '.join(absent)}: not here", f"tc3 data prepare --input TEXT --output {prefix}")
@@ -124,7 +124,7 @@ def _dataset(prefix: str, share: float, view: View, built: Built, found: Finding
 
 
 def _sidecar(prefix: str, vocabulary: int, view: View, found: Findings) -> None:
-    """What `tc3 data prepare` wrote beside the pair: vocabulary and end-of-document id."""
+    """Check what `tc3 data prepare` wrote beside the pair: vocabulary and end-of-document id."""
     try:
         notes = read_sidecar(prefix)
     except DataError:
@@ -139,7 +139,7 @@ def _sidecar(prefix: str, vocabulary: int, view: View, found: Findings) -> None:
 
 
 def _documents(index: IndexReader, seq: int, view: View, found: Findings) -> None:
-    """The compressed mask has room for eod_pad_length documents per sample.
+    """Check that samples fit the compressed mask, which has room for eod_pad_length documents per sample.
 
     With one more MindFormers drops the last end in silence, with two more the run stops. A sample may begin and end
     inside a document: it holds parts of two beside the whole ones.

@@ -20,7 +20,9 @@ _PAGE = "docs/stock-differences.md"
 
 
 def modelled(recipe: Recipe) -> str:
-    """Return what the card of a recipe, or of one of its base recipes, says against training it; empty if nothing."""
+    """Return the reason that the card of a recipe, or of one of its bases, gives against training it; empty if there is
+    none.
+    """
     why = why_modelled({recipe.source, *(mark.file for mark in recipe.marks.values())} - {""})
     return f"modelled, for search, estimates and check; not to be trained: {why}" if why else ""
 

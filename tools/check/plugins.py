@@ -95,7 +95,7 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
 
 
 def _of_the_model(view: View, built: Built, on: Callable[[KeyPath], bool], found: Findings) -> None:
-    """Plugins that change what the model computes."""
+    """Check plugins that change what the model computes."""
     if on(_MTP):
         with _refusals(_MTP, found):
             mtp_documents.check(view.get(_MTP), view.recipe, built.number("mtp_num_layers"))
@@ -114,7 +114,7 @@ def _of_the_model(view: View, built: Built, on: Callable[[KeyPath], bool], found
 
 
 def _batch_ramp(view: View, found: Findings) -> None:
-    """What the plugin refuses, and a run that ends before its batch has grown."""
+    """Report what the plugin refuses, and a run that ends before its batch has grown."""
     with _refusals((), found):
         batch_ramp.check(view.recipe)
         last, steps = view.ramp.stages[-1][0], view.ramp.steps_of(view.samples)
@@ -152,7 +152,7 @@ def _packed_labels(view: View, on: bool, found: Findings) -> None:
 
 
 def _yarn(view: View, found: Findings) -> None:
-    """What the plugin refuses, and positions beyond those that it stretches to."""
+    """Report what the plugin refuses, and positions beyond those that it stretches to."""
     scaling = view.get((*MODEL, "rope_scaling"))
     if isinstance(scaling, dict) and scaling.get("type", scaling.get("rope_type")) not in ("rope", "yarn", None):
         return  # refused by name already
@@ -220,7 +220,7 @@ def _expert_balance(view: View, built: Built, found: Findings) -> None:
 
 @contextmanager
 def _refusals(section: KeyPath, found: Findings, rule: str = "") -> Iterator[None]:
-    """What a plugin's reader refuses, at the key that it names."""
+    """Yield what a plugin's reader refuses, at the key that it names."""
     try:
         yield
     except RecipeError as error:
@@ -264,7 +264,7 @@ def check_dispatch(recipe: Recipe) -> None:
 
 
 def _order(plan: Any, chunks: int, stride: int) -> list[tuple[int, int]]:
-    """The order of issue, of the steps that communicate: (chunk, index among the plan's forward steps)."""
+    """Return the order of issue, of the steps that communicate: (chunk, index among the plan's forward steps)."""
     names = [step.step for step in plan.forward]
     if len(names) == 2:  # one All-to-All each way
         names = ["dispatch.intra", "combine.intra"]

@@ -145,7 +145,7 @@ class Stored:
         return array
 
     def _tensor(self, name: str, tensor: Mapping[str, Any], storage: Mapping[str, Any]) -> Tensor:
-        """One tensor of metadata.json: all its slices are there once, and have one shape."""
+        """Return one tensor of metadata.json: all its slices are there once, and have one shape."""
         shape, cuts = tuple(tensor["global_shape"]), tuple(tensor["axis_fragmentations"])
         slices = {int(chunk["global_offset"][0]): tuple(chunk["local_shape"]) for chunk in tensor["chunk"]}
         part = tuple(length // count for length, count in zip(shape, cuts, strict=True))
@@ -219,11 +219,14 @@ def read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         listed, storage = content["state_dict_metadata"], content["storage_data"]
     except json.JSONDecodeError as error:
         raise CheckpointError(
-            f"{file}: this is not MindFormers' metadata of a checkpoint: it {not_json(error)}"
+            f"{file}: this is not MindFormers' metadata of a checkpoint: it {not_json(error)}; copy the checkpoint "
+            "again"
         ) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         wanted = "state_dict_metadata and storage_data"
-        raise CheckpointError(f"{file}: this is not MindFormers' metadata of a checkpoint: it lacks {wanted}") from None
+        raise CheckpointError(
+            f"{file}: this is not MindFormers' metadata of a checkpoint: it lacks {wanted}; copy the checkpoint again"
+        ) from None
     for kind, section, holds in (("tensor", listed, _is_tensor), ("slice", storage, _is_slice)):
         wrong = [name for name in section if not holds(section[name])] if isinstance(section, dict) else ["all"]
         if wrong:
@@ -235,7 +238,7 @@ def read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _is_tensor(found: Any) -> bool:
-    """Whether an entry has a shape, cuts of each axis, and a place and a shape for each slice."""
+    """Return whether an entry has a shape, cuts of each axis, and a place and a shape for each slice."""
     if not isinstance(found, dict) or not isinstance(found.get("chunk"), list):
         return False
     shape, cuts = found.get("global_shape"), found.get("axis_fragmentations")
@@ -247,7 +250,7 @@ def _is_tensor(found: Any) -> bool:
 
 
 def _is_slice(found: Any) -> bool:
-    """Whether an entry names the files that hold a slice, and their ranks."""
+    """Return whether an entry names the files that hold a slice, and their ranks."""
     return isinstance(found, list) and all(
         isinstance(entry, dict)
         and isinstance(entry.get("file_name"), str)
@@ -359,8 +362,8 @@ def moved(placements: dict[str, np.ndarray]) -> list[str]:
 
 
 def loaded_from(folder: Path) -> Path:
-    """Return the iteration that MindFormers loads if it is told `folder`: of a folder of iterations it takes the newest
-    one.
+    """Return the folder that MindFormers loads if a recipe names `folder`: the iteration that the folder's tracker file
+    names, or else `folder` itself.
     """
     tracker = folder / TRACKER
     if tracker.exists() and (number := tracker.read_text(encoding="utf-8").strip()).isdecimal():

@@ -76,23 +76,27 @@ def read_headers(file: Path) -> dict[str, Header]:
         content.pop("__metadata__", None)
         found = {name: _header(each, _LENGTH_BYTES + length) for name, each in content.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{file}: this is not a complete safetensors file: its header cannot be read") from None
+        raise CheckpointError(
+            f"{file}: this is not a complete safetensors file: its header cannot be read; copy it again"
+        ) from None
     end = _LENGTH_BYTES + length
     for name, header in sorted(found.items(), key=lambda item: (item[1].start, item[1].bytes)):
         if header.start != end or header.bytes != math.prod(header.shape) * _width(header, file, name):
             kind = f"{header.dtype} {list(header.shape)}, bytes {header.start} to {header.start + header.bytes}"
             raise CheckpointError(
                 f"{file}: this is not a complete safetensors file: {name} is {kind}, but its type, its shape and its "
-                "place in the file do not fit together"
+                "place in the file do not fit together; copy it again"
             )
         end += header.bytes
     if size != end:
-        raise CheckpointError(f"{file}: this is not a complete safetensors file: it has {size} bytes instead of {end}")
+        raise CheckpointError(
+            f"{file}: this is not a complete safetensors file: it has {size} bytes instead of {end}; copy it again"
+        )
     return found
 
 
 def _header(entry: Mapping[str, Any], base: int) -> Header:
-    """One entry of a header. Raises ValueError, TypeError or KeyError if it is not such an entry."""
+    """Return one entry of a header. Raises ValueError, TypeError or KeyError if it is not such an entry."""
     dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or any(type(size) is not int or size < 0 for size in (*shape, first, last)):
         raise ValueError(f"{entry} is not a tensor")
@@ -100,7 +104,7 @@ def _header(entry: Mapping[str, Any], base: int) -> Header:
 
 
 def _width(header: Header, file: Path, name: str) -> int:
-    """Bytes of an element."""
+    """Return bytes of an element."""
     if header.dtype not in _WIDTHS:
         raise CheckpointError(
             f"{file}: {name} is of the unknown type {header.dtype!r}; the known types are {', '.join(_WIDTHS)}"
@@ -163,7 +167,7 @@ def _made(array: np.ndarray) -> Made:
 
 
 def _contents(tensors: Mapping[str, Made], metadata: Mapping[str, str]) -> Iterator[Any]:
-    """The file's bytes, in its order."""
+    """Yield the file's bytes, in its order."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name in (names := in_order(tensors)):
@@ -182,7 +186,9 @@ def _contents(tensors: Mapping[str, Made], metadata: Mapping[str, str]) -> Itera
 
 
 class _Hash:
-    """SHA-256 in a thread of its own: it takes as long as all the rest, and does not hold Python's lock."""
+    """A `_Hash` computes a SHA-256 in a separate thread: it takes as long as all the rest, and does not hold Python's
+    lock.
+    """
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()

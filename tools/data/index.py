@@ -33,7 +33,7 @@ HEADER = b"MMIDIDX\x00\x00"
 DTYPE_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 _COUNTS = struct.Struct("<QBQQ")  # version, dtype code, sequences, documents + 1
 _CHUNK = 1 << 16  # documents, or tokens, handled at a time
-_NOT_ONE_SEQUENCE = "the index does not hold one sequence for each document"
+_NOT_ONE_SEQUENCE = "the index does not hold one sequence for each document; prepare the corpus again"
 
 
 def choose_dtype(requested: str, vocab_size: int) -> str:
@@ -154,7 +154,7 @@ def _require(path: Path) -> None:
 
 
 def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
-    """Dtype of the ids and number of documents; leaves `stream` at the lengths. Raises `BrokenIndexError`."""
+    """Return dtype of the ids and number of documents; leaves `stream` at the lengths. Raises `BrokenIndexError`."""
     if stream.read(len(HEADER)) != HEADER:
         raise BrokenIndexError(
             f"{path}: this is not a Megatron index, because its first bytes are wrong; give PREFIX of a corpus"

@@ -127,12 +127,12 @@ def _collect(options: Options, skips: Skips) -> _Found:
 
 
 def _module(path: Path) -> str:
-    """What a file is imported as, without the packages around it."""
+    """Return what a file is imported as, without the packages around it."""
     return path.parent.name if path.stem == "__init__" else path.stem
 
 
 def _place(row: dict[str, str], seed: int) -> bytes:
-    """Where a row stands in the shuffle."""
+    """Return where a row stands in the shuffle."""
     return hashlib.sha256(f"{seed}\n{row['input']}\n{row['output']}".encode()).digest()
 
 
@@ -157,7 +157,7 @@ def instructions_of(source: str, module: str) -> Iterator[dict[str, str]]:
 def _functions(
     body: list[ast.stmt], scope: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Public functions of a module and of its public classes, with the classes around them."""
+    """Yield public functions of a module and of its public classes, with the classes around them."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
             yield scope, node
@@ -166,7 +166,7 @@ def _functions(
 
 
 def _answer(docstring: str | None) -> str:
-    """The first paragraph of a docstring on one line; empty where it is too short, too long, or no sentence."""
+    """Return the first paragraph of a docstring on one line; empty where it is too short, too long, or no sentence."""
     paragraph = inspect.cleandoc(docstring or "").split("\n\n")[0]
     answer = " ".join(paragraph.split())
     fits = SHORTEST <= len(answer) <= LONGEST and answer[0].isalpha() and " " in answer

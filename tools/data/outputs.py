@@ -83,7 +83,7 @@ def _check(path: Path, place: str, value: Any, form: Any) -> None:
 
 
 def _fits(value: object, kind: type) -> bool:
-    """An integer is a number, but true and false are not."""
+    """Return whether a value has the wanted kind; an integer is a number, but true and false are not."""
     return type(value) is kind or (kind is float and type(value) is int)
 
 
@@ -120,7 +120,7 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: {not_json(error)}") from None
     if not isinstance(content, dict) or content.get("format") != "tc3-data-1":
-        raise DataError(f"{path}: this is not a sidecar of `tc3 data prepare`")
+        raise DataError(f"{path}: `tc3 data prepare` did not write this file; prepare the corpus again")
     return content
 
 
@@ -153,7 +153,7 @@ def files_of(prefix: Path, splits: tuple[str, ...]) -> list[Path]:
 
 
 def _is_cache(prefix: Path) -> bool:
-    """Whether the folder of the prefix's name is where MindFormers caches its samples."""
+    """Return whether the folder of the prefix's name is where MindFormers caches its samples."""
     try:
         return "cache" in os.listdir(prefix)
     except OSError:
@@ -226,7 +226,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _stale_split(prefix: Path) -> list[Path]:
-    """A held-out split written with this prefix before: kept beside a new training split, it would leak into it."""
+    """Return a held-out split written with this prefix before: kept beside a new training split, it would leak into
+    it.
+    """
     held_out = prefix.parent / split_name(prefix.name, HELD_OUT)
     try:
         ours = read_sidecar(held_out).get("split") == HELD_OUT

@@ -221,7 +221,7 @@ def _require_documents(options: PrepareOptions, writers: dict[str, IndexWriter],
 def _sidecar(
     options: PrepareOptions, split: str, writer: IndexWriter, tokenizer: Tokenizer, text_bytes: int, skips: Skips
 ) -> dict[str, Any]:
-    """Everything that a recipe or a check must know about the pair. `skipped` counts the whole corpus."""
+    """Return everything that a recipe or a check must know about the pair. `skipped` counts the whole corpus."""
     return {
         "format": "tc3-data-1",
         "split": split,
@@ -248,7 +248,7 @@ def _sidecar(
 
 
 def _tokenizer_path(options: PrepareOptions) -> str:
-    """A name when the folder is (or will be) beside the pair, so that both can move together; else absolute."""
+    """Return a name when the folder is (or will be) beside the pair, so that both can move together; else absolute."""
     if options.tokenizer == "bytes":
         return outputs.tokenizer_name(options.output.name)
     folder = real_path(options.tokenizer)

@@ -202,7 +202,7 @@ def _files_of(name: str, globs: tuple[str, ...]) -> Iterator[Path]:
 
 
 def _mode(name: str) -> int:
-    """What kind of file an input is, as `os.stat` says it."""
+    """Return what kind of file an input is, as `os.stat` says it."""
     try:
         return os.stat(name).st_mode
     except (FileNotFoundError, NotADirectoryError):

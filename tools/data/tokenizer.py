@@ -185,7 +185,9 @@ def _describe(backend: str, folder: Path, eod_token: str) -> Tokenizer:
 
 
 def _is_lossless(parts: dict[str, Any], vocabulary: dict[str, int]) -> bool:
-    """Byte-level both ways, nothing normalised, no space put in front, and a token for every byte."""
+    """Return whether the tokenizer loses nothing: it is byte-level both ways, with nothing normalised, no space put in
+    front, and a token for every byte.
+    """
     before = json.dumps(parts["pre_tokenizer"])
     return (
         parts["model"]["type"] == "BPE"

@@ -56,7 +56,7 @@ class Verification:
 
 
 class _Pair(NamedTuple):
-    """A document of the source and the same document of the index."""
+    """A `_Pair` holds a document of the source and the same document of the index."""
 
     number: int
     where: str
@@ -108,7 +108,9 @@ def _against_sidecar(reader: IndexReader, sidecar: dict[str, Any]) -> list[str]:
 
 
 def _ids(reader: IndexReader, sidecar: dict[str, Any], notes: list[str], reporter: Reporter) -> list[str]:
-    """One pass over `.bin`: digest, largest id, and an end-of-document id at each document's end."""
+    """Return what is wrong with the ids, from one pass over `.bin`: digest, largest id, and an end-of-document id at
+    each document's end.
+    """
     digest, eod_id, largest = hashlib.sha256(), sidecar["eod_id"], -1
     ends = np.cumsum(reader.lengths, dtype=np.int64) - 1  # position of each document's last token
     start = eods = ended = 0

@@ -143,7 +143,7 @@ def call_each(argvs: Mapping[str, Sequence[str]], limit: float) -> dict[str, str
 
 
 def _every(commands: Mapping[str, str], limit: float, told: _Meaning) -> dict[str, tuple[Any, Skew | None]]:
-    """Host -> what `told` makes of the output of its command, and the difference of its clock."""
+    """Return host -> what `told` makes of the output of its command, and the difference of its clock."""
     hosts = list(commands)
     sessions = _Sessions(limit)
     with terminate_as_interrupt(), Progressing(f"asking {len(hosts)} hosts", len(hosts)) as progress:
@@ -179,7 +179,9 @@ def remote_command(argv: Sequence[str]) -> str:
 
 
 class _Sessions:
-    """The ssh processes that run, each with an end to its time; ended with all that they have started."""
+    """A `_Sessions` holds the ssh processes that run, each with an end to its time; ended with all that they have
+    started.
+    """
 
     def __init__(self, limit: float):
         self.limit = limit
@@ -225,7 +227,9 @@ class _Sessions:
 
 
 def _ask(host: str, command: str, sessions: _Sessions, told: _Meaning) -> tuple[Any, Skew | None]:
-    """One host; its ssh has ended when this returns. Its errors go to a file: a daemon could keep a pipe open."""
+    """Ask one host; its ssh has ended when this function returns. Its errors go to a file: a daemon could keep a pipe
+    open.
+    """
     with tempfile.TemporaryFile() as errors:
         try:
             process = sessions.start([*_SSH, host, command], errors.fileno())
@@ -247,7 +251,9 @@ def _ask(host: str, command: str, sessions: _Sessions, told: _Meaning) -> tuple[
 
 
 def _skew(process: Popen[bytes]) -> Skew | None:
-    """By the shortest of some rounds; None where the host's `date` does not tell parts of seconds."""
+    """Return the clock's difference by the shortest of some rounds; None if the host's `date` gives no parts of
+    seconds.
+    """
     assert process.stdin is not None and process.stdout is not None
     best: Skew | None = None
     for _ in range(_ROUNDS):
@@ -273,7 +279,7 @@ def _send(process: Popen[bytes], text: bytes) -> None:
 
 
 def _all(process: Popen[bytes]) -> bytes:
-    """Its output to the end, or a little more than any report has."""
+    """Return a process's output to the end, or a little more than any report has."""
     assert process.stdout is not None
     parts, size = [], 0
     while size <= _MOST and (part := process.stdout.read(1 << 16)):
@@ -283,13 +289,13 @@ def _all(process: Popen[bytes]) -> bytes:
 
 
 def _told(host: str, code: int, text: bytes, errors: str) -> Report | Trouble:
-    """The report that a host's output holds."""
+    """Return the report that a host's output holds."""
     found = _output(host, code, text, errors)
     return parsed(found) if isinstance(found, str) else found
 
 
 def _output(host: str, code: int, text: bytes, errors: str) -> str | Trouble:
-    """What the command printed on a host."""
+    """Return what the command printed on a host."""
     last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), f"exit code {code}")
     if code == _FAILED:
         return Trouble("ssh", last, f"ssh -o BatchMode=yes {host} true must work without a question")

@@ -110,7 +110,7 @@ def _compare(nodes: Path, words: list[str], limit: float, as_json: bool) -> NoRe
 
 
 def _text(findings: list[Finding]) -> str:
-    """A line for each check; why, and what mends it, below those that want something; last again what fails."""
+    """Return a line for each check; why, and what mends it, below those that want something; last again what fails."""
     width, lines = max(len(item.check) for item in findings), []
     for item in findings:
         verdict = click.style(f"{item.verdict:8s}", fg=COLOURS[item.verdict])

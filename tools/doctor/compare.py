@@ -85,13 +85,13 @@ def compare(answers: Mapping[str, Answer]) -> Comparison:
 
 
 def _grouped(values: Mapping[str, str]) -> list[tuple[str, list[str]]]:
-    """(value, its hosts), the most frequent one first."""
+    """Return (value, its hosts), the most frequent one first."""
     counts = Counter(values.values())
     return [(value, [host for host in values if values[host] == value]) for value, _ in counts.most_common()]
 
 
 def _troubles(answers: Mapping[str, Answer]) -> list[Outlier]:
-    """Hosts without a report, by the reason; what stands for a host's own name in it is the same for all."""
+    """Return hosts without a report, by the reason; what stands for a host's own name in it is the same for all."""
     troubles = {host: answer.told for host, answer in answers.items() if isinstance(answer.told, Trouble)}
     found = []
     for words, hosts in _grouped({host: trouble.words.replace(host, "HOST") for host, trouble in troubles.items()}):
@@ -102,7 +102,7 @@ def _troubles(answers: Mapping[str, Answer]) -> list[Outlier]:
 
 
 def _fact(name: str, reports: Mapping[str, Report]) -> list[Outlier]:
-    """Hosts with another value than most, and hosts that do not tell."""
+    """Return hosts with another value than most, and hosts that do not tell."""
     told = {host: report.facts.get(name) for host, report in reports.items()}
     known = {host: value for host, value in told.items() if value is not None}
     silent = [host for host, value in told.items() if value is None]
@@ -118,14 +118,14 @@ def _fact(name: str, reports: Mapping[str, Report]) -> list[Outlier]:
 
 
 def _common(reports: Mapping[str, Report]) -> dict[str, str]:
-    """Facts that all hosts tell alike."""
+    """Return facts that all hosts tell alike."""
     tables = [report.facts for report in reports.values()]
     first = tables[0] if tables else {}
     return {name: value for name, value in first.items() if value and all(t.get(name) == value for t in tables)}
 
 
 def _check(name: str, reports: Mapping[str, Report]) -> tuple[list[Outlier], Verdict | None]:
-    """Hosts by what a check says of them, fails in any case; and its verdict where it is the same everywhere."""
+    """Return hosts by what a check says of them, fails in any case; and its verdict where it is the same everywhere."""
     items = {host: item for host, report in reports.items() for item in report.findings if item.check == name}
     verdicts = Counter(item.verdict for item in items.values())
     same = next(iter(verdicts)) if len(verdicts) == 1 and len(items) == len(reports) else None
@@ -147,7 +147,7 @@ def _mend(name: str) -> str:
 
 
 def _clocks(answers: Mapping[str, Answer]) -> list[Outlier]:
-    """Clocks that differ from the middle one by more than is allowed, beyond the error of the measurement.
+    """Return clocks that differ from the middle one by more than is allowed, beyond the error of the measurement.
 
     A difference that the round trip hides is unknown, and so is a clock that nobody measured.
     """
@@ -171,14 +171,16 @@ def _clocks(answers: Mapping[str, Answer]) -> list[Outlier]:
 
 
 def _range(seconds: Iterable[float]) -> str:
-    """``+1.204 s``, or from the least to the most."""
+    """Return ``+1.204 s``, or from the least to the most."""
     values = sorted(seconds)
     least, most = f"{values[0]:+.3f}", f"{values[-1]:+.3f}"
     return f"{least} s" if least == most else f"{least} to {most} s"
 
 
 def _probes(reports: Mapping[str, Report]) -> list[Outlier]:
-    """Workers, links and disks that are slower than those of all hosts; hosts without a probe where others have one."""
+    """Return workers, links and disks that are slower than those of all hosts; hosts without a probe where others have
+    one.
+    """
     probes = {host: report.probe for host, report in reports.items() if report.probe is not None}
     if not probes:
         return []

@@ -221,7 +221,7 @@ def npu_links(patient: Patient) -> Answer:
 
 
 def _first_value(root: Root, patterns: Sequence[str], key: str) -> str | None:
-    """The value of `key=` in the first of some files that has it."""
+    """Return the value of `key=` in the first of some files that has it."""
     for path in (path for pattern in patterns for path in root.find(pattern)):
         if found := re.search(rf"^\s*{key}\s*=\s*(\S+)", root.read(path) or "", re.MULTILINE | re.IGNORECASE):
             return found[1]
@@ -252,7 +252,8 @@ def ascend_software(patient: Patient) -> Answer:
 
 
 def _takes_firmware(ranges: str, version: str) -> bool:
-    """Whether a version lies in one of ``[6.4.0,6.4.99],[7.0.0,8.9.9]``, both ends included, by the ends' digits.
+    """Return whether a version lies in one of ``[6.4.0,6.4.99],[7.0.0,8.9.9]``, both ends included, by the ends'
+    digits.
 
     Ranges in another form say nothing, and take everything.
     """

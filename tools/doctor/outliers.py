@@ -205,7 +205,7 @@ def name(worker: Worker) -> str:
 
 
 def _alone(host: str, worker: Worker) -> Iterable[Outlier]:
-    """What is said of a worker without its peers."""
+    """Return what is said of a worker without its peers."""
     if worker["failed"]:
         yield Outlier(host, name(worker), "worker", "fail", worker["failed"])
     if worker["throttled"] and (share := median(worker["throttled"])) > STOPPED:
@@ -233,7 +233,7 @@ def times_of(measure: str, rounds: Sequence[float]) -> Times:
 def _slower(
     measure: str, rounds: Mapping[Key, Sequence[float]], floors: Mapping[Key, float], peers: str
 ) -> dict[Key, str]:
-    """Key -> what was seen, of those whose rounds are slower than their peers'."""
+    """Return key -> what was seen, of those whose rounds are slower than their peers'."""
     found = slow({key: times_of(measure, numbers) for key, numbers in rounds.items()}, floors)
     return {key: _seen(measure, rounds[key], *pair, len(rounds), peers) for key, pair in found.items()}
 
@@ -246,7 +246,7 @@ def _seen(measure: str, rounds: Sequence[float], ratio: float, limit: float, cou
 
 
 def _slow_workers(reports: Mapping[str, Probe], measure: Literal["matmul", "memory"]) -> list[Outlier]:
-    """Workers against those of their kind on all hosts; a host whose workers are all slow is named once."""
+    """Compare workers with those of their kind on all hosts; a host whose workers are all slow is named once."""
     kinds: dict[str, dict[tuple[str, int], Sequence[float]]] = defaultdict(dict)
     for host, report in reports.items():
         for index, worker in enumerate(report["workers"]):
@@ -268,7 +268,7 @@ def _slow_workers(reports: Mapping[str, Probe], measure: Literal["matmul", "memo
 
 
 def _slow_disks(reports: Mapping[str, Probe]) -> list[Outlier]:
-    """Hosts against each other: workers of one host share its disk, and are one number."""
+    """Compare the disks of hosts: workers of one host share its disk, and are one number."""
     every = {host: [number for one in report["workers"] for number in one["disk"]] for host, report in reports.items()}
     rounds = {host: numbers for host, numbers in every.items() if numbers}
     named = _slower("disk", rounds, dict.fromkeys(rounds, FLOORS["disk"]), "hosts")
@@ -276,7 +276,7 @@ def _slow_disks(reports: Mapping[str, Probe]) -> list[Outlier]:
 
 
 def _broken_links(reports: Mapping[str, Probe]) -> list[Outlier]:
-    """Links that could not be measured."""
+    """Return links that could not be measured."""
     found = []
     for host, link in ((host, link) for host, report in reports.items() for link in report["links"] if link["failed"]):
         source, target = (name(reports[host]["workers"][link[end]]) for end in ("source", "target"))
@@ -285,7 +285,7 @@ def _broken_links(reports: Mapping[str, Probe]) -> list[Outlier]:
 
 
 def _slow_links(reports: Mapping[str, Probe], measure: Literal["bandwidth", "latency"]) -> list[Outlier]:
-    """Links within a host against those of all hosts, and links between places against each other."""
+    """Compare links within a host with those of all hosts, and links between places with each other."""
     groups: dict[bool, dict[Ends, Link]] = defaultdict(dict)
     for host, report in reports.items():
         for link in report["links"]:
@@ -298,7 +298,7 @@ def _slow_links(reports: Mapping[str, Probe], measure: Literal["bandwidth", "lat
 def _slow_ends(
     reports: Mapping[str, Probe], measure: Literal["bandwidth", "latency"], links: Mapping[Ends, Link]
 ) -> list[Outlier]:
-    """A worker whose best link is slow is named; then the links of all others, one by one."""
+    """Name each worker whose best link is slow, and then the slow links of all others, one by one."""
     times = {ends: times_of(measure, link[measure]) for ends, link in links.items()}
     waited = {ends: median(link["waited"]) for ends, link in links.items()}
     judged = {ends for ends, share in waited.items() if share <= _MOST_LINK_WAITED}
@@ -365,7 +365,7 @@ def findings(reports: Mapping[str, Probe]) -> list[Finding]:
 
 
 def _summary_finding(reports: Mapping[str, Probe]) -> Finding:
-    """ok where every worker was compared, unknown where one had no peer."""
+    """Return ok where every worker was compared, unknown where one had no peer."""
     count, workers = compared(reports), sum(len(report["workers"]) for report in reports.values())
     notes = "".join(
         f"; {note}" for note in dict.fromkeys(note for report in reports.values() for note in report["notes"])
@@ -419,7 +419,7 @@ def against(probe: Probe, bundle: Bundle) -> list[Finding]:
 
 
 def _slower_than(worker: Worker, peers: Sequence[Worker], measure: Measure, on_cores: bool) -> Iterator[Finding]:
-    """A finding if a worker is slower than the hour's workers of its kind."""
+    """Yield a finding if a worker is slower than the hour's workers of its kind."""
     rates = [median(peer[measure]) for peer in peers if peer[measure]]
     if not worker[measure] or not rates:
         return

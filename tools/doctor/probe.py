@@ -330,9 +330,9 @@ def probe_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--probe",
         "wants_probe",
         is_flag=True,
-        help="Also measure matrix products, memory, disk and links of each worker for some seconds on all its "
-        "cores, and fail if one worker is slower than the others. Do not probe a host on which a training "
-        "runs, because each would slow down the other.",
+        help="Also measure matrix products, memory, disk and links of each worker for some seconds on all its cores, "
+        "and fail if one worker is slower than the others. Probe only a host on which no training runs, because each "
+        "would slow down the other.",
     )
     return flag(workers(command))
 

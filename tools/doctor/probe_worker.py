@@ -88,7 +88,7 @@ def serve(listener: socket.socket) -> None:
 
 
 def _answer(connection: socket.socket) -> int:
-    """How many messages came."""
+    """Return how many messages came."""
     buffer, count = memoryview(bytearray(MESSAGE)), 0
     with connection:
         _prepare(connection)
@@ -127,7 +127,7 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _send(connection: socket.socket, content: bytes) -> float:
-    """Seconds until it is acknowledged."""
+    """Return seconds until it is acknowledged."""
     began = time.perf_counter()
     connection.sendall(len(content).to_bytes(8, "big") + content)
     if not connection.recv(1):

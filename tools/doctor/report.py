@@ -75,14 +75,14 @@ def code() -> str:
 
 
 def _python_facts(patient: Patient) -> Facts:
-    """Of this process; a recorded host does not say."""
+    """Return the versions of this process's Python and packages; a recorded host does not state them."""
     versions: Facts = {"Python": platform.python_version()}
     versions |= {name: installed(name) or "not installed" for name in ("mindspore", "mindformers")}
     return versions if patient.root.live else dict.fromkeys(versions)
 
 
 def _npu_fact(patient: Patient) -> str | None:
-    """``8 x 910B3``; devices without a name where npu-smi does not tell."""
+    """Return ``8 x 910B3``; devices without a name where npu-smi does not tell."""
     chips = Counter(chip.name for chip in host.chips(patient.root.ask("npu-smi", "info") or ""))
     if chips:
         return ", ".join(f"{count} x {name}" for name, count in sorted(chips.items()))
@@ -91,7 +91,7 @@ def _npu_fact(patient: Patient) -> str | None:
 
 
 def _recipe_facts(patient: Patient) -> Facts:
-    """Digests of the flat recipe (bases merged in), and of what lies at its data's prefixes on this host."""
+    """Return digests of the flat recipe (bases merged in), and of what lies at its data's prefixes on this host."""
     view = patient.recipe
     if view is None:
         return {}
@@ -104,7 +104,9 @@ def _recipe_facts(patient: Patient) -> Facts:
 
 
 def _data_fact(prefix: str) -> str | None:
-    """Sizes of .idx and .bin, and a digest of up to 16 MiB of each, spread over it. Other text has other lengths."""
+    """Return sizes of .idx and .bin, and a digest of up to 16 MiB of each, spread over it. Other text has other
+    lengths.
+    """
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     try:
         sizes = f".idx {index.stat().st_size:,} bytes, .bin {tokens.stat().st_size:,} bytes"
@@ -160,12 +162,16 @@ def read_report(text: str) -> Report:
         )
     findings, probe = data.get("findings"), data.get("probe")
     if not isinstance(findings, list) or not all(_has_form(item, Finding) for item in findings) or not _is_probe(probe):
-        raise ReportError("the report is incomplete: its findings or its probe cannot be read")
+        raise ReportError(
+            "the report is incomplete: its findings or its probe cannot be read; make it again on that host"
+        )
     return Report([Finding(**item) for item in findings], facts, probe)
 
 
 def _is_probe(value: Any) -> bool:
-    """None, or a probe whose links are between its workers, and whose rates and times are not zeros."""
+    """Return whether a value is None, or a probe whose links are between its workers, and whose rates and times are not
+    zeros.
+    """
     if value is None or not _has_form(value, Probe):
         return value is None
     ends = {link[end] for link in value["links"] for end in ("source", "target")}
@@ -179,7 +185,9 @@ def _kinds(form: Any) -> dict[str, Any]:
 
 
 def _has_form(value: Any, form: Any) -> bool:
-    """Whether a value out of JSON has a form: a TypedDict or dataclass, a list, a choice of words, or a plain type."""
+    """Return whether a value out of JSON has a form: a TypedDict or dataclass, a list, a choice of words, or a plain
+    type.
+    """
     if is_typeddict(form) or is_dataclass(form):
         kinds = _kinds(form)
         return (

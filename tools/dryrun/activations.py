@@ -300,7 +300,7 @@ def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
 
 
 def _weight(node: Node, nodes: list[Node]) -> str:
-    """The parameter that a node is computed from, by its first arguments; "" when it has none."""
+    """Return the parameter that a node is computed from, by its first arguments; "" when it has none."""
     while node.value is not None:
         node = nodes[node.value]
     match = re.search(r"%para\d+_([^\s,()]+)", node.head)
@@ -347,7 +347,7 @@ def tensor_bytes(item: TensorType, rows: int) -> int:
 
 
 def _owners(number: int, nodes: list[Node]) -> set[int]:
-    """The operators whose memory node `number` is, or is a view of."""
+    """Return the operators whose memory node `number` is, or is a view of."""
     found, waiting = set(), [number]
     while waiting:
         node = nodes[waiting[-1]]
@@ -366,7 +366,7 @@ def _owners(number: int, nodes: list[Node]) -> set[int]:
 
 
 def _member(node: Node, made: Node) -> list[int]:
-    """The one element of a MakeTuple that a TupleGetItem takes, if it is a node of this graph."""
+    """Return the one element of a MakeTuple that a TupleGetItem takes, if it is a node of this graph."""
     parts = made.head.partition("(")[2].rstrip(")").split(", ")
     index = int(node.head.rpartition("I64(")[2].partition(")")[0])
     part = parts[index]

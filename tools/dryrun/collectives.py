@@ -100,7 +100,7 @@ def role_of(node: Node, graph: str) -> str:
 
 
 def _collective(node: Node, graph: str, ranks_of: Callable, generated: dict[str, tuple[int, ...]]) -> Collective:
-    """A collective operator with its group's ranks."""
+    """Return a collective operator with its group's ranks."""
     attributes = attributes_of(node.text)
     group = str(attributes.get("group", ""))
     ranks = ranks_of(group) or generated.get(group)
@@ -117,7 +117,7 @@ def _collective(node: Node, graph: str, ranks_of: Callable, generated: dict[str,
 
 
 def _ordered(nodes: list[Node], graph: str, ranks_of: Callable, generated: dict) -> list[Collective | list[str]]:
-    """The graph's collectives and (as lists of names) its calls, in order; `after` counts its collectives.
+    """Return the graph's collectives and (as lists of names) its calls, in order; `after` counts its collectives.
 
     Numbers are sets as bits: bit i is the graph's i-th collective, and a node waits for what its operands wait for.
     """
@@ -142,7 +142,7 @@ def _ordered(nodes: list[Node], graph: str, ranks_of: Callable, generated: dict)
 
 
 def _operands(node: Node, nodes: list[Node]) -> tuple[list[int], list[int]]:
-    """Operands whose value a node uses, and those that it only waits for."""
+    """Return operands whose value a node uses, and those that it only waits for."""
     if node.op == "Depend":
         value = re.match(r"Depend\(%(\d+)\b", node.head)  # its value may be a parameter or a constant
         data = [int(value[1])] if value else []
@@ -156,12 +156,12 @@ def _operands(node: Node, nodes: list[Node]) -> tuple[list[int], list[int]]:
 
 
 def _union(waits: list[int], nodes: list[int]) -> int:
-    """The bits of several nodes together."""
+    """Return the bits of several nodes together."""
     return reduce(or_, (waits[node] for node in nodes), 0)
 
 
 def _bits(number: int) -> tuple[int, ...]:
-    """Places of the bits that are set."""
+    """Return places of the bits that are set."""
     return tuple(place for place in range(number.bit_length()) if number >> place & 1)
 
 
@@ -233,7 +233,9 @@ def node_flops(node: Node, rows: int) -> int:
 
 
 def _attention(node: Node) -> int:
-    """FLOPs of an attention or its gradient, in each layout: B(atch), S(equence), N heads, D (width), H = N x D."""
+    """Return FLOPs of an attention or its gradient, in each layout: B(atch), S(equence), N heads, D (width), H = N x
+    D.
+    """
     written = _ARGUMENTS.search(node.head)
     assert written, f"no heads and layout in {node.head}"
     heads, layout = int(written[1]), _LAYOUTS[int(written[2])]

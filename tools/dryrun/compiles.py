@@ -149,7 +149,7 @@ def run_jobs(
 
 
 def _room(running: int, at_once: int | None) -> bool:
-    """Whether one more compile fits."""
+    """Return whether one more compile fits."""
     if not running:
         return True
     if at_once is not None:
@@ -158,7 +158,7 @@ def _room(running: int, at_once: int | None) -> bool:
 
 
 class _Run:
-    """One process and its files."""
+    """A `_Run` is one compiling process with its files."""
 
     def __init__(self, job: Job, folder: Path, text: Sequence[Path] = ()):
         folder.mkdir()
@@ -242,7 +242,7 @@ def _name(job: Job) -> str:
 
 @lru_cache
 def _code() -> str:
-    """A digest of the code that a result depends on."""
+    """Return a digest of the code that a result depends on."""
     digest = hashlib.sha256(" ".join(map(version, _PACKAGES)).encode())
     for part in _CODE:
         place = ROOT / part
@@ -312,7 +312,7 @@ def refusal_of(result: Mapping[str, Any], recipe: Recipe) -> str:
 
 
 def _internal(recipe: Recipe | None) -> str:
-    """The key that is known to end in an error of MindSpore's own."""
+    """Return the key that is known to end in an error of MindSpore's own."""
     if recipe is None or View(recipe).pp == 1 or View(recipe).get(LEVEL) != "level3":
         return ""
     return (

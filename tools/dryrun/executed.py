@@ -23,7 +23,7 @@ _RENAMED |= {"AllToAllV": "AlltoAllV"}
 
 @dataclass(frozen=True)
 class _Call:
-    """One collective; its shape is None where routing decides."""
+    """A `_Call` is one collective; its shape is None where routing decides."""
 
     op: str
     ranks: tuple[int, ...]
@@ -118,7 +118,7 @@ def _executed(record: CallRecord) -> _Call:
 
 
 def _differences(reported: Sequence[_Call], done: Sequence[_Call]) -> list[str]:
-    """Calls by how often they are there; what is left of an operator may be its routed ones."""
+    """Return calls by how often they are there; what is left of an operator may be its routed ones."""
     missing, more = Counter(reported), Counter(done)
     for call in sorted(missing, key=lambda call: call.shape is None):
         for other in [other for other in more if call.fits(other)]:
@@ -135,7 +135,9 @@ def _differences(reported: Sequence[_Call], done: Sequence[_Call]) -> list[str]:
 
 
 def _too_early(reported: Sequence[_Call], after: Sequence[Sequence[int]], done: Sequence[_Call]) -> list[str]:
-    """Executed calls that stand before one that they need: each is taken for the first that fits and may start."""
+    """Return executed calls that stand before one that they need: each is taken for the first that fits and may
+    start.
+    """
     lines: list[str] = []
     left, over = dict(enumerate(reported)), set[int]()
     for call in done:
@@ -151,7 +153,7 @@ def _too_early(reported: Sequence[_Call], after: Sequence[Sequence[int]], done: 
 
 
 def _swapped(reported: Sequence[_Call], done: Sequence[_Call]) -> list[str]:
-    """The first message of each link and direction that comes in another order."""
+    """Return the first message of each link and direction that comes in another order."""
     lines = []
     for op, ranks in dict.fromkeys((call.op, call.ranks) for call in reported if call.is_message):
         streams = ([call for call in calls if (call.op, call.ranks) == (op, ranks)] for calls in (reported, done))

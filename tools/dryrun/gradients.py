@@ -151,7 +151,7 @@ def last_sums(
 
 
 class _Walk:
-    """It goes back through the subgraphs of one graph; each value is visited once."""
+    """A `_Walk` goes back through the subgraphs of one graph; each value is visited once."""
 
     def __init__(self, graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]):
         self.graph, self.ranks_of = graph, ranks_of
@@ -445,7 +445,7 @@ def judge(ways: Sequence[Way], copies: Sequence[int], rank: int, elsewhere: Sequ
 
 
 def _judge_way(way: Way, copies: Sequence[int], rank: int, elsewhere: Sequence[int]) -> tuple[str, str]:
-    """One way of a gradient."""
+    """Return one way of a gradient."""
     if way.start == _CONSTANT:
         return WRONG, "its gradient is a constant in the graph"
     received = way.start.startswith(_RECEIVED)

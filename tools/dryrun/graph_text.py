@@ -189,7 +189,7 @@ def _parse(lines: Iterable[str]) -> tuple[str, dict[str, list[Node]], dict[str, 
 
 
 def _node(text: str) -> Node:
-    """An operator from the text right of its '='."""
+    """Return an operator from the text right of its '='."""
     head = _SECTION.split(text, maxsplit=1)[0]
     operator = _OPERATOR.match(head)
     node = Node(operator[1] if operator else "", head, text, [int(number) for number in re.findall(r"%(\d+)\b", head)])

@@ -148,7 +148,7 @@ class Memory:
         return self.exact + self.saved + self.working
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return values for `--json`."""
         return asdict(self) | {"exact": self.exact, "total": self.total}
 
 
@@ -218,8 +218,8 @@ def hccl_buffers(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def exchange(stages: Sequence[tuple[int, Sequence[Held]]], limit: int) -> dict[str, Any] | None:
-    """Return the stage on which moving experts between two steps takes most bytes, beside the bytes that are there
-    then.
+    """Return the stage that needs the most memory while experts move between two steps: what it holds, and what the
+    move takes.
 
     Args:
         stages: (number, what it holds) of each. limit: as `memory_of`.
@@ -308,13 +308,15 @@ def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pas
 
 
 def _kept(chunk: Mapping[str, Any]) -> Bytes:
-    """What a micro-batch leaves, by module; of a chunk whose modules are not known all of it is "other"."""
+    """Return what a micro-batch leaves, by module; of a chunk whose modules are not known all of it is "other"."""
     modules = chunk.get("modules") or {OTHER: chunk["saved"]}
     return {Owner(KEPT, module): float(size) for module, size in modules.items()}
 
 
 def _inside(op: Op, chunk: Mapping[str, Any]) -> list[Bytes]:
-    """What is alive in a pass beside what is kept, of which a forward's own part is among what is alive in it."""
+    """Return what is alive in a pass beside what is kept, of which a forward's own part is among what is alive in
+    it.
+    """
     kind, name, own = ("F", "forward", chunk["saved"]) if op.kind == "F" else ("B", "backward", 0)
     curve = chunk.get("curves", {}).get(kind) or [chunk[name]]
     return [{Owner(WORKING, f"alive in a {name}"): float(max(0, size - own))} for size in curve]

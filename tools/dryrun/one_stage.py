@@ -58,7 +58,7 @@ def one_stage(recipe: Recipe, devices: int) -> Recipe:
 
 
 def _fitting(recipe: Recipe, devices: int) -> Recipe:
-    """The recipe with so many data-parallel ranks that it fits the devices."""
+    """Return the recipe with so many data-parallel ranks that it fits the devices."""
     view = View(recipe)
     other = view.tp * view.cp
     dp = min(view.dp, devices // other)
@@ -71,7 +71,7 @@ def _fitting(recipe: Recipe, devices: int) -> Recipe:
 
 
 def _of_stage(value: Any, stage: int) -> Any:
-    """What a setting of recomputation says of one stage: lists of counts become a list of one count."""
+    """Return what a setting of recomputation says of one stage: lists of counts become a list of one count."""
     if isinstance(value, dict):
         return {key: _of_stage(inner, stage) for key, inner in value.items()}
     if not isinstance(value, list) or not value or any(isinstance(item, str) for item in value):

@@ -94,7 +94,7 @@ def count_groups(programs: Mapping[int, Sequence[Call]]) -> dict[str, int]:
 
 
 def _difference(first: int, ours: list[Call], other: int, theirs: list[Call], members: tuple[int, ...]) -> str:
-    """The first call in which two members of a group part."""
+    """Return the first call in which two members of a group part."""
     name = _name(members)
     for place, (mine, yours) in enumerate(zip_longest(ours, theirs), 1):
         if mine is None or yours is None:
@@ -134,7 +134,7 @@ def _play(programs: Mapping[int, Sequence[Call]]) -> list[str]:
 
 
 def _other(call: Call | None, wanted: Call) -> bool:
-    """Whether a member stands in another call than the wanted one."""
+    """Return whether a member stands in another call than the wanted one."""
     return call is None or (call.members, call.op == "p2p") != (wanted.members, wanted.op == "p2p")
 
 
@@ -165,7 +165,7 @@ class Links:
 
 
 class _Rank:
-    """What a compiled rank sends and receives, by how many stages on its peer is."""
+    """A `_Rank` holds what a compiled rank sends and receives, by how many stages on its peer is."""
 
     def __init__(self, result: Mapping[str, Any], per_stage: int):
         self.rank = result["rank"]
@@ -219,7 +219,7 @@ def _links(stages: int, ranks: Sequence[_Rank]) -> list[tuple[int, int]]:
 
 
 def _own(ends: tuple[int, int], ranks: Sequence[_Rank]) -> tuple[_Rank, _Rank] | None:
-    """Compiled ranks of these very stages that are each other's peers."""
+    """Return compiled ranks of these very stages that are each other's peers."""
     pairs = ((one, other) for one in ranks for other in ranks if (one.stage, other.stage) == ends)
     return next((pair for pair in pairs if pair[0].place == pair[1].place), None)
 
@@ -243,7 +243,7 @@ def _differences(one: _Rank, other: _Rank, stood: Sequence[tuple[int, int]], sta
 
 
 def _link_difference(sender: int, sent: Sequence[str], receiver: int, taken: Sequence[str]) -> str:
-    """The first Send that meets no equal Receive, or the first Receive without a Send."""
+    """Return the first Send that meets no equal Receive, or the first Receive without a Send."""
     for place, (ours, theirs) in enumerate(zip_longest(sent, taken), 1):
         if ours != theirs:
             ours, theirs = ours or "not there", theirs or "not there"

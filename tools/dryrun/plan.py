@@ -105,7 +105,7 @@ def stages_of(view: View) -> list[Stage]:
 
 
 def _settings(view: View, stage: int, chunks: tuple[tuple[int, tuple[str, ...]], ...]) -> tuple[Any, ...]:
-    """All that the recipe says of one stage's recomputation and swapping, as something to compare."""
+    """Return all that the recipe says of one stage's recomputation and swapping, as something to compare."""
     excluded = tuple(_setting(view.get(("recompute_config", key)), stage) for key in EXCLUDE)
     written = [view.get(("recompute_config", key)) for key in RECOMPUTE]
     if not swaps(view):
@@ -118,7 +118,7 @@ def _settings(view: View, stage: int, chunks: tuple[tuple[int, tuple[str, ...]],
 
 
 def _own_layers(value: Any, layers: Mapping[int, tuple[int, int]]) -> Any:
-    """A setting that names layers, with those of one stage by their places in its chunks."""
+    """Return a setting that names layers, with those of one stage by their places in its chunks."""
     if isinstance(value, dict):
         return tuple(sorted((key, _own_layers(inner, layers)) for key, inner in value.items()))
     if isinstance(value, list):
@@ -129,7 +129,7 @@ def _own_layers(value: Any, layers: Mapping[int, tuple[int, int]]) -> Any:
 
 
 def _setting(value: Any, stage: int) -> Any:
-    """What of a recompute setting concerns one stage, as something to compare."""
+    """Return what of a recompute setting concerns one stage, as something to compare."""
     if isinstance(value, dict):
         return tuple(sorted((key, _setting(inner, stage)) for key, inner in value.items()))
     if isinstance(value, list) and value and not any(isinstance(item, str) for item in value):
@@ -144,7 +144,7 @@ ROUNDS = 2  # micro-batches to compile, in numbers of stages: each schedule reac
 
 @dataclass(frozen=True)
 class Plan:
-    """This plan says which ranks are compiled.
+    """A `Plan` says which ranks are compiled.
 
     Args:
         stages: of the pipeline.

@@ -86,13 +86,15 @@ def kinds_of(view: View, stages: Sequence[Stage], settings: Sequence[Setting]) -
 
 
 def _kind(view: View, block: str, layer: int, settings: Sequence[Setting]) -> Kind:
-    """A layer that is recomputed whole pays no heed to what else would be: any value stands for every other."""
+    """Return the kind of a layer; for a layer that is recomputed as a whole, the other recompute settings have no
+    effect.
+    """
     whole = view.get(_FULL) is True or any(layer in each.layers for each in settings if each.path == _FULL)
     return Kind(block, tuple(layer in each.layers or (whole and each.path[1] in RECOMPUTE) for each in settings), whole)
 
 
 def _lists(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], list[Any]]]:
-    """The lists of layers or of numbers of layers in a setting, each with where it stands."""
+    """Yield the lists of layers or of numbers of layers in a setting, each with where it stands."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _lists(inner, (*path, key))
@@ -104,7 +106,7 @@ def _lists(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str 
 
 
 def _counted(value: list[Any], stages: Sequence[Stage]) -> frozenset[int]:
-    """The layers that numbers of layers stand for: the first of each chunk."""
+    """Return the layers that numbers of layers stand for: the first of each chunk."""
     sizes = tuple(
         tuple(len(stage.chunks[chunk][1]) for stage in stages) for chunk in range(len(stages[0].chunks))
     )  # [chunks][stages]
@@ -194,7 +196,7 @@ def quick_plan(recipe: Recipe) -> Plan:
 
 def small_of(recipe: Recipe) -> Small:
     """Return a recipe with fewer layers: one of each kind, and at the end one like the last layer, with the head. MTP
-    layers stay as they are.
+    layers are not changed.
     """
     view = View(recipe)
     stages = stages_of(view)
@@ -263,7 +265,7 @@ def compose(
 
 
 class _Layer(NamedTuple):
-    """What was found of one compiled layer."""
+    """A `_Layer` holds what was found of one compiled layer."""
 
     held: list[Held]
     kept: dict[str, int]
@@ -271,7 +273,7 @@ class _Layer(NamedTuple):
 
 
 class _Compiled:
-    """The small model's compiles, by kind of layer."""
+    """A `_Compiled` holds the compiles of the small model, by kind of layer."""
 
     def __init__(self, groups: Sequence[Sequence[Kind]], results: Sequence[Mapping[str, Any]]):
         self.results = results
@@ -294,7 +296,7 @@ class _Compiled:
         return self._layers[kind]
 
     def _common(self, kinds: Sequence[Kind], head: bool) -> Mapping[str, Any]:
-        """What several layers read: layers that are recomputed whole make it again and keep none of it."""
+        """Return what several layers read: layers that are recomputed whole make it again and keep none of it."""
         whole = all(kind.whole for kind in kinds)
         jobs = range(len(self._parts) - (not head))
         found = [self._parts[job].get(COMMON, _NOTHING) for job in jobs if self._whole[job] or not whole]

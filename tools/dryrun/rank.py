@@ -120,13 +120,15 @@ def parameters_of(cell: Any) -> dict[str, tuple[str, str, bool]]:
 
 
 def _updates(parameters: Mapping[str, tuple[str, str, bool]], name: str) -> bool:
-    """Whether a name of a layout is that of a weight that the optimizer updates; others are of inputs and moments."""
+    """Return whether a name of a layout is that of a weight that the optimizer updates; others are of inputs and
+    moments.
+    """
     kind, _, trained = parameters.get(name, ("", "", False))
     return kind == WEIGHT and trained
 
 
 def _compile(cluster: VirtualCluster, cell: Any, job: Job) -> None:
-    """The front end, for Ascend; it is given zeros for what one rank reads for a step."""
+    """Run the front end, for Ascend; it is given zeros for what one rank reads for a step."""
     from mindspore import Tensor
     from mindspore.common.api import _cell_graph_executor
 
@@ -136,7 +138,9 @@ def _compile(cluster: VirtualCluster, cell: Any, job: Job) -> None:
 
 
 def _held(cell: Any, parameters: dict[str, tuple[str, str, bool]], cluster: VirtualCluster, view: View) -> list[Held]:
-    """What the rank keeps, by MindSpore's layouts: [2] is the slice, [5] the optimizer's group, [6] the whole."""
+    """Return what the rank keeps, by MindSpore's layouts: [2] is the slice, [5] the optimizer's group, [6] the
+    whole.
+    """
     held, away = [], on_host(cell)
     for name, layout in cell.parameter_layout_dict.items():
         if name in parameters:  # and no input
@@ -147,7 +151,7 @@ def _held(cell: Any, parameters: dict[str, tuple[str, str, bool]], cluster: Virt
 
 
 def _built(cell: Any, view: View) -> list[Held]:
-    """What a data-parallel rank keeps: all of it, but of the experts its own (`layerwise_parallel`)."""
+    """Return what a data-parallel rank keeps: all of it, but of the experts its own (`layerwise_parallel`)."""
     held, parameters, away = [], parameters_of(cell), on_host(cell)
     for item in cell.get_parameters():
         part = tuple(item.shape)
@@ -158,13 +162,15 @@ def _built(cell: Any, view: View) -> list[Held]:
 
 
 def _layout(layout: Sequence[Any]) -> dict[str, Any]:
-    """How MindSpore lays a parameter or input of the step on the devices of a stage, as `tools.prove` reads it."""
+    """Return how MindSpore lays a parameter or input of the step on the devices of a stage, as `tools.prove` reads
+    it.
+    """
     names = {"mesh": layout[0], "map": layout[1], "slice": layout[2], "group": layout[5], "whole": layout[6]}
     return {name: value if isinstance(value, str) else list(value) for name, value in names.items()}
 
 
 def _shards(group: str, cluster: VirtualCluster, view: View) -> int:
-    """Ranks over which the optimizer shards; the world's name means the stage's devices here."""
+    """Return ranks over which the optimizer shards; the world's name means the stage's devices here."""
     if group == WORLD:
         return view.devices // view.pp
     return cluster.size_of(group)
@@ -187,7 +193,7 @@ class _Reached(Exception):
 
 
 class _NoData:
-    """A dataset of the right length whose samples nobody reads."""
+    """A `_NoData` is a dataset of the right length whose samples nobody reads."""
 
     def __init__(self, length: int):
         self.length = length
@@ -245,7 +251,7 @@ def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], 
 
 
 def _set_data_strategy(config: Any, packs: bool) -> None:
-    """How inputs lie on the ranks: the step of the Trainer that it leaves out where it is handed its data."""
+    """Set how inputs lie on the ranks: the step of the Trainer that it leaves out where it is handed its data."""
     from mindformers.trainer.base_trainer import BaseTrainer
 
     loader = config.train_dataset.data_loader
@@ -257,7 +263,7 @@ def _set_data_strategy(config: Any, packs: bool) -> None:
 
 
 def _without_files(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe without what reads or writes files and without callbacks; eager operators run on this CPU."""
+    """Return the recipe without what reads or writes files and without callbacks; eager operators run on this CPU."""
     plain = copy.deepcopy(recipe)
     plain["output_dir"] = str(folder / "output")
     plain["callbacks"] = []
@@ -270,7 +276,7 @@ def _without_files(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def _samples(recipe: Recipe) -> int:
-    """Samples of the stand-in for the data."""
+    """Return samples of the stand-in for the data."""
     return max(int((recipe["train_dataset"]["data_loader"].get("sizes") or [1])[0]), 1)
 
 
@@ -346,13 +352,13 @@ def report_graph(
 
 
 def _direct(item: Collective, every: Sequence[Collective]) -> list[int]:
-    """Places of the collectives whose results this one needs, without those that these need themselves."""
+    """Return places of the collectives whose results this one needs, without those that these need themselves."""
     implied = {before for place in item.after for before in every[place].after}
     return [place for place in reversed(item.after) if place not in implied]
 
 
 def _plain(item: Collective, rank: int, groups: dict[tuple[int, ...], int], rows: int) -> dict[str, Any]:
-    """One collective; `bytes` is what one rank's tensor holds on its larger side."""
+    """Return one collective; `bytes` is what one rank's tensor holds on its larger side."""
     side = getattr(item, _LARGER_SIDE.get(item.op, "inputs"))[:1]
     block = item.attributes.get("block_size", 1)
     plain = {

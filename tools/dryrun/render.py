@@ -56,7 +56,7 @@ def render(report: Mapping[str, Any], console: Console) -> None:
 
 
 def _fit(report: Mapping[str, Any]) -> str:
-    """The verdict on memory, where all stages have one."""
+    """Return the verdict on memory, where all stages have one."""
     if report["fit"] == "no limit":
         return "the recipe sets no context.max_device_memory: whether it fits is not said"
     fullest = max(report["stages"], key=lambda stage: stage["memory"]["total"])
@@ -67,7 +67,7 @@ def _fit(report: Mapping[str, Any]) -> str:
 
 
 def _beside(report: Mapping[str, Any]) -> list[str]:
-    """What uneven loads need, and moving experts; what does not fit stands among the problems."""
+    """Return what uneven loads need, and moving experts; what does not fit stands among the problems."""
     words = report["loads"]["words"] if report["loads"] else []
     found = [line for line in words if not any(line in problem for problem in report["problems"])]
     if moving := report["exchange"]:
@@ -92,7 +92,9 @@ def _beside(report: Mapping[str, Any]) -> list[str]:
 
 
 def _gradients(found: Mapping[str, Any]) -> list[str]:
-    """Which gradients are summed over the right ranks and scaled to the mean, and why it is not known of the others."""
+    """Return which gradients are summed over the right ranks and scaled to the mean, and why it is not known of the
+    others.
+    """
     scale, norm = found["scale"], found["norm"]
     said = (
         f"gradients: {found['right']} of {found['weights']} weights of the compiled ranks have theirs summed once over "
@@ -114,13 +116,13 @@ def _gradients(found: Mapping[str, Any]) -> list[str]:
 
 
 def _unknown(told: Sequence[str]) -> list[str]:
-    """The first lines of what is not known, and how many more there are."""
+    """Return the first lines of what is not known, and how many more there are."""
     more = [f"unknown: of these and {len(told) - _SHOWN} more; --json names all"] if len(told) > _SHOWN else []
     return [*[f"unknown: {line}" for line in told[:_SHOWN]], *more]
 
 
 def _peak(report: Mapping[str, Any]) -> str:
-    """Who holds the most at the fullest stage's peak."""
+    """Return who holds the most at the fullest stage's peak."""
     stage = max(report["stages"], key=lambda stage: stage["peak"]["bytes"])
     owners = [f"{own['part']}: {own['module']} {own['bytes'] / GIB:.1f}" for own in stage["peak"]["owners"][:_OWNERS]]
     when = f" in {stage['peak']['pass']}" if stage["peak"]["pass"] else ""
@@ -130,7 +132,7 @@ def _peak(report: Mapping[str, Any]) -> str:
 
 
 def _together(report: Mapping[str, Any]) -> str:
-    """Which of the pipeline's links, and which ranks, were found to fit."""
+    """Return which of the pipeline's links, and which ranks, were found to fit."""
     links, groups = report["links"], report["groups"]
     shared = f"the {groups['compared']} of {groups['all']} groups that they share"
     same, every = f"the compiled ranks call in the same order {shared}", sum(links.values())
@@ -216,7 +218,9 @@ _PARTS = {
 
 
 def draw(report: Mapping[str, Any], path: Path) -> Path:
-    """Draw the memory, and below it the traffic if the report has any, to an .svg or .png; return `path`."""
+    """Draw each stage's memory, and below it the traffic if the report has any, to a file (.svg, .png); return
+    `path`.
+    """
     sent = any(stage["traffic"] for stage in report["stages"])  # --quick gives none
     figure = new_figure(11, 6 if sent else 4)
     axes = figure.subplots(1 + sent, 1, sharex=True, squeeze=False)[:, 0]
@@ -242,7 +246,7 @@ def draw(report: Mapping[str, Any], path: Path) -> Path:
 
 
 def _draw_traffic(report: Mapping[str, Any], axes: Any) -> None:
-    """Two bars for each stage that was compiled."""
+    """Draw two bars for each stage that was compiled."""
     stages = [stage["stage"] for stage in report["stages"]]
     for place, link in enumerate((INSIDE, BETWEEN)):
         sent = ((line["bytes"] for line in stage["traffic"] if line["link"] == link) for stage in report["stages"])

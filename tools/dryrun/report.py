@@ -149,7 +149,7 @@ def report_of(
 
 
 def loads_asked(text: str, recipe: Recipe) -> Loads:
-    """Return the loads that `--loads` asks for, of a recipe in which nothing is `auto`.
+    """Return the loads that `--loads` names, for a recipe in which no value is `auto`.
 
     Raises:
         RecipeError: nothing is known of the recipe's memory; or as `loads_of`. DataError: as `loads_of`.
@@ -169,7 +169,9 @@ def loads_asked(text: str, recipe: Recipe) -> Loads:
 def _judged(
     recipe: Recipe, stages: Sequence[Mapping[str, Any]], loads: Loads | None, limit: int, error: float
 ) -> Judged | None:
-    """How the stages fit under uneven loads; None without experts, or where the model does not know the recipe."""
+    """Return how the stages fit under uneven loads; None without experts, or where the model does not know the
+    recipe.
+    """
     try:
         config = from_recipe(recipe)
     except RecipeError:
@@ -180,7 +182,7 @@ def _judged(
 
 
 def _beside(judged: Judged | None, moving: Mapping[str, Any] | None, limit: int) -> list[str]:
-    """What does not fit although the stages do at even loads."""
+    """Return what does not fit although the stages do at even loads."""
     found = []
     if judged and judged.loads and judged.verdict != FITS:
         found.append(f"context.max_device_memory: under the loads: {judged.verdict}: {judged.lines[1]}")
@@ -298,7 +300,7 @@ def scale_report(results: Sequence[Mapping[str, Any]], micro_batches: int, devic
 
 
 def _sums_of_copies(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Gradients of copies on another stage that are summed before they are sent and behind, or neither."""
+    """Return gradients of copies on another stage that are summed before they are sent and behind, or neither."""
     gradients = {result["rank"]: result.get("gradients", {}) for result in results}
     wrong = []
     for rank, every in gradients.items():
@@ -313,13 +315,13 @@ def _sums_of_copies(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _worst(fits: Sequence[str], stages: int, beside: Sequence[str] = ()) -> str:
-    """The pipeline's verdict: that of its worst stage; unknown where a stage that might not fit was left out."""
+    """Return the pipeline's verdict: that of its worst stage; unknown where a stage that might not fit was left out."""
     known = [*fits, *beside, *[UNKNOWN] * (len(fits) < stages)]
     return next(verdict for verdict in (DOES_NOT_FIT, NO_LIMIT, UNKNOWN, FITS) if verdict in known)
 
 
 def _compiled(plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Found]:
-    """Each stage by the job that stands for it."""
+    """Return each stage by the job that stands for it."""
     held = [[Held(**item) for item in result["held"]] for result in results]
     own = {job.stage for job in plan.jobs}
     return [
@@ -332,7 +334,7 @@ def _compiled(plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Found]:
 def _stage(
     found: Found, view: View, plan: Plan, limit: int, node: int, known: bool, lines: dict[int, TimeLine]
 ) -> dict[str, Any]:
-    """One stage's part of the report; its time line goes to `lines`."""
+    """Return one stage's part of the report; its time line goes to `lines`."""
     number = found.stage.number
     if known and not found.compiled:  # of a schedule that has no model, plain 1F1B gives the estimate of a quick run
         order = _passes(view, number, view.micro_batches) or _passes(view, number, view.micro_batches, "1f1b")
@@ -357,12 +359,12 @@ def _stage(
 
 
 def _held_bytes(held: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Bytes that a compiled rank keeps, by kind."""
+    """Return bytes that a compiled rank keeps, by kind."""
     return added({item.kind: item.bytes} for item in (Held(**each) for each in held))
 
 
 def _passes(view: View, stage: int, micro_batches: int, schedule: str = "") -> list[tuple[str, int, int]]:
-    """A schedule's order of a stage, by default the recipe's; nothing when it has no model for these sizes."""
+    """Return a schedule's order of a stage, by default the recipe's; nothing when it has no model for these sizes."""
     if view.pp == 1:
         return [("F", 0, 0), ("B", 0, 0)]
     name = schedule_of(schedule or view.scheduler, view.chunks)
@@ -373,18 +375,18 @@ def _passes(view: View, stage: int, micro_batches: int, schedule: str = "") -> l
 
 
 def _trained(held: Sequence[Held]) -> list[Held]:
-    """Weights that the optimizer updates."""
+    """Return weights that the optimizer updates."""
     return [item for item in held if item.kind == WEIGHT and item.trainable]
 
 
 def _uneven(found: Sequence[Found], ranks: int) -> list[str]:
-    """Weights of which the stage's devices do not hold every number equally often."""
+    """Return weights of which the stage's devices do not hold every number equally often."""
     uneven = [(one.stage.number, item) for one in found for item in one.held if item.copies(ranks) % 1]
     return [f"stage {stage}: {item.name} is held {item.copies(ranks):.2f} times" for stage, item in uneven]
 
 
 def _parameters(found: Sequence[Found], stages: int, view: View) -> dict[str, Any]:
-    """Trained weights of the model, summed over the stages, against the closed form of `tc3 check`.
+    """Return trained weights of the model, summed over the stages, against the closed form of `tc3 check`.
 
     A weight that two stages hold (the embedding, which MTP layers use again on the last stage) counts once. None when
     not every stage was compiled.
@@ -401,7 +403,7 @@ def _parameters(found: Sequence[Found], stages: int, view: View) -> dict[str, An
 
 
 def _flops(graph: Mapping[str, Any], micro_batches: int) -> dict[str, int]:
-    """FLOPs of a device in a step, by role."""
+    """Return FLOPs of a device in a step, by role."""
     return {role: number * micro_batches for role, number in added(graph["flops"]).items()}
 
 
@@ -439,12 +441,12 @@ def traffic_of(graph: Mapping[str, Any], step: int, compiled: int, node: int) ->
 
 
 def _ranks(item: Mapping[str, Any], groups: Sequence[Sequence[int]]) -> list[int]:
-    """Whom a call concerns: a group, or for Send and Receive this rank's place and its peer's."""
+    """Return whom a call concerns: a group, or for Send and Receive this rank's place and its peer's."""
     return [item["me"], item["peer"]] if "peer" in item else list(groups[item["group"]])
 
 
 def _micros(collectives: Sequence[Mapping[str, Any]]) -> dict[Stream, set[int]]:
-    """The micro-batches of which equal Sends, or Receives, are."""
+    """Return the micro-batches of which equal Sends, or Receives, are."""
     found: dict[Stream, set[int]] = {}
     for item in collectives:
         if item.get("micro") is not None:
@@ -457,7 +459,7 @@ def _stream(item: Mapping[str, Any]) -> Stream:
 
 
 def _repeats(item: Mapping[str, Any], micros: Mapping[Stream, set[int]], compiled: int) -> bool:
-    """Whether each micro-batch does it again.
+    """Return whether each micro-batch does it again.
 
     An embedding that the first and the last stage share goes between them once a step, and carries micro-batch 0.
     """

@@ -98,7 +98,7 @@ class Numbers:
         return Scale(unread=text) if by is None else Scale(by)
 
     def _result(self, graph: str, node: Node) -> Scale:
-        """The value of an operator, if it has one element and is a product of numbers."""
+        """Return the value of an operator, if it has one element and is a product of numbers."""
         while node.op in _SAME_NUMBER and (number := node.value) is not None:
             node = self.graph.graphs[graph][number]
         arguments = arguments_of(node.head)
@@ -127,7 +127,7 @@ class Numbers:
         return [seed for seed in found if seed.senses]
 
     def _loss(self, node: Node) -> Scale:
-        """The seed of one loss: what stands in front of its backward, over the devices."""
+        """Return the seed of one loss: what stands in front of its backward, over the devices."""
         nodes = self.graph.graphs[self.graph.root]
         divided = self.factor(self.graph.root, node, arguments_of(node.head)[0]) if node.op in SCALED else Scale()
         while node.scope.startswith(_OF_THE_LOSS) and (number := node.value) is not None:
@@ -136,7 +136,7 @@ class Numbers:
 
 
 def _named(node: Node) -> str:
-    """An operator, with the line of Python that made it."""
+    """Return an operator, with the line of Python that made it."""
     return f"{node.op or 'a call'} ({node.source})" if node.source else node.op or "a call"
 
 

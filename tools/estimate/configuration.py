@@ -258,7 +258,7 @@ class Configuration:
 
 @lru_cache(maxsize=1024)
 def _kinds(model: Model, layers: Table, schedule: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """[chunks][stages] kinds: embedding first, MTP and head on the last chunk."""
+    """Return [chunks][stages] kinds: embedding first, MTP and head on the last chunk."""
     firsts = _first_layers(layers, schedule)
     found = [
         [model.pattern[first : first + count] for first, count in zip(*rows, strict=True)]
@@ -276,7 +276,7 @@ def _kinds(model: Model, layers: Table, schedule: str) -> tuple[tuple[tuple[str,
 
 @lru_cache(maxsize=1024)
 def _first_layers(layers: Table, schedule: str) -> Table:
-    """[chunks][stages] the number of the first layer there."""
+    """Return [chunks][stages] the number of the first layer there."""
     found = [[0] * len(row) for row in layers]
     first = 0
     for chunk, row in enumerate(layers):
@@ -338,7 +338,9 @@ def _at_most(want: int | bool, have: int) -> int:
 
 
 def _dealt(want: int | bool, own: Sequence[int]) -> list[int]:
-    """`want` layers of a stage whose chunks have `own`: one to each chunk in turn, as long as it has one left."""
+    """Return `want` layers of a stage whose chunks have `own`: one to each chunk in turn, as long as it has one
+    left.
+    """
     taken, left = [0] * len(own), _at_most(want, sum(own))
     while left:
         for chunk in [chunk for chunk, have in enumerate(own) if taken[chunk] < have][:left]:

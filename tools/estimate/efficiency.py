@@ -98,14 +98,14 @@ class KnownError:
 
     @property
     def words(self) -> str:
-        """A sentence."""
+        """Return a sentence."""
         return (
             f"off by {100 * self.mean:.1f} % on average and {100 * self.worst:.1f} % at most on {self.rows} published "
             f"runs of this device type, each model left out of the fit that predicts it (docs/estimator.md)"
         )
 
     def as_json(self) -> dict[str, float]:
-        """The numbers."""
+        """Return the numbers as plain values."""
         return {"rows": self.rows, "groups": self.groups, "mean": self.mean, "worst": self.worst}
 
 
@@ -124,7 +124,7 @@ class Newer:
 
     @property
     def words(self) -> str:
-        """A sentence."""
+        """Return a sentence."""
         return (
             f"runs of software that is newer than the fit, or of another stack, were off by {100 * self.mean:.1f} % on "
             f"average and {100 * self.worst:.1f} % at most ({self.rows} runs, all device types): rely on a prediction "
@@ -132,7 +132,7 @@ class Newer:
         )
 
     def as_json(self) -> dict[str, float]:
-        """The numbers."""
+        """Return the numbers as plain values."""
         return {"rows": self.rows, "mean": self.mean, "worst": self.worst}
 
 
@@ -181,7 +181,7 @@ def cluster(name: str) -> Hardware:
 
 @lru_cache(maxsize=64)
 def _cluster(name: str, measured: bool, version: tuple[str | int, ...]) -> Hardware:
-    """A cluster; `version` tells the file's content from that of another file, or of the same one before."""
+    """Return a cluster; `version` tells the file's content from that of another file, or of the same one before."""
     return load_hardware(cluster_file(name) if measured else name)
 
 
@@ -196,7 +196,7 @@ _YOUNG = {"blocks", "matmul_fp4", "graphed", "network", *PROFILED}  # files made
 
 
 def _own(hardware: Hardware) -> Efficiency:
-    """The efficiencies of a cluster file."""
+    """Return the efficiencies of a cluster file."""
     content, wanted = hardware.efficiency, [field.name for field in fields(Efficiency)]
     if not isinstance(content, Mapping) or not set(wanted) - _YOUNG <= set(content):
         raise RecipeError(f"{hardware.file}: efficiency: the section must be a mapping of {', '.join(wanted)}")
@@ -235,7 +235,7 @@ def efficiency_of(hardware: Hardware) -> Efficiency:
     known = [name for entry in _sets().values() for name in entry["clusters"]]
     raise RecipeError(
         f"{hardware.name}: the efficiencies of this cluster are not known{did_you_mean(hardware.name, known)}; they "
-        f"are known for {', '.join(known)}: name the one whose devices are most alike"
+        f"are known for {', '.join(known)}; name the cluster whose devices are most alike"
     )
 
 
@@ -253,7 +253,7 @@ class DeviceTimes:
         self.reached = efficiency or efficiency_of(hardware)
 
     def _peak(self, dtype: str) -> float:
-        """FLOP/s of a dtype; of bf16 where the file has none for it.
+        """Return FLOP/s of a dtype; of bf16 where the file has none for it.
 
         Raises:
             RecipeError: it has neither.
@@ -267,7 +267,7 @@ class DeviceTimes:
         return flops[dtype] if dtype in flops else flops["bf16"]
 
     def _attention(self, config: Configuration, flops: float) -> float:
-        """Forward seconds of `flops` FLOPs of scores and their products with the values.
+        """Return forward seconds of `flops` FLOPs of scores and their products with the values.
 
         Two unfused matmuls move their scores while they compute, or take as long as moving them does.
         """
@@ -280,7 +280,7 @@ class DeviceTimes:
         return max(computing, _PRODUCT_BYTES * scores / self.hardware.hbm_bytes_per_s)
 
     def _matmul(self, config: Configuration, matmul: Matmul) -> float:
-        """Forward seconds."""
+        """Return forward seconds."""
         size = min(matmul.rows, matmul.columns, matmul.depth)
         if not size:
             return 0.0
@@ -292,7 +292,7 @@ class DeviceTimes:
         return max(computing, 2 * moved * matmul.times / self.hardware.hbm_bytes_per_s)
 
     def _share(self, dtype: str) -> float:
-        """Of the peak that a large matmul reaches."""
+        """Return the share of the peak that a large matmul reaches."""
         if _BLOCKS.get(dtype, dtype) not in self.hardware.peak_flops or dtype not in _LOW:
             return self.reached.matmul
         if dtype == "nvfp4":
@@ -300,7 +300,7 @@ class DeviceTimes:
         return self.reached.matmul_fp8 * (self.reached.blocks if dtype == "mxfp8" else 1)
 
     def _moved(self, config: Configuration, size: float) -> float:
-        """Seconds in which elementwise operators read and write `size` bytes."""
+        """Return seconds in which elementwise operators read and write `size` bytes."""
         more = 1 if config.fused else self.reached.unfused
         more *= self.reached.graphed if config.graphs == "step" else 1
         return more * self.moving(size)
@@ -330,7 +330,7 @@ class DeviceTimes:
         return self._matmul(config, matmul)
 
     def _link(self, span: int) -> Link:
-        """The slowest link inside `span` consecutive ranks."""
+        """Return the slowest link inside `span` consecutive ranks."""
         return self.hardware.intra_node if span <= self.hardware.devices_per_node else self.hardware.inter_node
 
     def _speed(self, link: Link) -> float:
@@ -338,7 +338,8 @@ class DeviceTimes:
         return link.reached * min(factor, 1 / link.efficiency)
 
     def _collective(self, size: float, ranks: int, stride: int) -> float:
-        """Seconds of an AllGather or ReduceScatter of a tensor of `size` bytes over ranks that are `stride` apart.
+        """Return seconds of an AllGather or ReduceScatter of a tensor of `size` bytes over ranks that are `stride`
+        apart.
 
         Across nodes, ranks of the same node send different parts over their own links.
         """

@@ -138,7 +138,7 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
 def _configuration(
     view: View, built: Built, model: Model, layers: Table, recompute: Recompute, dispatch: tuple[str, Cut | None]
 ) -> Configuration:
-    """The run of a recipe whose model, layers and dispatch are known."""
+    """Return the run of a recipe whose model, layers and dispatch are known."""
     fields = built.fields
     stored = _stored(view, fields)
     return Configuration(
@@ -187,7 +187,8 @@ def adapters_of(view: View, fields: Mapping[str, Any]) -> Adapters | None:
 
 
 def _stored(view: View, fields: Mapping[str, Any]) -> tuple[int, int, int | None]:
-    """(`weight_item`, `state_item`, `matrix_state_item`) of a `Configuration`, by `params_dtype` and `optimizer`.
+    """Return (`weight_item`, `state_item`, `matrix_state_item`) of a `Configuration`, by `params_dtype` and
+    `optimizer`.
 
     AdamW and PmaAdamW have their state in fp32, whatever the weights are in: two moments, one tensor more with the
     fused operator's amsgrad, and one for PmaAdamW's averages; with `swap` none of it is on the device
@@ -204,7 +205,7 @@ def _stored(view: View, fields: Mapping[str, Any]) -> tuple[int, int, int | None
 
 
 def _dispatch(view: View, dispatcher: str) -> tuple[str, Cut | None]:
-    """How tokens travel, and in which chunks: the plugins' where the recipe has them.
+    """Return how tokens travel, and in which chunks: the plugins' where the recipe has them.
 
     Raises:
         RecipeError: either is `auto` still, or overlap has settings that it cannot have.
@@ -242,13 +243,15 @@ def compiles_sharded_gradients(pp: int, lazy_inline: bool = True) -> bool:
 
 
 def _shard_size(view: View) -> int:
-    """`optimizer_weight_shard_size`, 0 where there is none; MindSpore ignores 1 (set_optimizer_weight_shard_size)."""
+    """Return `optimizer_weight_shard_size`, 0 where there is none; MindSpore ignores 1
+    (set_optimizer_weight_shard_size).
+    """
     size = view.number((*_SHARD, "optimizer_weight_shard_size"), 0)
     return 0 if size == 1 else size
 
 
 def _shard_threshold(view: View) -> int:
-    """KiB below which the optimizer shards no weight; 0 shards all of them."""
+    """Return KiB below which the optimizer shards no weight; 0 shards all of them."""
     value = view.get((*_SHARD, "parallel_optimizer_threshold"))
     return value if type(value) is int and value >= 0 else 64
 

@@ -82,7 +82,7 @@ class Noted(TimeModel):
             return super()._context(config, done)
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
-        """Return what `TimeModel` returns, and list the calls of the group dp."""
+        """Return what `TimeModel` returns, and list the calls of data parallelism (the group dp)."""
         with self._of("dp"):
             return super().once_and_each(config, stage)
 
@@ -101,14 +101,14 @@ class Noted(TimeModel):
         return self._note(SEND, size, 2, stride, super().sending(size, span))
 
     def transfer(self, config: Configuration) -> float:
-        """Return what `TimeModel` returns, and list the call of the group pp."""
+        """Return what `TimeModel` returns, and list the call of the pipeline (the group pp)."""
         self.stages = config.pp
         with self._of("pp"):
             return super().transfer(config)
 
 
 def _sent(step: Step) -> float:
-    """The bytes that one rank sends in a step."""
+    """Return the bytes that one rank sends in a step."""
     return step.inter_bytes + step.intra_bytes
 
 

@@ -229,7 +229,7 @@ def pairs(config: Configuration, causal: bool = True) -> float:
 
 
 def _attention(config: Configuration) -> float:
-    """Forward FLOPs of the slowest rank; an unfused attention computes the masked half, too."""
+    """Return forward FLOPs of the slowest rank; an unfused attention computes the masked half, too."""
     model = config.model
     # of parts that follow each other the last one has cp - 1/2 of the cp / 2 that it would have on average
     slowest = (2 * config.cp - 1) / config.cp if config.contiguous and config.flash else 1.0
@@ -247,7 +247,7 @@ def _projections(config: Configuration, tokens: float, held: float) -> tuple[Mat
 
 
 def _mlp_work(config: Configuration, kind: str, tokens: float, held: float) -> Part:
-    """The MLP: dense, or routed and shared experts with the router."""
+    """Return the MLP: dense, or routed and shared experts with the router."""
     if kind == "dense":
         width = config.model.ffn / config.tp
         return Part(_two(config, tokens, width), _activated(config) * width * tokens)
@@ -289,7 +289,7 @@ def shared_part(config: Configuration) -> Part:
 
 
 def _activated(config: Configuration) -> int:
-    """Bytes of the activation function for each unit of width and row."""
+    """Return bytes of the activation function for each unit of width and row."""
     return ITEM * (3 if config.model.gated else 2)
 
 

@@ -147,26 +147,28 @@ class ExpertTimes(DeviceTimes):
         )
 
     def _chain(self, config: Configuration, sent: Sequence[Stage], name: str, times: int = 1) -> tuple[Stage, ...]:
-        """Communication around the experts; the replay's ends where combine's rows are back."""
+        """Return communication around the experts; the replay's ends where combine's rows are back."""
         first = [stage for stage in sent if stage.name.startswith("dispatch") != (times == _BACKWARD)]
         rest = [stage for stage in sent if stage not in first]
         return (*first, Stage(name, "compute", partial(self._routed, config, times)), *rest)
 
     def _routed(self, config: Configuration, times: int, share: float) -> float:
-        """Seconds of the routed experts on a chunk: matmuls, no faster than their weights are read, and sorting."""
+        """Return seconds of the routed experts on a chunk: matmuls, no faster than their weights are read, and
+        sorting.
+        """
         return self.hardware.launch_s + times * self._part(config, routed_part(config, share))
 
     def _part(self, config: Configuration, part: Part) -> float:
         return sum(self._matmul(config, matmul) for matmul in part.matmuls) + self._moved(config, part.elementwise)
 
     def _sent(self, config: Configuration) -> tuple[list[Stage], list[Stage], list[Stage]]:
-        """Communication forward, backward, and what a recomputed layer repeats."""
+        """Return communication forward, backward, and what a recomputed layer repeats."""
         forward = self.exchanges(config)
         sent = [self._stages(steps) for steps in (forward, _back(forward), self.repeated(config))]
         return sent[0], sent[1], sent[2]
 
     def _stages(self, steps: Sequence[Step]) -> list[Stage]:
-        """Steps in which a rank has a peer."""
+        """Return steps in which a rank has a peer."""
         return [
             Stage(step.name, step.stream, partial(self._step, step))
             for step in steps
@@ -174,7 +176,7 @@ class ExpertTimes(DeviceTimes):
         ]
 
     def _step(self, step: Step, share: float) -> float:
-        """Seconds of a step for a chunk; what goes to one rank leaves through one port."""
+        """Return seconds of a step for a chunk; what goes to one rank leaves through one port."""
         inter, intra = self.hardware.inter_node, self.hardware.intra_node
         port = self._speed(inter) / inter.ports
         outside = share * step.inter_bytes / port + (inter.latency_s if step.inter_peers else 0.0)
@@ -183,7 +185,7 @@ class ExpertTimes(DeviceTimes):
 
 
 def _limited(config: Configuration, nodes: int) -> float:
-    """Share of the expected traffic between nodes that is left where routing visits few nodes for a token."""
+    """Return share of the expected traffic between nodes that is left where routing visits few nodes for a token."""
     limit, model = config.model.node_limit, config.model
     if not limit or nodes <= limit:
         return 1.0
@@ -196,7 +198,7 @@ _back = lru_cache(maxsize=65536)(backward)
 
 @lru_cache(maxsize=65536)
 def _recomputed(forward: tuple[Step, ...], graph: bool) -> tuple[Step, ...]:
-    """What runs again; in a graph nothing reads the rows that come back from other nodes."""
+    """Return what runs again; in a graph nothing reads the rows that come back from other nodes."""
     steps = (step for step in forward if not (graph and step.name.startswith("combine.inter")))
     return tuple(replace(step, name=f"{step.name}.replay") for step in steps)
 
@@ -215,7 +217,7 @@ def _steps(
     outside: float,
     inside: float,
 ) -> tuple[Step, ...]:
-    """Expected steps whose bytes between nodes and inside one are reduced to a share."""
+    """Return expected steps whose bytes between nodes and inside one are reduced to a share."""
     steps = expected_steps(mode, Topology(nodes, width, experts), tokens, top_k, hidden, item, skew)
     return tuple(
         replace(
@@ -315,12 +317,14 @@ class LayerTimes(ExpertTimes):
         )
 
     def _accumulating(self, config: Configuration, matmul: Matmul) -> float:
-        """Seconds by which reading and writing summed gradients outlasts the matmul that makes them (it adds them)."""
+        """Return seconds by which reading and writing summed gradients outlasts the matmul that makes them (it adds
+        them).
+        """
         moving = accumulated_bytes(config, matmul) / (self.hardware.hbm_bytes_per_s * self.reached.memory)
         return max(0.0, moving - self._matmul(config, matmul))
 
     def _recomputed(self, config: Configuration, kind: str, forward: Parts, exposed: Exposed) -> dict[str, Parts]:
-        """What each recompute option adds to a layer's backward; an MTP layer's head does not run again."""
+        """Return what each recompute option adds to a layer's backward; an MTP layer's head does not run again."""
         recomputed = {"none": Parts(), "select": Parts(), "communication": Parts(), "full": Parts()}
         if kind in ("embedding", "head"):
             return recomputed
@@ -343,7 +347,7 @@ class LayerTimes(ExpertTimes):
         return {**recomputed, "select": cheap, "communication": Parts(tp=forward.tp / 2), "full": full, **groups}
 
     def _operators(self, config: Configuration, kind: str, ep: float) -> dict[str, Parts]:
-        """What each group of operators adds when it runs again; experts send as in a whole layer."""
+        """Return what each group of operators adds when it runs again; experts send as in a whole layer."""
         found = {}
         for group, part in repeated_parts(config, kind).items():
             moved = self._moved(config, part.elementwise + cast_bytes(config, part.matmuls))
@@ -353,20 +357,22 @@ class LayerTimes(ExpertTimes):
         return found
 
     def _fixed(self, config: Configuration, kind: str, done: Work) -> float:
-        """Forward seconds that do not depend on sizes; a layer's benchmark keeps its device busy."""
+        """Return forward seconds that do not depend on sizes; a layer's benchmark keeps its device busy."""
         if kind in ("embedding", "head") or config.layer_only or config.graphs == "step":
             return 0.0
         launched = 0.5 if config.graphs else 1.0  # assumed: experts, dispatch and combine are the other half
         return launched * (self.reached.layer_s + (self.reached.moe_s if done.copies else 0.0))
 
     def _backward_tp(self, config: Configuration) -> float:
-        """Share of forward's tensor-parallel time that backward shows: gradients of weights can hide that of inputs."""
+        """Return share of forward's tensor-parallel time that backward shows: gradients of weights can hide that of
+        inputs.
+        """
         if not config.overlap_tp_backward:
             return 1.0
         return 0.5 if config.sequence_parallel else 0.0
 
     def _scores(self, config: Configuration) -> float:
-        """Forward seconds of what an unfused attention moves."""
+        """Return forward seconds of what an unfused attention moves."""
         return score_bytes(config) / (self.hardware.hbm_bytes_per_s * self.reached.memory)
 
     def _exposed(self, overlap: bool) -> float:
@@ -381,6 +387,6 @@ class LayerTimes(ExpertTimes):
         return (gathered + exchanged) * self._exposed(True)
 
     def _logits(self, config: Configuration, kind: str) -> float:
-        """Forward seconds of logits on their way to the loss, with nothing beside them."""
+        """Return forward seconds of logits on their way to the loss, with nothing beside them."""
         moved = logit_exchanges(config) if kind in ("head", "mtp") else []
         return sum(self._collective(size, ranks, stride) for size, ranks, stride in moved)

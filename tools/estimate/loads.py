@@ -214,8 +214,8 @@ def _number(text: str, span: Range, name: str) -> float:
 
 
 class _Row(NamedTuple):
-    """Tokens of each expert in the MoE layers of a micro-batch, with the place in the file; of a run's own record also
-    those of each device, which count copies of experts.
+    """A `_Row` holds the tokens of each expert in the MoE layers of a micro-batch, with the place in the file; of a
+    run's own record also those of each device, which count copies of experts.
     """
 
     place: str
@@ -263,7 +263,7 @@ def read_loads(path: Path, config: Configuration) -> Loads:
 
 
 def _is_record(text: str) -> bool:
-    """Whether a log is a run's own record, by its first line."""
+    """Return whether a log is a run's own record, by its first line."""
     try:
         first = json.loads(next((line for line in text.splitlines() if line.strip()), ""))
     except (ValueError, RecursionError):
@@ -272,7 +272,7 @@ def _is_record(text: str) -> bool:
 
 
 def _json_rows(path: Path, text: str) -> list[_Row]:
-    """The lines of a JSONL log."""
+    """Return the lines of a JSONL log."""
     rows: list[_Row] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -308,7 +308,7 @@ _COLUMNS = ("step", "layer", "expert", "tokens")
 
 
 def _csv_rows(path: Path, text: str) -> list[_Row]:
-    """The micro-batches of a CSV log; an expert without a line has no tokens."""
+    """Return the micro-batches of a CSV log; an expert without a line has no tokens."""
     reader = csv.reader(text.splitlines())
     head = [word.strip() for word in next(reader, [])]
     if not head:
@@ -375,7 +375,7 @@ def _check_count(value: Any, place: str) -> float:
 
 
 def _in_order(rows: list[_Row]) -> list[list[_Row]]:
-    """The micro-batches of each step, in their order.
+    """Return the micro-batches of each step, in their order.
 
     Raises:
         DataError: a micro-batch is there twice, steps have unlike many, or lines have unlike layers or experts.

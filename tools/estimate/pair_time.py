@@ -75,13 +75,13 @@ def pair_of(forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds]) -
 
 
 def _sum_of_weights(backward: Sequence[LayerSeconds]) -> float:
-    """Seconds of all weight gradients; of layers that are alike a product, which rounds once."""
+    """Return seconds of all weight gradients; of layers that are alike a product, which rounds once."""
     alike = all(one == backward[0] for one in backward)
     return len(backward) * backward[0].weights if alike else sum(one.weights for one in backward)
 
 
 def _chain(every: Sequence[LayerSeconds], chunk: int) -> list[Op]:
-    """The operators of one pass in order, each after the one before; a backward's begin at combine."""
+    """Return the operators of one pass in order, each after the one before; a backward's begin at combine."""
     chain: list[Op] = []
     for layer, seconds in enumerate(every):
         for step in _STEPS if chunk == 0 else _STEPS[::-1]:

@@ -152,7 +152,7 @@ class GradientTimes(LayerTimes):
         return np.maximum((1 - self.reached.hidden) * every, once + every - beside)
 
     def _data(self, config: Configuration, stage: int, work: float) -> float:
-        """Exposed seconds of gradients and weights."""
+        """Return exposed seconds of gradients and weights."""
         once, each = self.once_and_each(config, stage)
         if not config.overlap_dp:
             return once + each * config.micro_batches
@@ -193,7 +193,7 @@ class GradientTimes(LayerTimes):
 
 @lru_cache(maxsize=4096)
 def _counted(config: Configuration, stage: int) -> tuple[tuple[Weight, int], ...]:
-    """The different weights of a stage, with how many of each it holds."""
+    """Return the different weights of a stage, with how many of each it holds."""
     return tuple(counted_weights(config, stage))
 
 
@@ -225,7 +225,7 @@ class TimeModel(GradientTimes):
         return forward, backward, parts
 
     def _at(self, config: Configuration, kind: str, ratio: float) -> LayerTime:
-        """A layer at a max/mean."""
+        """Return a layer at a max/mean."""
         if ratio == config.skew:
             return self.layer(config, kind)
         return _layer_at(self, replace(config, skew=ratio), kind)
@@ -333,12 +333,12 @@ class TimeModel(GradientTimes):
         return hidden_seconds(*self._passes(config, config.skew), layers)
 
     def _passes(self, config: Configuration, ratio: float) -> tuple[LayerSeconds, LayerSeconds]:
-        """Forward and backward of an MoE layer."""
+        """Return forward and backward of an MoE layer."""
         layer = self._at(config, "moe", ratio)
         return _halves(layer.forward, 0.0), _halves(layer.backward, layer.backward.matmul / 2)
 
     def _hidden_unevenly(self, config: Configuration, ratios: Row) -> np.ndarray:
-        """`hidden` of layers that differ: a forward's first layers meet the last ones of a backward."""
+        """Return `hidden` of layers that differ: a forward's first layers meet the last ones of a backward."""
         found = np.zeros((config.chunks, config.chunks, config.pp))
         of = dict(zip(moe_layers(config), ratios, strict=False))
         for stage in range(config.pp):
@@ -367,7 +367,7 @@ class TimeModel(GradientTimes):
 
 
 def _halves(part: Parts, weights: float) -> LayerSeconds:
-    """A layer's forward, or its backward with `weights` seconds of weight gradients."""
+    """Return a layer's forward, or its backward with `weights` seconds of weight gradients."""
     half = (part.total - part.ep - weights) / 2
     return LayerSeconds(half, part.ep / 2, half, part.ep / 2, weights)
 
@@ -385,13 +385,15 @@ def _layer_at(times: TimeModel, config: Configuration, kind: str) -> LayerTime:
 
 @lru_cache(maxsize=1024)
 def _even_stages(times: TimeModel, config: Configuration) -> np.ndarray:
-    """[stages] seconds of a micro-batch at even loads."""
+    """Return [stages] seconds of a micro-batch at even loads."""
     forward, backward, _ = times.chunks(config)
     return (forward + backward).sum(axis=0)
 
 
 def _rows(config: Configuration, ratios: np.ndarray | None) -> tuple[Configuration, list[Row]]:
-    """The run and its rows of max/mean: one, or one for each micro-batch; an even row is the configuration's skew."""
+    """Return the run and its rows of max/mean: one, or one for each micro-batch; an even row is the configuration's
+    skew.
+    """
     if ratios is None:
         return config, [()]
     if ratios.min() == ratios.max():
@@ -404,7 +406,7 @@ def _rows(config: Configuration, ratios: np.ndarray | None) -> tuple[Configurati
 
 
 def _mean(steps: Sequence[StepTime]) -> StepTime:
-    """The mean of steps, part by part."""
+    """Return the mean of steps, part by part."""
     names = [field.name for field in fields(StepTime) if field.name != "parts"]
     numbers = {name: float(np.mean([getattr(step, name) for step in steps])) for name in names}
     parts = {part: float(np.mean([step.parts[part] for step in steps])) for part in steps[0].parts}
@@ -413,7 +415,7 @@ def _mean(steps: Sequence[StepTime]) -> StepTime:
 
 @lru_cache(maxsize=4096)
 def _census(config: Configuration, ratios: Row) -> dict[tuple[str, float], dict[str, np.ndarray]]:
-    """(kind, max/mean) -> recompute option -> layers of each chunk and stage [chunks, stages]."""
+    """Return (kind, max/mean) -> recompute option -> layers of each chunk and stage [chunks, stages]."""
     found: dict[tuple[str, float], dict[str, np.ndarray]] = {}
     decoder = moe_layers(config)
     of = dict(zip(decoder, ratios, strict=False))

@@ -42,7 +42,7 @@ _SHARED_COLOUR = "0.75"  # grey: of the shared expert
 
 
 def content(advices: Sequence[Advice], source: str, asked: str = "even") -> dict[str, Any]:
-    """Return one object with bytes, seconds and shares, in which pairs are [without overlap, with overlap].
+    """Return the costs as values for JSON (bytes, seconds, shares), in which pairs are [without overlap, with overlap].
 
     Args:
         asked: the text of `--loads`.
@@ -190,12 +190,12 @@ def draw(advice: Advice, path: Path) -> Path:
 
 
 def _shown_passes(timelines: Passes[Timeline], again: bool) -> tuple[Timeline, Timeline]:
-    """Forward, and the backward that a layer of this recipe has."""
+    """Return forward, and the backward that a layer of this recipe has."""
     return timelines.forward, timelines.replayed if again else timelines.backward
 
 
 def _draw_streams(axes: Any, timelines: tuple[Timeline, Timeline], name: str) -> None:
-    """One row for each stream; backward starts where forward ends."""
+    """Draw one row for each stream; backward starts where forward ends."""
     from matplotlib import colormaps
 
     colours = colormaps["viridis"]
@@ -217,7 +217,7 @@ def _draw_streams(axes: Any, timelines: tuple[Timeline, Timeline], name: str) ->
 
 
 class Degrees(click.ParamType):
-    """This option reads ``16,32`` as a tuple of integers."""
+    """A `Degrees` is a click type that reads ``16,32`` as a tuple of integers."""
 
     name = "N,N"
 
@@ -302,7 +302,7 @@ def ep_report(
 
 
 def _of_degree(recipe: Recipe, degree: int) -> Recipe:
-    """The recipe with another EP degree, also where it writes none."""
+    """Return the recipe with another EP degree, also where it writes none."""
     if View(recipe).has((*PARALLEL, "expert_parallel")):
         return apply_overrides(recipe, [f"parallel_config.expert_parallel={degree}"])
     changed = copy.deepcopy(recipe)

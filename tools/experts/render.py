@@ -54,7 +54,7 @@ def _figure(found: Study) -> Any:
 
 
 def _draw_heat(figure: Any, found: Study) -> None:
-    """Tokens of each expert over the mean of its layer."""
+    """Draw tokens of each expert over the mean of its layer."""
     records = found.source.records
     layers = len(records[0].layers)
     shares = found.tokens / np.maximum(found.tokens.mean(2, keepdims=True), 1e-30)
@@ -91,7 +91,7 @@ def _layer_ticks(axes: Any, found: Study) -> None:
 
 
 def _draw_policies(axes: Any, found: Study) -> None:
-    """max/mean of each step, the mean over layers; smoothed lightly where steps are many."""
+    """Draw max/mean of each step, the mean over layers; smoothed lightly where steps are many."""
     steps = np.array([record.step for record in found.source.records])
     width = max(1, len(steps) // 150)
     for policy, colour in zip(found.policies, _POLICY_COLOURS, strict=False):
@@ -123,7 +123,7 @@ def _draw_devices(axes: Any, found: Study) -> None:
 
 
 def content(found: Study) -> dict[str, Any]:
-    """Return one object in which every ratio is max/mean."""
+    """Return the study as values for JSON; every ratio is the maximum over the mean (max/mean)."""
     records, seconds = found.source.records, found.seconds
     known = None if isinstance(seconds, str) else seconds
     return {

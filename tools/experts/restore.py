@@ -80,7 +80,7 @@ def _seal(folder: Path, part: Path) -> None:
 
 
 def _restored(file: str, placements: Mapping[str, np.ndarray], stored: Stored) -> dict[str, np.ndarray]:
-    """All tensors of one file, the rows of experts in logical order."""
+    """Return all tensors of one file, the rows of experts in logical order."""
     arrays = {}
     for name, header in stored.files[file].items():
         module, _, last = name.rpartition(".")
@@ -95,7 +95,7 @@ def _restored(file: str, placements: Mapping[str, np.ndarray], stored: Stored) -
 
 
 def _gathered(name: str, file: str, slots: np.ndarray, stored: Stored) -> np.ndarray:
-    """The rows that `file` is to hold of a tensor of experts, run by run from the files that hold them now."""
+    """Return the rows that `file` is to hold of a tensor of experts, run by run from the files that hold them now."""
     tensor = stored.tensors[name]
     held = [place for place, copies in enumerate(tensor.copies) if any(each == file for _, each in copies)]
     index = np.unravel_index(held[0], tensor.cuts)

@@ -259,7 +259,7 @@ def _policies(source: Source, every: int, spare: int, first: int, seconds: Secon
 
 
 def _recorded(source: Source) -> tuple[Replay, float]:
-    """What the run itself did, and the mean seconds of an exchange."""
+    """Return what the run itself did, and the mean seconds of an exchange."""
     records = source.records
     slots = np.stack([record.slots for record in records])
     after = np.stack([record.after[0] for record in records])
@@ -276,7 +276,7 @@ def _recorded(source: Source) -> tuple[Replay, float]:
 
 
 def _differs(source: Source) -> list[int] | None:
-    """Whether the log is what the recipe's settings give; only a log from the first step on can tell."""
+    """Return whether the log is what the recipe's settings give; only a log from the first step on can tell."""
     records, settings = source.records, source.settings
     if source.recipe is None or records[0].step != 1 or not any(record.moved for record in records):
         return None

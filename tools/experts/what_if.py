@@ -72,7 +72,9 @@ def what_if(advice: Advice, asked: str) -> list[Change]:
 
 
 def _moved(times: TimeModel, own: Configuration, loads: Loads, advice: Advice) -> Change:
-    """Experts that change devices every N steps, as the recipe's `plugins.expert_balance` does, or its defaults."""
+    """Return experts that change devices every N steps, as the recipe's `plugins.expert_balance` does, or its
+    defaults.
+    """
     section = View(advice.recipe).get(tuple(KEY.split(".")))
     settings = read_settings(section) if section not in (None, False) else Settings()
     settings = settings if settings.every else replace(settings, every=Settings().every)
@@ -99,7 +101,7 @@ def _moved(times: TimeModel, own: Configuration, loads: Loads, advice: Advice) -
 
 
 def _records(counted: Counted, devices: int) -> list[Record]:
-    """The log as a run of the plugin would have recorded it."""
+    """Return the log as a run of the plugin would have recorded it."""
     tokens = np.rint(counted.tokens).astype(np.int64)
     layers = tuple(range(tokens.shape[1]))
     rows = zip(tokens, counted.slots, strict=True)
@@ -137,7 +139,7 @@ def move_seconds(times: TimeModel, config: Configuration, first: np.ndarray, slo
 
 
 def _capped(times: TimeModel, own: Configuration, loads: Loads) -> Iterator[Change]:
-    """Devices that take at most so many times the mean; the rest of their tokens is dropped."""
+    """Yield changes in which devices take at most so many times the mean; the rest of their tokens is dropped."""
     for capacity in CAPACITIES:
         name = f"a device takes at most {capacity:g} x the mean"
         if loads.ratios.max() <= capacity:
@@ -151,7 +153,7 @@ def _capped(times: TimeModel, own: Configuration, loads: Loads) -> Iterator[Chan
 
 
 def _degrees(times: TimeModel, own: Configuration, loads: Loads, asked: str) -> Iterator[Change]:
-    """Half and twice as many devices that share experts."""
+    """Yield the changes to half and to twice as many devices that share experts."""
     for degree in (own.ep // 2, 2 * own.ep):
         legal = degree > 1 and own.model.experts % degree == 0 and own.dp * own.tp % degree == 0
         if not legal:
@@ -167,7 +169,7 @@ def _degrees(times: TimeModel, own: Configuration, loads: Loads, asked: str) -> 
 
 
 def _few_nodes(times: TimeModel, own: Configuration, loads: Loads, nodes: int) -> Iterator[Change]:
-    """Routing that visits at most half of the group's nodes for a token."""
+    """Yield the change to routing that visits at most half of the group's nodes for a token."""
     limit = nodes // 2
     if nodes < 2 or 0 < own.model.node_limit <= limit:
         return

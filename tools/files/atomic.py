@@ -107,7 +107,7 @@ def _beside(
     move: Callable[[Path, Path], object],
     clear: Callable[[Path], object],
 ) -> Iterator[Path]:
-    """A path beside `path` that only this process uses, made before the block and moved to `path` after it."""
+    """Yield a path beside `path` that only this process uses, made before the block and moved to `path` after it."""
     target = Path(path)
     if not target.name:  # "", "." or "/"
         raise DataError(f"{os.fspath(path)!r}: cannot be written (it is a folder)")

@@ -54,7 +54,7 @@ class SmallLoader(yaml.SafeLoader):
 
     @staticmethod
     def _open(node: yaml.Node) -> bool:
-        """Whether a node is an alias of one that is still being read: an anchor inside itself."""
+        """Return whether a node is an alias of one that is still being read: an anchor inside itself."""
         return node.end_mark is None
 
     def _hold(self, values: int, levels: int, mark: yaml.Mark | None = None) -> None:

@@ -24,7 +24,7 @@ from tools.dryrun.graph_text import Node, TensorType
 
 @dataclass(frozen=True)
 class Rules:
-    """These settings say how clusters and kernels are made.
+    """A `Rules` says how clusters and kernels are made.
 
     Args:
         convex: no path between two operators of a cluster leaves it.
@@ -58,7 +58,7 @@ VIRTUAL = ("Return", "MakeTuple", "TupleGetItem")  # bind and take apart tuples;
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator.
+    """An `Operator` is one operator of a graph, as fusing sees it.
 
     Args:
         name: of its primitive; "" where `opened`.
@@ -115,7 +115,7 @@ def refusal(operator: Operator, listed: Collection[str] = VECTOR, rules: Rules =
 
 
 def _type(operator: Operator) -> str:
-    """Which type keeps it out."""
+    """Return which type keeps it out."""
     name, result, taken = operator.name, operator.output.dtype, [tensor.dtype for tensor in operator.takes]
     first = taken[0] if taken else ""
     if name == "Cast":
@@ -209,7 +209,7 @@ def clusters(operators: Sequence[Operator], taken: Sequence[bool], rules: Rules 
 
 
 def _gathered(merged: Merged, operators: Sequence[Operator], taken: Sequence[bool], base: int) -> list[int]:
-    """Groups that hang together with `base`, the farthest first; a group of several ends the search there."""
+    """Return groups that hang together with `base`, the farthest first; a group of several ends the search there."""
     found: list[int] = []
 
     def follow(group: int) -> bool:
@@ -266,7 +266,7 @@ def _look(merged: Merged, start: int, left: set[int], free: set[int], first: int
 
 
 def _drop_wild_items(merged: Merged, operators: Sequence[Operator], chosen: list[int]) -> None:
-    """A member of a tuple stays with the operator that gives the tuple, or is left out."""
+    """Drop members of tuples: a member stays with the operator that gives the tuple, or is left out."""
     left = set(chosen)
     for group in sorted(chosen):
         if operators[group].name == "TupleGetItem" and merged.size[group] == 1 and not left & set(merged.inputs(group)):

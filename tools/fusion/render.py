@@ -74,7 +74,7 @@ def _stages(report: Mapping[str, Any]) -> Table:
 
 
 def _alike(stages: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Stages that follow each other and have the same parts are one row."""
+    """Return one row for stages that follow each other and have the same parts."""
     found: list[tuple[str, Mapping[str, Any]]] = []
     for _, group in groupby(stages, key=lambda row: row["parts"]):
         first, *others = group
@@ -109,7 +109,7 @@ def _named(report: Mapping[str, Any]) -> Table:
 
 
 def _estimator(row: Mapping[str, Any]) -> str:
-    """The estimator's traffic beside the graph's."""
+    """Return the estimator's traffic beside the graph's."""
     told = row["estimator"]
     return (
         f"{row['part']}, forward, all but products and attention: the estimator takes {told['bytes'] / MIB:,.0f} MiB "
@@ -136,7 +136,9 @@ _COLOURS = ("#4c78a8", "#f2a541", "#72b7b2")
 
 
 def draw(report: Mapping[str, Any], path: Path) -> Path:
-    """Draw to an .svg or .png; return `path`."""
+    """Draw the bytes of HBM traffic by part of the model before and after fusion to an .svg or .png file; return
+    `path`.
+    """
     rows = [row for row in report["parts"] if set(row["passes"]) & set(PASSES)]
     figure = new_figure(9, 1.6 + 0.8 * max(len(rows), 1))
     axes = figure.subplots()

@@ -129,7 +129,7 @@ def _add_means(
 
 
 def _divide(found: Pieces, layers: Mapping[str, int]) -> None:
-    """Sums over layers of a kind become means."""
+    """Turn sums over layers of a kind into means."""
     for label, passes in found.tallies.items():
         for name, tally in passes.items():
             mean = Tally()
@@ -143,7 +143,7 @@ def _end(name: str, number: int) -> str:
 
 
 def _labels(kinds: Sequence[Kind]) -> dict[Kind, str]:
-    """A name for each kind of layer; those of one block that are recomputed differently get numbers."""
+    """Return a name for each kind of layer; those of one block that are recomputed differently get numbers."""
     names: dict[Kind, str] = {}
     for kind in dict.fromkeys(kinds):
         label = f"{kind.block}, recomputed" if kind.whole else kind.block
@@ -204,7 +204,7 @@ def report_of(
 
 
 def _part(part: str, pieces: Pieces, config: Configuration, times: DeviceTimes) -> dict[str, Any]:
-    """One part: a micro-batch's passes and what runs once a step."""
+    """Return one part: a micro-batch's passes and what runs once a step."""
     each, once = pieces.each(part), pieces.each(part, (ONCE,))
     found = {
         "part": part,
@@ -220,7 +220,9 @@ def _part(part: str, pieces: Pieces, config: Configuration, times: DeviceTimes) 
 
 
 def _assumed(block: str, forward: Tally, config: Configuration, times: DeviceTimes) -> dict[str, Any]:
-    """What the estimator takes a layer's forward to move outside products and attention, beside the graph's count."""
+    """Return what the estimator takes a layer's forward to move outside products and attention, beside the graph's
+    count.
+    """
     assumed = work(config, block).elementwise
     unfused, fused = forward.before + forward.beside, forward.after + forward.beside
     told = {"bytes": round(assumed), "factor": times.reached.unfused, "applied": not config.fused}
@@ -239,7 +241,9 @@ def _numbers(tally: Tally, times: DeviceTimes) -> dict[str, Any]:
 
 
 def _patterns(pieces: Pieces) -> list[dict[str, Any]]:
-    """Kernels of several operators by part: how often in a micro-batch (of the optimizer: a step), bytes saved."""
+    """Return kernels of several operators by part: how often in a micro-batch (of the optimizer: a step), bytes
+    saved.
+    """
     runs = (("micro-batch", PASSES), (ONCE, (ONCE,)))
     tallies = ((part, name, pieces.each(part, names)) for part in pieces.tallies for name, names in runs)
     found = [
@@ -252,7 +256,7 @@ def _patterns(pieces: Pieces) -> list[dict[str, Any]]:
 
 
 def _alone(pieces: Pieces) -> list[dict[str, Any]]:
-    """What no kernel takes in a micro-batch, and why."""
+    """Return what no kernel takes in a micro-batch, and why."""
     found = [
         {"part": part, "operator": operator, "why": why, "operators": round(count, 2), "bytes": round(size)}
         for part, tally in ((part, pieces.each(part)) for part in pieces.tallies)
@@ -263,7 +267,9 @@ def _alone(pieces: Pieces) -> list[dict[str, Any]]:
 
 
 def _named(pieces: Pieces, times: DeviceTimes) -> list[dict[str, Any]]:
-    """Weight gradients by part: which pass would take them, what stands between, bytes of a micro-batch at stake."""
+    """Return weight gradients by part: which pass would take them, what stands between, bytes of a micro-batch at
+    stake.
+    """
     found = [
         dict(zip(("part", "pass", "chain", "matches", "why"), (part, name, chain, not why, why), strict=True))
         | {

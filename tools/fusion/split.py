@@ -152,7 +152,7 @@ def kernels(body: Sequence[Operator], outputs: Collection[int], rules: Rules = D
 
 
 def _patterns(rules: Rules) -> Iterator[tuple[Match, bool]]:
-    """(what an area is joined with, whether forward), in order."""
+    """Yield (what an area is joined with, whether forward), in order."""
     if rules.chains_of_a_size:
         yield partial(_same_size, depth=True), True
     yield partial(_same_size, depth=False), True
@@ -163,7 +163,7 @@ def _patterns(rules: Rules) -> Iterator[tuple[Match, bool]]:
 
 
 def _run(areas: Areas, area: Area, match: Match, forward: bool, largest: int) -> bool:
-    """Fuse what matches `area`; whether anything did."""
+    """Fuse what matches `area`; return whether anything did."""
     found = match(areas, area)
     sizes = list(accumulate(len(each.operators) for each in (area, *found)))[1:]
     found = [other for other, size in zip(found, sizes, strict=True) if size <= largest]
@@ -177,7 +177,7 @@ def _run(areas: Areas, area: Area, match: Match, forward: bool, largest: int) ->
 
 
 def _same_size(areas: Areas, area: Area, depth: bool) -> list[Area]:
-    """Elementwise neighbours that give as many numbers, by edges that do not broadcast."""
+    """Return elementwise neighbours that give as many numbers, by edges that do not broadcast."""
     if area.pattern > Pattern.BROADCAST or (depth and len(area.inputs) != 1):
         return []
     found = []
@@ -191,7 +191,7 @@ def _same_size(areas: Areas, area: Area, depth: bool) -> list[Area]:
 
 
 def _into_reduction(areas: Areas, area: Area, rules: Rules) -> list[Area]:
-    """What a reduction takes from, if it is small."""
+    """Return what a reduction takes from, if it is small."""
     if area.pattern is not Pattern.REDUCE:
         return []
     highest = Pattern.BROADCAST if rules.broadcast_into_reduce else Pattern.ELEMENTWISE
@@ -209,7 +209,7 @@ def _into_reduction(areas: Areas, area: Area, rules: Rules) -> list[Area]:
 
 
 def _into_users(areas: Areas, area: Area, depth: bool, limit: int) -> list[Area]:
-    """All users of a small area, if each can take it in; otherwise none, for then it must be written anyway."""
+    """Return all users of a small area, if each can take it in; otherwise none, for then it must be written anyway."""
     users = [areas.alive[place] for place in sorted(area.users)]
     if area.pattern > Pattern.BROADCAST or area.output or len(area.operators) > limit or (depth and len(users) > 1):
         return []

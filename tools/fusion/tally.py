@@ -85,7 +85,7 @@ class Tally:
         return sum(size for (name, _), size in self.moved.items() if name not in MULTIPLY)
 
     def as_json(self) -> dict[str, Any]:
-        """The sums."""
+        """Return the sums."""
         numbers = {name: round(getattr(self, name)) for name in ("operators", "kernels", "fused")}
         sizes = {"before": self.before, "after": self.after, "of_others": self.beside}
         return numbers | {"launches_saved": round(self.launches)} | {f"bytes_{k}": round(v) for k, v in sizes.items()}
@@ -159,12 +159,12 @@ def _pass(node: Node, graph: str) -> str:
 
 
 def _operator(node: Node, standing: bool = True) -> Operator:
-    """A node as the model sees it, a composite by its main part."""
+    """Return a node as the model sees it, a composite by its main part."""
     return of_node(node, main_part(node.op) if standing else node.op)
 
 
 def _inside(operator: Operator, here: dict[int, int]) -> Operator:
-    """An operator of a cluster with the places of those of its operands that are in it."""
+    """Return an operator of a cluster with the places of those of its operands that are in it."""
     return replace(operator, inputs=tuple(here[place] for place in operator.inputs if place in here))
 
 
@@ -198,13 +198,13 @@ def parts_of(nodes: Sequence[Node], backward: bool = False) -> list[str]:
 
 
 def _layer_behind(segments: Sequence[tuple[str, int]], place: int) -> str:
-    """The layer in whose stretch of the backward an operator stands; "" of the head's and the embedding's."""
+    """Return the layer in whose stretch of the backward an operator stands; "" of the head's and the embedding's."""
     part = next((part for part, end in segments if place < end), "")
     return part if part.isdecimal() else ""
 
 
 def _written(text: str) -> str:
-    """The part that a path of cells or a parameter's name says."""
+    """Return the part that a path of cells or a parameter's name says."""
     if _MTP.search(text):
         return MTP
     if layer := _LAYER.search(text):
@@ -324,7 +324,7 @@ def read_outside(nodes: Sequence[Node], users: Sequence[Sequence[int]], kernel: 
 
 
 def _source(nodes: Sequence[Node], argument: str) -> str:
-    """What an argument is, seen through operators that give the same bytes under another name."""
+    """Return what an argument is, seen through operators that give the same bytes under another name."""
     while argument.startswith("%") and argument[1:].isdecimal() and nodes[int(argument[1:])].op in _ALIKE:
         inner = arguments_of(nodes[int(argument[1:])].head)
         if not inner or not inner[0].startswith("%"):
@@ -338,7 +338,7 @@ def _bytes(found: Iterable[TensorType], rows: int) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """`(<A, (1, 2)>, <B>)` as its types."""
+    """Return `(<A, (1, 2)>, <B>)` as its types."""
     return [part for part in listed(text[1:-1], "([{<", ")]}>") if part]
 
 
@@ -393,7 +393,7 @@ def weight_gradients(nodes: Sequence[Node], rows: int) -> list[Found]:
 
 
 def _chain(nodes: Sequence[Node], add: Node) -> tuple[int, tuple[str, ...]] | None:
-    """The product that an AssignAdd adds up, and the operators between; None where it adds something else."""
+    """Return the product that an AssignAdd adds up, and the operators between; None where it adds something else."""
     at, between = _taken(add, 1), []
     while at is not None and nodes[at].op not in _PASS_OF:
         if nodes[at].op in _BETWEEN:
@@ -405,14 +405,14 @@ def _chain(nodes: Sequence[Node], add: Node) -> tuple[int, tuple[str, ...]] | No
 
 
 def _taken(node: Node, number: int) -> int | None:
-    """The operator that one argument is."""
+    """Return the operator that one argument is."""
     arguments = arguments_of(node.head)
     word = arguments[number] if number < len(arguments) else ""
     return int(word[1:]) if word.startswith("%") and word[1:].isdecimal() else None
 
 
 def _single(nodes: Sequence[Node], product: Node, between: tuple[str, ...], total: str) -> str:
-    """Why matmul_assignadd_fusion leaves a product alone."""
+    """Return why matmul_assignadd_fusion leaves a product alone."""
     if product.op != "MatMul":
         return f"the product is {product.op}, not MatMul"
     if between not in ((), ("Cast",)):
@@ -425,7 +425,7 @@ def _single(nodes: Sequence[Node], product: Node, between: tuple[str, ...], tota
 
 
 def _grouped(nodes: Sequence[Node], product: Node, between: tuple[str, ...], total: str) -> str:
-    """Why grouped_matmul_assignadd_fusion leaves a product alone."""
+    """Return why grouped_matmul_assignadd_fusion leaves a product alone."""
     if between:
         return f"{_names(between)} between GroupedMatmul and AssignAdd"
     arguments = arguments_of(product.head)

@@ -64,7 +64,7 @@ def _plain(text: str) -> str:
 
 
 class _Loader(SmallLoader):
-    """Refuses a key that stands twice in a mapping, of which YAML would silently keep the last."""
+    """A `_Loader` refuses a key that stands twice in a mapping, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -235,7 +235,7 @@ def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
 
 
 class _Reader:
-    """One file; errors begin with the name `shown` and the key path."""
+    """A `_Reader` reads one file; errors begin with the name `shown` and the key path."""
 
     def __init__(self, path: str, shown: str):
         self.shown = shown
@@ -257,12 +257,12 @@ class _Reader:
         return Hardware(content["name"], content["device"], **values, **more, file=self.shown)
 
     def _host(self, content: Any) -> HostLink:
-        """The link to the host; its origin stands with it, for no prediction of a step rests on it."""
+        """Return the link to the host; its origin stands with it, for no prediction of a step rests on it."""
         rate = self._figure(content, _HOST, _RATE)
         return HostLink(rate, self.origins.pop(_HOST))
 
     def _value(self, content: Any, key: str, kind: Any) -> Any:
-        """A number, or a mapping of numbers."""
+        """Return a number, or a mapping of numbers."""
         if isinstance(kind, Range):
             return self._figure(content, key, kind)
         dtypes = key == "peak_flops"  # of which one may be enough
@@ -273,7 +273,7 @@ class _Reader:
         return {name: self._figure(content[name], f"{key}.{name}", {**kind, **more}[name]) for name in content}
 
     def _figure(self, content: Any, key: str, kind: Range) -> float:
-        """The number at `key`; notes its origin."""
+        """Return the number at `key`; notes its origin."""
         content = self._mapping(content, key, ["value", "certainty", "source"], required=True)
         value, certainty, source = content["value"], content["certainty"], content["source"]
         if certainty not in CERTAINTIES:
@@ -292,7 +292,7 @@ class _Reader:
     def _mapping(
         self, content: Any, key: str, known: list[str], required: bool, more: tuple[str, ...] = ()
     ) -> dict[str, Any]:
-        """`content` as a mapping of `known` keys, of which all must be there if `required`, and of `more`."""
+        """Return `content` as a mapping of `known` keys, of which all must be there if `required`, and of `more`."""
         place = f"{key}." if key else ""
         if not isinstance(content, dict):
             raise RecipeError(f"{self.shown}: {key or 'the file'}: this must be a mapping of {', '.join(known)}")
@@ -307,7 +307,7 @@ class _Reader:
 
 
 def _number(value: Any) -> float | None:
-    """A number; YAML 1.1 reads 1e12 as text, people mean a number."""
+    """Return a number; YAML 1.1 reads 1e12 as text, people mean a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:

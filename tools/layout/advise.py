@@ -251,7 +251,7 @@ def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | No
 def _report(
     times: TimeModel, config: Configuration, loads: Loads, mode: str, cuts: Sequence[Chunks], stride: int | None
 ) -> ModeReport:
-    """One mode, with its best cut."""
+    """Return one mode, with its best cut."""
     config = replace(config, ep_mode=mode)
     choice = times.plan(config, cuts, stride)
     cut = replace(config, ep_cut=Cut(choice.chunks, choice.stride))
@@ -276,7 +276,7 @@ def step_under(times: TimeModel, config: Configuration, loads: Loads = EVEN) -> 
 
 
 def _why(best: ModeReport, topology: Topology, even: BreakEven, skew: float, top_k: int) -> str:
-    """One sentence: the break-even in closed form, and what overlap hides."""
+    """Return one sentence: the break-even in closed form, and what overlap hides."""
     choice = best.choice
     if topology.nodes == 1:
         text = f"EP {topology.ep} fits in one node, where every mode is the same All-to-All"
@@ -333,7 +333,7 @@ def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
 
 
 def _hardware(recipe: Recipe, dispatch: dict[str, Any]) -> Hardware:
-    """The cluster that `auto` is for; CPU workers act as its devices, on nodes as large as the recipe says."""
+    """Return the cluster that `auto` is for; CPU workers act as its devices, on nodes as large as the recipe says."""
     hardware = load_hardware(dispatch.get("hardware", DEFAULT_HARDWARE))
     view = View(recipe)
     return replace(hardware, devices_per_node=view.node) if view.on_cpu else hardware

@@ -64,7 +64,7 @@ def anneal(
 
 
 def _legal(instance: Instance, tried: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The chains [n] that have a try within the rules, and the first such try [n, K, C] of each."""
+    """Return the chains [n] that have a try within the rules, and the first such try [n, K, C] of each."""
     legal = (instance.fits(tried) & instance.well_formed(tried)).reshape(-1, TRIES)
     which = np.flatnonzero(legal.any(axis=1))
     return which, tried[which * TRIES + legal[which].argmax(axis=1)]

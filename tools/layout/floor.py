@@ -57,8 +57,8 @@ def floor_of(instance: Instance) -> tuple[float, float]:
 
 
 def _low(costs: StageCosts) -> np.ndarray:
-    """[stages, early + 1, layers + 1] no stage that holds so many layers, of them so many early ones (of the first of
-    two types), takes less; infinite where they cannot fit.
+    """Return [stages, early + 1, layers + 1] no stage that holds so many layers, of them so many early ones (of the
+    first of two types), takes less; infinite where they cannot fit.
     """
     instance, counts = costs.instance, np.arange(costs.layers + 1)
     early = instance.types[0].count if len(instance.types) > 1 else 0
@@ -95,8 +95,8 @@ Part = tuple[list[tuple[float, float]], float, np.ndarray, np.ndarray]
 
 
 def _freeing(parts: list[Part], room: np.ndarray) -> np.ndarray:
-    """[stages, early + 1, layers + 1] the least ms of recomputation, which may be divided, that keeps `room`; infinite
-    where nothing does.
+    """Return [stages, early + 1, layers + 1] the least ms of recomputation, which may be divided, that keeps `room`;
+    infinite where nothing does.
     """
     over, cost = -room, np.zeros(room.shape)
     prices, most = [], []
@@ -115,7 +115,9 @@ def _freeing(parts: list[Part], room: np.ndarray) -> np.ndarray:
 
 
 def _hull(extra: np.ndarray, held: np.ndarray) -> list[tuple[float, float]]:
-    """[(ms, memory)] pieces of the lower convex hull of a layer's recomputation over the memory that it frees."""
+    """Return [(ms, memory)] pieces of the lower convex hull of a layer's recomputation over the memory that it
+    frees.
+    """
     first = np.lexsort((held, extra))[0]
     points = [(float(held[first] - a), float(x - extra[first])) for x, a in zip(extra, held, strict=True)]
     pieces, at = [], (0.0, 0.0)
@@ -138,7 +140,9 @@ def _holds(costs: StageCosts, low: np.ndarray, slowest: float) -> bool:
 
 
 def _by_position(costs: StageCosts, low: np.ndarray) -> np.ndarray:
-    """`low` of one chunk per stage as [stages, layers with the stage, layers before it]: early layers come first."""
+    """Return `low` of one chunk per stage as [stages, layers with the stage, layers before it]: early layers come
+    first.
+    """
     early, size = low.shape[1] - 1, low.shape[2]
     after, before = np.indices((size, size))
     count = after - before

@@ -352,7 +352,7 @@ def add_plan(incumbent: Incumbent, model: PathModel, plan: np.ndarray) -> bool:
 
 
 def _part(incumbent: Incumbent, width: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Least and most layers [K, C] of a randomly chosen part."""
+    """Return least and most layers [K, C] of a randomly chosen part."""
     plan, instance = incumbent.plan, incumbent.instance
     assert plan is not None
     kind = rng.choice(["neighbours", "stages", "by one", "options"])

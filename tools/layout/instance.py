@@ -190,7 +190,7 @@ class Instance:
 
     @cached_property
     def _short(self) -> Instance:
-        """The same problem with no more micro-batches than fill the pipeline and two rounds."""
+        """Return the same problem with no more micro-batches than fill the pipeline and two rounds."""
         few = 2 * self.stages + self.micro_batches % self.stages
         return replace(self, micro_batches=min(self.micro_batches, few)) if self.schedule in SCHEDULES else self
 
@@ -324,7 +324,7 @@ def with_margin(instance: Instance, share: float) -> Instance:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A mapping of JSON, of which the parser would keep the last of two values in silence."""
+    """Return a mapping of JSON, of which the parser would keep the last of two values in silence."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -353,7 +353,7 @@ def _schedule(place: _Place, stages: int, chunks: int, micro_batches: int) -> st
 
 
 def _named_apart(place: _Place) -> list[_Place]:
-    """The mappings of a list, of which no two may have one name: a plan could not say which of them it means."""
+    """Return the mappings of a list, of which no two may have one name: a plan could not say which of them it means."""
     first: dict[str, str] = {}
     for item in place.items():
         name = item.key("name")
@@ -381,7 +381,7 @@ def _both(place: _Place) -> tuple[float, float]:
 
 
 class _Place:
-    """A value of the file and where it stands."""
+    """A `_Place` is a value of the file with the key path at which it stands."""
 
     def __init__(self, path: Path, where: str, value: Any):
         self.path, self.where, self.value = path, where, value

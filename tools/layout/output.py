@@ -79,7 +79,7 @@ def print_text(outcome: Outcome, console: Console) -> None:
 
 
 def _recompute(outcome: Outcome, own: np.ndarray) -> str:
-    """Options of a stage's layers, by chunk: `dense none 1 0, moe full 2 3`."""
+    """Return options of a stage's layers, by chunk: `dense none 1 0, moe full 2 3`."""
     types, columns = outcome.instance.types, outcome.instance.columns
     return ", ".join(
         f"{types[t].name} {types[t].options[o].name} {' '.join(map(str, own[k]))}"
@@ -107,7 +107,7 @@ def draw(instance: Instance, plan: np.ndarray, path: Path) -> Path:
 
 
 def _layers(axes: Any, instance: Instance, plan: np.ndarray) -> None:
-    """At the right of each row: layers and, below, layers that recompute, by chunk."""
+    """Write at the right of each row its layers and, below, those that recompute, by chunk."""
     # the option that costs no time is the one that recomputes nothing
     free = np.array([instance.types[t].options[o].extra_backward == 0 for t, o in instance.columns])
     for stage in range(instance.stages):

@@ -134,19 +134,19 @@ def patterns_of(instance: Instance, goal: float, budget: Budget, after: After | 
 
 
 def _gather(stages: list[Stage], picks: np.ndarray, name: str) -> np.ndarray:
-    """[N, V, stages] of the picked patterns, and the least of a stage that has none."""
+    """Return [N, V, stages] of the picked patterns, and the least of a stage that has none."""
     return np.stack([getattr(stage, name)[pick] for stage, pick in zip(stages, picks.T, strict=True)], axis=2)
 
 
 def _after(instance: Instance, stages: list[Stage], picks: np.ndarray, after: After, took: np.ndarray) -> np.ndarray:
-    """[N] ms after the pipeline."""
+    """Return [N] ms after the pipeline."""
     work = (_gather(stages, picks, "forward") + _gather(stages, picks, "backward")).sum(axis=1) - instance.received
     early, layers = (_gather(stages, picks, name).sum(axis=1) for name in ("early", "layers"))
     return after.of(early, layers - early, work.max(axis=1), took).min(axis=1)
 
 
 def _simulated(instance: Instance, stages: list[Stage], picks: np.ndarray) -> np.ndarray:
-    """[N] step times."""
+    """Return [N] step times."""
     many = max(1, _CELLS // instance.table.work.size)
     parts = [picks[first : first + many] for first in range(0, len(picks), many)]
     rows = [(_gather(stages, part, "forward"), _gather(stages, part, "backward")) for part in parts]
@@ -154,8 +154,8 @@ def _simulated(instance: Instance, stages: list[Stage], picks: np.ndarray) -> np
 
 
 def _types_in_order(instance: Instance, stages: list[Stage], picks: np.ndarray, first: int) -> np.ndarray:
-    """[N] whether the stages from `first` on hold no late layer before an early one, and neither too many early layers
-    nor, at the end, too few.
+    """Return [N] whether the stages from `first` on hold no late layer before an early one, and neither too many early
+    layers nor, at the end, too few.
     """
     if len(instance.types) < 2:
         return np.ones(len(picks), bool)
@@ -170,7 +170,7 @@ def _types_in_order(instance: Instance, stages: list[Stage], picks: np.ndarray, 
 
 
 def _patterns(instance: Instance, stage: int, goal: float, known: Choices, budget: Budget) -> Stage | None:
-    """The patterns of a stage with which a step can be under the goal; None where the budget is over."""
+    """Return the patterns of a stage with which a step can be under the goal; None where the budget is over."""
     rows: list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray, np.ndarray, np.ndarray | None]] = []
     ends = instance.ends.reshape(2, instance.chunks, instance.stages)[:, :, stage]
     per_layer = np.array([[kind.forward, kind.backward] for kind in instance.types])
@@ -274,7 +274,7 @@ def _ways(
 
 
 def _front(extras: np.ndarray) -> list[int] | None:
-    """The rows that no other row is at most as large as in every place; None where they are too many."""
+    """Return the rows that no other row is at most as large as in every place; None where they are too many."""
     found: list[int] = []
     left = np.arange(len(extras))
     while len(left):
@@ -286,8 +286,8 @@ def _front(extras: np.ndarray) -> list[int] | None:
 
 
 def _choices(instance: Instance, counts: tuple[int, ...], last: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """([ways] ms of recomputation, [ways] memory held, [ways, K] layers of each column) of a chunk's layers: those that
-    no other way beats in both.
+    """Return ([ways] ms of recomputation, [ways] memory held, [ways, K] layers of each column) of a chunk's layers:
+    those that no other way beats in both.
     """
     every = np.zeros((1, len(instance.columns)), int)
     for index, count in enumerate(counts):

@@ -97,7 +97,7 @@ def recomputing_least(config: Configuration, model: TimeModel, cap_bytes: float)
 
 
 def _least(config: Configuration, model: TimeModel, cap_bytes: float, options: Sequence[str]) -> Configuration | None:
-    """`recomputing_least` with these options, the strongest first; None where a stage cannot keep the cap."""
+    """Return `recomputing_least` with these options, the strongest first; None where a stage cannot keep the cap."""
     layers = np.array(config.layers)
     tables = {name: np.zeros_like(layers) for name in options[:-1]}
     for stage in range(config.pp):
@@ -121,7 +121,7 @@ def _least(config: Configuration, model: TimeModel, cap_bytes: float, options: S
 
 
 def _recomputing(config: Configuration, tables: dict[str, np.ndarray]) -> Configuration:
-    """The configuration with these tables [chunks, stages] and no others. A table of zeros counts the memory of
+    """Return the configuration with these tables [chunks, stages] and no others. A table of zeros counts the memory of
     running a layer again.
     """
     rows: dict[str, Any] = {name: tuple(map(tuple, table.tolist())) for name, table in tables.items()}
@@ -138,7 +138,7 @@ GOALS = (0.972, 0.986, 1.0)  # shares of the time to beat for which bounds by wh
 
 @dataclass(frozen=True)
 class Placement:
-    """A `Placement` is the result of `place`."""
+    """A `Placement` says where the layers of a run go and what they recompute; `place` returns it."""
 
     configuration: Configuration | None  # with its new layers and recomputation; None where nothing fits
     step_s: float  # simulated seconds of a step; infinite without a configuration
@@ -266,9 +266,9 @@ def screen(
 def _closer(
     config: Configuration, model: TimeModel, instance: Instance, rest: float, beat: float, budget: Budget
 ) -> tuple[float, list[np.ndarray]]:
-    """Seconds of a step that no plan of an instance under `beat` is under, by weighted chains (or the solver's model
-    with layers that may be divided), and where that leaves some by patterns; the fastest plan, if it was found to be
-    that.
+    """Return seconds of a step that no plan of an instance under `beat` is under, by weighted chains (or the solver's
+    model with layers that may be divided), and where that leaves some by patterns; the fastest plan, if it was found to
+    be that.
 
     A bound a little under `beat` takes a small share of the work of one at `beat`, so that they are proven in turn.
     """
@@ -305,14 +305,16 @@ def floor_seconds(
 
 
 def _at_least(config: Configuration, model: TimeModel) -> float:
-    """Seconds that a step of a configuration takes at least: those of its slowest stage."""
+    """Return seconds that a step of a configuration takes at least: those of its slowest stage."""
     forward, backward, _ = model.chunks(config)
     hidden = model.hidden(config).max() if pairs_up(config.schedule) else 0.0
     return config.micro_batches * (float((forward + backward).sum(axis=0).max()) - hidden) + model.fixed
 
 
 def _floor(config: Configuration, model: TimeModel, instance: Instance, beat: float) -> tuple[float, float]:
-    """Seconds that no plan of an instance under `beat` is under: of the pipeline, and of what `fixed` leaves out."""
+    """Return seconds that no plan of an instance under `beat` is under: of the pipeline, and of what `fixed` leaves
+    out.
+    """
     pipeline, slowest = floor_of(instance)
     if not math.isfinite(pipeline):
         return pipeline, 0.0
@@ -341,9 +343,9 @@ def outside_least(config: Configuration, model: TimeModel, instance: Instance, s
 
 
 def _outside(config: Configuration, model: TimeModel, instance: Instance) -> Callable[..., np.ndarray]:
-    """A function of layers [..., stages] of any type, of layers of the last type, and of seconds of a micro-batch: the
-    seconds [..., stages] that gradients, weights and the optimizer take at least, if that stage with these layers is
-    the slowest and takes at most so long.
+    """Return a function of layers [..., stages] of any type, of layers of the last type, and of seconds of a
+    micro-batch: the seconds [..., stages] that gradients, weights and the optimizer take at least, if that stage with
+    these layers is the slowest and takes at most so long.
     """
     ends, each = by_layers(
         config,
@@ -419,7 +421,7 @@ def all_ways(config: Configuration, model: TimeModel, groups: bool) -> list[Way]
 
 
 def _bound(outcome: Outcome) -> float:
-    """Seconds of the pipeline that no plan is under; infinite when there is proven to be no plan."""
+    """Return seconds of the pipeline that no plan is under; infinite when there is proven to be no plan."""
     proven = outcome.plan is not None or outcome.finished
     return (outcome.bound if proven else outcome.work_bound) / 1000
 
@@ -472,7 +474,7 @@ def plan_of(config: Configuration, instance: Instance) -> np.ndarray | None:
 
 
 def _options_of(instance: Instance, plan: np.ndarray, chunk: int) -> list[str]:
-    """The option of each layer of a chunk, in the model's order and MindFormers' of options."""
+    """Return the option of each layer of a chunk, in the model's order and MindFormers' of options."""
     found: list[str] = []
     for index, kind in enumerate(instance.types):
         counts = dict(zip((o.name for o in kind.options), plan[instance.type_columns(index), chunk], strict=True))

@@ -165,7 +165,7 @@ def _both(times: list) -> tuple[float, float]:
 
 
 def _weights(times: list) -> float:
-    """Weight gradients, as `TimeModel.weight_gradients` counts them."""
+    """Return weight gradients, as `TimeModel.weight_gradients` counts them."""
     return float(sum(t.backward.matmul / 2 for t in times)) * _MS
 
 
@@ -189,7 +189,8 @@ def by_price(config: Configuration, model: TimeModel) -> tuple[str, ...]:
 def _options(
     config: Configuration, kind: str, layer: LayerTime, names: Sequence[str], every: bool
 ) -> tuple[Option, ...]:
-    """The recompute options of a kind, without those that another beats in time and memory unless all are wanted.
+    """Return the recompute options of a kind, without those that another beats in time and memory unless all are
+    wanted.
 
     A dense layer has no experts, but where it stands before MoE layers that repeat theirs its option must say so.
     """
@@ -205,7 +206,7 @@ def _options(
 
 
 def _parameters(config: Configuration, kinds: list[str]) -> tuple[np.ndarray, dict[str, float]]:
-    """Bytes that stay for the whole step: [stages] without any layer, and of a layer of each kind."""
+    """Return bytes that stay for the whole step: [stages] without any layer, and of a layer of each kind."""
     ends, each = by_layers(config, kinds, lambda laid, stage: np.array([sum(static_memory(laid, stage))]))
     return ends[:, 0], {kind: float(value[0]) for kind, value in each.items()}
 
@@ -243,7 +244,7 @@ def by_layers(
 
 
 def _once(config: Configuration, kinds: list[str]) -> np.ndarray:
-    """[stages] bytes of buffers, of working memory and of the ends' activations in flight."""
+    """Return [stages] bytes of buffers, of working memory and of the ends' activations in flight."""
     buffers = buffers_of(config, kinds)
     whole, end = mtp_option(config), _last_stage(config)
     found = []
@@ -258,7 +259,7 @@ def _once(config: Configuration, kinds: list[str]) -> np.ndarray:
 
 
 def _last_stage(config: Configuration) -> int:
-    """The stage of the model's last chunk."""
+    """Return the stage of the model's last chunk."""
     return 0 if is_v_shaped(config.schedule) and config.chunks % 2 == 0 else config.pp - 1
 
 

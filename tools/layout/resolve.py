@@ -174,7 +174,7 @@ def layout_text(recipe: Recipe, found: LayoutFile) -> str | None:
 
 
 def _even(recipe: Recipe) -> Recipe:
-    """The recipe whatever its layout: an even one, and the dispatch that `auto` stands for with it."""
+    """Return the recipe whatever its layout: an even one, and the dispatch that `auto` stands for with it."""
     even = even_layout(recipe)
     put(even, dispatch_values(even)[0])
     return even
@@ -289,7 +289,7 @@ def _auto_layout(recipe: Recipe, layout: Layout, say: Say) -> tuple[Values, list
 
 
 def _layout_file(recipe: Recipe, search: bool, say: Say) -> LayoutFile:
-    """The answer that is kept beside the recipe, made where there is none and `search` says so."""
+    """Return the answer that is kept beside the recipe, made where there is none and `search` says so."""
     if not recipe.source:
         raise RecipeError(
             "offset: auto takes the layout from a file beside the recipe, but this recipe was not loaded from a file"

@@ -88,14 +88,14 @@ class StageCosts:
         return float(self.ends[stage] + (counts @ self.base).sum() + extra), columns
 
     def _locked(self, stage: int, chunk: int, kind: int) -> int | None:
-        """The only option that layers of the last chunk may have."""
+        """Return the only option that layers of the last chunk may have."""
         if stage == self._last and chunk == self.instance.chunks - 1 and self.instance.last_option:
             names = [option.name for option in self.instance.types[kind].options]
             return names.index(self.instance.last_option) if self.instance.last_option in names else None
         return None
 
     def _choices(self, stage: int, chunk: int, kind: int, count: int) -> np.ndarray | None:
-        """[ways, options] of the layers of one type in a chunk; None where there are too many to try."""
+        """Return [ways, options] of the layers of one type in a chunk; None where there are too many to try."""
         options, locked = len(self.extra[kind]), self._locked(stage, chunk, kind)
         if locked is not None:
             return count * np.eye(options, dtype=int)[[locked]]
@@ -104,7 +104,7 @@ class StageCosts:
     def _every(
         self, stage: int, room: float, items: list[tuple[int, int, int]], choices: list[np.ndarray | None]
     ) -> tuple[float, list[np.ndarray]] | None:
-        """The cheapest of all ways that fit."""
+        """Return the cheapest of all ways that fit."""
         every = [choice for choice in choices if choice is not None]
         places = np.indices([len(choice) for choice in every]).reshape(len(every), -1)
         extra = np.zeros(places.shape[1])
@@ -125,7 +125,7 @@ class StageCosts:
         return float(extra[best]), [choice[place[best]] for place, choice in zip(places, every, strict=True)]
 
     def _strength(self, kind: int, choice: np.ndarray, weakest: bool) -> np.ndarray:
-        """[ways] the place in `order` of the weakest or the strongest option that is used."""
+        """Return [ways] the place in `order` of the weakest or the strongest option that is used."""
         places = self.instance.strengths[self.instance.type_columns(kind)]
         if weakest:
             return np.where(choice > 0, places, -1).max(axis=1)

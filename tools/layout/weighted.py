@@ -80,7 +80,7 @@ class _Case:
 def _cases(
     instance: Instance, stages: Sequence[Stage], works: Sequence[np.ndarray], after: After, goal: float
 ) -> list[_Case]:
-    """The cases of the slowest stage in plans under `goal`, by time."""
+    """Return the cases of the slowest stage in plans under `goal`, by time."""
     costs, many = StageCosts(instance), instance.micro_batches
     times = np.unique(np.concatenate(works).round(9))
     rows: list[np.ndarray] = []  # [ways, 5] stage, early and late layers, ms, ms at most
@@ -105,8 +105,8 @@ def _cases(
 
 
 def _reach(costs: StageCosts, stage: int, early: int, late: int) -> np.ndarray:
-    """The milliseconds that a micro-batch can take on a stage with these layers: one for each way to recompute them, or
-    none if there are too many ways.
+    """Return the milliseconds that a micro-batch can take on a stage with these layers: one for each way to recompute
+    them, or none if there are too many ways.
     """
     found = np.array([costs.ends[stage]])
     for count, index in ((early, 0), (late, -1)):
@@ -140,7 +140,7 @@ class _Chains:
         self.weights = np.full(len(self.more), 1 / len(self.more))
 
     def _groups(self, stage: Stage, size: int) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
-        """The patterns by their (early, late) layers, where those of each begin, and these layers."""
+        """Return the patterns by their (early, late) layers, where those of each begin, and these layers."""
         early, layers = (one[:size].sum(axis=1).astype(int) for one in (stage.early, stage.layers))
         held = np.column_stack([early, layers - early])
         distinct, place = np.unique(held, axis=0, return_inverse=True)
@@ -185,8 +185,8 @@ class _Chains:
         return best
 
     def _cheapest(self, weights: np.ndarray, able: Sequence[np.ndarray]) -> tuple[float, list[int] | None]:
-        """The least weighted mean of the chains over all plans, and that plan's pattern of each stage; None if the
-        stages cannot hold all layers.
+        """Return the least weighted mean of the chains over all plans, and that plan's pattern of each stage; None if
+        the stages cannot hold all layers.
         """
         left = np.full((self.early + 1, self.late + 1), np.inf)
         left[0, 0] = float(weights @ self.more[: len(weights)])

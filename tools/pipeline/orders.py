@@ -123,14 +123,16 @@ def gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarra
 
 
 def _round(kind: str, chunks: Iterable[int], first: int, size: int) -> np.ndarray:
-    """All micro-batches of a round through one chunk, then through the next."""
+    """Return all micro-batches of a round through one chunk, then through the next."""
     chunk = np.repeat(list(chunks), size)
     micro_batch = np.resize(np.arange(first, first + size), len(chunk))
     return np.stack([np.full(len(chunk), KINDS.index(kind)), micro_batch, chunk], axis=1)
 
 
 def _rounds_extra_first(stages: int, micro_batches: int) -> list[int]:
-    """Micro-batches in each round of 1F1B: what does not fill one is added to the first (`SortFuncBetweenMicro`)."""
+    """Return micro-batches in each round of 1F1B: what does not fill one is added to the first
+    (`SortFuncBetweenMicro`).
+    """
     return [stages + micro_batches % stages] + [stages] * (micro_batches // stages - 1)
 
 
@@ -145,7 +147,7 @@ def _rounds_extra_spread(round_size: int, micro_batches: int) -> list[int]:
 
 
 def _interleaved(rounds: list[int], chunks: int, warm_up: int) -> np.ndarray:
-    """`warm_up` forwards, then one forward and one backward by turns, then the backwards that are left.
+    """Return `warm_up` forwards, then one forward and one backward by turns, then the backwards that are left.
 
     A round takes all its micro-batches through chunk 0, then chunk 1, ...; backwards in the reverse order of chunks.
     """
@@ -186,7 +188,8 @@ def seqsmartvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts:
 
 
 def _by_parts(rounds: list[int], chunks: int, after: int, parts: int) -> np.ndarray:
-    """[operations, 4] with the part last: `after` operations of the stages behind, beside the first round's, warm up.
+    """Return [operations, 4] with the part last: `after` operations of the stages behind, beside the first round's,
+    warm up.
 
     A round takes its micro-batches, part by part, through chunk 0, then chunk 1, ...; backwards take the micro-batches
     in the same order, each from its last chunk and part to its first.
@@ -256,7 +259,9 @@ def zb_h2(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarra
 
 
 def _lagging(warm_up: int, lag: int, micro_batches: int) -> np.ndarray:
-    """`warm_up` forwards; then by turns a backward, the weight gradients `lag` micro-batches before, and a forward."""
+    """Return `warm_up` forwards; then by turns a backward, the weight gradients `lag` micro-batches before, and a
+    forward.
+    """
     order = [Op("F", number, 0) for number in range(min(warm_up, micro_batches))]
     for number in range(micro_batches):
         order.append(Op("B", number, 0))
@@ -291,7 +296,7 @@ def v_half(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarr
 
 
 def _repeated(times: tuple[int, ...], micro_batches: int) -> np.ndarray:
-    """The block again every period; weight gradients where nothing else is."""
+    """Return the block again every period; weight gradients where nothing else is."""
     slots = {
         time + _PERIOD * number: Op(kind, number, chunk)
         for (kind, chunk), time in zip(_BLOCK, times, strict=True)
@@ -318,7 +323,8 @@ def zb_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray
 
 @lru_cache(maxsize=16)
 def _filled(stages: int, micro_batches: int) -> tuple[np.ndarray, ...]:
-    """All stages' orders: of what can run, what the repeated block has first; else, or when memory is short, weights.
+    """Return all stages' orders: of what can run, what the repeated block has first; else, or when memory is short,
+    weights.
 
     The paper fills the block's warm-up and end by reordering, too, by rules of its own. With these a stage idles at
     most one unit between its first and its last operation.
@@ -362,7 +368,7 @@ def _filled(stages: int, micro_batches: int) -> tuple[np.ndarray, ...]:
 def _choice(
     stage: int, micro_batches: int, time: int, times: dict, needs: tuple, counts: dict, done: dict, held: list[int]
 ) -> Op | None:
-    """What the block has first of the forwards and backwards that this stage could start now."""
+    """Return what the block has first of the forwards and backwards that this stage could start now."""
     ready, stages = [], len(held)
     for kind, chunk in _BLOCK:
         number = counts[kind, chunk, stage]

@@ -111,7 +111,7 @@ def can_run(schedule: str, stages: int, chunks: int, micro_batches: int) -> bool
 
 
 def _needs(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int) -> tuple[bool, str]:
-    """Whether a schedule can run with these numbers, and what it needs."""
+    """Return whether a schedule can run with these numbers, and what it needs."""
     if parts > 1 and not _ORDERS[schedule].splits:
         splitting = ", ".join(name for name, found in _ORDERS.items() if found.splits)
         return False, f"whole sequences (parts of them: {splitting})"

@@ -169,7 +169,7 @@ def duration_table(durations: Durations, parts: int = 1) -> np.ndarray:
 
 
 def _transfers(table: Timetable, durations: Durations) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """[levels, stages] time that a stage is busy sending after and receiving before an operation, and what an
+    """Return [levels, stages] time that a stage is busy sending after and receiving before an operation, and what an
     operation (then what the backward of a pair) waits after its input has left the other stage's hands."""
     if durations.overlap not in OVERLAPS:
         near = did_you_mean(durations.overlap, list(OVERLAPS))
@@ -205,7 +205,7 @@ def in_flight(order: Sequence[Op], chunks: int) -> np.ndarray:
 
 
 def _takes_and_frees(order: Sequence[Op]) -> tuple[np.ndarray, np.ndarray]:
-    """[operations] whether each begins to hold activations, and whether it is the last to hold them."""
+    """Return [operations] whether each begins to hold activations, and whether it is the last to hold them."""
     split = {op[1:] for op in order if op.kind == "W"}
     takes = np.array([op.kind == "F" for op in order])
     return takes, ~takes & np.array([op.kind == "W" or op[1:] not in split for op in order])
@@ -311,7 +311,7 @@ def draw_timeline(axes: Any, simulation: Simulation, numbers: bool = False) -> N
 
 
 def _number(axes: Any, simulation: Simulation, stage: int, index: int, height: float, small: bool) -> None:
-    """The micro-batch of an operation, with its part where sequences are split, in the middle of its bar."""
+    """Write the micro-batch of an operation, with its part where sequences are split, in the middle of its bar."""
     op = simulation.orders[stage][index]
     middle = (simulation.starts[stage][index] + simulation.ends[stage][index]) / 2
     text = f"{op.micro_batch}" + (f"{'abcdefgh'[op.part % 8]}" if simulation.table.parts > 1 else "")

@@ -106,8 +106,8 @@ def lay_out(tables: list[np.ndarray], chunks: int, shape: str = LOOP) -> Timetab
 def _rows(
     table: np.ndarray, stage: int, stages: int, sizes: tuple[int, int, int], before: dict, after: dict
 ) -> np.ndarray:
-    """[8, operations]: what each makes, what it needs, kind, part, chunk, joined, whether it waits for a transfer,
-    whether it sends.
+    """Return [8, operations]: what each makes, what it needs, kind, part, chunk, joined, whether it waits for a
+    transfer, whether it sends.
 
     What an operation makes has one number, from backward?, chunk, micro-batch, part and stage; -1 stands for nothing.
     """
@@ -146,7 +146,7 @@ def _rows(
 
 
 def _places(rows: list[np.ndarray], made_on: list[int], tables: list[np.ndarray]) -> list[list[int]]:
-    """The level of each operation of each stage; fills `made_on`.
+    """Return the level of each operation of each stage; fills `made_on`.
 
     Goes round the stages, each as far as it can, until all are done or none moves.
     """
@@ -184,7 +184,7 @@ def _walk(row: np.ndarray, done: list[int], made_on: list[int]) -> Iterator[None
 
 
 def _cells(row: np.ndarray) -> list[list[tuple[int, int]]]:
-    """(what it makes, what it needs) of the operations that run together."""
+    """Return (what it makes, what it needs) of the operations that run together."""
     cells: list[list[tuple[int, int]]] = []
     for made, need, joined in zip(*row[[0, 1, 5]].tolist(), strict=True):
         if joined:
@@ -289,7 +289,7 @@ def critical_path(table: Timetable, times: np.ndarray, sending: float = 0.0) -> 
 
 @lru_cache(maxsize=16)
 def _meaning(chunks: int, stages: int, rows: int, pairs: bool) -> np.ndarray:
-    """[numbers of `Timetable.work`, rows x C] which times each takes, and how often."""
+    """Return [numbers of `Timetable.work`, rows x C] which times each takes, and how often."""
     size = chunks * stages
     one, none = np.eye(size), np.zeros((size, size))
     if rows == 2:

@@ -258,7 +258,7 @@ def end_with_parent() -> None:
 
 
 class _Member:
-    """The parent's side of one worker."""
+    """A `_Member` is the parent's side of one worker."""
 
     def __init__(self, make: Callable[[], Callable]) -> None:
         context = multiprocessing.get_context("spawn")  # forking after threads have run is not safe

@@ -77,7 +77,9 @@ class Root:
         return self._answers[command]
 
     def _run(self, command: tuple[str, ...]) -> str | None:
-        """In a session of its own, so that children go with it. One that a driver holds cannot even be killed."""
+        """Run a tool in a separate session, so that its children end with it. A tool that a driver holds cannot even be
+        killed.
+        """
         from tools.process.children import kill  # more than a worker that only binds itself to cores needs
 
         try:
@@ -236,7 +238,7 @@ def chips(text: str) -> list[Chip]:
 
 
 def _first_row(cells: list[str]) -> tuple[int, str, str] | None:
-    """(card, name, health): the first two share a column, except on Ascend 950; None for what is no such row."""
+    """Return (card, name, health): the first two share a column, except on Ascend 950; None for what is no such row."""
     words = cells[0].split()
     card, name, health = (words + cells[1:] + ["", "", ""])[:3]
     return (int(card), name, health) if card.isdigit() and name and health.isalpha() else None
@@ -258,7 +260,7 @@ def npu_processes(text: str) -> list[tuple[int, int, str]] | None:
 
 
 def _table(text: str, column: str) -> Iterator[list[str]]:
-    """The rows, by cells, of the table that has a column of this name; rows of a title and lines are left out."""
+    """Yield the rows, by cells, of the table that has a column of this name; rows of a title and lines are left out."""
     inside = False
     for line in text.splitlines():
         if "|" not in line:

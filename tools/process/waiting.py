@@ -60,7 +60,7 @@ def saying(what: str, after: float | None = None) -> AbstractContextManager[None
 
 
 class _OnStderr:
-    """Shows work by a bar of rich's on a terminal, elsewhere by what `_say` prints now and then."""
+    """An `_OnStderr` shows work by a bar of rich's on a terminal, elsewhere by what `_say` prints now and then."""
 
     COLUMNS: tuple[str, ...] = ("TimeElapsedColumn",)  # of rich, behind words and bar
     _bar: Any = None

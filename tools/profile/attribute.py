@@ -94,7 +94,9 @@ def attribute(profile: Profile, config: Configuration) -> Measured:
 
 
 def _terms(profile: Profile, config: Configuration, kernels: list[Kernel]) -> list[str]:
-    """The term of each kernel (by start); one that no cell names counts to the optimizer where it stands in it."""
+    """Return the term of each kernel (by start); one that no cell names counts to the optimizer where it stands in
+    it.
+    """
     found = [term_of(kernel, config) for kernel in kernels]
     if profile.device != "CPU":
         return found
@@ -111,7 +113,9 @@ def _end(kernels: list[Kernel]) -> float:
 
 
 def _own(kernels: list[Kernel]) -> np.ndarray:
-    """Seconds of each kernel (by start) that are its own: computing before communication, the first before the next."""
+    """Return seconds of each kernel (by start) that are its own: computing before communication, the first before the
+    next.
+    """
     own = np.zeros(len(kernels))
     covered = [(0.0, 0.0)]  # (time, seconds computed before it), at the ends of each busy stretch
     now = 0.0
@@ -133,7 +137,9 @@ def _own(kernels: list[Kernel]) -> np.ndarray:
 
 
 def _gaps(profile: Profile, kernels: list[Kernel], length: float) -> dict[str, float]:
-    """Seconds in which nothing runs, by what comes next; a kernel without a scope belongs where the last one did."""
+    """Return seconds in which nothing runs, by what comes next; a kernel without a scope belongs where the last one
+    did.
+    """
     found = dict.fromkeys(HOST, 0.0)
     now, where = 0.0, "step"
     for kernel in kernels:
@@ -147,7 +153,9 @@ def _gaps(profile: Profile, kernels: list[Kernel], length: float) -> dict[str, f
 
 
 def _untimed(profile: Profile, kernels: list[Kernel]) -> tuple[np.ndarray, float, dict[str, float]]:
-    """Without a time line: all computing is exposed, and of communication the share that the step's summary says."""
+    """Return the terms of a profile without a time line: all computing is exposed, and of communication the share that
+    the step's summary says.
+    """
     shown, _ = profile.exposed or (0.0, 0.0)
     sent = [communicates(kernel) for kernel in kernels]
     own = np.array([kernel.seconds for kernel in kernels])

@@ -107,7 +107,10 @@ def fit(
     names, kept = _choose(numbers, start, left)
     kept |= {name: "without scopes in names the host's time is one" for name in bounds if name not in left}
     if not names:
-        raise DataError(f"{profile.source}: none of the efficiencies {', '.join(bounds)} can be fitted to this profile")
+        raise DataError(
+            f"{profile.source}: this profile determines none of the efficiencies {', '.join(bounds)}; give the profile "
+            "of a whole training step"
+        )
     best = _solve(numbers, start, names, bounds)
     for name in names:
         value, span = getattr(best, name), bounds[name]
@@ -120,7 +123,7 @@ def fit(
 def _numbers(
     profile: Profile, measured: Measured, config: Configuration, hardware: Hardware, stage: int | None
 ) -> Numbers:
-    """What is off, in shares of the step, as a function of efficiencies."""
+    """Return what is off, in shares of the step, as a function of efficiencies."""
     products = _products(profile, config)
     weights = np.array([seconds for _, seconds in products]) / measured.seconds
     raw = {name: seconds for name, seconds in measured.whole.items() if name != "pipeline"}
@@ -141,21 +144,23 @@ def _numbers(
 def _one_host(
     numbers: Numbers, start: Efficiency, bounds: Mapping[str, tuple[float, float]]
 ) -> dict[str, tuple[float, float]]:
-    """The bounds with one parameter of the host, the one that moves the step most: gaps do not say whose they are."""
+    """Return the bounds with one parameter of the host, the one that moves the step most: gaps do not say whose they
+    are.
+    """
     host = [name for name in ("layer_s", "moe_s", "weight_s", "step_s") if name in bounds]
     moves = np.linalg.norm(_derivatives(numbers, start, host, bounds), axis=0)
     return {name: span for name, span in bounds.items() if name not in host or name == host[int(moves.argmax())]}
 
 
 def _host(model: Mapping[str, float], measured: Measured) -> list[float]:
-    """The host's seconds apart where names tell them, else together."""
+    """Return the host's seconds, separately if names tell them apart, else together."""
     names = [[name] for name in HOST] if measured.scoped else [list(HOST)]
     names[-1] = [*names[-1], OTHER]
     return [sum(model[name] - measured.terms[name] for name in every) for every in names]
 
 
 def _products(profile: Profile, config: Configuration) -> list[tuple[Matmul, float]]:
-    """Each product's seconds, by shape; a gradient's counts with the product that it belongs to."""
+    """Return each product's seconds, by shape; a gradient's counts with the product that it belongs to."""
     found: dict[tuple[float, float, float, float], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for kernel in profile.step.kernels:
         matmul = matmul_of(kernel) if term_of(kernel, config) == "matmul" else None
@@ -177,7 +182,7 @@ def _relative(
     products: Sequence[tuple[Matmul, float]],
     weights: Any,
 ) -> np.ndarray:
-    """How shapes are off each other: logarithms without their mean, by their share of the step."""
+    """Return how shapes are off each other: logarithms without their mean, by their share of the step."""
     if len(products) < 2:
         return np.zeros(0)
     times = Products(hardware, values)
@@ -189,7 +194,7 @@ def _relative(
 def _choose(
     numbers: Numbers, start: Efficiency, bounds: Mapping[str, tuple[float, float]]
 ) -> tuple[list[str], dict[str, str]]:
-    """The parameters that the terms tell apart, and why not the others."""
+    """Return the parameters that the terms tell apart, and why not the others."""
     names = list(bounds)
     moves = _derivatives(numbers, start, names, bounds)
     sizes = np.linalg.norm(moves, axis=0)
@@ -211,7 +216,7 @@ def _choose(
 
 
 def _plain(values: Efficiency, names: Sequence[str], bounds: Mapping[str, tuple[float, float]]) -> np.ndarray:
-    """Coordinates: logarithms, of shares that may be 0 the share itself; inside the bounds."""
+    """Return coordinates: logarithms, of shares that may be 0 the share itself; inside the bounds."""
     low, high = _limits(names, bounds)
     at = [getattr(values, name) if not bounds[name][0] else np.log(max(getattr(values, name), 1e-12)) for name in names]
     return np.clip(np.array(at, float), low + 1e-9, high - 1e-9)
@@ -235,7 +240,7 @@ def _limits(names: Sequence[str], bounds: Mapping[str, tuple[float, float]]) -> 
 def _derivatives(
     numbers: Numbers, start: Efficiency, names: Sequence[str], bounds: Mapping[str, tuple[float, float]]
 ) -> np.ndarray:
-    """[numbers, parameters], by steps that stay inside the bounds."""
+    """Return [numbers, parameters], by steps that stay inside the bounds."""
     at, (low, high) = _plain(start, names, bounds), _limits(names, bounds)
     columns = []
     for index in range(len(names)):
@@ -323,7 +328,7 @@ def _figure(value: float, certainty: str, source: str) -> dict[str, Any]:
 
 
 class _Whole(yaml.SafeDumper):
-    """Writes what stands twice twice."""
+    """A `_Whole` writes a value that occurs twice in full each time."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

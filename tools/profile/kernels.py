@@ -109,7 +109,7 @@ def matmul_of(kernel: Kernel) -> Matmul | None:
 
 
 def _depth(one: tuple[int, ...], two: tuple[int, ...], outputs: Shapes) -> int | None:
-    """The size that both share and the result has not; None where several could be it."""
+    """Return the size that both share and the result has not; None where several could be it."""
     common = [size for size in set(one) if size in two]
     if outputs and len(outputs[0]) >= 2:
         rows, columns = outputs[0][-2:]
@@ -185,7 +185,7 @@ def expanded(kernel: Kernel) -> bool:
 
 
 def _around(kernel: Kernel) -> bool:
-    """Whether it stands in the step's own cell, and not in a layer that lost its scope."""
+    """Return whether it stands in the step's own cell, and not in a layer that lost its scope."""
     if not _AROUND.match(kernel.name):
         return False
     lost = _ROUTING.search(kernel.kind) or any(len(shape) > _WEIGHT for shape in kernel.inputs)
@@ -193,12 +193,14 @@ def _around(kernel: Kernel) -> bool:
 
 
 def _words(kernel: Kernel) -> str:
-    """A kernel's type; of older profiles, which leave it out, its name."""
+    """Return a kernel's type; of older profiles, which leave it out, its name."""
     return kernel.name if kernel.kind in ("", "N/A") else kernel.kind
 
 
 def _of_group(kernel: Kernel, config: Configuration) -> str:
-    """The term of a collective: by what it does, its group's ranks, or because only one kind of parallelism is left."""
+    """Return the term of a collective: by what it does, its group's ranks, or because only one kind of parallelism is
+    left.
+    """
     if sends(kernel):
         return "pipeline"
     if re.search(r"all_?to_?all", kernel.kind, re.I):
@@ -214,7 +216,7 @@ def _of_group(kernel: Kernel, config: Configuration) -> str:
 
 
 def _of_ranks(ranks: tuple[int, ...], config: Configuration) -> str:
-    """By size and stride: tensor parallelism next to each other, then context, then data parallelism.
+    """Return the term by size and stride: tensor parallelism next to each other, then context, then data parallelism.
 
     Two kinds of parallelism that make the same group are not told apart.
     """

@@ -122,7 +122,7 @@ def read_ascend(folder: Path, steps: int | None = None) -> Profile:
 
 
 def _rows(path: Path) -> list[Row]:
-    """A table, its header without blanks.
+    """Return a table, its header without blanks.
 
     Raises:
         DataError: it is not text, or has no rows.
@@ -156,7 +156,7 @@ def _number(text: str, place: str, column: str) -> float:
 
 
 def _time(row: Row, place: str) -> Decimal:
-    """A start: microseconds since 1970 have more digits than a float."""
+    """Return a start: microseconds since 1970 have more digits than a float."""
     text = _column(row, "start", place)
     _number(text, place, _NAMES["start"][0])
     return Decimal(text)
@@ -184,7 +184,7 @@ def shapes_of(text: str) -> Shapes:
 
 
 def _step(kernels: Iterable[Kernel], seconds: float | None) -> Step:
-    """Kernels from the step's begin; without a summary it is as long as they are."""
+    """Return kernels from the step's begin; without a summary it is as long as they are."""
     ordered = sorted(kernels, key=lambda kernel: kernel.start)
     first = ordered[0].start
     moved = tuple(replace(kernel, start=kernel.start - first) for kernel in ordered)
@@ -192,7 +192,7 @@ def _step(kernels: Iterable[Kernel], seconds: float | None) -> Step:
 
 
 def _divided(step: Step, steps: int, seconds: float) -> Step:
-    """One of several steps that the files do not tell apart: all of it, each second a share of one."""
+    """Return one of several steps that the files do not tell apart: all of it, each second a share of one."""
     shrunk = tuple(
         replace(kernel, start=kernel.start / steps, seconds=kernel.seconds / steps) for kernel in step.kernels
     )
@@ -237,7 +237,7 @@ def _from_sums(folder: Path, steps: int, lengths: dict[str, float], rank: int | 
 
 
 def _rank(folder: Path) -> int | None:
-    """Of profiler_info_N.json beside the folder, or of a folder rank_N above it."""
+    """Return the rank in profiler_info_N.json beside the folder, or in the name of a folder rank_N above it."""
     names = [path.name for path in folder.parent.glob("profiler_info_*.json")]
     names += [part.name + ".json" for part in real_path(folder).parents if re.fullmatch(r"rank_\d+", part.name)]
     return next((int(found[1]) for found in (re.search(r"_(\d+)\.json$", name) for name in names) if found), None)
@@ -248,7 +248,7 @@ def _are_ranks(found: Any) -> TypeGuard[list[int]]:
 
 
 def _groups(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Collective -> the global ranks of its group, as far as the two JSON files tell."""
+    """Return collective -> the global ranks of its group, as far as the two JSON files tell."""
     groups = _json(folder.parent / "profiler_metadata.json").get("parallel_group_info", {})
     every_group = groups.items() if isinstance(groups, dict) else ()
     listed = {name: value.get("global_ranks") for name, value in every_group if isinstance(value, dict)}
@@ -305,7 +305,7 @@ def read_cpu(folder: Path) -> Profile:
 
 
 def _executions(path: Path) -> dict[str, list[tuple[float, float]]]:
-    """Operator -> (start, seconds) of each execution."""
+    """Return operator -> (start, seconds) of each execution."""
     found: dict[str, list[tuple[float, float]]] = {}
     origin = 0  # nanoseconds since 1970 have more digits than a float
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
@@ -324,7 +324,7 @@ def _executions(path: Path) -> dict[str, list[tuple[float, float]]]:
 
 
 def _shapes(path: Path | None) -> dict[str, list[Shapes]]:
-    """Short name -> input shapes of each execution."""
+    """Return short name -> input shapes of each execution."""
     found: dict[str, list[Shapes]] = defaultdict(list)
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path else ():
         parts = line.split(";", 3)
@@ -335,7 +335,7 @@ def _shapes(path: Path | None) -> dict[str, list[Shapes]]:
 
 
 def _quiet(runs: dict[str, list[tuple[float, float]]], shapes: dict[str, list[Shapes]], steps: int) -> list[Kernel]:
-    """One step in which every operator, and the gap before it, takes as long as in its quiet quarter."""
+    """Return one step in which every operator, and the gap before it, takes as long as in its quiet quarter."""
     every = sorted((start, seconds, name) for name, times in runs.items() for start, seconds in times)
     ends = np.maximum.accumulate(np.array([start + seconds for start, seconds, _ in every]))
     gaps: dict[str, list[float]] = defaultdict(list)

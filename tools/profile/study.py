@@ -51,7 +51,7 @@ def require_match(profile: Profile, config: Configuration, stage: int | None) ->
 
 
 def _attention(profile: Profile, config: Configuration, stages: Sequence[int]) -> None:
-    """Gradients of fused attention: one a layer and micro-batch; context parallelism may cut them further."""
+    """Check gradients of fused attention: one a layer and micro-batch; context parallelism may cut them further."""
     kernels = [kernel for kernel in profile.step.kernels if "flashattentionscoregrad" in kernel.kind.lower()]
     count, steps = sum(kernel.count for kernel in kernels), profile.step.repeats
     if not count or config.cp > 1:
@@ -71,7 +71,7 @@ def _attended(config: Configuration, stage: int) -> int:
 
 
 def _flops(profile: Profile, config: Configuration, stages: Sequence[int]) -> None:
-    """FLOPs of the matmuls whose shapes are known, as long as these are most of them."""
+    """Check FLOPs of the matmuls whose shapes are known, as long as these are most of them."""
     kernels = [kernel for kernel in profile.step.kernels if term_of(kernel, config) == "matmul"]
     known = [(matmul_of(kernel), kernel) for kernel in kernels]
     seen = sum(kernel.seconds for matmul, kernel in known if matmul)
@@ -169,7 +169,7 @@ def start_of(cluster_name: str, like: str | None) -> Efficiency:
 
 
 def _hardware(content: dict[str, Any], name: str) -> Hardware:
-    """The hardware of a file that is not written yet."""
+    """Return the hardware of a file that is not written yet."""
     import tempfile
 
     from tools.hardware import load_hardware

@@ -31,7 +31,9 @@ from tools.prove.spread import (
 
 
 class _Layout(NamedTuple):
-    """The dimensions of batch, sequence and heads; without a batch, the sequence holds the tokens of all samples."""
+    """A `_Layout` names the dimensions of batch, sequence and heads; without a batch, the sequence holds the tokens of
+    all samples.
+    """
 
     batch: int | None
     sequence: int
@@ -105,7 +107,7 @@ def _layout(call: Call) -> _Layout:
 
 
 def _attended(call: Call, *given: Spread) -> list[Spread]:
-    """Queries, keys, values and the gradient, with their loose pieces where they are cut alike."""
+    """Return queries, keys, values and the gradient, with their loose pieces where they are cut alike."""
     at = _layout(call)
     require_home(*given)
     found = next(_cut_alike(call, at, given), None)

@@ -125,7 +125,7 @@ def proof_of(
 
 
 def _compiled(recipe: Recipe, plan: Plan, at_once: int | None, use_cache: bool = True) -> list[dict[str, Any]]:
-    """The results of a plan; end the command if a rank does not compile."""
+    """Return the results of a plan; end the command if a rank does not compile."""
     results = compile_all(plan, at_once, use_cache, texts=True)
     refused = [refusal_of(result, recipe) for result in results if "error" in result]
     if refused:

@@ -57,7 +57,7 @@ def _order(call: Call, place: int) -> Order:
 
 
 def _rows(x: Spread) -> tuple[Dim, Rows, Dim]:
-    """The axes of dispatched rows in dimension 0, the rows, and what stands behind them there."""
+    """Return the axes of dispatched rows in dimension 0, the rows, and what stands behind them there."""
     found = rows_in(x.dims[0])
     if found is None:
         raise NotKnown(f"{x}: rows are taken that were not dispatched")
@@ -76,7 +76,7 @@ def _push(x: Spread, kind: str, key: Any, count: int, behind: Dim) -> Spread:
 
 
 def _pop(x: Spread, kind: str, key: Any, why: str, count: int = 0) -> Spread:
-    """The rows before the last step, `count` of them: all copies of a token, or their sum."""
+    """Return the rows before the last step, `count` of them: all copies of a token, or their sum."""
     _, rows, behind = _rows(x)
     if not rows.path or rows.path[-1][:2] != (kind, key):
         raise refusal((x,), why)
@@ -113,7 +113,7 @@ def scattered(x: Spread, axes: Sequence[str]) -> Spread | None:
 
 
 def _picked(x: Spread, axes: tuple[str, ...], key: Any) -> Spread:
-    """Gathered and sorted rows of which each rank keeps those of its node's experts."""
+    """Return gathered and sorted rows of which each rank keeps those of its node's experts."""
     front, rows, behind = _rows(x)
     step = next((step for step in rows.path[::-1] if step[0] == "gather"), None)
     if step is None or step[1][0] != axes or set(axes) & x.partial or behind:
@@ -124,7 +124,7 @@ def _picked(x: Spread, axes: tuple[str, ...], key: Any) -> Spread:
 
 
 def _put_back(x: Spread, axes: tuple[str, ...], key: Any, count: int) -> Spread:
-    """Rows among those of other nodes, for which this rank has zeros."""
+    """Return rows among those of other nodes, for which this rank has zeros."""
     front, rows, behind = _rows(x)
     if rows.path[-1][:2] != ("pick", (axes, key)) or behind:
         raise refusal((x,), "rows are put back among others than those from which they were taken")
@@ -193,7 +193,7 @@ def _exchange(call: Call) -> Value:
 
 
 def _exchanged_order(call: Call, key: tuple[Any, ...]) -> Order:
-    """Integers of routing after an exchange over ranks: of rows, or as many counts from each rank."""
+    """Return integers of routing after an exchange over ranks: of rows, or as many counts from each rank."""
     if key[0] != "counts":
         return Order((*key, "exchanged", call.number))
     sent, received = call.values[1:3]
@@ -318,7 +318,9 @@ def _same_order(call: Call) -> Value:
 
 
 def _bound(call: Call) -> Value:
-    """Whether the sorted experts are not below the first one of the node, or below the first one of the next node."""
+    """Return whether the sorted experts are not below the first one of the node, or below the first one of the next
+    node.
+    """
     given = _order(call, 0).key
     if given[0] != "sorted" or len(given) != 2:
         raise NotKnown("only sorted experts are compared")
@@ -349,7 +351,7 @@ def _places(call: Call) -> Value:
 
 
 def _chosen(call: Call) -> Value:
-    """An order of rows, or sorted experts, of which only those of the node's experts are left."""
+    """Return an order of rows, or sorted experts, of which only those of the node's experts are left."""
     given, own = _order(call, 0).key, _order(call, 2).key
     if own[0] != "own" or given[0] not in ("sort", "sorted") or len(given) != 2:
         raise NotKnown("only the rows of a node's experts are taken of an order")
@@ -358,7 +360,7 @@ def _chosen(call: Call) -> Value:
 
 
 def _of_node(call: Call) -> Value:
-    """The counts of the experts of a rank's node."""
+    """Return the counts of the experts of a rank's node."""
     given = _order(call, 0).key
     if given[0] != "counts" or len(given) != 2 or len(call.values[1]) != 1:
         raise NotKnown("only the counts of a node's experts are taken")

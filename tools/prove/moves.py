@@ -31,7 +31,7 @@ from tools.prove.spread import (
 
 
 def _flat(x: Spread) -> list[tuple[int, Atom]]:
-    """(dimension, atom) in the order of the elements, blocks as extents."""
+    """Return (dimension, atom) in the order of the elements, blocks as extents."""
     home = [(number, atom) for number, dim in enumerate(logical(x.dims)) for atom in dim]
     lies = [atom for dim in x.dims for atom in dim if not isinstance(atom, str)]
     if any(isinstance(atom, Block) for atom in lies) and lies != [a for _, a in home if not isinstance(a, str)]:
@@ -46,7 +46,7 @@ _BY_DATA = 1_000_003  # stands for a number of rows that the data decide; a prim
 
 
 def _count(atom: Atom) -> int:
-    """The elements of an atom on a rank, with a stand-in where the data decide."""
+    """Return the elements of an atom on a rank, with a stand-in where the data decide."""
     size = extent((atom,))
     return _BY_DATA if size == -1 else size
 
@@ -97,7 +97,7 @@ def reshape(x: Spread, shape: Sequence[int], firm: bool = False, ranks_first: bo
 
 
 def _ranks_in_front(x: Spread) -> Spread:
-    """The pieces in front of all extents in dimension 0, if nothing else is there."""
+    """Return the pieces in front of all extents in dimension 0, if nothing else is there."""
     place = next((number for number, dim in enumerate(x.dims) if dim), 0)
     if not place:
         return x
@@ -114,7 +114,7 @@ def _with_pieces(
     shape: Sequence[int],
     firm: bool,
 ) -> Spread:
-    """The reshaped spread, with each piece in a dimension between those of the extents around it.
+    """Return the reshaped spread, with each piece in a dimension between those of the extents around it.
 
     Args:
         shared: of each piece whether the extents before and behind it stood in its dimension, and which one of how many
@@ -235,7 +235,7 @@ def rejoin(x: Spread, axis: int, parts: int, to: int) -> Spread:
 
 
 def _at_home(block: Block, to: int) -> Block:
-    """Gathered pieces as of another dimension, if they may belong to it."""
+    """Return gathered pieces as of another dimension, if they may belong to it."""
     at = dict(((block.home, block.at), *block.others)).get(to)
     return block if at is None else Block(to, block.count, at)
 
@@ -369,7 +369,7 @@ def cut(x: Spread, number: int, axis: str, count: int) -> tuple[Dim, ...]:
 
 
 def _cut(x: Spread, dim: Dim, axis: str, count: int) -> Dim:
-    """A dimension of which the ranks along an axis keep a piece each."""
+    """Return a dimension of which the ranks along an axis keep a piece each."""
     first = next((place for place, atom in enumerate(dim) if not isinstance(atom, str)), len(dim))
     outer = dim[first] if first < len(dim) else 1
     if not isinstance(outer, int) or outer % count:

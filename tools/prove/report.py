@@ -190,7 +190,7 @@ def prove_rank(result: Mapping[str, Any], typing: Typing, scales: Mapping[str, s
 def _weight(
     typing: Typing, name: str, ends: Sequence[tuple[str, int]], walked: Mapping[str, Any], scales: Mapping[str, str]
 ) -> Weight:
-    """The verdict on one weight: by the spreads, and by the dry run's walk."""
+    """Return the verdict on one weight: by the spreads, and by the dry run's walk."""
     own = _by_spread(typing, name, ends)
     if walked["verdict"] == WRONG or own.verdict == WRONG:
         why = "; ".join(filter(None, [walked["why"] if walked["verdict"] == WRONG else "", own.why]))
@@ -201,7 +201,7 @@ def _weight(
 
 
 def _by_spread(typing: Typing, name: str, ends: Sequence[tuple[str, int]]) -> Weight:
-    """The verdict on one weight by the spread of its gradient."""
+    """Return the verdict on one weight by the spread of its gradient."""
     told = ""
     for number in [each for _, each in ends] or typing.sums_of(name) or [-1]:
         if any(graph != typing.graph.root for graph, _ in ends):

@@ -42,7 +42,7 @@ _EVERY = ("every row",)  # stands where an exchange has its counts: the ranks ho
 
 
 def _rows_of(x: Any) -> Rows | None:
-    """The rows of dimension 0 of a tensor, if their path is that of this module, or has not begun."""
+    """Return the rows of dimension 0 of a tensor, if their path is that of this module, or has not begun."""
     if not isinstance(x, Spread) or not x.dims or (found := rows_in(x.dims[0])) is None:
         return None
     return found[1] if found[1].path[:1] == _GROUPED else None
@@ -77,7 +77,7 @@ def _axis_and_rows(x: Spread) -> tuple[Dim, Rows]:
 
 
 def _entered(x: Spread) -> Dim:
-    """The first dimension of the rows that a rank holds, in an order of its own."""
+    """Return the first dimension of the rows that a rank holds, in an order of its own."""
     axes, rows = _axis_and_rows(x)
     path = (*rows.path, ("own", rows.count)) if rows.path == _GROUPED else rows.path
     return (*axes, Rows(rows.origin, path, -1))
@@ -95,7 +95,7 @@ def held(x: Spread, shape: Sequence[int]) -> Spread:
 
 
 def _left(x: Spread, count: int) -> Spread:
-    """The tokens of the rank again, if these are as many, and no exchange is left on their way."""
+    """Return the tokens of the rank again, if these are as many, and no exchange is left on their way."""
     axes, rows = _axis_and_rows(x)
     if rows.path != (*_GROUPED, ("own", count)):
         return x
@@ -107,7 +107,7 @@ def _choice(dim: Dim, first: frozenset[str] = frozenset()) -> Order:
 
 
 def _moved(x: Spread, index: Value, call: Call) -> Spread:
-    """Rows that the rank takes or adds by an index."""
+    """Return rows that the rank takes or adds by an index."""
     found = held(x, call.outputs[0].shape)
     if _chosen(index) and index.key[1] != found.dims[0]:
         raise refusal((x,), "rows are taken by the choices of other rows")
@@ -129,7 +129,7 @@ def _added(call: Call) -> Value:
 
 
 def _integers(call: Call) -> Value:
-    """Integers of routing for some rows, behind any operator of a rank."""
+    """Return integers of routing for some rows, behind any operator of a rank."""
     orders = [value for value in _flat(call.values) if _chosen(value)]
     tensors = [value for value in _flat(call.values) if _dispatched(value)]
     if len({order.key[1] for order in orders}) > 1 or any(x.dims[0] != orders[0].key[1] for x in tensors):
@@ -143,7 +143,7 @@ def _integers(call: Call) -> Value:
 
 
 def _counts(call: Call) -> Value:
-    """How many rows a rank sends where: sums of choices over all rows."""
+    """Return how many rows a rank sends where: sums of choices over all rows."""
     own = call.values[0]
     if call.values[1] != (0,):
         return _integers(call)
@@ -195,7 +195,7 @@ def _sliced(call: Call) -> Value:
 
 
 def _reshaped(call: Call) -> Value:
-    """The same elements; a flat buffer of what belongs to the rank's tokens becomes a tensor of tokens again."""
+    """Return the same elements; a flat buffer of what belongs to the rank's tokens becomes a tensor of tokens again."""
     x, shape = held(call.spread(0), call.outputs[0].shape), call.outputs[0].shape
     if shape[:1] != (1,) or len(shape) == 1:
         return _left(x, shape[0]) if len(call.spread(0).dims) == 1 else x
@@ -253,7 +253,7 @@ ON_ROWS: Mapping[str, Callable[[Call], Value]] = {
 
 
 def _places(call: Call) -> Value:
-    """Where the members of a Concat begin in its gradient."""
+    """Return where the members of a Concat begin in its gradient."""
     return [Order(("place", number)) for number, _ in enumerate(call.values[0])]
 
 
@@ -299,7 +299,7 @@ def rule_of(call: Call) -> Callable[[Call], Value] | None:
 
 
 def _entering(call: Call, values: Sequence[Value]) -> Callable[[Call], Value] | None:
-    """The rule of an operator by which tokens come into an order of the rank's own."""
+    """Return the rule of an operator by which tokens come into an order of the rank's own."""
     rows = [value for value in values if _grouped(value)]
     op = call.node.op
     if not rows:

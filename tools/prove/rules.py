@@ -67,7 +67,7 @@ def apply(call: Call) -> Value:
 
 
 def _as_the_graph_says(call: Call, found: Value) -> Value:
-    """The result of a rule; of a tensor, if it has the shape that the graph states."""
+    """Return the result of a rule; of a tensor, if it has the shape that the graph states."""
     if isinstance(found, Spread) and not isinstance(found, (Alike, Zeros)) and len(call.outputs) == 1:
         own, told = found.shape, call.outputs[0].shape
         if own != told and not {-1}.intersection((*own, *told)):
@@ -409,7 +409,7 @@ def _pad(call: Call) -> Value:
 
 
 def _starts(call: Call, begin: int, piece: Sequence[int]) -> dict[int, tuple[str, ...]]:
-    """The axes along which a slice, of this shape, starts elsewhere, by dimension, outermost first."""
+    """Return the axes along which a slice, of this shape, starts elsewhere, by dimension, outermost first."""
     if any(argument not in (begin, begin + 1) for argument, _ in call.differs):
         raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
     found = {key[1]: call.own_pieces(key, piece[key[1]]) for key in call.differs if key[0] == begin}

@@ -57,7 +57,7 @@ def take(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes
 def _taken_block(
     x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]
 ) -> Block | None:
-    """The gathered pieces in front of dimension 0, if a slice only divides them among the ranks along axes."""
+    """Return the gathered pieces in front of dimension 0, if a slice only divides them among the ranks along axes."""
     lead, *rest = x.dims[0] or (1,)
     inside = any(isinstance(atom, Block) for dim in (tuple(rest), *x.dims[1:]) for atom in dim)
     parts = math.prod(sizes[axis] for axis in by.get(0, ()))
@@ -133,7 +133,9 @@ def _stacked(
 
 
 def _outermost_first(axes: frozenset[str], sizes: Mapping[str, int]) -> Dim:
-    """The axes over which ranks count from their own pieces; `sizes` names those first whose ranks lie closest."""
+    """Return the axes over which ranks count from their own pieces; `sizes` names those first whose ranks lie
+    closest.
+    """
     return tuple(axis for axis in reversed(list(sizes)) if axis in axes)
 
 

@@ -271,13 +271,13 @@ def check_rows(one: Dim, other: Dim) -> None:
 
 
 def _of_equal_rows(one: Dim, other: Dim) -> bool:
-    """Whether the first dimension is of equal rows, as many as the second has on a rank."""
+    """Return whether the first dimension is of equal rows, as many as the second has on a rank."""
     equal = len(one) == 1 and isinstance(one[0], Rows) and one[0].path == (("equal",),)
     return equal and extent(one) == extent(other)
 
 
 def _settled(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spread) -> Spread:
-    """The result of a rule for the first places of loose pieces for which there is one."""
+    """Return the result of a rule for the first places of loose pieces for which there is one."""
     first: Contradiction | None = None
     for one, two in product(placements(x), placements(y)):
         try:

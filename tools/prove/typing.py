@@ -91,7 +91,7 @@ class Peers:
         return found
 
     def _differing(self, name: str, number: int) -> dict[tuple[int, int], tuple[str, dict[str, str]]]:
-        """The constants that differ: on the rank, and on the next rank along each axis along which they do."""
+        """Return the constants that differ: on the rank, and on the next rank along each axis along which they do."""
         place = self.names[name]
         node = self.own[place][number]
         own = _constants(node.head)
@@ -131,7 +131,7 @@ def _kind(node: Node) -> tuple[Any, ...]:
 
 
 def _constants(head: str) -> dict[tuple[int, int], str]:
-    """The arguments that are written out, those of a tuple one by one."""
+    """Return the arguments that are written out, those of a tuple one by one."""
     found: dict[tuple[int, int], str] = {}
     for place, text in enumerate(arguments_of(head)):
         if text[:1] in ("%", "@", "") or text.startswith("UMonad"):
@@ -311,8 +311,8 @@ class Typing:
         return found
 
     def _undivided(self, call: Call) -> Value:
-        """The result in a stage of one device. The one device holds every value whole, so where an operator has no rule
-        for its inputs, the result is whole in its stated shape. Collectives with other ranks have failed before.
+        """Return the result in a stage of one device. The one device holds every value whole, so where an operator has
+        no rule for its inputs, the result is whole in its stated shape. Collectives with other ranks failed before.
         """
         try:
             return apply(call)
@@ -323,7 +323,7 @@ class Typing:
             return found[0] if len(found) == 1 else found
 
     def _call(self, frame: Frame, node: Node) -> Value:
-        """What a subgraph returns that the operator calls, by name or as a closure."""
+        """Return what a subgraph returns that the operator calls, by name or as a closure."""
         direct = re.match(r"\s*call @", node.head)
         inside = node.head.partition("(")[2] if direct else node.head.rpartition("](")[2]
         target, bound = node.calls[0], ()
@@ -468,7 +468,7 @@ class Typing:
         return f"{node.op or 'call'} %{number} ({node.source or node.scope.rpartition('/')[0] or 'no source is known'})"
 
     def _sums_of_the_loss(self) -> dict[str, frozenset[str]]:
-        """Scope of a loss -> the axes over which its forward sums."""
+        """Return scope of a loss -> the axes over which its forward sums."""
         found: dict[str, frozenset[str]] = {}
         for node in (node for nodes in self.graph.graphs.values() for node in nodes):
             if node.op == "AllReduce" and _OF_THE_LOSS in node.scope and "Gradients/" not in node.scope:
@@ -476,8 +476,8 @@ class Typing:
         return found
 
     def _repeats(self, frame: Frame, node: Node) -> frozenset[str]:
-        """The axes of the sum that a factor of the loss's backward pass stands for. The factor may have the name of an
-        equal one elsewhere, so that what it multiplies says whether it is of a loss.
+        """Return the axes of the sum that a factor of the loss's backward pass stands for. The factor may have the name
+        of an equal one elsewhere, so that what it multiplies says whether it is of a loss.
         """
         if node.op != "Muls" or not node.operands:
             return frozenset()
@@ -496,5 +496,5 @@ def operands_of(node: Node) -> Sequence[int]:
 
 
 def _direction(node: Node) -> Direction:
-    """Whether a Send or Receive is of the forward or the backward pass, and the shape of what it moves."""
+    """Return whether a Send or Receive is of the forward or the backward pass, and the shape of what it moves."""
     return "backward" if "Gradients/" in node.scope else "forward", node.outputs[0].shape

@@ -145,7 +145,7 @@ def why_modelled(files: Iterable[str]) -> str:
 
 @functools.lru_cache(maxsize=32)  # every check of a recipe asks the cards of all its files
 def _content(text: str) -> Any:
-    """What a card says, which nobody changes; libyaml reads it ten times as fast as Python."""
+    """Return what a card says, which nobody changes; libyaml reads it ten times as fast as Python."""
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
@@ -183,7 +183,7 @@ def _entry(path: Path, name: str, body: dict[str, Any], card: dict[str, Any]) ->
 
 
 def _host_measures(path: Path, raw: dict[str, Any]) -> dict[str, str]:
-    """Which measures of section 6 a launch of these recipes applies, and which are only checked."""
+    """Return which measures of section 6 a launch of these recipes applies, and which are only checked."""
     _check_keys(path, "host_measures", raw, set(), set(MEASURES))
     for name, role in raw.items():
         if role not in ROLES:
@@ -263,7 +263,7 @@ def catalogue(recipes: Path) -> str:
 
 
 def _section(card: Card) -> str:
-    """One model: heading, size, table of its recipes, and why it cannot run, where it cannot."""
+    """Return one model: heading, size, table of its recipes, and why it cannot run, where it cannot."""
     folder = card.file.parent.name
     size = f"{card.parameters / 1e9:,.1f} B parameters. " if card.parameters else ""
     lines = [

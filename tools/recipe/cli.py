@@ -141,7 +141,7 @@ def diff(before: Path, after: Path, as_written: bool, as_json: bool) -> None:
 
 
 def _print(comparison: Comparison, before: Path, after: Path) -> None:
-    """The batches of both sides, then the changes by group."""
+    """Print the batches of both sides, then the changes by group."""
     width = max(len(str(before)), len(str(after)))
     for name, batch in ((before, comparison.before), (after, comparison.after)):
         click.echo(f"{name!s:{width}}  {_batch(batch)}")
@@ -160,13 +160,13 @@ def _batch(batch: Batch) -> str:
 
 
 def _line(change: Change) -> str:
-    """``optimizer.weight_decay 0.1 -> 0.01: changes training``."""
+    """Return ``optimizer.weight_decay 0.1 -> 0.01: changes training``."""
     also = f" (also {', '.join(change.also)})" if change.also else ""
     return f"{change.path} {_value(change.before)} -> {_value(change.after)}: {change.meaning.phrase}{also}"
 
 
 def _value(value: Any) -> str:
-    """A value as YAML's flow style writes it, long ones cut."""
+    """Return a value as YAML's flow style writes it, long ones cut."""
     if value is ABSENT:
         return "absent"
     text = value if isinstance(value, str) and value else json.dumps(value, default=str, ensure_ascii=False)
@@ -174,7 +174,7 @@ def _value(value: Any) -> str:
 
 
 def _as_dict(comparison: Comparison, before: Path, after: Path) -> dict[str, Any]:
-    """The comparison for machines; a side without the key has no `before` or no `after`."""
+    """Return the comparison for machines; a side without the key has no `before` or no `after`."""
     changes: dict[str, list[dict[str, Any]]] = {}
     for group in GROUPS:
         changes[group] = [

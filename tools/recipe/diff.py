@@ -43,7 +43,7 @@ def meaning_of(words: tuple[str, ...]) -> Meaning:
 
 @cache
 def _table() -> tuple[dict[tuple[str, ...], tuple[str, ...]], dict[tuple[str, ...], Meaning]]:
-    """The sections that are one, and pattern -> meaning, patterns split into words."""
+    """Return the sections that are one, and pattern -> meaning, patterns split into words."""
     data = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     same_as = {tuple(copy.split(".")): tuple(original.split(".")) for copy, original in data["same_as"].items()}
     patterns: dict[tuple[str, ...], Meaning] = {}
@@ -61,14 +61,16 @@ def _table() -> tuple[dict[tuple[str, ...], tuple[str, ...]], dict[tuple[str, ..
 
 
 def _matches(pattern: tuple[str, ...], words: tuple[str, ...]) -> bool:
-    """Whether a pattern covers a whole path; `**` stands at the end and takes one word or more."""
+    """Return whether a pattern covers a whole path; `**` stands at the end and takes one word or more."""
     if pattern[-1] == "**":
         pattern, words = pattern[:-1], words[: len(pattern) - 1] if len(words) >= len(pattern) else ()
     return len(pattern) == len(words) and all(map(fnmatchcase, words, pattern))
 
 
 def _specificity(pattern: tuple[str, ...]) -> tuple[int, int, int]:
-    """More plain words, then more words, then more letters that are no wildcard."""
+    """Return the key by which patterns are sorted: more plain words, then more words, then more letters that are not
+    wildcards.
+    """
     plain = [word for word in pattern if "*" not in word]
     return len(plain), len(pattern) - pattern.count("**"), len("".join(pattern).replace("*", ""))
 
@@ -77,7 +79,7 @@ _MANY = 2  # places of one plain list; with more of them the whole list is one d
 
 
 class _Absent:
-    """A key that one of the two recipes does not have."""
+    """An `_Absent` stands for a key that one of the two recipes does not have."""
 
     def __bool__(self) -> bool:
         return False
@@ -126,7 +128,7 @@ class Comparison:
 
 
 class _Pair(NamedTuple):
-    """A value of both recipes that differs, with its key path in each."""
+    """A `_Pair` is a value of both recipes that differs, with its key path in each."""
 
     words: tuple[str, ...]
     paths: tuple[KeyPath, KeyPath]
@@ -157,7 +159,7 @@ def batch_of(recipe: Recipe) -> Batch:
 
 
 def _meaning(words: tuple[str, ...], batches: tuple[Batch, Batch]) -> Meaning:
-    """The meaning of a path; of those that the global batch depends on, in the light of both global batches."""
+    """Return the meaning of a path; of those that the global batch depends on, in the light of both global batches."""
     meaning = meaning_of(tuple(word.split("#")[0] for word in words if not word.isdigit()))
     if meaning.group not in ("micro", "mesh"):
         return meaning
@@ -167,13 +169,13 @@ def _meaning(words: tuple[str, ...], batches: tuple[Batch, Batch]) -> Meaning:
 
 
 def _idents(recipes: tuple[Recipe, Recipe], pair: _Pair) -> tuple[Any, ...] | None:
-    """What tells one shared value from another: the anchors behind it on both sides, as far as known."""
+    """Return what tells one shared value from another: the anchors behind it on both sides, as far as known."""
     marks = [recipe.marks.get(path) for recipe, path in zip(recipes, pair.paths, strict=True)]
     return tuple(mark and mark.ident for mark in marks) if any(marks) else None
 
 
 def _merge(first: Change, second: Change) -> Change:
-    """Two places of one value as one change, told at the place where it means most."""
+    """Return two places of one value as one change, told at the place where it means most."""
     if GROUPS.index(second.meaning.group) < GROUPS.index(first.meaning.group):
         first, second = second, first
     return replace(first, also=(*first.also, second.path, *second.also))
@@ -224,7 +226,7 @@ def _names(entries: list[Any]) -> dict[str, int]:
 
 
 def _kind(value: Any) -> str:
-    """How a value is compared; one that is empty or absent takes after the other side."""
+    """Return how a value is compared; one that is empty or absent takes after the other side."""
     if isinstance(value, list):
         return "entries" if any(isinstance(item, dict) for item in value) else "list"
     return "mapping" if isinstance(value, dict) else "value"
@@ -242,7 +244,9 @@ def _places(before: Any, after: Any) -> Iterator[tuple[KeyPath, Any, Any]]:
 
 
 def _same(before: Any, after: Any) -> bool:
-    """Equal as MindFormers reads them: 1 and 1.0 are one number, 1 and true are two values."""
+    """Return whether two values are equal as MindFormers reads them: 1 and 1.0 are one number, 1 and true are two
+    values.
+    """
     if isinstance(before, list) and isinstance(after, list):
         return len(before) == len(after) and all(map(_same, before, after))
     return before == after and isinstance(before, bool) == isinstance(after, bool)

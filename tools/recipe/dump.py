@@ -38,7 +38,7 @@ def recipe_text(recipe: dict[str, Any]) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper whose anchors are named after the key they stand at."""
+    """A `_Dumper` is a SafeDumper whose anchors are named after the key they stand at."""
 
     def anchor_node(self, node: yaml.Node, name: str = "top") -> None:
         """Note which nodes appear twice, as the parent does, and use a key as the anchor's name."""

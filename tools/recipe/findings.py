@@ -121,7 +121,7 @@ class Findings:
             self.found.append(Finding(severity, file, line, dotted(path), wrong, right, source))
 
     def _place(self, path: KeyPath) -> tuple[str, int]:
-        """File and line of a key path, or of the nearest mapping around it."""
+        """Return file and line of a key path, or of the nearest mapping around it."""
         for length in range(len(path), 0, -1):
             if mark := self.recipe.marks.get(path[:length]):
                 return os.path.normpath(mark.file), mark.line

@@ -62,7 +62,7 @@ class Recipe(dict[str, Any]):
 
 @dataclass(eq=False)
 class _Spot:
-    """One YAML node: its value (of spots, if a container) and its place. An alias is the same spot."""
+    """A `_Spot` is one YAML node: its value (of spots, if a container) and its place. An alias is the same spot."""
 
     value: Any
     file: str
@@ -102,7 +102,7 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
 
 
 class _Bases:
-    """Files of one recipe, each read once however many name it."""
+    """A `_Bases` holds the files of one recipe, each read once however many name it."""
 
     def __init__(self) -> None:
         self.spots: dict[str, _Spot] = {}  # by real path
@@ -135,7 +135,7 @@ class _Bases:
 
 
 def _base_file(name: _Spot, file: str) -> str:
-    """Path of a base named in `file`; raises when it is not there."""
+    """Return path of a base named in `file`; raises when it is not there."""
     if not isinstance(name.value, str):
         raise RecipeError(
             f"{name.file}:{name.line}: `{BASE_CONFIG}` must be a file name or a list of them, not {name.value!r}"
@@ -147,7 +147,7 @@ def _base_file(name: _Spot, file: str) -> str:
 
 
 def _merge(child: _Spot, base: _Spot) -> _Spot:
-    """`child` deeply over `base`: mappings merge, everything else is replaced; neither is changed."""
+    """Return `child` deeply over `base`: mappings merge, everything else is replaced; neither is changed."""
     if base.value is None or base.value is False:  # nothing, or a plugin that the base leaves off
         return child
     if not isinstance(base.value, dict):
@@ -162,7 +162,7 @@ def _merge(child: _Spot, base: _Spot) -> _Spot:
 
 
 def _plain(spot: _Spot, seen: dict[int, Any]) -> Any:
-    """The ordinary value of a spot; one container per spot, so that aliases stay shared."""
+    """Return the ordinary value of a spot; one container per spot, so that aliases stay shared."""
     if not isinstance(spot.value, (dict, list)):
         return spot.value
     if spot.ident not in seen:
@@ -196,12 +196,12 @@ def _text(file: str) -> str:
 
 @functools.lru_cache(maxsize=512)  # recipes of a family have bases in common, and a search reads its recipe often
 def _spots(file: str, text: str) -> _Spot:
-    """The top-level mapping of one file, which nobody changes; raises RecipeError with file and line."""
+    """Return the top-level mapping of one file, which nobody changes; raises RecipeError with file and line."""
     return _Reader(file, text).read()
 
 
 class _Reader:
-    """Turns one YAML file into spots."""
+    """A `_Reader` turns one YAML file into spots."""
 
     def __init__(self, file: str, text: str):
         self.file = file
@@ -226,7 +226,7 @@ class _Reader:
             raise RecipeError(_yaml_message(self.file, error)) from None
 
     def _spot(self, node: yaml.Node) -> _Spot:
-        """The spot of a node, the same one each time the node is met (that is what an alias is)."""
+        """Return the spot of a node, the same one each time the node is met (that is what an alias is)."""
         line = node.start_mark.line + 1
         if id(node) in self.open:
             raise RecipeError(f"{self.file}:{line}: an anchor contains itself; write its values out")
@@ -280,7 +280,7 @@ class _Reader:
 
 
 def _mappings(root: yaml.Node) -> Iterator[yaml.MappingNode]:
-    """Every mapping of a document once, in the order of its text."""
+    """Yield every mapping of a document once, in the order of its text."""
     todo, seen = [root], set()
     while todo:
         node = todo.pop()
@@ -295,7 +295,7 @@ def _mappings(root: yaml.Node) -> Iterator[yaml.MappingNode]:
 
 
 def _yaml_message(file: str, error: yaml.YAMLError) -> str:
-    """One line for a YAML syntax error: file, line and what the parser stumbled over."""
+    """Return one line for a YAML syntax error: file, line and what the parser stumbled over."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     place = f"{file}:{mark.line + 1}" if mark else file
     context = getattr(error, "context", None)
@@ -306,7 +306,8 @@ def _yaml_message(file: str, error: yaml.YAMLError) -> str:
 
 
 def _nearby(file: str, recipe: str = "") -> str:
-    """Did-you-mean over the YAML files around a path that does not exist, and those of this repository.
+    """Return a hint (did you mean) from the YAML files around a path that does not exist and from those of this
+    repository.
 
     Args:
         recipe: the file that names the path, if it is that of a base: the path is then told as it stands there.
@@ -463,7 +464,7 @@ def _words(path: tuple[Any, ...]) -> list[str]:
 
 
 def _text_problem(text: str, span: Range) -> tuple[str, str] | None:
-    """Text where a number belongs: one that YAML takes for text, or a size of memory. Other words pass."""
+    """Return text where a number belongs: one that YAML takes for text, or a size of memory. Other words pass."""
     if memory := _MEMORY.fullmatch(text):
         return None if span.holds(float(memory[1])) else (f"{_short(text)} is out of range", f"{span.words}, in GB")
     try:

@@ -57,7 +57,7 @@ def ascend_minis(recipe: Recipe, data_path: str, steps: int, counts: Sequence[in
 
 
 def _on_cpu(mini: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
-    """The mini with the batch and the layers of the small recipe for one device, in one process."""
+    """Return the mini with the batch and the layers of the small recipe for one device, in one process."""
     found = copy.deepcopy(mini)
     model, wanted = found["model"]["model_config"], one["model"]["model_config"]
     found["parallel_config"].update(one["parallel_config"])
@@ -74,12 +74,12 @@ def _on_cpu(mini: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wants_groups(mini: dict[str, Any]) -> bool:
-    """Whether the optimizer asks for groups of ranks, also on one device: MindFormers' Muon does."""
+    """Return whether the optimizer asks for groups of ranks, also on one device: MindFormers' Muon does."""
     return bool(mini["optimizer"]["type"] == "Muon")
 
 
 def _of(mini: dict[str, Any], view: View, degrees: Degrees, batch: int, deepest: Degrees) -> dict[str, Any]:
-    """The small recipe for as many devices as `degrees` needs."""
+    """Return the small recipe for as many devices as `degrees` needs."""
     found = copy.deepcopy(mini)
     model = found["model"]["model_config"]
     give_strategy(found, view, degrees, batch, deepest)

@@ -76,9 +76,7 @@ def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int
     """
     view = View(recipe)
     if not view.parallel:
-        wrong = (
-            "--parallel keeps how a recipe splits its model, but this recipe does not split it; leave the option out"
-        )
+        wrong = "--parallel keeps how a recipe splits its model, but this recipe does not split it; leave it out"
         raise RecipeError(f"{recipe.source}: {wrong}")
     degrees = degrees_for(mini, view, workers)
     if degrees.workers == 1:
@@ -125,7 +123,7 @@ def give_strategy(mini: dict[str, Any], view: View, degrees: Degrees, batch: int
 
 
 def _degrees(mini: dict[str, Any], view: View, degrees: Degrees, batch: int) -> None:
-    """Degrees, micro-batches, and where samples go."""
+    """Set degrees, micro-batches, and where samples go."""
     mini["use_parallel"] = True
     mini["context"]["dataset_broadcast_opt_level"] = 0  # CPU: otherwise some ranks read no data
     micro_batches = max(batch // degrees.dp, least_micro_batches(view, degrees)) if degrees.pp > 1 else 1
@@ -153,7 +151,7 @@ def _degrees(mini: dict[str, Any], view: View, degrees: Degrees, batch: int) -> 
 
 
 def _layers(mini: dict[str, Any], model: dict[str, Any], view: View, degrees: Degrees, deepest: Degrees) -> None:
-    """At least one layer for each chunk of each stage of the deepest pipeline; no layer less than the mini has."""
+    """Set at least one layer for each chunk of each stage of the deepest pipeline; no layer less than the mini has."""
     if model.get("n_routed_experts"):
         model["npu_nums_per_device"] = max(1, degrees.ep // 2)  # workers act as two nodes
     chunks = view.chunks
@@ -168,7 +166,7 @@ def _layers(mini: dict[str, Any], model: dict[str, Any], view: View, degrees: De
 
 
 def _memory(mini: dict[str, Any], view: View, degrees: Degrees) -> None:
-    """Recomputation as the recipe has it, layer for layer, and optimizer sharding."""
+    """Set recomputation as the recipe has it, layer for layer, and optimizer sharding."""
     shape = (view.chunks, degrees.pp) if view.chunks > 1 and degrees.pp > 1 else (degrees.pp,)
     for key, value in (view.get(("recompute_config",)) or {}).items():
         mini["recompute_config"][key] = _recomputed(value, shape)
@@ -184,7 +182,7 @@ def _memory(mini: dict[str, Any], view: View, degrees: Degrees) -> None:
 
 
 def _recomputed(value: Any, shape: tuple[int, ...]) -> Any:
-    """A recomputation setting for one layer a chunk: counts and lists of counts become 0 or 1, in the mini's shape."""
+    """Return a recomputation setting for one layer of each chunk: its counts become 0 or 1, in the mini's shape."""
     if isinstance(value, dict):
         return {key: _recomputed(each, shape) for key, each in value.items()}
     if isinstance(value, list) and all(isinstance(each, (int, list)) and not isinstance(each, bool) for each in value):

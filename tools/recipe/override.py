@@ -90,7 +90,7 @@ def get_path(recipe: Any, path: KeyPath) -> Any:
 
 
 def _find(recipe: dict[str, Any], name: str) -> KeyPath:
-    """The key path of a dotted name; raises with a suggestion when the recipe has no such key."""
+    """Return the key path of a dotted name; raises with a suggestion when the recipe has no such key."""
     node: Any = recipe
     path: KeyPath = ()
     for word in name.split("."):
@@ -105,7 +105,7 @@ def _find(recipe: dict[str, Any], name: str) -> KeyPath:
 
 
 def _unknown(recipe: dict[str, Any], node: Any, path: KeyPath, word: str, name: str) -> str:
-    """Why `word` does not exist below `path`, and which dotted name was probably meant."""
+    """Return why `word` does not exist below `path`, and which dotted name was probably meant."""
     here = dotted(path) or "the recipe"
     if isinstance(node, list):
         return f"{here} is a list of {len(node)}: its indices are 0 to {len(node) - 1}, not {word!r}"
@@ -129,7 +129,7 @@ def _paths(node: Any, path: KeyPath) -> Any:
 
 
 def _parse(text: str, override: str) -> Any:
-    """The YAML value of the text right of '='."""
+    """Return the YAML value of the text right of '='."""
     if EXPONENT.fullmatch(text.strip()):
         return float(text)
     try:
@@ -186,7 +186,7 @@ def _forget_below(recipe: dict[str, Any], path: KeyPath) -> None:
 
 
 def _fit(old: Any, value: Any, text: str, path: KeyPath, where: str) -> Any:
-    """`value` as the kind that stands in the recipe; raises RecipeError when it is another."""
+    """Return `value` as the kind that stands in the recipe; raises RecipeError when it is another."""
     name = dotted(path)
     if isinstance(old, dict):
         a_plugin = path[:1] == ("plugins",) and len(path) == 2
@@ -216,7 +216,7 @@ def _fit(old: Any, value: Any, text: str, path: KeyPath, where: str) -> Any:
 
 
 def _right(old: Any, value: Any) -> str:
-    """What would be right instead, where that is plain."""
+    """Return what would be right instead, where that is plain."""
     if isinstance(old, int) and isinstance(value, float) and value.is_integer() and not isinstance(old, bool):
         return f": write {int(value)}"
     if isinstance(old, bool) and value in (0, 1):

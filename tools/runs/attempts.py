@@ -179,7 +179,7 @@ def parse(text: str, kind: type[Form]) -> Form | None:
 
 
 def _fits(value: object, wanted: str) -> bool:
-    """Whether a value out of JSON is of a field's type, as that is written in the classes above."""
+    """Return whether a value out of JSON is of a field's type, as that is written in the classes above."""
     wanted, optional, _ = wanted.partition(" | None")
     if value is None:
         return bool(optional)

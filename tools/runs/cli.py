@@ -119,14 +119,14 @@ def rows(status: Status) -> list[tuple[str, str]]:
 
 
 def _batch(status: Status) -> str | None:
-    """The samples of a step where they grow, and until which step they are so many."""
+    """Return the samples of a step where they grow, and until which step they are so many."""
     if status.step_samples is None:
         return None
     return f"{status.step_samples:,} samples" + (f" until step {status.stage_end:,}" if status.stage_end else "")
 
 
 def _held_out(status: Status) -> str | None:
-    """The loss of the last evaluation, and that of each corpus of a list."""
+    """Return the loss of the last evaluation, and that of each corpus of a list."""
     if status.held_out_step is None:
         return None
     corpora = "; ".join(f"{name} {loss_in_words(loss)}" for name, loss in status.held_out_corpora.items())
@@ -135,7 +135,7 @@ def _held_out(status: Status) -> str | None:
 
 
 def _routers(status: Status) -> str | None:
-    """The fullest expert, experts without tokens, and alarms."""
+    """Return the fullest expert, experts without tokens, and alarms."""
     if status.fullest_expert is None:
         return None
     fullest = f"the fullest expert has {status.fullest_expert:.2f} times the mean (layer {status.fullest_layer})"
@@ -322,7 +322,7 @@ def report_command(
 
 
 def _beside(folders: tuple[Path, ...], measured: Path) -> list[Study]:
-    """The studies of runs with the steps predicted for a measured cluster."""
+    """Return the studies of runs with the steps predicted for a measured cluster."""
     from tools.measured import origin, read_bundle
     from tools.runs.measured import beside, hardware_of
     from tools.runs.study import studies

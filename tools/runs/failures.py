@@ -183,7 +183,7 @@ def _victim(attempt: Attempt, end: End) -> str:
 
 
 def _log_of(attempt: Attempt, end: End, rank: int | None) -> Path | None:
-    """The log that an end names, also after the run's folder was moved; else the worker's."""
+    """Return the log that an end names, also after the run's folder was moved; else the worker's."""
     logs = attempt.folder / "logs"
     named = [Path(end.log), *logs.glob(f"**/{Path(end.log).name}")] if end.log else []
     workers = list(logs.glob(f"**/worker_{rank}.log")) if rank is not None else []

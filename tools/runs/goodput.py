@@ -95,7 +95,7 @@ class Ledger:
 
 
 def micro(seconds: float) -> int:
-    """Whole microseconds."""
+    """Return whole microseconds."""
     return round(seconds * 1_000_000)
 
 
@@ -130,7 +130,9 @@ def ledger(run: Run) -> Ledger | str:
 
 
 def _frames(run: Run, timed: list[Part]) -> list[Frame]:
-    """Attempts with a plan, in order, each with the parts that began in it; parts from before them stand alone."""
+    """Return attempts with a plan, in order, each with the parts that began in it; parts from before them stand
+    alone.
+    """
     planned = sorted((one for one in run.attempts if one.plan), key=lambda one: one.plan.time if one.plan else 0.0)
     begins = [micro(one.plan.time) for one in planned if one.plan]
     own: list[list[Part]] = [[] for _ in planned]
@@ -148,7 +150,7 @@ def _frames(run: Run, timed: list[Part]) -> list[Frame]:
 
 
 def _end(run: Run, frame: Frame, limit: int) -> int:
-    """When an attempt ended: by its nodes, its verdict, or else its last sign before `limit`."""
+    """Return when an attempt ended: by its nodes, its verdict, or else its last sign before `limit`."""
     attempt = frame.attempt
     if attempt and attempt.ends:
         return micro(max(end.time for end in attempt.ends.values()))
@@ -172,7 +174,7 @@ def _cut(frames: list[Frame]) -> None:
 
 
 def _pieces(run: Run, frame: Frame) -> list[Piece]:
-    """One frame, from its begin to its end."""
+    """Return one frame, from its begin to its end."""
     pieces: list[Piece] = []
     now, seen = frame.begin, False
 
@@ -210,7 +212,7 @@ def _pieces(run: Run, frame: Frame) -> list[Piece]:
 
 
 def _events(run: Run, frame: Frame) -> Iterator[tuple[int, int, Kind]]:
-    """(begin, end, kind) of steps, saves and evaluations of one frame, by their begin."""
+    """Yield (begin, end, kind) of steps, saves and evaluations of one frame, by their begin."""
     spans: list[Span] = [span for span in run.spans if frame.begin <= micro(span.begin) < frame.end]
     waiting = sorted(spans, key=lambda span: span.begin, reverse=True)
     for part in frame.parts:

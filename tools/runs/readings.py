@@ -184,7 +184,7 @@ class Steps(Follower):
 
 
 def _fault_of(record: dict[str, Any]) -> str | None:
-    """What keeps a line from being a step's or a header's; None where nothing does."""
+    """Return what keeps a line from being a step's or a header's; None where nothing does."""
     for name, least in (("total_steps", 0), ("start_step", 0), ("step", 1)):
         value = record.get(name)
         if value is not None and (type(value) is not int or not least <= value <= _MOST_STEPS):

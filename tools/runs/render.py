@@ -45,7 +45,7 @@ _MOST_ROWS = 12  # attempts of a run that get a row each; of more each run has o
 
 
 def draw(found: Sequence[Study], path: Path) -> Path:
-    """Draw to an .svg or .png; return `path`.
+    """Draw the attempts of the runs over time to an .svg or .png file; return `path`.
 
     Raises:
         DataError: as `save_figure`.
@@ -76,7 +76,7 @@ def _row_count(time: Ledger) -> int:
 
 
 def _draw_attempts(axes: Any, known: Sequence[tuple[Study, Ledger]], size: int) -> None:
-    """One row an attempt, coloured by what it did; a cross where it failed."""
+    """Draw one row an attempt, coloured by what it did; a cross where it failed."""
     names: list[str] = []
     kinds: dict[Kind, None] = {}
     for one, time in known:
@@ -109,7 +109,7 @@ def _draw_attempts(axes: Any, known: Sequence[tuple[Study, Ledger]], size: int) 
 
 
 def _coarse(time: Ledger) -> list[Piece]:
-    """The pieces that can be seen; a shorter one goes to the longest of those it is drawn with."""
+    """Return the pieces that can be seen; a shorter one goes to the longest of those it is drawn with."""
     least, found = time.wall / _FINE, list[Piece]()
     group: list[Piece] = []
     for piece in time.pieces:
@@ -129,7 +129,7 @@ def _joined(group: Sequence[Piece]) -> Piece:
 
 
 def _draw_steps(axes: Any, known: Sequence[tuple[Study, Ledger]], size: int) -> None:
-    """The step over time, a line a run; where it falls back, steps were lost."""
+    """Draw the step over time, a line a run; where it falls back, steps were lost."""
     for one, time in known:
         begin = time.pieces[0].begin / SECOND
         xs, ys = [], []
@@ -187,7 +187,7 @@ def head(found: Study) -> Rows:
 
 
 def _held_out_rows(found: Study) -> Rows:
-    """The losses of the last evaluation: of all held-out text, and of each corpus of a list."""
+    """Return the losses of the last evaluation: of all held-out text, and of each corpus of a list."""
     last = found.evaluation
     if last is None:
         return []
@@ -282,7 +282,7 @@ def findings(found: Study) -> list[str]:
 
 
 def _slow_lines(found: Study) -> list[str]:
-    """Nothing is said of a run that was not probed."""
+    """Return lines about slow ranks; for a run that was not probed, only the reasons why nothing is known."""
     if found.slow.compared is None:
         return [f"Slow ranks: {why}." for why in found.slow.unknown]
     lines = [f"Slow: {one}." for one in found.slow.slow] or [

@@ -71,7 +71,9 @@ def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
 
 
 def _above(values: np.ndarray) -> np.ndarray:
-    """How many robust standard deviations the logarithm of each value lies above the `WINDOW` values before it."""
+    """Return how many robust standard deviations the logarithm of each value lies above the `WINDOW` values before
+    it.
+    """
     with np.errstate(all="ignore"):
         logs = np.log(np.where(values > 0, values, np.nan))
     logs[~np.isfinite(logs)] = np.nan
@@ -142,7 +144,8 @@ def mtbf(failures: int, running: float) -> Mtbf | None:
 
 
 def _mean_with(count: int, probability: float) -> float:
-    """The mean of a Poisson variable that is at most `count` with `probability` (NIST/SEMATECH e-Handbook, 8.4.5.1).
+    """Return the mean of a Poisson variable that is at most `count` with `probability` (NIST/SEMATECH e-Handbook,
+    8.4.5.1).
 
     P(N <= count) is the regularized upper incomplete gamma function Q(count + 1, mean).
     """
@@ -272,7 +275,7 @@ def study(folder: Path) -> Study:
 
 
 def _state(run: Run) -> str:
-    """done, given up, left (preempted), interrupted, failed, unfinished; unknown without attempts."""
+    """Return one of done, given up, left (preempted), interrupted, failed, unfinished; unknown without attempts."""
     if run.attempts:
         return state_of(run.attempts[-1])
     total = max((part.total_steps or 0 for part in run.parts), default=0)
@@ -310,20 +313,20 @@ def _checkpoints(run: Run, found: Mtbf | None) -> Checkpoints:
 
 
 def _between(steps: list[int]) -> int | None:
-    """Steps between saves, the median."""
+    """Return steps between saves, the median."""
     apart = [later - step for step, later in pairwise(steps)]
     return round(median(apart)) if apart else None
 
 
 def _newest(run: Run, view: View | None) -> int | None:
-    """The step of the newest checkpoint that is there, or was when it was sealed."""
+    """Return the step of the newest checkpoint that is there, or was when it was sealed."""
     place = view.get(("checkpoint", "save_path")) if view else None
     there = iterations(Path(place)) if isinstance(place, str) else []
     return iteration(there[0]) if there else max((span.step for span in run.spans if span.sealed), default=None)
 
 
 def _why_unknown(seconds: float | None, every: float | None, found: Mtbf | None, best: Saving | None) -> str:
-    """Why there is no best interval; empty where there is."""
+    """Return why there is no best interval; empty where there is."""
     if best:
         return ""
     if seconds is None:
@@ -336,7 +339,7 @@ def _why_unknown(seconds: float | None, every: float | None, found: Mtbf | None,
 
 
 def _skipped(folder: Path) -> tuple[list[Entry], list[str]]:
-    """The ledger of samples that the spike guard left out; what is wrong with it."""
+    """Return the ledger of samples that the spike guard left out; what is wrong with it."""
     try:
         return read_ledger(folder), []
     except DataError as error:
@@ -376,7 +379,7 @@ def _held_out(last: Evaluation) -> dict[str, Any]:
 
 
 def _loss(loss: float) -> dict[str, float | None]:
-    """JSON knows no infinity."""
+    """Return a loss for JSON, which has no infinity."""
     both = {"loss": loss, "perplexity": perplexity(loss)}
     return {name: value if value is not None and math.isfinite(value) else None for name, value in both.items()}
 
@@ -406,6 +409,6 @@ def _failure(one: Failure) -> dict[str, Any]:
 
 
 def _spike(one: Spike) -> dict[str, Any]:
-    """JSON knows neither NaN nor infinity."""
+    """Return a spike for JSON, which has neither NaN nor infinity."""
     finite = one.above is not None
     return asdict(one) | {"value": one.value if finite else None, "finite": finite}

@@ -47,7 +47,7 @@ _NEWEST = 1 << 20  # bytes at the end of a file, more than a line of routers
 
 
 class _Part:
-    """Sums of the steps of one start of the workers that still stand."""
+    """A `_Part` holds sums of the steps of one start of the workers that still stand."""
 
     def __init__(self, start: int):
         self.start, self.last = start, 0
@@ -68,7 +68,7 @@ class _Part:
 
 
 def _opens(record: dict[str, Any], parts: list[_Part]) -> bool:
-    """Whether a line begins a part: a header, or a step that falls back where a kill broke the header."""
+    """Return whether a line begins a part: a header, or a step that falls back where a kill broke the header."""
     return "total_steps" in record or (_is_step(record) and (not parts or record["step"] <= parts[-1].last))
 
 
@@ -294,7 +294,7 @@ class Watch:
                     self.sealed = span.step, span.end
 
     def _sign(self) -> float | None:
-        """The newest time that the run has written anywhere; of an attempt that has ended, its end."""
+        """Return the newest time that the run has written anywhere; of an attempt that has ended, its end."""
         attempt = self.attempt
         if attempt and attempt.ends:
             return max(end.time for end in attempt.ends.values())
@@ -336,13 +336,13 @@ class Watch:
         )
 
     def _batch(self, step: int) -> dict[str, Any]:
-        """The samples of the newest step, where their number grows, and until when."""
+        """Return the samples of the newest step, where their number grows, and until when."""
         if self.ramp is None or not self.ramp.stages or not step:
             return {}
         return {"step_samples": self.ramp.batch_at(step), "stage_end": self.ramp.end_at(step)}
 
     def _held_out(self) -> dict[str, Any]:
-        """The newest held-out losses, those that are finite."""
+        """Return the newest held-out losses, those that are finite."""
         one = self.evaluation
         if one is None:
             return {}
@@ -351,7 +351,7 @@ class Watch:
         return {"held_out_step": one.step, "held_out_loss": loss, "held_out_corpora": corpora}
 
     def _state(self) -> str:
-        """As of its newest attempt; of a run without attempts by its steps."""
+        """Return the state of the newest attempt; for a run without attempts, the state that its steps show."""
         if self.attempt:
             state = state_of(self.attempt)
             return "running" if state == "unfinished" else state
@@ -373,7 +373,7 @@ def routers_of(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_words(failure: Failure | None) -> str | None:
-    """Who, what and where; then what was wrong, in the words of the log or of who saw it."""
+    """Return who, what and where; then what was wrong, in the words of the log or of who saw it."""
     if failure is None:
         return None
     rank = "" if failure.rank is None else f"worker {failure.rank}"

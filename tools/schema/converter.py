@@ -84,7 +84,7 @@ def _streams(view: View, built: Built) -> None:
 
 
 def _parallel(view: View) -> list[tuple[KeyPath, str, Any]]:
-    """What the trainer hands over of parallel_config, swap_config and recompute_config."""
+    """Return what the trainer hands over of parallel_config, swap_config and recompute_config."""
     sizes = {
         **dict.fromkeys(_ALONE, 1),
         **{"seq_split_num": 1, "use_seq_parallel": False, "gradient_aggregation_group": 4, "vocab_emb_dp": True},
@@ -113,7 +113,7 @@ def _place(built: Built, taken: set[str], targets: list[tuple[str, str | None]],
 
 
 def _apply(function: str | None, value: Any) -> Any:
-    """MindFormers' four conversion functions (parallel_core/transformer_config_utils.py)."""
+    """Return what a conversion function of MindFormers returns (parallel_core/transformer_config_utils.py has four)."""
     if function == "is_float_32":
         return value in ("fp32", "float32") if isinstance(value, str) else bool(value)
     if function == "get_drop_policy":
@@ -126,7 +126,7 @@ def _apply(function: str | None, value: Any) -> Any:
 
 
 def _derive(built: Built) -> None:
-    """The part of TransformerConfig.__post_init__ that later rules and the table need."""
+    """Compute the part of TransformerConfig.__post_init__ that later rules and the table need."""
     fields = built.fields
     fields["vocab_emb_dp"] = False
     fields["mtp_num_layers"] = fields.get("mtp_num_layers") or 0

@@ -299,7 +299,7 @@ def _lines(site: Path) -> dict[str, str]:
 
 
 def _sections(site: Path) -> dict[str, Any]:
-    """Keys of the sections that hold no `type`: from ConfigTemplate, and from the code that reads them."""
+    """Return keys of the sections that hold no `type`: from ConfigTemplate, and from the code that reads them."""
     from mindformers.core.config_args import MFContextConfig
     from mindformers.core.context.build_context import _MSContextApplier
     from mindformers.tools.register.template import CONFIG_NAME_TO_CLASS as TEMPLATES
@@ -337,12 +337,12 @@ def _sections(site: Path) -> dict[str, Any]:
 
 
 def _any(keys: Iterable[str]) -> dict[str, Any]:
-    """Keys of which only the name is known."""
+    """Return keys of which only the name is known."""
     return {key: {} for key in sorted(keys)}
 
 
 def _template(cls: Any, site: Path) -> dict[str, Any]:
-    """Keys and defaults of one ConfigTemplate class."""
+    """Return keys and defaults of one ConfigTemplate class."""
     if not cls._raise_error_for_unexpected_key and cls.__name__ not in ("MsParallelConfig", "ContextConfig"):
         return {}
     keys = [key for key in vars(cls) if not key.startswith("_") and key != "stable_rank_config"]
@@ -363,7 +363,7 @@ def _dataset_keys(files: list[Path], read: dict[str, set[str]]) -> set[str]:
 
 
 def _hf_sections(folder: Path) -> dict[str, Any]:
-    """Keys of HFDataLoader beside its signature (its own, and what it passes on to `datasets.load_dataset`)."""
+    """Return keys of HFDataLoader beside its signature (its own, and what it passes on to `datasets.load_dataset`)."""
     import datasets
 
     own = reads([folder / "dataloader" / "hf_dataloader.py"], ["kwargs"])[""]
@@ -375,7 +375,7 @@ def _hf_sections(folder: Path) -> dict[str, Any]:
 
 
 def _gpt_spec(key: str) -> dict[str, Any]:
-    """The type of a GPTDatasetConfig field that a `data_loader.config` key is passed to."""
+    """Return the type of a GPTDatasetConfig field that a `data_loader.config` key is passed to."""
     from mindformers.dataset.blended_datasets.gpt_dataset import GPTDatasetConfig
 
     renamed = {"seed": "random_seed", "seq_length": "sequence_length", "compressed_eod_mask_length": "eod_pad_length"}
@@ -388,7 +388,7 @@ def _gpt_spec(key: str) -> dict[str, Any]:
 
 
 def _mindspore_sections(site: Path) -> dict[str, Any]:
-    """Keys that MindSpore's own context takes: `parallel` and its parts, `jit_config`, `ascend_config`."""
+    """Return keys that MindSpore's own context takes: `parallel` and its parts, `jit_config`, `ascend_config`."""
     auto = (site / "mindspore" / "parallel" / "_auto_parallel_context.py").read_text(encoding="utf-8")
     tree = ast.parse(auto)
     setters = next(node for node in ast.walk(tree) if _assigns(node, "_set_auto_parallel_context_func_map"))
@@ -420,7 +420,7 @@ def _constants(node: ast.ClassDef) -> list[str]:
 
 
 def _intended() -> dict[str, str]:
-    """MindFormers' other table of key names: what a key means where a model's converter forgot it."""
+    """Return MindFormers' other table of key names: what a key means where a model's converter forgot it."""
     from mindformers.parallel_core.transformer_config_utils import COMMON_CONFIG_MAPPING
 
     found = {}
@@ -431,7 +431,7 @@ def _intended() -> dict[str, str]:
 
 
 def _choices() -> dict[str, list[Any]]:
-    """Enumerations that MindFormers holds in tables of its own."""
+    """Return enumerations that MindFormers holds in tables of its own."""
     from mindformers.parallel_core.training_graph.activation import ACTIVATION_MAP
     from mindformers.parallel_core.training_graph.transformer.moe.router import TopKRouter
     from mindformers.parallel_core.transformer_config import ms_dtype_mapping

@@ -40,7 +40,7 @@ def refuse_keys(recipe: Recipe) -> None:
 
 
 class _Walk:
-    """One walk over one recipe."""
+    """A `_Walk` is one walk over one recipe."""
 
     def __init__(self, recipe: Recipe, schema: Schema, found: Findings):
         self.recipe, self.schema, self.found = recipe, schema, found
@@ -62,7 +62,7 @@ class _Walk:
                 self.visit(item, shape.item, (*path, index))
 
     def _plugin(self, value: Any, shape: Shape, section: type[Section], path: KeyPath) -> None:
-        """What the plugin's own reader refuses; `False` leaves it off."""
+        """Report what the plugin's own reader refuses; `False` leaves it off."""
         for error in section.look(value)[1] if value is not False else ():
             name = error.key.rpartition(".")[2]
             kinds = (shape.keys or {}).get(name, Shape()).spec.get("types")
@@ -78,7 +78,7 @@ class _Walk:
                 self._unknown(key, shape, path)
 
     def _typed(self, value: dict[Any, Any], shape: Shape, path: KeyPath) -> None:
-        """A mapping with `type`; a class of the user's own (`auto_register`) is not looked into."""
+        """Check a mapping with `type`; a class of the user's own (`auto_register`) is not looked into."""
         assert shape.types is not None
         if "auto_register" in value:
             return
@@ -94,7 +94,7 @@ class _Walk:
             self._mapping({key: item for key, item in value.items() if key != "type"}, chosen, path)
 
     def _unknown(self, key: Any, shape: Shape, path: KeyPath) -> None:
-        """An unknown key: misspelt, misplaced, or invented."""
+        """Report an unknown key: misspelt, misplaced, or invented."""
         here = f"in {dotted(path)}" if path else "at the top level"
         close = get_close_matches(str(key), list(shape.keys or {}), n=1, cutoff=0.75)
         places = _places(self.root, str(key))
@@ -109,7 +109,7 @@ class _Walk:
         self.found.error((*path, key), f"no such key {here}", right, source=shape.line)
 
     def _value(self, value: Any, spec: dict[str, Any], path: KeyPath) -> bool:
-        """Whether a value may stand here; notes why not."""
+        """Return whether a value may stand here; notes why not."""
         problem = _problem(value, spec)
         if problem is None:
             return True
@@ -119,7 +119,7 @@ class _Walk:
 
 
 def _problem(value: Any, spec: dict[str, Any]) -> tuple[str, str] | None:
-    """What is wrong with a value and what would be right; None when it is fine."""
+    """Return what is wrong with a value and what would be right; None when it is fine."""
     if "enum" in spec:
         if any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in spec["enum"]):
             return None
@@ -160,7 +160,7 @@ def _range_problem(value: float, spec: dict[str, Any]) -> tuple[str, str] | None
 
 
 def _mended(value: Any, kinds: list[str]) -> str:
-    """What the author probably meant."""
+    """Return what the author probably meant."""
     if isinstance(value, str) and "float" in kinds and EXPONENT.fullmatch(value):
         return f"write {as_yaml(value)}" if isfinite(float(value)) else "a finite number"
     if isinstance(value, str) and kinds[0] in ("int", "float") and value.strip().lstrip("-").isdigit():
@@ -171,7 +171,7 @@ def _mended(value: Any, kinds: list[str]) -> str:
 
 
 def _instead(word: Any, known: Any) -> str:
-    """A close choice, or the list of choices when it is short."""
+    """Return a close choice, or the list of choices when it is short."""
     names = [str(name) for name in known]
     close = get_close_matches(str(word), names, n=1, cutoff=0.6)
     close = close or [name for name in names if name.endswith(f"_{word}")]
@@ -191,7 +191,7 @@ def _short(value: Any) -> str:
 
 
 def _places(shape: Shape, key: str, path: KeyPath = (), depth: int = 0) -> list[str]:
-    """Sections where `key` would be known, shallowest first."""
+    """Return sections where `key` would be known, shallowest first."""
     if depth > 3:
         return []
     here = [dotted(path) or "the top level"] if key in (shape.keys or {}) else []

@@ -51,7 +51,7 @@ def spec_of(annotation: Any = None, default: Any = None) -> dict[str, Any]:
 
 
 def _kinds(annotation: Any) -> set[str] | None:
-    """Kinds of an annotation; None when it says nothing, or names a class that YAML cannot write."""
+    """Return kinds of an annotation; None when it says nothing, or names a class that YAML cannot write."""
     if annotation in (None, Any) or isinstance(annotation, str) or annotation is type.__class__:
         return None
     if annotation is type(None):
@@ -183,7 +183,7 @@ class Schema:
         return Shape(_MAPPING, keys, line=self.line("template_key"))
 
     def _keys(self, section: str, extra: dict[str, Spec]) -> dict[str, Shape]:
-        """Keys of one section, each with what MindFormers and `values` know of its values."""
+        """Return keys of one section, each with what MindFormers and `values` know of its values."""
         return {key: Shape(self._spec(spec, extra.get(key))) for key, spec in self.data["sections"][section].items()}
 
     def _spec(self, *parts: Spec | None) -> Spec:
@@ -208,7 +208,7 @@ class Schema:
         return Shape({"types": ["dict", "null"]} if name in may_be_null else _MAPPING, keys, line=self.line(rule))
 
     def _typed(self, section: str, children: dict[str, Shape] | None = None) -> Shape:
-        """A mapping whose `type` names a class, whose arguments are its other keys."""
+        """Return a mapping whose `type` names a class, whose arguments are its other keys."""
         extra = values.TYPED.get(section, {})
         types = {}
         for name, described in self.data["typed"][section].items():
@@ -221,7 +221,7 @@ class Schema:
         return Shape(_MAPPING, types=types, registry=section, line=self.line("registry"))
 
     def _wrapper(self) -> Shape:
-        """runner_wrapper, whose loss scale may be a number or a class."""
+        """Return runner_wrapper, whose loss scale may be a number or a class."""
         scales = self._typed("runner_wrapper")
         return self._typed(
             "runner_wrapper",
@@ -229,7 +229,7 @@ class Schema:
         )
 
     def _dataset(self) -> Shape:
-        """A dataset section; with MindFormers' Megatron loader its `config` is closed too."""
+        """Return a dataset section; with MindFormers' Megatron loader its `config` is closed too."""
         gpt = Shape(_MAPPING, self._keys("gpt_dataset", values.SECTIONS["gpt_dataset"]))
         loaders = self._typed("data_loader")
         assert loaders.types is not None
@@ -243,7 +243,7 @@ class Schema:
         return Shape(_MAPPING, {**keys, "data_loader": loaders})
 
     def _handler(self) -> Shape:
-        """One entry of HFDataLoader's `handler`; a method of `datasets.Dataset` has arguments of its own."""
+        """Return one entry of HFDataLoader's `handler`; a method of `datasets.Dataset` has arguments of its own."""
         known, types = values.SECTIONS["handlers"], {}
         tokenizer = {**self._keys("tokenizer", values.SECTIONS["tokenizer"]), **dict.fromkeys(_TOKENIZER, Shape())}
         for name, described in self.data["handlers"].items():
@@ -254,7 +254,7 @@ class Schema:
         return Shape(_MAPPING, types=types, registry="handler", line=self.line("registry"))
 
     def _model(self, model: str) -> Shape:
-        """Keys of model.model_config: those that reach a field, and those of the model's config class."""
+        """Return keys of model.model_config: those that reach a field, and those of the model's config class."""
         described, fields = self.models[model], self.fields(model)
         elsewhere = {*self.data["sections"]["parallel_config"], *self.data["sections"]["recompute_config"]}
         elsewhere |= {*_INJECTED}
@@ -273,7 +273,9 @@ class Schema:
 
 
 def _plugin(name: str, module: str) -> Shape:
-    """A plugin's settings; `False` leaves it off. What a worker has added to our own plugins is not looked into."""
+    """Return a plugin's settings; `False` leaves it off. What a worker has added to our own plugins is not looked
+    into.
+    """
     section = settings_of(name) if module.startswith("plugins.") else None
     keys = {key: Shape(spec) for key, spec in values.of_plugin(section).items()} if section else {}
     return Shape({"types": ["bool", "dict", "null"]}, keys or None, opened=not keys, section=section)
@@ -316,7 +318,9 @@ def json_schema(schema: Schema) -> str:
 
 
 class _Writer:
-    """Turns shapes into JSON Schema; typed sections and datasets, which stand in several places, become `$defs`."""
+    """A `_Writer` turns shapes into JSON Schema; typed sections and datasets, which stand in several places, become
+    `$defs`.
+    """
 
     def __init__(self) -> None:
         self.definitions: dict[str, Any] = {}
@@ -342,7 +346,9 @@ class _Writer:
         return found
 
     def _typed(self, shape: Shape) -> dict[str, Any]:
-        """A mapping with `type`: the class named there says which keys go with it; `auto_register` allows any."""
+        """Return a mapping with `type`: the class named there says which keys go with it; `auto_register` allows
+        any.
+        """
         assert shape.types is not None
         cases = []
         for name, inner in sorted(shape.types.items()):

@@ -62,7 +62,7 @@ def unread(names: Iterable[str], files: Iterable[Path]) -> list[str]:
 
 
 def _chain(node: ast.AST) -> Chain | None:
-    """``config.a.get("b")`` as ``("config", "a", "b")``; None for anything else."""
+    """Return ``config.a.get("b")`` as ``("config", "a", "b")``; None for anything else."""
     if isinstance(node, ast.Name):
         return (node.id,)
     if isinstance(node, ast.Attribute):
@@ -107,7 +107,7 @@ def registered(registry: str, site: Path) -> dict[str, Any]:
 
 
 def _arguments(cls: type, site: Path) -> dict[str, Any]:
-    """Keys, types and defaults of a constructor; `open` when it passes unknown ones on."""
+    """Return keys, types and defaults of a constructor; `open` when it passes unknown ones on."""
     keys: dict[str, Any] = {}
     opened = False
     for constructor in _constructors(cls):
@@ -126,7 +126,7 @@ def _arguments(cls: type, site: Path) -> dict[str, Any]:
 
 
 def _constructors(cls: type) -> list[Any]:
-    """What takes a class's arguments: `__init__`, `__new__`, or those of the classes it chooses from."""
+    """Return what takes a class's arguments: `__init__`, `__new__`, or those of the classes it chooses from."""
     from mindformers.core import optim
 
     chosen = {"AdamW": ("BasicAdamW", "FusedAdamW"), "PmaAdamW": ("BasicPmaAdamW", "FusedPmaAdamW")}.get(cls.__name__)
@@ -136,7 +136,7 @@ def _constructors(cls: type) -> list[Any]:
 
 
 def _forwards(source: str, name: str, cls: type) -> bool:
-    """Whether `**kwargs` go on to somebody who may know more keys (dataset loaders do; others drop them)."""
+    """Return whether `**kwargs` go on to somebody who may know more keys (dataset loaders do; others drop them)."""
     return f"**{name}" in source.split(":", 1)[1] and "dataloader" in cls.__module__ and "Megatron" not in cls.__name__
 
 
@@ -213,14 +213,16 @@ def _model(cls: Any, converter: Any, site: Path) -> dict[str, Any]:
 
 
 def _ties(config_class: Any) -> bool:
-    """Whether its training model shares the embedding with the output layer where `tie_word_embeddings` asks for it."""
+    """Return whether its training model shares the embedding with the output layer where `tie_word_embeddings` asks for
+    it.
+    """
     folder = Path(inspect.getsourcefile(config_class) or "").parent
     texts = [file.read_text(encoding="utf-8") for file in folder.glob("modeling_*_train.py")]
     return any("share_embeddings_and_output_weights=self.config.tie_word_embeddings" in text for text in texts)
 
 
 def _closure(function: Any) -> dict[str, Any]:
-    """What the decorators of `__init__` hold: their lists of registered and ignored parameters."""
+    """Return what the decorators of `__init__` hold: their lists of registered and ignored parameters."""
     found: dict[str, Any] = {}
     while function is not None:
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -253,7 +255,9 @@ def transformer(site: Path) -> dict[str, Any]:
 
 
 def _training(package: Path) -> list[Path]:
-    """MindFormers' sources without what a training from a recipe never runs, and without the list of all fields."""
+    """Return MindFormers' sources without what a training from a recipe never runs, and without the list of all
+    fields.
+    """
     never = [package / name for name in ("modules", "pynative", "parallel_core/inference")]
     listing = package / "parallel_core" / "transformer_config_utils.py"
     files = (file for file in package.rglob("*.py") if file != listing)
@@ -261,7 +265,7 @@ def _training(package: Path) -> list[Path]:
 
 
 def _fields(cls: Any) -> dict[str, Any]:
-    """Fields of a TransformerConfig class: type, default, description."""
+    """Return fields of a TransformerConfig class: type, default, description."""
     described = {}
     for item in dataclasses.fields(cls):
         default = None if item.default is dataclasses.MISSING else item.default

@@ -64,7 +64,7 @@ def loss_rank(view: View) -> int:
 
 
 def _broadcast(offset: Any, chunks: int, stages: int) -> Layers | None:
-    """`offset` as [chunk][stage], as numpy would broadcast it; None when it cannot."""
+    """Return `offset` as [chunk][stage], as numpy would broadcast it; None when it cannot."""
     if type(offset) is int:
         return [[offset] * stages for _ in range(chunks)]
     nested = isinstance(offset, list) and bool(offset) and all(isinstance(row, list) for row in offset)
@@ -135,7 +135,7 @@ def _offset(view: View, total: int, found: Findings) -> None:
 
 
 def _spread(rest: int, stages: int, chunks: int) -> list[Any]:
-    """Offsets that place `rest` layers one to a chunk, from the first stage on."""
+    """Return offsets that place `rest` layers one to a chunk, from the first stage on."""
     flat = [1 if index < rest else 0 for index in range(stages * chunks)]
     rows = [flat[start : start + stages] for start in range(0, len(flat), stages)]
     return rows if chunks > 1 else rows[0]
@@ -161,7 +161,7 @@ def _layer_numbers(value: Any, total: int, path: KeyPath, found: Findings) -> No
 
 
 def _recompute(view: View, value: Any, path: KeyPath, found: Findings) -> None:
-    """A flag, a list per stage, a list of such lists per chunk, or one of these for each operator pattern."""
+    """Check a flag, a list per stage, a list of such lists per chunk, or one of these for each operator pattern."""
     of_pattern = len(path) > 2
     if isinstance(value, dict) and not of_pattern:
         for pattern, inner in value.items():

@@ -103,7 +103,9 @@ _KEPT_SCHEDULES = ("seqsmartvpp",)  # of a recipe; others run 1f1b, interleaved 
 
 
 class Candidate(NamedTuple):
-    """A `Candidate` is one strategy with `m` micro-batches of `mbs` samples; words are as in `limits.WORDS`."""
+    """A `Candidate` is one strategy with `m` micro-batches of `mbs` samples; `tools.search.request.WORDS` lists the
+    values of `mode`, `shard` and `recompute`.
+    """
 
     dp: int
     tp: int
@@ -192,7 +194,7 @@ def blocks(request: Request, funnel: Funnel) -> list[Block]:
 
 
 class _Axes:
-    """The candidates of one mesh as an array [vpp, ep, batch, mode, shard, recompute]."""
+    """An `_Axes` holds the candidates of one mesh as an array [vpp, ep, batch, mode, shard, recompute]."""
 
     def __init__(self, mesh: Mesh, vpps: list[int], eps: list[int], batches: list[int]):
         self.mesh = mesh
@@ -259,21 +261,23 @@ class _Axes:
             yield words, (self.along("shard") == 0) | self._whole_experts(request)
 
     def _whole_experts(self, request: Request) -> np.ndarray:
-        """Where the shards that Muon must be told of are at most the data-parallel ranks, and hold whole experts."""
+        """Return where the shards that Muon must be told of are at most the data-parallel ranks, and hold whole
+        experts.
+        """
         size, ep = request.base.shard_size, self.along("ep")
         sharing = np.minimum(size, self.mesh.dp * self.mesh.tp * self.mesh.cp // ep)
         fits = 1 < size <= self.mesh.dp
         return np.bool_(fits) & (request.base.model.experts % np.maximum(ep * sharing, 1) == 0)
 
     def _cuts(self, request: Request) -> np.ndarray:
-        """Where the chunks that the recipe writes can be."""
+        """Return where the chunks that the recipe writes can be."""
         cut = request.base.ep_cut
         b, s = cut.chunks if cut and cut.chunks else (1, 1)
         rows = request.base.sequence // (self.mesh.tp * self.mesh.cp)
         return (self.along("ep") == 1) | ((self.along("mbs") >= b) & np.bool_(rows >= s))
 
     def _runs(self, request: Request) -> np.ndarray:
-        """Where the schedule that is asked for can run."""
+        """Return where the schedule that is asked for can run."""
         numbers = request.global_batch // (self.mesh.dp * self.values["mbs"])
         runs = [
             [self.mesh.pp > 1 and can_run(request.schedule, self.mesh.pp, int(vpp), int(m)) for m in numbers]

@@ -239,8 +239,8 @@ def space_command(
 
 
 def _cluster(recipe: Path, cluster_name: str | None, folder: Path, options: dict[str, Any]) -> str:
-    """The cluster's name or file; with --from or --measured that of a new file, in `folder` or beside the recipe to
-    write.
+    """Return the cluster's name or file; with --from or --measured that of a new file, in `folder` or beside the recipe
+    to write.
     """
     measured, bundle, overlay = options["measured"], options["bundle"], options["write"]
     if bundle is not None and (measured is not None or cluster_name is not None):
@@ -269,7 +269,9 @@ def _cluster(recipe: Path, cluster_name: str | None, folder: Path, options: dict
 def _asked(
     path: Path, cluster_name: str | None, limits: tuple[str, ...], folder: Path, options: dict[str, Any]
 ) -> tuple[Recipe, Request, TimeModel]:
-    """The recipe as written, of which overlays are children, and what is asked; errors now rather than at the end."""
+    """Return the recipe as written, of which overlays are children, and what is asked; errors now rather than at the
+    end.
+    """
     from tools.estimate.from_recipe import require_ulysses
     from tools.estimate.loads import loads_of
     from tools.estimate.time_model import TimeModel

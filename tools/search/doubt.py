@@ -32,7 +32,7 @@ _DEVIATION = (np.pi / 2) ** 0.5  # of a normal error, for its mean size
 
 @dataclass(frozen=True)
 class Term:
-    """One term."""
+    """A `Term` is one term of the predicted step time."""
 
     name: str  # in a few words
     keys: tuple[str, ...]  # of `Efficiency`, or a link of the hardware, all off by the same factor
@@ -130,7 +130,7 @@ class Doubt:
         return sorted((pair for pair in pairs if pair[1] >= LEAST_SHARE), key=lambda pair: -pair[1])
 
     def lines(self) -> list[str]:
-        """Sentences."""
+        """Return Sentences."""
         return [*self._lines(), *([self._on_newer(self.newer)] if self.newer else [])]
 
     def _on_newer(self, newer: Newer) -> str:
@@ -174,7 +174,7 @@ class Doubt:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return values for `--json`."""
         one = self.experiment
         told = one and {"term": one.term.name, "what": one.term.experiment, "devices": one.devices, "right": one.right}
         return {
@@ -224,7 +224,7 @@ def doubt(
 
 
 def _wins(seconds: Sequence[float], slope: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[draws, terms] what was drawn, and [draws, layouts] who is the fastest; equal layouts share a draw."""
+    """Return [draws, terms] what was drawn, and [draws, layouts] who is the fastest; equal layouts share a draw."""
     drawn = np.random.default_rng(SEED).standard_normal((DRAWS, slope.shape[1]))
     times = np.log(np.asarray(seconds)) + drawn @ slope.T
     first = times <= times.min(axis=1, keepdims=True) + _ALIKE

@@ -311,7 +311,7 @@ def explain(
 
 
 def _seconds(text: str) -> float | None:
-    """A step's time; None where the text is none."""
+    """Return a step's time; None where the text is none."""
     try:
         number = float(text)
     except ValueError:

@@ -38,7 +38,7 @@ seed_option = click.option(
 
 
 def overrides_option(recipe: str = "the recipe") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`--set KEY=VALUE`."""
+    """Return the option `--set KEY=VALUE`."""
     return click.option(
         "--set", "overrides", multiple=True, metavar="KEY=VALUE", help=f"Override a key that {recipe} has."
     )
@@ -57,7 +57,7 @@ class Effort(click.ParamType):
     name = "effort"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Units.
+        """Return the units of work.
 
         Raises:
             click.BadParameter: neither a word nor a number in range.
@@ -130,7 +130,7 @@ class RecipeOrCommand(click.Group):
         return super().parse_args(ctx, args)
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Both forms."""
+        """Write both forms."""
         formatter.write_usage(ctx.command_path, "RECIPE [OPTIONS]")
         formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...", "       ")
 

@@ -246,7 +246,7 @@ def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> 
 
 
 def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
-    """Parallel degrees, batch, optimizer sharding."""
+    """Return parallel degrees, batch, optimizer sharding."""
     piped = config.pp > 1
     wanted: list[tuple[KeyPath, Any, Any]] = [
         ((*PARALLEL, key), getattr(view, name), getattr(config, name)) for name, key in _DEGREES.items()
@@ -280,7 +280,7 @@ def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
 
 
 def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
-    """Schedule, chunks, layers and recomputation."""
+    """Return schedule, chunks, layers and recomputation."""
     chunks = config.chunks
     scheduler = scheduler_of(config.schedule)
     values: dict[KeyPath, Any] = {}
@@ -327,7 +327,9 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
 def _swapped_alike(
     view: View, key: str, now: Any, config: Configuration, table: Table | None, same_layers: bool
 ) -> bool:
-    """Whether a recompute key of a recipe that swaps says what is wanted: as many layers on each chunk, or those."""
+    """Return whether a recompute key of a recipe that swaps says what is wanted: as many layers on each chunk, or
+    those.
+    """
     if table_of(key, now, config.layers, reader_of(view)) != table:
         return False
     return (
@@ -338,7 +340,7 @@ def _swapped_alike(
 
 
 def _difference(before: Any, after: Any) -> dict[str, Any]:
-    """What a child must write, nested, to turn `before` into `after`."""
+    """Return what a child must write, nested, to turn `before` into `after`."""
     found: dict[str, Any] = {}
     for key, value in after.items():
         old = look(before, (key,))
@@ -351,7 +353,9 @@ def _difference(before: Any, after: Any) -> dict[str, Any]:
 
 
 def _not_for_a_child(before: Any, after: Any, path: KeyPath = ()) -> str | None:
-    """The first key where `after` has a mapping and `before` a plain value or list, which MindFormers cannot merge."""
+    """Return the first key where `after` has a mapping and `before` a plain value or list, which MindFormers cannot
+    merge.
+    """
     for key, value in after.items():
         old = look(before, (key,))
         if isinstance(value, dict) and old is not None:

@@ -102,8 +102,8 @@ def draw_frontier(axes: Any, found: Found, doubt: Doubt | None = None) -> None:
 
 
 def _draw_placed(axes: Any, entries: Sequence[Entry], alike: Collection[str]) -> None:
-    """A diamond for each; below those that may be the fastest their numbers in the table, one under the other where
-    they are near.
+    """Draw a diamond for each; below those that may be the fastest their numbers in the table, one under the other
+    where they are near.
     """
     numbered: list[tuple[float, float]] = []
     for filled, label in ((True, "placed, may be the fastest"), (False, "placed, others")):
@@ -121,7 +121,7 @@ def _draw_placed(axes: Any, entries: Sequence[Entry], alike: Collection[str]) ->
 
 
 def _sample(ranking: Ranking) -> np.ndarray:
-    """Indices of at most `_SHOWN` candidates with a uniform policy, evenly by time."""
+    """Return indices of at most `_SHOWN` candidates with a uniform policy, evenly by time."""
     uniform = np.flatnonzero(ranking.places[:, 2] != RECOMPUTE.index(PLANNED))
     order = uniform[ranking.seconds[uniform].argsort()]
     order = order[: np.searchsorted(ranking.seconds[order], _SLOWEST * ranking.seconds.min(), side="right")]
@@ -208,7 +208,7 @@ def html(found: Found, times: TimeModel, title: str) -> str:
 
 
 def _stages(found: Found) -> list[str]:
-    """The best of each number of stages and chunks."""
+    """Return the best of each number of stages and chunks."""
     if not found.stages:
         return []
     return [
@@ -220,7 +220,7 @@ def _stages(found: Found) -> list[str]:
 
 
 def _under_loads(found: Found) -> list[str]:
-    """The placed layouts under the loads that were asked for."""
+    """Return the placed layouts under the loads that were asked for."""
     if not found.uneven:
         return []
     return [
@@ -231,7 +231,7 @@ def _under_loads(found: Found) -> list[str]:
 
 
 def _layers(entry: Entry) -> tuple[str, str]:
-    """Layers by chunk and stage."""
+    """Return layers by chunk and stage."""
     heads = ["", *(f"stage {stage}" for stage in range(entry.config.pp))]
     rows = [[f"chunk {chunk}", *map(str, row)] for chunk, row in enumerate(entry.config.layers)]
     return markup.text(f"Layers of each chunk; recomputation: {entry.recompute}."), _table(heads, rows)

@@ -317,7 +317,7 @@ def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
 
 
 def _entry(entry: Entry, request: Request) -> dict[str, Any]:
-    """A run, and how likely it fits: how many published runs would have fitted, of how many."""
+    """Return a run, and how likely it fits: how many published runs would have fitted, of how many."""
     known = known_errors()
     fits = {"runs": len(known.errors), "fit": known.fitting(entry.peak, request.cap)}
     return {**entry.as_json(), "fits": fits, "has_margin": entry.peak <= request.room}

@@ -81,7 +81,7 @@ def _is_averaged(name: str) -> bool:
 
 
 def _mean(sources: Sequence[Source], shares: Sequence[float], file: str, name: str) -> np.ndarray:
-    """One tensor of one file; all as they lie, for the layouts are one."""
+    """Return one tensor of one file; all as they lie, for the layouts are one."""
     total = None
     for source, share in zip(sources, shares, strict=True):
         array = source.stored.read_from(file, name)
@@ -133,7 +133,7 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
 
 
 def _kinds(source: Source) -> dict[tuple[str, str], tuple[str, tuple[int, ...]]]:
-    """(file, name) -> type and shape of the averaged tensors."""
+    """Return (file, name) -> type and shape of the averaged tensors."""
     return {
         (file, name): (header.dtype, header.shape)
         for file, headers in source.stored.files.items()
@@ -156,7 +156,7 @@ def _placed(source: Source) -> dict[str, list[int]]:
 
 
 def _describe(stored: Stored, part: Path) -> None:
-    """common.json as it is, and metadata.json without the optimizer's state."""
+    """Write common.json as it is, and metadata.json without the optimizer's state."""
     if (stored.folder / "common.json").exists():
         shutil.copyfile(stored.folder / "common.json", part / "common.json")
     if not (stored.folder / METADATA).exists():

@@ -310,14 +310,14 @@ def _numbers(text: str) -> list[float]:
 
 
 def _progress() -> Callable[[str], None]:
-    """Names on stderr, where somebody looks at it: each over the last."""
+    """Show names on stderr if it is a terminal, each over the last."""
     if not sys.stderr.isatty():
         return lambda name: None
     return lambda name: click.echo(f"\r\033[K{name}", nl=False, err=True)
 
 
 def _file_shown(shown: Progressing) -> Callable[[int, str], None]:
-    """What shows the last written file, and the bytes of all."""
+    """Return what shows the last written file, and the bytes of all."""
     return lambda done, file: shown.show(f"{file} is written", done)
 
 

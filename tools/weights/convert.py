@@ -82,7 +82,8 @@ def write_shard(source: Source, folder: Path, plan: Plan, known: dict[str, int],
 
 
 class _Parts:
-    """Hugging Face's parts of MindFormers' tensors, each made when it is written; those of a layer come mixed.
+    """A `_Parts` holds Hugging Face's parts of MindFormers' tensors, each made when it is written; those of a layer
+    come mixed.
 
     Args:
         sums: takes the CRC-32 of each part.
@@ -121,7 +122,7 @@ class _Parts:
 
 
 def _pieces(source: Source, plan: Plan, known: dict[str, int], entry: Entry) -> Iterator[np.ndarray]:
-    """MindFormers' tensor of an entry, as whole numbers, one expert after another."""
+    """Yield MindFormers' tensor of an entry, as whole numbers, one expert after another."""
 
     def part(index: int) -> np.ndarray:
         name = entry.parts[index]
@@ -140,13 +141,14 @@ def _pieces(source: Source, plan: Plan, known: dict[str, int], entry: Entry) -> 
 
 
 def _written(source: Source, plan: Plan, entry: Entry, name: str) -> str:
-    """safetensors' type of what is written for an entry; `name`: a tensor of the source that it is made of."""
+    """Return safetensors' type of what is written for an entry; `name`: a tensor of the source that it is made of."""
     return plan.dtype if plan.dtype and entry.trained else source.headers[plan.stands_for.get(name, name)].dtype
 
 
 def _as_type(bits: np.ndarray, dtype: str, plan: Plan, entry: Entry) -> np.ndarray:
-    """Bits of numbers of `dtype` as those of the type that is written. NumPy copies bfloat16, which it does not know,
-    number by number: whole numbers stand for them wherever nothing is computed."""
+    """Return bits of numbers of `dtype` as those of the type that is written. NumPy copies bfloat16, which it does not
+    know, number by number: whole numbers stand for them wherever nothing is computed.
+    """
     if not plan.dtype or not entry.trained or plan.dtype == dtype:
         return bits
     converted = np.ascontiguousarray(bits).view(TYPES[dtype]).astype(TYPES[plan.dtype])
@@ -214,7 +216,7 @@ def convert(
 
 
 def _make_room(part: Path, target: Path, plan: Plan) -> None:
-    """The folder to write in, on a disk that has room for what is not there yet."""
+    """Make the folder to write in, on a disk that has room for what is not there yet."""
     try:
         part.mkdir(parents=True, exist_ok=True)
         there = sum(path.stat().st_size for path in part.glob("*.safetensors"))
@@ -280,7 +282,7 @@ def _is_whole(part: Path, file: str) -> bool:
 
 
 def _known(source: Source) -> dict[str, int]:
-    """Checksums of a Hugging Face source's tensors, where this tool wrote it."""
+    """Return checksums of a Hugging Face source's tensors, where this tool wrote it."""
     try:
         return dict(json.loads((source.stored.folder / CHECKSUMS).read_text("utf-8"))["tensors"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -288,7 +290,7 @@ def _known(source: Source) -> dict[str, int]:
 
 
 def _finish_hugging_face(part: Path, records: dict[str, Any], sizes: Sizes, plan: Plan, ends: int | None) -> None:
-    """Index, configuration and checksums."""
+    """Write index, configuration and checksums."""
     where = {name: file for file, record in records.items() for name in record["tensors"]}
     if len(records) > 1:
         _write(part / INDEX, {"metadata": {"total_size": plan.bytes}, "weight_map": where})
@@ -319,7 +321,7 @@ def finish_mindformers(part: Path, records: dict[str, Any]) -> None:
 
 
 def _described(kind: str, shape: list[int]) -> dict[str, Any]:
-    """A whole tensor as MindFormers 1.9.0 describes one (`checkpoint/metadata.py`, save_metadata)."""
+    """Return a whole tensor as MindFormers 1.9.0 describes one (`checkpoint/metadata.py`, save_metadata)."""
     layout = {
         "device_matrix": [1],
         "tensor_map": [-1] * len(shape),

@@ -136,11 +136,14 @@ def _check(given: Mapping[str, Header], wanted: Mapping[str, tuple[int, ...]]) -
         if names
     ]
     if found:
-        raise CheckpointError(f"these are not the weights of the recipe's model: {'; '.join(found)}")
+        raise CheckpointError(
+            f"these are not the weights of the recipe's model ({'; '.join(found)}); name the recipe of these weights "
+            "with --recipe"
+        )
 
 
 def _type(entry: Entry, to: Target, given: Mapping[str, Header], dtype: str | None) -> str:
-    """The type that an entry is written in."""
+    """Return the type that an entry is written in."""
     names = (entry.mindformers,) if to == "Hugging Face" else entry.parts
     types = sorted({given[name].dtype for name in names})
     if dtype and entry.trained:
@@ -154,7 +157,7 @@ def _type(entry: Entry, to: Target, given: Mapping[str, Header], dtype: str | No
 
 
 def _shards(entries: list[Entry], types: Mapping[str, str], to: Target, limit: int) -> tuple[Shard, ...]:
-    """Entries in order, as many in a file as its limit allows."""
+    """Return entries in order, as many in a file as its limit allows."""
     groups: list[list[Entry]] = [[]]
     filled = 0
     sizes = [math.prod(entry.shape) * TYPES[types[entry.mindformers]].itemsize for entry in entries]

@@ -89,13 +89,15 @@ _KINDS = {name: kind for kind, name in yarn_plan.ROPE_TYPES.items()}
 
 
 def _kind(scaling: Any) -> str | None:
-    """The name of a way to stretch RoPE; None if it has none."""
+    """Return the name of a way to stretch RoPE; None if it has none."""
     kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
     return kind if isinstance(kind, str) else None
 
 
 def _wrong_positions(given: Mapping[str, Any], wanted: Mapping[str, Any] | None) -> list[str]:
-    """What a dense model's config.json says of its positions that the recipe's `rope_scaling` does not compute."""
+    """Return what a dense model's config.json says of its positions that the recipe's `rope_scaling` does not
+    compute.
+    """
     scaling = _get(given, "rope_scaling")
     if scaling is None:
         return [] if wanted is None else [f"rope_scaling is None, the recipe's {wanted!r}"]
@@ -130,7 +132,7 @@ def _wrong_latent_positions(given: Mapping[str, Any], wanted: Mapping[str, Any] 
 
 
 def _positions_of(scaling: Mapping[str, Any], longest: Any) -> dict[str, Any]:
-    """What decides positions, of YaRN in Hugging Face's words; keys that are not there have their default."""
+    """Return what decides positions, of YaRN in Hugging Face's words; keys that are not there have their default."""
     attention = scaling.get("attention_factor")
     return {
         "factor": scaling.get("factor"),
@@ -141,7 +143,7 @@ def _positions_of(scaling: Mapping[str, Any], longest: Any) -> dict[str, Any]:
 
 
 def _attention_factor(scaling: Mapping[str, Any]) -> float | None:
-    """What YaRN multiplies cos and sin by, where config.json does not say it; None if it cannot be computed."""
+    """Return what YaRN multiplies cos and sin by, where config.json does not say it; None if it cannot be computed."""
     kind, factor = _KINDS[_kind(scaling) or ""], scaling.get("factor")
     above, below = (scaling.get(name) or 0.0 for name in ("mscale", "mscale_all_dim"))
     if kind == yarn_plan.STANDARD and not (above and below):
@@ -156,7 +158,7 @@ def _attention_factor(scaling: Mapping[str, Any]) -> float | None:
 
 
 def _same(given: Any, wanted: Any) -> bool:
-    """Whether two values are equal, numbers but for their last places in JSON."""
+    """Return whether two values are equal, numbers but for their last places in JSON."""
     numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (given, wanted))
     try:
         return math.isclose(given, wanted, rel_tol=1e-6) if numbers else bool(given == wanted)
@@ -198,7 +200,9 @@ def _pairs(
 
 
 def _left_out(given: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """What the classes take for keys that config.json leaves out (transformers 4.57: LlamaConfig, DeepseekV3Config)."""
+    """Return what the classes take for keys that config.json leaves out (transformers 4.57: LlamaConfig,
+    DeepseekV3Config).
+    """
     found: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     if not sizes.telechat2:
         found |= {"rms_norm_eps": 1e-6, "rope_theta": BASE}
@@ -260,7 +264,7 @@ _UNKNOWN = "this key is not known here and may change what the weights compute; 
 
 
 def _unknown(given: Mapping[str, Any], sizes: Sizes) -> list[str]:
-    """Keys of config.json that may change a number, and that the comparison with the recipe does not know."""
+    """Return keys of config.json that may change a number, and that the comparison with the recipe does not know."""
     hf = sizes.hf
     width = hf["head_dim"] if sizes.is_dense else hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
     off = {**_OFF, "query_pre_attn_scalar": width, "attention_multiplier": width**-0.5}
@@ -283,7 +287,9 @@ def _unknown(given: Mapping[str, Any], sizes: Sizes) -> list[str]:
 
 
 def _windows(given: Mapping[str, Any], length: int) -> list[str]:
-    """Sliding windows that hide tokens within the recipe's `length`; a dense model of MindFormers attends to all."""
+    """Return sliding windows that hide tokens within the recipe's `length`; a dense model of MindFormers attends to
+    all.
+    """
     types, window = given.get("layer_types"), given.get("sliding_window")
     if (window is None and not types) or (type(window) is int and window >= length):
         return []
@@ -296,7 +302,7 @@ def _windows(given: Mapping[str, Any], length: int) -> list[str]:
 
 
 def _wrong_words(given: Mapping[str, Any], sizes: Sizes) -> list[str]:
-    """A family of another mathematics, and keys of positions that contradict each other or are not known."""
+    """Return a family of another mathematics, and keys of positions that contradict each other or are not known."""
     found = []
     kind = given.get("model_type")
     latent = _STREAMED if sizes.streams > 1 else _LATENT
@@ -356,7 +362,7 @@ _NOT_COMPUTED = ("embed_layernorm", "apply_residual_connection_post_layernorm")
 
 
 def _telechat2_config(sizes: Sizes, dtype: str) -> dict[str, Any]:
-    """config.json of Tele-AI's class; RoPE is not stretched within the length of training."""
+    """Return config.json of Tele-AI's class; RoPE is not stretched within the length of training."""
     hf, length = sizes.hf, sizes.hf["max_position_embeddings"]
     return {
         "architectures": ["TeleChat2ForCausalLM"],
@@ -380,7 +386,7 @@ def _telechat2_config(sizes: Sizes, dtype: str) -> dict[str, Any]:
 
 
 def _other_family(given: Mapping[str, Any], sizes: Sizes) -> list[str]:
-    """TeleChat2's weights for a recipe without its biases."""
+    """Return TeleChat2's weights for a recipe without its biases."""
     if not sizes.is_dense or sizes.telechat2 or not (given.get("model_type") in _TELECHAT or "n_head" in given):
         return []
     return [
@@ -390,7 +396,7 @@ def _other_family(given: Mapping[str, Any], sizes: Sizes) -> list[str]:
 
 
 def _in_llamas_words(given: Mapping[str, Any]) -> dict[str, Any]:
-    """TeleChat2's config.json with LlamaConfig's keywords, and the base of RoPE that its lengths amount to."""
+    """Return TeleChat2's config.json with LlamaConfig's keywords, and the base of RoPE that its lengths amount to."""
     known = {ours: given[theirs] for theirs, ours in _TELECHAT2.items() if theirs in given}
     heads = known.get("num_attention_heads", given.get("num_attention_heads"))
     base = _get(given, "rope_theta")
@@ -403,13 +409,15 @@ def _in_llamas_words(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _width(given: Mapping[str, Any], heads: Any) -> int:
-    """How wide a head is; 0 where config.json does not say."""
+    """Return how wide a head is; 0 where config.json does not say."""
     hidden = given.get("hidden_size")
     return hidden // heads if type(hidden) is int and type(heads) is int and heads > 0 else 0
 
 
 def _stretched_base(given: Mapping[str, Any], base: Any, width: int) -> Any:
-    """The base of RoPE up to `training_seqlen` tokens, which Tele-AI's class stretches from `base_seqlen` (NTK)."""
+    """Return the base of RoPE up to `training_seqlen` tokens, which Tele-AI's class stretches from `base_seqlen`
+    (NTK).
+    """
     trained, first = given.get("training_seqlen"), given.get("base_seqlen")
     if not isinstance(trained, int) or not isinstance(first, int) or not 0 < first < trained:
         return base
@@ -420,7 +428,7 @@ def _stretched_base(given: Mapping[str, Any], base: Any, width: int) -> Any:
 
 
 def _wrong_of_telechat2(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """What TeleChat2's config.json says that the training graph does not compute."""
+    """Return what TeleChat2's config.json says that the training graph does not compute."""
     wrong = [f"{name} is {given[name]!r}, which is not supported" for name in _NOT_COMPUTED if given.get(name)]
     trained, length = given.get("training_seqlen"), wanted["max_position_embeddings"]
     if isinstance(trained, int) and trained < length:

@@ -165,14 +165,14 @@ def part_shape(entry: Entry, index: int) -> tuple[int, ...]:
 
 
 def _transposed(array: np.ndarray) -> np.ndarray:
-    """`array.T` in row-major order."""
+    """Return `array.T` in row-major order."""
     out = np.empty(array.shape[::-1], array.dtype)
     _transpose(array, out)
     return out
 
 
 def _transpose(array: np.ndarray, out: np.ndarray) -> None:
-    """`array.T` into `out`, block by block: NumPy's own copy takes twelve times as long.
+    """Write `array.T` into `out`, block by block: NumPy's own copy takes twelve times as long.
 
     Rows of a weight are often a round number of kilobytes apart, which a cache maps to a few of its places; those of
     the copy are not.
@@ -199,7 +199,7 @@ def _entry(sizes: Sizes, row: Row, shapes: Mapping[str, tuple[int, ...]]) -> Ent
 
 
 def _shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """What MindFormers' names end with -> shape."""
+    """Return what MindFormers' names end with -> shape."""
     hf = sizes.hf
     hidden, dense = hf["hidden_size"], hf["intermediate_size"]
     norms = ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "enorm", "hnorm")
@@ -245,7 +245,7 @@ def _grouped_query(hf: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _experts(hf: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Router, routed experts and shared expert."""
+    """Return router, routed experts and shared expert."""
     hidden, width, count = hf["hidden_size"], hf["moe_intermediate_size"], hf["n_routed_experts"]
     shared = hf["n_shared_experts"] * width
     return {

@@ -142,7 +142,7 @@ def _positions(fields: Mapping[str, Any]) -> int:
 
 
 def _rope_scaling(fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    """YaRN in DeepseekV3Config's words; None for plain RoPE."""
+    """Return YaRN in DeepseekV3Config's words; None for plain RoPE."""
     if fields["position_embedding_type"] == "rope":
         return None
     return {
@@ -169,7 +169,7 @@ def one_stream(fields: Mapping[str, Any], what: str) -> None:
 
 
 def _streams(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of Xing4.0's configuration for its residual streams; none for one stream."""
+    """Return keywords of Xing4.0's configuration for its residual streams; none for one stream."""
     if fields.get(STREAMS, 1) == 1:
         return {}
     return {
@@ -182,7 +182,7 @@ def _streams(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rules(fields: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
-    """(holds, key of model_config, what the reference does)."""
+    """Return (holds, key of model_config, what the reference does)."""
     shared = (fields["shared_expert_num"] or 0) * (fields["moe_ffn_hidden_size"] or 0)
     plain = fields["position_embedding_type"] == "rope"
     return [
@@ -212,7 +212,9 @@ def _rules(fields: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
 
 
 def _attention_rules(fields: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
-    """(holds, key of model_config, what every class of Hugging Face here does): what leaves no trace in the weights."""
+    """Return (holds, key of model_config, what every class of Hugging Face here does): what leaves no trace in the
+    weights.
+    """
     return [
         (not fields["window_size"], "window_size", "attends to all tokens: leave it out"),
         (not fields["nope_layer_interval"], "nope_layer_interval", "has RoPE in every layer: leave it out"),
@@ -293,7 +295,7 @@ def _dense_rope_scaling(yarn: Yarn | None) -> dict[str, Any] | None:
 
 
 def _dense_rules(fields: Mapping[str, Any], yarn: Yarn | None) -> list[tuple[bool, str, str]]:
-    """(holds, key of model_config, what Llama does)."""
+    """Return (holds, key of model_config, what Llama does)."""
     return [
         (not fields["add_bias_linear"] or fields[ONLY_OUTPUTS], "add_bias_linear",
          f"has no biases: False (or TeleChat2's: {output_biases.KEY}: {{}})"),
@@ -317,7 +319,7 @@ def _dense_rules(fields: Mapping[str, Any], yarn: Yarn | None) -> list[tuple[boo
 
 
 def _telechat2_rules(fields: Mapping[str, Any], yarn: Yarn | None) -> list[tuple[bool, str, str]]:
-    """(holds, key of model_config, what TeleChat2 does)."""
+    """Return (holds, key of model_config, what TeleChat2 does)."""
     width = fields["num_attention_heads"] * fields["kv_channels"]
     return [
         (yarn is None, "position_embedding_type", "has plain RoPE: 'rope'"),

@@ -152,7 +152,7 @@ def damage(source: Source, progress: Callable[[str], None] = lambda name: None) 
 
 
 def _corrupted(source: Source) -> list[str]:
-    """Files of a Hugging Face folder that are not those that `tc3 weights convert` wrote."""
+    """Return files of a Hugging Face folder that are not those that `tc3 weights convert` wrote."""
     try:
         known = dict(json.loads((source.stored.folder / CHECKSUMS).read_text("utf-8"))["files"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -237,7 +237,7 @@ def compare(a: Source, b: Source, progress: Callable[[str], None] = lambda name:
 
 
 def _compared_names(source: Source) -> list[str]:
-    """All tensors but the placements of experts, which say how the others lie."""
+    """Return all tensors but the placements of experts, which say how the others lie."""
     return [name for name in source.headers if name.rsplit(".", 1)[-1] != PLACEMENT]
 
 

@@ -154,7 +154,7 @@ def merge(
 
 
 def _made(source: Source, plan: Merge, name: str) -> Iterator[np.ndarray]:
-    """One tensor to be written."""
+    """Yield one tensor to be written."""
     weight = _whole(source, name)
     if name in plan.adapted:
         layer = name.removesuffix(WEIGHT)

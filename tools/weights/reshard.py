@@ -62,7 +62,7 @@ def pieces(shape: Shape, old: Shape, new: Shape, place: int) -> tuple[Piece, ...
 
 
 def _spans(length: int, old: int, new: int, index: int) -> list[tuple[int, int, int, int]]:
-    """Along one axis: (number of the old part, begin in it, begin in the new part, length)."""
+    """Return along one axis (number of the old part, begin in it, begin in the new part, length)."""
     before, after = length // old, length // new
     begin, end = index * after, (index + 1) * after
     found = []
@@ -157,7 +157,7 @@ def _whole(old: Mapped, copied: Copied) -> Iterator[np.ndarray]:
 
 
 def _blocks(old: Mapped, move: Move, place: int) -> Iterator[np.ndarray]:
-    """A new slice in blocks of whole rows, in order, as whole numbers of its width."""
+    """Yield a new slice in blocks of whole rows, in order, as whole numbers of its width."""
     shape, item = move.new.part, TYPES[move.dtype].itemsize
     found = pieces(move.old.shape, move.old.cuts, move.new.cuts, place)
     row = math.prod(shape[1:]) * item
@@ -171,7 +171,7 @@ def _blocks(old: Mapped, move: Move, place: int) -> Iterator[np.ndarray]:
 
 
 def _block(old: Mapped, move: Move, inside: list[Piece], begin: int, end: int) -> np.ndarray:
-    """Rows `begin` to `end` of a new slice."""
+    """Return rows `begin` to `end` of a new slice."""
     shape = move.new.part
     if not shape:
         return old.part(move, inside[0].place)
@@ -192,7 +192,7 @@ def _block(old: Mapped, move: Move, inside: list[Piece], begin: int, end: int) -
 
 
 def _bits(dtype: str) -> str:
-    """Whole numbers of a type's width."""
+    """Return whole numbers of a type's width."""
     return f"u{TYPES[dtype].itemsize}"
 
 

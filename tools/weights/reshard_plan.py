@@ -151,7 +151,7 @@ def _writers(holders: tuple[tuple[int, ...], ...], size: int, load: np.ndarray) 
 
 @lru_cache(maxsize=4096)
 def _alone(holders: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, tuple[int, ...]] | None:
-    """The holders, where each slice has one."""
+    """Return the holders, where each slice has one."""
     if any(len(ranks) > 1 for ranks in holders):
         return None
     ranks = tuple(ranks[0] for ranks in holders)
@@ -185,14 +185,14 @@ def numbers(plan: Plan) -> Numbers:
 
 @lru_cache(maxsize=4096)
 def _by_rank(holders: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Ranks, and the slice that each has."""
+    """Return ranks, and the slice that each has."""
     pairs = [(rank, place) for place, ranks in enumerate(holders) for rank in ranks]
     ranks, places = np.array(pairs, np.int64).T
     return ranks, places
 
 
 def _bounds(shape: Shape, cuts: Shape, places: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(begin, end) along each axis of slices by place."""
+    """Return (begin, end) along each axis of slices by place."""
     index: Sequence[Any] = np.unravel_index(places, cuts) if cuts else ()
     parts = [length // count for length, count in zip(shape, cuts, strict=True)]
     return [(at * part, (at + 1) * part) for at, part in zip(index, parts, strict=True)]
@@ -200,7 +200,7 @@ def _bounds(shape: Shape, cuts: Shape, places: np.ndarray) -> list[tuple[np.ndar
 
 @lru_cache(maxsize=4096)
 def _touched(shape: Shape, old: Shape, new: Shape) -> np.ndarray:
-    """By new slice, how many old ones it has numbers of."""
+    """Return for each new slice from how many old slices its elements come."""
     count = np.ones(math.prod(new), np.int64)
     for (begin, end), length, parts in zip(_bounds(shape, new, np.arange(math.prod(new))), shape, old, strict=True):
         before = length // parts
@@ -209,7 +209,7 @@ def _touched(shape: Shape, old: Shape, new: Shape) -> np.ndarray:
 
 
 def _staying(old: Lying, new: Lying, writers: tuple[int, ...]) -> int:
-    """Numbers that the rank which writes them had before."""
+    """Return numbers that the rank which writes them had before."""
     ranks, places = _by_rank(old.holders)
     had = dict(zip(ranks.tolist(), places.tolist(), strict=True))
     pairs = [(place, had[rank]) for place, rank in enumerate(writers) if rank in had]
@@ -348,7 +348,7 @@ def _kind(file: str) -> Kind:
 
 
 def _prefix(files: Mapping[str, Any]) -> str:
-    """What MindFormers' names of files begin with, as the old ones do."""
+    """Return what MindFormers' names of files begin with, as the old ones do."""
     names = (_FILE.match(file) for file in sorted(files, key=rank_of))
     return next((found["prefix"] for found in names if found and found["prefix"]), _PREFIX)
 
@@ -358,7 +358,7 @@ def _some(names: list[str]) -> str:
 
 
 def _size(count: float) -> str:
-    """``1.5 GB``: powers of ten, as of disks."""
+    """Return ``1.5 GB``: powers of ten, as of disks."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if count >= size:
             return f"{count / size:,.1f} {unit}"

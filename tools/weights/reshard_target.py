@@ -230,7 +230,7 @@ def _owner(state: str) -> str:
 
 
 def _held(config: Configuration, stage: int) -> Iterator[tuple[str, Weight]]:
-    """Each weight of a stage under MindFormers' name.
+    """Yield each weight of a stage under MindFormers' name.
 
     An embedding that another stage reads, too, is sent there in each step and saved by the first only.
     """
@@ -277,7 +277,7 @@ def _shape(weight: Weight) -> Shape:
 
 
 def _cut(weight: Weight, config: Configuration) -> tuple[Shape, tuple[tuple[int, ...], ...]]:
-    """The matrix of a stage's devices, and by which of its axes each axis of the weight is cut."""
+    """Return the matrix of a stage's devices, and by which of its axes each axis of the weight is cut."""
     every: tuple[int, ...] = (0, 1, 2)
     devices, cutting = [config.dp, config.cp, config.tp], every[2:]
     if weight.split == "experts":

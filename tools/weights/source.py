@@ -174,7 +174,7 @@ def require_room(folder: Path, target: Path, size: int, written: int = 0) -> Non
 
 
 def _without_index(folder: Path, parts: Sequence[Path]) -> Stored:
-    """The files of a Hugging Face folder that lacks its index: each tensor where a file's header has it."""
+    """Return the files of a Hugging Face folder that lacks its index: each tensor where a file's header has it."""
     for part in parts:
         if found := _PART.fullmatch(part.name):
             before, number, count = found.groups()
@@ -196,7 +196,7 @@ def _without_index(folder: Path, parts: Sequence[Path]) -> Stored:
 
 
 def _hugging_face(folder: Path) -> Stored:
-    """The files of a Hugging Face folder: those of its index, each tensor where that says."""
+    """Return the files of a Hugging Face folder: those of its index, each tensor where that says."""
     if not (folder / INDEX).exists():
         return Stored(folder, {SINGLE: read_headers(folder / SINGLE)})
     try:
@@ -220,6 +220,7 @@ def _hugging_face(folder: Path) -> Stored:
     for file, headers in files.items():
         if unknown := [name for name in headers if where.get(name) != file]:
             raise CheckpointError(
-                f"{folder / file}: the file holds {unknown[0]}, which {INDEX} does not assign to this file"
+                f"{folder / file}: the file holds {unknown[0]}, which {INDEX} does not assign to this file; copy the "
+                "folder again"
             )
     return Stored(folder, files)

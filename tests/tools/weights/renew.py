@@ -68,7 +68,7 @@ def summary(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
 
 
 def full_size(recipe: str) -> dict[str, Any]:
-    """Return `summary` of transformers' model of a recipe, on the meta device."""
+    """Return the `summary` of the model that transformers builds for a recipe, without values (on the meta device)."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -39,7 +39,7 @@ _PLACE = re.compile(r"train_dataset(_task\.dataset_config)?\.data_loader\.config
 
 @dataclass(frozen=True)
 class Setting:
-    """One difference.
+    """A `Setting` is one difference between the settings of two recipes.
 
     Args:
         ours, theirs: as text. group: the report's class.
@@ -75,8 +75,9 @@ def differences(ours: Recipe, theirs: Recipe) -> list[Setting]:
 
 
 def _sums_gradients(recipe: Recipe) -> bool:
-    """Whether gradients add up to those of the step's mean loss: a sharded graph takes its mean over all ranks' tokens,
-    so that their gradients are summed; in data parallel each rank has a mean of its own."""
+    """Return whether gradients add up to those of the step's mean loss: a sharded graph takes its mean over all ranks'
+    tokens, so that their gradients are summed; in data parallel each rank has a mean of its own.
+    """
     return look(recipe, _MEAN, False) is not splits_model(look(recipe, ("parallel", "parallel_mode"), 1))
 
 
@@ -97,7 +98,9 @@ def _setting(change: Change) -> Setting:
 
 
 def _by_content(settings: list[Setting], ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Setting]:
-    """Two paths may hold one corpus, which may differ; one path in two places may hold two, which must not be."""
+    """Compare corpora by their content: two paths that hold one corpus may differ, but one path must not hold two
+    corpora.
+    """
     sums = [corpus_checksum(side) for side in (ours, theirs)]
     if sums[0] == sums[1]:
         return [
@@ -140,7 +143,7 @@ def corpus_checksum(recipe: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _blend(recipe: Mapping[str, Any]) -> tuple[list[float], list[str]]:
-    """(weights, prefixes) of `data_path`; no weights where it gives none (Megatron then goes by the sizes)."""
+    """Return (weights, prefixes) of `data_path`; no weights where it gives none (Megatron then goes by the sizes)."""
     path = (*LOADER, "config", "data_path")
     if not (found := look(recipe, path, None)):
         return [], []

@@ -96,7 +96,7 @@ def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | N
 
 
 def _splits(path: Path, overrides: tuple[str, ...]) -> bool:
-    """Whether a recipe, as it is written, has a degree that cuts the model or its sequences."""
+    """Return whether a recipe, as it is written, has a degree that cuts the model or its sequences."""
     view = View(apply_overrides(load_recipe(path), overrides))
     return view.parallel and view.tp * view.pp * view.cp > 1
 
@@ -108,7 +108,7 @@ def _processes(view: View) -> str:
 
 
 def _sharded(recipe: Recipe) -> Recipe:
-    """The recipe in float32 as MindSpore's sharded graph on CPU, its degrees kept."""
+    """Return the recipe in float32 as MindSpore's sharded graph on CPU, its degrees kept."""
     sharded = copy.deepcopy(recipe)
     dp = View(recipe).dp
     sharded["use_parallel"] = True
@@ -147,7 +147,7 @@ def train_and_compare(sides: Sides, steps: int, folder: Path, say: Callable[[str
 
 
 def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
-    """Losses of the first steps, by `tc3 train` in a process of its own."""
+    """Return losses of the first steps, by `tc3 train` in a process of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     dump_recipe(align_sides.shortened(recipe, steps), folder / "recipe_in.yaml")
     command = [sys.executable, "-c", _TC3, "train", str(folder / "recipe_in.yaml")]
@@ -198,7 +198,7 @@ class Ladder:
         return any(rung.state == FAILED for rung in self.rungs)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         names = ("ours", "theirs", "passed", "verdict", "about")
         rungs = [
             {**{name: getattr(rung, name) for name in ("name", "status", "reason")},
@@ -251,7 +251,7 @@ def climb(wanted: Wanted, say: Say) -> Ladder:
 
 
 def _against_reference(ladder: Ladder, wanted: Wanted, say: Say) -> None:
-    """MindFormers and Hugging Face: the same recipe in two frameworks."""
+    """Compare MindFormers and Hugging Face: the same recipe in two frameworks."""
     recipe = align_sides.load(wanted.path, wanted.overrides, wanted.data, wanted.steps)
     plain = align_sides.alone(recipe, wanted.steps)
     sizes, hyper = align_sides.reference_sizes(plain), hyper_of(plain, wanted.steps)
@@ -276,7 +276,9 @@ def _against_reference(ladder: Ladder, wanted: Wanted, say: Say) -> None:
 
 
 def _against_recipe(ladder: Ladder, wanted: Wanted, say: Say) -> None:
-    """Two recipes, both by MindFormers: their settings at their own size, their numbers at a size that CPU runs."""
+    """Compare two recipes, both by MindFormers: their settings at their own size, their numbers at a size that CPU
+    runs.
+    """
     paths = wanted.path, Path(wanted.against)
     ladder.rungs.append(_configuration(ladder, paths, wanted))
     if ladder.rungs[-1].status == FAILED:
@@ -299,7 +301,9 @@ def _against_recipe(ladder: Ladder, wanted: Wanted, say: Say) -> None:
 
 
 def _configuration(ladder: Ladder, paths: tuple[Path, Path], wanted: Wanted) -> Rung:
-    """Rung 1: the recipes as they are written, not their minis, which have sizes, layout and precision of their own."""
+    """Return rung 1: the recipes as they are written, not their minis, which have sizes, layout and precision of their
+    own.
+    """
     ours, theirs = (align_sides.written(path, wanted.overrides, wanted.data) for path in paths)
     ladder.settings = align_config.differences(ours, theirs)
     wrong = [setting for setting in ladder.settings if setting.kind in (align_config.MUST, align_config.UNKNOWN)]
@@ -329,7 +333,7 @@ def compare_records(
 
 
 def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say) -> Rung:
-    """Rung 6: the unchanged recipes, by their losses."""
+    """Return rung 6: the unchanged recipes are compared by their losses."""
     paths = [wanted.path] if other is None else [wanted.path, Path(wanted.against)]
     sides = split_model(paths, wanted.overrides, wanted.data, wanted.steps)
     if sides is None:  # as they are; one worker beside a single recipe

@@ -21,7 +21,8 @@ MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK)
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class AlignRecorder(Callback):
-    """This callback sets given weights and records the values that the other side of the comparison has to match.
+    """An `AlignRecorder` is a callback that sets given weights and records the values that the other side of the
+    comparison has to match.
 
     Args:
         weights: .npz of parameters by MindFormers' names; every parameter of it must exist. None keeps the model's own.

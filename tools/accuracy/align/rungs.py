@@ -52,7 +52,7 @@ MODULES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One number.
+    """A `Row` is one compared number.
 
     Args:
         error, floor: in the rung's own measure, which `measure` names. floor: what rounding does to the reference.
@@ -139,7 +139,7 @@ def forward(ours: Record, theirs: Record, floor: Record | None) -> Rung:
 
 
 def _each(sides: Iterable[Record | None], part: Callable[..., np.ndarray | None]) -> list[np.ndarray | None]:
-    """A part of (ours, theirs, the reference's nudged run or None)."""
+    """Return a part of (ours, theirs, the reference's nudged run or None)."""
     return [None if side is None else part(side) for side in sides]
 
 
@@ -197,7 +197,7 @@ def _ties_are_rare(theirs: Record) -> bool:
 
 
 def _single_steps(ours: Record, theirs: Record) -> list[Row]:
-    """Loss, update and bias of each step from our own state.
+    """Return loss, update and bias of each step from our own state.
 
     Few choices that moved to another expert are ties, and excuse as much of loss and update as they can change; many,
     or some in most steps, are a fault. The biases are not excused: the reference moves them by our counts.
@@ -253,7 +253,7 @@ def _share(apart: float, want: np.ndarray) -> float:
 
 
 def _snapped(step: np.ndarray, want: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """`step` with `want`'s value wherever they differ by no more than one unit in the last place of `weight`."""
+    """Return `step` with `want`'s value wherever they differ by no more than one unit in the last place of `weight`."""
     if step.shape != want.shape:
         return step
     unit = np.spacing(np.abs(weight.astype(np.float32))).astype(np.float64)
@@ -271,7 +271,7 @@ def trimmed(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def _length(got: np.ndarray, want: np.ndarray) -> float:
-    """|got - want| in the L2 norm; inf for NaN or another shape."""
+    """Return |got - want| in the L2 norm; inf for NaN or another shape."""
     apart = float(np.linalg.norm(got.astype(np.float64) - want)) if got.shape == want.shape else float("inf")
     return apart if np.isfinite(apart) else float("inf")
 
@@ -279,7 +279,7 @@ def _length(got: np.ndarray, want: np.ndarray) -> float:
 def _between(
     name: str, measure: Callable[[np.ndarray, np.ndarray], float], sides: list, tolerance: float, words: str
 ) -> Row:
-    """A row for (ours, theirs, the reference's nudged run or None); what one side lacks fails.
+    """Return a row for (ours, theirs, the reference's nudged run or None); what one side lacks fails.
 
     Where the reference is zero nothing is relative to it: only what rounding makes of that zero excuses anything.
     """
@@ -378,7 +378,7 @@ def explain_curve(rung: Rung) -> str:
 
 
 def _rotated_only(ours: np.ndarray, theirs: np.ndarray, rope: int) -> str:
-    """Says so when the rotated part of the heads differs and the rest does not."""
+    """Return a sentence if the rotated part of the heads differs and the rest does not."""
     if ours.shape != theirs.shape or not 0 < rope < ours.shape[-1]:
         return ""
     plain, rotated = (relative(ours[..., part], theirs[..., part]) for part in (np.s_[:-rope], np.s_[-rope:]))
@@ -390,7 +390,7 @@ def _rotated_only(ours: np.ndarray, theirs: np.ndarray, rope: int) -> str:
 
 
 def _cause(name: str, steps: tuple, ours: Record, hyper: Hyper) -> str:
-    """Whether the difference of two steps is along the weight (decay) or along the step (learning rate)."""
+    """Return whether the difference of two steps is along the weight (decay) or along the step (learning rate)."""
     apart = (steps[0][name] - steps[1][name]).ravel()
     rate = hyper.rates[hyper.first_update - 1]
     along_weight = _cosine(apart, ours.initial[name].ravel())
@@ -401,7 +401,7 @@ def _cause(name: str, steps: tuple, ours: Record, hyper: Hyper) -> str:
 
 
 def _factor(ours: np.ndarray, theirs: np.ndarray) -> str:
-    """``, 1.010 times the other side`` where one is a multiple of the other."""
+    """Return ``, 1.010 times the other side`` where one is a multiple of the other."""
     if ours.shape != theirs.shape or _cosine(ours.ravel(), theirs.ravel()) < 0.999:
         return ""
     return f", {np.linalg.norm(ours) / np.linalg.norm(theirs):.4f} times the other side's"

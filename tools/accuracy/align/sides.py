@@ -129,7 +129,7 @@ def in_hugging_face_names(record: Record, sizes: Sizes) -> Record:
 
 
 def _layer(router: str, sizes: Sizes) -> str:
-    """The number of a MindFormers router's layer, MTP behind the others."""
+    """Return the number of a MindFormers router's layer, MTP behind the others."""
     words = router.split(".")
     return str(int(words[2]) + sizes.layers * (words[0] == "mtp"))
 
@@ -165,7 +165,7 @@ def _changed(recipe: Recipe, overrides: tuple[str, ...], data: str | None) -> Re
 
 
 def _corpus(recipe: Recipe, data: str | None) -> list[str]:
-    """The override that makes `data` the recipe's whole corpus; of a blend it replaces the list."""
+    """Return the override that makes `data` the recipe's whole corpus; of a blend it replaces the list."""
     if not data:
         return []
     if len(look(recipe, (*LOADER, "config", "data_path"), [])) == 2:
@@ -333,7 +333,7 @@ def reference_and_floor(
 
 
 def _states(record: Record) -> Arrays:
-    """A record's states and loads, flat."""
+    """Return a record's states and loads, flat."""
     out = {f"load/{step}/{layer}": load for step, loads in enumerate(record.loads) for layer, load in loads.items()}
     for step, state in enumerate(record.states):
         for kind, arrays in state.items():

@@ -99,7 +99,7 @@ def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep
 
 
 def _train(recipe: Path, run_dir: Path, steps: int) -> Path:
-    """The folder of a run of a recipe with its state recorded."""
+    """Return the folder of a run of a recipe with its state recorded."""
     require_verified()
     flat = load_recipe(recipe)
     mini = [] if View(flat).get(("context", "device_target")) == "CPU" else ["--mini"]

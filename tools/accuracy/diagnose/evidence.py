@@ -191,7 +191,7 @@ class Side:
         return self._norms(step, "square")
 
     def _norms(self, step: int, key: str) -> dict[str, float]:
-        """Weight -> root of what its parts add up to, where each part is recorded."""
+        """Return weight -> root of what its parts add up to, where each part is recorded."""
         squares: dict[str, float] = {}
         unknown = set()
         for name, _, told in self.updates(step):
@@ -202,7 +202,9 @@ class Side:
 
 
 def _trained(name: str) -> str:
-    """The weight whose presence in a rank's parts tells that the rank uses a tensor: a counter's is its router's."""
+    """Return the weight whose presence in a rank's parts tells that the rank uses a tensor: a counter's is its
+    router's.
+    """
     router, _, last = name.rpartition(".")
     return f"{router}.weight" if last in COUNTERS else name
 
@@ -264,7 +266,7 @@ def _software(file: Path) -> dict[str, str]:
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The JSON lines of a file; an unfinished last one, of a run that goes on, is left out."""
+    """Yield the JSON lines of a file; an unfinished last one, of a run that goes on, is left out."""
     if not file.exists():
         return
     text = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -299,7 +301,7 @@ def _read_states(side: Side, file: Path, rank: int) -> None:
 
 
 def _notes(side: Side, ranks: int) -> None:
-    """What the folder cannot tell, a line each, with how to record it."""
+    """Note what the folder cannot tell, a line each, with how to record it."""
     incomplete = [step for step, state in side.states.items() if len(state.lines) < ranks]
     for step in incomplete:
         del side.states[step]

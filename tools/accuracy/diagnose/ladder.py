@@ -140,8 +140,8 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
 
 
 def _dated(findings: list[Finding]) -> Iterator[Finding]:
-    """Findings, each with the step at which it arose: a module that is wrong when the run ends was so when the first
-    number of a step's arithmetic differed.
+    """Yield findings, each with the step at which it arose: a module that is wrong when the run ends was so when the
+    first number of a step's arithmetic differed.
     """
     steps = [
         each.step
@@ -153,7 +153,9 @@ def _dated(findings: list[Finding]) -> Iterator[Finding]:
 
 
 def _placed(findings: list[Finding]) -> Iterator[Finding]:
-    """Findings in order; where no module of a wrong loss is known, the gradients tell where it is likely to be."""
+    """Yield findings in order; where no module of a wrong loss is known, the gradients tell where it is likely to
+    be.
+    """
     for found in findings:
         of_step = [each for each in findings if each.step == found.step]
         gradients = [each for each in of_step if each.rung == GRADIENTS and each.module != "all weights"]
@@ -164,7 +166,7 @@ def _placed(findings: list[Finding]) -> Iterator[Finding]:
 
 
 def _software(a: Side, b: Side) -> tuple[tuple[str, str, str], ...]:
-    """(package, version in A, version in B) of those that differ; none where a run did not record them."""
+    """Return (package, version in A, version in B) of those that differ; none where a run did not record them."""
     if not a.software or not b.software:
         return ()
     pairs = [
@@ -174,14 +176,16 @@ def _software(a: Side, b: Side) -> tuple[tuple[str, str, str], ...]:
 
 
 def _resuming(change: Change) -> bool:
-    """Whether a key only says that a run goes on from a checkpoint: the rung `resume` looks at what came of it."""
+    """Return whether a key only says that a run goes on from a checkpoint: the rung `resume` looks at what came of
+    it.
+    """
     if change.path == "checkpoint.no_load_optim":
         return change.before is not True and change.after is not True
     return change.path == "checkpoint.load_path"
 
 
 def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Rungs that had something to compare, and the others with why."""
+    """Return rungs that had something to compare, and the others with why."""
     sides = (a, b) if b else (a,)
     seen = [CONFIGURATION] if b else _held_against_recipe(a)
     unknown: list[str] = []
@@ -199,14 +203,16 @@ def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...
 
 
 def _held_against_recipe(side: Side) -> list[str]:
-    """Rungs in which a single run is held against what its recipe says."""
+    """Return the rungs that compare a single run with what its recipe says."""
     traced = any(side.modules(step) for step in side.states) and (side.folder / START_FILE).is_file()
     return [CONFIGURATION] * bool(side.effective) + [FORWARD] * traced
 
 
 @dataclass
 class _Pair:
-    """Two runs. `bits`: whether they must agree to the last bit; `same`: whether they are of one configuration."""
+    """A `_Pair` holds two runs. `bits`: whether they must agree to the last bit; `same`: whether they are of one
+    configuration.
+    """
 
     a: Side
     b: Side
@@ -229,7 +235,7 @@ class _Pair:
             yield from self._routers(step)
 
     def _built(self) -> Iterator[Finding]:
-        """What was built of equal recipes."""
+        """Yield findings about what was built from equal recipes."""
         for name in sorted(self.a.effective.keys() & self.b.effective.keys()):
             one, two = self.a.effective[name], self.b.effective[name]
             if one != two:
@@ -237,7 +243,7 @@ class _Pair:
                 yield Finding(0, CONFIGURATION, "configuration", what)
 
     def _modules(self, step: int) -> Iterator[Finding]:
-        """The first module whose output differs: those after it take it in."""
+        """Yield a finding about the first module whose output differs: the modules after it read this output."""
         mine, others = self.a.modules(step), self.b.modules(step)
         for name, output in mine.items():
             if name not in others or output[0] == others[name][0]:
@@ -249,7 +255,7 @@ class _Pair:
                 return
 
     def _start(self) -> Iterator[Finding]:
-        """Starts of one step: fresh runs, or both resumed at the same place."""
+        """Yield findings about the start of one step: of fresh runs, or of runs that both resumed at the same place."""
         for mine in self.a.starts:
             other = next((each for each in self.b.starts if each.step == mine.step), None)
             if other:
@@ -260,7 +266,7 @@ class _Pair:
                 yield from self._tensors(0, one, two, START)
 
     def _resume(self) -> Iterator[Finding]:
-        """What one run restored against what the other one had at that step."""
+        """Yield findings about what one run restored, against what the other one had at that step."""
         for one, other in ((self.a, self.b), (self.b, self.a)):
             for start in one.starts:
                 known = start.step > 0 and start.step not in one.states and start.step in other.states
@@ -269,7 +275,7 @@ class _Pair:
                     yield from self._tensors(start.step, *sides, RESUME)
 
     def _tensors(self, step: int, a: State, b: State, rung: str) -> Iterator[Finding]:
-        """Weights, moments, counters and biases of two states."""
+        """Yield findings about weights, moments, counters and biases of two states."""
         mine, others = a.tensors(self.a.parts()), b.tensors(self.b.parts())
         for name in sorted(mine.keys() ^ others.keys()):
             if is_trained(name):
@@ -309,7 +315,7 @@ class _Pair:
                 yield Finding(step, SAMPLES, "data", f"{name} of {rows} of {len(mine)} samples differs", 1.0)
 
     def _whose(self, step: int, others: set[str], common: int) -> str:
-        """In words, which step of A has B's samples."""
+        """Return in words, which step of A has B's samples."""
         for other in self.a.samples:
             found = self.a.ids(other)
             if found is not None and set(found) == others:
@@ -348,7 +354,7 @@ class _Pair:
             yield Finding(step, UPDATE, "learning rate", f"learning rate {one:.9g} and {two:.9g}")
 
     def _gradients(self, step: int) -> Iterator[Finding]:
-        """Gradients before clipping: a wrong norm scales them all, and is not their fault.
+        """Yield findings about gradients before clipping: a wrong norm scales them all, and is not their fault.
 
         If both runs have the same global norm, and in one of them the clipped gradients do not have the norm that it
         leaves them, clipping is wrong, and what the gradients were before it is not known.

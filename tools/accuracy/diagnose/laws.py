@@ -95,7 +95,7 @@ def laws(side: Side) -> Iterator[Finding]:
 
 
 def _copies_law(side: Side, state: State, rung: str) -> Iterator[Finding]:
-    """What several ranks hold is the same on all of them; `rung` is that of the weights."""
+    """Yield findings unless what several ranks hold is the same on all of them; `rung` is that of the weights."""
     for name, tensor in sorted(state.tensors(side.parts()).items()):
         if tensor.differing:
             where = ROUTERS if rung == UPDATE and name.endswith(COUNTERS) else rung
@@ -104,7 +104,7 @@ def _copies_law(side: Side, state: State, rung: str) -> Iterator[Finding]:
 
 
 def _built_law(side: Side) -> Iterator[Finding]:
-    """What was built has the numbers of the recipe."""
+    """Yield findings unless what was built has the numbers of the recipe."""
     for name, wanted in built_of(side.recipe).items():
         found = side.effective.get(name, wanted)
         if found != wanted and not (_number(found) and _number(wanted) and math.isclose(found, wanted, rel_tol=1e-6)):
@@ -137,7 +137,7 @@ def _modules_law(side: Side) -> Iterator[Finding]:
 def _wrong_module(
     found: Mapping[str, list[Any]], wanted: Mapping[str, Any], ties: Mapping[str, int]
 ) -> tuple[str, float] | None:
-    """The first module whose output is wrong, and by how much.
+    """Return the first module whose output is wrong, and by how much.
 
     A token at a tie may choose another expert by rounding, which changes about its share of the output.
     """
@@ -180,7 +180,8 @@ def norm_law(side: Side, step: int) -> Iterator[Finding]:
 
 
 def _update_law(side: Side, step: int) -> Iterator[Finding]:
-    """Each weight moves by AdamW with the step's learning rate; weights of one dimension do not decay.
+    """Yield findings unless each weight moves by AdamW with the step's learning rate; weights of one dimension do not
+    decay.
 
     Of Muon's steps of matrices nothing is fitted; it leaves the other weights to AdamW.
     """
@@ -207,7 +208,9 @@ def _update_law(side: Side, step: int) -> Iterator[Finding]:
 
 
 def _router_law(side: Side, state: State, before: State | None) -> Iterator[Finding]:
-    """Loads add up to the choices made; a bias moves by its rate times the sign of share less load."""
+    """Yield findings unless loads add up to the choices made, and a bias moves by its rate times the sign of share less
+    load.
+    """
     model, view = side.recipe["model"]["model_config"], View(side.recipe)
     rate = model.get("moe_router_bias_update_rate")
     passes = view.micro_batches * view.number(("runner_config", "gradient_accumulation_steps"), 1)

@@ -103,7 +103,7 @@ def _path(row: Row) -> str:
 
 
 def _follows(parameter: Row, forward: Row | None, backward: Row | None) -> bool:
-    """Whether something that was computed, or taken in, differs before this parameter is seen.
+    """Return whether something that was computed, or taken in, differs before this parameter is seen.
 
     What goes into a call inside the parameter's own cell does not count: the cell may have passed the parameter on.
     """
@@ -117,7 +117,9 @@ def _follows(parameter: Row, forward: Row | None, backward: Row | None) -> bool:
 
 
 def _arrived(rows: list[Row]) -> Row | None:
-    """The first part of a step's batch that differs: an input of the outermost cell, or else of the first call."""
+    """Return the first part of a step's batch that differs: an input of the outermost cell, or else of the first
+    call.
+    """
     # behind the backward pass: an optimizer's cells
     turn = min((row.order for row in rows if row.phase == BACKWARD), default=math.inf)
     forward = [row for row in rows if row.phase == FORWARD and row.order < turn]
@@ -146,7 +148,9 @@ def _initial(row: Row, rows: list[Row], arrived: Row | None) -> str:
 
 
 def _moved(row: Row, rows: list[Row]) -> str:
-    """The weights of a later step: what the optimizer did to them, by what most of the wrong updates look like."""
+    """Return the weights of a later step: what the optimizer did to them, by what most of the wrong updates look
+    like.
+    """
     wrong = [each for each in rows if each.phase == WEIGHTS and each.kind]
     weights = sum(each.phase == WEIGHTS and each.role == row.role for each in rows)
     cause, times = Counter(each.cause for each in wrong).most_common(1)[0]
@@ -271,7 +275,7 @@ class Report:
         return found
 
     def _about_updates(self) -> list[str]:
-        """Which updates were judged how well; without any, the optimizer was not looked at."""
+        """Return which updates were judged how well; without any, the optimizer was not looked at."""
         judged, found = self.judged, []
         if self.updates > judged.exact:
             least = "they moved the same on both sides, or not at all"

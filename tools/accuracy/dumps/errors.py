@@ -148,7 +148,7 @@ def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Mea
         if want.size != got.size:
             raise DataError(
                 f"{bench}: the array has shape {list(got.shape)}, and that of {golden} has shape {list(want.shape)}, "
-                "although the dump.json files give both the same shape; one of the dumps is damaged"
+                "although the dump.json files give both the same shape; one of the dumps is damaged, so make both again"
             )
         identical, total = _first_look(want, got)
         if identical and np.isfinite(total):
@@ -164,7 +164,9 @@ def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Mea
 
 
 def _first_look(want: NpyFile, got: NpyFile) -> tuple[bool, float]:
-    """Whether all bits agree; the sum of squares of `want` (0 for integers, not finite where it holds NaN or inf)."""
+    """Return whether all bits agree; the sum of squares of `want` (0 for integers, not finite where it holds NaN or
+    inf).
+    """
     identical, total = want.dtype == got.dtype, 0.0
     with np.errstate(all="ignore"):
         for a, b in pieces(want, got):
@@ -177,7 +179,7 @@ def _first_look(want: NpyFile, got: NpyFile) -> tuple[bool, float]:
 
 
 def _worst(want: NpyFile, got: NpyFile, tolerance: float, error_of: ErrorOf) -> Measured:
-    """The largest error, and how many are over the tolerance; `error_of` a piece of `want` and of `got`."""
+    """Return the largest error, and how many are over the tolerance; `error_of` a piece of `want` and of `got`."""
     worst, outside, place, values, offset = -1.0, 0, 0, (0.0, 0.0), 0
     with np.errstate(all="ignore"):
         for a, b in pieces(want, got):
@@ -194,7 +196,7 @@ def _worst(want: NpyFile, got: NpyFile, tolerance: float, error_of: ErrorOf) -> 
 
 
 def _fast(want: NpyFile, got: NpyFile, tolerance: float, scale: float, total: float) -> Measured:
-    """The error in float32; `scale` is the root mean square of `want`, `total` the sum of its squares."""
+    """Return the error in float32; `scale` is the root mean square of `want`, `total` the sum of its squares."""
     sums = np.array([total, 0.0, 0.0])
 
     def error_of(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -206,7 +208,7 @@ def _fast(want: NpyFile, got: NpyFile, tolerance: float, scale: float, total: fl
 
 
 def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float) -> Measured:
-    """As `judge.errors`, in float64."""
+    """Return the result of `judge.errors`, computed in float64."""
     squares, count = 0.0, 0
     for (a,) in pieces(want):
         finite = a[np.isfinite(a)].astype(np.float64)

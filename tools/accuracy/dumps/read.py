@@ -158,7 +158,7 @@ class NpyFile:
 
 @lru_cache(maxsize=4096)
 def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
-    """NumPy's own reading of a header; cached, because most arrays of a dump share theirs with others."""
+    """Return NumPy's own reading of a header; cached, because most arrays of a dump share theirs with others."""
     stream = io.BytesIO(head)
     if np.lib.format.read_magic(stream) != (1, 0):
         raise ValueError("the version of the .npy format must be 1.0")
@@ -259,7 +259,7 @@ def _kernel_name(kind: str, scope: str, call: int) -> Name:
 
 
 def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
-    """(microseconds, operator, `graphG.scope`, tensor) of each file."""
+    """Yield (microseconds, operator, `graphG.scope`, tensor) of each file."""
     mapping = folder / "mapping.csv"
     names = {}
     if mapping.exists():
@@ -351,7 +351,7 @@ def open_dump(folder: Path) -> Dump:
 
 
 def _steps(folder: Path) -> dict[int, dict[int, Path]]:
-    """step -> rank -> folder with a dump.json."""
+    """Return step -> rank -> folder with a dump.json."""
     folders = {int(match[1]): _ranks(path) for path in folder.glob("step*") if (match := _STEP.match(path.name))}
     return {step: ranks for step, ranks in sorted(folders.items()) if ranks}
 
@@ -370,7 +370,7 @@ def _same_ranks(folder: Path, folders: dict[int, dict[int, Path]], weights: dict
 
 
 def _elsewhere(folder: Path) -> str:
-    """Where the dump might be meant."""
+    """Return where the dump might be meant."""
     if (folder / "dump.json").exists():
         return f"; it is one rank of a dump: give {folder.parent.parent}"
     if any(folder.glob("*/dump.json")):
@@ -381,7 +381,7 @@ def _elsewhere(folder: Path) -> str:
 
 
 def _ranks(step: Path) -> dict[int, Path]:
-    """rank -> folder; a single process that knew no rank (`procPID`) is rank 0."""
+    """Return rank -> folder; a single process that knew no rank (`procPID`) is rank 0."""
     if not step.is_dir():
         return {}
     folders = [path for path in step.iterdir() if (path / "dump.json").exists()]
@@ -449,7 +449,7 @@ def _items(value: dict[str, Any], folder: Path) -> Iterator[Item]:
 
 
 def _leaves(node: Any, label: str, role: str, data: Path) -> Iterator[Item]:
-    """Tensors and plain values of a nested list or dictionary."""
+    """Yield tensors and plain values of a nested list or dictionary."""
     if isinstance(node, list):
         for number, child in enumerate(node):
             yield from _leaves(child, f"{label}.{number}", role, data)
@@ -477,7 +477,7 @@ def _tensor(node: dict[str, Any], label: str, role: str, data: Path) -> Item:
 
 
 def _wrong(node: dict[str, Any]) -> str | None:
-    """What a tensor's node has that none can have; None if nothing."""
+    """Return what a tensor's node has that none can have; None if nothing."""
     dtype, shape, name = node.get("dtype"), node.get("shape"), node.get("data_name")
     if not isinstance(dtype, str):
         return f"dtype {dtype!r}"

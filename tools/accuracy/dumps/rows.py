@@ -46,7 +46,8 @@ _WIDTH = {"float64": 3, "float32": 2, "float16": 1, "bfloat16": 1}
 
 
 class Counter:
-    """A `Counter` computes the accumulation count of each tensor of one step on one rank.
+    """A `Counter` computes the accumulation count of each tensor of one step on one rank: how many terms an element
+    sums.
 
     Args:
         entries: all calls of the step, golden side.
@@ -88,7 +89,7 @@ def _place(entry: Entry) -> str:
 
 
 def _counts(entry: Entry) -> tuple[int, int, int]:
-    """(forward, gradient of the input, gradient of a parameter)."""
+    """Return (forward, gradient of the input, gradient of a parameter)."""
     kind = entry.name.type.lower()
     inputs = [item.shape for item in entry.items if item.role == "input" and item.is_tensor]
     outputs = [item.shape for item in entry.items if item.role == "output" and item.is_tensor]
@@ -325,7 +326,7 @@ def _by_statistics(golden: Item, bench: Item, smallest: float) -> Measured:
 
 
 def _detail(found: Measured, shape: tuple[int, ...], golden: Item, bench: Item) -> str:
-    """One line about the worst value."""
+    """Return one line about the worst value."""
     if not golden.file or not bench.file:
         texts = zip(("max", "min", "mean", "norm"), bench.statistics, golden.statistics, strict=True)
         return ", ".join(f"{name} {got} should be {want}" for name, got, want in texts if got != want)

@@ -168,7 +168,7 @@ def _numbers(item: Item) -> np.ndarray | None:
 def _allowed(
     old: np.ndarray, shape: tuple[int, ...], size: float, error: float, dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(what an update of this size may move each statistic by, by how much the moves may be apart)."""
+    """Return (what an update of this size may move each statistic by, by how much the moves may be apart)."""
     root, eps, sigmas = math.sqrt(max(math.prod(shape), 1)), ROUNDOFF[dtype], systematic(dtype)[1]
     base, noise = tolerance(dtype, 1), 2 * math.sqrt(min(error, 1.0))
     norm, largest = max(old[3], 1e-300), max(abs(old[0]), abs(old[1]))
@@ -183,14 +183,18 @@ def _allowed(
 def _explained(
     old: np.ndarray, move: np.ndarray, apart: np.ndarray, allowed: np.ndarray
 ) -> tuple[float | None, float | None]:
-    """(longer, grown), see `Seen`: a factor of the whole update, or of the weight, moves all statistics alike."""
+    """Return (longer, grown), see `Seen`: a factor of the whole update, or of the weight, moves all statistics
+    alike.
+    """
     longer, misfit = _factor(move[:3], apart[:3], allowed[:3])  # the norm moves by the square of an update too
     grown, other = _factor(old, apart, allowed)
     return (longer, None) if misfit < other else (None, grown)
 
 
 def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[float | None, float]:
-    """The one number that makes `apart` of `cause`, if there is one, and how far from it they are (inf without)."""
+    """Return the one number that makes `apart` of `cause`, if there is one, and how far from it they are (inf
+    without).
+    """
     place = int(np.argmax(np.abs(cause) / allowed))
     factor = apart[place] / cause[place] if cause[place] else 0.0
     rest = np.abs(apart - factor * cause)
@@ -217,7 +221,7 @@ class Updates:
 
 @dataclass(frozen=True)
 class _Step:
-    """A weight in two steps: indices of its rows, and the error of the gradients between."""
+    """A `_Step` describes a weight in two steps: indices of its rows, and the error of the gradients between."""
 
     before: int
     after: int
@@ -250,7 +254,7 @@ def judge_updates(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[Row |
 
 
 def _steps(pairs: list[Pair], rows: list[Row | None]) -> list[_Step]:
-    """Every trained weight that is seen in two steps."""
+    """Return every trained weight that is seen in two steps."""
     gradients: dict[tuple, float] = {}  # the largest error so far
     backward: dict[int, float] = {}  # the same of a rank's backward pass
     last: dict[tuple, int] = {}  # where the same weight was seen before
@@ -272,7 +276,7 @@ def _steps(pairs: list[Pair], rows: list[Row | None]) -> list[_Step]:
 
 
 def _items(before: Pair, after: Pair) -> tuple[tuple[Item, Item], tuple[Item, Item]]:
-    """The weight before and after: of GOLDEN, of BENCH."""
+    """Return the weight before and after: of GOLDEN, of BENCH."""
     sides = [side[1] for side in (before.golden, after.golden, before.bench, after.bench) if side and side[1]]
     assert len(sides) == 4, "_steps takes weights that both sides have"
     return (sides[0], sides[1]), (sides[2], sides[3])
@@ -287,7 +291,7 @@ def _files(before: Pair, after: Pair) -> list[Path]:
 def _by_statistics(
     before: Pair, after: Pair, old: Row | None, row: Row | None, step: _Step, size: float, updates: Updates
 ) -> Row:
-    """The row of a weight whose values are not known; counts in `updates` what was judged."""
+    """Return the row of a weight whose values are not known; counts in `updates` what was judged."""
     assert old is not None and row is not None
     golden, bench = _items(before, after)
     if row.kind not in ("", VALUE, SCALED) or old.kind not in ("", UPDATE):
@@ -313,7 +317,7 @@ def _by_statistics(
 
 
 def _judged(before: Pair, after: Pair, old: Row | None, row: Row | None, gradient_error: float) -> Row:
-    """The row of a weight whose values are known."""
+    """Return the row of a weight whose values are known."""
     assert old is not None and row is not None
     if row.kind not in ("", VALUE, SCALED) or not (row.error or old.error):
         return row  # the weight itself is wrong, or all four are bit-identical

@@ -155,7 +155,7 @@ def equivalence_command(
 
 
 def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, str]:
-    """(the golden file of a recipe, the recipe whose numbers it holds where that is another).
+    """Return (the golden file of a recipe, the recipe whose numbers it holds where that is another).
 
     Raises:
         RecipeError: --golden has none for it, or another's; --update would overwrite another's.
@@ -177,7 +177,8 @@ def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, st
 def _gate(
     matrix: Matrix, file: Path | None, recipe: str, update: bool, console: Console
 ) -> tuple[list[str], list[str]]:
-    """(what differs from the golden numbers, runs that have none); with `update` they are written and nothing does.
+    """Return (what differs from the golden numbers, runs that have none); with `update` they are written and nothing
+    does.
 
     Args:
         file: where this recipe's numbers stand, or would; None where another recipe's do.
@@ -207,5 +208,5 @@ def _gate(
 
 
 def _passed(matrix: Matrix, lines: list[str]) -> bool:
-    """Nothing failed, something was compared."""
+    """Return whether something was compared and nothing failed."""
     return not lines and (matrix.passed or (not matrix.rows and bool(matrix.runs)))

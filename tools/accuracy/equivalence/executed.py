@@ -90,7 +90,9 @@ def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Co
 
 
 def _numbers(run: Trained, reference: Trained, sharding: Sharding) -> Iterator[Finding]:
-    """Losses and norms of each step: what would be a finding if it is over what is allowed."""
+    """Yield comparisons of the losses and norms of each step; they are findings if their error is over what is
+    allowed.
+    """
     micro_steps = sharding.accumulate or 2  # 0: of a rank's samples each
     undefined = undefined_parts(sharding.pp, micro_steps, float(sharding.aux))
     left_out = ["global_norm", *["load_balancing_loss"] * len(undefined)]
@@ -111,7 +113,9 @@ def _numbers(run: Trained, reference: Trained, sharding: Sharding) -> Iterator[F
 
 
 def _first_gradients(run: Trained, reference: Trained, allowed: float) -> Iterator[Finding]:
-    """Every weight's gradient of step 1, element by element: the one that errs most is nearest to the fault."""
+    """Yield comparisons of every weight's gradient of step 1, element by element: the one that errs most is nearest to
+    the fault.
+    """
     for name in shared(run, reference, FIRST):
         sides = run.state[FIRST + name], reference.state[FIRST + name]
         yield At(run, 1, BACKWARD).judged(name, f"gradient of {name}", *sides, allowed)
@@ -128,14 +132,14 @@ def _placed(norm: Finding, allowed: float, alike: bool) -> Finding:
 
 
 def _held_out(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Held-out losses after each step, and before the first."""
+    """Yield comparisons of the held-out losses after each step, and before the first."""
     for step in sorted(run.held_out.keys() | reference.held_out.keys()):
         got, want = run.held_out.get(step), reference.held_out.get(step)
         yield At(run, step, FORWARD).number("loss", "held-out loss", got, want, HELD_OUT)
 
 
 def _tensors(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Weights and moments after the last step; one that only one side has is wrong."""
+    """Yield comparisons of weights and moments after the last step; one that only one side has is wrong."""
     last = len(reference.steps)
     for name in sorted(run.state.keys() ^ reference.state.keys()):
         side = "no checkpoint of the run holds it" if name in reference.state else "one process has none"
@@ -151,7 +155,7 @@ def _tensors(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def _norm_with_share(run: Trained, step: int, norm: float | None) -> float | None:
-    """What a pipeline with an MTP layer takes for the global norm, from that of one process.
+    """Return what a pipeline with an MTP layer takes for the global norm, from that of one process.
 
     The last stage's share of the embedding's gradient is in the first stage's, and counts once more
     (docs/stock-differences.md).
@@ -160,7 +164,7 @@ def _norm_with_share(run: Trained, step: int, norm: float | None) -> float | Non
 
 
 def _counted_twice(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Global norms that are not those of one process."""
+    """Yield global norms that are not those of one process."""
     for step, (mine, theirs) in enumerate(zip(run.steps, reference.steps, strict=True), 1):
         norm, right = mine["global_norm"], theirs["global_norm"]
         share, want = run.shares[step - 1], _norm_with_share(run, step, right)
@@ -271,7 +275,7 @@ def _in_order(folder: Path) -> Whole:
 
 
 def _shares(run_dir: Path, workers: int) -> list[float]:
-    """What the last rank noted of its own gradient; nothing where it was not asked."""
+    """Return what the last rank noted of its own gradient; nothing where it was not asked."""
     noted = run_dir / NOTES / f"gradient_rank_{workers - 1}.json"
     return json.loads(noted.read_text()) if noted.exists() else []
 
@@ -289,7 +293,7 @@ def biases_of(whole: Whole) -> dict[str, dict[int, np.ndarray]]:
 
 
 def _others(copies: dict[int, np.ndarray]) -> tuple[int, ...]:
-    """Ranks whose copy is not the first's."""
+    """Return ranks whose copy is not the first's."""
     (_, first), *others = copies.items()
     return tuple(rank for rank, copy in others if copy.tobytes() != first.tobytes())
 
@@ -303,7 +307,7 @@ def _updated(arrays: dict[str, np.ndarray], prefix: str) -> list[str]:
 
 
 class _Record:
-    """Norms, and what the optimizer divided by, step by step."""
+    """A `_Record` collects norms, and what the optimizer divided by, step by step."""
 
     def __init__(self, adam: Adam):
         self.adam = adam

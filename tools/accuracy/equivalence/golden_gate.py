@@ -99,7 +99,7 @@ def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]])
 
 
 def _numbers(run: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Every number of a run, and where it stands."""
+    """Yield every number of a run, and where it stands."""
     for number, step in enumerate(run["steps"], 1):
         yield from ((f"step {number} {key}", value) for key, value in step.items() if key != "norms")
         yield from ((f"step {number} gradient norm of {group}", norm) for group, norm in step.get("norms", {}).items())

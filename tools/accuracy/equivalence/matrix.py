@@ -185,7 +185,7 @@ def equivalence(
 
 
 class _Runner(Runs):
-    """Trains variants of one recipe, each once: baselines when they are first needed."""
+    """A `_Runner` trains variants of one recipe, each once: baselines when they are first needed."""
 
     def run(self, name: str, variant: Variant) -> Trained:
         """Train the variant unless it was trained before; this raises the errors of `once`."""
@@ -314,7 +314,7 @@ def as_html(matrix: Matrix, golden: list[str]) -> str:
 
 
 def _page_rows(row: Row) -> list[list[str | Cell]]:
-    """A strategy's own row, and below it what is to be said of it."""
+    """Return a strategy's own row, and below it what is to be said of it."""
     compared, used = (str(row.tensors), share(row.used)) if row.tensors else ("-", "-")
     result = Cell(row.status, CLASSES[row.status])
     findings = failure_lines(row, len(row.findings)) if row.findings or row.status == FAIL else []

@@ -188,7 +188,7 @@ def read_run(run_dir: Path) -> Trained:
 
 
 def _whole(name: str, parts: list[np.ndarray], split: set[str]) -> tuple[np.ndarray, tuple[int, ...]]:
-    """(the tensor of all data-parallel workers, those whose copy is not rank 0's).
+    """Return (the tensor of all data-parallel workers, those whose copy is not rank 0's).
 
     Experts lie one after the other along axis 0, loads are of a rank's own tokens and averaged, all else is copied.
     """
@@ -206,7 +206,9 @@ def weight_of(name: str) -> str:
 
 
 def _norms(squares: list[list[dict[str, float]]], split: set[str]) -> list[dict[str, float]]:
-    """Norm of each weight's gradient, for each step: the squares of split weights are added up over the ranks."""
+    """Return norm of each weight's gradient, for each step: the squares of split weights are added up over the
+    ranks.
+    """
     return [
         {name: float(np.sqrt(sum(rank[name] for rank in step) if name in split else step[0][name])) for name in step[0]}
         for step in zip(*squares, strict=True)

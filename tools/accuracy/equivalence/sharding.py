@@ -253,7 +253,7 @@ def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) ->
 
 
 def _model(recipe: Recipe, sharding: Sharding) -> None:
-    """Layers, experts, MTP layer, length of a sample (in place)."""
+    """Set layers, experts, MTP layer, length of a sample (in place)."""
     model = recipe["model"]["model_config"]
     model.update(num_hidden_layers=sharding.layers, num_nextn_predict_layers=int(sharding.mtp))
     if model.get("n_routed_experts"):
@@ -274,7 +274,7 @@ def _model(recipe: Recipe, sharding: Sharding) -> None:
 
 
 def _experts(model: dict[str, Any], sharding: Sharding) -> None:
-    """Experts in the last layers, or in none (in place)."""
+    """Set experts in the last layers, or in none (in place)."""
     model["first_k_dense_replace"] = sharding.layers - sharding.sparse if sharding.moe else sharding.layers
     if not sharding.aux:
         model["moe_aux_loss_coeff"] = 0.0
@@ -288,7 +288,7 @@ def _experts(model: dict[str, Any], sharding: Sharding) -> None:
 
 
 def _apart(recipe: Recipe) -> None:
-    """Documents that do not see each other, as the recipes of long context have them (in place)."""
+    """Let documents not attend to each other (in place), as the recipes of long context do."""
     config, model = recipe["train_dataset"]["data_loader"]["config"], recipe["model"]["model_config"]
     # MindFormers makes the mask of the first sample only unless one of the reset_* keys is on
     config.update(create_compressed_eod_mask=True, reset_position_ids=True, eod_pad_length=DOCUMENTS // 8)
@@ -298,7 +298,7 @@ def _apart(recipe: Recipe) -> None:
 
 
 def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
-    """Degrees, micro-batches, where samples and layers go (in place)."""
+    """Set degrees, micro-batches, where samples and layers go (in place)."""
     model = recipe["model"]["model_config"]
     micro_steps = sharding.micro_steps(batch)
     size = batch // (sharding.dp * sharding.micro * micro_steps)

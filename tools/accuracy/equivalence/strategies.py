@@ -236,7 +236,7 @@ def draw_cases(recipe: Mapping[str, Any], count: int, seed: int, most: int) -> l
 
 
 def _draw(numbers: random.Random) -> Sharding:
-    """Any combination; what one part has no use for is drawn away."""
+    """Return any combination; what one part has no use for is drawn away."""
     choose = numbers.choice
     tp, dp, cp, pp = choose((1, 2, 2, 4)), choose((1, 2, 2, 4)), choose((1, 1, 2)), choose((1, 1, 2, 4))
     vpp = choose((1, 1, 2)) if pp > 1 else 1
@@ -291,7 +291,7 @@ def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
 
 
 def _other_tokens(sharding: Sharding) -> bool:
-    """Whether a rank's micro-batch has other tokens than one of the run of one process."""
+    """Return whether a rank's micro-batch has other tokens than one of the run of one process."""
     if not sharding.accumulate:  # a sample each, in both
         return max(sharding.cp, sharding.micro) > 1
     return max(sharding.dp, sharding.cp, sharding.micro, sharding.accumulate) > 1

@@ -174,7 +174,7 @@ def describe_ranks(ranks: Iterable[int], mesh: Mesh) -> str:
 
 
 def _spans(numbers: list[int]) -> str:
-    """``0-2, 5`` for 0, 1, 2, 5."""
+    """Return ``0-2, 5`` for 0, 1, 2, 5."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][-1] + 1:
@@ -195,7 +195,9 @@ def finding_text(finding: Finding, mesh: Mesh) -> str:
 
 
 def _bias_rows(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """For each router that has a bias: the loads of each step, then how the biases moved, then where they ended."""
+    """Yield for each router that has a bias: the loads of each step, then how the biases moved, then where they
+    ended.
+    """
     for name in (name.removeprefix(BIAS) for name in reference.state if name.startswith(BIAS)):
         loads, wants = (side.state[LOAD + name].astype(np.float64) for side in (run, reference))
         for step, (load, want) in enumerate(zip(loads, wants, strict=True), 1):
@@ -213,18 +215,18 @@ def _bias_rows(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def _directions(loads: np.ndarray) -> np.ndarray:
-    """+1 where an expert got less than its share, so that its bias has to rise; -1 where it got more."""
+    """Return +1 where an expert got less than its share, so that its bias has to rise; -1 where it got more."""
     return np.where(_at_share(loads), 0.0, np.sign(loads.mean(-1, keepdims=True) - loads))
 
 
 def _at_share(loads: np.ndarray) -> np.ndarray:
-    """Where rounding decides the direction."""
+    """Return where rounding decides the direction."""
     share = loads.mean(-1, keepdims=True)
     return np.abs(loads - share) <= AT_SHARE * share
 
 
 def _router(run: Trained, router: str, tensor: str, right: np.ndarray, what: str) -> Finding:
-    """What would be a finding of an array [steps, experts] of what is right."""
+    """Return what would be a finding of an array [steps, experts] of what is right."""
     steps, experts = np.nonzero(~right)
     first = int(steps[0]) + 1 if len(steps) else len(right)
     detail = f"experts {sorted(set(experts[steps == first - 1].tolist()))}: {what}" if len(steps) else ""
@@ -285,7 +287,7 @@ def unclipped(run: Trained) -> Iterator[Finding]:
 
 
 def _rows(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """What would be a finding if it is over what is allowed, in order."""
+    """Yield comparisons in order; they are findings if their error is over what is allowed."""
     for step, (mine, theirs) in enumerate(zip(run.steps, reference.steps, strict=True), 1):
         forward, backward = phases(run, step)
         for name in (name for name in LOSSES if name != "global_norm" and (mine[name], theirs[name]) != (None, None)):

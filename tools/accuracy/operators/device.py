@@ -117,7 +117,7 @@ class MindSporeDevice:
         ]
 
     def _gradients(self, spec: Spec, tensors: list[Any], douts: tuple[Array, ...]) -> tuple[Any, ...]:
-        """Gradients through MindSpore's own differentiation."""
+        """Return gradients through MindSpore's own differentiation."""
         ms, call = self._ms, spec.call(self._ms)
         types = (ms.float32, ms.float16, ms.bfloat16)
 
@@ -135,7 +135,7 @@ class MindSporeDevice:
         return as_tuple(differentiate(*chosen, sens if len(sens) > 1 else sens[0]))
 
     def _array(self, tensor: Any) -> Array:
-        """A copy: on CPU the array is a view of memory that MindSpore uses again."""
+        """Return a copy: on CPU the array is a view of memory that MindSpore uses again."""
         if tensor.dtype == self._ms.bfloat16:
             tensor = tensor.astype(self._ms.float32)
         return tensor.asnumpy().copy()

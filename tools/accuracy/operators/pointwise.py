@@ -80,7 +80,7 @@ def sigmoid(x: Array) -> Array:
 
 
 def silu(x: Array) -> Array:
-    """x sigmoid(x)."""
+    """Return x sigmoid(x)."""
     return x * sigmoid(x)
 
 

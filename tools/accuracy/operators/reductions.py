@@ -83,7 +83,7 @@ K = 8
 
 
 def _ordered(name, source, call, golden, order):
-    """An operator that picks elements of a row by their order, which `order` gives."""
+    """Return the spec of an operator that picks elements of a row by their order, which `order` gives."""
     return Spec(
         name, source, ((16, 200),), _distinct, golden, call=call, counts=moved,
         grad=order and (lambda x, dout: place_back(x, order(x), dout)),

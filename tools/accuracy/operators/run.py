@@ -136,7 +136,7 @@ def is_float(values: np.ndarray) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """One check.
+    """A `Row` is the result of one check of an operator.
 
     Args:
         shape: the sizes of the case.
@@ -220,7 +220,7 @@ def _run(phase: str, spec: Spec, dtype: str, device: MindSporeDevice, case: Case
 
 
 def _told(error: Exception) -> str:
-    """What went wrong in a call, in one line."""
+    """Return what went wrong in a call, in one line."""
     return f"{type(error).__name__}: {first_line(str(error))}"
 
 
@@ -255,7 +255,7 @@ def special_inputs(spec: Spec, dtype: str, seed: int) -> tuple[Array, ...]:
 
 
 def _special_goldens(spec: Spec, inputs: tuple[Array, ...], dtype: str) -> list[tuple[Array, ...]]:
-    """Goldens with denormals kept and flushed; for float32 also computed in float32, where squares overflow."""
+    """Return goldens with denormals kept and flushed; for float32 also computed in float32, where squares overflow."""
 
     def without_denormals(signed: bool) -> tuple[Array, ...]:
         return tuple(flushed(value, dtype, signed) if is_float(value) else value for value in inputs)
@@ -270,7 +270,7 @@ def _special_goldens(spec: Spec, inputs: tuple[Array, ...], dtype: str) -> list[
 
 
 def _held_in(got: Array, dtype: str) -> str:
-    """The type that decides about overflow of an output: casts and losses leave the tested type."""
+    """Return the type that decides about overflow of an output: casts and losses leave the tested type."""
     if got.dtype == np.float16:
         return "float16"
     return "float32" if dtype == "float16" else dtype

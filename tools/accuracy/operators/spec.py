@@ -82,7 +82,7 @@ def busiest(index: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class Spec:
-    """One operator.
+    """A `Spec` describes the test of one operator.
 
     Args:
         name: what the user types; a `.suffix` names another kernel or formula for the same golden baseline.

@@ -219,7 +219,7 @@ class Forward:
 
 
 def _mscale(factor: float, mscale: float) -> float:
-    """YaRN's temperature."""
+    """Return YaRN's temperature."""
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 

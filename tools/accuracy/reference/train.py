@@ -102,7 +102,7 @@ class Reference:
         return {"loss": parts["lm_loss"] + parts["mtp_loss"] + parts["aux_loss"], **parts, "logits": logits}
 
     def _balance(self, scores: torch.Tensor, chosen: torch.Tensor, batch_size: int) -> torch.Tensor:
-        """DeepSeek-V3's sequence-wise balance loss (equations 17 to 20), mean over the samples."""
+        """Return DeepSeek-V3's sequence-wise balance loss (equations 17 to 20), mean over the samples."""
         experts, topk = scores.shape[-1], chosen.shape[-1]
         share = (scores / scores.sum(-1, keepdim=True)).view(batch_size, -1, experts).mean(1)
         picked = nn.functional.one_hot(chosen, experts).sum(1).view(batch_size, -1, experts)
@@ -129,7 +129,7 @@ class Reference:
             gate.e_score_correction_bias += self.sizes.bias_rate * short.float()
 
     def _attention_arguments(self, hidden: torch.Tensor) -> dict[str, Any]:
-        """What a decoder layer wants besides its input: positions, and a causal mask."""
+        """Return what a decoder layer wants besides its input: positions, and a causal mask."""
         positions = torch.arange(hidden.shape[1])[None]
         return {
             "attention_mask": causal_mask(hidden.shape[1]),
@@ -137,7 +137,7 @@ class Reference:
         }
 
     def _attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any) -> Any:
-        """Hugging Face's eager attention with a mask of its own, its operands noted."""
+        """Return Hugging Face's eager attention with a mask of its own, its operands noted."""
         mask = causal_mask(query.shape[2])
         out = deepseek.eager_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
         if self.trace is not None:
@@ -334,7 +334,7 @@ def array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _relative_step(got: Arrays, before: Arrays, after: Arrays) -> float:
-    """L2 distance of two states of all weights, over the distance that the other side moved."""
+    """Return L2 distance of two states of all weights, over the distance that the other side moved."""
     weights = [name for name in got if not name.endswith(BIAS)]
     apart = np.sqrt(sum(float(np.square(got[name] - after[name], dtype=np.float64).sum()) for name in weights))
     far = np.sqrt(sum(float(np.square(after[name] - before[name], dtype=np.float64).sum()) for name in weights))
@@ -342,7 +342,7 @@ def _relative_step(got: Arrays, before: Arrays, after: Arrays) -> float:
 
 
 def _moved(reference: Reference, loads: Arrays) -> tuple[float, float]:
-    """(choices that went to another expert, choices) of the last forward pass, over all layers."""
+    """Return (choices that went to another expert, choices) of the last forward pass, over all layers."""
     moved = choices = 0.0
     for layer, (_, chosen, _) in reference.routed.items():
         choices += chosen.numel()

@@ -148,7 +148,7 @@ def _notes(view: View, prefix: str | Path) -> list[str]:
 
 
 def _shares(blend: Blend) -> str:
-    """The samples that each corpus gives, where weights say it."""
+    """Return the samples that each corpus gives, where weights say it."""
     if not blend.weights:
         return ""
     whole = sum(blend.weights)
@@ -160,7 +160,7 @@ def _shares(blend: Blend) -> str:
 
 
 def _end_of_document(prefix: str | Path) -> int | None:
-    """What `tc3 data prepare` noted; None for corpora of others."""
+    """Return what `tc3 data prepare` noted; None for corpora of others."""
     try:
         return read_sidecar(prefix).get("eod_id")
     except DataError:
@@ -168,7 +168,7 @@ def _end_of_document(prefix: str | Path) -> int | None:
 
 
 def _samples(view: View, layout: Layout) -> int:
-    """Samples of the run."""
+    """Return samples of the run."""
     path = (*LOADER, "sizes")
     sizes = view.get(path)
     if not isinstance(sizes, list) or not sizes or type(sizes[0]) is not int:
@@ -179,7 +179,7 @@ def _samples(view: View, layout: Layout) -> int:
 
 
 def _blend(view: View) -> Blend | None:
-    """The recipe's own corpora, for PREFIX takes their place; None where it names none.
+    """Return the recipe's own corpora, for PREFIX takes their place; None where it names none.
 
     Raises:
         RecipeError: MindFormers could not read its `data_path`.
@@ -192,7 +192,7 @@ def _blend(view: View) -> Blend | None:
 
 
 def _training_share(view: View) -> float:
-    """The first of `split`'s shares, normalised as MindFormers does."""
+    """Return the first of `split`'s shares, normalised as MindFormers does."""
     shares = [float(text) for text in re.findall(r"[.0-9]+", str(view.get((*CONFIG, "split"), "1")))]
     if not shares or not shares[0]:
         raise refusal(view.recipe, (*CONFIG, "split"), "this trains on no document; write '1, 0, 0'")
@@ -244,7 +244,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class _Window:
-    """What remains of one window of consecutive steps.
+    """A `_Window` holds what remains of one window of consecutive steps.
 
     quantiles: [micro-batch or step, without or with, len(SHARES)]; times: without, with, in the cost's unit.
     """
@@ -286,7 +286,9 @@ def measure_steps(index: GPTIndex, setting: Setting, starts: np.ndarray, reporte
 
 
 def _window(index: GPTIndex, setting: Setting, first: int) -> tuple[_Window, tuple[np.ndarray, np.ndarray]]:
-    """The window that begins at step `first`, and attention [steps, ranks, micro-batches] over each step's mean."""
+    """Return the window that begins at step `first`, and attention [steps, ranks, micro-batches] over each step's
+    mean.
+    """
     layout = setting.layout
     pairs = np.concatenate([
         causal_pairs(segments_of(index, step * layout.batch, (step + 1) * layout.batch))
@@ -315,7 +317,7 @@ def _joined(parts: list[Balance]) -> Balance:
 
 
 def _context(index: GPTIndex, setting: Setting, first: int) -> tuple[float, float]:
-    """Mean over some samples from item `first` on."""
+    """Return mean over some samples from item `first` on."""
     segments = segments_of(index, first, first + min(_CONTEXT_SAMPLES, setting.layout.batch))
     ranks = setting.context_parallel
     plans = [

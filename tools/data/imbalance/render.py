@@ -39,7 +39,7 @@ def as_json(found: Imbalance) -> dict[str, Any]:
 
 
 def _seconds(found: Imbalance) -> dict[str, Any]:
-    """The estimator's step, and what uneven samples make of it."""
+    """Return the estimator's step, and what uneven samples make of it."""
     seconds = found.seconds
     if isinstance(seconds, str):
         return {"step": None, "why": seconds}
@@ -95,7 +95,7 @@ def _distribution(found: Distribution) -> dict[str, Any]:
 
 
 def _balance(found: Balance, setting: Setting) -> dict[str, Any]:
-    """Means over steps, and the worst step. A window's samples change steps, so there is no bound for a step."""
+    """Return means over steps, and the worst step. A window's samples change steps, so there is no bound for a step."""
     bound = float(found.bound.mean()) if setting.layout.window == 1 else None
     return {
         "mean": [float(found.before.mean()), float(found.after.mean())],
@@ -126,7 +126,7 @@ def print_text(found: Imbalance, console: Console) -> None:
 
 
 def _seconds_words(found: Imbalance) -> str:
-    """The estimator's step and what uneven samples add."""
+    """Return the estimator's step and what uneven samples add."""
     seconds = found.seconds
     if isinstance(seconds, str):
         return f"not predicted: {seconds}"
@@ -176,14 +176,14 @@ def _print_result(found: Imbalance, result: Result, console: Console) -> None:
 
 
 def _gain(found: Imbalance) -> str:
-    """What the plugin makes of a step, by the same seconds that are printed below it."""
+    """Return what the plugin makes of a step, by the same seconds that are printed below it."""
     what = "step time" if found.uneven else "computation of a step, without communication,"
     speed_up = found.speed_up or 1.0
     return f"predicted {what} with plugins.attention_balance: {1 / speed_up - 1:+.1%} ({speed_up:.3f} x as fast)"
 
 
 def _waiting(setting: Setting) -> str:
-    """Where devices wait for each other."""
+    """Return where devices wait for each other."""
     objective, ranks = setting.layout.objective, setting.layout.ranks
     stages = f"; {objective.stages} pipeline stages" if objective.stages > 1 else ""
     together = objective.ranks_per_barrier
@@ -240,7 +240,9 @@ _BEFORE, _AFTER = "tab:orange", "tab:blue"
 
 
 def draw(found: Imbalance, path: Path) -> Path:
-    """Draw to an .svg or .png, and return `path`. If every sample costs the same, the picture shows only lengths."""
+    """Draw the lengths of documents and the loads of ranks and micro-batches to an .svg or .png file; return `path`. If
+    every sample costs the same, the picture shows only lengths.
+    """
     panels = 3 if found.result else 1
     figure = new_figure(4 + 4.5 * panels, 4)
     axes = figure.subplots(1, panels, squeeze=False)[0]

@@ -78,7 +78,7 @@ def megatron_loss_pass(config: Configuration) -> float:
 
 
 def _shape(weight: Weight, config: Configuration) -> tuple[float, float]:
-    """Rows and columns that a device holds of a weight; of experts those of one."""
+    """Return rows and columns that a device holds of a weight; of experts those of one."""
     if weight.split == "experts":
         return weight.rows / config.model.experts, weight.columns / (config.tp if config.expert_tp else 1)
     rows = weight.rows / (config.tp if weight.split == "rows" else 1)
@@ -86,7 +86,7 @@ def _shape(weight: Weight, config: Configuration) -> tuple[float, float]:
 
 
 def _made_anew(config: Configuration, kind: str) -> float:
-    """Bytes of the largest weight's gradient where none is spare; each expert has its own."""
+    """Return bytes of the largest weight's gradient where none is spare; each expert has its own."""
     if config.spare_gradients:
         return 0.0
     found = [0.0]
@@ -142,7 +142,7 @@ def saved_parts(config: Configuration, kind: str, option: str = "none") -> dict[
 
 
 def _attention(config: Configuration) -> float:
-    """Bytes of a token: queries, keys, values, the result, and what MLA compresses."""
+    """Return bytes of a token: queries, keys, values, the result, and what MLA compresses."""
     model = config.model
     heads = model.heads * (model.qk_dim + model.v_dim)
     if config.cp_exchanges_heads and config.cp > 1:
@@ -154,7 +154,7 @@ def _attention(config: Configuration) -> float:
 
 
 def _halved(config: Configuration) -> float:
-    """Bytes of a token where every second matmul's result is kept, and the attention's (torchtitan).
+    """Return bytes of a token where every second matmul's result is kept, and the attention's (torchtitan).
 
     Without a compiler the first, third ... are kept as they come, the layer's last one too, which no gradient needs.
     """
@@ -167,7 +167,9 @@ def _halved(config: Configuration) -> float:
 
 
 def _units(config: Configuration, cheap: bool) -> float:
-    """Bytes for each unit of an MLP's width: the first product, and the activation's result unless it is repeated."""
+    """Return bytes for each unit of an MLP's width: the first product, and the activation's result unless it is
+    repeated.
+    """
     gates = 2 if config.model.gated else 1
     inner = 1 if config.model.gated and not config.fused else 0
     return ITEM * (gates + (0 if cheap else 1 + inner))
@@ -178,7 +180,7 @@ def _dense(config: Configuration, tokens: float, cheap: bool) -> float:
 
 
 def _routed(config: Configuration, tokens: float, held: float, cheap: bool) -> dict[str, float]:
-    """Router scores in fp32, what experts take, make inside and give back, and the shared expert."""
+    """Return router scores in fp32, what experts take, make inside and give back, and the shared expert."""
     model = config.model
     routed = tokens if config.expert_tp else tokens / config.tp
     width = model.expert_ffn / (config.tp if config.expert_tp else 1)
@@ -193,7 +195,9 @@ def _routed(config: Configuration, tokens: float, held: float, cheap: bool) -> d
 
 
 def _gathered_gradients(config: Configuration, kind: str) -> float:
-    """Bytes of a layer's (or the head's) gradients where computing weights are sharded: whole, and as they are sent."""
+    """Return bytes of a layer's (or the head's) gradients where computing weights are sharded: whole, and as they are
+    sent.
+    """
     wide = _WIDE if config.wide_gradients else ITEM
     own = [weight for weight in weights(config.model, kind, config.shared_whole) if weight.multiplies]
     return (ITEM + wide) * sum(weight.size / weight_cut(weight, config) for weight in own)
@@ -251,7 +255,7 @@ def fullest_pass(config: Configuration, kinds: list[str]) -> tuple[str, float]:
 
 
 def _layer_pass(config: Configuration, kind: str, again: bool) -> float:
-    """What a layer made again keeps, and the gradients of its activations and weights."""
+    """Return what a layer made again keeps, and the gradients of its activations and weights."""
     layer = saved(config, kind) if again else 0.0
     if config.shard_weights:
         return layer + saved(config, kind) + _gathered_gradients(config, kind) + buffers(config, kind)

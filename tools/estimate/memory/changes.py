@@ -131,14 +131,14 @@ def _halve_batch(run: Configuration, _: float) -> Configuration | None:
 
 
 def _for_data(run: Configuration, tp: int, cp: int) -> Configuration | None:
-    """Degrees at the cost of data parallelism; the global batch stays."""
+    """Return the run with these degrees at the cost of data parallelism; the global batch stays."""
     if run.dp % 2 or run.model.heads % tp:
         return None
     return replace(run, tp=tp, cp=cp, dp=run.dp // 2, micro_batches=2 * run.micro_batches)
 
 
 def _deeper(run: Configuration) -> Configuration | None:
-    """Twice the stages, layers spread evenly; only where all or no layers are recomputed."""
+    """Return the run with twice the stages and layers spread evenly; None unless all or no layers are recomputed."""
     tables = (run.recompute.full, run.recompute.select, run.recompute.communication)
     whole = all(table is None or table == run.layers for table in tables) and not run.recompute.operators
     if run.dp % 2 or run.pp == 1 or not whole or run.model.layers < 2 * run.pp * run.chunks:
@@ -164,7 +164,7 @@ def _recompute_norms(run: Configuration, _: float) -> Configuration | None:
 
 def fewest_recomputed(run: Configuration, limit: float) -> Configuration | None:
     """Recompute only as many whole layers of each stage (the first of each chunk) as are needed to fit; return None if
-    that is no layer or all layers.
+    no layer or every layer would be recomputed.
 
     Layers are added in turns over the chunks, the chunk of which most micro-batches wait first.
     """
@@ -181,13 +181,15 @@ def fewest_recomputed(run: Configuration, limit: float) -> Configuration | None:
 
 
 def _recomputed(run: Configuration, full: Table) -> Configuration:
-    """With whole layers recomputed; stages without any keep none (`working` counts a layer if one is)."""
+    """Return the run with whole layers recomputed; stages without any keep none (`working` counts a layer if one
+    is).
+    """
     recompute: Recompute = replace(run.recompute, full=full if any(map(any, full)) else None)
     return replace(run, recompute=recompute)
 
 
 def _move_layer(run: Configuration, _: float) -> Configuration | None:
-    """One layer of the fullest stage to the emptiest, in the chunk where the fullest has most."""
+    """Move one layer of the fullest stage to the emptiest, in the chunk where the fullest has most."""
     if run.pp == 1 or is_v_shaped(run.schedule):
         return None
     peaks = _peaks(run)
@@ -243,7 +245,7 @@ def checked_advice(recipe: Recipe, limit: int) -> str:
 
 
 def _compiles(config: Configuration, own: Configuration) -> bool:
-    """Whether a change leaves sharded gradients out where MindSpore would not finish compiling them."""
+    """Return whether a change leaves sharded gradients out where MindSpore would not finish compiling them."""
     return config.shard_gradients == own.shard_gradients or compiles_sharded_gradients(config.pp)
 
 

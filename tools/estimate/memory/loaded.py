@@ -44,7 +44,9 @@ _TWICE = 2.0  # the load at which bytes are counted, beside the even one; they a
 
 @dataclass(frozen=True)
 class _Grown:
-    """An MoE layer on a stage: its chunk, its place on the axis of layers, and bytes for each 1 of load above 1."""
+    """A `_Grown` is an MoE layer on a stage: its chunk, its place on the axis of layers, and bytes for each 1 of load
+    above 1.
+    """
 
     chunk: int
     layer: int
@@ -55,7 +57,7 @@ class _Grown:
 
 @lru_cache(maxsize=4096)
 def _grown(config: Configuration, stage: int) -> tuple[_Grown, ...]:
-    """The MoE layers of a stage."""
+    """Return the MoE layers of a stage."""
     even, twice = replace(config, skew=1.0), replace(config, skew=_TWICE)
     found = []
     for chunk, layer, kind, option in _places(config, stage):
@@ -67,7 +69,7 @@ def _grown(config: Configuration, stage: int) -> tuple[_Grown, ...]:
 
 
 def _places(config: Configuration, stage: int) -> Iterator[tuple[int, int, str, str]]:
-    """(chunk, place on the axis of layers, kind, what it recomputes) of each MoE layer."""
+    """Yield (chunk, place on the axis of layers, kind, what it recomputes) of each MoE layer."""
     decoder = {number: place for place, number in enumerate(moe_layers(config))}
     numbers = iter(config.layer_numbers(stage))
     for chunk, kinds in enumerate(config.stage_kinds(stage)):
@@ -109,7 +111,7 @@ def peaks(config: Configuration, stage: int, shares: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def _even(config: Configuration, stage: int) -> tuple[StageMemory, np.ndarray, np.ndarray]:
-    """The memory of a stage at even loads; [vectors, chunks] micro-batches in flight; [chunks] bytes of one."""
+    """Return the memory of a stage at even loads; [vectors, chunks] micro-batches in flight; [chunks] bytes of one."""
     even = replace(config, skew=1.0)
     chunks = np.array(chunk_activations(even, stage))
     return stage_memory(even, stage), held_micro_batches(even, stage), chunks
@@ -240,7 +242,7 @@ class Judged:
         return found if self.loads is None else [*found, self._of_loads(self.loads)]
 
     def _of_loads(self, loads: Loads) -> str:
-        """How many steps need more, and on which stage."""
+        """Return how many steps need more, and on which stage."""
         every = self.total
         step, place = np.unravel_index(int(every.argmax()), every.shape)
         steps, over, between = len(every), int(self.over.sum()), int(self.open.sum())

@@ -137,7 +137,9 @@ def exchange_of(slices: Iterable[float], item: int) -> float:
 
 
 def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[float]], float]:
-    """Module -> bytes of each part of `_STATIC`, where computing weights are whole; bytes of the largest weight."""
+    """Return module -> bytes of each part of `_STATIC`, where computing weights are whole; bytes of the largest
+    weight.
+    """
     rows: dict[str, list[float]] = {}
     largest = 0.0
     # MindSpore has no accumulator without accumulation: gradients are reduced to the optimizer's shards as they come,
@@ -166,14 +168,14 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
 
 
 def _state(weight: Weight, config: Configuration) -> int:
-    """Bytes of optimizer state for each element of a weight; Muon's matrices are those of layers."""
+    """Return bytes of optimizer state for each element of a weight; Muon's matrices are those of layers."""
     if config.matrix_state_item is not None and orthogonal(weight, config):
         return config.matrix_state_item
     return config.state_item
 
 
 def _computing(weight: Weight, config: Configuration) -> float:
-    """Bytes of a weight as it computes, where it is there beside the optimizer's for the whole step."""
+    """Return bytes of a weight as it computes, where it is there beside the optimizer's for the whole step."""
     local, shards = weight.size / weight_cut(weight, config), weight_shards(weight, config)
     # in MindFormers norms, router and embedding are used as they are; others are cast before they are gathered where
     # that makes them narrower, and by each pass where it makes them wider (`Configuration.copies_weights`)
@@ -188,17 +190,19 @@ def _computing(weight: Weight, config: Configuration) -> float:
 
 
 def _resharded(config: Configuration) -> bool:
-    """Whether computing weights are dropped after each layer; in a pipeline torchtitan keeps them for the step."""
+    """Return whether computing weights are dropped after each layer; in a pipeline torchtitan keeps them for the
+    step.
+    """
     return config.shard_weights and config.pp == 1
 
 
 def _in_turn(config: Configuration, stage: int) -> float:
-    """Bytes of the computing weights that are gathered at once where they are sharded, too."""
+    """Return bytes of the computing weights that are gathered at once where they are sharded, too."""
     return _BUCKET * _layer_weights(config) * config.item + _static_rows(config, stage)[1]
 
 
 def _layer_weights(config: Configuration) -> float:
-    """Weights of the largest layer on a device that gathers them."""
+    """Return weights of the largest layer on a device that gathers them."""
     kinds = set(config.model.pattern)
     return max(
         sum(w.size / weight_cut(w, config) for w in weights(config.model, kind, config.shared_whole)) for kind in kinds

@@ -57,7 +57,7 @@ def fit_between(least: float, most: float, limit: float, proven: float | None = 
 
 @dataclass(frozen=True)
 class MemoryErrors:
-    """Known errors.
+    """A `MemoryErrors` holds the known errors of predicted memory.
 
     Args:
         errors: run -> predicted over measured memory - 1.

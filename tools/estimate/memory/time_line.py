@@ -230,7 +230,7 @@ def write_line(line: TimeLine, title: str, limit: float, path: Path) -> None:
 
 
 def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
-    """Draw to an .svg or .png; return `path`.
+    """Draw the memory of a stage over one step to an .svg or .png file; return `path`.
 
     Args:
         limit: bytes, 0 for none.

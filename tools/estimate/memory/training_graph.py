@@ -121,7 +121,7 @@ def _weights(config: Configuration, kind: str) -> tuple[Weight, ...]:
 
 
 def _copied(config: Configuration, weight: Weight) -> float:
-    """Bytes of a matmul's weight that each pass casts or copies (`Configuration.copies_weights`)."""
+    """Return bytes of a matmul's weight that each pass casts or copies (`Configuration.copies_weights`)."""
     if not config.copies_weights or not weight.multiplies or weight.wide:
         return 0.0
     as_wide = config.weight_item == config.item
@@ -131,7 +131,7 @@ def _copied(config: Configuration, weight: Weight) -> float:
 
 
 def _activations(config: Configuration, kind: str, option: str) -> dict[str, float]:
-    """`kept_parts` without weights."""
+    """Return `kept_parts` without weights."""
     model, item = config.model, config.item
     tokens = config.rank_tokens
     held = tokens / config.tp if config.sequence_parallel else tokens
@@ -164,17 +164,17 @@ def _activations(config: Configuration, kind: str, option: str) -> dict[str, flo
 
 
 def _cast(config: Configuration) -> int:
-    """Bytes of an element of an fp32 tensor's copy in the type that computes; there is none in fp32."""
+    """Return bytes of an element of an fp32 tensor's copy in the type that computes; there is none in fp32."""
     return 0 if config.item == _WIDE else config.item
 
 
 def _flash_item(config: Configuration) -> int:
-    """Bytes of an element of what the flash kernel takes and gives."""
+    """Return bytes of an element of what the flash kernel takes and gives."""
     return config.item if config.model.latent else _FLASH
 
 
 def _freed(config: Configuration, kind: str, group: str, tokens: float, held: float) -> dict[str, float]:
-    """Module -> bytes that a layer of a kind does not keep where a group of its operators runs again."""
+    """Return module -> bytes that a layer of a kind does not keep where a group of its operators runs again."""
     model = config.model
     if group == configuration.ATTENTION:
         heads = model.heads * (2 * model.qk_dim + model.v_dim)
@@ -206,12 +206,12 @@ def layer_pass(config: Configuration, kind: str, again: bool) -> float:
 
 
 def _second(weight: Weight) -> bool:
-    """Whether it is an MLP's second: in backward its copy is gone when the gradient of the first is made."""
+    """Return whether it is an MLP's second: in backward its copy is gone when the gradient of the first is made."""
     return weight.name.endswith(("fc2", "experts_2"))
 
 
 def _own(config: Configuration, kind: str, option: str) -> float:
-    """Bytes of the activations only."""
+    """Return bytes of the activations only."""
     return sum(_activations(config, kind, option).values())
 
 
@@ -241,7 +241,9 @@ def logit_exchanges(config: Configuration) -> list[tuple[float, int, int]]:
 
 
 def _attention(config: Configuration, tokens: float, held: float) -> float:
-    """Queries, keys, values, the result as attention and as the projection want it; MLA's ranks, gathered and not."""
+    """Return queries, keys, values, the result as attention and as the projection want it; MLA's ranks, gathered and
+    not.
+    """
     model, item, flash = config.model, config.item, _flash_item(config)
     keys = config.cp * (model.heads if model.latent else model.kv_heads)
     heads = model.heads * (model.qk_dim + 2 * model.v_dim) + keys * (model.qk_dim + model.v_dim)
@@ -265,14 +267,16 @@ def _streams(config: Configuration, held: float) -> float:
 
 
 def _dense(config: Configuration, tokens: float) -> float:
-    """The gathered rows, the first product in fp32 and in the type that computes its activation."""
+    """Return the gathered rows, the first product in fp32 and in the type that computes its activation."""
     model, item = config.model, config.item
     gates = 2 if model.gated else 1
     return item * tokens * model.hidden + (gates * _WIDE + item) * tokens * model.ffn / config.tp
 
 
 def _routed(config: Configuration, tokens: float, held: float) -> dict[str, float]:
-    """Copies on their way, their first product, the router in fp32 and the shared expert, whole on every rank."""
+    """Return copies on their way, their first product, the router in fp32 and the shared expert, whole on every
+    rank.
+    """
     model, item = config.model, config.item
     gates = 2 if model.gated else 1
     copies = tokens / config.tp * model.top_k

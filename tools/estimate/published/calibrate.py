@@ -174,7 +174,7 @@ def limits(names: Sequence[str], clusters: Sequence[str] = ()) -> tuple[np.ndarr
 
 
 def _derivatives(residuals: Residuals, at: np.ndarray, here: np.ndarray, bounds: Bounds) -> np.ndarray:
-    """[rows, parameters], each by a step that stays inside its limits; `here`: the residuals at `at`."""
+    """Return [rows, parameters], each by a step that stays inside its limits; `here`: the residuals at `at`."""
     columns = []
     for index in range(len(at)):
         moved = at.copy()
@@ -186,7 +186,7 @@ def _derivatives(residuals: Residuals, at: np.ndarray, here: np.ndarray, bounds:
 def _choose(
     residuals: Callable[[Efficiency], np.ndarray], start: Efficiency, bounds: Bounds
 ) -> tuple[list[str], dict[str, str]]:
-    """The parameters that the rows tell apart, the most telling first; and why not the others."""
+    """Return the parameters that the rows tell apart, the most telling first; and why not the others."""
     names = list(BOUNDS)
     at = np.clip(coordinates(start, names), *bounds)
 

@@ -35,7 +35,7 @@ MODELS = Path(__file__).parent / "models.yaml"
 
 
 class Unexpressed(Exception):
-    """This error says why a row cannot be expressed as a `Configuration`."""
+    """An `Unexpressed` error says why a row cannot be expressed as a `Configuration`."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: l
 
 
 def _qwen_on_h100(row: str, config: Configuration, assumed: list[str]) -> Configuration:
-    """Qwen3 235B on H100: All-to-All in every release.
+    """Return Qwen3 235B on H100: All-to-All in every release.
 
     From 25.11 on it runs beside another micro-batch, and tensor-parallel communication only; 25.09, with token drop,
     has it the other way round.
@@ -306,7 +306,7 @@ def _qwen_on_h100(row: str, config: Configuration, assumed: list[str]) -> Config
 
 
 def _gpt_oss(version: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
-    """GPT-OSS on Blackwell, but for what runs in one graph.
+    """Return GPT-OSS on Blackwell, but for what runs in one graph.
 
     Until 26.02 its recipes have EP 64 everywhere; the table says EP 8 of 25.11 on B200. 26.02.01 has EP 8 in nodes of 8
     and names HybridEP, but does not apply it; 26.04 does, and 26.04.01 takes it back on B200 and GB200.
@@ -400,14 +400,14 @@ def _model_of_card(written: Mapping[str, Any], moe: Mapping[str, Any], assumed: 
 
 
 def _llama_width(written: Mapping[str, Any], hidden: int) -> int:
-    """Llama's own rule: two thirds of four times the hidden size, rounded up."""
+    """Return the width by Llama's own rule: two thirds of four times the hidden size, rounded up."""
     width = int(8 * hidden / 3 * (written.get("ffn_dim_multiplier") or 1))
     step = written.get("multiple_of") or 256
     return step * -(-width // step)
 
 
 def _layers(total: int, offset: Any, pp: int, chunks: int) -> Table:
-    """[chunks][stages] from MindFormers' offset; as even as can be where it does not fit."""
+    """Return [chunks][stages] from MindFormers' offset; as even as can be where it does not fit."""
     if offset == 0 or offset is None:
         return even_layers(total, pp, chunks)
     rows = offset if isinstance(offset[0], list) else [offset]

@@ -129,7 +129,7 @@ def _keys(row: Mapping[str, Any], place: str) -> None:
 
 
 def _numbers(value: Any, place: str, sizes: Mapping[str, Range], span: Range = _ANY) -> None:
-    """Every number at or below a place; zero passes, as a way to say that there is none."""
+    """Check every number at or below a place; zero passes, as a way to say that there is none."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _numbers(inner, f"{place}.{key}", sizes, _NEGATIVE if key == "offset" else sizes.get(key, _ANY))
@@ -207,7 +207,7 @@ def unknown_device(hardware: str) -> str:
 
 
 def express(row: Mapping[str, Any], place: str = "row") -> Row:
-    """One row.
+    """Return one row of a measurements file as a `Row`.
 
     Raises:
         DataError: it has no id, or something in it is no such thing.
@@ -281,7 +281,7 @@ def _need(config: Mapping[str, Any], *names: str) -> None:
 def _flat(
     config: Mapping[str, Any], group: str, known: str, assumed: list[str]
 ) -> tuple[Configuration, int, list[str]]:
-    """Dimensions or a model's name, with tp, pp, ... beside them."""
+    """Return dimensions or a model's name, with tp, pp, ... beside them."""
     own = () if "model" in config else ("layers", "hidden", "heads", "vocab")
     _need(config, *own, "seq", "gbs", "devices", "tp", "pp")
     model = public_model(str(config["model"])) if "model" in config else _dimensions(config, group)
@@ -343,7 +343,7 @@ def _flat(
 
 
 def _degree(value: Any) -> int:
-    """`ep` as a number; reports write it in words, too ("TP8xEP4=32 groups")."""
+    """Return `ep` as a number; reports write it in words, too ("TP8xEP4=32 groups")."""
     if isinstance(value, str):
         found = re.search(r"=(\d+)", value) or re.search(r"(\d+)", value)
         return int(found[1]) if found else 1

@@ -80,7 +80,7 @@ def predict(row: Row, efficiency: Efficiency | None = None) -> Prediction:
 
 
 def _memory(row: Row) -> tuple[float | None, str | None]:
-    """Bytes of the fullest device, or the reason why they are not known."""
+    """Return bytes of the fullest device, or the reason why they are not known."""
     config = row.config
     assert config is not None
     if config.layer_only:
@@ -97,7 +97,7 @@ def _memory(row: Row) -> tuple[float | None, str | None]:
 
 
 def _step_flops(row: Row) -> float:
-    """Model FLOPs of a step; for a single layer those of its MLP, forward and twice backward."""
+    """Return model FLOPs of a step; for a single layer those of its MLP, forward and twice backward."""
     config = row.config
     assert config is not None
     if config.layer_only:

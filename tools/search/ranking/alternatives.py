@@ -49,13 +49,13 @@ class Scheduled:
 
     @property
     def runs(self) -> str:
-        """In words."""
+        """Return in words who can run the schedule."""
         if self.schedule == BY_ENVIRONMENT:
             return f"not by a recipe: {self.reason}"
         return f"simulated only: {self.reason}" if self.reason else "runnable"
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return values for `--json`."""
         found = self.entry.as_json() if self.entry else None
         words = {"schedule": self.schedule, "runnable": not self.reason, "reason": self.reason or None}
         return {**words, "strategy": found, "why": self.why or None}

@@ -124,14 +124,16 @@ class MemoryTable:
         return [max(each[kind] for kind in key) for key in keys]
 
     def _copies(self, block: Block, row: int) -> tuple[int, ...]:
-        """What the copies of weights depend on that a micro-batch's passes make; nothing where they make none."""
+        """Return what the copies of weights depend on that a micro-batch's passes make; nothing where they make
+        none.
+        """
         copies = self._memo.of(
             ("copies", block.pp == 1, *degrees(block, row, "shard")), lambda config: config.copies_weights, block, row
         )
         return degrees(block, row, "dp", "ep", "shard") if copies else ()
 
     def _activations(self, block: Block, example: Configuration) -> np.ndarray:
-        """[rows, policies, stages] kept for backward."""
+        """Return [rows, policies, stages] kept for backward."""
         m = block.columns["m"]
         classes = enough(example.schedule, block.pp, m)
         more = ("ep", "shard") if example.copies_weights else self._loaded
@@ -146,18 +148,18 @@ class MemoryTable:
         return found[place]
 
     def _saved(self, block: Block, row: int) -> np.ndarray:
-        """[policies, kinds] bytes of one micro-batch and layer."""
+        """Return [policies, kinds] bytes of one micro-batch and layer."""
         own = (*degrees(block, row, *_PASS, *self._loaded), block.pp == 1, *self._copies(block, row))
         return self._memo.of(("saved", *own), _saved, block, row)
 
     def _working(self, block: Block, example: Configuration) -> np.ndarray:
-        """[rows, policies, stages] of the passes of each stage's chunks: the fullest of its kinds."""
+        """Return [rows, policies, stages] of the passes of each stage's chunks: the fullest of its kinds."""
         stages = [set().union(*map(_passes, example.stage_kinds(stage))) for stage in range(block.pp)]
         each = {kinds: self._pass(block, kinds, example.copies_weights) for kinds in set().union(*stages)}
         return np.stack([np.max([each[kinds] for kinds in held], axis=0) for held in stages], axis=-1)
 
     def _pass(self, block: Block, kinds: tuple[str, ...], copies: bool) -> np.ndarray:
-        """[rows, policies] bytes of a pass of layers of these kinds."""
+        """Return [rows, policies] bytes of a pass of layers of these kinds."""
         names = ["tp", "cp", "mbs"] + ["ep", "mode"] * bool({"moe", "mtp"} & set(kinds))
         names += ["dp", "ep", "shard"] * copies
         # the loss exchanges logits between data- and context-parallel ranks
@@ -169,13 +171,13 @@ class MemoryTable:
 
 
 def _passes(kinds: Iterable[str]) -> set[tuple[str, ...]]:
-    """The kinds of a chunk, each by itself, but the loss beside that of MTP layers."""
+    """Return the kinds of a chunk, each by itself, but the loss beside that of MTP layers."""
     mtp = ("mtp",) if "mtp" in kinds else ()
     return {(kind, *mtp) if kind == "head" else (kind,) for kind in kinds}
 
 
 def _saved(config: Configuration) -> np.ndarray:
-    """[policies, kinds]; ends, which are not layers, are kept whole unless layers are recomputed fully."""
+    """Return [policies, kinds]; ends, which are not layers, are kept whole unless layers are recomputed fully."""
     kinds = [kind for kind in KINDS if kind != "moe" or config.model.experts]
     rows = np.zeros((len(POLICIES), len(KINDS)))
     for policy, option in enumerate(POLICIES):
@@ -187,12 +189,12 @@ def _saved(config: Configuration) -> np.ndarray:
 
 
 def _working(config: Configuration, kinds: tuple[str, ...]) -> list[float]:
-    """[policies] bytes of a pass of layers of these kinds."""
+    """Return [policies] bytes of a pass of layers of these kinds."""
     return [working(_with_full(config) if policy == "full" else config, list(kinds)) for policy in POLICIES]
 
 
 def _buffers(config: Configuration, kind: str) -> float:
-    """Bytes of communication buffers of a stage that holds one layer of a kind; other kinds have none."""
+    """Return bytes of communication buffers of a stage that holds one layer of a kind; other kinds have none."""
     if kind not in _LAYERS:
         return 0.0
     model = replace(config.model, pattern=(kind,), mtp=0)
@@ -214,7 +216,7 @@ def kind_counts(config: Configuration) -> np.ndarray:
 
 
 def _held(config: Configuration, micro_batches: int) -> list[np.ndarray]:
-    """For each stage [vectors, kinds]: layers whose activations are held at the schedule's fullest moments."""
+    """Return for each stage [vectors, kinds]: layers whose activations are held at the schedule's fullest moments."""
     counts = kind_counts(config)
     config = replace(config, micro_batches=micro_batches)
     return [held_micro_batches(config, stage) @ counts[:, stage] for stage in range(config.pp)]
@@ -277,7 +279,9 @@ class TimeTable(TimeModel):
         return pipeline + data + optimizer + self.fixed
 
     def _filling(self, block: Block) -> Any:
-        """What divides the other stages' work in `pipeline_of`: the chunks, or [rows] for what has no closed form."""
+        """Return what divides the other stages' work in `pipeline_of`: the chunks, or [rows] for what has no closed
+        form.
+        """
         schedule = self.request.schedule
         if not schedule or has_closed_form(schedule):
             return block.vpp
@@ -302,7 +306,7 @@ class TimeTable(TimeModel):
         return each * work.sum(axis=1) + self.fixed
 
     def _layers(self, block: Block, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """[kinds] seconds of forward and backward, [policies, kinds] what recomputation adds."""
+        """Return [kinds] seconds of forward and backward, [policies, kinds] what recomputation adds."""
         tp, cp, ep, mbs, mode = degrees(block, row, "tp", "cp", "ep", "mbs", "mode")
         works, recomputed = np.zeros(len(KINDS)), np.zeros((len(POLICIES), len(KINDS)))
         for kind in self.kinds:
@@ -316,7 +320,9 @@ class TimeTable(TimeModel):
         return works, recomputed
 
     def _once(self, block: Block, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[rows] seconds of a stage [rows]: weights and gradients once, again for each micro-batch; the optimizer."""
+        """Return [rows] seconds of a stage [rows]: weights and gradients once, again for each micro-batch; the
+        optimizer.
+        """
         first, place = groups(block, "tp", "ep", "shard", stage=stage)
         found = np.array([self._stage_once(self._config(block, row), int(stage[row])) for row in first])[place]
         return found[:, 0], found[:, 1], found[:, 2]

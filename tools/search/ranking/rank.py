@@ -155,7 +155,7 @@ def fitting(peaks: np.ndarray, cap: float, recompute: tuple[str, ...]) -> np.nda
 
 
 def _keep_least(ranking: Ranking, block: Block, peaks: np.ndarray) -> None:
-    """Of what limits leave, the candidate whose heaviest stage holds least."""
+    """Keep, of the candidates that the limits leave, the one whose heaviest stage holds least."""
     for word in reversed(block.recompute):  # of equals the planned one
         stages = peaks.min(axis=1) if word == PLANNED else peaks[:, POLICIES.index(word)]
         heaviest = stages.max(axis=1)
@@ -165,7 +165,9 @@ def _keep_least(ranking: Ranking, block: Block, peaks: np.ndarray) -> None:
 
 
 def _timed(block: Block, peaks: np.ndarray, times: TimeTable, cap: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[rows, RECOMPUTE] seconds and heaviest bytes, [rows] bounds; what does not fit holds numbers nobody reads."""
+    """Return [rows, RECOMPUTE] seconds and heaviest bytes, [rows] bounds; what does not fit holds numbers nobody
+    reads.
+    """
     stages = times.stages(block)
     mixed, mixed_peaks = mix(peaks, stages.work, cap)
     works = [*stages.work.swapaxes(0, 1), mixed]
@@ -272,7 +274,7 @@ def more_memory(request: Request, least: Ranked) -> str:
 
 
 def _less_margin(request: Request, least: Ranked) -> list[str]:
-    """The margin with which the strategy that needs least would be taken, and how likely it then fits."""
+    """Return the margin with which the strategy that needs least would be taken, and how likely it then fits."""
     if least.peak > request.cap:
         return []
     margin = math.floor(1000 * (1 - least.peak / request.cap)) / 1000
@@ -303,7 +305,7 @@ def _without_limits(request: Request) -> list[str]:
 
 
 def _other_devices(request: Request) -> list[str]:
-    """The nearest numbers of devices, below and above, on which some strategy fits."""
+    """Return the nearest numbers of devices, below and above, on which some strategy fits."""
     lines = []
     for step, word in ((-1, "fewer"), (1, "more")):
         seen = legal = 0  # candidates of all numbers; numbers on which some strategy is legal, but none fits
@@ -319,7 +321,7 @@ def _other_devices(request: Request) -> list[str]:
 
 
 def _more_devices(request: Request) -> list[str]:
-    """The least multiple of the devices on which something fits."""
+    """Return the least multiple of the devices on which something fits."""
     for times in _MULTIPLES:
         if feasible(replace(request, devices=times * request.devices)):
             return [f"--devices {times * request.devices} is the least multiple tried on which a strategy fits"]

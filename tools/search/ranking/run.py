@@ -151,7 +151,7 @@ class ByStages:
 
 @dataclass
 class Found:
-    """The answer."""
+    """A `Found` is the answer of a search."""
 
     request: Request
     ranking: Ranking
@@ -296,7 +296,7 @@ CLOSING = 2  # candidates that the solver places at a time, however many process
 
 @dataclass
 class _Placing:
-    """The part of a search behind the ranking.
+    """A `_Placing` is the part of a search behind the ranking.
 
     1. The candidates that rank best and the recipe's own mesh are placed quickly (`tools.layout.place.screen`), and
        once more against the fastest of them, for closer bounds.
@@ -458,7 +458,7 @@ class _Placing:
             self.progress("placing", len(self.placements), self.of, self._best)
 
     def _by_stages(self, chances: Chances) -> list[ByStages]:
-        """The best of each number of stages and chunks, the fastest first, then by bound."""
+        """Return the best of each number of stages and chunks, the fastest first, then by bound."""
         ranking = self.found.ranking
         best: dict[tuple[int, int], Entry] = {}
         for one, entry in self.done.items():

@@ -105,7 +105,7 @@ def floors(request: Request, candidates: Sequence[Candidate], times: TimeModel, 
 
 @contextmanager
 def _pool(at_once: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that leave Ctrl-C to their parent, and end with it."""
+    """Yield processes that leave Ctrl-C to their parent, and end with it."""
     before = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"), initializer=_follow)
     try:

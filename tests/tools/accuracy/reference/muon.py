@@ -91,7 +91,9 @@ class Parts:
         return np.concatenate(blocks, axis=1).reshape(shape)
 
     def _rows(self, name: str) -> tuple[int, int]:
-        """Rows that alternate in a weight: those of its first part and those of its second; (0, 0): it has one part."""
+        """Return rows that alternate in a weight: those of its first part and those of its second; (0, 0): it has one
+        part.
+        """
         found = {
             "linear_q_proj.": (self.nope, self.rope),
             "linear_q_up_proj.": (self.nope, self.rope),
@@ -115,7 +117,7 @@ def newton_schulz(x: np.ndarray, exact: bool = False) -> np.ndarray:
 
 
 def _newton_schulz(x: np.ndarray, exact: bool, expert: bool) -> np.ndarray:
-    """`newton_schulz` of one matrix [rows, columns]."""
+    """Return `newton_schulz` of one matrix [rows, columns]."""
 
     def rounded(value: np.ndarray) -> np.ndarray:
         return value if exact else value.astype(ml_dtypes.bfloat16).astype(np.float32)
