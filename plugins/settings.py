@@ -144,5 +144,5 @@ def graph_mode_only(recipe: Mapping[str, Any], key: str) -> None:
     loader.
     """
     if value_at(recipe, "context.mode") in (1, "PYNATIVE_MODE"):
-        wrong = f"{key} is for graph mode; PyNative builds its loader another way; write 0"
+        wrong = f"{key} works only in graph mode, because PyNative mode builds its data loader in another way; write 0"
         raise RecipeError(wrong, "context.mode")

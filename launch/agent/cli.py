@@ -136,10 +136,18 @@ class Start:
 @click.option(
     "--nodes",
     type=click.Path(path_type=Path),
-    help="File that lists the hosts, one on each line as NAME [WORKERS]; spare hosts come last.",
+    help="Read the hosts from this file, one on each line as NAME [WORKERS]; spare hosts come last.",
 )
-@click.option("--spares", type=Number("spares"), default=0, help="Number of spare hosts.  [default: 0]")
-@click.option("--host", help="This node's name in --nodes.  [default: found by its host name or address]")
+@click.option(
+    "--spares",
+    type=Number("spares"),
+    default=0,
+    help="Keep this many hosts of --nodes as spares, which replace hosts that fail.  [default: 0]",
+)
+@click.option(
+    "--host",
+    help="Use this name for this node; it must be in --nodes.  [default: found by its host name or address]",
+)
 @click.option(
     "--restarts",
     type=Number("restarts"),
@@ -151,7 +159,7 @@ class Start:
 @click.option(
     "--steps",
     type=Number("steps"),
-    help="Total number of training steps; the recipe's number of samples is set to match.",
+    help="Train this many steps in total; the recipe's number of samples is changed to match.",
 )
 @click.option(
     "--resume",
@@ -162,8 +170,14 @@ class Start:
         "from. If the option is given twice, with auto and with DIR, DIR is used until this run has a checkpoint."
     ),
 )
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Folder of the run, on a disk that all nodes share.")
-@click.option("--port", type=Number("port"), help="Port of the first attempt's scheduler.  [default: a free one]")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="Write the run to this folder, which must be on a disk that all nodes share.",
+)
+@click.option(
+    "--port", type=Number("port"), help="Use this port for the scheduler of the first attempt.  [default: a free one]"
+)
 @click.option(
     "--no-bind", is_flag=True, help="Do not bind workers to cores, but let Linux and MindSpore choose the cores."
 )
@@ -172,7 +186,7 @@ class Start:
     type=Number("seconds"),
     default=LOST_AFTER,
     show_default=True,
-    help="A node from which nothing was heard for this many seconds counts as lost.",
+    help="Treat a node as lost if nothing was heard from it for this many seconds.",
 )
 @click.option(
     "--patience",
@@ -198,7 +212,9 @@ def agent(**given: Any) -> None:
         return
     recipe, nodes, steps = asked.recipe, asked.nodes, asked.steps
     if nodes is None:
-        raise click.UsageError("--nodes FILE is missing: it lists the hosts; on one host use tc3 train --restarts")
+        raise click.UsageError(
+            "--nodes is missing: give a file that lists the hosts; on one host use tc3 train --restarts"
+        )
     hosts, slots = read_hosts(nodes)
     name = own_host(hosts, asked.host, nodes)
     folder = asked.run_dir or FULL_SIZE.run_dir(recipe)
@@ -274,7 +290,9 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
     """
     if given is not None:
         if given not in hosts:
-            raise ClusterError(f"--host {given}: {file} does not list this host; it lists {', '.join(hosts[:5])}")
+            raise ClusterError(
+                f"--host {given}: {file} does not list this host; give one of its names: {', '.join(hosts[:5])}"
+            )
         return given
     name = socket.gethostname()
     addresses = [each.address.split("%")[0] for card in psutil.net_if_addrs().values() for each in card]
@@ -297,7 +315,7 @@ def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, fil
         )
     if len(hosts) != count + spares:
         more = len(hosts) - count
-        hint = f"; {more} more than that: --spares {more}" if more > 0 else ""
+        hint = f": write --spares {more}" if more > 0 else f": list {count + spares} hosts"
         raise ClusterError(
             f"{file}: the file lists {len(hosts)} hosts of {slots} workers, but the recipe needs {count} hosts for its "
             f"{workers} workers, and --spares says {spares}{hint}"

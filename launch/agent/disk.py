@@ -177,7 +177,10 @@ class Disk:
             os.link(part, path)
         except OSError as error:
             if error.errno in NO_LINKS:
-                raise ClusterError(f"{path.parent}: agents need a disk with hard links; choose another disk") from None
+                raise ClusterError(
+                    f"{path.parent}: the disk of this folder has no hard links, which agents need; choose a "
+                    "folder on another disk"
+                ) from None
             if error.errno != errno.EEXIST:
                 raise
             return os.stat(part).st_nlink > 1  # ours after all: the server did it, and its answer got lost

@@ -47,7 +47,7 @@ def write_claim(bundle: Bundle, recipe: Path, dry_run: bool) -> str:
         for key, value in claim.items()
     )
     if added in text:
-        raise DataError(f"{card}: the card has this claim already")
+        raise DataError(f"{card}: the card already has this claim, so nothing was written")
     start = text.find(f"\n  {recipe.name}:\n")
     at = text.find("    status:\n", start)
     if start < 0 or at < 0 or not load_card(card):

@@ -1,4 +1,4 @@
-"""This module turns what a rung measured into findings that name the host and the device. Its functions are pure, so
+"""This module turns what a check measured into findings that name the host and the device. Its functions are pure, so
 that a simulated cluster is judged by the same rules as a real one.
 
 Hosts are judged by `tools.doctor.compare`, workers and disks by `tools.doctor.outliers`; this module adds what those
@@ -24,7 +24,7 @@ from tools.hardware.units import GIB
 
 LINK = 0.25  # a device's link takes at least this share longer than others (assumed: no link of an NPU was measured)
 SAME_MEMORY = 1 << 26  # bytes by which the memory of equal devices may differ
-# facts and checks that the rung `versions` judges; all others are those of the rung `hosts`
+# facts and checks that the check `versions` judges; all others are those of the check `hosts`
 VERSIONS = (
     *("tc3", "code", "Python", "mindspore", "mindformers", "driver", "firmware", "CANN", "NPUs", "kernel", "recipe"),
     *("data", "clock", "disk", "disk_write", "free_ports", "python_packages", "checkpoint_room", "packet"),
@@ -55,13 +55,13 @@ def answers_of(evidence: Mapping[str, Any]) -> dict[str, Answer]:
 
 
 def of_versions(name: str) -> bool:
-    """Return whether the rung `versions` judges this check or fact of the doctor."""
+    """Return whether the check `versions` judges this check or fact of the doctor."""
     return name.startswith(VERSIONS)
 
 
 def judge_hosts(comparison: Comparison, hosts: Sequence[str], versions: bool) -> list[Finding]:
-    """Return the findings of the rung `versions`, or else those of the rung `hosts`. What sets hosts apart is named by
-    host; clocks of a single host agree with themselves.
+    """Return the findings of the check `versions`, or else those of the check `hosts`. A difference between hosts is
+    reported for each host; clocks of a single host agree with themselves.
     """
     alone = len(hosts) == 1
     found: list[Finding] = []
@@ -178,7 +178,8 @@ def _place(value: Sequence[Any]) -> Place:
 
 
 def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return the findings about operators: those out of tolerance, and devices that compute otherwise than most.
+    """Return the findings about operators: those out of tolerance, and devices whose results differ from those of most
+    devices.
 
     Args:
         rows: of each host and device, "host", "device", "results": operator and check -> [status, error, detail], and

@@ -34,7 +34,7 @@ from tools.weights.source import Source, open_source
 
 LARGEST = 1_000_000_000  # parameters: 4 GB in float32
 RECIPE = "recipe.yaml"  # of a run, in its folder
-PROMPT_HELP = "Text that the model continues; the option may be repeated. An empty text ('') begins a new document."
+PROMPT_HELP = "Let the model continue this text; the option may be repeated. An empty text ('') begins a new document."
 TEMPERATURE_HELP = (
     "Divide the logits by this number before a token is drawn; 0 always takes the likeliest token.  [default: 1]"
 )
@@ -172,7 +172,11 @@ class Text:
 @click.argument("weights", metavar="RUN|CHECKPOINT", type=click.Path(path_type=Path))
 @click.option("--prompt", "prompts", multiple=True, required=True, metavar="TEXT", help=PROMPT_HELP)
 @click.option(
-    "--tokens", type=Number("generated"), default=64, show_default=True, help="Largest number of tokens to generate."
+    "--tokens",
+    type=Number("generated"),
+    default=64,
+    show_default=True,
+    help="Generate at most this many tokens for each prompt.",
 )
 @click.option("--temperature", type=Number("temperature"), help=TEMPERATURE_HELP)
 @click.option("--top-k", type=Number("top_k"), help="Draw each token only from the K likeliest ones.")
@@ -181,10 +185,20 @@ class Text:
     type=Number("top_p"),
     help="Draw each token only from the likeliest ones whose probabilities together reach this number.",
 )
-@click.option("--seed", type=Number("seed"), help="Seed of the draws; the same seed gives the same text.  [default: 0]")
-@click.option("--recipe", type=click.Path(path_type=Path), help="Recipe of the model.  [default: the run's recipe]")
 @click.option(
-    "--tokenizer", type=click.Path(path_type=Path), help="Folder of the tokenizer.  [default: the corpus's tokenizer]"
+    "--seed",
+    type=Number("seed"),
+    help="Draw tokens with this random seed; the same seed gives the same text.  [default: 0]",
+)
+@click.option(
+    "--recipe",
+    type=click.Path(path_type=Path),
+    help="Read the model's sizes from this recipe.  [default: the run's recipe]",
+)
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path),
+    help="Use the tokenizer in this folder.  [default: the corpus's tokenizer]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print prompts, texts and token ids as JSON at the end.")
 @unverified_option

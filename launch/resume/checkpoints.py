@@ -102,7 +102,8 @@ def check_model(recipe: Recipe, folder: Path) -> None:
     if number and own and number != own:
         raise CheckpointError(
             f"{folder}: the checkpoint holds {number:,} weights, but the recipe's model has {own:,}: "
-            "this is a checkpoint of another model"
+            "this is a checkpoint of another model; go on with the recipe that saved it (recipe.yaml in its run's "
+            "folder)"
         )
 
 
@@ -176,8 +177,8 @@ def _refuse_fresh_moments(folder: Path, wanted: Shapes, held: Shapes, optimizer:
     if wrong:
         raise CheckpointError(
             f"{folder}: moments of the optimizer are missing or have another shape: {_listed(wrong)}; was it saved "
-            "with checkpoint.no_save_optim, or with another optimizer? For a new run that needs only weights: "
-            f"--set checkpoint.load_path={folder}, without --resume"
+            "with checkpoint.no_save_optim, or with another optimizer? To start a new run from its weights only, "
+            f"write --set checkpoint.load_path={folder}, without --resume"
         )
 
 
@@ -303,7 +304,8 @@ def _named_checkpoint(resume: str, root: Path) -> CheckpointInfo:
     reason = fault(folder)
     if reason and any(map(is_sealed, [folder, *iterations(folder.parent)])):
         raise CheckpointError(
-            f"--resume {resume}: this is not a complete checkpoint: {reason}; --resume auto takes the newest one"
+            f"--resume {resume}: this is not a complete checkpoint: {reason}; --resume auto takes the newest complete "
+            "one"
         )
     if reason:
         click.echo(f"{folder}: has no seals, so whether it is complete cannot be told", err=True)
@@ -316,12 +318,12 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
     try:
         if not folder.is_dir():
             known = [*known, *map(str, Path(resume).parent.glob("iteration_*"))]
-            kind = "a file; name the folder that it is in" if folder.exists() else "no such folder"
+            kind = "this is a file; name the folder that it is in" if folder.exists() else "there is no such folder"
             raise CheckpointError(f"--resume {resume}: {kind}{did_you_mean(resume, known)}")
         inside = [*iterations(folder), *iterations(folder / "checkpoint")]
         names = {path.name for path in folder.iterdir()}
     except OSError as error:
-        raise CheckpointError(f"--resume {resume}: cannot be read ({error.strerror})") from None
+        raise CheckpointError(f"--resume {resume}: this folder cannot be read ({error.strerror})") from None
     if inside:
         raise CheckpointError(
             f"--resume {resume}: the folder holds several checkpoints; name one of them, such as {inside[0]}"
@@ -434,7 +436,7 @@ def _refuse_other_base(recipe: Recipe, folder: Path) -> None:
     if wrong:
         raise CheckpointError(
             f"checkpoint.load_path: {folder}: these are not the weights of the recipe's model, of which {LORA} trains "
-            f"only adapters: {_listed(wrong)}; tc3 weights convert writes them from Hugging Face's"
+            f"only adapters: {_listed(wrong)}; tc3 weights convert makes the right weights from a Hugging Face folder"
         )
 
 

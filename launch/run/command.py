@@ -91,7 +91,7 @@ class Asked:
 @click.option(
     "--steps",
     type=Number("steps"),
-    help="Total number of training steps; the recipe's number of samples is set to match.",
+    help="Train this many steps in total; the recipe's number of samples is changed to match.",
 )
 @click.option(
     "--mini",
@@ -101,10 +101,13 @@ class Asked:
 @click.option(
     "--parallel",
     is_flag=True,
-    help="With --mini: also keep the recipe's parallel strategy, scaled down to as many CPU workers as --workers says.",
+    help=(
+        "With --mini: also keep the recipe's parallel strategy, scaled down to the number of CPU workers that "
+        "--workers gives."
+    ),
 )
 @click.option(
-    "--workers", type=Number("workers"), help=f"Number of CPU workers that --parallel starts.  [default: {WORKERS}]"
+    "--workers", type=Number("workers"), help=f"With --parallel: start this many CPU workers.  [default: {WORKERS}]"
 )
 @click.option(
     "--resume",
@@ -113,7 +116,9 @@ class Asked:
     "to continue from.",
 )
 @click.option(
-    "--run-dir", type=click.Path(path_type=Path), help="Folder of the run.  [default: output/<folder>-<recipe>]"
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="Write the run to this folder.  [default: output/<folder>-<recipe>]",
 )
 @click.option(
     "--force", is_flag=True, help="If the run's folder already holds a run, remove its checkpoints and start over."
@@ -124,7 +129,7 @@ class Asked:
     default=0,
     help="Restart the run after a failure, at most this many times without a newer checkpoint in between.",
 )
-@click.option("--port", type=Number("port"), help="Port of msrun's scheduler.  [default: a free one]")
+@click.option("--port", type=Number("port"), help="Use this port for msrun's scheduler.  [default: a free one]")
 @click.option(
     "--no-bind", is_flag=True, help="Do not bind workers to cores, but let Linux and MindSpore choose the cores."
 )
@@ -132,7 +137,7 @@ class Asked:
 @click.option(
     "--nodes",
     type=click.Path(path_type=Path),
-    help="File that lists the hosts for --script, one on each line as NAME [WORKERS].",
+    help="With --script: read the hosts from this file, one on each line as NAME [WORKERS].",
 )
 @click.option(
     "--compile-cache",
@@ -141,7 +146,7 @@ class Asked:
     help="Load the graph that an earlier start of the same recipe compiled; if there is none, store this start's "
     "graph for later starts.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the exact msrun command, and start and write nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the exact msrun command; start nothing, and write nothing.")
 @unverified_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, everything else on stderr.")
 def train(**given: Any) -> None:

@@ -213,7 +213,7 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path |
         names = [path.name for path in run_dir.iterdir()] if run_dir.exists() else []
     except OSError as error:
         raise CheckpointError(
-            f"--run-dir {run_dir}: this is not a folder that can be read ({error.strerror})"
+            f"--run-dir {run_dir}: this is not a folder that can be read ({error.strerror}); choose another one"
         ) from None
     if not {*names} - {LOCK}:
         return
@@ -227,7 +227,7 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path |
         saved = saves is None or any(fault(folder, checksums=False) is None for folder in iterations(saves))
         ways = ["go on with --resume auto"] * saved
         ways += ["start over with --force (removes its logs, metrics and checkpoints)"] * (force is not None)
-        holds = "holds a run already" + ("" if saved else ", which has saved nothing to go on from")
+        holds = "this folder already holds a run" + ("" if saved else ", which has saved no checkpoint")
         raise CheckpointError(
             f"{run_dir}: {holds}; {', '.join([*ways, 'or ' * bool(ways) + 'choose another --run-dir'])}"
         )

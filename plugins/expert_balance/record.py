@@ -187,9 +187,13 @@ def _record(content: Any, place: str) -> Record:
             copies=_copies(content),
         )
     except KeyError as error:
-        raise DataError(f"{place}: not a record of expert loads: {error.args[0]} is missing") from None
+        raise DataError(
+            f"{place}: this line is not a record of expert loads, because the key {error.args[0]} is missing"
+        ) from None
     except (TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"{place}: not a record of expert loads: {' '.join(str(error).split())[:120]}") from None
+        raise DataError(
+            f"{place}: this line is not a record of expert loads: {' '.join(str(error).split())[:120]}"
+        ) from None
     _check(record, place)
     return record
 
@@ -228,7 +232,7 @@ def _check(record: Record, place: str) -> None:
     elif not record.tokens.sum(axis=1).all():
         wrong = f"layer {record.layers[int(record.tokens.sum(axis=1).argmin())]} has no token: no step leaves one out"
     elif record.step < 1:
-        wrong = f"step {record.step}: the first one is 1"
+        wrong = f"step {record.step}: the first step is 1"
     elif not all(ratio is None or 0.99 <= ratio <= 1.01 * record.devices for ratio in record.micro_batch):
         wrong = (
             f"micro_batch {list(record.micro_batch)}: the busiest device's load over the mean is 1 to {record.devices}"
@@ -238,7 +242,7 @@ def _check(record: Record, place: str) -> None:
     elif record.moved and min(record.moved.experts, record.moved.sent_bytes) < 0:
         wrong = f"moved: {record.moved.experts} experts and {record.moved.sent_bytes} bytes: there must be 0 or more"
     elif any(slots.shape != shape or (np.sort(slots, axis=1) != np.arange(shape[1])).any() for slots in placements):
-        wrong = "the slots do not form a placement, which has every slot of a layer exactly once"
+        wrong = "the slots are not a placement, in which each slot of a layer occurs exactly once"
     else:
         held = [(record.slots, record.copies)]
         held += [(record.moved.slots, record.moved.copies)] if record.moved else []

@@ -226,8 +226,8 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> Setti
     for path in ours.paths:
         for suffix in ("",) if instructions else (".bin", ".idx"):
             if not Path(path + suffix).is_file():
-                make = f"`tc3 data {command} --held-out 0.05 ...` writes one"
-                wrong = f"there is no {path}{suffix}; {make}, `held_out_loss: False` leaves the plugin off"
+                make = f"`tc3 data {command} --held-out 0.05 ...` writes such a file"
+                wrong = f"there is no {path}{suffix}; {make}, or `held_out_loss: False` leaves the plugin out"
                 raise DataError(wrong, f"{KEY}.data_path")
     return ours
 

@@ -119,7 +119,8 @@ def check_routing(topology: Topology, top_k: int, skew: float) -> None:
         )
     if skew < 1:
         raise RecipeError(
-            f"hierarchical_ep: skew is {skew}, but the busiest rank's load over the mean is always 1 or more"
+            f"hierarchical_ep: skew is {skew}, but it is the load of the busiest rank divided by the mean load; write "
+            "1 or more"
         )
 
 

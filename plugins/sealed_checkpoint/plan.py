@@ -123,7 +123,9 @@ def write_seal(
             "is the disk full? MindFormers' log of this worker has the reason"
         )
     if not any(path.suffix == ".safetensors" for path in files):
-        raise CheckpointError(f"{folder}: rank {rank} of {world_size} has no safetensors file that could be sealed")
+        raise CheckpointError(
+            f"{folder}: rank {rank} of {world_size} has written no safetensors file, so the checkpoint is not complete"
+        )
     seal = {
         "step": step,
         "rank": rank,

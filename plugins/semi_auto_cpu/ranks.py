@@ -93,8 +93,8 @@ class Ranks:
             return ranks
         if MADE_UP.fullmatch(group):
             raise ClusterError(
-                f"rank {self.rank} is asked for its rank in group {group!r}, whose ranks are unknown: MindSpore made "
-                f"up this group, which is neither a pair of ranks nor a part of a device mesh of {self.devices} "
+                f"rank {self.rank} needs its place in group {group!r}, whose ranks are unknown: MindSpore itself named "
+                f"this group, which is neither a pair of ranks nor a part of a device mesh of {self.devices} "
                 "devices"
             )
         raise ClusterError(f"group {group!r} was never created; the groups are {[WORLD, *self.groups]}")
