@@ -140,8 +140,8 @@ a stage does not use, and loads that were summed over micro-batches) were remove
 """,
     "known": """The author of the command also wrote these faults, and corrected the command by them. When the first ten
 of them were first run, six were caught, but another stage or module was named: a difference by rounding that came
-before the fault, routers' biases under the stage `update`, or a router's loss before the decoder's loss. The rules were then
-corrected. One fault (torchtitan #4054) was first inserted into a class that the mini does not use, so it changed
+before the fault, routers' biases under the stage `update`, or a router's loss before the decoder's loss. The rules were
+then corrected. One fault (torchtitan #4054) was first inserted into a class that the mini does not use, so it changed
 nothing. Some faults belong to no module; for these faults only the stage was judged.
 """,
 }
@@ -246,7 +246,8 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         if words:
             rates.append(
                 f"* Of {len(words)} {heading.removeprefix('## ').lower()}, "
-                f"{len(words) - words.count('missed')} were caught, and {words.count('right')} were named at the first try."
+                f"{len(words) - words.count('missed')} were caught, and {words.count('right')} were named at the first "
+                "try."
             )
         tables += [heading, "", ABOUT[batch], *_table(rows, bool(words)), ""]
     lines = [
