@@ -107,7 +107,7 @@ class Section:
 
 
 def _plain(value: Any, kinds: list[type], limits: Mapping[str, Any]) -> Any:
-    """A value without a form of its own: one of some words, or a number within limits."""
+    """Return a value without a form of its own: one of some words, or a number within limits."""
     if choices := limits.get("choices"):
         if value not in choices:
             near = f"is none of {', '.join(choices)}{did_you_mean(value, list(choices))}"

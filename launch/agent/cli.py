@@ -114,7 +114,7 @@ class Start:
         return self.chosen
 
     def _begun_from(self, given: str) -> bool:
-        """Whether an attempt has been planned that goes on from the folder `given`."""
+        """Return whether an attempt has been planned that goes on from the folder `given`."""
         plans = [attempt.plan for attempt in read_attempts(self.run_dir)]
         return any(plan and plan.resume and real_path(plan.resume) == real_path(given) for plan in plans)
 

@@ -213,7 +213,9 @@ class Disk:
             self.pause(AGAIN)
 
     def _ask(self, path: Path, what: Callable[[], Answer], until: float) -> Answer:
-        """One call, by the thread that may hang; one after the other, whichever threads ask."""
+        """Return the answer of one call, made by the thread that may hang; calls of several threads are made one after
+        the other.
+        """
         if not self._turn.acquire(timeout=max(0.0, until - self.ticks())):
             raise LostDiskError(f"{path}: the shared disk does not respond (an earlier call has not returned yet)")
         try:

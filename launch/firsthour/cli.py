@@ -186,7 +186,7 @@ def _tell(as_json: bool, outcome: Outcome, kept: bool) -> None:
 def _bundle(
     recipe: Path, outcomes: Sequence[Outcome], about: dict[str, Any], hash_names: bool, names: Sequence[str],
 ) -> tuple[Manifest, dict[str, str]]:  # fmt: skip
-    """The manifest and the texts of the hour's bundle."""
+    """Return the manifest and the texts of the bundle."""
     rows = [one.as_json() for one in outcomes]
     calibrated: dict[str, Any] = next((row["evidence"] for row in rows if row["rung"] == "calibrate"), {})
     texts = {CLUSTER: calibrated.pop("cluster")} if "cluster" in calibrated else {}  # a file of its own
@@ -203,7 +203,9 @@ def _bundle(
 
 
 def _shown(recipe: Path) -> str:
-    """The recipe's path in the checkout, or else its name only: other paths are nobody's business."""
+    """Return the recipe's path in the checkout, or else only its name, so that a bundle does not show other paths of
+    this machine.
+    """
     path = real_path(recipe)
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 

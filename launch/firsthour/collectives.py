@@ -170,7 +170,7 @@ def _slow_groups(
 
 
 def _as_predicted(row: Mapping[str, Any], place: str) -> Finding:
-    """The finding about groups of which none is slow beside the others."""
+    """Return the finding about groups of which none is slower than the others."""
     took = min(median(rounds) for rounds in row["seconds"])
     words = f"{row['operator']} of {row['bytes'] / 1e6:,.1f} MB took {1e3 * took:.3g} ms"
     words += f" in the fastest group of {len(row['groups'])}"

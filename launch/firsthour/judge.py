@@ -116,13 +116,13 @@ def judge_devices(evidence: Mapping[str, Any]) -> list[Finding]:
 
 
 def _device(who: str) -> int | None:
-    """The number of the worker in the doctor's words "worker 3" or "worker 3 to worker 5"."""
+    """Return the number of the worker in the doctor's words "worker 3" or "worker 3 to worker 5"."""
     words = who.split()
     return int(words[1]) if len(words) > 1 and words[0] == "worker" and words[1].isdigit() else None
 
 
 def _memories(rows: Iterable[Sequence[Any]]) -> list[Finding]:
-    """Devices with less memory than most have."""
+    """Return devices with less memory than most have."""
     memory = {(host, int(device)): int(size) for host, device, size in rows}
     if not memory:
         words = "no device tells how much memory it has"
@@ -139,7 +139,9 @@ def _memories(rows: Iterable[Sequence[Any]]) -> list[Finding]:
 
 
 def _links(rows: Sequence[Mapping[str, Any]], on_cores: bool) -> list[Finding]:
-    """Ports that are slow on every link, then single links that are slow; inside nodes and between nodes apart."""
+    """Return ports that are slow on every link, then single links that are slow; inside nodes and between nodes
+    apart.
+    """
     found: list[Finding] = []
     for inside in (True, False):
         times = {}
@@ -220,7 +222,9 @@ def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def _golden(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Hosts whose own golden results differ from the shipped ones, so that their devices were judged by wrong ones."""
+    """Return hosts whose own golden results differ from the shipped ones, so that their devices were judged by wrong
+    ones.
+    """
     hosts = {row["host"]: row["shipped"] for row in rows if row["shipped"]}
     found = []
     for host, one in hosts.items():

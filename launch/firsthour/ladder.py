@@ -192,7 +192,7 @@ def _run(
     done: Mapping[str, Outcome],
     clock: Callable[[], float],
 ) -> Outcome:
-    """The outcome of a check; an error that a user can mend makes it unknown, with the error's words."""
+    """Return the outcome of a check; an error that a user can mend makes it unknown, with the error's words."""
     began = clock()
     if function is None:
         return judged(rung.name, [Finding("unknown", rung.name, "nothing here can run this check")], {})
@@ -205,7 +205,7 @@ def _run(
 
 
 def _kept(state: Path, rung: Rung) -> Outcome | None:
-    """What an earlier start found, if it need not be looked at again."""
+    """Return what an earlier start found, if it need not be looked at again."""
     path = state / f"{rung.name}.json"
     if not path.is_file():
         return None

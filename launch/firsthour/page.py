@@ -80,7 +80,7 @@ def _row(rung: str, item: Finding) -> tuple[str | Cell, ...]:
 
 
 def _step(outcomes: Sequence[Outcome]) -> list[str]:
-    """The measured seconds of each term beside the predicted ones, before and after the calibration."""
+    """Return the measured seconds of each term beside the predicted ones, before and after the calibration."""
     seen: Mapping[str, Mapping[str, float]] = next((one.evidence for one in outcomes if one.rung == "stage"), {})
     if not seen:
         return []
@@ -100,7 +100,7 @@ def _step(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _groups(outcomes: Sequence[Outcome]) -> list[str]:
-    """The collectives of the recipe's groups: the fastest group's usual seconds beside the predicted ones."""
+    """Return the collectives of the recipe's groups: the fastest group's usual seconds beside the predicted ones."""
     seen = next((one.evidence for one in outcomes if one.rung == "collectives"), {})
     rows = [
         (

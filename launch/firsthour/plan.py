@@ -50,7 +50,7 @@ def plan_of(hour: Hour, budget: float) -> dict[str, Any]:
 
 
 def _where(hour: Hour, rung: str, nodes: int) -> str:
-    """The nodes and ranks that a check uses."""
+    """Return the nodes and ranks that a check uses."""
     view = hour.view
     names = shorten(hour.names) if hour.nodes else f"{nodes} nodes"
     ranks = view.devices // view.pp

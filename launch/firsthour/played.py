@@ -125,7 +125,7 @@ def train(ranks: Sequence[Rank], steps: int, state: State | None = None) -> tupl
 
 
 def _gradients(rank: Rank, weights: Weights, tokens: np.ndarray, targets: np.ndarray) -> tuple[float, Weights]:
-    """(loss, gradients) of a rank's tokens, both summed over the tokens."""
+    """Return (loss, gradients) of a rank's tokens, both summed over the tokens."""
     hidden = weights[EMBEDDING][tokens]
     logits = rank.product(hidden, weights[HEAD]).astype(np.float32)
     shifted = logits - logits.max(1, keepdims=True)

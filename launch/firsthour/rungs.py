@@ -148,7 +148,7 @@ class Hour:
     # The checks of hosts and devices.
 
     def _asked(self, rung: str, seconds: float) -> dict[str, Answer]:
-        """What tc3 doctor says on every node."""
+        """Return what tc3 doctor says on every node."""
         words = self.commands()[rung][0]
         if self.nodes:
             own = [word for word in words[2:] if word not in ("--nodes", str(self.nodes), "--json")]
@@ -209,7 +209,7 @@ class Hour:
     def _operators(
         self, words: Sequence[str], chosen: Mapping[str, str], seconds: float
     ) -> Mapping[str, dict[str, Any] | Trouble]:  # fmt: skip
-        """Host -> what tc3 accuracy ops prints there, with `chosen` in its environment."""
+        """Return host -> what tc3 accuracy ops prints there, with `chosen` in its environment."""
         if not self.nodes:
             return {self.names[0]: ask(words, seconds, env={**os.environ, **chosen})}
         argv_ = ["env", *(f"{name}={value}" for name, value in chosen.items()), *argv(words)]
@@ -407,7 +407,7 @@ def text_of(words: Sequence[str], seconds: float) -> str:
 
 
 def _output(words: Sequence[str], seconds: float, env: Mapping[str, str] | None) -> tuple[str, str]:
-    """(standard output, last line of standard error) of a command of tc3."""
+    """Return (standard output, last line of standard error) of a command of tc3."""
     shown = f"tc3 {shlex.join(words)}"
     with terminate_as_interrupt(), child(argv(words), GRACE, text=True, stdout=PIPE, stderr=PIPE, env=env) as process:
         try:

@@ -230,7 +230,9 @@ class Play:
         return Probe(device="Ascend", rounds=ROUNDS, folder="/", workers=workers, links=links, notes=[])
 
     def _links(self) -> list[dict[str, Any]]:
-        """Each device with the next one of its node, and with the same device of the nodes 1, 2, 4, ... further."""
+        """Return the links of each device: with the next device of its node, and with the same device of the nodes 1,
+        2, 4, ... further on.
+        """
         each, hosts = self.cluster.devices_per_node, self.cluster.hosts
         ends = [((host, one), (host, other)) for host in hosts for one in range(each) for other in range(one)]
         steps = [1 << power for power in range(len(hosts).bit_length()) if 1 << power <= len(hosts) // 2]
@@ -322,7 +324,7 @@ class Play:
         return judge_fit(measured.seconds, found.after, found.fitted, memory, why), evidence
 
     def _rank(self, number: int) -> Rank:
-        """The device of a rank, counted through the nodes, with its planted defects."""
+        """Return the device of a rank, counted through the nodes, with its planted defects."""
         node, device = divmod(number, self.cluster.devices_per_node)
         place = (self.cluster.hosts[node], device)
         product, counted = (
@@ -376,7 +378,7 @@ class _Device:
 
 @cache
 def _results(narrow: bool) -> dict[str, list[Any]]:
-    """Operator, type and check -> status, error and detail."""
+    """Return operator, type and check -> status, error and detail."""
     device: Any = _Device(narrow)
     specs = [(replace(SPECS[name], special=""), dtype) for name, dtype in OPERATORS]
     return results_of(asdict(row) for spec, dtype in specs for row in verify(spec, dtype, device, reruns=2))

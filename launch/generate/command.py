@@ -85,7 +85,7 @@ def choose(path: Path, recipe_file: Path | None) -> Chosen:
 
 
 def _newest_checkpoint(run: Path) -> Path:
-    """The newest complete checkpoint of a run, wherever it saves; its folder may have moved since."""
+    """Return the newest complete checkpoint of a run, wherever it saves; its folder may have moved since."""
     saves = look(load_recipe(run / RECIPE), ("checkpoint", "save_path"))
     roots = [run / "checkpoint", *([Path(saves)] if isinstance(saves, str) and saves else [])]
     for root in roots:
@@ -98,7 +98,7 @@ def _newest_checkpoint(run: Path) -> Path:
 
 
 def _recipe_beside(weights: Path) -> Path:
-    """RUN/recipe.yaml of RUN/checkpoint/iteration_*."""
+    """Return RUN/recipe.yaml of RUN/checkpoint/iteration_*."""
     file = weights.absolute().parent.parent / RECIPE
     if not file.is_file():
         raise RecipeError(
@@ -131,7 +131,9 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
 
 
 def _weights_held(source: Source) -> int | None:
-    """Trained numbers in MindFormers' names; Hugging Face's are compared tensor by tensor."""
+    """Return the number of trained elements of weights in MindFormers' names; None for a Hugging Face folder, which is
+    compared tensor by tensor.
+    """
     if source.form == "Hugging Face":
         return None
     return sum(math.prod(each.shape) for name, each in source.headers.items() if kind_of(name) == "weights")
@@ -298,12 +300,12 @@ class Voice:
             sys.stdout.flush()
 
     def _known(self, ids: Sequence[int]) -> np.ndarray:
-        """Logits of the ids that stand for text; a model may have more, to fill its embedding."""
+        """Return the logits of the ids that stand for text; a model may have more ids, which fill up its embedding."""
         return self.logits(ids)[: self.tokenizer.vocab_size]
 
 
 def _print_end(chosen: Chosen, how: Sampling | None, seed: int, texts: list[Text], as_json: bool) -> None:
-    """What it was made by: on stderr, or all of it as JSON."""
+    """Print which weights and settings made the texts on stderr, or everything as JSON."""
     if as_json:
         drawn = {**asdict(how), "seed": seed} if how else None
         made: dict[str, Any] = {"checkpoint": str(chosen.weights), "step": chosen.source.step, "sampling": drawn}

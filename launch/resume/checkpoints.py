@@ -108,7 +108,7 @@ def check_model(recipe: Recipe, folder: Path) -> None:
 
 
 def _shapes_in(stored: Stored) -> Shapes:
-    """The tensors of a checkpoint, of any number of ranks, each of whose slices is there.
+    """Return the shapes of the tensors of a checkpoint of any number of ranks; raise an error if a slice is missing.
 
     Raises:
         CheckpointError: one is not, or has another shape than metadata.json says.
@@ -118,7 +118,9 @@ def _shapes_in(stored: Stored) -> Shapes:
 
 
 def _shapes_of(recipe: Recipe) -> Shapes | None:
-    """The weights that MindFormers gives the recipe's model, and the routers' biases; None where that is not known."""
+    """Return the weights that MindFormers gives the recipe's model, and the routers' biases; None where that is not
+    known.
+    """
     try:
         fields = convert(View(recipe), load_schema()).fields
         entries = table(weights_model_of(recipe))
@@ -151,7 +153,9 @@ def _refuse_other_weights(folder: Path, wanted: Shapes, held: Shapes) -> None:
 
 
 def _say_lost_biases(stored: Stored) -> None:
-    """See plugins/sealed_checkpoint/router_state.py, which lists them in what is saved here."""
+    """Print that the routers' biases will not be loaded if a checkpoint does not list them;
+    plugins/sealed_checkpoint/router_state.py lists them in what this repository saves.
+    """
     lost = sorted(name for name in stored.unlisted if name.endswith(".expert_bias"))
     if lost:
         more = f", and of {len(lost) - 1} more routers" * (len(lost) > 1)
@@ -163,7 +167,7 @@ def _say_lost_biases(stored: Stored) -> None:
 
 
 def _refuse_fresh_moments(folder: Path, wanted: Shapes, held: Shapes, optimizer: str) -> None:
-    """MindFormers would train on with moments of zero where it finds none."""
+    """Raise CheckpointError if moments are missing, because MindFormers would go on with moments of zero."""
     weights = {name: shape for name, shape in wanted.items() if kind_of(name) == "weights"}
     if adapters := {name: shape for name, shape in weights.items() if is_adapter(name)}:
         weights = adapters  # the others are frozen
@@ -215,7 +219,7 @@ def weights_in(folder: Path) -> int | None:
 
 
 def _count_trained(shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
-    """Numbers in the model's parameters, which training changes but where they are frozen for adapters."""
+    """Return the number of elements in the model's own weights, without adapters."""
     return sum(math.prod(shape) for name, shape in shapes if kind_of(name) == "weights" and not is_adapter(name))
 
 
@@ -298,7 +302,7 @@ def say_reading(folder: Path | None) -> None:
 
 
 def _named_checkpoint(resume: str, root: Path) -> CheckpointInfo:
-    """The iteration that --resume names; one that nobody has sealed is taken on the user's word."""
+    """Return the iteration that --resume names; an iteration without seals is accepted, because the user named it."""
     folder = one_iteration(resume, ["auto", *map(str, root.glob("iteration_*"))])
     say_reading(folder)
     reason = fault(folder)
@@ -338,7 +342,7 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
 
 
 def _recipe_of_run(recipe: Recipe, run_dir: Path, checkpoint: Path) -> Path:
-    """Where the run that saved `checkpoint`, this one or another, keeps its effective recipe."""
+    """Return the path of the effective recipe of the run that saved `checkpoint`, which may be this run or another."""
     if real_path(checkpoint).parent != real_path(save_path(recipe)):
         return checkpoint.parent.parent / "recipe.yaml"
     return run_dir / "recipe.yaml"

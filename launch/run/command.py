@@ -197,7 +197,9 @@ def train(**given: Any) -> None:
 
 
 def _job(asked: Asked, recipe: Recipe, run_dir: Path) -> Job:
-    """What the agent of this one host is to train, from the checkpoint to go on from; `recipe` learns what it skips."""
+    """Return what the agent of this one host is to train, from the checkpoint to go on from; `recipe` learns what it
+    skips.
+    """
     resume = asked.resume
     data.apply_ledger(recipe, run_dir)
     saves = checkpoints.save_path(recipe)

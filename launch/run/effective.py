@@ -208,7 +208,7 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
 
 
 def _conversation_handler(view: View) -> dict[str, Any] | None:
-    """The handler that makes conversations, with the number of its place, where its samples can be counted."""
+    """Return the handler that makes conversations, with the number of its place, where its samples can be counted."""
     handlers = view.get(("train_dataset", "data_loader", "handler"))
     if view.get(tuple(PACKED.split("."))) in (None, False) or not isinstance(handlers, list) or len(handlers) < 2:
         return None

@@ -99,7 +99,7 @@ def msrun_command(
 
 
 def msrun_of() -> Path:
-    """Return the msrun of the environment we run in, whatever PATH says.
+    """Return the path of the msrun that belongs to this Python environment, whatever PATH says.
 
     Raises:
         ClusterError: there is none.

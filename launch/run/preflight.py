@@ -112,7 +112,9 @@ def check_data(recipe: Mapping[str, Any]) -> None:
 
 
 def _check_instructions(recipe: Mapping[str, Any]) -> None:
-    """HFDataLoader's files where the recipe names them one by one; what else `datasets` can read is left to it."""
+    """Check the files of HFDataLoader if the recipe names them one by one; everything else that `datasets` can read is
+    not checked.
+    """
     files = View(Recipe(recipe)).instruction_files
     if not files:
         return
@@ -144,7 +146,7 @@ def _check_tokenizers(datasets: list[tuple[str, str]]) -> None:
 
 
 def _fingerprint(prefix: str) -> str | None:
-    """What tells a dataset's tokenizer from others; None where nobody noted it."""
+    """Return the fingerprint of a dataset's tokenizer; None if the dataset does not record it."""
     try:
         return str(read_sidecar(prefix)["tokenizer"]["fingerprint"])
     except (DataError, OSError, KeyError, TypeError):
@@ -168,14 +170,18 @@ def data_prefixes(data_path: Any) -> list[str]:
 
 
 def _prepare(prefix: str, recipe: Mapping[str, Any]) -> str:
-    """The `tc3 data prepare` command that makes a prefix; the embedded corpus for the recipes that train on it."""
+    """Return the `tc3 data prepare` command that makes a prefix; the embedded corpus for the recipes that train on
+    it.
+    """
     corpus = "stdlib" if Path(prefix).name == "stdlib" else "YOUR_TEXT"
     own = os.path.normpath(f"{prefix}_heldout") in map(os.path.normpath, held_out(recipe))
     return f"tc3 data prepare --input {corpus}{' --held-out 0.05' * own} --output {os.path.normpath(prefix)}"
 
 
 def _hold_out(prefix: str, training: list[str], recipe: Mapping[str, Any]) -> str:
-    """The command that makes a held-out prefix: with the training data, or of other text; or how to do without."""
+    """Return the command that makes a held-out prefix, with the training data or from other text, or how to train
+    without it.
+    """
     if prefix.endswith("_heldout"):
         make = _prepare(prefix.removesuffix("_heldout"), recipe)
     else:  # its name is not what `--held-out` would give it

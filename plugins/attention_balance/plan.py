@@ -363,12 +363,12 @@ def _flat(rows: Any) -> list[Any]:
 
 
 def _eod_pad_length(data: Mapping[str, Any]) -> int:
-    """As MindFormers reads it: two spellings, 128 where none is written."""
+    """Return the value as MindFormers reads it, under either of two spellings; 128 if none is written."""
     return data.get("eod_pad_length", data.get("compressed_eod_mask_length", 128))
 
 
 def _number(recipe: Mapping[str, Any], path: str) -> int:
-    """A positive integer; 1, as in MindFormers, for what is not written (and for what `tc3 check` refuses)."""
+    """Return a positive integer; 1, as in MindFormers, for what is not written (and for what `tc3 check` refuses)."""
     value = value_at(recipe, path)
     return value if type(value) is int and value > 0 else 1
 

@@ -324,7 +324,7 @@ def connect(timeout: float = 120.0) -> None:
 
 
 def _own_address() -> str:
-    """The address by which other workers reach this one: the interface that leads to msrun's scheduler."""
+    """Return the address by which other workers reach this one: the interface that leads to msrun's scheduler."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
         probe.connect((os.environ.get("MS_SCHED_HOST", "127.0.0.1"), 9))
         return probe.getsockname()[0]

@@ -205,7 +205,7 @@ def _whole(value: Any) -> int:
 
 
 def _table(value: Any) -> np.ndarray:
-    """int64 of lists of lists; NumPy alone would round 1.5 to 1."""
+    """Return lists of lists as an int64 array; a conversion by NumPy would round 1.5 to 1."""
     found = np.array(value)
     if found.dtype != np.int64:
         raise ValueError("all rows of a table must be equally long and hold integers of 64 bits")
@@ -252,7 +252,7 @@ def _check(record: Record, place: str) -> None:
 
 
 def _strange(slots: np.ndarray, copies: np.ndarray | None, devices: int) -> str:
-    """What is wrong with the copies of a step; "" if nothing is."""
+    """Return what is wrong with the copies of a step; "" if nothing is."""
     if copies is None:
         return ""
     layers, experts = slots.shape
@@ -309,7 +309,7 @@ def loads(records: list[Record], form: tuple[int, int, int]) -> np.ndarray:
 
 
 def _write(path: Path, records: list[Record]) -> None:
-    """The whole file, or the one before: never half of it."""
+    """Write the file completely, or leave the old file unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text("".join(line(record) + "\n" for record in records), "utf-8")

@@ -19,7 +19,7 @@ KEY = "plugins.held_out_loss"
 
 
 def _data_path(written: Any) -> str | tuple[str, ...]:
-    """The prefix, or the prefixes, of a recipe; a list has no weights, which would mean nothing here."""
+    """Return the prefix, or the prefixes, of a recipe; a list has no weights, which would mean nothing here."""
     if isinstance(written, str):
         return written
     if not isinstance(written, Sequence) or not written:

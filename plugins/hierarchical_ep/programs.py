@@ -149,7 +149,7 @@ def _check_membership(rank: int, index: int, call: Call, ranks: int) -> None:
 
 
 def _calls_by_group(program: Program) -> dict[frozenset[int], list[int]]:
-    """Indices of the calls on each set of ranks."""
+    """Return indices of the calls on each set of ranks."""
     calls: dict[frozenset[int], list[int]] = {}
     for index, call in enumerate(program):
         calls.setdefault(frozenset(call.group), []).append(index)

@@ -160,7 +160,7 @@ def _command(package: Path, out: Path, sources: Path) -> list[str]:
 
 
 def _one_unit(sources: Path) -> str:
-    """All sources as one: MindSpore's headers take most of the time, and are read once."""
+    """Return all sources as one text, so that MindSpore's headers, which take most of the time, are read once."""
     return "".join(f'#include "{source.name}"\n' for source in sorted(sources.glob("*.cc")))
 
 

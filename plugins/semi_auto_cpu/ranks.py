@@ -147,7 +147,7 @@ def parts_of_meshes(devices: int, rank: int, size: int) -> Iterator[tuple[int, .
 
 
 def _with_strides(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Axes of a mesh, the one of neighbouring ranks first: (length, how far apart its ranks are)."""
+    """Return axes of a mesh, the one of neighbouring ranks first: (length, how far apart its ranks are)."""
     return [(length, prod(lengths[:axis])) for axis, length in enumerate(lengths)]
 
 
@@ -163,7 +163,7 @@ def _primes(number: int) -> tuple[int, ...]:
 
 
 def _orders(primes: tuple[int, ...]) -> set[tuple[int, ...]]:
-    """The different orders of some numbers."""
+    """Return the different orders of some numbers."""
     if not primes:
         return {()}
     return {
@@ -174,7 +174,7 @@ def _orders(primes: tuple[int, ...]) -> set[tuple[int, ...]]:
 
 
 def _standard_hash(text: bytes) -> int:
-    """`std::hash<std::string>` of the GNU C++ library, with which MindSpore's wheel is built: MurmurHash64A."""
+    """Return `std::hash<std::string>` of the GNU C++ library, with which MindSpore's wheel is built: MurmurHash64A."""
     factor, low = 0xC6A4A7935BD1E995, (1 << 64) - 1
     whole = len(text) - len(text) % 8
     state = 0xC70F6907 ^ (len(text) * factor & low)
