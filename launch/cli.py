@@ -210,7 +210,7 @@ def _run() -> int:
     for place, word in enumerate(sys.argv[1:], 1):
         if any("\udc80" <= letter <= "\udcff" for letter in word):  # how Python hands on bytes that it cannot decode
             shown = os.fsencode(word).decode("utf-8", "backslashreplace")
-            return _say(f"argument {place}, {shown}: is not UTF-8; give texts and names of files in UTF-8", 2)
+            return _say(f"argument {place}, {shown}, is not UTF-8; give texts and names of files in UTF-8", 2)
     try:
         # not click's standalone mode, in which an interrupt is exit code 1
         done = tc3(prog_name="tc3", standalone_mode=False, color=False if os.environ.get("NO_COLOR") else None)

@@ -46,7 +46,7 @@ def hosts_evidence(answers: Mapping[str, Answer]) -> dict[str, Any]:
 
 
 def answers_of(evidence: Mapping[str, Any]) -> dict[str, Answer]:
-    """Return the answers that `hosts_evidence` holds."""
+    """Return the answers of the hosts from the plain values that `hosts_evidence` returned."""
     found = {}
     for host, one in evidence.items():
         told = Trouble(**one["trouble"]) if one["trouble"] else parsed(one["report"])

@@ -312,7 +312,7 @@ def _named_checkpoint(resume: str, root: Path) -> CheckpointInfo:
             "one"
         )
     if reason:
-        click.echo(f"{folder}: has no seals, so whether it is complete cannot be told", err=True)
+        click.echo(f"{folder}: this checkpoint has no seals, so nothing shows whether it is complete", err=True)
     return CheckpointInfo(folder, iteration(folder), named=True)
 
 

@@ -176,7 +176,9 @@ def _digest_of_file(path: Path) -> dict[str, Any]:
     try:
         return {"prefix": str(path), "bytes": path.stat().st_size, "sample_sha256": sampled_digest(path)}
     except OSError as error:
-        raise DataError(f"{dotted((*LOADER, 'data_files'))}: {path}: cannot be read ({error.strerror})") from None
+        raise DataError(
+            f"{dotted((*LOADER, 'data_files'))}: {path}: this file cannot be read ({error.strerror})"
+        ) from None
 
 
 def _digest(prefix: str) -> dict[str, Any]:
@@ -188,7 +190,7 @@ def _digest(prefix: str) -> dict[str, Any]:
         content = {"idx_sha256": whole_digest(index), "bin_sample_sha256": sampled_digest(tokens)}
         return {"prefix": prefix, **sizes, **content}
     except OSError as error:
-        raise DataError(f"{dotted(DATA_PATH)}: {error.filename}: cannot be read ({error.strerror})") from None
+        raise DataError(f"{dotted(DATA_PATH)}: {error.filename}: this file cannot be read ({error.strerror})") from None
 
 
 def keep_digests(recipe: Recipe, run_dir: Path) -> None:

@@ -240,7 +240,9 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path |
 
 
 def clear_run_dir(run_dir: Path) -> None:
-    """Remove the files of an earlier run from its folder, and nothing else; a lock stays, because it is held."""
+    """Remove the files of an earlier run from its folder, and nothing else; the lock file stays, because this process
+    holds it.
+    """
     for name in PARTS:
         path = run_dir / name
         if path.is_dir() and not path.is_symlink():

@@ -297,7 +297,7 @@ def carry_over(source: Path, own: Path, step: int, form: tuple[int, int, int]) -
             own.rename(own.with_name(f"{own.stem}_until_step_{step}.jsonl"))
     absent = sorted({*range(1, step + 1)} - {record.step for record in records})
     if absent and not missing:
-        missing = f"{source}: has no record of {len(absent)} of the steps up to {step}, such as {absent[0]}"
+        missing = f"{source}: the file has no record of {len(absent)} of the steps up to {step}, such as {absent[0]}"
     if records or own.exists():
         _write(own, records)
     return records, missing

@@ -284,7 +284,7 @@ def fault(folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing: the save did not finish"
     except OSError as error:  # it may well be whole: nobody is to train on from an older one, or from nothing, for that
-        raise CheckpointError(f"{error.filename or folder}: cannot be read ({error.strerror})") from None
+        raise CheckpointError(f"{error.filename or folder}: this path cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"a seal is unreadable ({error})"
 
