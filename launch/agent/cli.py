@@ -153,7 +153,7 @@ class Start:
     type=Number("restarts"),
     default=RESTARTS,
     help="Give up when the run fails more than this number of times without a newer checkpoint in between.  "
-    f"[{RESTARTS}]",
+    f"[default: {RESTARTS}]",
 )
 @overrides_option
 @click.option(

@@ -102,7 +102,7 @@ def epoch_plan(costs: np.ndarray, layout: Layout, first: int = 0, count: int | N
     stop = steps if count is None else first + count
     if not 0 <= first <= stop <= steps:
         raise DataError(
-            f"steps {first} to {stop - 1} are asked for, but the dataset of {len(costs):,} samples has only "
+            f"steps {first} to {stop - 1} were requested, but the dataset of {len(costs):,} samples has only "
             f"{steps:,} steps"
         )
     # windows begin at multiples of their size, counted from step 0: the same ones wherever a run resumes

@@ -77,8 +77,8 @@ def build_gpt_index(lengths: np.ndarray, sequence_length: int, samples: int | No
     per_epoch = int(np.sum(lengths, dtype=np.int64))
     if per_epoch <= sequence_length:
         raise DataError(
-            f"the corpus has {per_epoch:,} tokens, which is too short for one sample: it needs {sequence_length:,} "
-            "tokens and one more"
+            f"the corpus has only {per_epoch:,} tokens, but one sample needs {sequence_length + 1:,} (the sequence "
+            "length and one more); use a longer corpus"
         )
     wanted = 0 if samples is None else samples * sequence_length + 1
     epochs = max(1, -(-wanted // per_epoch))

@@ -144,7 +144,9 @@ class Mesh:
         if rows is not None and [len(result) for result in results] != list(rows):
             wrong = [(peer, n, len(r)) for peer, n, r in zip(group, rows, results, strict=True) if n != len(r)]
             told = "; ".join(f"rank {peer} sent {got} rows where {due} were planned" for peer, due, got in wrong)
-            raise ClusterError(f"rank {self.rank}, exchange with tag {tag}: the numbers of rows are wrong: {told}")
+            raise ClusterError(
+                f"rank {self.rank}, exchange with tag {tag}: other ranks sent wrong numbers of rows: {told}"
+            )
         return results
 
     def exchange(self, tag: int, parts: Mapping[int, np.ndarray], note: str, where: str) -> dict[int, Frame]:

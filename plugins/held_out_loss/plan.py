@@ -148,8 +148,8 @@ class Batches:
 
 
 def stages_and_micro_batches(recipe: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the stages of the pipeline and the micro-batches of a rank's step; 1 where a recipe, which may be a wrong
-    one, has no such number.
+    """Return the stages of the pipeline and the micro-batches of a rank's step; a number that the recipe lacks counts
+    as 1.
     """
 
     def count(path: str) -> int:

@@ -361,7 +361,10 @@ class Collectives:
         place = int(attrs["dest_rank" if name == "Send" else "src_rank"])
         if not 0 <= place < len(members) or members[place] == self.mesh.rank:
             told = f"rank {self.mesh.rank}, {name} in group {attrs['group']!r} of ranks {list(members)}"
-            raise ClusterError(f"{told}: the index {place} is not that of another member of the group")
+            raise ClusterError(
+                f"{told}: the index {place} is not that of another member of the group, with which this rank could "
+                "exchange a message"
+            )
         peer = members[place]
         fault = self._test.begin(name)
         if record:

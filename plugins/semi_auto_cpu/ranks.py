@@ -36,7 +36,7 @@ class Ranks:
 
     def __init__(self, devices: int, rank: int):
         if not 0 <= rank < devices:
-            raise ClusterError(f"rank {rank} is not one of {devices} devices: 0 to {devices - 1}")
+            raise ClusterError(f"rank {rank} does not exist; the ranks of {devices} devices are 0 to {devices - 1}")
         self.devices = devices
         self.rank = rank
         self.groups: dict[str, tuple[int, ...]] = {}
